@@ -1,0 +1,8 @@
+"""Lossless speculative decoding: target, row cache, draft, rules, loop, score.
+
+Knows tokens, probabilities, key-value caches and an abstract proposer. Knows no drafter.
+
+Legend for shape comments, the same in every file: B rows, T positions, n new slots, S = N + 1
+slots of a round (slot 0 is the root, slot i + 1 is node i), N draft nodes, M selected entries,
+D hidden size, L tapped layers, V vocabulary, K draft depth.
+"""

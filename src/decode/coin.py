@@ -1,0 +1,139 @@
+"""Every random decision of the decoder, as a pure function of a key.
+
+A draw depends on (seed, request, sample number, purpose, counter, slot, index) and on nothing
+else: not on the batch slot, not on how many draws came before. Rules are written against the
+`Coin` protocol, so that tests run the production rules with a coin that enumerates every
+outcome instead of tossing one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """What a draw decides. Different purposes never share a key."""
+
+    TARGET = 0  # the target's own token at a position: plain decoding and the match rule
+    PROPOSE = 1  # the drafter's token
+    ACCEPT = 2  # whether a sampled draft token stands
+    RESIDUAL = 3  # the token after a rejection, or after a draft accepted whole
+
+
+class Key(NamedTuple):
+    """Which decision: TARGET counts slots in tokens past the root, the others in draft slots."""
+
+    purpose: Purpose
+    slot: int
+    index: int = 0
+
+
+class Coin(Protocol):
+    """Tosses for all rows at once; entries of rows that are not `active` are never read."""
+
+    def flip(self, accept: Tensor, proposal: Tensor, key: Key, active: Tensor) -> Tensor:
+        """(B,) bool, True with probability min(1, accept / proposal); never if accept is 0."""
+        ...
+
+    def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
+        """(B,) index drawn in proportion to (B, V) unnormalised weights."""
+        ...
+
+
+class KeyedCoin:
+    """The production coin: Philox-4x32-10 (Salmon et al., SC 2011), 53 bits a draw.
+
+    Args:
+        seed: of the whole run.
+        requests: (B,) identifier of each row's request.
+        samples: (B,) which sample of that request the row is; 0 where omitted.
+    """
+
+    def __init__(
+        self, seed: int, requests: Sequence[int | str], samples: Sequence[int] | None = None
+    ) -> None:
+        samples = [0] * len(requests) if samples is None else samples
+        digests = [
+            hashlib.blake2b(repr((seed, str(r), s)).encode(), digest_size=8).digest()
+            for r, s in zip(requests, samples, strict=True)
+        ]
+        self._key = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2).astype(np.uint64)
+        self._position = np.zeros(len(requests), np.uint64)
+        self._round = np.zeros(len(requests), np.uint64)
+
+    def at(self, position: np.ndarray, rounds: np.ndarray) -> KeyedCoin:
+        """The same coin in a later round.
+
+        Args:
+            position: (B,) position of the token that follows the root.
+            rounds: (B,) verification rounds that each request has had.
+        """
+        coin = object.__new__(KeyedCoin)
+        coin._key = self._key
+        coin._position = position.astype(np.uint64)
+        coin._round = rounds.astype(np.uint64)
+        return coin
+
+    def select(self, rows: Sequence[int]) -> KeyedCoin:
+        """Keep these rows, in this order."""
+        coin = object.__new__(KeyedCoin)
+        index = np.asarray(rows, dtype=np.int64)
+        coin._key = self._key[index]
+        coin._position, coin._round = self._position[index], self._round[index]
+        return coin
+
+    def uniform(self, key: Key) -> np.ndarray:
+        """(B,) float64 in [0, 1)."""
+        # A position is drawn and emitted once, so TARGET needs no round; a position is drafted
+        # again after a rejection, so everything else is counted by the request's own rounds.
+        target = key.purpose == Purpose.TARGET
+        counter = self._position + np.uint64(key.slot) if target else self._round
+        zero = np.zeros_like(counter)
+        words = philox4x32(
+            (
+                zero + np.uint64(key.purpose),
+                counter,
+                zero + np.uint64(0 if target else key.slot),
+                zero + np.uint64(key.index),
+            ),
+            (self._key[:, 0], self._key[:, 1]),
+        )
+        return ((words[0] << np.uint64(21)) | (words[1] >> np.uint64(11))) * 2.0**-53
+
+    def flip(self, accept: Tensor, proposal: Tensor, key: Key, active: Tensor) -> Tensor:
+        """See `Coin.flip`. Strict, so that a token of no mass is never accepted."""
+        del active
+        u = torch.from_numpy(self.uniform(key)).to(accept.device)
+        return u * proposal.double() < accept.double()
+
+    def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
+        """See `Coin.draw`. Inverse CDF in fp64: in fp32 a long tail is unreachable."""
+        del active
+        cdf = weights.double().cumsum(-1)  # (B, V)
+        u = torch.from_numpy(self.uniform(key)).to(weights.device)[:, None]
+        index = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)[:, 0]
+        return index.clamp_max(weights.shape[-1] - 1)
+
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+def philox4x32(
+    counter: Sequence[np.ndarray], key: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Ten rounds of Philox-4x32 on arrays of 32-bit words held in uint64."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (b >> _SHIFT) ^ c1 ^ k0, b & _LOW, (a >> _SHIFT) ^ c3 ^ k1, a & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3

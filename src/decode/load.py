@@ -1,0 +1,116 @@
+"""Loading a target, and saying in one line what is wrong with it if it cannot serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from decode.errors import UserError
+from decode.probe import probe
+from decode.target import Target
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The target's configuration, checked before any weight is read.
+
+    Raises:
+        UserError: nothing there, no causal LM, or a quantised model.
+    """
+    folder = Path(name).expanduser()
+    local = folder.is_dir()
+    if not local and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1):
+        raise UserError(f"target={name}: no such folder; give a model folder or a hub id (owner/name)")
+    if local and not (folder / "config.json").is_file():
+        raise UserError(f"target={name}: no config.json in it, so this is no model folder")
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"target={name}: {_first_line(error)}") from None
+    remote = trust_remote_code and hasattr(config, "auto_map")
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
+        raise UserError(f"target={name}: a {config.model_type!r} model is no causal language model")
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise UserError(
+            f"target={name}: quantised with {method!s}, whose rows can depend on what is batched with "
+            "them, so decoding could not be proven lossless; use the unquantised weights"
+        )
+    return config
+
+
+def load_target(
+    name: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load, freeze and probe a causal LM.
+
+    Args:
+        name: folder or hub id.
+        dtype: `auto` keeps the checkpoint's.
+        device: where to.
+        revision: of a hub id.
+        trust_remote_code: runs Python that comes with the model; off unless asked for.
+
+    Raises:
+        UserError: see `load_config` and `probe`.
+    """
+    config = load_config(name, revision, trust_remote_code)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UserError(f"target.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
+    # Soft-capped attention exists in the eager kernel alone.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            dtype=DTYPES.get(dtype, "auto"),
+            use_safetensors=True,
+            **({"attn_implementation": "eager"} if capped else {}),
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"target={name}: {_first_line(error)}") from None
+    target = Target(model.to(device))
+    probe(target)
+    return target
+
+
+def load_tokenizer(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The target's tokenizer.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"target={name}: no tokenizer ({_first_line(error)})") from None
+
+
+def stop_tokens(target: Target) -> list[int]:
+    """End tokens of the model's generation config."""
+    generation = getattr(target.model, "generation_config", None)
+    end = getattr(generation, "eos_token_id", None)
+    end = getattr(target.config, "eos_token_id", None) if end is None else end
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,148 @@
+"""What a model class must be able to do before its outputs may be called lossless.
+
+The probe builds a small random twin of the model (same class, few layers, short window, fp32) and
+compares two ragged rows, a five-node tree, a compaction and the next token with plain forwards.
+A model that ignores masks or positions, or whose state cannot be rolled back, fails here with one
+line instead of producing wrong text later.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from decode import cache as cache_module
+from decode import target as target_module
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.target import Target
+
+TOLERANCE = 1e-4  # relative, fp32
+KINDS = {"full_attention", "sliding_attention"}
+
+
+def probe(target: Target) -> None:
+    """Check a target's class on a random twin, and its head on its own weights.
+
+    Raises:
+        UserError: naming what the class cannot do.
+    """
+    name = type(target.model).__name__
+    other = set(getattr(target.config, "layer_types", None) or ()) - KINDS
+    if other:
+        raise UserError(
+            f"target: {name} has {', '.join(sorted(other))} layers, whose state cannot be rolled back "
+            "after a rejection; full and sliding-window attention work"
+        )
+    _check_head(target, name)
+    seen = _memory(target)
+    if seen.exists():
+        return
+    try:
+        wrong = _compare(_twin(target))
+    except UserError:
+        raise
+    except Exception as error:  # whatever a foreign model's code may raise is the probe's finding
+        wrong = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
+    if wrong:
+        raise UserError(
+            f"target: {name} cannot be decoded losslessly here: the probe {wrong}; models with rotary "
+            "or learned positions and full or sliding-window attention work"
+        )
+    seen.parent.mkdir(parents=True, exist_ok=True)
+    seen.touch()
+
+
+def _check_head(target: Target, name: str) -> None:
+    tokens = torch.arange(1, 9, device=target.device)[None] % target.vocab_size
+    with torch.no_grad():
+        want = target.model(input_ids=tokens, use_cache=False).logits.float()
+    got = target.head(target.read(tokens).last).float()
+    if _relative(got, want) > (TOLERANCE if target.dtype.itemsize >= 4 else 2e-2):
+        raise UserError(
+            f"target: {name}'s logits are not what its head makes of its last hidden state "
+            f"(off by {_relative(got, want):.0e}); scale, bias and soft cap are known, this is none"
+        )
+
+
+def _twin(target: Target) -> Target:
+    config = copy.deepcopy(target.model.config)
+    text = config.get_text_config()
+    text.vocab_size = min(text.vocab_size, 128)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+    kinds = getattr(text, "layer_types", None)
+    # Enough layers to meet every kind, and one more so that states pass between layers.
+    count = 2 if not kinds else max(2, max(kinds.index(kind) for kind in set(kinds)) + 1)
+    text.num_hidden_layers = min(count, text.num_hidden_layers)
+    if kinds:
+        text.layer_types = kinds[: text.num_hidden_layers]
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = 4  # shorter than the probe's rows, so that the window bites
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        twin = type(target.model)(config).float()
+    finally:
+        torch.random.set_rng_state(state)
+    for weight in twin.parameters():  # default inits are so small that errors would hide
+        if weight.dim() > 1:
+            weight.data.mul_(3)
+    return Target(twin)
+
+
+@torch.inference_mode()
+def _compare(twin: Target) -> str:
+    prompts = [[5, 9, 2, 7, 3, 11, 8], [4, 6, 10]]
+    tokens = torch.tensor([prompts[0], prompts[1] + [0] * 4])
+    twin.start(2, 32)
+    last = twin.extend(tokens).last
+    for row, prompt in enumerate(prompts):
+        if _differs(twin, last[row, len(prompt) - 1], prompt):
+            return "found wrong rows for a padded prompt"
+    twin.keep([len(p) for p in prompts])
+    nodes = torch.tensor([[12, 13, 14, 15, 16], [17, 18, 19, 20, 21]])
+    parents = torch.tensor([[-1, -1, 0, 1, 2], [-1, 0, 0, 1, 3]])
+    roots, draft = torch.tensor([[22], [23]]), Draft(nodes, parents, depth=4)
+    last = twin.extend(roots, draft).last
+    reach = draft.ancestors()
+    slots = torch.cat([roots, nodes], 1)
+    for row, prompt in enumerate(prompts):
+        for slot in range(6):
+            path = slots[row][reach[row, slot]].tolist()
+            if _differs(twin, last[row, slot], prompt + path):
+                return "found wrong rows inside a draft tree (masks or positions are not honoured)"
+    twin.keep([4, 3], torch.tensor([[0, 1, 3, 5], [0, 1, 3, 0]]))
+    last = twin.extend(torch.tensor([[24], [25]])).last
+    kept = [[22, 12, 14, 16], [23, 17, 19]]
+    for row, prompt in enumerate(prompts):
+        if _differs(twin, last[row, 0], [*prompt, *kept[row], 24 + row]):
+            return "found wrong rows after a rejection (the cache cannot be compacted)"
+    return ""
+
+
+def _differs(twin: Target, got: torch.Tensor, prefix: list[int]) -> bool:
+    want = twin.model(input_ids=torch.tensor([prefix]), use_cache=False).logits[0, -1]
+    return not _relative(twin.head(got), want) <= TOLERANCE  # NaN differs
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def _memory(target: Target) -> Path:
+    """A marker for this class, configuration and code; the second run of a model skips the probe."""
+    config: dict[str, Any] = target.model.config.to_diff_dict()
+    sources = [inspect.getsource(m) for m in (cache_module, target_module)]
+    facts = [type(target.model).__qualname__, transformers.__version__, torch.__version__, config, sources]
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return root / "foredraft" / "probed" / key

@@ -1,0 +1,80 @@
+"""From logits to the law p that tokens are drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Warpers, in the order of Hugging Face `generate`; greedy decoding is temperature 0.
+
+    The law is the same object for acceptance, residual and extra token, so that no path can
+    forget a warper.
+
+    Args:
+        temperature: divides the logits; 0 puts all mass on the (first) largest.
+        top_k: keep the k largest logits; 0 keeps all.
+        top_p: keep the smallest set of tokens whose mass reaches top_p.
+        min_p: drop tokens below min_p times the largest probability.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already in
+            the sequence (Keskar et al., arXiv:1909.05858).
+
+    Raises:
+        UserError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        ok = {
+            "temperature": self.temperature >= 0,
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0,
+        }
+        for name, valid in ok.items():
+            if not valid:
+                raise UserError(f"sampling: {name}={getattr(self, name)} is out of range")
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the law depends on the tokens before it."""
+        return self.repetition_penalty != 1.0
+
+    def law(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(R, V) logits -> (R, V) probabilities, fp32 or wider.
+
+        Args:
+            logits: (R, V) of the model.
+            seen: (R, V) bool, tokens of the sequence so far; needed by the repetition penalty.
+        """
+        z = logits if logits.dtype == torch.float64 else logits.float()
+        if self.needs_history:
+            assert seen is not None
+            factor = torch.where(z > 0, 1 / self.repetition_penalty, self.repetition_penalty)
+            z = torch.where(seen, z * factor, z)
+        if self.temperature == 0:
+            return torch.zeros_like(z).scatter_(-1, z.argmax(-1, keepdim=True), 1.0)
+        z = z / self.temperature
+        if 0 < self.top_k < z.shape[-1]:
+            z = z.masked_fill(z < z.topk(self.top_k).values[..., -1:], -torch.inf)
+        if self.top_p < 1:
+            ordered, index = z.sort(descending=True, stable=True)
+            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass ahead of a token
+            drop = torch.zeros_like(z, dtype=torch.bool).scatter(-1, index, before >= self.top_p)
+            z = z.masked_fill(drop, -torch.inf)
+        if self.min_p > 0:
+            p = z.softmax(-1)
+            z = z.masked_fill(p < self.min_p * p.amax(-1, keepdim=True), -torch.inf)
+        return z.softmax(-1)

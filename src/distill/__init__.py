@@ -1,0 +1,1 @@
+"""Rollouts, data, objectives and the Lightning side of training drafters."""

@@ -1,0 +1,157 @@
+"""Stored rollouts as batches, each a pure function of (seed, step, store)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from decode.errors import UserError
+
+BUCKET = 8  # batches that are sorted by length together
+
+
+class Micro(NamedTuple):
+    """One micro-batch on one rank.
+
+    Attributes:
+        tokens: (B, T) right-padded.
+        loss_mask: (B, T) bool.
+        anchors: supervised anchors of the whole optimizer step, over micro-batches and ranks.
+        step: optimizer step, which keys the drafter's noise.
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    anchors: int
+    step: int
+
+
+class RolloutBatches(Dataset[Micro]):
+    """Micro-batch m of optimizer step k on rank r is item k * accumulate + m.
+
+    Rows are shuffled every epoch and grouped by length, so that little is padding.
+
+    Args:
+        rows: with `tokens` and `loss_mask`.
+        batch_size: rows of one micro-batch.
+        steps: optimizer steps.
+        accumulate: micro-batches a step.
+        rank: of this process.
+        world: processes.
+        seed: of the order.
+        max_tokens: longer rows are cut.
+    """
+
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        batch_size: int,
+        steps: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        max_tokens: int = 2048,
+    ) -> None:
+        self.rows, self.batch_size, self.steps = rows, batch_size, steps
+        self.accumulate, self.rank, self.world = accumulate, rank, world
+        self.seed, self.max_tokens = seed, max_tokens
+        self._order: tuple[int, np.ndarray] | None = None
+        self._length, self._anchors = _measure(rows, max_tokens)
+        self._usable = np.flatnonzero(self._anchors)
+        if not self._usable.size:
+            raise UserError("rollouts: no row has a supervised token; check the loss masks")
+
+    def __len__(self) -> int:
+        return self.steps * self.accumulate
+
+    @override
+    def __getitem__(self, index: int) -> Micro:
+        step, micro = divmod(index, self.accumulate)
+        shards = self._step_rows(step).reshape(self.accumulate, self.world, self.batch_size)
+        chosen = [self.rows[int(i)] for i in shards[micro, self.rank]]
+        length = max(min(len(row["tokens"]), self.max_tokens) for row in chosen)
+        tokens = torch.zeros(self.batch_size, length, dtype=torch.long)
+        mask = torch.zeros(self.batch_size, length, dtype=torch.bool)
+        for i, row in enumerate(chosen):
+            n = min(len(row["tokens"]), length)
+            tokens[i, :n] = torch.as_tensor(row["tokens"][:n])
+            mask[i, :n] = torch.as_tensor(row["loss_mask"][:n], dtype=torch.bool)
+        return Micro(tokens, mask, int(self._anchors[shards].sum()), step)
+
+    def _step_rows(self, step: int) -> np.ndarray:
+        """Row numbers of an optimizer step, over all its micro-batches and ranks."""
+        size = self.batch_size * self.accumulate * self.world
+        per_epoch = max(1, self._usable.size // size)
+        epoch, place = divmod(step, per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._shuffle(epoch, size, per_epoch))
+        return self._order[1][place]
+
+    def _shuffle(self, epoch: int, size: int, per_epoch: int) -> np.ndarray:
+        random = np.random.default_rng([self.seed, epoch])
+        order = random.permutation(self._usable)
+        order = np.resize(order, per_epoch * size)  # repeats rows only if there are fewer than one batch
+        batches = []
+        for start in range(0, order.size, BUCKET * size):
+            bucket = order[start : start + BUCKET * size]
+            bucket = bucket[np.argsort(self._length[bucket], kind="stable")].reshape(-1, size)
+            batches.append(bucket[random.permutation(len(bucket))])
+        return np.concatenate(batches)
+
+
+def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Length of each row, and its anchors: t counts where token t + 2 is supervised."""
+    length, anchors = [], []
+    for mask in rows["loss_mask"]:
+        cut = mask[:max_tokens]
+        length.append(len(cut))
+        anchors.append(sum(cut[2:]))
+    return np.array(length), np.array(anchors)
+
+
+class RolloutData(L.LightningDataModule):
+    """Serves the store's rows to the trainer.
+
+    Args:
+        files: Parquet shards.
+        cache: folder for the memory-mapped copy that `datasets` makes.
+        batch_size: rows of one micro-batch.
+        max_tokens: longer rows are cut.
+        seed: of the order.
+    """
+
+    def __init__(
+        self, files: list[Path], cache: Path, batch_size: int, max_tokens: int, seed: int
+    ) -> None:
+        super().__init__()
+        self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
+        self.first_step = 0
+        self.rows = datasets.Dataset.from_parquet([str(f) for f in files], cache_dir=str(cache))
+
+    @override
+    def train_dataloader(self) -> DataLoader:
+        trainer = self.trainer
+        assert trainer is not None
+        assert isinstance(self.rows, datasets.Dataset)
+        batches = RolloutBatches(
+            self.rows,
+            self.batch_size,
+            trainer.max_steps,
+            trainer.accumulate_grad_batches,
+            trainer.global_rank,
+            trainer.world_size,
+            self.seed,
+            self.max_tokens,
+        )
+        # A resumed run goes on at its step: the order has no state to restore.
+        start = self.first_step * trainer.accumulate_grad_batches
+        return DataLoader(batches, batch_size=None, sampler=range(start, len(batches)))

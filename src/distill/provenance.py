@@ -1,0 +1,35 @@
+"""Where numbers come from."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def commit() -> str:
+    """Commit of this checkout (with -dirty), else the installed version."""
+    if (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            pass
+    try:
+        return version("foredraft")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def digest(text: str) -> str:
+    """Short hash."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def local(path: str) -> str | Path:
+    """A bundled path is meant from the repository, wherever the command is run."""
+    bundled = ROOT / path
+    return bundled if not Path(path).exists() and bundled.exists() else path

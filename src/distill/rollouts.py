@@ -1,0 +1,236 @@
+"""The target answers prompts; what it wrote is stored, shard by shard, and never made twice."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from decode.errors import UserError
+from decode.generate import generate
+from decode.sampling import Sampler
+from decode.target import Target
+from distill.files import publish, write_json
+from distill.prompts import Chat, Prompt
+
+SCHEMA = 1
+COLUMNS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("tokens", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("finish_reason", pa.string()),
+        ("ids", pa.string()),
+    ]
+)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """Everything that decides what the rows are; its hash names the store.
+
+    Args:
+        target: fingerprint of the target.
+        tokenizer: fingerprint of the tokenizer.
+        template: see `Chat`.
+        answers: `write` lets the target answer, `given` takes the records' own last messages.
+        prompts: hash of the prompt records.
+        self_prompts: prompts that the target writes itself.
+        sampler: law of the answers, as keyword arguments of `Sampler`.
+        prompt_sampler: law of self-written prompts.
+        max_prompt_tokens: longer prompts are dropped; self-written ones are cut.
+        max_new_tokens: per answer.
+        shard_size: prompts a shard; a shard is decoded as one batch.
+        seed: of all draws.
+    """
+
+    target: str
+    tokenizer: str
+    template: str
+    answers: str
+    prompts: str
+    self_prompts: int
+    sampler: dict[str, float]
+    prompt_sampler: dict[str, float]
+    max_prompt_tokens: int
+    max_new_tokens: int
+    shard_size: int
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Short hash of all of it."""
+        text = json.dumps([SCHEMA, asdict(self)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class RolloutStore:
+    """A folder of Parquet shards and a manifest.
+
+    A shard under its final name is whole; anything else is `.tmp` and is made again.
+    """
+
+    def __init__(self, root: Path, plan: RolloutPlan, prompts: Sequence[Prompt]) -> None:
+        self.folder, self.plan, self.prompts = root / plan.key, plan, list(prompts)
+        total = len(self.prompts) + plan.self_prompts
+        self.shards = -(-total // plan.shard_size)
+        if not total:
+            raise UserError("prompts: none given and prompts.self=0; there is nothing to roll out")
+
+    def path(self, shard: int) -> Path:
+        """Of a shard, whether or not it exists."""
+        return self.folder / f"shard-{shard:05d}.parquet"
+
+    def missing(self) -> list[int]:
+        """Shards still to be made."""
+        return [i for i in range(self.shards) if not self.path(i).exists()]
+
+    def fill(self, make: Callable[[int, list[Prompt], int], list[Row]], done: Callable[[], None]) -> None:
+        """Make what is missing; ranks of a launcher share the work, and wait for one another.
+
+        Args:
+            make: (shard, prompts, self-written prompts) -> rows.
+            done: called after every shard.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "plan.json", asdict(self.plan))
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        mine = [i for i in range(self.shards) if i % world == rank]
+        others = [i for i in range(self.shards) if i % world != rank]
+        # A shard of a rank that died is taken over once its lock is free.
+        while todo := [i for i in mine + others if not self.path(i).exists()]:
+            made = 0
+            for shard in todo:
+                with self._lock(shard) as free:
+                    if free and not self.path(shard).exists():
+                        self._write(shard, make(shard, *self._work(shard)))
+                        made += 1
+                        done()
+            if not made:
+                time.sleep(0.2)
+        self._manifest()
+
+    def _work(self, shard: int) -> tuple[list[Prompt], int]:
+        size = self.plan.shard_size
+        given = self.prompts[shard * size : (shard + 1) * size]
+        total = len(self.prompts) + self.plan.self_prompts
+        return given, min((shard + 1) * size, total) - shard * size - len(given)
+
+    @contextmanager
+    def _lock(self, shard: int) -> Iterator[bool]:
+        with (self.folder / f"shard-{shard:05d}.lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    def _write(self, shard: int, rows: list[Row]) -> None:
+        with publish(self.path(shard)) as temporary:
+            pq.write_table(pa.Table.from_pylist(rows, schema=COLUMNS), temporary)
+
+    def _manifest(self) -> None:
+        shards = []
+        for i in range(self.shards):
+            table = pq.read_table(self.path(i), columns=["loss_mask"])
+            answered = sum(sum(mask) for mask in table["loss_mask"].to_pylist())
+            digest = hashlib.sha256(self.path(i).read_bytes()).hexdigest()
+            shards.append(
+                {"file": self.path(i).name, "rows": table.num_rows, "answered": answered, "sha256": digest}
+            )
+        for lock in self.folder.glob("shard-*.lock"):
+            lock.unlink(missing_ok=True)
+        write_json(
+            self.folder / "manifest.json",
+            {"schema": SCHEMA, "key": self.plan.key, "plan": asdict(self.plan), "shards": shards},
+        )
+
+    def manifest(self) -> dict[str, Any]:
+        """Counts and hashes, once every shard is there."""
+        return json.loads((self.folder / "manifest.json").read_text())
+
+
+class Writer:
+    """Makes the rows of a shard with the target in this process.
+
+    Args:
+        target: answers.
+        chat: renders.
+        plan: laws, lengths and seed.
+        stop: end tokens.
+    """
+
+    def __init__(self, target: Target, chat: Chat, plan: RolloutPlan, stop: Sequence[int]) -> None:
+        self.target, self.chat, self.plan, self.stop = target, chat, plan, list(stop)
+
+    def __call__(self, shard: int, prompts: list[Prompt], self_written: int) -> list[Row]:
+        """Rows of one shard: a function of the plan and the shard number alone."""
+        if self.plan.answers == "given":
+            return [self._given(p) for p in prompts]
+        encoded = [(p.id, self.chat.encode(p.messages)) for p in prompts]
+        encoded += self._write_prompts(shard, self_written)
+        limit = self.plan.max_prompt_tokens
+        encoded = [(name, ids) for name, ids in encoded if len(ids) <= limit]
+        out = generate(
+            self.target,
+            None,
+            [ids for _, ids in encoded],
+            max_new_tokens=self.plan.max_new_tokens,
+            sampler=Sampler(**self.plan.sampler),
+            seed=self.plan.seed,
+            requests=[name for name, _ in encoded],
+            stop=self.stop,
+        )
+        return [
+            {
+                "id": name,
+                "tokens": ids + o.tokens,
+                "loss_mask": [0] * len(ids) + [1] * len(o.tokens),
+                "finish_reason": "stop" if o.stopped else "length",
+                "ids": "exact",
+            }
+            for (name, ids), o in zip(encoded, out.outputs, strict=True)
+        ]
+
+    def _given(self, prompt: Prompt) -> Row:
+        tokens, mask = self.chat.encode_answered(prompt.messages)
+        return {
+            "id": prompt.id,
+            "tokens": tokens,
+            "loss_mask": mask,
+            "finish_reason": "given",
+            "ids": "reencoded",
+        }
+
+    def _write_prompts(self, shard: int, count: int) -> list[tuple[str, list[int]]]:
+        """Let the target write the user's turn (Magpie, Xu et al., arXiv:2406.08464)."""
+        if not count:
+            return []
+        before, after = self.chat.user_turn()
+        if not before:
+            raise UserError("prompts.self: this tokenizer has nothing to begin a prompt with; give a file")
+        names = [f"self-{shard}-{i}" for i in range(count)]
+        out = generate(
+            self.target,
+            None,
+            [before] * count,
+            max_new_tokens=self.plan.max_prompt_tokens - len(before) - len(after),
+            sampler=Sampler(**self.plan.prompt_sampler),
+            seed=self.plan.seed,
+            requests=[f"{name}-prompt" for name in names],
+            stop=[*self.stop, *after[:1]],
+        )
+        turns = [o.tokens[:-1] if o.stopped else o.tokens for o in out.outputs]
+        return [(n, before + t + after) for n, t in zip(names, turns, strict=True) if t]

@@ -1,0 +1,125 @@
+"""Run folders: one per configuration, resumed after a kill, never shared by two processes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from decode.errors import UserError
+from distill.files import write_json
+
+DONE = "done"
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """Of the resolved configuration, how to resume aside."""
+    kept = {k: v for k, v in config.items() if k != "resume"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class Run:
+    """A claimed folder; the claim ends with the process, however it ends.
+
+    Attributes:
+        path: the folder.
+        resumed: it held an unfinished run of the same configuration.
+    """
+
+    path: Path
+    resumed: bool
+    _lock: IO[str]
+
+    def finish(self) -> None:
+        """Mark the run as complete, so that the same command starts a new one."""
+        (self.path / DONE).touch()
+
+    def discard_if_empty(self) -> None:
+        """Remove a folder that no work was written to."""
+        if not self.resumed and not any((self.path / "checkpoints").glob("*")):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def claim(root: Path, config: dict[str, Any], resume: str) -> Run:
+    """Continue the newest unfinished run of this configuration, or start one.
+
+    Args:
+        root: folder of all runs.
+        config: resolved.
+        resume: `auto`, `never`, or a run's folder.
+
+    Raises:
+        UserError: a named folder that is no run, belongs to another configuration, is finished
+            or is in use.
+    """
+    key = config_hash(config)
+    if resume not in ("auto", "never"):
+        return _claim_named(Path(resume), key)
+    if resume == "auto":
+        for record in sorted(root.glob("*/*/run.json"), reverse=True):
+            folder = record.parent
+            if _read(record).get("config") == key and not (folder / DONE).exists():
+                lock = _lock(folder)
+                if lock:
+                    return Run(folder, True, lock)
+    return _new(root, key)
+
+
+def _claim_named(folder: Path, key: str) -> Run:
+    record = folder / "run.json"
+    if not record.is_file():
+        raise UserError(f"resume={folder}: no run there; give a run's folder, auto or never")
+    if _read(record).get("config") != key:
+        raise UserError(f"resume={folder}: that run has another configuration; repeat its overrides")
+    if (folder / DONE).exists():
+        raise UserError(f"resume={folder}: that run is finished")
+    lock = _lock(folder)
+    if not lock:
+        raise UserError(f"resume={folder}: another process is working there")
+    return Run(folder, True, lock)
+
+
+def _new(root: Path, key: str) -> Run:
+    while True:
+        folder = root / time.strftime("%Y-%m-%d") / time.strftime("%H-%M-%S")
+        for suffix in ("", *(f"-{i}" for i in range(1, 100))):
+            named = folder.with_name(folder.name + suffix)
+            try:
+                named.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            lock = _lock(named)
+            assert lock, "a folder made a moment ago is locked"
+            write_json(named / "run.json", {"config": key, "started": time.time()})
+            return Run(named, False, lock)
+
+
+def _lock(folder: Path) -> IO[str] | None:
+    handle = (folder / "run.lock").open("a")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        return None
+    os.set_inheritable(handle.fileno(), False)
+    return handle
+
+
+def _read(record: Path) -> dict[str, Any]:
+    try:
+        return json.loads(record.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints of a run, by step."""
+    found = [p for p in (folder / "checkpoints").glob("*") if p.name.isdigit() and p.is_dir()]
+    return sorted(found, key=lambda p: int(p.name))

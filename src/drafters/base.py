@@ -1,0 +1,116 @@
+"""What every drafter is: a module that unrolls for training and proposes for decoding."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from decode.coin import KeyedCoin
+from decode.draft import Draft
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.target import Head, Tap, Target
+
+
+class Batch(NamedTuple):
+    """Target rollouts, right-padded.
+
+    Positions: anchor t knows tokens up to x_{t+1} and taps up to t; depth j (from 1) predicts
+    x_{t+1+j}, and its teacher is the target's row at t + j.
+    """
+
+    tokens: Tensor  # (B, T)
+    loss_mask: Tensor  # (B, T) bool: True where the target wrote token i
+    taps: Tensor  # (B, T, L, D)
+    last: Tensor  # (B, T, D) the target head's input: teacher rows are head(last)
+    seed: int = 0  # of whatever noise the drafter adds: a function of the optimizer step
+
+
+class DraftStep(NamedTuple):
+    """Predictions at one depth.
+
+    Attributes:
+        hidden: (M, D') of the supervised anchors.
+        anchor: (M,) flat index b * T + t.
+        depth: j >= 1.
+        head: turns hidden into logits.
+        aux: named (M,) losses beside the divergence, unweighted.
+    """
+
+    hidden: Tensor
+    anchor: Tensor
+    depth: int
+    head: Head
+    aux: Mapping[str, Tensor]
+
+
+def supervised(loss_mask: Tensor, depth: int) -> Tensor:
+    """(B, T) bool: anchors that are still in the unroll at `depth`.
+
+    An anchor leaves at its first unsupervised depth: x_{t+2} .. x_{t+1+depth} all count.
+    """
+    alive = torch.ones_like(loss_mask)
+    for j in range(1, depth + 1):
+        shifted = torch.zeros_like(loss_mask)
+        shifted[:, : -(1 + j)] = loss_mask[:, 1 + j :]
+        alive = alive & shifted
+    return alive
+
+
+class Drafter(nn.Module, ABC):
+    """Base class. A new drafter is one file here, one yaml in conf/drafter, one contract row.
+
+    Constructors take plain values, kept in `settings` and written to config.json; `for_target`
+    fills in what follows from the target.
+
+    Attributes:
+        taps: layer ids (inputs of decoder layers) or "last" that the drafter reads.
+        aux_weights: weight of each named auxiliary loss.
+    """
+
+    taps: tuple[Tap, ...] = ()
+    aux_weights: Mapping[str, float] = {}
+    settings: dict[str, Any]
+
+    @classmethod
+    @abstractmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        """Build a fresh drafter whose sizes fit `target`."""
+
+    # -- training face -----------------------------------------------------------------------
+
+    @abstractmethod
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        """Yield predictions for depth 1, 2, ...; the objective decides how to score them."""
+
+    # -- decoding face: satisfies decode.generate.Proposer -------------------------------------
+
+    @abstractmethod
+    def new_state(self, rows: int) -> Any:
+        """State for `rows` fresh sequences."""
+
+    @abstractmethod
+    def advance(
+        self,
+        state: Any,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        """Absorb settled tokens; see `decode.generate.Proposer.advance`."""
+
+    @abstractmethod
+    def select(self, state: Any, rows: Sequence[int]) -> None:
+        """Keep these rows of the state, in this order."""
+
+    @abstractmethod
+    def propose(
+        self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        """Draft below the root without changing what `advance` built."""

@@ -1,0 +1,97 @@
+"""Saving and loading drafters: safetensors and a config.json, nothing that is ever executed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from decode.errors import UserError
+from decode.target import Target
+from drafters.base import Drafter
+
+FORMAT = 1
+# A closed table: what a downloaded config names is looked up here and nowhere else.
+CLASSES = {"eagle": "drafters.eagle:Eagle"}
+
+
+def drafter_class(name: str) -> type[Drafter]:
+    """The class behind a short name.
+
+    Raises:
+        UserError: a name that is not in the table.
+    """
+    if name not in CLASSES:
+        raise UserError(f"drafter {name!r} is not known; known are {', '.join(sorted(CLASSES))}")
+    module, _, attribute = CLASSES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def short_name(drafter: Drafter) -> str:
+    """The inverse of `drafter_class`."""
+    where = f"{type(drafter).__module__}:{type(drafter).__qualname__}"
+    return next(name for name, entry in CLASSES.items() if entry == where)
+
+
+def save(drafter: Drafter, target: Target, folder: Path, target_name: str = "") -> None:
+    """Write `model.safetensors` and `config.json` into an existing folder."""
+    weights = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    config = {
+        "format": FORMAT,
+        "drafter": short_name(drafter),
+        "settings": drafter.settings,
+        "taps": list(drafter.taps),
+        "taps_mean": "the value entering decoder layer i; 'last' is the head's input",
+        "target": {"name": target_name, "fingerprint": target.fingerprint()},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+
+
+def load(folder: str | Path, target: Target) -> Drafter:
+    """Read a drafter saved by `save`, in the target's dtype and on its device.
+
+    Raises:
+        UserError: no checkpoint there, a damaged one, or one made for another target.
+    """
+    folder = Path(folder)
+    config = _config(folder)
+    made_for = config["target"]
+    if made_for.get("fingerprint") != target.fingerprint():
+        raise UserError(
+            f"{folder}: this drafter was made for target {made_for.get('name') or '(unnamed)'!r} "
+            "with other weights or another vocabulary; score it with that target"
+        )
+    try:
+        drafter = drafter_class(config["drafter"])(**config["settings"])
+        drafter.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError, TypeError) as error:
+        raise UserError(f"{folder}: damaged checkpoint ({str(error).splitlines()[0]})") from None
+    return drafter.to(target.device, target.dtype).eval()
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"checkpoint={folder}: no config.json there; give a checkpoints/<step> folder")
+    try:
+        config = json.loads(path.read_text())
+        kinds = {"format": int, "drafter": str, "settings": dict, "target": dict}
+        broken = [key for key, kind in kinds.items() if not isinstance(config[key], kind)]
+    except (ValueError, KeyError, TypeError):
+        broken = ["its keys"]
+    if broken:
+        raise UserError(f"{path}: not a drafter's config ({', '.join(broken)})")
+    if config["format"] != FORMAT:
+        raise UserError(f"{path}: format {config['format']}, this version reads {FORMAT}")
+    return config
+
+
+def parameters(drafter: torch.nn.Module) -> int:
+    """Number of trainable weights."""
+    return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
