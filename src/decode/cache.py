@@ -54,7 +54,7 @@ class RowStore:
             self.capacity = max(self.width, 2 * self.capacity)
             if self._data is not None:
                 old = self._data
-                self._data = old.new_empty(*old.shape[:3], self.capacity, old.shape[4])
+                self._data = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
                 self._data[:, :, :, : old.shape[3]] = old
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,9 @@ class Key(NamedTuple):
     index: int = 0
 
 
+BLOCK = 8  # slots whose draws are made together
+
+
 class Coin(Protocol):
     """Tosses for all rows at once; entries of rows that are not `active` are never read."""
 
@@ -64,9 +67,14 @@ class KeyedCoin:
             hashlib.blake2b(repr((seed, str(r), s)).encode(), digest_size=8).digest()
             for r, s in zip(requests, samples, strict=True)
         ]
-        self._key = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2).astype(np.uint64)
-        self._position = np.zeros(len(requests), np.uint64)
-        self._round = np.zeros(len(requests), np.uint64)
+        key = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2).astype(np.uint64)
+        zero = np.zeros(len(requests), np.uint64)
+        self._set(key, zero, zero)
+
+    def _set(self, key: np.ndarray, position: np.ndarray, rounds: np.ndarray) -> KeyedCoin:
+        self._key, self._position, self._round = key, position, rounds
+        self._made: dict[tuple[Purpose, int, int], np.ndarray] = {}
+        return self
 
     def at(self, position: np.ndarray, rounds: np.ndarray) -> KeyedCoin:
         """The same coin in a later round.
@@ -76,34 +84,35 @@ class KeyedCoin:
             rounds: (B,) verification rounds that each request has had.
         """
         coin = object.__new__(KeyedCoin)
-        coin._key = self._key
-        coin._position = position.astype(np.uint64)
-        coin._round = rounds.astype(np.uint64)
-        return coin
+        return coin._set(self._key, position.astype(np.uint64), rounds.astype(np.uint64))
 
     def select(self, rows: Sequence[int]) -> KeyedCoin:
         """Keep these rows, in this order."""
-        coin = object.__new__(KeyedCoin)
         index = np.asarray(rows, dtype=np.int64)
-        coin._key = self._key[index]
-        coin._position, coin._round = self._position[index], self._round[index]
-        return coin
+        coin = object.__new__(KeyedCoin)
+        return coin._set(self._key[index], self._position[index], self._round[index])
 
     def uniform(self, key: Key) -> np.ndarray:
         """(B,) float64 in [0, 1)."""
-        # A position is drawn and emitted once, so TARGET needs no round; a position is drafted
-        # again after a rejection, so everything else is counted by the request's own rounds.
-        target = key.purpose == Purpose.TARGET
-        counter = self._position + np.uint64(key.slot) if target else self._round
-        zero = np.zeros_like(counter)
+        block, place = divmod(key.slot, BLOCK)
+        name = (key.purpose, block, key.index)
+        if name not in self._made:
+            self._made[name] = self._block(*name)
+        return self._made[name][:, place]
+
+    def _block(self, purpose: Purpose, block: int, index: int) -> np.ndarray:
+        """(B, BLOCK) draws of neighbouring slots: one pass of the generator serves a whole round."""
+        slots = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.uint64)
+        zero = np.zeros((len(self._key), BLOCK), np.uint64)
+        if purpose == Purpose.TARGET:
+            # A position is drawn and emitted once, so it needs no round.
+            counter, slot = self._position[:, None] + slots, zero
+        else:
+            # A position is drafted again after a rejection, so these count the request's rounds.
+            counter, slot = zero + self._round[:, None], zero + slots
         words = philox4x32(
-            (
-                zero + np.uint64(key.purpose),
-                counter,
-                zero + np.uint64(0 if target else key.slot),
-                zero + np.uint64(key.index),
-            ),
-            (self._key[:, 0], self._key[:, 1]),
+            (zero + np.uint64(purpose), counter, slot, zero + np.uint64(index)),
+            (self._key[:, :1], self._key[:, 1:]),
         )
         return ((words[0] << np.uint64(21)) | (words[1] >> np.uint64(11))) * 2.0**-53
 

@@ -6,19 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from decode.errors import UserError
 from decode.probe import probe
 from decode.target import Target
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def load_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -34,20 +44,32 @@ def load_config(name: str, revision: str | None = None, trust_remote_code: bool 
     if local and not (folder / "config.json").is_file():
         raise UserError(f"target={name}: no config.json in it, so this is no model folder")
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(
+            folder if local else name, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"target={name}: {_first_line(error)}") from None
     remote = trust_remote_code and hasattr(config, "auto_map")
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
+    if not (remote or _is_causal(config)):
         raise UserError(f"target={name}: a {config.model_type!r} model is no causal language model")
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise UserError(
-            f"target={name}: quantised with {method!s}, whose rows can depend on what is batched with "
-            "them, so decoding could not be proven lossless; use the unquantised weights"
+            f"target={name}: quantised with {method or 'an unnamed method'}, whose rows can depend on what "
+            "is batched with them, so decoding could not be proven lossless; use the unquantised weights"
         )
     return config
+
+
+def _is_causal(config: Any) -> bool:
+    # Encoders are in the causal table too, as the decoders that nobody trained them to be.
+    kind, decoder = config.model_type, getattr(config, "is_decoder", False)
+    if getattr(config, "is_encoder_decoder", False) or (
+        kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decoder
+    ):
+        return False
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def load_target(
@@ -67,24 +89,34 @@ def load_target(
         trust_remote_code: runs Python that comes with the model; off unless asked for.
 
     Raises:
-        UserError: see `load_config` and `probe`.
+        UserError: see `load_config` and `probe`; weights that are damaged or not all there.
     """
     config = load_config(name, revision, trust_remote_code)
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"target.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
     # Soft-capped attention exists in the eager kernel alone.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    folder = Path(name).expanduser()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name,
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder if folder.is_dir() else name,
             revision=revision,
             trust_remote_code=trust_remote_code,
             dtype=DTYPES.get(dtype, "auto"),
             use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
             **({"attn_implementation": "eager"} if capped else {}),
+            **({"experts_implementation": "eager"} if dtype == "float64" else {}),  # no grouped kernel
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"target={name}: {_first_line(error)}") from None
+    # transformers would make up what is not there: a reward model's head, layers the config invents.
+    if lost := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
+        raise UserError(
+            f"target={name}: its weights do not fit config.json ({len(lost)} missing or of another "
+            f"shape, {lost[0]} first); is it a causal language model's checkpoint?"
+        )
     target = Target(model.to(device))
     probe(target)
     return target
@@ -98,8 +130,11 @@ def load_tokenizer(
     Raises:
         UserError: there is none.
     """
+    folder = Path(name).expanduser()
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            folder if folder.is_dir() else name, revision=revision, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"target={name}: no tokenizer ({_first_line(error)})") from None
 
@@ -113,4 +148,5 @@ def stop_tokens(target: Target) -> list[int]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first

@@ -42,11 +42,11 @@ def probe(target: Target) -> None:
             f"target: {name} has {', '.join(sorted(other))} layers, whose state cannot be rolled back "
             "after a rejection; full and sliding-window attention work"
         )
-    _check_head(target, name)
     seen = _memory(target)
-    if seen.exists():
-        return
     try:
+        _check_head(target, name)
+        if seen.exists():
+            return
         wrong = _compare(_twin(target))
     except UserError:
         raise

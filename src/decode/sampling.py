@@ -62,8 +62,8 @@ class Sampler:
         z = logits if logits.dtype == torch.float64 else logits.float()
         if self.needs_history:
             assert seen is not None
-            factor = torch.where(z > 0, 1 / self.repetition_penalty, self.repetition_penalty)
-            z = torch.where(seen, z * factor, z)
+            penalty = self.repetition_penalty
+            z = torch.where(seen, torch.where(z > 0, z / penalty, z * penalty), z)
         if self.temperature == 0:
             return torch.zeros_like(z).scatter_(-1, z.argmax(-1, keepdim=True), 1.0)
         z = z / self.temperature

@@ -85,8 +85,15 @@ class Target:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence the model was built for, in tokens."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """Longest sequence, in tokens, that the model was built for."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for kind in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+            if kind.get("rope_type") == "longrope":
+                # Past this, the longest row of a batch changes the angles of all the others.
+                short = kind["original_max_position_embeddings"]
+                limit = min(limit or short, short)
+        return limit
 
     def tap(self, taps: Sequence[Tap]) -> None:
         """Choose which values `Read.taps` holds."""

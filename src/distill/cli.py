@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import math
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,15 +26,23 @@ from distill.runs import Run, claim
 
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
+RUN_PATHS = ("output_dir", "resume", "checkpoint", "data", "tokenizer", "out")
+PATHS = ("target.path", "prompts.path", "prompts.heldout", *RUN_PATHS)
+EMPTY_GROUPS = ("experiment",)  # that may be null
+# What a disk does to a correct program: one line, exit code 1.
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 Task = Callable[[DictConfig, Path], float]
 
 
-def main(task: Task, config_dir: Path) -> None:
+def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
     """Run `task(config, folder)` under Hydra; user errors are one line and exit code 2.
+
+    A configuration with `output_dir` gets a run folder there; one without runs where it is.
 
     Args:
         task: does the work and returns the metric that sweeps optimise.
-        config_dir: holds config.yaml and the groups.
+        config_dir: holds the groups.
+        config_name: the primary configuration in it.
     """
     run: Run | None = None
 
@@ -39,6 +52,8 @@ def main(task: Task, config_dir: Path) -> None:
             result = task(cfg, folder)
         if run:
             run.finish()
+        elif HydraConfig.get().mode == RunMode.MULTIRUN:
+            print(folder, flush=True)
         return result
 
     with _one_line_errors(None):
@@ -47,50 +62,86 @@ def main(task: Task, config_dir: Path) -> None:
         flags = any(a.startswith("-") for a in argv)
         child = any(a.startswith("hydra.run.dir=") for a in argv) or "LOCAL_RANK" in os.environ
         if not flags and not child:
-            cfg = compose(argv, config_dir)
-            resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-            run = claim(Path(cfg.output_dir), resolved, str(cfg.resume))
-            print(f"{'resuming' if run.resumed else 'run folder'}: {run.path}", flush=True)
-            argv = [*argv, f"hydra.run.dir={_quote(str(run.path))}"]
+            cfg = compose(argv, config_dir, config_name)
+            if "output_dir" in cfg:
+                resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+                run = claim(Path(cfg.output_dir), resolved, str(cfg.resume))
+                print(f"{'resuming' if run.resumed else 'run folder'}: {run.path}", flush=True)
+                argv = [*argv, f"hydra.run.dir={_quote(str(run.path))}"]
     sys.argv = [sys.argv[0], *argv]
-    hydra.main(version_base="1.3", config_path=str(config_dir), config_name="config")(job)()
+    hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
     if run:
         print(run.path, flush=True)
 
 
-class _one_line_errors:  # noqa: N801 - reads as a statement
-    def __init__(self, run: Run | None) -> None:
-        self.run = run
+@contextmanager
+def _one_line_errors(run: Run | None) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        if run:
+            run.discard_if_empty()
+        code, text = 2, f"error: {error}"
+    except KeyboardInterrupt:
+        again = f"; the same command goes on in {run.path}" if run else ""
+        code, text = 130, f"interrupted{again}"
+    except Exception as error:
+        cause = _disk_error(error)
+        if cause is None:
+            raise
+        where = f" ({cause.filename})" if cause.filename else ""
+        code, text = 1, f"error: {' '.join(str(cause.strerror).split())}{where}"
+    else:
+        return
+    print(text, file=sys.stderr, flush=True)
+    raise SystemExit(code)
 
-    def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, UserError):
-            if self.run:
-                self.run.discard_if_empty()
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            raise SystemExit(2) from None
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """The failure of a disk behind an exception, if there is one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
     """Turn `target=/a/folder` into `target=hf target.path='/a/folder'`, and quote other paths."""
-    result = []
+    sweep = "-m" in argv or "--multirun" in argv
+    result: list[str] = []
     for argument in argv:
         key, sign, value = argument.partition("=")
-        if not sign or argument.startswith("-") or value[:1] in ("'", '"'):
+        if not sign or argument.startswith("-"):
             result.append(argument)
-        elif key in PATH_GROUPS and value not in options(config_dir, key) and "," not in value:
+        elif key == "hydra.run.dir" and any(done.startswith("hydra.run.dir=") for done in result):
+            continue  # Lightning repeats it for its ranks, unquoted
+        elif key in PATH_GROUPS and not _is_choice(value, options(config_dir, key), sweep):
             name, where = PATH_GROUPS[key]
-            result += [f"{key}={name}", f"{key}.{where}={_quote(value)}"]
-        elif value.startswith(("/", "~", "./", "../")):
-            result.append(f"{key}={_quote(value)}")
+            result += [f"{key}={name}", f"{key}.{where}={_quote_path(value, sweep)}"]
+        elif value != "null" and (key in PATHS or value.startswith(("/", "~/", "./", "../"))):
+            result.append(f"{key}={_quote_path(value, sweep)}")
         else:
             result.append(argument)
     return result
 
 
+def _is_choice(value: str, names: Sequence[str], sweep: bool) -> bool:
+    return all(part in names for part in (value.split(",") if sweep else [value]))
+
+
+def _quote_path(value: str, sweep: bool) -> str:
+    there = Path(value).exists()
+    if not there and value[:1] in ("'", '"') and value[-1:] == value[:1] and len(value) > 1:
+        return value  # in Hydra's own quotes
+    parts = value.split(",") if sweep and not there else [value]
+    return ",".join(_quote(str(Path(part).expanduser()) if part[:1] == "~" else part) for part in parts)
+
+
 def _quote(value: str) -> str:
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # Hydra reads backslashes as they are, but for those before a quote.
+    doubled = re.sub(r"(\\*)(?='|$)", lambda found: found[1] * 2, value)
+    return "'" + doubled.replace("'", "\\'") + "'"
 
 
 def options(config_dir: Path, group: str) -> list[str]:
@@ -98,7 +149,7 @@ def options(config_dir: Path, group: str) -> list[str]:
     return sorted(p.stem for p in (config_dir / group).glob("*.yaml"))
 
 
-def compose(overrides: Sequence[str], config_dir: Path) -> DictConfig:
+def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "config") -> DictConfig:
     """The configuration that these overrides give.
 
     Raises:
@@ -107,31 +158,64 @@ def compose(overrides: Sequence[str], config_dir: Path) -> DictConfig:
     groups = [p.name for p in sorted(config_dir.iterdir()) if p.is_dir()]
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key in groups and value not in [*options(config_dir, key), "null"] and value[:1] != "[":
-            raise UserError(f"{key}={value}: {_nearest(value, options(config_dir, key))}")
+        if override[:1] == "~":
+            continue
+        if "=" not in override:
+            raise UserError(f"{override}: not an override; write option=value")
+        names = options(config_dir, key) + ["null"] * (key in EMPTY_GROUPS)
+        if key in groups and value not in names:
+            raise UserError(f"{key}={value}: {_nearest(value, names)}")
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
         chosen = [o for o in overrides if o.lstrip("+~").partition("=")[0] in groups]
         try:
-            base = hydra.compose("config", overrides=chosen)
-            for override in overrides:
-                key = override.partition("=")[0]
-                if override not in chosen and key[:1] not in "+~" and not key.startswith("hydra."):
-                    _check_key(base, key)
-            return hydra.compose("config", overrides=list(overrides))
+            base = hydra.compose(config_name, overrides=chosen)
+            keys = [o.partition("=")[0] for o in overrides if o not in chosen]
+            keys = [k for k in keys if k[:1] not in "+~" and not k.startswith(("hydra.", "hydra/"))]
+            for key in keys:
+                _check_key(base, key)
+            cfg = hydra.compose(config_name, overrides=list(overrides))
+            for key in keys:
+                _check_kind(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
+            if unset := sorted(OmegaConf.missing_keys(cfg)):
+                raise UserError(f"{', '.join(unset)}: must be given, as in {unset[0]}=...")
+            return cfg
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(" ".join(str(error).split())) from None
 
 
 def _check_key(cfg: DictConfig, key: str) -> None:
-    node, done = cfg, []
+    node: Any = cfg
+    done: list[str] = []
     for part in key.split("."):
-        if not OmegaConf.is_dict(node) or part not in node:
+        if not OmegaConf.is_dict(node) or part not in list(node):  # `in` denies unset keys
             names = [str(k) for k in node] if OmegaConf.is_dict(node) else []
             where = ".".join(done)
-            raise UserError(f"{key}: no such option{' in ' + where if where else ''}; {_nearest(part, names)}")
+            where = f" in {where}" if where else ""
+            raise UserError(f"{key}: no such option{where}; {_nearest(part, names)}")
         done.append(part)
         node = node._get_node(part)  # the raw node: an unset value must not raise here
+
+
+def _check_kind(key: str, default: Any, value: Any) -> None:
+    """Refuse a value of another kind than the default's; what has none, or is Lightning's, is free."""
+    free = default is None or key == "trainer.devices" or (value is None and key.startswith("trainer."))
+    if not free and not _same_kind(default, value):
+        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        wanted = kinds.get(type(default), f"like {default}")
+        raise UserError(f"{key}={'null' if value is None else value}: must be {wanted}")
+
+
+def _same_kind(default: Any, value: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not math.isnan(value)
+    if isinstance(default, str):  # a name may look like a number
+        return isinstance(value, str | int | float)
+    if OmegaConf.is_list(default):
+        return OmegaConf.is_list(value) and all(_same_kind(default[0], v) for v in value if len(default))
+    return OmegaConf.is_dict(value) if OmegaConf.is_dict(default) else isinstance(value, type(default))
 
 
 def _nearest(wrong: str, names: Sequence[str]) -> str:

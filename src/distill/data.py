@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
 from decode.errors import UserError
@@ -37,7 +38,8 @@ class Micro(NamedTuple):
 class RolloutBatches(Dataset[Micro]):
     """Micro-batch m of optimizer step k on rank r is item k * accumulate + m.
 
-    Rows are shuffled every epoch and grouped by length, so that little is padding.
+    Rows are shuffled every epoch and grouped by length, so that little is padding. An epoch meets
+    a row at most once; the few that do not fill a last step are others every time.
 
     Args:
         rows: with `tokens` and `loss_mask`.
@@ -129,12 +131,9 @@ class RolloutData(L.LightningDataModule):
         seed: of the order.
     """
 
-    def __init__(
-        self, files: list[Path], cache: Path, batch_size: int, max_tokens: int, seed: int
-    ) -> None:
+    def __init__(self, files: list[Path], cache: Path, batch_size: int, max_tokens: int, seed: int) -> None:
         super().__init__()
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
-        self.first_step = 0
         self.rows = datasets.Dataset.from_parquet([str(f) for f in files], cache_dir=str(cache))
 
     @override
@@ -152,6 +151,24 @@ class RolloutData(L.LightningDataModule):
             self.seed,
             self.max_tokens,
         )
-        # A resumed run goes on at its step: the order has no state to restore.
-        start = self.first_step * trainer.accumulate_grad_batches
-        return DataLoader(batches, batch_size=None, sampler=range(start, len(batches)))
+        # A resumed run goes on at its step, which Lightning has restored by now.
+        start = trainer.global_step * trainer.accumulate_grad_batches
+        return DataLoader(batches, batch_size=None, sampler=From(start, len(batches)))
+
+
+class From(Sampler[int]):
+    """Items from `start` on; the order has no state to restore.
+
+    The length stays the whole run's: Lightning restores how many batches it has seen, and would
+    end the epoch early, and step too soon, on a loader that only had the rest.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def __len__(self) -> int:
+        return self.stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import lightning as L
 import torch
@@ -15,6 +16,8 @@ from decode.target import Target
 from distill.data import Micro
 from distill.objectives import Objective, Scored
 from drafters.base import Batch, Drafter
+
+DEPTHS = 32  # rows of the table of sums that ranks add up, more than any drafter unrolls
 
 
 class DistillModule(L.LightningModule):
@@ -42,6 +45,8 @@ class DistillModule(L.LightningModule):
         self._target = (target,)  # in a tuple, so that nothing registers it
         self.drafter, self.objective, self.optimizer = drafter, objective, optimizer
         self.warmup, self.final_lr = warmup, final_lr
+        self._sums: Tensor | None = None  # (1 + DEPTHS, 3) of this optimizer step so far
+        self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
 
     @property
     def target(self) -> Target:
@@ -57,27 +62,41 @@ class DistillModule(L.LightningModule):
         steps = self.drafter.unroll(rows, self.target)
         total, scored = self.objective(steps, read.last, self.target.head, self.drafter.aux_weights)
         loss = total / batch.anchors
-        if not torch.isfinite(loss):
-            raise UserError(
-                f"training: the loss is {loss.item()} at step {batch.step}; lower optimizer.lr, or "
-                "look at the rollouts. The last checkpoint is untouched"
-            )
-        self._log(loss, scored)
+        self._step = batch.step
+        self._add(loss, scored)
         # One denominator per optimizer step: Lightning divides by the accumulation and DDP by
         # the processes, and this is the one place that undoes both.
         return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
-    def _log(self, loss: Tensor, scored: list[Scored]) -> None:
-        values = {"train/loss": loss.detach()}
+    def _add(self, loss: Tensor, scored: list[Scored]) -> None:
+        sums = torch.zeros(1 + DEPTHS, 3, device=loss.device)
+        sums[0, 0] = loss.detach()
         for row in scored:
-            values[f"train/divergence_{row.depth}"] = row.divergence / row.rows
-            values[f"train/top1_{row.depth}"] = row.agreed / row.rows
-            values[f"train/overlap_{row.depth}"] = row.overlap / row.rows
-        self.log_dict(values)
-        self.log("loss", loss.detach(), prog_bar=True, logger=False)
+            sums[row.depth] = torch.tensor([row.rows, row.divergence, row.agreed])
+        self._sums = sums if self._sums is None else self._sums + sums
 
     @override
-    def configure_optimizers(self):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check and log the step's loss: the same number on every rank, before any weight moves."""
+        del optimizer
+        assert self._sums is not None
+        sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
+        assert isinstance(sums, Tensor)
+        (self.loss, *_), *depths = sums.tolist()
+        if not math.isfinite(self.loss):
+            raise UserError(
+                f"training: the loss is {self.loss} at step {self._step}; lower optimizer.lr, or "
+                "look at the rollouts. The last checkpoint is untouched"
+            )
+        values = {"train/loss": self.loss}
+        for depth, (rows, divergence, agreed) in enumerate(depths, 1):
+            if rows:
+                values[f"train/divergence_{depth}"] = divergence / rows
+                values[f"train/top1_{depth}"] = agreed / rows
+        self.log_dict(values)
+
+    @override
+    def configure_optimizers(self) -> Any:
         """AdamW or what the yaml says, with a linear warm-up and a cosine."""
         optimizer = self.optimizer([p for p in self.drafter.parameters() if p.requires_grad])
         steps = self.trainer.max_steps

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
@@ -37,15 +39,20 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                prompts.append(_parse(line, f"{path}:{number}", str(number)))
+                prompts.append(parse_prompt(line, f"{path}:{number}", str(number)))
     if not prompts:
         raise UserError(f"{path}: no prompts in it; give one JSON record a line")
     return prompts
 
 
-def _parse(line: bytes, where: str, default_id: str) -> Prompt:
+def parse_prompt(line: bytes, where: str, default_id: str) -> Prompt:
+    """Read one record; `where` begins what is said of a malformed one.
+
+    Raises:
+        UserError: what is wrong with it.
+    """
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8-sig"))  # a byte order mark is no part of the text
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -59,28 +66,34 @@ def _parse(line: bytes, where: str, default_id: str) -> Prompt:
         raise UserError(f"{where}: needs a non-empty list 'messages' (or 'turns')")
     for message in messages:
         fine = isinstance(message, dict) and message.get("role") in ROLES
-        if not fine or not isinstance(message.get("content"), str) or not message["content"]:
+        if not fine or not _is_text(message.get("content")):
             raise UserError(
                 f"{where}: each message needs a role of {', '.join(ROLES)} and a text 'content'"
             )
-    name = record.get("id", record.get("question_id", default_id))
-    return Prompt(str(name), tuple({"role": m["role"], "content": m["content"]} for m in messages))
+    if all(message["role"] == "assistant" for message in messages):
+        raise UserError(f"{where}: only the assistant speaks in it; there is nothing to answer")
+    names = (record.get("id"), record.get("question_id"), default_id)
+    name = next(str(name) for name in names if name is not None)
+    return Prompt(name, tuple({"role": m["role"], "content": m["content"]} for m in messages))
+
+
+def _is_text(value: Any) -> bool:
+    # JSON can spell half a surrogate pair, which no tokenizer reads.
+    return isinstance(value, str) and value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Train and held-out part, by hash of the text: a prompt always falls on the same side."""
-    train: list[Prompt] = []
-    held: list[Prompt] = []
-    for prompt in prompts:
-        (held if _hash(prompt) < share * 2**64 else train).append(prompt)
-    return train, held
+    """Train and held-out part, by hash of the text: a prompt always falls on the same side.
+
+    The held-out ones are mixed, so that any first few of them are a fair sample of a file sorted
+    by category.
+    """
+    held = sorted((p for p in prompts if _hash(p) < share * 2**64), key=_hash)
+    return [p for p in prompts if _hash(p) >= share * 2**64], held
 
 
-def held_out(
-    train: Sequence[Prompt], held: Sequence[Prompt]
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Drop from `train` what is held out, and mix the held-out prompts, so that any first few
-    of them are a fair sample of a file sorted by category."""
+def held_out(train: Sequence[Prompt], held: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Drop from `train` what is held out, and mix the held-out prompts as `split` does."""
     asked = {json.dumps(p.messages) for p in held}
     mixed = sorted(held, key=_hash)
     return [p for p in train if json.dumps(p.messages) not in asked], mixed
@@ -112,9 +125,11 @@ class Chat:
         self.tokenizer, self.template = tokenizer, template
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids up to where the target's answer begins."""
+        """Token ids up to where the target's answer begins; an answer that ends them is left out."""
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
         if self.template == "none":
-            return self.tokenizer("\n".join(m["content"] for m in messages))["input_ids"]
+            return self.tokenizer.encode("\n".join(m["content"] for m in messages))
         return self._render(messages, add_generation_prompt=True)["input_ids"]
 
     def encode_answered(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
@@ -129,14 +144,15 @@ class Chat:
         if messages[-1]["role"] != "assistant":
             raise UserError("rollout=given: the last message of every record must be the answer")
         if self.template == "none":
-            head = self.encode(messages[:-1])
-            ids = self.encode(messages)
-            mask = [0] * len(head) + [1] * (len(ids) - len(head))
-        elif "{% generation" in str(self.tokenizer.chat_template).replace("{%-", "{%"):
+            head = self.encode(messages)
+            # On its own, lest a token spans the border.
+            answer = self.tokenizer.encode("\n" + messages[-1]["content"], add_special_tokens=False)
+            ids, mask = head + answer, [0] * len(head) + [1] * len(answer)
+        elif re.search(r"\{%-?\s*generation", str(self.tokenizer.chat_template)):
             out = self._render(messages, return_assistant_tokens_mask=True)
             ids, mask = out["input_ids"], out["assistant_masks"]
         else:
-            head, ids = self.encode(messages[:-1]), self._render(messages)["input_ids"]
+            head, ids = self.encode(messages), self._render(messages)["input_ids"]
             if ids[: len(head)] != head:
                 raise UserError(
                     "target: its chat template renders an answer differently from its prompt, so no "
@@ -164,6 +180,10 @@ class Chat:
         return encode(before, add_special_tokens=False), encode(after, add_special_tokens=False)
 
     def _render(self, messages: Sequence[dict[str, str]], **options: Any) -> Any:
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, **options
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=True, **options
+            )
+        except TemplateError as error:  # templates may refuse roles, or their order
+            start = messages[0]["content"][:60]
+            raise UserError(f"target: its chat template refuses the prompt {start!r}: {error}") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from distill.runs import checkpoints
 
 LEVELS = 5
+LEVEL_NAMES = [f"s_{j}" for j in range(1, LEVELS + 1)]
 
 
 def table(folder: Path) -> str:
@@ -16,18 +17,31 @@ def table(folder: Path) -> str:
     cards = [json.loads(p.read_text()) for c in checkpoints(folder) if (p := c / "score.json").exists()]
     if not cards:
         return ""
-    head = ["step", "tau", *(f"s_{j}" for j in range(1, LEVELS + 1)), "speedup", "draft", "verify", "other", "audit"]
+    head = ["step", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other", "audit"]
     lines = [[str(c["step"]), *_cells(c), "pass" if c["audit_passed"] else "FAIL"] for c in cards]
-    first = cards[-1]
-    text = (
-        f"headline: {first['decode']}, T={first['temperature']:g}, batch {first['batch_size']}, "
-        f"{first['dtype']}, {first['prompts']} held-out prompts, {first['hardware']}\n" + _grid(head, lines)
+    last = cards[-1]
+    text = f"headline: {_setting(last)}\n" + _grid(head, lines)
+    return text if len(last["rows"]) == 1 else f"{text}\n\nstep {last['step']}, {settings_table(last)}"
+
+
+def settings_table(card: dict) -> str:
+    """One line a setting of one scorecard."""
+    head = ["decode", "T", "batch", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other"]
+    lines = [[r["decode"], f"{r['temperature']:g}", str(r["batch_size"]), *_cells(r)] for r in card["rows"]]
+    audit = card["audit"]
+    verdict = (
+        f"audit {'pass' if audit['passed'] else 'FAIL'}: {audit['tokens']} tokens, own row {audit['own_row']}, "
+        f"equal {audit['equal']}, near ties {audit['near_ties']} (margin {audit['margin']:.2g}), "
+        f"mismatches {audit['mismatches']}"
     )
-    if len(first["rows"]) > 1:
-        settings = [[r["decode"], f"{r['temperature']:g}", str(r["batch_size"]), *_cells(r)] for r in first["rows"]]
-        text += f"\n\nall settings at step {first['step']}:\n"
-        text += _grid(["decode", "T", "batch", *head[1:-1]], settings)
-    return text
+    return f"all settings:\n{_grid(head, lines)}\n{verdict}"
+
+
+def _setting(card: dict) -> str:
+    return (
+        f"{card['decode']}, T={card['temperature']:g}, batch {card['batch_size']}, {card['dtype']}, "
+        f"{card['prompts']} held-out prompts, {card['hardware']}"
+    )
 
 
 def _cells(row: dict) -> list[str]:
@@ -40,5 +54,6 @@ def _cells(row: dict) -> list[str]:
 def _grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in [head, *lines]) for i in range(len(head))]
     return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *lines]
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [head, *lines]
     )

@@ -20,7 +20,7 @@ from decode.errors import UserError
 from decode.generate import generate
 from decode.sampling import Sampler
 from decode.target import Target
-from distill.files import publish, write_json
+from distill.files import clean, publish, write_json
 from distill.prompts import Chat, Prompt
 
 SCHEMA = 1
@@ -43,6 +43,8 @@ class RolloutPlan:
     Args:
         target: fingerprint of the target.
         tokenizer: fingerprint of the tokenizer.
+        dtype: that the target decodes in.
+        stop: end tokens.
         template: see `Chat`.
         answers: `write` lets the target answer, `given` takes the records' own last messages.
         prompts: hash of the prompt records.
@@ -57,12 +59,14 @@ class RolloutPlan:
 
     target: str
     tokenizer: str
+    dtype: str
+    stop: list[int]
     template: str
     answers: str
     prompts: str
     self_prompts: int
-    sampler: dict[str, float]
-    prompt_sampler: dict[str, float]
+    sampler: dict[str, Any]
+    prompt_sampler: dict[str, Any]
     max_prompt_tokens: int
     max_new_tokens: int
     shard_size: int
@@ -96,30 +100,38 @@ class RolloutStore:
         """Shards still to be made."""
         return [i for i in range(self.shards) if not self.path(i).exists()]
 
-    def fill(self, make: Callable[[int, list[Prompt], int], list[Row]], done: Callable[[], None]) -> None:
+    @property
+    def complete(self) -> bool:
+        """Every shard is there, and the manifest, which comes last."""
+        return (self.folder / "manifest.json").exists() and not self.missing()
+
+    def fill(self, make: Callable[[int, list[Prompt], int], list[Row]], done: Callable[[int], None]) -> None:
         """Make what is missing; ranks of a launcher share the work, and wait for one another.
 
         Args:
             make: (shard, prompts, self-written prompts) -> rows.
-            done: called after every shard.
+            done: told how many shards are missing still, whoever makes them.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "plan.json", asdict(self.plan))
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         mine = [i for i in range(self.shards) if i % world == rank]
         others = [i for i in range(self.shards) if i % world != rank]
         # A shard of a rank that died is taken over once its lock is free.
+        made = 0
         while todo := [i for i in mine + others if not self.path(i).exists()]:
-            made = 0
+            before = made
             for shard in todo:
-                with self._lock(shard) as free:
+                with self._lock(f"shard-{shard:05d}") as free:
                     if free and not self.path(shard).exists():
                         self._write(shard, make(shard, *self._work(shard)))
                         made += 1
-                        done()
-            if not made:
+                        done(len(self.missing()))
+            if made == before:
+                done(len(self.missing()))
                 time.sleep(0.2)
-        self._manifest()
+        with self._lock("manifest", wait=True):
+            if made or not self.complete:
+                self._manifest()
 
     def _work(self, shard: int) -> tuple[list[Prompt], int]:
         size = self.plan.shard_size
@@ -128,10 +140,10 @@ class RolloutStore:
         return given, min((shard + 1) * size, total) - shard * size - len(given)
 
     @contextmanager
-    def _lock(self, shard: int) -> Iterator[bool]:
-        with (self.folder / f"shard-{shard:05d}.lock").open("w") as handle:
+    def _lock(self, name: str, wait: bool = False) -> Iterator[bool]:
+        with (self.folder / f"{name}.lock").open("w") as handle:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 yield False
             else:
@@ -146,10 +158,16 @@ class RolloutStore:
         for i in range(self.shards):
             table = pq.read_table(self.path(i), columns=["loss_mask"])
             answered = sum(sum(mask) for mask in table["loss_mask"].to_pylist())
-            digest = hashlib.sha256(self.path(i).read_bytes()).hexdigest()
             shards.append(
-                {"file": self.path(i).name, "rows": table.num_rows, "answered": answered, "sha256": digest}
+                {
+                    "file": self.path(i).name,
+                    "rows": table.num_rows,
+                    "answered": answered,
+                    "sha256": _sha256(self.path(i)),
+                }
             )
+        # All shards are under their final names, so what else is here belongs to dead writers.
+        clean(self.folder)
         for lock in self.folder.glob("shard-*.lock"):
             lock.unlink(missing_ok=True)
         write_json(
@@ -161,6 +179,21 @@ class RolloutStore:
         """Counts and hashes, once every shard is there."""
         return json.loads((self.folder / "manifest.json").read_text())
 
+    def check(self) -> None:
+        """Compare the shards with the manifest.
+
+        Raises:
+            UserError: a shard that was changed since it was made.
+        """
+        for i, shard in enumerate(self.manifest()["shards"]):
+            if _sha256(self.path(i)) != shard["sha256"]:
+                raise UserError(f"{self.path(i)}: changed since it was made; delete it to have it made again")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
 
 class Writer:
     """Makes the rows of a shard with the target in this process.
@@ -168,12 +201,25 @@ class Writer:
     Args:
         target: answers.
         chat: renders.
-        plan: laws, lengths and seed.
-        stop: end tokens.
+        plan: laws, lengths, end tokens and seed.
+
+    Raises:
+        UserError: self-written prompts that nobody answers, cannot begin or have no room.
     """
 
-    def __init__(self, target: Target, chat: Chat, plan: RolloutPlan, stop: Sequence[int]) -> None:
-        self.target, self.chat, self.plan, self.stop = target, chat, plan, list(stop)
+    def __init__(self, target: Target, chat: Chat, plan: RolloutPlan) -> None:
+        self.target, self.chat, self.plan = target, chat, plan
+        # A prompt that fills the context cannot be answered.
+        self.limit = min(plan.max_prompt_tokens, (target.max_positions or plan.max_prompt_tokens + 1) - 1)
+        self.before, self.after = chat.user_turn() if plan.self_prompts else ([], [])
+        if not plan.self_prompts:
+            return
+        if plan.answers == "given":
+            raise UserError("rollout=given: prompts.self must be 0; those prompts have no given answers")
+        if not self.before:
+            raise UserError("prompts.self: this tokenizer has nothing to begin a prompt with; give a file")
+        if self.limit <= len(self.before) + len(self.after):
+            raise UserError(f"rollout.max_prompt_tokens={self.limit}: no room for a self-written prompt")
 
     def __call__(self, shard: int, prompts: list[Prompt], self_written: int) -> list[Row]:
         """Rows of one shard: a function of the plan and the shard number alone."""
@@ -181,8 +227,7 @@ class Writer:
             return [self._given(p) for p in prompts]
         encoded = [(p.id, self.chat.encode(p.messages)) for p in prompts]
         encoded += self._write_prompts(shard, self_written)
-        limit = self.plan.max_prompt_tokens
-        encoded = [(name, ids) for name, ids in encoded if len(ids) <= limit]
+        encoded = [(name, ids) for name, ids in encoded if len(ids) <= self.limit]
         out = generate(
             self.target,
             None,
@@ -191,7 +236,7 @@ class Writer:
             sampler=Sampler(**self.plan.sampler),
             seed=self.plan.seed,
             requests=[name for name, _ in encoded],
-            stop=self.stop,
+            stop=self.plan.stop,
         )
         return [
             {
@@ -218,19 +263,17 @@ class Writer:
         """Let the target write the user's turn (Magpie, Xu et al., arXiv:2406.08464)."""
         if not count:
             return []
-        before, after = self.chat.user_turn()
-        if not before:
-            raise UserError("prompts.self: this tokenizer has nothing to begin a prompt with; give a file")
+        before, after = self.before, self.after
         names = [f"self-{shard}-{i}" for i in range(count)]
         out = generate(
             self.target,
             None,
             [before] * count,
-            max_new_tokens=self.plan.max_prompt_tokens - len(before) - len(after),
+            max_new_tokens=self.limit - len(before) - len(after),
             sampler=Sampler(**self.plan.prompt_sampler),
             seed=self.plan.seed,
             requests=[f"{name}-prompt" for name in names],
-            stop=[*self.stop, *after[:1]],
+            stop=[*self.plan.stop, *after[:1]],
         )
         turns = [o.tokens[:-1] if o.stopped else o.tokens for o in out.outputs]
         return [(n, before + t + after) for n, t in zip(names, turns, strict=True) if t]

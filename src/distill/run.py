@@ -5,24 +5,32 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lightning as L
+import torch
 import transformers
+import wandb
 from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from decode.errors import UserError
 from decode.load import load_config, load_target, load_tokenizer, stop_tokens
 from decode.target import Target
-from distill.callbacks import STATE, ScoreCheckpoint
+from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
+from distill.checks import check_ranges, refused
 from distill.data import RolloutData
 from distill.estimate import estimate
+from distill.files import write_json
 from distill.module import DistillModule
 from distill.objectives import Objective
+from distill.progress import bar, first_rank, say, switch
 from distill.prompts import Chat, Prompt, held_out, read_prompts, split
 from distill.provenance import digest, local
 from distill.report import table
@@ -49,46 +57,100 @@ def run(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input; it is found before any work starts, and nothing is left behind.
     """
     quiet()
+    switch["on"] = cfg.trainer.enable_progress_bar
+    check_ranges(cfg)
     chat, train, held = read_inputs(cfg)
+    if cfg.rollout.answers == "given":
+        _check_given(chat, train)
     L.seed_everything(cfg.seed, verbose=False)
     target = build_target(cfg)
-    try:
+    newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
+    held_ids = [_fitting(chat.encode(p.messages), p, target) for p in held]
+    # All that can be wrong with the configuration shows here, before hours of work.
+    with refused():
         drafter = instantiate(cfg.drafter)(target)
         objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights))
-        scorer = Scorer(cfg, target, [chat.encode(p.messages) for p in held]) if cfg.score.enabled else None
-    except TypeError as error:
-        raise UserError(f"configuration: {error}") from None
-    target.tap(drafter.taps)
-
+        optimizer = instantiate(cfg.optimizer.optimizer)
+        optimizer([torch.nn.Parameter(torch.zeros(1))])
+        scorer = Scorer(cfg, target, held_ids) if cfg.score.enabled else None
+        saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
+        trainer: L.Trainer = instantiate(
+            cfg.trainer,
+            callbacks=[TrainingBar(), saver],
+            logger=loggers(cfg, folder, int(newest.name) if newest else 0),
+            default_root_dir=str(folder),
+            enable_progress_bar=False,  # TrainingBar counts optimizer steps
+        )
     plan = _rollout_plan(cfg, target, chat, train)
     store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, train)
-    writer = Writer(target, chat, plan, stop_tokens(target))
-    print(estimate(store, target, drafter), flush=True)
-    _roll_out(store, writer)
+    writer = Writer(target, chat, plan)
+    _same_rollouts(folder, plan)
+    target.tap(drafter.taps)
+    _roll_out(store, writer, estimate(store, target, drafter))
 
     files = [store.path(i) for i in range(store.shards)]
-    data = RolloutData(files, store.folder / "cache", cfg.batch_size, cfg.max_tokens, cfg.seed)
-    optimizer = instantiate(cfg.optimizer.optimizer)
+    longest = min(cfg.max_tokens, target.max_positions or cfg.max_tokens)
+    data = RolloutData(files, store.folder / "cache", cfg.batch_size, longest, cfg.seed)
     module = DistillModule(
         target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr
     )
-    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
-    trainer: L.Trainer = instantiate(
-        cfg.trainer, callbacks=[saver], logger=_loggers(cfg, folder), default_root_dir=str(folder)
-    )
-    newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
-    data.first_step = int(newest.name) if newest else 0
     if newest:
-        print(f"resuming from step {newest.name}", flush=True)
-    state = {"ckpt_path": str(newest / STATE), "weights_only": True} if newest else {}
-    trainer.fit(module, data, **state)
-    if trainer.interrupted or trainer.global_step < trainer.max_steps:
-        raise KeyboardInterrupt
+        say(f"resuming from step {newest.name}")
+    fit(trainer, module, data, str(newest / STATE) if newest else None)
     return _finish(trainer, folder)
+
+
+def _check_given(chat: Chat, prompts: list[Prompt]) -> None:
+    for prompt in prompts:
+        if prompt.messages[-1]["role"] != "assistant":
+            raise UserError(f"rollout=given: record {prompt.id} does not end with an answer")
+    if prompts:
+        chat.encode_answered(prompts[0].messages)
+
+
+def _fitting(ids: list[int], prompt: Prompt, target: Target) -> list[int]:
+    if target.max_positions is not None and len(ids) >= target.max_positions:
+        raise UserError(
+            f"prompts: held-out prompt {prompt.id} has {len(ids)} tokens; the target's context of "
+            f"{target.max_positions} leaves no room for an answer"
+        )
+    return ids
+
+
+def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
+    """Refuse to go on with a run on other data than it began with."""
+    note = folder / "rollouts.json"
+    if not note.exists():
+        if first_rank():
+            write_json(note, {"store": plan.key})
+    elif json.loads(note.read_text())["store"] != plan.key:
+        raise UserError(
+            f"{folder}: the prompts or the target have changed since this run began; "
+            "resume=never starts another"
+        )
+
+
+def fit(
+    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, state: str | None
+) -> None:
+    """Train; an interruption leaves as KeyboardInterrupt or SystemExit, whatever Lightning makes of it."""
+    try:
+        trainer.fit(module, data, ckpt_path=state, weights_only=True)
+    except SIGTERMException:
+        raise SystemExit(128 + signal.SIGTERM) from None
+    except SystemExit:  # what Lightning makes of Ctrl-C
+        raise KeyboardInterrupt from None
+    finally:
+        if wandb.run:  # a second run of this process would go on in it
+            wandb.finish()
+    if trainer.global_step < trainer.max_steps:
+        raise KeyboardInterrupt
 
 
 def quiet() -> None:
     """Leave the terminal to what a user asked to see."""
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", module=r"lightning\.")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     for name in ("lightning.pytorch", "lightning.fabric", "datasets"):
@@ -129,7 +191,11 @@ def _rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Pro
     rollout = cfg.rollout
     return RolloutPlan(
         target=target.fingerprint(),
-        tokenizer=digest(json.dumps(chat.tokenizer.get_vocab(), sort_keys=True) + str(chat.tokenizer.chat_template)),
+        tokenizer=digest(
+            json.dumps(chat.tokenizer.get_vocab(), sort_keys=True) + str(chat.tokenizer.chat_template)
+        ),
+        dtype=str(target.dtype).removeprefix("torch."),
+        stop=stop_tokens(target),
         template=cfg.prompts.template,
         answers=rollout.answers,
         prompts=digest(json.dumps(prompts)),
@@ -143,36 +209,54 @@ def _rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Pro
     )
 
 
-def _roll_out(store: RolloutStore, writer: Writer) -> None:
+def _roll_out(store: RolloutStore, writer: Writer, cost: str) -> None:
     missing = len(store.missing())
-    if not missing:
-        print(f"rollouts: reusing all {store.shards} shards in {store.folder}", flush=True)
+    if store.complete:
+        store.check()
+        say(f"rollouts: reusing all {store.shards} shards in {store.folder}")
         return
+    say(cost)
     if missing < store.shards:
-        print(f"rollouts: {store.shards - missing} of {store.shards} shards are there already", flush=True)
-    with tqdm(total=store.shards, initial=store.shards - missing, desc="rollouts", unit="shard") as bar:
-        store.fill(writer, bar.update)
+        say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
+    with bar(store.shards, "rollouts", "shards", store.shards - missing) as shown:
+
+        def done(missing: int) -> None:
+            shown.update(store.shards - missing - shown.n)
+
+        store.fill(writer, done)
     shards = store.manifest()["shards"]
     rows, answered = sum(s["rows"] for s in shards), sum(s["answered"] for s in shards)
-    print(f"rollouts: {rows} rows, {answered} supervised tokens in {store.folder}", flush=True)
+    say(f"rollouts: {rows} rows, {answered} supervised tokens in {store.folder}")
 
 
-def _loggers(cfg: DictConfig, folder: Path) -> list[Logger]:
-    loggers: list[Logger] = [CSVLogger(folder, name="csv", version="")]
+def loggers(cfg: DictConfig, folder: Path, first_step: int) -> list[Logger]:
+    """A CSV file, and W&B where the configuration says so."""
+    # The CSV logger begins its file anew, so a resumed run has another.
+    part = f"from-{first_step}" if first_step else ""
+    loggers: list[Logger] = [CSVLogger(folder, name="csv", version=part)]
     if cfg.logger.wandb:
         settled = "WANDB_MODE" in os.environ
         offline = not settled and "WANDB_API_KEY" not in os.environ
         config: Any = OmegaConf.to_container(cfg, resolve=True)
         name = f"{folder.parent.name}/{folder.name}"
-        loggers.append(
-            WandbLogger(name, save_dir=folder, offline=offline, project=cfg.logger.project, config=config)
+        record = folder / "run.json"
+        logger = WandbLogger(
+            name,
+            save_dir=folder,
+            # A resumed run goes on in its own W&B run.
+            version=digest(record.read_text())[:8] if record.exists() else None,
+            offline=offline,
+            project=cfg.logger.project,
+            config=config,
         )
+        logger._wandb_init.pop("anonymous", None)  # Lightning passes it, W&B warns of it
+        loggers.append(logger)
     return loggers
 
 
 def _finish(trainer: L.Trainer, folder: Path) -> float:
     if not trainer.is_global_zero:
         return 0.0
-    print(table(folder), flush=True)
+    say(table(folder))
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0

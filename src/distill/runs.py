@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -43,8 +44,10 @@ class Run:
 
     def discard_if_empty(self) -> None:
         """Remove a folder that no work was written to."""
-        if not self.resumed and not any((self.path / "checkpoints").glob("*")):
+        if not self.resumed and not checkpoints(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):  # other runs of this day are in there
+                self.path.parent.rmdir()
 
 
 def claim(root: Path, config: dict[str, Any], resume: str) -> Run:
@@ -57,19 +60,26 @@ def claim(root: Path, config: dict[str, Any], resume: str) -> Run:
 
     Raises:
         UserError: a named folder that is no run, belongs to another configuration, is finished
-            or is in use.
+            or is in use; a root that cannot be written to.
     """
     key = config_hash(config)
     if resume not in ("auto", "never"):
         return _claim_named(Path(resume), key)
-    if resume == "auto":
-        for record in sorted(root.glob("*/*/run.json"), reverse=True):
-            folder = record.parent
-            if _read(record).get("config") == key and not (folder / DONE).exists():
-                lock = _lock(folder)
-                if lock:
-                    return Run(folder, True, lock)
-    return _new(root, key)
+    try:
+        return (_unfinished(root, key) if resume == "auto" else None) or _new(root, key)
+    except OSError as error:
+        raise UserError(f"output_dir={root}: {error.strerror}") from None
+
+
+def _unfinished(root: Path, key: str) -> Run | None:
+    found = [(_read(record), record.parent) for record in root.glob("*/*/run.json")]
+    same = [(run["started"], folder) for run, folder in found if run.get("config") == key]
+    for _, folder in sorted(same, reverse=True):
+        lock = None if (folder / DONE).exists() else _lock(folder)
+        # Its owner may have finished or discarded it meanwhile.
+        if lock and (folder / "run.json").exists() and not (folder / DONE).exists():
+            return Run(folder, True, lock)
+    return None
 
 
 def _claim_named(folder: Path, key: str) -> Run:
@@ -94,6 +104,8 @@ def _new(root: Path, key: str) -> Run:
             try:
                 named.mkdir(parents=True)
             except FileExistsError:
+                if not named.is_dir():  # a file stands where a folder has to be
+                    raise
                 continue
             lock = _lock(named)
             assert lock, "a folder made a moment ago is locked"
@@ -102,7 +114,10 @@ def _new(root: Path, key: str) -> Run:
 
 
 def _lock(folder: Path) -> IO[str] | None:
-    handle = (folder / "run.lock").open("a")
+    try:
+        handle = (folder / "run.lock").open("a")
+    except FileNotFoundError:  # its owner has discarded it
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -114,9 +129,10 @@ def _lock(folder: Path) -> IO[str] | None:
 
 def _read(record: Path) -> dict[str, Any]:
     try:
-        return json.loads(record.read_text())
+        run = json.loads(record.read_text())
     except (OSError, ValueError):
         return {}
+    return run if isinstance(run, dict) and "started" in run else {}
 
 
 def checkpoints(folder: Path) -> list[Path]:

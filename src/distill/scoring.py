@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from decode.load import stop_tokens
+from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.score import Setting, score
 from decode.target import Target
+from distill.progress import bar
 from distill.provenance import commit
 from drafters import hub
 
@@ -31,11 +32,12 @@ class Scorer:
 
     def __init__(self, cfg: DictConfig, target: Target, prompts: Sequence[Sequence[int]]) -> None:
         self.cfg, self.target, self.prompts = cfg, target, list(prompts)
-        plan = instantiate(cfg.decode)
+        plans = [instantiate(cfg.decode), *(Plan(**plan) for plan in cfg.score.plans)]
         self.settings = [
             Setting(Sampler(temperature), plan, batch)
             for temperature in cfg.score.temperatures
             for batch in cfg.score.batch_sizes
+            for plan in plans
         ]
 
     def __call__(self, folder: Path, step: int) -> dict[str, Any]:
@@ -43,11 +45,11 @@ class Scorer:
         options = self.cfg.score
         drafter = hub.load(folder, self.target)
         self.target.tap(drafter.taps)
-        with _threads(options.threads), tqdm(desc=f"score step {step}", leave=False) as bar:
+        with _threads(options.threads), bar(1, f"scoring step {step}", "batches", leave=False) as shown:
 
             def progress(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
+                shown.total = total
+                shown.update(done - shown.n)
 
             card = score(
                 self.target,

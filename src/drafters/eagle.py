@@ -107,7 +107,6 @@ class Eagle(Drafter):
             feature = feature + noise * (2 * self.feature_noise * 512 / length)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        position = torch.arange(length, device=device)
         for depth in range(1, self.depth + 1):
             anchors = supervised(batch.loss_mask, depth)
             if not anchors.any():
@@ -115,8 +114,8 @@ class Eagle(Drafter):
             # Anchor t enters step `depth` with the token at t + depth; rolled-in ones are unsupervised.
             token = batch.tokens.roll(-depth, 1)
             x = self._pair(feature, token, target)
-            cos, sin = self.rotary.tables(position + depth - 1, length + self.depth)
-            q, k, v = self.layer.project(x, cos, sin)
+            angles = self.rotary.table(length + self.depth, x)[depth - 1 : length + depth - 1]
+            q, k, v = self.layer.project(x, angles)
             keys.append(k)
             values.append(v)
             attended = attend(q, k, v, causal=True) if depth == 1 else attend_unrolled(q, keys, values)
@@ -170,8 +169,7 @@ class Eagle(Drafter):
         store.begin(x.shape[1], scratch)
         settled = torch.tensor(store.lengths).to(x.device)
         positions = settled[:, None] + block.sum(-1) - 1  # (B, n)
-        cos, sin = self.rotary.tables(positions, store.width)
-        q, k, v = self.layer.project(x, cos, sin)
+        q, k, v = self.layer.project(x, self.rotary.table(store.width, x)[positions])
         k, v = store.write(0, k, v)
         mask = attention_mask(store.lengths, block, store.width)
         return self.layer.finish(x, attend(q, k, v, mask))

@@ -19,28 +19,29 @@ class Rotary(nn.Module):
     def __init__(self, dim: int, theta: float) -> None:
         super().__init__()
         self.dim, self.theta = dim, theta
-        self._table: Tensor | None = None  # (2, positions, dim), fp32; grown on demand
+        self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def tables(self, positions: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (..., 1, dim) of integer `positions` below `limit`."""
-        table = self._table
-        if table is None or table.shape[1] < limit or table.device != positions.device:
-            # A plain attribute, not a buffer: a cast to bf16 must not round the angles.
+    def table(self, limit: int, like: Tensor) -> Tensor:
+        """(positions >= limit, 2, 1, dim) cosines and sines in the dtype and place of `like`."""
+        # A plain attribute, not a buffer: casting the module must not round the angles.
+        key = (like.device, like.dtype)
+        table = self._tables.get(key)
+        if table is None or table.shape[0] < limit:
             with torch.inference_mode(False):
-                size = max(256, 2 * limit)
-                steps = torch.arange(0, self.dim, 2, device=positions.device, dtype=torch.float64)
-                angles = torch.arange(size, device=positions.device)[:, None] * self.theta ** (-steps / self.dim)
-                angles = torch.cat([angles, angles], -1)
-                table = self._table = torch.stack([angles.cos(), angles.sin()])
-        cos, sin = table[:, positions]
-        return cos[..., None, :], sin[..., None, :]
+                steps = torch.arange(0, self.dim, 2, device=like.device, dtype=torch.float64)
+                places = torch.arange(max(256, 2 * limit), device=like.device)
+                angles = places[:, None] * self.theta ** (-steps / self.dim)
+                angles = torch.cat([angles, angles], -1)[:, None]
+                table = torch.stack([angles.cos(), angles.sin()], 1).to(like.dtype)
+            self._tables[key] = table
+        return table
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (..., heads, dim) by its position's angles."""
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate (..., heads, dim) by its position's (..., 2, 1, dim) cosine and sine."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return (x * cos.to(x.dtype)) + (turned * sin.to(x.dtype))
+    return torch.addcmul(x * angles[..., 0, :, :], turned, angles[..., 1, :, :])
 
 
 class RMSNorm(nn.RMSNorm):
@@ -77,28 +78,27 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
-        self.q_proj = nn.Linear(hidden_size, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+        # One product each for q, k, v and for gate, up: at draft sizes a call costs more than its work.
+        self.qkv_proj = nn.Linear(hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, n, D) -> queries (B, heads, n, dim), keys and values (B, kv_heads, n, dim)."""
-        x = self.input_layernorm(x)
-        q = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), cos, sin)
-        k = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)), cos, sin)
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
+        turning = self.heads + self.kv_heads
+        qk = rotate(qkv[..., :turning, :], angles).transpose(1, 2)
+        v = qkv[..., turning:, :].transpose(1, 2)
+        return qk[:, : self.heads], qk[:, self.heads :], v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """(B, n, D) input and (B, heads, n, dim) attention output -> (B, n, D)."""
         x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
         y = self.post_attention_layernorm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+        gate, up = self.gate_up_proj(y).chunk(2, -1)
+        return x + self.down_proj(F.silu(gate) * up)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:

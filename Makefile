@@ -1,0 +1,28 @@
+.DEFAULT_GOAL := help
+.PHONY: help install style check test proofs clean
+
+help:  ## List the targets
+	@grep -E '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F':.*?## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+install:  ## Editable install with development tools, and the commit hooks
+	python -m pip install -c constraints.txt -e '.[dev]'
+	pre-commit install
+
+style:  ## Mend what can be mended
+	ruff check --fix .
+	ruff format .
+
+check:  ## Lint, format, types, import contracts: CI's first half
+	ruff check .
+	ruff format --check .
+	pyright
+	lint-imports
+
+test:  ## CI's second half
+	OMP_NUM_THREADS=1 python -m pytest
+
+proofs:  ## Minutes-long proofs; keeps their output and the commit in docs/proofs.md
+	python scripts/proofs.py
+
+clean:  ## Remove caches (never outputs/)
+	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -1,0 +1,33 @@
+"""Score a checkpoint folder again: python scripts/score.py checkpoint=<folder> [overrides]."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from distill.cli import main
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+
+def rescore(cfg: DictConfig, folder: Path) -> float:
+    """Print the table and, where `out` says so, write the scorecard."""
+    del folder
+    from distill.files import write_json
+    from distill.report import settings_table
+    from distill.run import build_target, quiet, read_inputs
+    from distill.scoring import Scorer
+
+    quiet()
+    chat, _, held = read_inputs(cfg)
+    scorer = Scorer(cfg, build_target(cfg), [chat.encode(p.messages) for p in held])
+    checkpoint = Path(cfg.checkpoint)
+    name = checkpoint.resolve().name
+    card = scorer(checkpoint, int(name) if name.isdigit() else 0)
+    if cfg.out:
+        write_json(Path(cfg.out), card)
+    print(settings_table(card))
+    return float(card["tau"])
+
+
+if __name__ == "__main__":
+    main(rescore, CONF, "score_checkpoint")

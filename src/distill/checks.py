@@ -1,0 +1,61 @@
+"""What can be wrong with a configuration, found before work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra.errors import InstantiationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+
+from decode.errors import UserError
+
+LEAST = {
+    "batch_size": 1,
+    "max_tokens": 3,
+    "drafter.depth": 1,
+    "prompts.self": 0,
+    "rollout.max_prompt_tokens": 1,
+    "rollout.max_new_tokens": 1,
+    "rollout.shard_size": 1,
+    "score.every": 1,
+    "score.batch_sizes": 1,
+    "score.prompts": 1,
+    "score.audit_prompts": 1,
+    "score.max_new_tokens": 1,
+    "score.repeats": 1,
+    "score.threads": 0,
+    "trainer.max_steps": 1,
+    "trainer.accumulate_grad_batches": 1,
+}
+CHOICES = {"rollout.answers": ("write", "given"), "prompts.template": ("chat", "none")}
+
+
+def check_ranges(cfg: DictConfig) -> None:
+    """Check the numbers and words that no constructor checks.
+
+    Raises:
+        UserError: the first that is out of range.
+    """
+    for key, least in LEAST.items():
+        value = OmegaConf.select(cfg, key)
+        values = value if OmegaConf.is_list(value) else [value]
+        if value is not None and any(v < least for v in values):
+            raise UserError(f"{key}={value}: must be at least {least}")
+    for key, names in CHOICES.items():
+        if OmegaConf.select(cfg, key) not in names:
+            raise UserError(f"{key}={OmegaConf.select(cfg, key)}: choose {' or '.join(names)}")
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """What a constructor has against its arguments is the user's to mend, and one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (InstantiationException, MisconfigurationException, TypeError, ValueError) as error:
+        cause = (isinstance(error, InstantiationException) and error.__cause__) or error
+        what = "" if isinstance(cause, UserError) else "configuration: "
+        raise UserError(what + " ".join(str(cause).split())) from None

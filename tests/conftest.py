@@ -1,0 +1,112 @@
+"""Fixtures: random-weight models on one CPU thread, and the bundled pocket target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from decode.target import LAST, Target
+from drafters.base import Drafter
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for `drafter_name` runs once for every yaml in conf/drafter."""
+    if "drafter_name" in metafunc.fixturenames:
+        names = sorted(path.stem for path in (ROOT / "conf" / "drafter").glob("*.yaml"))
+        metafunc.parametrize("drafter_name", names)
+
+
+@pytest.fixture(autouse=True)
+def _reproducible():
+    torch.set_num_threads(1)  # models are tiny: threads only contend
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def pocket() -> Target:
+    """The bundled target in fp32, tapped where EAGLE reads."""
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "data" / "pocket", dtype=torch.float32)
+    return Target(model, [LAST])
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> Callable[..., Target]:
+    """Makes a random Llama (or, with a window, Mistral) whose rows are spread and heed every token.
+
+    Norms are torch's, because transformers' round to fp32 inside, which is too coarse for 1e-12.
+    """
+
+    def make(
+        vocab: int = 3,
+        layers: int = 2,
+        hidden: int = 8,
+        window: int | None = None,
+        positions: int = 64,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> Target:
+        torch.manual_seed(seed)
+        shape: dict[str, Any] = {
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": hidden // 2,
+            "max_position_embeddings": positions,
+            "tie_word_embeddings": False,
+        }
+        ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        if window:
+            model = MistralForCausalLM(MistralConfig(**shape, **ends, sliding_window=window))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**shape, **ends))
+        model = model.to(dtype)
+        for parent in list(model.modules()):
+            for name, child in parent.named_children():
+                if type(child).__name__.endswith("RMSNorm"):
+                    setattr(parent, name, nn.RMSNorm(hidden, eps=1e-6, dtype=dtype))
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                spread = 1.0 if "embed" in name else 1.5 * weight.shape[1] ** -0.5
+                nn.init.normal_(weight, std=spread)
+        return Target(model, [LAST])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_drafter() -> Callable[..., Drafter]:
+    """Builds a drafter from its yaml for a target, with weights large enough to matter."""
+    made: dict[str, Any] = {}
+
+    def make(name: str, target: Target, seed: int = 0) -> Drafter:
+        if name not in made:
+            with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
+                made[name] = instantiate(compose("config", overrides=[f"drafter={name}"]).drafter)
+        torch.manual_seed(seed)
+        drafter = made[name](target).to(target.dtype).eval()
+        target.tap(drafter.taps)
+        with torch.no_grad():
+            for weight in drafter.parameters():
+                weight.mul_(2)
+        return drafter
+
+    return make

@@ -1,0 +1,164 @@
+"""Random decisions are a function of their key and of nothing else."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from decode.coin import BLOCK, Key, KeyedCoin, Purpose, philox4x32
+
+ALL = torch.ones(3, dtype=torch.bool)
+
+# Random123 1.14, tests/kat_vectors: "philox4x32 10"
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> list[np.ndarray]:
+    return [np.array([int(word, 16)], np.uint64) for word in text.split()]
+
+
+@pytest.mark.parametrize(("counter", "key", "want"), KNOWN, ids=["zeros", "ones", "pi"])
+def test_philox_gives_the_published_answers(counter, key, want):
+    assert philox4x32(words(counter), words(key)) == tuple(words(want))
+
+
+def coins(requests=("a", "b", "c"), position=(5, 9, 0), rounds=(2, 0, 7), seed=3) -> KeyedCoin:
+    return KeyedCoin(seed, requests).at(np.array(position), np.array(rounds))
+
+
+KEYS = [Key(p, slot, index) for p in Purpose for slot in (0, 1, BLOCK, 21) for index in (0, 1)]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_draw_does_not_depend_on_the_batch_slot(key):
+    swapped = coins(("c", "a", "b"), (0, 5, 9), (7, 2, 0)).uniform(key)
+    assert swapped[[1, 2, 0]].tolist() == coins().uniform(key).tolist()
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_draw_does_not_depend_on_who_else_is_in_the_batch(key):
+    assert coins(("b",), (9,), (0,)).uniform(key)[0] == coins().uniform(key)[1]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_select_keeps_each_rows_draws(key):
+    assert coins().select([2, 0]).uniform(key).tolist() == coins().uniform(key)[[2, 0]].tolist()
+
+
+def test_select_then_at_keeps_each_rows_key():
+    key = Key(Purpose.ACCEPT, 3)
+    later = coins().select([2, 1]).at(np.array([4, 6]), np.array([1, 1]))
+    assert later.uniform(key).tolist() == coins(("c", "b"), (4, 6), (1, 1)).uniform(key).tolist()
+
+
+def test_draws_do_not_depend_on_the_draws_before():
+    fresh, used = coins(), coins()
+    for key in KEYS:
+        used.uniform(key)
+    assert all((fresh.uniform(key) == used.uniform(key)).all() for key in reversed(KEYS))
+
+
+def test_no_two_decisions_share_a_draw():
+    """Positions, rounds, slots, purposes, draw indices, requests, samples and seeds all separate."""
+    seen: dict[float, tuple] = {}
+    for seed, (request, sample) in itertools.product((0, 1), [("a", 0), ("a", 1), ("b", 0), (1, 0)]):
+        for rounds, slot, index in itertools.product(range(3), range(BLOCK + 2), range(2)):
+            coin = KeyedCoin(seed, [request], [sample]).at(np.array([40]), np.array([rounds]))
+            for purpose in Purpose:
+                if purpose == Purpose.TARGET and rounds:
+                    continue  # the same position: see below
+                where = (seed, request, sample, rounds, slot, index, purpose)
+                value = float(coin.uniform(Key(purpose, slot, index))[0])
+                assert value not in seen, f"{where} and {seen[value]} share a draw"
+                seen[value] = where
+
+
+def test_the_targets_draw_belongs_to_the_position_whatever_the_round():
+    early = coins(position=(5, 9, 0), rounds=(2, 0, 7)).uniform(Key(Purpose.TARGET, 4))
+    late = coins(position=(9, 13, 4), rounds=(3, 1, 9)).uniform(Key(Purpose.TARGET, 0))
+    assert early.tolist() == late.tolist()
+
+
+@pytest.mark.parametrize("purpose", [Purpose.PROPOSE, Purpose.ACCEPT, Purpose.RESIDUAL])
+def test_other_draws_belong_to_the_round_whatever_the_position(purpose):
+    key = Key(purpose, 1)
+    here, there = coins(position=(5, 9, 0)).uniform(key), coins(position=(6, 1, 3)).uniform(key)
+    assert here.tolist() == there.tolist()
+    later = coins(rounds=(3, 1, 8)).uniform(key)
+    assert not set(later) & set(here)
+
+
+def test_a_number_and_its_text_name_the_same_request():
+    key = Key(Purpose.TARGET, 0)
+    assert KeyedCoin(0, [12]).uniform(key) == KeyedCoin(0, ["12"]).uniform(key)
+
+
+def test_draws_are_uniform_below_one():
+    coin = KeyedCoin(0, range(2000))
+    values = np.concatenate([coin.uniform(Key(Purpose.ACCEPT, slot)) for slot in range(20)])
+    assert values.min() >= 0
+    assert values.max() < 1
+    counts = np.histogram(values, 20, (0, 1))[0]
+    assert ((counts - 2000) ** 2 / 2000).sum() < 65  # chi-square with 19 degrees: 1e-6 above it
+
+
+def test_the_largest_word_is_below_one_and_53_bits_wide(monkeypatch):
+    top = np.full((3, BLOCK), 0xFFFFFFFF, np.uint64)
+    monkeypatch.setattr("decode.coin.philox4x32", lambda *_: (top, top, top, top))
+    assert coins().uniform(Key(Purpose.ACCEPT, 0)).tolist() == [1 - 2**-53] * 3
+
+
+def fixed(monkeypatch, value: float) -> KeyedCoin:
+    """A coin whose every uniform is `value`."""
+    monkeypatch.setattr(KeyedCoin, "uniform", lambda self, key: np.full(len(self._key), value))
+    return coins()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25, 0.5, 1 - 2**-53])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_draw_returns_a_token_without_weight(monkeypatch, value, dtype):
+    coin = fixed(monkeypatch, value)
+    for mass in itertools.product([0.0, 0.1, 1e-30, 3.0], repeat=4):
+        if sum(mass):
+            drawn = coin.draw(torch.tensor([mass] * 3, dtype=dtype), Key(Purpose.TARGET, 0), ALL)
+            assert all(mass[token] > 0 for token in drawn.tolist())
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1 - 2**-53])
+def test_no_flip_accepts_a_token_without_mass(monkeypatch, value):
+    nothing, some = torch.zeros(3), torch.full((3,), 0.5)
+    assert not fixed(monkeypatch, value).flip(nothing, some, Key(Purpose.ACCEPT, 0), ALL).any()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 1 - 2**-53])
+def test_every_flip_accepts_where_the_target_gives_as_much(monkeypatch, value):
+    coin, key = fixed(monkeypatch, value), Key(Purpose.ACCEPT, 0)
+    for p, q in [(0.3, 0.3), (0.9, 0.2), (1e-30, 1e-30)]:
+        assert coin.flip(torch.full((3,), p), torch.full((3,), q), key, ALL).all()
+
+
+def test_a_flip_compares_with_the_ratio(monkeypatch):
+    coin = fixed(monkeypatch, 0.5)
+    accept, proposal = torch.tensor([0.24, 0.25, 0.26]), torch.tensor([0.5, 0.5, 0.5])
+    assert coin.flip(accept, proposal, Key(Purpose.ACCEPT, 0), ALL).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(("value", "want"), [(0.0, 0), (0.24, 0), (0.25, 2), (0.74, 2), (0.75, 3), (0.99, 3)])
+def test_a_draw_inverts_the_distribution_of_unnormalised_weights(monkeypatch, value, want):
+    weights = torch.tensor([[1.0, 0.0, 2.0, 1.0]] * 3)
+    assert fixed(monkeypatch, value).draw(weights, Key(Purpose.TARGET, 0), ALL).tolist() == [want] * 3
+
+
+def test_the_far_tail_of_a_large_vocabulary_is_reachable(monkeypatch):
+    """A cumulative sum in fp32 would stop growing long before the end."""
+    weights = torch.full((3, 200_000), 1e-9)
+    weights[:, 0] = 1.0
+    drawn = fixed(monkeypatch, 1 - 1e-10).draw(weights, Key(Purpose.TARGET, 0), ALL)
+    assert (drawn > 199_990).all()

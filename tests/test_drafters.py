@@ -1,0 +1,719 @@
+"""The contract of every drafter in conf/drafter; a new one joins by existing.
+
+The training face (`unroll`) and the decoding face (`advance`, `propose`) must be one model: the
+decoding face is fed a known text, chunk by chunk and ragged, and its laws are compared with the
+unroll of that text.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from exact import EnumeratingCoin, Script
+
+from decode.coin import Purpose
+from decode.draft import PAD, Draft
+from decode.errors import UserError
+from decode.generate import generate
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.target import Head, Target
+from drafters import hub
+from drafters.base import Batch, supervised
+from drafters.expand import expand
+
+K = 3
+V = 40
+ONE = Sampler(1.0)
+SAMPLED, CHAIN = Plan(depth=K, proposal="sampled"), Plan(depth=K)
+TREE = Plan(depth=K, width=3, nodes=8)
+ROUNDING = 1e-5  # of fp32, where shapes differ
+CHUNKS = [(5, 3), (1, 4), (3, 1), (2, 2), (1, 1), (4, 3)]  # tokens settled by each of two rows
+
+
+@pytest.fixture
+def pair(tiny_target, make_drafter, drafter_name):
+    """A target and a drafter in fp32."""
+    return both(tiny_target, make_drafter, drafter_name)
+
+
+def both(tiny_target, make_drafter, name):
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    drafter = make_drafter(name, target)
+    # A random drafter's hidden states are large: softer rows leave every token a visible mass.
+    target.model.lm_head.weight.data.mul_(0.15)
+    return target, drafter
+
+
+def random_texts(rows=2, length=24, seed=1) -> torch.Tensor:
+    return torch.randint(V, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(target: Target, texts: torch.Tensor, mask=None) -> Batch:
+    read = target.read(texts)
+    mask = torch.ones_like(texts, dtype=torch.bool) if mask is None else mask
+    return Batch(texts, mask, read.taps, read.last)
+
+
+@torch.no_grad()
+def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
+    """(row, anchor, depth) -> the training face's law."""
+    laws = {}
+    for step in drafter.unroll(batch_of(target, texts), target):
+        rows = step.head(step.hidden).softmax(-1)
+        for flat, law in zip(step.anchor.tolist(), rows, strict=True):
+            laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
+    return laws
+
+
+class Dictate:
+    """A coin that draws what it is told: the drafter is teacher-forced."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def draw(self, weights, key, active):
+        assert key.purpose == Purpose.PROPOSE
+        return self.tokens[:, key.slot]
+
+
+class Follower:
+    """Feeds known texts to a drafter's decoding face, as the loop would."""
+
+    def __init__(self, drafter, target, texts) -> None:
+        self.drafter, self.target, self.texts = drafter, target, texts
+        self.taps = target.read(texts).taps
+        self.state = drafter.new_state(len(texts))
+        self.settled = [0] * len(texts)
+
+    @torch.no_grad()
+    def advance(self, counts) -> None:
+        width = max(counts) + 1  # one more than needed: padding must be ignored
+        tokens = torch.randint(V, (len(counts), width))
+        taps = torch.randn(len(counts), width, *self.taps.shape[2:])
+        root = torch.empty(len(counts), dtype=torch.long)
+        for row, count in enumerate(counts):
+            start, end = self.settled[row], self.settled[row] + count
+            tokens[row, :count], taps[row, :count] = self.texts[row, start:end], self.taps[row, start:end]
+            root[row], self.settled[row] = self.texts[row, end], end
+        self.drafter.advance(self.state, self.target, tokens, taps, list(counts), root)
+
+    def select(self, rows) -> None:
+        self.drafter.select(self.state, rows)
+        self.texts, self.taps = self.texts[rows], self.taps[rows]
+        self.settled = [self.settled[r] for r in rows]
+
+    @property
+    def anchors(self) -> list[int]:
+        """Anchor t has read taps up to t, and x_{t+1} is the root."""
+        return [n - 1 for n in self.settled]
+
+    @torch.no_grad()
+    def propose(self, plan, sampler=ONE) -> Draft:
+        """A sampled chain is dictated the text that follows."""
+        ahead = [self.texts[row, n + 1 : n + 1 + K] for row, n in enumerate(self.settled)]
+        coin = Dictate(torch.stack(ahead))
+        return self.drafter.propose(self.state, self.target, sampler, coin, plan)
+
+
+# -- one model with two faces ------------------------------------------------------------------
+
+
+def test_decoding_computes_the_laws_that_training_taught(pair):
+    target, drafter = pair
+    texts = random_texts()
+    laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
+    compared = 0
+    for counts in CHUNKS:
+        follower.advance(counts)
+        draft = follower.propose(SAMPLED)
+        assert draft.q.shape == (2, K, V)
+        assert draft.is_chain
+        for row, anchor in enumerate(follower.anchors):
+            for depth in range(1, K + 1):
+                want = laws[(row, anchor, depth)]
+                torch.testing.assert_close(draft.q[row, depth - 1], want, rtol=0, atol=ROUNDING)
+                compared += 1
+    assert compared == 2 * K * len(CHUNKS)
+
+
+def test_the_laws_depend_on_the_context_and_the_depth(pair):
+    """Else the test above could not fail."""
+    target, drafter = pair
+    laws = unrolled(drafter, target, random_texts())
+    for (row, anchor, depth), law in laws.items():
+        assert law.max() < 0.9
+        for other in [(1 - row, anchor, depth), (row, anchor - 1, depth), (row, anchor, depth - 1)]:
+            assert other not in laws or (laws[other] - law).abs().max() > 1e-2
+
+
+def test_a_sampled_chains_laws_are_warped_as_the_sampler_says(pair):
+    target, drafter = pair
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((6, 4))
+    plain = follower.propose(SAMPLED).q
+    for sampler in [Sampler(0.5), Sampler(1.0, top_k=3), Sampler(0.0), Sampler(0.7, top_p=0.8, min_p=0.05)]:
+        want = sampler.law(plain.flatten(0, 1).log()).view_as(plain)
+        torch.testing.assert_close(follower.propose(SAMPLED, sampler).q, want, rtol=0, atol=ROUNDING)
+
+
+def test_a_sampled_chain_is_drawn_from_the_laws_it_carries(pair):
+    target, drafter = pair
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((6, 4))
+    coin, drawn = EnumeratingCoin([Script(0), Script(1)]), []
+    draw = coin.draw
+
+    def spy(weights, key, active):
+        drawn.append((key.slot, weights, draw(weights, key, active)))
+        return drawn[-1][-1]
+
+    coin.draw = spy
+    with torch.no_grad():
+        draft = drafter.propose(follower.state, target, Sampler(0.5), coin, SAMPLED)
+    assert [slot for slot, _, _ in drawn] == list(range(K))
+    for slot, weights, token in drawn:
+        torch.testing.assert_close(draft.q[:, slot], weights, rtol=0, atol=0)
+        assert draft.tokens[:, slot].tolist() == token.tolist()
+
+
+def paths(draft: Draft, row: int) -> dict[tuple[int, ...], int]:
+    """Every node's path of tokens -> its index."""
+    found = {(): -1}
+    names = {-1: ()}
+    for node, (token, parent) in enumerate(zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True)):
+        if token != PAD:
+            assert parent < node, "parents come first"
+            names[node] = (*names[parent], token)
+            assert names[node] not in found, "siblings are the same token"
+            found[names[node]] = node
+    return found
+
+
+def laws_below(drafter, target, prefix, path) -> list[torch.Tensor]:
+    """The training face's law at the root and below every node of a path."""
+    text = torch.tensor([[*prefix, *path, 0]])
+    laws = unrolled(drafter, target, text)
+    return [laws[(0, len(prefix) - 2, depth)] for depth in range(1, len(path) + 2)]
+
+
+def test_a_chosen_chain_holds_the_likeliest_token_of_every_law(pair):
+    target, drafter = pair
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS:
+        follower.advance(counts)
+        draft = follower.propose(CHAIN)
+        assert draft.q is None
+        assert draft.tokens.shape == (2, K)
+        for row, end in enumerate(follower.settled):
+            chain = draft.tokens[row].tolist()
+            laws = laws_below(drafter, target, follower.texts[row, : end + 1].tolist(), chain[:-1])
+            assert [int(law.argmax()) for law in laws] == chain
+
+
+def test_a_trees_siblings_are_the_likeliest_tokens_below_their_parent(pair):
+    target, drafter = pair
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS[:4]:
+        follower.advance(counts)
+        draft = follower.propose(TREE)
+        assert draft.q is None
+        for row, end in enumerate(follower.settled):
+            found = paths(draft, row)
+            assert 1 <= len(found) - 1 <= TREE.nodes
+            assert max(map(len, found)) <= draft.depth == K
+            prefix = follower.texts[row, : end + 1].tolist()
+            for path in found:
+                children = {p[-1] for p in found if p[:-1] == path and p}
+                if children:
+                    law = laws_below(drafter, target, prefix, path)[-1]
+                    assert children == set(law.topk(len(children)).indices.tolist())
+
+
+def test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at(pair):
+    """EAGLE-2's rerank (arXiv:2406.16858, section 4.2), scored by the training face."""
+    target, drafter = pair
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS[:3]:
+        follower.advance(counts)
+        draft = follower.propose(TREE)
+        for row, end in enumerate(follower.settled):
+            prefix = follower.texts[row, : end + 1].tolist()
+
+            def law(path, prefix=prefix):
+                return laws_below(drafter, target, prefix, path)[-1].log()
+
+            assert set(paths(draft, row)) - {()} == set(best_paths(law, TREE))
+
+
+# -- proposing and selecting -------------------------------------------------------------------
+
+
+def equal(one: Draft, other: Draft, atol: float = 0.0) -> bool:
+    same = torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
+    if one.q is None or other.q is None:
+        return same and one.q is other.q
+    return same and bool((one.q - other.q).abs().max() <= atol)
+
+
+@pytest.mark.parametrize("plan", [SAMPLED, CHAIN, TREE], ids=lambda p: p.name)
+def test_proposing_twice_gives_the_same_draft(pair, plan):
+    target, drafter = pair
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS[:3]:
+        follower.advance(counts)
+        assert equal(follower.propose(plan), follower.propose(plan))
+
+
+def test_proposing_changes_nothing_for_later_rounds(pair):
+    target, drafter = pair
+    texts = random_texts()
+    quiet, busy = Follower(drafter, target, texts), Follower(drafter, target, texts)
+    for counts in CHUNKS:
+        quiet.advance(counts)
+        busy.advance(counts)
+        for plan in (TREE, SAMPLED, CHAIN):
+            busy.propose(plan)
+    for plan in (TREE, SAMPLED, CHAIN):
+        assert equal(quiet.propose(plan), busy.propose(plan), atol=ROUNDING)
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [2, 0], [1], [2, 1, 0]], ids=str)
+def test_select_keeps_these_rows_in_this_order(pair, rows):
+    target, drafter = pair
+    texts = random_texts(3)
+    whole, part = Follower(drafter, target, texts), Follower(drafter, target, texts)
+    for follower in (whole, part):
+        follower.advance((3, 6, 2))
+        follower.advance((2, 1, 4))
+    part.select(rows)
+    for _ in range(2):
+        want, got = whole.propose(SAMPLED), part.propose(SAMPLED)
+        torch.testing.assert_close(got.q, want.q[rows], rtol=0, atol=ROUNDING)
+        assert part.propose(TREE).tokens.tolist() == whole.propose(TREE).tokens[rows].tolist()
+        whole.advance((1, 2, 3))
+        part.advance([(1, 2, 3)[r] for r in rows])
+
+
+def test_rows_may_be_dropped_before_anything_was_absorbed(pair):
+    """A request may end with the token of its prefill."""
+    target, drafter = pair
+    texts = random_texts(3)
+    part, alone = Follower(drafter, target, texts), Follower(drafter, target, texts[[2, 1]])
+    part.select([2, 1])
+    for follower in (part, alone):
+        follower.advance((3, 5))
+    torch.testing.assert_close(part.propose(SAMPLED).q, alone.propose(SAMPLED).q, rtol=0, atol=ROUNDING)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(pair):
+    target, drafter = pair
+    texts = random_texts(3)
+    batch, alone = Follower(drafter, target, texts), Follower(drafter, target, texts[1:2])
+    for counts in [(7, 3, 1), (1, 2, 3), (2, 4, 1)]:
+        batch.advance(counts)
+        alone.advance(counts[1:2])
+        torch.testing.assert_close(batch.propose(SAMPLED).q[1:2], alone.propose(SAMPLED).q, rtol=0, atol=ROUNDING)
+
+
+def test_nothing_is_kept_on_the_module(pair):
+    target, drafter = pair
+    before = {k: v.clone() for k, v in drafter.state_dict().items()}
+    names = set(vars(drafter))
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((4, 3))
+    follower.propose(TREE)
+    assert set(vars(drafter)) == names
+    assert all(torch.equal(before[k], v) for k, v in drafter.state_dict().items())
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+def test_gradients_reach_every_trainable_weight_and_none_of_the_targets(pair):
+    target, drafter = pair
+    drafter.train()
+    loss = torch.zeros(())
+    for step in drafter.unroll(batch_of(target, random_texts()), target):
+        loss = loss + step.head(step.hidden).log_softmax(-1)[:, 0].sum()
+        loss = loss + sum(rows.sum() for rows in step.aux.values())
+    loss.backward()
+    for name, weight in drafter.named_parameters():
+        if weight.requires_grad:
+            assert weight.grad is not None, name
+            assert weight.grad.abs().max() > 0, name
+    assert all(weight.grad is None for weight in target.model.parameters())
+    assert not any(weight.requires_grad for weight in target.model.parameters())
+
+
+def test_the_target_is_no_part_of_the_drafter(pair):
+    target, drafter = pair
+    theirs = {id(w) for w in target.model.parameters()}
+    assert not any(id(w) in theirs for w in drafter.parameters())
+
+
+def test_noise_in_training_is_a_function_of_the_batchs_seed(pair):
+    target, drafter = pair
+    drafter.train()
+    batch = batch_of(target, random_texts())
+
+    def hidden(seed):
+        return next(iter(drafter.unroll(batch._replace(seed=seed), target))).hidden
+
+    first = hidden(3)
+    torch.manual_seed(77)
+    assert torch.equal(hidden(3), first)
+    if getattr(drafter, "feature_noise", 0):
+        assert not torch.equal(hidden(4), first)
+    drafter.eval()
+    assert torch.equal(hidden(3), hidden(4))
+
+
+MASKS = {
+    "all": "1" * 12,
+    "answer": "000011111111",
+    "cut": "000011110000",
+    "turns": "001111011111",
+    "short": "000000000011",
+    "first": "110000000000",
+    "scattered": "010111010111",
+    "none": "0" * 12,
+}
+
+
+def golden_batch(target, masks) -> Batch:
+    """Token i is i, and so says the feature at i - 1: the teacher's row at i names token i + 1."""
+    rows, length = len(masks), len(masks[0])
+    mask = torch.tensor([[c == "1" for c in text] for text in masks])
+    tokens = torch.arange(length).repeat(rows, 1)
+    place = torch.nn.functional.one_hot(tokens, target.hidden_size).to(target.dtype)
+    return Batch(tokens, mask, place[:, :, None].repeat(1, 1, len(target.taps), 1), place)
+
+
+def check_golden(drafter, target, masks):
+    batch = golden_batch(target, masks)
+    names = torch.zeros(V, target.hidden_size)
+    for i in range(target.hidden_size):
+        names[(i + 1) % V, i] = 1  # the head that reads "token i + 1" off the feature of position i
+    teacher = Head(names)
+    length = len(masks[0])
+    left = {(row, t): True for row in range(len(masks)) for t in range(length)}
+    depths = []
+    for step in drafter.unroll(batch, target):
+        depths.append(step.depth)
+        want = []
+        for row, text in enumerate(masks):
+            for t in range(length):
+                here = t + 1 + step.depth
+                left[row, t] = left[row, t] and here < length and text[here] == "1"
+                if left[row, t]:
+                    want.append(row * length + t)
+        assert step.anchor.tolist() == want
+        assert step.hidden.shape[0] == len(want)
+        row = batch.last.flatten(0, 1)[step.anchor + step.depth]
+        assert teacher(row).argmax(-1).tolist() == [a % length + 1 + step.depth for a in want]
+        for name, values in step.aux.items():
+            assert values.shape == (len(want),), name
+        if "feature" in step.aux:
+            loss = torch.nn.functional.smooth_l1_loss(step.hidden, row, reduction="none").mean(-1)
+            torch.testing.assert_close(step.aux["feature"], loss)
+    longest = max(len(run) for text in masks for run in text[2:].replace("0", " ").split(" "))
+    assert depths == list(range(1, min(K, longest) + 1))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, mask):
+    target, drafter = pair
+    with torch.no_grad():
+        check_golden(drafter, target, [MASKS[mask]])
+        check_golden(drafter, target, [MASKS[mask], MASKS["turns"], MASKS["cut"]])
+
+
+def test_an_anchor_leaves_at_its_first_unsupervised_depth():
+    mask = torch.tensor([[False, False, True, True, False, True, True]])
+    alive = [supervised(mask, depth)[0].nonzero()[:, 0].tolist() for depth in (1, 2, 3)]
+    assert alive == [[0, 1, 3, 4], [0, 3], []]
+
+
+def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
+    """Perturb one position: what may not see it does not change, what is nearest to it does."""
+    target, drafter = pair
+    texts = random_texts(rows=1, length=12)
+    batch = batch_of(target, texts)
+
+    @torch.no_grad()
+    def hidden(tokens, taps):
+        found = {}
+        for step in drafter.unroll(batch._replace(tokens=tokens, taps=taps), target):
+            found |= {(a, step.depth): h for a, h in zip(step.anchor.tolist(), step.hidden, strict=True)}
+        return found
+
+    before = hidden(texts, batch.taps)
+    for i in range(texts.shape[1]):
+        tokens, taps = texts.clone(), batch.taps.clone()
+        tokens[0, i] = (tokens[0, i] + 1) % V
+        taps[0, i] += 1
+        for (t, depth), value in hidden(tokens, batch.taps).items():
+            if i > t + depth:
+                assert torch.equal(value, before[t, depth])
+        for (t, depth), value in hidden(texts, taps).items():
+            if i > t:
+                assert torch.equal(value, before[t, depth])
+            elif i == t:
+                assert (value - before[t, depth]).abs().max() > 1e-4
+
+
+# -- growing a draft ---------------------------------------------------------------------------
+
+
+def best_paths(law, plan: Plan) -> list[tuple[int, ...]]:
+    """EAGLE-2's tree in plain Python: `law(path)` gives (V,) log-probabilities."""
+    looked: dict[tuple[int, ...], float] = {}
+    beams: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(plan.depth):
+        level = {}
+        for path, score in beams.items():
+            top = law(path).topk(min(plan.width, len(law(path))))
+            level |= {(*path, t): score + v for t, v in zip(top.indices.tolist(), top.values.tolist(), strict=True)}
+        looked |= level
+        beams = dict(sorted(level.items(), key=lambda kv: -kv[1])[: plan.width])
+    return sorted(looked, key=lambda path: -looked[path])[: plan.nodes]
+
+
+def table_logits(seed: int, row: int, path) -> torch.Tensor:
+    dice = random.Random(f"{seed} {row} {list(path)}")
+    return torch.tensor([dice.gauss(0, 2) for _ in range(6)], dtype=torch.float64)
+
+
+def grow(seed: int, rows: int, plan: Plan) -> Draft:
+    """`expand` over a table of laws; `step` follows every entry's path."""
+    entries = [[()] for _ in range(rows)]
+
+    def step(token, parent):
+        nonlocal entries
+        pairs = [list(zip(t, p, strict=True)) for t, p in zip(token.tolist(), parent.tolist(), strict=True)]
+        entries = [[(*entries[row][p], t) for t, p in line] for row, line in enumerate(pairs)]
+        return torch.stack([torch.stack([table_logits(seed, r, e) for e in row]) for r, row in enumerate(entries)])
+
+    first = torch.stack([table_logits(seed, row, ()) for row in range(rows)])
+    return expand(first, step, ONE, EnumeratingCoin([Script(r) for r in range(rows)]), plan)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(1, 3, 3), Plan(2, 2, 4), Plan(3, 3, 7), Plan(4, 2, 6), Plan(3, 6, 20), Plan(2, 9, 40), Plan(3, 3, 99)],
+    ids=lambda p: p.name,
+)
+def test_a_tree_is_the_best_of_eagle_2s_expansion(plan):
+    for seed in range(3):
+        draft = grow(seed, 3, plan)
+        for row in range(3):
+
+            def law(path, seed=seed, row=row):
+                return table_logits(seed, row, path).log_softmax(-1)
+
+            assert set(paths(draft, row)) - {()} == set(best_paths(law, plan))
+
+
+@pytest.mark.parametrize("proposal", ["fixed", "sampled"])
+def test_a_chain_conditions_each_token_on_those_before(proposal):
+    draft = grow(0, 3, Plan(4, proposal=proposal))
+    for row in range(3):
+        chain = draft.tokens[row].tolist()
+        for depth in range(4):
+            logits = table_logits(0, row, chain[:depth])
+            if proposal == "fixed":
+                assert chain[depth] == logits.argmax()
+            else:
+                torch.testing.assert_close(draft.q[row, depth], logits.softmax(-1), rtol=0, atol=1e-12)
+
+
+def test_a_chains_laws_ignore_the_repetition_penalty():
+    """The drafter has no history; any law is right as long as it is the one drawn from."""
+    logits = torch.randn(2, 6)
+    coin = EnumeratingCoin([Script(0), Script(1)])
+    sampler = Sampler(0.5, repetition_penalty=1.5)
+    draft = expand(logits, lambda *_: logits[:, None], sampler, coin, Plan(2, proposal="sampled"))
+    torch.testing.assert_close(draft.q[:, 0], (logits / 0.5).softmax(-1))
+
+
+# -- saving ------------------------------------------------------------------------------------
+
+
+def saved(pair, folder):
+    target, drafter = pair
+    hub.save(drafter, target, folder, "some/target")
+    return target, drafter, folder
+
+
+def test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path):
+    target, drafter, folder = saved(pair, tmp_path)
+    loaded = hub.load(folder, target)
+    assert type(loaded) is type(drafter)
+    assert loaded.settings == drafter.settings
+    assert not loaded.training
+    ours, theirs = drafter.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+    texts = random_texts()
+    drafts = []
+    for one in (drafter, loaded):
+        follower = Follower(one, target, texts)
+        follower.advance((5, 3))
+        drafts.append(follower.propose(SAMPLED))
+    assert equal(*drafts)
+
+
+def test_a_saved_drafter_holds_no_weight_of_the_target(pair, tmp_path):
+    _, drafter, folder = saved(pair, tmp_path)
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    held = sum(w.numel() for w in drafter.state_dict().values()) * 4
+    assert (folder / "model.safetensors").stat().st_size < held + 10_000
+
+
+def test_another_targets_drafter_is_refused(pair, tiny_target, tmp_path):
+    _, _, folder = saved(pair, tmp_path)
+    for other in [{"seed": 5}, {"layers": 5}, {"vocab": 41}]:
+        stranger = tiny_target(**{"vocab": V, "layers": 4, "hidden": 16, "dtype": torch.float32} | other)
+        with pytest.raises(UserError, match="some/target"):
+            hub.load(folder, stranger)
+
+
+def test_a_target_in_another_dtype_is_the_same_target(pair, tiny_target, tmp_path):
+    target, drafter, folder = saved(pair, tmp_path)
+    target.model.to(torch.bfloat16)
+    target.head = Target(target.model).head
+    loaded = hub.load(folder, target)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+
+
+def damage(folder, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        config.pop(key) if value is None else config.update({key: value})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"settings": None},
+        {"settings": []},
+        {"settings": {"hidden_size": 3}},
+        {"target": None},
+        {"target": "me"},
+        {"format": None},
+        {"format": 99},
+        {"drafter": 3},
+        {"drafter": "os:system"},
+        {"drafter": "drafters.eagle:Eagle"},
+        {"drafter": ""},
+    ],
+    ids=str,
+)
+def test_a_damaged_config_is_refused_in_one_line(pair, tmp_path, changes):
+    target, _, folder = saved(pair, tmp_path)
+    damage(folder, **changes)
+    with pytest.raises(UserError) as error:
+        hub.load(folder, target)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_drafter_is_answered_with_the_known_ones(pair, tmp_path):
+    target, drafter, folder = saved(pair, tmp_path)
+    damage(folder, drafter="nobody")
+    with pytest.raises(UserError, match=rf"'nobody'.*{hub.short_name(drafter)}"):
+        hub.load(folder, target)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"text"', '{"format": 1}'])
+def test_a_config_that_is_none_is_refused(pair, tmp_path, text):
+    target, _, folder = saved(pair, tmp_path)
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UserError, match="not a drafter's config"):
+        hub.load(folder, target)
+
+
+@pytest.mark.parametrize("content", [b"", b"junk" * 100, None], ids=["empty", "junk", "missing"])
+def test_damaged_weights_are_refused(pair, tmp_path, content):
+    target, _, folder = saved(pair, tmp_path)
+    path = folder / "model.safetensors"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match="damaged checkpoint"):
+        hub.load(folder, target)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(pair, tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        hub.load(tmp_path, pair[0])
+
+
+def test_every_yaml_has_a_name_in_the_table(drafter_name, pair):
+    name = hub.short_name(pair[1])
+    assert hub.drafter_class(name) is type(pair[1])
+
+
+# -- perfect and useless drafters --------------------------------------------------------------
+
+
+class SelfDraft:
+    """A target as drafter: perfect, if train shift, q and every cache are right."""
+
+    def __init__(self, target: Target) -> None:
+        self.own = Target(target.model, [])
+
+    def new_state(self, rows):
+        self.own.start(rows, 8)  # too small on purpose: it must grow
+        return {"root": None}
+
+    def advance(self, state, target, tokens, taps, counts, root):
+        self.own.extend(tokens)
+        self.own.keep(counts)
+        state["root"] = root
+
+    def select(self, state, rows):
+        self.own.select(rows)
+        state["root"] = None if state["root"] is None else state["root"][list(rows)]
+
+    def propose(self, state, target, sampler, coin, plan):
+        path = state["root"][:, None]  # read again whole for every token; nothing is kept
+
+        def logits():
+            return self.own.head(self.own.extend(path).last[:, -1])
+
+        def step(token, parent):
+            nonlocal path
+            path = torch.cat([path, token], 1)
+            return logits()[:, None]
+
+        return expand(logits(), step, sampler, coin, plan)
+
+
+PERFECT = [(CHAIN, Sampler(0.0)), *[(SAMPLED, Sampler(t, top_p=p)) for t, p in [(0.0, 1), (1.0, 1), (0.6, 0.9)]]]
+
+
+@pytest.mark.parametrize(("plan", "sampler"), PERFECT, ids=str)
+def test_the_target_as_its_own_drafter_is_accepted_whole(tiny_target, plan, sampler):
+    target, rounds = tiny_target(vocab=8), 5
+    prompts = [[1, 2, 3, 4, 5], [6], [7, 0, 1]]
+    longest = 1 + rounds * (K + 1)
+    run = generate(target, SelfDraft(target), prompts, max_new_tokens=longest, sampler=sampler, plan=plan)
+    for output in run.outputs:
+        assert output.emitted == [K + 1] * rounds
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+def test_an_untrained_drafter_is_hardly_ever_right(pocket, make_drafter, drafter_name, plan):
+    drafter = make_drafter(drafter_name, pocket)
+    prompts = [[5 + 7 * i, 300 + i, 41, 1000 - i] for i in range(4)]
+    run = generate(pocket, drafter, prompts, max_new_tokens=24, sampler=Sampler(0.0), plan=plan)
+    rounds = sum(len(o.emitted) for o in run.outputs)
+    assert 1 <= sum(sum(o.emitted) for o in run.outputs) / rounds < 1.1
+
+
+def test_the_pocket_target_as_its_own_drafter_is_accepted_whole(pocket):
+    run = generate(pocket, SelfDraft(pocket), [[5, 300, 41]], max_new_tokens=17, sampler=Sampler(1.0), plan=SAMPLED)
+    assert run.outputs[0].emitted == [K + 1] * 4

@@ -1,0 +1,140 @@
+"""The law is Hugging Face's: the same processors in the order of `generate`."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from decode.errors import UserError
+from decode.sampling import Sampler
+
+V = 12
+
+
+def reference(sampler: Sampler, logits: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+    """What transformers samples from."""
+    if sampler.repetition_penalty != 1:
+        logits = RepetitionPenaltyLogitsProcessor(sampler.repetition_penalty)(history, logits)
+    logits = TemperatureLogitsWarper(sampler.temperature)(history, logits)
+    if sampler.top_k:
+        logits = TopKLogitsWarper(sampler.top_k)(history, logits)
+    if sampler.top_p < 1:
+        logits = TopPLogitsWarper(sampler.top_p)(history, logits)
+    if sampler.min_p:
+        logits = MinPLogitsWarper(sampler.min_p)(history, logits)
+    return logits.softmax(-1)
+
+
+def rows(ties: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, histories and the same as a mask."""
+    logits = 2 * torch.randn(64, V, dtype=torch.float64)
+    if ties:
+        logits = logits.round()
+    history = torch.randint(V, (64, 5))
+    return logits, history, torch.zeros(64, V, dtype=torch.bool).scatter_(1, history, value=True)
+
+
+GRID = [
+    Sampler(t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
+    for t, k, p, m, r in itertools.product([0.5, 1.0, 1.7], [0, 1, 3, 20], [1.0, 0.8], [0.0, 0.1], [1.0, 1.3, 0.8])
+]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_the_law_is_that_of_transformers(temperature):
+    logits, history, seen = rows(ties=False)
+    for sampler in GRID:
+        if sampler.temperature == temperature:
+            got, want = sampler.law(logits, seen), reference(sampler, logits, history)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=str(sampler))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 3}, {"min_p": 0.15}, {"top_k": 4, "min_p": 0.1}, {"repetition_penalty": 1.3}],
+    ids=str,
+)
+def test_the_law_is_that_of_transformers_on_ties(options):
+    logits, history, seen = rows(ties=True)
+    sampler = Sampler(0.7, **options)
+    torch.testing.assert_close(sampler.law(logits, seen), reference(sampler, logits, history), rtol=0, atol=1e-12)
+
+
+def test_top_p_keeps_as_many_of_tied_tokens_as_transformers():
+    """Which of them it keeps is left to an unstable sort there; here the lowest index is."""
+    logits, history, seen = rows(ties=True)
+    sampler = Sampler(0.7, top_p=0.8)
+    got, want = sampler.law(logits, seen), reference(sampler, logits, history)
+    torch.testing.assert_close(got.sort(-1).values, want.sort(-1).values, rtol=0, atol=1e-12)
+    for law, row in zip(got, logits, strict=True):
+        for a, b in itertools.combinations(range(V), 2):
+            if row[a] == row[b]:
+                assert law[a] >= law[b]
+
+
+def test_temperature_zero_takes_the_lowest_index_of_a_tie():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0], [0.0, 1.0, 2.0, 2.0]])
+    law = Sampler(0.0).law(logits)
+    assert law.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}], ids=str)
+def test_the_greedy_token_survives_every_warper(options):
+    logits, _, _ = rows(ties=False)
+    assert (Sampler(0.0, **options).law(logits) == Sampler(0.0).law(logits)).all()
+    assert (Sampler(0.6, **options).law(logits).argmax(-1) == logits.argmax(-1)).all()
+
+
+def test_greedy_is_taken_after_the_repetition_penalty():
+    logits, seen = torch.tensor([[2.0, 1.5, -1.0]]), torch.tensor([[True, False, False]])
+    assert Sampler(0.0, repetition_penalty=2.0).law(logits, seen).argmax() == 1
+
+
+def test_a_penalty_below_one_favours_what_was_said():
+    logits, seen = torch.tensor([[2.0, 2.5, -1.0]]), torch.tensor([[True, False, False]])
+    assert Sampler(0.0, repetition_penalty=0.5).law(logits, seen).argmax() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_law_is_computed_in_fp32_or_wider(dtype):
+    logits, _, seen = rows(ties=False)
+    for sampler in GRID:
+        law = sampler.law(logits.to(dtype), seen)
+        assert law.dtype == torch.float32
+        torch.testing.assert_close(law.sum(-1), torch.ones(64), rtol=0, atol=1e-6)
+
+
+def test_rows_do_not_depend_on_one_another():
+    logits, _, seen = rows(ties=True)
+    for sampler in GRID:
+        law = sampler.law(logits, seen)
+        torch.testing.assert_close(law[3:4], sampler.law(logits[3:4], seen[3:4]), rtol=0, atol=1e-15)
+
+
+BAD = [
+    {"temperature": -0.1},
+    {"temperature": float("nan")},
+    {"top_k": -1},
+    {"top_p": 0.0},
+    {"top_p": 1.1},
+    {"min_p": -0.1},
+    {"min_p": 1.5},
+    {"repetition_penalty": 0.0},
+    {"repetition_penalty": -1.0},
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_a_value_out_of_range_is_named(bad):
+    (name,) = bad
+    with pytest.raises(UserError, match=f"{name}="):
+        Sampler(**bad)
