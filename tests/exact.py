@@ -90,9 +90,9 @@ class EnumeratingCoin:
     def _choose(self, row: int, chances: list[float], key: Key) -> int:
         tape = self.tapes[row]
         if key.purpose == Purpose.TARGET:
-            name = (key.purpose, self.position[row] + key.slot, 0, key.index)
+            name = (key.purpose, self.position[row] + key.slot, 0, key.number)
         else:
-            name = (key.purpose, self.rounds[row], key.slot, key.index)
+            name = (key.purpose, self.rounds[row], key.slot, key.number)
         assert name not in tape.keys, f"key {name} was used before: two decisions would agree"
         tape.keys.add(name)
         return tape.choose(chances)
@@ -175,6 +175,7 @@ class Scripted:
         return [[] for _ in range(rows)]
 
     def advance(self, state, target, tokens, taps, counts, root):
+        assert len(state) == len(tokens), "rows that left were not dropped"
         for text, new, count, end in zip(state, tokens.tolist(), counts, root.tolist(), strict=True):
             assert not text or text.pop() == new[0], "the old root was not settled first"
             text += [*new[:count], end]

@@ -75,7 +75,7 @@ def play(rule: str, model: Model, tokens, parents, depth: int, q=None):
 
     def run(tapes):
         rows = Rows(torch.stack([logits, other]), model.sampler, seen)
-        verdict = verify(rule, draft, rows, EnumeratingCoin([tapes[0], Script(0)], junk=1))
+        verdict = verify(rule, draft, rows, EnumeratingCoin([tapes[0], Script(0)], junk=V))
         emitted = verdict.tokens[0].tolist()
         count = int(verdict.accepted[0]) + 1
         assert all(t == PAD for t in emitted[count:])
@@ -187,9 +187,10 @@ def test_padding_matches_no_token_not_even_the_first(rule):
     law = [1.0, 0.0, 0.0]
     q = torch.full((1, 2, V), 1 / V, dtype=torch.float64) if rule == "token" else None
     draft = Draft.chain(torch.tensor([[PAD, PAD]]), q)
-    verdict = verify(rule, draft, rows_of(law, law, law), certain())
-    assert verdict.tokens.tolist() == [[0, PAD, PAD]]
-    assert verdict.accepted.tolist() == [0]
+    for junk in (0, V):  # V: what is not active is told "0" and "accepted"
+        verdict = verify(rule, draft, rows_of(law, law, law), certain(junk))
+        assert verdict.tokens.tolist() == [[0, PAD, PAD]]
+        assert verdict.accepted.tolist() == [0]
 
 
 def test_padding_after_an_accepted_token_ends_the_draft():

@@ -3,7 +3,8 @@
 Two tests of a real run (docs/lossless.md). Every token must be the largest of the very row the
 verifier used. And a cache-free pass over the finished text, which knows nothing of trees, masks
 or compaction, must agree with every token, up to ties: the width of a near tie is measured, as
-twice the largest change of the top-2 gap that the same rescoring shows for plain decoding.
+twice the largest change of the top-2 gap that the same rescoring shows for plain decoding, but
+never more than rounding can explain: an error that plain decoding shares must not excuse itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
 
+ROUNDINGS = 16  # of the largest logit: the widest near tie (measured: 5 in bf16, 12 layers)
+LEAST = 1e-3  # of the largest logit, where roundings are finer than that
 LARGEST_COPY = 1_000_000_000  # weights; a bigger target is rescored in its own dtype
 
 
@@ -70,13 +74,14 @@ def audit(
 
     gaps = _Gaps(len(prompts))
     plain = generate(target, None, prompts, on_round=gaps, **options)
-    changes = [0.0]
+    changes, largest = [0.0], 0.0
     for row, prompt, output in zip(gaps.rows, prompts, plain.outputs, strict=True):
         logits = rescore(prompt, output.tokens)  # (n, V)
         gap, first, second = (torch.tensor(x) for x in zip(*row, strict=True))
         again = logits.gather(1, first[:, None]) - logits.gather(1, second[:, None])
         changes.append(float((again[:, 0] - gap).abs().max()))
-    margin = 2 * max(changes)
+        largest = max(largest, float(logits.abs().max()))
+    margin = min(2 * max(changes), largest * max(ROUNDINGS * torch.finfo(target.dtype).eps, LEAST))
 
     own = _OwnRow()
     outputs = generate(target, drafter, prompts, plan=plan, on_round=own, **options).outputs
@@ -85,10 +90,11 @@ def audit(
         logits = rescore(prompt, output.tokens)
         tokens = torch.tensor(output.tokens)
         short = logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]  # (n,)
-        same = logits.argmax(-1) == tokens
+        # Not a number is a mismatch, though argmax finds it in both rows.
+        same = (logits.argmax(-1) == tokens) & (short == 0)
         equal += int(same.sum())
         near += int((~same & (short <= margin)).sum())
-        wrong += int((~same & ~(short <= margin)).sum())  # NaN is a mismatch
+        wrong += int((~same & ~(short <= margin)).sum())
     total = sum(len(o.tokens) for o in outputs)
     return Audit(total, own.agreed, equal, near, wrong, margin, rescore.dtype)
 
@@ -127,7 +133,8 @@ class _Rescorer:
         small = sum(p.numel() for p in target.model.parameters()) <= LARGEST_COPY
         wide = torch.promote_types(target.dtype, torch.float32)
         copied = small and wide != target.dtype
-        self.model = copy.deepcopy(target.model).to(wide) if copied else target.model
+        model: Any = copy.deepcopy(target.model) if copied else target.model
+        self.model = model.to(wide) if copied else model
         self.dtype = str(wide if copied else target.dtype).removeprefix("torch.")
 
     @torch.inference_mode()

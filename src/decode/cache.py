@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
+from typing_extensions import override
 
 from decode.errors import UserError
 
@@ -159,7 +160,10 @@ class _Layer(CacheLayerMixin):
         self._store, self._layer = store, index
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store and return everything to attend to."""
         return self._store.write(self._layer, key_states, value_states)
 

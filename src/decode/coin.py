@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
     purpose: Purpose
     slot: int
-    index: int = 0
+    number: int = 0  # of several draws for one slot
 
 
 BLOCK = 8  # slots whose draws are made together
@@ -95,7 +95,7 @@ class KeyedCoin:
     def uniform(self, key: Key) -> np.ndarray:
         """(B,) float64 in [0, 1)."""
         block, place = divmod(key.slot, BLOCK)
-        name = (key.purpose, block, key.index)
+        name = (key.purpose, block, key.number)
         if name not in self._made:
             self._made[name] = self._block(*name)
         return self._made[name][:, place]

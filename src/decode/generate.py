@@ -6,7 +6,7 @@ Plain decoding is the same loop with nothing drafted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +30,9 @@ class Proposer(Protocol):
         """State for `rows` fresh sequences."""
         ...
 
-    def advance(self, state: Any, target: Target, tokens: Tensor, taps: Tensor, counts: Sequence[int], root: Tensor) -> None:
+    def advance(
+        self, state: Any, target: Target, tokens: Tensor, taps: Tensor, counts: Sequence[int], root: Tensor
+    ) -> None:
         """Absorb settled tokens.
 
         Args:
@@ -237,7 +239,7 @@ class _Loop:
         verdict = verify("match", draft, Rows(logits, self.sampler, self.seen), coin)
         self.batch = batch
         self.state = self.drafter.new_state(len(prompts)) if self.drafter else None
-        running = self._settle(verdict, first=True)
+        running = self._settle(verdict)
         self._observe(logits, draft, verdict)
         # The rows of the prompt, gathered so that `running` may drop some of them.
         self._carry(running, tokens, read.taps, counts, verdict)
@@ -264,8 +266,8 @@ class _Loop:
 
         rule = self.plan.rule if self.drafter else "match"
         verdict = verify(rule, draft, Rows(logits, self.sampler, self.seen), coin)
-        offered, nodes = draft.offered(draft.ancestors()), (draft.tokens >= 0).sum(-1)
-        running = self._settle(verdict, first=False, offered=offered, nodes=nodes)
+        shape = draft.offered(draft.ancestors()), (draft.tokens >= 0).sum(-1)
+        running = self._settle(verdict, shape)
         self._observe(logits, draft, verdict)
 
         # Settle the root and the accepted nodes. Emitted token i was drawn at slots[i], so the
@@ -281,12 +283,13 @@ class _Loop:
         if self.on_round:
             self.on_round(Round(self._before, logits, draft, verdict, self._emitted))
 
-    def _settle(self, verdict: Verdict, first: bool, offered=None, nodes=None) -> list[int]:
-        """Learn what was emitted (the round's one synchronisation); returns rows that go on."""
-        batch = self.batch
-        columns = [verdict.accepted[:, None], verdict.tokens]
-        if not first:
-            columns += [offered[:, None], nodes[:, None]]
+    def _settle(self, verdict: Verdict, shape: tuple[Tensor, Tensor] | None = None) -> list[int]:
+        """Learn what was emitted (the round's one synchronisation); returns rows that go on.
+
+        `shape` is each row's (depth offered, nodes drafted); the prefill has none and is no round.
+        """
+        batch, first = self.batch, shape is None
+        columns = [verdict.accepted[:, None], verdict.tokens, *(s[:, None] for s in shape or ())]
         table = torch.cat(columns, 1).tolist()
         width = verdict.tokens.shape[1]
         self._before, self._accepted, self._emitted = batch.request, [], []
@@ -313,7 +316,9 @@ class _Loop:
         batch.rounds = batch.rounds + (0 if first else 1)
         return running
 
-    def _carry(self, running: list[int], tokens: Tensor, taps: Tensor, counts: list[int], verdict: Verdict) -> None:
+    def _carry(
+        self, running: list[int], tokens: Tensor, taps: Tensor, counts: list[int], verdict: Verdict
+    ) -> None:
         """Drop finished rows, remember the new roots, and let the drafter absorb the rest."""
         root = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         if self.seen is not None:

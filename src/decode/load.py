@@ -98,7 +98,7 @@ def load_target(
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     folder = Path(name).expanduser()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder if folder.is_dir() else name,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -111,6 +111,7 @@ def load_target(
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"target={name}: {_first_line(error)}") from None
+    model, found = loaded
     # transformers would make up what is not there: a reward model's head, layers the config invents.
     if lost := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
         raise UserError(

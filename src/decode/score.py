@@ -7,12 +7,14 @@ import platform
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from decode.audit import audit
+from decode.errors import UserError
 from decode.generate import Generation, Output, Proposer, Times, generate
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -65,7 +67,7 @@ def score(
     seed: int = 0,
     repeats: int = 1,
     audit_prompts: int = 16,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure a drafter; the first setting is the headline.
 
@@ -83,39 +85,47 @@ def score(
 
     Returns:
         The headline's fields, `rows` with one such dict a setting, and the audit.
+
+    Raises:
+        UserError: nothing to score on.
     """
+    if not prompts:
+        raise UserError("score: there are no prompts to score on")
     groups: dict[tuple[Sampler, int], list[Setting]] = {}
     for setting in settings:
         groups.setdefault((setting.sampler, setting.batch_size), []).append(setting)
     total = sum(-(-len(prompts) // batch) * repeats for _, batch in groups) + 1
-    rows: dict[Setting, dict[str, Any]] = {}
     done = 0
+
+    def advanced() -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress(done, total)
+
+    rows: dict[Setting, dict[str, Any]] = {}
     for (sampler, batch), members in groups.items():
-        plain, tallies = _Tally(), {m: _Tally() for m in members}
-        options = {"max_new_tokens": max_new_tokens, "stop": stop, "sampler": sampler, "seed": seed}
-        # Warm up the allocator and the kernels before anything is timed.
-        for plan in [Plan(), *(m.plan for m in members)]:
-            generate(target, drafter if plan.depth else None, prompts[:batch], plan=plan, **options | {"max_new_tokens": 8})
-        for run in range(repeats):
-            for number, start in enumerate(range(0, len(prompts), batch)):
-                part = prompts[start : start + batch]
-                names = list(range(start, start + len(part)))
-                turns: list[Setting | None] = [None, *members]
-                if (run + number) % 2:  # nobody always goes first
-                    turns.reverse()
-                for member in turns:
-                    plan = member.plan if member else Plan()
-                    who = drafter if plan.depth else None
-                    out = generate(target, who, part, plan=plan, requests=names, **options)
-                    (tallies[member] if member else plain).add(out, run == 0)
-                done += 1
-                progress(done, total)
-        for member, tally in tallies.items():
-            rows[member] = _row(member, tally, plain)
+        decode = partial(generate, target, sampler=sampler, seed=seed, stop=stop)
+        plain, *tallies = _race(
+            decode,
+            drafter,
+            [Plan(), *(m.plan for m in members)],
+            prompts,
+            batch,
+            repeats,
+            max_new_tokens,
+            advanced,
+        )
+        rows |= {m: _row(m, tally, plain) for m, tally in zip(members, tallies, strict=True)}
     checked = audit(
-        target, drafter, prompts[:audit_prompts], plan=settings[0].plan, max_new_tokens=max_new_tokens, stop=stop
+        target,
+        drafter,
+        prompts[:audit_prompts],
+        plan=settings[0].plan,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
     )
-    progress(total, total)
+    advanced()
     ordered = [rows[s] for s in settings]
     return {
         **ordered[0],
@@ -135,6 +145,35 @@ def score(
     }
 
 
+def _race(
+    decode: Callable[..., Generation],
+    drafter: Proposer,
+    plans: Sequence[Plan],
+    prompts: Prompts,
+    batch: int,
+    repeats: int,
+    max_new_tokens: int,
+    advanced: Callable[[], None],
+) -> list[_Tally]:
+    """All plans over all prompts, a batch at a time in turn, so that they share the machine's moods."""
+    tallies = [_Tally() for _ in plans]
+    who = [drafter if plan.depth else None for plan in plans]
+    for plan, proposer in zip(plans, who, strict=True):  # warm up allocator and kernels
+        decode(proposer, prompts[:batch], plan=plan, max_new_tokens=min(8, max_new_tokens))
+    for run in range(repeats):
+        for number, start in enumerate(range(0, len(prompts), batch)):
+            part = prompts[start : start + batch]
+            names = list(range(start, start + len(part)))
+            order = list(range(len(plans)))
+            if (run + number) % 2:  # nobody always goes first
+                order.reverse()
+            for i in order:
+                out = decode(who[i], part, plan=plans[i], requests=names, max_new_tokens=max_new_tokens)
+                tallies[i].add(out, run == 0)
+            advanced()
+    return tallies
+
+
 def _row(setting: Setting, tally: _Tally, plain: _Tally) -> dict[str, Any]:
     outputs, times, plan = tally.outputs, tally.times, setting.plan
     emitted = [sum(o.emitted) for o in outputs]
@@ -152,7 +191,9 @@ def _row(setting: Setting, tally: _Tally, plain: _Tally) -> dict[str, Any]:
         "survival": survival,
         "alpha": alpha,
         "offered": offered,
-        "acceptance_rate": _ratio(sum(sum(o.accepted) for o in outputs), sum(sum(o.drafted) for o in outputs)),
+        "acceptance_rate": _ratio(
+            sum(sum(o.accepted) for o in outputs), sum(sum(o.drafted) for o in outputs)
+        ),
         "rounds": sum(rounds),
         "tokens": sum(emitted),
         "tokens_per_second": tally.speed,
@@ -213,4 +254,5 @@ def hardware(device: torch.device) -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     facts = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
     name = facts.get("model name") or platform.processor() or platform.machine()
-    return f"{name} (family {facts.get('cpu family', '?')}, model {facts.get('model', '?')}), {os.cpu_count()} cores"
+    kind = f"family {facts.get('cpu family', '?')}, model {facts.get('model', '?')}"
+    return f"{name} ({kind}), {os.cpu_count()} cores"

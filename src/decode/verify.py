@@ -84,30 +84,25 @@ def token(draft: Draft, rows: Rows, coin: Coin) -> Verdict:
     count, device = draft.tokens.shape[0], draft.tokens.device
     active = torch.ones(count, dtype=torch.bool, device=device)
     accepted = torch.zeros(count, dtype=torch.long, device=device)
-    residual = None
-    for depth in range(draft.depth + 1):
+    residual = torch.zeros_like(q[:, 0])  # (B, V) at the slot where each row's walk ends
+    for depth in range(draft.depth):
         p = rows.law(torch.full_like(accepted, depth))  # (B, V)
-        if depth == draft.depth:
-            rejected = p
-        else:
-            x = draft.tokens[:, depth]
-            real = x != PAD
-            at = x.clamp_min(0)[:, None]
-            law = q[:, depth].to(p.dtype) * real[:, None]  # a row without a node has no residual
-            keep = coin.flip(
-                p.gather(1, at)[:, 0], law.gather(1, at)[:, 0], Key(Purpose.ACCEPT, depth), active & real
-            )
-            rejected = (p - law).clamp_min(0)
-            rejected = torch.where(rejected.sum(-1, keepdim=True) > 0, rejected, p)
-        residual = rejected if residual is None else torch.where(active[:, None], rejected, residual)
-        if depth < draft.depth:
-            active = active & keep & real
-            accepted += active
-            rows.follow(x, active)
-    assert residual is not None
-    everyone = torch.ones_like(active)
+        x = draft.tokens[:, depth]
+        real = x != PAD
+        at = x.clamp_min(0)[:, None]
+        law = q[:, depth].to(p.dtype) * real[:, None]  # a row without a node has no residual
+        accept, proposal = p.gather(1, at)[:, 0], law.gather(1, at)[:, 0]
+        keep = coin.flip(accept, proposal, Key(Purpose.ACCEPT, depth), active & real)
+        rejected = (p - law).clamp_min(0)
+        rejected = torch.where(rejected.sum(-1, keepdim=True) > 0, rejected, p)
+        residual = torch.where(active[:, None], rejected, residual)
+        active = active & keep & real
+        accepted += active
+        rows.follow(x, active)
+    last = rows.law(torch.full_like(accepted, draft.depth))
+    residual = torch.where(active[:, None], last, residual)  # a draft accepted whole
     # One draw a round: its key needs no slot.
-    extra = coin.draw(residual, Key(Purpose.RESIDUAL, 0), everyone)  # (B,)
+    extra = coin.draw(residual, Key(Purpose.RESIDUAL, 0), torch.ones_like(active))  # (B,)
     steps = torch.arange(draft.depth + 1, device=device)
     drafted = torch.nn.functional.pad(draft.tokens, (0, 1), value=PAD)
     emitted = torch.where(steps < accepted[:, None], drafted, PAD)

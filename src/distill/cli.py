@@ -16,6 +16,7 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -157,14 +158,7 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
     """
     groups = [p.name for p in sorted(config_dir.iterdir()) if p.is_dir()]
     for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        if override[:1] == "~":
-            continue
-        if "=" not in override:
-            raise UserError(f"{override}: not an override; write option=value")
-        names = options(config_dir, key) + ["null"] * (key in EMPTY_GROUPS)
-        if key in groups and value not in names:
-            raise UserError(f"{key}={value}: {_nearest(value, names)}")
+        _check_override(override, groups, config_dir)
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
         chosen = [o for o in overrides if o.lstrip("+~").partition("=")[0] in groups]
@@ -184,12 +178,27 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
             raise UserError(" ".join(str(error).split())) from None
 
 
+def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> None:
+    if override[:1] == "~":
+        return
+    key, sign, value = override.lstrip("+").partition("=")
+    if not sign:
+        raise UserError(f"{override}: not an override; write option=value")
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise UserError(f"{override}: {str(error).splitlines()[0]}") from None
+    names = options(config_dir, key) + ["null"] * (key in EMPTY_GROUPS)
+    if key in groups and value not in names:
+        raise UserError(f"{key}={value}: {_nearest(value, names)}")
+
+
 def _check_key(cfg: DictConfig, key: str) -> None:
     node: Any = cfg
     done: list[str] = []
     for part in key.split("."):
         if not OmegaConf.is_dict(node) or part not in list(node):  # `in` denies unset keys
-            names = [str(k) for k in node] if OmegaConf.is_dict(node) else []
+            names = [str(k) for k in node if str(k)[0] != "_"] if OmegaConf.is_dict(node) else []
             where = ".".join(done)
             where = f" in {where}" if where else ""
             raise UserError(f"{key}: no such option{where}; {_nearest(part, names)}")

@@ -180,7 +180,8 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, leng
     """Documents one after another, each up to its end token, cut into rows.
 
     Returns:
-        (N, length); the last row is filled up with NOTHING.
+        (N, length); the last row is filled up with NOTHING. A last token that would be alone in
+        its row is dropped: nothing comes before it or after it, so there is nothing to predict.
     """
     end: Any = tokenizer.eos_token_id
 
@@ -193,7 +194,9 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, leng
         for d in documents
     ]
     rows = datasets.Dataset.from_dict({"text": texts}).map(encode, batched=True, remove_columns="text")
-    ids = rows.with_format("arrow")["ids"].combine_chunks().flatten().to_numpy()
+    table: Any = rows.with_format("arrow")[:]
+    ids = table["ids"].combine_chunks().flatten().to_numpy()
+    ids = ids[: len(ids) - (len(ids) % length == 1)]
     packed = np.full((-(-len(ids) // length), length), NOTHING, dtype=np.int32)
     packed.reshape(-1)[: len(ids)] = ids
     return packed

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.target import Read, Target
+from distill.taps import TapMemory, gigabytes, wanted
 
 BUCKET = 8  # batches that are sorted by length together
 
@@ -27,12 +29,14 @@ class Micro(NamedTuple):
         loss_mask: (B, T) bool.
         anchors: supervised anchors of the whole optimizer step, over micro-batches and ranks.
         step: optimizer step, which keys the drafter's noise.
+        read: what the target says of these tokens, where it is kept in memory.
     """
 
     tokens: Tensor
     loss_mask: Tensor
     anchors: int
     step: int
+    read: Read | None = None
 
 
 class RolloutBatches(Dataset[Micro]):
@@ -50,6 +54,7 @@ class RolloutBatches(Dataset[Micro]):
         world: processes.
         seed: of the order.
         max_tokens: longer rows are cut.
+        memory: what the target says of the rows, or None.
     """
 
     def __init__(
@@ -62,7 +67,9 @@ class RolloutBatches(Dataset[Micro]):
         world: int = 1,
         seed: int = 0,
         max_tokens: int = 2048,
+        memory: TapMemory | None = None,
     ) -> None:
+        self.memory = memory
         self.rows, self.batch_size, self.steps = rows, batch_size, steps
         self.accumulate, self.rank, self.world = accumulate, rank, world
         self.seed, self.max_tokens = seed, max_tokens
@@ -87,7 +94,8 @@ class RolloutBatches(Dataset[Micro]):
             n = min(len(row["tokens"]), length)
             tokens[i, :n] = torch.as_tensor(row["tokens"][:n])
             mask[i, :n] = torch.as_tensor(row["loss_mask"][:n], dtype=torch.bool)
-        return Micro(tokens, mask, int(self._anchors[shards].sum()), step)
+        read = self.memory.batch(shards[micro, self.rank]) if self.memory else None
+        return Micro(tokens, mask, int(self._anchors[shards].sum()), step, read)
 
     def _step_rows(self, step: int) -> np.ndarray:
         """Row numbers of an optimizer step, over all its micro-batches and ranks."""
@@ -134,7 +142,15 @@ class RolloutData(L.LightningDataModule):
     def __init__(self, files: list[Path], cache: Path, batch_size: int, max_tokens: int, seed: int) -> None:
         super().__init__()
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
+        self.memory: TapMemory | None = None
         self.rows = datasets.Dataset.from_parquet([str(f) for f in files], cache_dir=str(cache))
+
+    def keep_taps(self, target: Target, taps: str, limit: float, steps: int) -> None:
+        """Read the target once for all rows, where that is wanted; see `taps.wanted`."""
+        assert isinstance(self.rows, datasets.Dataset)
+        epochs = steps * self.batch_size / len(self.rows)
+        if wanted(taps, limit, gigabytes(target, self.rows, self.max_tokens), epochs):
+            self.memory = TapMemory(target, self.rows, self.max_tokens)
 
     @override
     def train_dataloader(self) -> DataLoader:
@@ -150,6 +166,7 @@ class RolloutData(L.LightningDataModule):
             trainer.world_size,
             self.seed,
             self.max_tokens,
+            self.memory,
         )
         # A resumed run goes on at its step, which Lightning has restored by now.
         start = trainer.global_step * trainer.accumulate_grad_batches

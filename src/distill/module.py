@@ -57,7 +57,7 @@ class DistillModule(L.LightningModule):
     def training_step(self, batch: Micro, batch_idx: int) -> Tensor:
         """One micro-batch; the sum of losses over the anchors of the whole optimizer step."""
         del batch_idx
-        read = self.target.read(batch.tokens)
+        read = batch.read or self.target.read(batch.tokens)
         rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.step)
         steps = self.drafter.unroll(rows, self.target)
         total, scored = self.objective(steps, read.last, self.target.head, self.drafter.aux_weights)

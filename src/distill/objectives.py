@@ -105,8 +105,7 @@ class Objective:
             for name, rows in step.aux.items():
                 total = total + self.weights(step.depth) * aux_weights[name] * rows.to(total.dtype).sum()
         scored = [
-            Scored(step.depth, len(step.anchor), *row)
-            for step, row in zip(taken, sums.tolist(), strict=True)
+            Scored(step.depth, len(step.anchor), *row) for step, row in zip(taken, sums.tolist(), strict=True)
         ]
         return total, scored
 

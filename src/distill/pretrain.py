@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -174,16 +175,19 @@ class PretrainModule(L.LightningModule):
             value = float(self.trainer.callback_metrics["val/loss"])
             say(f"step {self.trainer.global_step}: loss {self.loss:.3f}, held out {value:.3f}")
 
-    @override
-    def configure_optimizers(self):
+    def build_optimizer(self) -> Joint:
         """Muon for the hidden layers' matrices and AdamW for the rest, or what the yaml says."""
         hidden = {id(p) for p in self.model.model.layers.parameters() if p.ndim == 2}
-        matrices = [p for p in self.parameters() if id(p) in hidden and self.cfg.matrices]
-        rest = [p for p in self.parameters() if not (id(p) in hidden and self.cfg.matrices)]
-        parts = [instantiate(self.cfg.rest)(rest)]
-        if matrices:
-            parts.append(instantiate(self.cfg.matrices)(matrices))
-        optimizer = Joint(parts)
+        if not self.cfg.get("matrices"):
+            return Joint([instantiate(self.cfg.rest)(self.parameters())])
+        matrices = [p for p in self.parameters() if id(p) in hidden]
+        rest = [p for p in self.parameters() if id(p) not in hidden]
+        return Joint([instantiate(self.cfg.matrices)(matrices), instantiate(self.cfg.rest)(rest)])
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """A linear warm-up, then a cosine or a line."""
+        optimizer = self.build_optimizer()
         steps = self.trainer.max_steps
         rise = max(1, round(self.cfg.warmup * steps))
 

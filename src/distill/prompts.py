@@ -67,9 +67,7 @@ def parse_prompt(line: bytes, where: str, default_id: str) -> Prompt:
     for message in messages:
         fine = isinstance(message, dict) and message.get("role") in ROLES
         if not fine or not _is_text(message.get("content")):
-            raise UserError(
-                f"{where}: each message needs a role of {', '.join(ROLES)} and a text 'content'"
-            )
+            raise UserError(f"{where}: each message needs a role of {', '.join(ROLES)} and a text 'content'")
     if all(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where}: only the assistant speaks in it; there is nothing to answer")
     names = (record.get("id"), record.get("question_id"), default_id)
@@ -164,7 +162,7 @@ class Chat:
                 f"target: the chat template's loss mask is all {mask[0] if mask else 0}; "
                 "nothing (or everything) would be trained on"
             )
-        return list(ids), [int(m) for m in mask]
+        return [int(i) for i in ids], [int(m) for m in mask]
 
     def user_turn(self) -> tuple[list[int], list[int]]:
         """Ids before a user's text and ids after it, up to where the answer begins."""

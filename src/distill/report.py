@@ -30,7 +30,8 @@ def settings_table(card: dict) -> str:
     lines = [[r["decode"], f"{r['temperature']:g}", str(r["batch_size"]), *_cells(r)] for r in card["rows"]]
     audit = card["audit"]
     verdict = (
-        f"audit {'pass' if audit['passed'] else 'FAIL'}: {audit['tokens']} tokens, own row {audit['own_row']}, "
+        f"audit {'pass' if audit['passed'] else 'FAIL'}: "
+        f"{audit['tokens']} tokens, own row {audit['own_row']}, "
         f"equal {audit['equal']}, near ties {audit['near_ties']} (margin {audit['margin']:.2g}), "
         f"mismatches {audit['mismatches']}"
     )

@@ -48,11 +48,13 @@ class RolloutPlan:
         template: see `Chat`.
         answers: `write` lets the target answer, `given` takes the records' own last messages.
         prompts: hash of the prompt records.
-        self_prompts: prompts that the target writes itself.
+        self_prompts: rows that the target writes from nothing.
+        self_written: `prompt` lets it write one prompt and answer it; `conversation` lets it go on,
+            turn after turn, under the law of the answers: every token is then the target's own.
         sampler: law of the answers, as keyword arguments of `Sampler`.
-        prompt_sampler: law of self-written prompts.
+        prompt_sampler: law of single self-written prompts.
         max_prompt_tokens: longer prompts are dropped; self-written ones are cut.
-        max_new_tokens: per answer.
+        max_new_tokens: per answer, or per conversation.
         shard_size: prompts a shard; a shard is decoded as one batch.
         seed: of all draws.
     """
@@ -65,6 +67,7 @@ class RolloutPlan:
     answers: str
     prompts: str
     self_prompts: int
+    self_written: str
     sampler: dict[str, Any]
     prompt_sampler: dict[str, Any]
     max_prompt_tokens: int
@@ -212,6 +215,8 @@ class Writer:
         # A prompt that fills the context cannot be answered.
         self.limit = min(plan.max_prompt_tokens, (target.max_positions or plan.max_prompt_tokens + 1) - 1)
         self.before, self.after = chat.user_turn() if plan.self_prompts else ([], [])
+        if plan.self_written not in ("prompt", "conversation"):
+            raise UserError(f"prompts.self_written={plan.self_written}: choose prompt or conversation")
         if not plan.self_prompts:
             return
         if plan.answers == "given":
@@ -226,8 +231,14 @@ class Writer:
         if self.plan.answers == "given":
             return [self._given(p) for p in prompts]
         encoded = [(p.id, self.chat.encode(p.messages)) for p in prompts]
-        encoded += self._write_prompts(shard, self_written)
+        names = [f"self-{shard}-{i}" for i in range(self_written)]
+        free = [(name, self.before) for name in names]
+        if self.plan.self_written == "prompt":
+            encoded, free = encoded + self._write_prompts(names), []
         encoded = [(name, ids) for name, ids in encoded if len(ids) <= self.limit]
+        return self._continue(encoded, self.plan.stop) + self._continue(free, [])
+
+    def _continue(self, encoded: list[tuple[str, list[int]]], stop: list[int]) -> list[Row]:
         out = generate(
             self.target,
             None,
@@ -236,7 +247,7 @@ class Writer:
             sampler=Sampler(**self.plan.sampler),
             seed=self.plan.seed,
             requests=[name for name, _ in encoded],
-            stop=self.plan.stop,
+            stop=stop,
         )
         return [
             {
@@ -259,16 +270,13 @@ class Writer:
             "ids": "reencoded",
         }
 
-    def _write_prompts(self, shard: int, count: int) -> list[tuple[str, list[int]]]:
+    def _write_prompts(self, names: list[str]) -> list[tuple[str, list[int]]]:
         """Let the target write the user's turn (Magpie, Xu et al., arXiv:2406.08464)."""
-        if not count:
-            return []
         before, after = self.before, self.after
-        names = [f"self-{shard}-{i}" for i in range(count)]
         out = generate(
             self.target,
             None,
-            [before] * count,
+            [before] * len(names),
             max_new_tokens=self.limit - len(before) - len(after),
             sampler=Sampler(**self.plan.prompt_sampler),
             seed=self.plan.seed,

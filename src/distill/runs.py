@@ -79,6 +79,8 @@ def _unfinished(root: Path, key: str) -> Run | None:
         # Its owner may have finished or discarded it meanwhile.
         if lock and (folder / "run.json").exists() and not (folder / DONE).exists():
             return Run(folder, True, lock)
+        if lock:
+            lock.close()
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from distill.provenance import commit, digest, local
 from distill.run import fit, loggers, quiet
 from distill.runs import checkpoints
 
+TOKENIZER_FILES = ("*token*.*", "vocab.*", "merges.*", "chat_template.*")
 SPECIAL_IDS = ("bos", "eos", "pad")  # what a model's configuration says of its tokenizer
 
 
@@ -45,8 +47,9 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
     out = _check(cfg)
     documents = read_corpus(Path(cfg.data))
     train, held = hold_out(documents, cfg.val_share)
-    if cfg.tokenizer:
-        tokenizer = given_tokenizer(Path(local(cfg.tokenizer)))
+    given = Path(local(cfg.tokenizer)) if cfg.tokenizer else None
+    if given:
+        tokenizer = given_tokenizer(given)
     else:
         tokenizer = train_tokenizer(train, cfg.vocab_size, cfg.model.context)
     L.seed_everything(cfg.seed, verbose=False)
@@ -59,6 +62,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
             cfg.optimizer,
             digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items()))),
         )
+        module.build_optimizer()  # what is wrong with its arguments shows here
         trainer: L.Trainer = instantiate(
             cfg.trainer,
             callbacks=[timer, Saver(folder, cfg.every), TrainingBar()],
@@ -84,7 +88,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
             "minutes": timer.time_elapsed() / 60,
             "commit": commit(),
         }
-        write_model(out, module.model, tokenizer, record)
+        write_model(out, module.model, given or tokenizer, record)
         say(f"{out}: {record['tokens'] / 1e6:.1f} M tokens in {record['minutes']:.1f} minutes")
         for source, nll in record["val_nll"].items():
             say(f"  {nll:.3f} nats per held-out token of {source}")
@@ -143,13 +147,27 @@ def build_model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaFor
 
 
 def write_model(
-    out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, record: dict[str, Any]
+    out: Path,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | Path,
+    record: dict[str, Any],
 ) -> None:
-    """A Hugging Face folder, weights in bfloat16; it has its name only when it is whole."""
+    """Write a Hugging Face folder, which has its name only when it is whole.
+
+    Args:
+        out: the folder.
+        model: is brought to bfloat16.
+        tokenizer: a trained one, or the folder whose files are taken over as they are.
+        record: training.json.
+    """
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         model.bfloat16().save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        if isinstance(tokenizer, Path):  # transformers would write other settings than it has read
+            for path in chain(*(tokenizer.glob(pattern) for pattern in TOKENIZER_FILES)):
+                shutil.copyfile(path, temporary / path.name)
+        else:
+            tokenizer.save_pretrained(temporary)
         write_json(temporary / "training.json", record)
         publish_folder(temporary, out)
     finally:

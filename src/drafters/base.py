@@ -110,7 +110,5 @@ class Drafter(nn.Module, ABC):
         """Keep these rows of the state, in this order."""
 
     @abstractmethod
-    def propose(
-        self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
-    ) -> Draft:
+    def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         """Draft below the root without changing what `advance` built."""

@@ -72,6 +72,16 @@ class Eagle(Drafter):
         self.layer = DecoderLayer(
             hidden_size, heads, kv_heads, head_dim, intermediate_size, eps, input_norm=False
         )
+        self._initialise(hidden_size)
+
+    @torch.no_grad()
+    def _initialise(self, hidden_size: int) -> None:
+        """Begin as "the next feature is this one, nudged by the token": the layer adds nothing yet."""
+        self.layer.o_proj.weight.zero_()
+        self.layer.down_proj.weight.zero_()
+        self.fc.weight.normal_(std=0.02)
+        self.fc.weight[:, hidden_size:] += torch.eye(hidden_size)
+        self.fc.bias.zero_()
 
     @override
     @classmethod

@@ -76,7 +76,8 @@ def _tree(logits: Tensor, step: Step, plan: Plan) -> Draft:
         total += width * width
     score, token, parent = torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1)
     kept = score.topk(min(plan.nodes, total)).indices.sort(-1).values  # parents before children
-    rank = torch.zeros_like(parent).scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
+    order = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    rank = torch.zeros_like(parent).scatter(1, kept, order)  # candidate -> node
     above = parent.gather(1, kept)
     above = torch.where(above < 0, above, rank.gather(1, above.clamp_min(0)))
     return Draft(token.gather(1, kept), above, depth=plan.depth)

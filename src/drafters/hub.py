@@ -79,6 +79,7 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"checkpoint={folder}: no config.json there; give a checkpoints/<step> folder")
+    config: dict[str, Any] = {}
     try:
         config = json.loads(path.read_text())
         kinds = {"format": int, "drafter": str, "settings": dict, "target": dict}

@@ -105,9 +105,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: 
     """Grouped-query attention; mask (B, n, width) bool."""
     groups = q.shape[1] // k.shape[1]
     mask = None if mask is None else mask[:, None]
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
 
 
 def attend_unrolled(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -119,7 +117,8 @@ def attend_unrolled(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tens
 
     Args:
         q: (B, heads, T, dim).
-        keys: of steps 0 .. k, each (B, kv_heads, T, dim); `values` alike.
+        keys: of steps 0 .. k, each (B, kv_heads, T, dim).
+        values: alike.
     """
     groups = q.shape[1] // keys[0].shape[1]
     keys = [k.repeat_interleave(groups, 1) for k in keys]

@@ -1,0 +1,86 @@
+"""What the frozen target says of every stored row, read once instead of once an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import datasets
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from decode.errors import UserError
+from decode.target import LAST, Read, Target
+from distill.progress import bar
+
+TOKENS = 4096  # of one pass over the target
+
+
+class TapMemory:
+    """Head inputs and taps of all rows, in memory and in the target's dtype.
+
+    Rows are read in store order, so that what a row's numbers are does not depend on the batch
+    that trains on it, nor on where a run was resumed.
+
+    Args:
+        target: with its taps set.
+        rows: with `tokens`.
+        max_tokens: longer rows are cut.
+    """
+
+    def __init__(self, target: Target, rows: datasets.Dataset, max_tokens: int) -> None:
+        self._only_last = set(target.taps) == {LAST}
+        self._rows: list[tuple[Tensor, Tensor]] = []
+        total = len(rows)
+        with bar(total, "taps", "rows") as progress:
+            for batch in _batches(rows, max_tokens):
+                tokens = pad_sequence([torch.tensor(t) for t in batch], batch_first=True)
+                read = target.read(tokens.to(target.device))
+                for i, row in enumerate(batch):
+                    last = read.last[i, : len(row)].clone()
+                    taps = last[:, None] if self._only_last else read.taps[i, : len(row)].clone()
+                    self._rows.append((last, taps))
+                progress.update(len(batch))
+
+    def batch(self, rows: Sequence[int]) -> Read:
+        """Right-padded (B, T, D) and (B, T, L, D) of these rows."""
+        last = pad_sequence([self._rows[r][0] for r in rows], batch_first=True)
+        return Read(last, pad_sequence([self._rows[r][1] for r in rows], batch_first=True))
+
+
+def _batches(rows: datasets.Dataset, max_tokens: int) -> list[list[list[int]]]:
+    batches: list[list[list[int]]] = []
+    for tokens in rows["tokens"]:
+        row = tokens[:max_tokens]
+        if batches and max(len(row), len(batches[-1][0])) * (len(batches[-1]) + 1) <= TOKENS:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
+    """What a `TapMemory` would hold."""
+    extra = 0 if set(target.taps) == {LAST} else len(target.taps)
+    tokens = sum(min(len(t), max_tokens) for t in rows["tokens"])
+    return tokens * target.hidden_size * target.dtype.itemsize * (1 + extra) / 2**30
+
+
+def wanted(taps: str, limit: float, need: float, epochs: float) -> bool:
+    """Whether to keep taps in memory.
+
+    Args:
+        taps: `online` reads the target in every training step, `memory` once before the first,
+            `auto` keeps them where they fit and are used more than once.
+        limit: gigabytes that may be used.
+        need: gigabytes that would be.
+        epochs: times that each row is trained on.
+
+    Raises:
+        UserError: `memory` asked for, and more needed than allowed.
+    """
+    if taps not in ("auto", "online", "memory"):
+        raise UserError(f"taps={taps}: choose auto, online or memory")
+    if taps == "memory" and need > limit:
+        raise UserError(f"taps=memory would hold {need:.1f} GB; raise taps_gb or use taps=online")
+    return taps == "memory" or (taps == "auto" and need <= limit and epochs > 1)

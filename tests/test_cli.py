@@ -1,0 +1,293 @@
+"""The command line: what becomes of the overrides a person types, and what they are told of mistakes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from workbench import CONF, ROOT, command, make_target, train, write_prompts
+
+from decode.errors import UserError
+from distill.cli import compose, main, options, rewrite
+
+ODD = [
+    "plain.jsonl",
+    "two words.jsonl",
+    "a=b.jsonl",
+    "a,b.jsonl",
+    "it's.jsonl",
+    'so "called".jsonl',
+    "a (copy) [2] {x}.jsonl",
+    "back\\slash.jsonl",
+    "back\\'both.jsonl",
+    "ends in a backslash\\",
+    "a:b;c#d%e&f$g.jsonl",
+    "ünï.jsonl",
+    "'quoted'",
+    "null",
+]
+
+
+def value(override: str):
+    """What Hydra reads out of `key=value`."""
+    return OverridesParser.create().parse_override(override).value()
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("absolute", [True, False])
+def test_any_path_survives_the_command_line(name, absolute, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("{}")
+    path = str(tmp_path / name) if absolute else name
+    group, where = rewrite([f"prompts={path}"], CONF)
+    assert group == "prompts=jsonl"
+    assert where.startswith("prompts.path=")
+    assert value(where) == path
+    (heldout,) = rewrite([f"prompts.heldout=./{name}"], CONF)
+    assert value(heldout) == f"./{name}"
+
+
+def test_rewriting_twice_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    once = rewrite([f"prompts={tmp_path}/{name}" for name in ODD] + ["target=owner/name", "seed=3"], CONF)
+    assert rewrite(once, CONF) == once
+
+
+def test_a_hub_id_a_folder_and_a_group_option_are_told_apart():
+    assert rewrite(["target=owner/name"], CONF) == ["target=hf", "target.path='owner/name'"]
+    assert rewrite(["target=/a/folder"], CONF) == ["target=hf", "target.path='/a/folder'"]
+    assert rewrite(["target=pocket"], CONF) == ["target=pocket"]
+    assert rewrite(["prompts=self"], CONF) == ["prompts=self"]
+    assert rewrite(["prompts.heldout=null"], CONF) == ["prompts.heldout=null"]
+
+
+def test_a_home_folder_is_spelled_out(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert rewrite(["target=~/model"], CONF)[1] == "target.path='/home/me/model'"
+    assert rewrite(["output_dir=~/runs"], CONF) == ["output_dir='/home/me/runs'"]
+
+
+def test_quotes_that_hydra_knows_are_left_alone():
+    assert rewrite(["target='/a b'"], CONF) == ["target=hf", "target.path='/a b'"]
+
+
+def test_only_a_sweep_splits_at_commas():
+    assert rewrite(["-m", "target=pocket,hf"], CONF) == ["-m", "target=pocket,hf"]
+    assert rewrite(["-m", "target=/a,/b"], CONF) == ["-m", "target=hf", "target.path='/a','/b'"]
+    assert rewrite(["target=/a,/b"], CONF) == ["target=hf", "target.path='/a,/b'"]
+
+
+def test_the_folder_that_lightning_repeats_for_its_ranks_is_dropped():
+    argv = ["hydra.run.dir='/it\\'s \"here\"'", 'hydra.run.dir="/it\'s "here""', "hydra.output_subdir=null"]
+    assert rewrite(argv, CONF) == [argv[0], argv[2]]
+
+
+def test_every_group_option_composes():
+    groups = {p.name: options(CONF, p.name) for p in sorted(CONF.iterdir()) if p.is_dir()}
+    for turn in range(max(map(len, groups.values()))):
+        chosen = [f"{name}={found[turn % len(found)]}" for name, found in groups.items() if found]
+        cfg = compose([*chosen, "target.path=a/b", "prompts.path=p.jsonl"], CONF)
+        assert cfg.drafter is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("drafter=eagl", ["drafter=eagl", "did you mean eagle?"]),
+        ("objective=hinge", ["objective=hinge", "choose one of", "ce, kl"]),
+        ("drafter=null", ["drafter=null", "eagle"]),
+        ("trainer.max_step=3", ["trainer.max_step", "in trainer", "did you mean max_steps?"]),
+        ("tariner.max_steps=3", ["tariner", "did you mean trainer?"]),
+        ("batchsize=3", ["batchsize", "did you mean batch_size?"]),
+        ("drafter.depth=abc", ["drafter.depth=abc", "whole number"]),
+        ("drafter.depth=1.5", ["drafter.depth=1.5", "whole number"]),
+        ("drafter.depth=true", ["whole number"]),
+        ("trainer.max_steps=abc", ["trainer.max_steps=abc", "whole number"]),
+        ("batch_size=null", ["batch_size=null", "whole number"]),
+        ("score.enabled=maybe", ["score.enabled=maybe", "true or false"]),
+        ("rollout.temperature=warm", ["rollout.temperature=warm", "a number"]),
+        ("rollout.temperature=nan", ["rollout.temperature=nan", "a number"]),
+        ("score.temperatures=1.0", ["score.temperatures=1.0", "like [0.0, 1.0]"]),
+        ("score.temperatures=[a]", ["score.temperatures", "like [0.0, 1.0]"]),
+        ("score.temperatures=[1", ["score.temperatures=[1"]),
+        ("decode.rule=[token]", ["decode.rule", "text"]),
+        ("target=hf", ["target.path", "must be given"]),
+        ("eagle", ["eagle", "option=value"]),
+        ("prompts.path=${nothing}", ["nothing"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(override, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = train([override])
+    assert done.code == 2
+    assert done.out == ""
+    assert len(done.err.splitlines()) == 1
+    assert done.err.startswith("error: ")
+    assert all(text in done.err for text in said), done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_lightning_takes_in_several_kinds_is_free():
+    for override in ("trainer.devices=auto", "trainer.devices=[0,1]", "trainer.precision=32"):
+        compose([override, "trainer.gradient_clip_val=null", "trainer.gradient_clip_val=1"], CONF)
+
+
+@pytest.fixture(scope="module")
+def bench_target(tmp_path_factory) -> Path:
+    return make_target(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.max_steps=0"], ["trainer.max_steps=0", "at least 1"]),
+        (["batch_size=0"], ["batch_size=0"]),
+        (["rollout.answers=guess"], ["rollout.answers=guess", "write or given"]),
+        (["prompts.template=jinja"], ["prompts.template=jinja", "chat or none"]),
+        (["score.temperatures=[-1]"], ["temperature=-1"]),
+        (["rollout.temperature=-1"], ["temperature=-1"]),
+        (["decode.proposal=foo"], ["decode.proposal=foo", "fixed or sampled"]),
+        (["optimizer.optimizer.lr=-1"], ["Invalid learning rate"]),
+        (["+drafter.colour=red"], ["colour"]),
+        (["trainer.precision=17"], ["17"]),
+        (["trainer.accelerator=abacus"], ["abacus"]),
+        (["+trainer.colour=red"], ["colour"]),
+        (["prompts.heldout=nowhere.jsonl"], ["nowhere.jsonl", "no such file"]),
+        (["prompts.heldout=null", "prompts.heldout_share=0"], ["held out", "prompts.heldout_share"]),
+        (["rollout=given"], ["does not end with an answer"]),
+        (["rollout=given", "prompts.self=2", "score.enabled=false"], ["does not end with an answer"]),
+        (["prompts.self=2", "rollout.max_prompt_tokens=2"], ["rollout.max_prompt_tokens", "no room"]),
+        (["resume=/nowhere"], ["resume=/nowhere", "no run there"]),
+    ],
+)
+def test_a_bad_value_is_found_before_any_work(overrides, said, bench_target, tmp_path):
+    prompts = write_prompts(tmp_path / "in" / "prompts.jsonl", 3)
+    heldout = write_prompts(tmp_path / "in" / "heldout.jsonl", 1, first=50)
+    out = tmp_path / "outputs"
+    files = [f"prompts={prompts}", f"prompts.heldout={heldout}", f"output_dir={out}"]
+    done = train([f"target={bench_target}", *files, "logger=csv", *overrides])
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert all(text in done.err for text in said), done.err
+    assert not [p for p in out.rglob("*") if p.is_file()], "something was left behind"
+    assert not list(out.glob("*/*"))
+
+
+def broken_target(kind: str, folder: Path, whole: Path) -> Path:
+    shutil.copytree(whole, folder)
+    if kind == "no folder":
+        shutil.rmtree(folder)
+    elif kind == "no config":
+        (folder / "config.json").unlink()
+    elif kind == "no causal model":
+        (folder / "config.json").write_text('{"model_type": "t5"}')
+    elif kind == "no tokenizer":
+        for file in folder.glob("token*"):
+            file.unlink()
+    elif kind == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif kind == "damaged weights":
+        (folder / "model.safetensors").write_bytes(b"nonsense")
+    elif kind == "no template":
+        (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("no folder", "no such folder"),
+        ("no config", "no config.json"),
+        ("no causal model", "no causal language model"),
+        ("no tokenizer", "tokenizer"),
+        ("no weights", "target="),
+        ("damaged weights", "target="),
+        ("no template", "prompts.template=none"),
+    ],
+)
+def test_what_is_wrong_with_a_target_is_one_line(kind, said, bench_target, tmp_path):
+    target = broken_target(kind, tmp_path / "my target", bench_target)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 20)
+    done = train([f"target={target}", f"prompts={prompts}", f"output_dir={tmp_path / 'out'}", "logger=csv"])
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1, done.err
+    assert said in done.err
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "expected an object, got list"),
+        (b'{"messages": []}', "non-empty list 'messages'"),
+        (b'{"messages": "hello"}', "non-empty list 'messages'"),
+        (b'{"turns": []}', "non-empty list 'messages'"),
+        (b'{"messages": [{"role": "robot", "content": "hi"}]}', "role"),
+        (b'{"messages": [{"role": "user", "content": ""}]}', "content"),
+        (b'{"messages": [{"role": "user", "content": 3}]}', "content"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "content"),
+        (b'{"messages": ["hi"]}', "role"),
+        (b'{"messages": [{"role": "assistant", "content": "hi"}]}', "nothing to answer"),
+        (b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_a_malformed_prompt_names_file_and_line(line, said, bench_target, tmp_path):
+    file = write_prompts(tmp_path / "my, prompts.jsonl", 2)
+    file.write_bytes(file.read_bytes() + b"\n" + line + b"\n")
+    done = train([f"target={bench_target}", f"prompts={file}", f"output_dir={tmp_path / 'out'}"])
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert f"{file}:4: " in done.err
+    assert said in done.err
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_an_empty_prompts_file_is_refused(bench_target, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    done = train([f"target={bench_target}", f"prompts={tmp_path}/empty.jsonl", f"output_dir={tmp_path}/out"])
+    assert done.code == 2
+    assert "no prompts in it" in done.err
+
+
+def test_an_output_folder_that_cannot_be_is_refused(bench_target, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = train([f"target={bench_target}", "prompts=self", f"output_dir={tmp_path / 'file'}"])
+    assert done.code == 2
+    assert "output_dir" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_a_full_disk_is_one_line_and_exit_code_1(tmp_path):
+    def full(cfg, folder):
+        raise RuntimeError("writing failed") from OSError(28, "No space left on device", "/x")
+
+    done = command(lambda: main(full, CONF), ["train.py", f"output_dir={tmp_path}"])
+    assert done.code == 1
+    assert done.err == "error: No space left on device (/x)\n"
+
+
+def test_a_bug_keeps_its_traceback(tmp_path):
+    def bug(cfg, folder):
+        raise FileNotFoundError("ours")
+
+    done = command(lambda: main(bug, CONF), ["train.py", f"output_dir={tmp_path}"])
+    assert done.code == 1
+    assert "FileNotFoundError: ours" in done.err
+
+
+def test_help_and_the_printed_configuration_still_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = command(lambda: main(lambda cfg, folder: 0.0, CONF), ["train.py", "--help"])
+    assert shown.code == 0
+    assert "drafter: " in shown.out
+    shown = command(lambda: main(lambda cfg, folder: 0.0, CONF), ["train.py", "--cfg", "job", "seed=7"])
+    assert shown.code == 0
+    assert "seed: 7" in shown.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_options_are_told_from_the_repository_alone():
+    with pytest.raises(UserError, match="choose one of"):
+        compose(["drafter=none"], CONF)
+    assert (ROOT / "train.py").exists()

@@ -1,0 +1,139 @@
+"""Batches: a pure function of (seed, step, store), whoever asks, in whatever order."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from decode.errors import UserError
+from distill.data import BUCKET, From, RolloutBatches
+from drafters.base import supervised
+
+
+def store(count: int, seed: int = 0) -> datasets.Dataset:
+    """Rows of random lengths whose first token is their number."""
+    dice = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        prompt, answer = int(dice.integers(1, 6)), int(dice.integers(1, 20))
+        rows.append(
+            {"tokens": [i] + [7] * (prompt + answer - 1), "loss_mask": [0] * prompt + [1] * answer}
+        )
+        if prompt + answer < 3:  # too short for an anchor
+            rows[-1] = {"tokens": [i, 7, 7], "loss_mask": [0, 0, 1]}
+    return datasets.Dataset.from_list(rows)
+
+
+def numbers(micro) -> list[int]:
+    return micro.tokens[:, 0].tolist()
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    rows = store(40)
+    straight = list(map(RolloutBatches(rows, 4, steps=30).__getitem__, range(30)))
+    backwards = RolloutBatches(rows, 4, steps=30)
+    for step in reversed(range(30)):
+        again = backwards[step]
+        assert torch.equal(again.tokens, straight[step].tokens)
+        assert torch.equal(again.loss_mask, straight[step].loss_mask)
+        assert again[2:] == straight[step][2:]
+    longer = RolloutBatches(rows, 4, steps=300)
+    assert numbers(longer[17]) == numbers(straight[17])
+    other = RolloutBatches(rows, 4, steps=30, seed=1)
+    assert [numbers(other[i]) for i in range(10)] != [numbers(m) for m in straight[:10]]
+
+
+def test_an_epoch_meets_every_row_once():
+    batches = RolloutBatches(store(40), 4, steps=30)
+    for epoch in range(3):
+        seen = sum((numbers(batches[10 * epoch + i]) for i in range(10)), [])
+        assert sorted(seen) == list(range(40))
+    first, second = ([numbers(batches[10 * e + i]) for i in range(10)] for e in (0, 1))
+    assert first != second
+
+
+def test_what_does_not_fill_a_step_is_left_to_other_epochs():
+    batches = RolloutBatches(store(11), 4, steps=40)
+    left = set()
+    for epoch in range(20):
+        seen = sum((numbers(batches[2 * epoch + i]) for i in range(2)), [])
+        assert len(set(seen)) == 8
+        left |= set(range(11)) - set(seen)
+    assert left == set(range(11)), "the same rows are left out every time"
+
+
+def test_fewer_rows_than_a_batch_are_repeated():
+    batches = RolloutBatches(store(3), 8, steps=2)
+    assert set(numbers(batches[0])) == {0, 1, 2}
+    assert batches[0].tokens.shape[0] == 8
+
+
+@pytest.mark.parametrize(("accumulate", "world"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_ranks_and_micro_batches_share_out_the_rows_of_a_step(accumulate, world):
+    rows = store(64)
+    whole = RolloutBatches(rows, 8, steps=8)
+    size = 8 // (accumulate * world)
+    for step in range(8):
+        parts = [
+            RolloutBatches(rows, size, 8, accumulate, rank, world)[step * accumulate + micro]
+            for micro in range(accumulate)
+            for rank in range(world)
+        ]
+        seen = sum(map(numbers, parts), [])
+        assert len(set(seen)) == 8, "two ranks got the same row"
+        assert sorted(seen) == sorted(numbers(whole[step]))
+        assert {part.anchors for part in parts} == {whole[step].anchors}
+        assert {part.step for part in parts} == {step}
+
+
+def test_anchors_are_counted_as_the_drafters_count_them():
+    rows = store(32)
+    for longest in (2048, 9):
+        batches = RolloutBatches(rows, 4, steps=8, accumulate=2, max_tokens=longest)
+        for step in range(4):
+            parts = [batches[2 * step], batches[2 * step + 1]]
+            counted = sum(int(supervised(part.loss_mask, 1).sum()) for part in parts)
+            assert counted == parts[0].anchors == parts[1].anchors
+            assert all(part.tokens.shape[1] <= longest for part in parts)
+
+
+def test_rows_are_padded_on_the_right_and_cut():
+    rows = datasets.Dataset.from_list(
+        [
+            {"tokens": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]},
+            {"tokens": [5, 6, 7], "loss_mask": [0, 0, 1]},
+        ]
+    )
+    micro = RolloutBatches(rows, 2, steps=1)[0]
+    assert sorted(micro.tokens.tolist()) == [[1, 2, 3, 4], [5, 6, 7, 0]]
+    assert sorted(micro.loss_mask.int().tolist()) == [[0, 0, 1, 0], [0, 1, 1, 1]]
+    assert micro.anchors == 3
+    assert RolloutBatches(rows, 2, steps=1, max_tokens=3)[0].tokens.shape == (2, 3)
+
+
+def test_rows_of_a_batch_are_of_similar_length():
+    rows = store(64 * BUCKET)
+    batches = RolloutBatches(rows, 8, steps=64)
+    lengths = [len(row) for row in rows["tokens"]]
+    spread = [np.ptp([lengths[i] for i in numbers(batches[step])]) for step in range(64)]
+    assert np.mean(spread) < 5 < np.ptp(lengths)
+
+
+def test_masks_that_train_nothing_raise():
+    rows = datasets.Dataset.from_list([{"tokens": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 3)
+    with pytest.raises(UserError, match="no row has a supervised token"):
+        RolloutBatches(rows, 1, steps=1)
+
+
+def test_a_row_without_an_anchor_is_never_served():
+    rows = datasets.Dataset.from_list(
+        [{"tokens": [i, 2, 3], "loss_mask": [0, 1, i % 2]} for i in range(8)]
+    )
+    batches = RolloutBatches(rows, 2, steps=8)
+    assert {n for i in range(8) for n in numbers(batches[i])} == {1, 3, 5, 7}
+
+
+def test_a_resumed_sampler_goes_on_and_keeps_the_whole_runs_length():
+    assert list(From(0, 6)) == list(range(6))
+    assert list(From(4, 6)) == [4, 5]
+    assert len(From(4, 6)) == len(From(0, 6)) == 6

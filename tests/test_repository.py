@@ -1,0 +1,61 @@
+"""The repository keeps its own promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def _commands() -> list[str]:
+    return [line.strip() for line in README.splitlines() if line.startswith("    python3 -m venv")]
+
+
+def test_the_readme_has_two_commands_that_set_themselves_up():
+    run, test = _commands()
+    assert run.endswith("train.py drafter=eagle")
+    assert test.endswith("-m pytest")
+
+
+def test_ci_runs_the_readmes_second_command():
+    """.ci/run takes the line from README.md; this is the line it takes."""
+    taken = subprocess.run(
+        ["bash", "-c", "grep -m1 'pytest$' README.md | sed 's/^ *//'"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    assert taken == _commands()[1]
+    assert "grep -m1 'pytest$' README.md" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_file_the_documents_name_exists():
+    for document in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/lossless.md"):
+        text = (ROOT / document).read_text()
+        named = re.findall(r"\]\(((?!http)[^)#]+)\)", text) + re.findall(
+            r"`((?:src|tests|scripts|docs)/[\w/.]+)`", text
+        )
+        base = (ROOT / document).parent
+        missing = [name for name in named if not (base / name).exists() and not (ROOT / name).exists()]
+        assert not missing, f"{document} names {missing}"
+
+
+def test_nothing_is_unpickled_and_no_remote_code_runs_unasked():
+    sources = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
+    for path, text in sources.items():
+        assert not re.search(r"\btorch\.load\(|\bpickle\b|weights_only=False", text), path
+        assert "trust_remote_code=True" not in text, path
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        assert not re.search(r"trust_remote_code:\s*true", path.read_text()), path
+
+
+def test_no_path_outside_the_repository_is_needed():
+    for folder in ("src", "scripts", "conf"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".yaml"):
+                assert "/work/" not in path.read_text(), path
+                assert "../shared" not in path.read_text(), path

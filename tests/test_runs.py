@@ -1,0 +1,149 @@
+"""Run folders: who gets which, after what."""
+
+import json
+import os
+import time
+
+import pytest
+from workbench import fork
+
+from decode.errors import UserError
+from distill import runs
+from distill.runs import claim, config_hash
+
+CONFIG = {"a": 1, "resume": "auto"}
+
+
+def others_claim(root, config, resume="auto") -> str:
+    """Which folder another process gets that claims now; `resumed:` before one it goes on in."""
+    inside, outside = os.pipe()
+
+    def body() -> int:
+        run = claim(root, config, resume)
+        os.write(outside, f"{'resumed:' if run.resumed else ''}{run.path}".encode())
+        return 0
+
+    assert fork(body) == 0
+    os.close(outside)
+    with os.fdopen(inside) as answer:
+        return answer.read()
+
+
+def test_the_same_command_twice_at_once_gets_two_folders(tmp_path):
+    mine = claim(tmp_path, CONFIG, "auto")
+    assert not mine.resumed
+    theirs = others_claim(tmp_path, CONFIG)
+    assert not theirs.startswith("resumed:")
+    assert theirs != str(mine.path)
+
+
+def test_many_starts_in_the_same_second_get_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs.time, "strftime", lambda form: "10-00-00" if "H" in form else "2026-01-01")
+    held = [claim(tmp_path, CONFIG, "never") for _ in range(12)]
+    assert len({run.path for run in held}) == 12
+    assert all((run.path / "run.json").exists() for run in held)
+
+
+def test_an_unfinished_run_is_resumed_once_its_process_is_gone(tmp_path):
+    first = others_claim(tmp_path, CONFIG)
+    assert others_claim(tmp_path, CONFIG) == f"resumed:{first}"
+    run = claim(tmp_path, CONFIG, "auto")
+    assert run.resumed
+    assert str(run.path) == first
+
+
+def test_a_finished_run_is_not_resumed(tmp_path):
+    run = claim(tmp_path, CONFIG, "auto")
+    run.finish()
+    again = others_claim(tmp_path, CONFIG)
+    assert not again.startswith("resumed:")
+    assert again != str(run.path)
+
+
+def test_a_run_that_finishes_while_it_is_claimed_is_not_resumed(tmp_path, monkeypatch):
+    others_claim(tmp_path, CONFIG)
+    lock = runs._lock
+
+    def finish_first(folder):
+        (folder / runs.DONE).touch()
+        return lock(folder)
+
+    monkeypatch.setattr(runs, "_lock", finish_first)
+    assert not claim(tmp_path, CONFIG, "auto").resumed
+
+
+def test_resume_never_starts_anew(tmp_path):
+    first = others_claim(tmp_path, CONFIG)
+    again = others_claim(tmp_path, CONFIG | {"resume": "never"}, "never")
+    assert again not in (first, f"resumed:{first}")
+
+
+def test_the_newest_unfinished_run_of_the_configuration_is_taken(tmp_path):
+    older = others_claim(tmp_path, CONFIG, "never")
+    newer = others_claim(tmp_path, CONFIG, "never")
+    others_claim(tmp_path, {"a": 2}, "never")
+    assert older != newer
+    assert others_claim(tmp_path, CONFIG) == f"resumed:{newer}"
+
+
+def test_how_to_resume_is_no_part_of_the_configuration():
+    assert config_hash(CONFIG) == config_hash({"a": 1, "resume": "never"})
+    assert config_hash(CONFIG) != config_hash({"a": 2, "resume": "auto"})
+
+
+def test_a_named_folder_is_resumed_or_refused_with_the_reason(tmp_path):
+    with pytest.raises(UserError, match="no run there"):
+        claim(tmp_path, CONFIG, str(tmp_path / "nowhere"))
+    folder = others_claim(tmp_path, CONFIG)
+    with pytest.raises(UserError, match="another configuration"):
+        claim(tmp_path, {"a": 2}, folder)
+    run = claim(tmp_path, CONFIG, folder)
+    assert run.resumed
+    with pytest.raises(UserError, match="another process"):
+        claim(tmp_path, CONFIG, folder)
+    run.finish()
+    with pytest.raises(UserError, match="finished"):
+        claim(tmp_path, CONFIG, folder)
+
+
+def test_a_run_without_work_is_discarded_and_one_with_a_checkpoint_is_not(tmp_path):
+    empty = claim(tmp_path, CONFIG, "never")
+    (empty.path / "checkpoints").mkdir()
+    empty.discard_if_empty()
+    assert not empty.path.exists()
+    assert not empty.path.parent.exists()
+    worked = claim(tmp_path, CONFIG, "never")
+    (worked.path / "checkpoints" / "3").mkdir(parents=True)
+    worked.discard_if_empty()
+    assert worked.path.exists()
+    worked._lock.close()
+    again = claim(tmp_path, CONFIG, "auto")
+    again.discard_if_empty()
+    assert again.path.exists(), "a resumed run was thrown away"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"text"', '{"config": 3}'])
+def test_a_record_that_is_no_record_is_passed_over(text, tmp_path):
+    (tmp_path / "day" / "time").mkdir(parents=True)
+    (tmp_path / "day" / "time" / "run.json").write_text(text)
+    assert not claim(tmp_path, CONFIG, "auto").resumed
+
+
+def test_a_folder_that_vanishes_is_passed_over(tmp_path):
+    assert runs._lock(tmp_path / "gone") is None
+
+
+def test_the_record_says_what_the_run_is(tmp_path):
+    before = time.time()
+    run = claim(tmp_path, CONFIG, "auto")
+    record = json.loads((run.path / "run.json").read_text())
+    assert record["config"] == config_hash(CONFIG)
+    assert before <= record["started"] <= time.time()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_checkpoints_are_the_whole_ones_by_step(tmp_path):
+    for name in ("9", "10", "100", "20.tmp", "last.1.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "best").symlink_to("10")
+    assert [p.name for p in runs.checkpoints(tmp_path)] == ["9", "10", "100"]

@@ -1,0 +1,310 @@
+"""The scorecard's numbers, by hand and against the decoder's own record."""
+
+import pytest
+import torch
+from scripted import Oracle, greedy
+
+from decode import score as module
+from decode.errors import UserError
+from decode.generate import Generation, Output, Times, generate
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.score import Setting, score
+
+VOCAB, LENGTH = 23, 24
+PROMPTS = [[5, 9, 2, 7, 3], [4], [17, 4, 21, 6, 12, 2, 8, 8], [11, 11, 2], [20, 1]]
+CHAIN, TREE = Plan(depth=4), Plan(depth=3, width=3, nodes=7)
+KEYS = {
+    *("tau", "survival", "alpha", "speedup", "tokens_per_second", "plain_tokens_per_second", "draft_share"),
+    *("verify_share", "other_share", "temperature", "batch_size", "decode", "audit_passed", "schema", "seed"),
+    *("dtype", "threads", "hardware", "nodes", "prompts", "tau_interval", "ttft", "tpot", "acceptance_rate"),
+    *(
+        "kv_bytes_per_token",
+        "offered",
+        "rows",
+        "rule",
+        "rounds",
+        "tokens",
+        "overhead",
+        "audit",
+        "load_average",
+    ),
+    *("max_new_tokens", "repeats"),
+}
+
+
+def output(*rounds, stopped=False):
+    """Rounds of (accepted, offered, emitted, drafted nodes)."""
+    accepted, offered, emitted, drafted = (list(column) for column in zip(*rounds, strict=True))
+    return Output([0] * (1 + sum(emitted)), emitted, accepted, offered, drafted, stopped, ttft=0.5)
+
+
+# -- by hand -------------------------------------------------------------------------------------
+
+
+def test_survival_and_alpha_by_hand():
+    outputs = [
+        output((2, 3, 3, 3), (0, 3, 1, 3), (1, 3, 2, 3)),
+        output((3, 3, 4, 3), (0, 3, 1, 3)),
+    ]
+    survival, alpha, offered = module._positions(outputs, 3)
+    assert survival == [3 / 5, 2 / 5, 1 / 5]
+    assert alpha == [3 / 5, 2 / 3, 1 / 2]
+    assert offered == [1, 1, 1]
+
+
+def test_what_was_not_offered_was_not_missed():
+    """Rounds of depth 1, 3, 0 and 2: each alpha counts the rounds that had such a node to lose."""
+    outputs = [output((1, 1, 2, 1), (2, 3, 3, 3)), output((0, 0, 1, 0), (1, 2, 2, 2))]
+    survival, alpha, offered = module._positions(outputs, 3)
+    assert survival == [3 / 4, 1 / 4, 0]
+    assert offered == [3 / 4, 2 / 4, 1 / 4]
+    assert alpha == [3 / 3, 1 / 2, 0 / 1]
+
+
+def test_a_round_that_was_cut_is_left_out():
+    """By an end token or by the length, fewer are emitted than were accepted, and one."""
+    whole = [output((2, 2, 3, 2), (0, 2, 1, 2))]
+    cut = [output((2, 2, 3, 2), (0, 2, 1, 2), (2, 2, 1, 2), stopped=True)]
+    assert module._positions(cut, 2) == module._positions(whole, 2) == ([0.5, 0.5], [0.5, 1.0], [1, 1])
+    # An end token that is a round's last changes nothing: that round is whole.
+    ended = [output((2, 2, 3, 2), (0, 2, 1, 2), stopped=True)]
+    assert module._positions(ended, 2) == module._positions(whole, 2)
+
+
+def test_no_rounds_give_zeros():
+    assert module._positions([Output([3])], 2) == ([0, 0], [0, 0], [0, 0])
+    assert module._positions([], 0) == ([], [], [])
+
+
+def test_a_row_by_hand():
+    outputs = [
+        output((2, 2, 3, 4), (0, 2, 1, 3), (2, 2, 1, 4), stopped=True),  # the last one is cut
+        output((1, 2, 2, 4)),
+    ]
+    tally, plain = module._Tally(), module._Tally()
+    tally.add(Generation(outputs, Times(prefill=9.0, draft=1.0, verify=2.0, total=4.0)), first_run=True)
+    plain.add(Generation([Output([0] * 9)], Times(total=8.0)), first_run=True)
+    row = module._row(Setting(Sampler(0.5), Plan(depth=2, width=2, nodes=4), 2), tally, plain)
+    assert row["tokens"] == 3 + 1 + 1 + 2
+    assert row["rounds"] == 4
+    assert row["tau"] == 7 / 4  # the cut round counts: its forward was paid and its token came
+    assert row["survival"] == [2 / 3, 1 / 3]
+    assert row["alpha"] == [2 / 3, 1 / 2]
+    assert row["acceptance_rate"] == (2 + 0 + 2 + 1) / (4 + 3 + 4 + 4)
+    assert row["tokens_per_second"] == 7 / 4
+    assert row["plain_tokens_per_second"] == 1.0
+    assert row["speedup"] == 7 / 4
+    assert row["overhead"] == pytest.approx(7 / 4 * 1.0 / (7 / 4) - 1)
+    assert (row["draft_share"], row["verify_share"], row["other_share"]) == (0.25, 0.5, 0.25)
+    assert row["ttft"] == 0.5
+    assert row["tpot"] == 2 * 4.0 / 7
+    assert (row["temperature"], row["batch_size"], row["nodes"]) == (0.5, 2, 4)
+    assert (row["decode"], row["rule"]) == ("tree-4 (depth 2, width 2)", "match")
+
+
+def test_repeats_are_timed_but_counted_once():
+    tally = module._Tally()
+    for run in range(3):
+        times = Times(draft=1.0, verify=1.0, total=3.0)
+        tally.add(Generation([output((1, 1, 2, 1))], times), first_run=run == 0)
+    assert len(tally.outputs) == 1
+    assert tally.decoded == 6
+    assert tally.times.total == 9.0
+    assert tally.speed == 6 / 9
+
+
+def test_the_interval_is_a_ratio_of_sums():
+    assert module._interval([6, 6, 6], [2, 2, 2]) == [3.0, 3.0]
+    low, high = module._interval([30, 1], [10, 1])
+    assert (low, high) == (1.0, 3.0)  # both prompts drawn twice; a mean of ratios has the same ends
+    many = [3, 4, 5, 6, 7] * 8
+    low, high = module._interval(many, [2] * 40)
+    assert low < sum(many) / 80 < high
+    assert high - low == pytest.approx(2 * 1.96 * (2**0.5 / 2) / 40**0.5, rel=0.15)
+    assert module._interval(many, [2] * 40) == [low, high], "the same each time"
+    assert module._interval([], []) == [0, 0]
+
+
+# -- from real runs ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target(vocab=VOCAB, hidden=16, seed=3)
+
+
+@pytest.fixture(scope="module")
+def oracle(target):
+    texts = [p + greedy(target.model, p, LENGTH) for p in PROMPTS]
+    return Both(texts, VOCAB, right=0.75)
+
+
+class Both(Oracle):
+    """Chains or trees, as the plan wishes."""
+
+    def propose(self, state, target, sampler, coin, plan):
+        self.branches = 0 if plan.width == 1 else 4
+        return super().propose(state, target, sampler, coin, plan)
+
+
+SETTINGS = [
+    Setting(Sampler(0.0), CHAIN, 1),
+    Setting(Sampler(0.0), TREE, 1),
+    Setting(Sampler(0.0), CHAIN, 3),
+    Setting(Sampler(0.8, top_k=10), TREE, 2),
+    Setting(Sampler(0.0), Plan(), 1),
+]
+
+
+@pytest.fixture(scope="module")
+def card(target, oracle):
+    return score(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=4, audit_prompts=3)
+
+
+def by_hand(target, oracle, setting, **options):
+    options = {"max_new_tokens": LENGTH, "seed": 4} | options
+    drafter = oracle if setting.plan.depth else None
+    return generate(target, drafter, PROMPTS, sampler=setting.sampler, plan=setting.plan, **options).outputs
+
+
+def test_every_field_is_there(card):
+    assert set(card) >= KEYS
+    assert card["audit_passed"] is True
+    assert card["audit"]["tokens"] == 3 * LENGTH
+    assert (card["schema"], card["seed"], card["prompts"], card["dtype"]) == (1, 4, 5, "float64")
+    assert card["threads"] == torch.get_num_threads()
+    assert card["hardware"]
+    layers, heads, dim = 2, 1, 8
+    assert card["kv_bytes_per_token"] == layers * 2 * heads * dim * 8
+
+
+def test_rows_are_the_settings_in_their_order(card):
+    assert [(r["temperature"], r["decode"], r["batch_size"], r["nodes"]) for r in card["rows"]] == [
+        (0.0, "chain-4", 1, 4),
+        (0.0, "tree-7 (depth 3, width 3)", 1, 7),
+        (0.0, "chain-4", 3, 4),
+        (0.8, "tree-7 (depth 3, width 3)", 2, 7),
+        (0.0, "plain", 1, 0),
+    ]
+    assert {key: card[key] for key in card["rows"][0]} == card["rows"][0], "the first is the headline"
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_a_row_is_what_the_decoder_did(card, target, oracle, index):
+    row, setting = card["rows"][index], SETTINGS[index]
+    outputs = by_hand(target, oracle, setting)
+    rounds = sum(len(o.emitted) for o in outputs)
+    assert row["rounds"] == rounds
+    assert row["tokens"] == sum(len(o.tokens) - 1 for o in outputs) == len(PROMPTS) * (LENGTH - 1)
+    assert row["tau"] == row["tokens"] / rounds
+    low, high = row["tau_interval"]
+    assert low <= row["tau"] <= high
+    assert len(row["survival"]) == len(row["alpha"]) == len(row["offered"]) == setting.plan.depth
+    assert row["survival"] == sorted(row["survival"], reverse=True)
+    assert row["draft_share"] + row["verify_share"] + row["other_share"] == pytest.approx(1)
+    assert min(row["verify_share"], row["other_share"]) > 0
+    assert (row["draft_share"] > 0) == (setting.plan.depth > 0)
+    for name in ("speedup", "tokens_per_second", "plain_tokens_per_second", "ttft", "tpot"):
+        assert row[name] > 0
+    assert row["speedup"] == row["tokens_per_second"] / row["plain_tokens_per_second"]
+
+
+def test_batches_change_times_alone(card):
+    counted = ("tau", "survival", "alpha", "offered", "acceptance_rate", "tau_interval")
+    assert [card["rows"][0][name] for name in counted] == [card["rows"][2][name] for name in counted]
+
+
+def test_plain_decoding_has_a_tau_of_one(card):
+    row = card["rows"][4]
+    assert row["tau"] == 1
+    assert row["tau_interval"] == [1, 1]
+    assert (row["survival"], row["alpha"], row["acceptance_rate"]) == ([], [], 0)
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
+def test_tau_is_one_and_all_survival_where_no_round_is_cut(target, oracle, plan):
+    setting = Setting(Sampler(0.0), plan)
+    whole = by_hand(target, oracle, setting)[0].emitted
+    length = 1 + sum(whole[:-1])  # the last round may be cut, those before it were not
+    options = {"max_new_tokens": length, "audit_prompts": 1}
+    row = score(target, oracle, PROMPTS[:1], [setting], **options)
+    assert row["rounds"] == len(whole) - 1 > 3
+    assert row["tau"] == pytest.approx(1 + sum(row["survival"]))
+    assert 0 < row["survival"][-1] < row["survival"][0] <= 1
+    chance = 1.0
+    for alpha, survival, offered in zip(row["alpha"], row["survival"], row["offered"], strict=True):
+        chance *= alpha
+        assert offered == 1 if plan is CHAIN else 0 < offered <= 1
+        assert survival == pytest.approx(chance) if plan is CHAIN else survival <= chance + 1e-12
+
+
+@pytest.mark.parametrize("stop", [(), None], ids=["length", "end token"])
+def test_a_cut_round_stays_in_tau_alone(target, oracle, stop):
+    texts = [p + greedy(target.model, p, LENGTH) for p in PROMPTS[:1]]
+    answer = texts[0][len(PROMPTS[0]) :]
+    always = Oracle(texts, VOCAB, right=1.0, branches=0)  # every round accepts 4 and emits 5
+    last = next(i for i in range(7, 20) if i % 5 != 0 and answer[i] not in answer[:i]) if stop is None else 12
+    stop, length = ([answer[last]], LENGTH) if stop is None else ((), last + 1)
+    row = score(
+        target,
+        always,
+        PROMPTS[:1],
+        [Setting(Sampler(0.0), CHAIN)],
+        max_new_tokens=length,
+        stop=stop,
+        audit_prompts=1,
+    )
+    assert row["rounds"] == -(-last // 5)
+    assert row["tau"] == last / row["rounds"] < 5
+    assert row["survival"] == row["alpha"] == row["offered"] == [1, 1, 1, 1]
+    assert row["tau"] < 1 + sum(row["survival"])
+
+
+def test_twice_gives_the_same(card, target, oracle):
+    again = score(
+        target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=4, audit_prompts=3, repeats=2
+    )
+    counted = ("tau", "tau_interval", "survival", "alpha", "offered", "acceptance_rate", "rounds", "tokens")
+    for first, second in zip(card["rows"], again["rows"], strict=True):
+        assert [first[name] for name in counted] == [second[name] for name in counted]
+    assert again["audit"] == card["audit"]
+    assert again["repeats"] == 2
+
+
+def test_the_seed_matters_where_something_is_drawn(card, target, oracle):
+    other = score(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=5, audit_prompts=1)
+    assert other["tau"] == card["tau"], "greedy draws nothing"
+    assert other["rows"][3]["rounds"] != card["rows"][3]["rounds"]
+
+
+def test_progress_reaches_its_end(target, oracle):
+    steps = []
+    score(
+        target,
+        oracle,
+        PROMPTS,
+        SETTINGS[:3],
+        max_new_tokens=4,
+        repeats=2,
+        audit_prompts=1,
+        progress=lambda done, total: steps.append((done, total)),
+    )
+    done, totals = zip(*steps, strict=True)
+    assert list(done) == list(range(1, len(steps) + 1))
+    assert set(totals) == {len(steps)} == {(5 + 2) * 2 + 1}
+
+
+def test_a_failed_audit_is_told(target, oracle, monkeypatch):
+    from dataclasses import replace
+
+    real = module.audit
+    monkeypatch.setattr(module, "audit", lambda *a, **k: replace(real(*a, **k), mismatches=1))
+    row = score(target, oracle, PROMPTS, SETTINGS[:1], max_new_tokens=4, audit_prompts=1)
+    assert row["audit_passed"] is False
+    assert row["audit"]["passed"] is False
+
+
+def test_nothing_to_score_on_is_one_line(target, oracle):
+    with pytest.raises(UserError, match="no prompts"):
+        score(target, oracle, [], SETTINGS, max_new_tokens=4)

@@ -1,0 +1,196 @@
+"""Whole runs in seconds: a tiny chat target in a folder, and `train.py` in this process or a forked one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from distill.cli import main
+from distill.run import run
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
+SPECIAL = ["<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
+    "{% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# A run of six steps with two save points.
+QUICK = (
+    "prompts.self=0",
+    "logger=csv",
+    "decode=chain",
+    "decode.depth=2",
+    "drafter.depth=2",
+    "batch_size=2",
+    "trainer.max_steps=6",
+    "trainer.log_every_n_steps=1",
+    "score.every=3",
+    "score.prompts=2",
+    "score.audit_prompts=1",
+    "score.max_new_tokens=6",
+    "score.temperatures=[0.0]",
+    "rollout.max_new_tokens=10",
+    "rollout.max_prompt_tokens=40",
+    "rollout.shard_size=4",
+)
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """Bytes, and four special tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {token: i for i, token in enumerate([*SPECIAL, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|user|>", eos_token="<|end|>"
+    )
+    fast.chat_template = template
+    return fast
+
+
+def make_target(folder: Path, template: str | None = TEMPLATE, seed: int = 0) -> Path:
+    """A random two-layer Llama with its tokenizer, as a model folder."""
+    tokenizer = make_tokenizer(template)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    for weight in model.parameters():  # default inits give rows that are all alike
+        if weight.dim() > 1:
+            weight.data.mul_(6)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: Path, count: int, first: int = 0) -> Path:
+    """A JSONL file of short prompts, numbered from `first`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = [
+        {"id": f"p{i}", "messages": [{"role": "user", "content": f"say {i} " + "x" * (i % 7)}]}
+        for i in range(first, first + count)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@dataclass
+class Outcome:
+    """What a command left: exit code and text."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, printed last."""
+        return Path(self.out.strip().splitlines()[-1])
+
+
+@dataclass
+class Bench:
+    """A target, prompts and a place for outputs, with the command line that uses them."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        self.target = make_target(self.root / "target")
+        self.prompts = write_prompts(self.root / "prompts.jsonl", 12)
+        self.heldout = write_prompts(self.root / "heldout.jsonl", 4, first=100)
+
+    @property
+    def command(self) -> list[str]:
+        """Overrides of the quick run."""
+        return [
+            f"target={self.target}",
+            f"prompts={self.prompts}",
+            f"prompts.heldout={self.heldout}",
+            f"output_dir={self.root / 'outputs'}",
+            *QUICK,
+        ]
+
+    def train(self, *more: str) -> Outcome:
+        """`python train.py` with the quick run's overrides and more, in this process."""
+        return train([*self.command, *more])
+
+    def fork(self, *more: str, before: Callable[[], Any] = lambda: None) -> int:
+        """The same in a forked process, after `before`; returns its wait status."""
+        return fork(lambda: (before(), self.train(*more))[1].code)
+
+    def runs(self) -> list[Path]:
+        """Run folders."""
+        return sorted(p.parent for p in (self.root / "outputs").glob("*/*/run.json"))
+
+
+def train(argv: Iterable[str]) -> Outcome:
+    """`python train.py argv` in this process."""
+    return command(lambda: main(run, CONF), ["train.py", *argv])
+
+
+def command(body: Callable[[], Any], argv: list[str]) -> Outcome:
+    """Run `body` as a program with these arguments, and keep what it prints."""
+    import io
+
+    before, sys.argv = sys.argv, argv
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            body()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    finally:
+        sys.argv = before
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def fork(body: Callable[[], int]) -> int:
+    """Run `body` in a child that shares nothing with this process but what was loaded before."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    code = 70
+    try:
+        code = body()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint folder."""
+    return load_file(checkpoint / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two checkpoints are bit for bit the same."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
