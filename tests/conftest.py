@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from faces import both
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torch import nn
@@ -110,3 +111,9 @@ def make_drafter() -> Callable[..., Drafter]:
         return drafter
 
     return make
+
+
+@pytest.fixture
+def pair(tiny_target, make_drafter, drafter_name) -> tuple[Target, Drafter]:
+    """A target and a drafter in fp32, for the contract every drafter keeps."""
+    return both(tiny_target, make_drafter, drafter_name)

@@ -138,9 +138,7 @@ def exact_law(play: Callable[[list[Tape]], Sequence[tuple[int, ...]]], abreast: 
 
 
 @torch.no_grad()
-def target_law(
-    model, prompt: Sequence[int], length: int, sampler: Sampler, stop: Sequence[int] = ()
-) -> Law:
+def target_law(model, prompt: Sequence[int], length: int, sampler: Sampler, stop: Sequence[int] = ()) -> Law:
     """Law of the first `length` tokens, up to an end token, from full forwards without a cache."""
     law: Law = {(): 1.0}
     for _ in range(length):

@@ -16,9 +16,7 @@ def store(count: int, seed: int = 0) -> datasets.Dataset:
     rows = []
     for i in range(count):
         prompt, answer = int(dice.integers(1, 6)), int(dice.integers(1, 20))
-        rows.append(
-            {"tokens": [i] + [7] * (prompt + answer - 1), "loss_mask": [0] * prompt + [1] * answer}
-        )
+        rows.append({"tokens": [i] + [7] * (prompt + answer - 1), "loss_mask": [0] * prompt + [1] * answer})
         if prompt + answer < 3:  # too short for an anchor
             rows[-1] = {"tokens": [i, 7, 7], "loss_mask": [0, 0, 1]}
     return datasets.Dataset.from_list(rows)
@@ -46,7 +44,7 @@ def test_a_batch_depends_on_seed_and_step_alone():
 def test_an_epoch_meets_every_row_once():
     batches = RolloutBatches(store(40), 4, steps=30)
     for epoch in range(3):
-        seen = sum((numbers(batches[10 * epoch + i]) for i in range(10)), [])
+        seen = [n for i in range(10) for n in numbers(batches[10 * epoch + i])]
         assert sorted(seen) == list(range(40))
     first, second = ([numbers(batches[10 * e + i]) for i in range(10)] for e in (0, 1))
     assert first != second
@@ -56,7 +54,7 @@ def test_what_does_not_fill_a_step_is_left_to_other_epochs():
     batches = RolloutBatches(store(11), 4, steps=40)
     left = set()
     for epoch in range(20):
-        seen = sum((numbers(batches[2 * epoch + i]) for i in range(2)), [])
+        seen = [n for i in range(2) for n in numbers(batches[2 * epoch + i])]
         assert len(set(seen)) == 8
         left |= set(range(11)) - set(seen)
     assert left == set(range(11)), "the same rows are left out every time"
@@ -79,11 +77,12 @@ def test_ranks_and_micro_batches_share_out_the_rows_of_a_step(accumulate, world)
             for micro in range(accumulate)
             for rank in range(world)
         ]
-        seen = sum(map(numbers, parts), [])
+        seen = [n for part in parts for n in numbers(part)]
         assert len(set(seen)) == 8, "two ranks got the same row"
         assert sorted(seen) == sorted(numbers(whole[step]))
         assert {part.anchors for part in parts} == {whole[step].anchors}
         assert {part.step for part in parts} == {step}
+        assert len({part.seed for part in parts}) == accumulate * world, "two parts got the same noise"
 
 
 def test_anchors_are_counted_as_the_drafters_count_them():
@@ -126,9 +125,7 @@ def test_masks_that_train_nothing_raise():
 
 
 def test_a_row_without_an_anchor_is_never_served():
-    rows = datasets.Dataset.from_list(
-        [{"tokens": [i, 2, 3], "loss_mask": [0, 1, i % 2]} for i in range(8)]
-    )
+    rows = datasets.Dataset.from_list([{"tokens": [i, 2, 3], "loss_mask": [0, 1, i % 2]} for i in range(8)])
     batches = RolloutBatches(rows, 2, steps=8)
     assert {n for i in range(8) for n in numbers(batches[i])} == {1, 3, 5, 7}
 

@@ -8,117 +8,34 @@ unroll of that text.
 from __future__ import annotations
 
 import importlib
-import json
-import random
 
 import pytest
 import torch
 from exact import EnumeratingCoin, Script
+from faces import (
+    CHAIN,
+    CHUNKS,
+    ROUNDING,
+    SAMPLED,
+    TREE,
+    Follower,
+    K,
+    V,
+    batch_of,
+    best_paths,
+    equal,
+    laws_below,
+    paths,
+    random_texts,
+    unrolled,
+)
 
-from decode.coin import Purpose
-from decode.draft import PAD, Draft
-from decode.errors import UserError
+from decode.draft import Draft
 from decode.generate import generate
-from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Head, Target
-from drafters import hub
 from drafters.base import Batch, supervised
 from drafters.expand import expand
-
-K = 3
-V = 40
-ONE = Sampler(1.0)
-SAMPLED, CHAIN = Plan(depth=K, proposal="sampled"), Plan(depth=K)
-TREE = Plan(depth=K, width=3, nodes=8)
-ROUNDING = 1e-5  # of fp32, where shapes differ
-CHUNKS = [(5, 3), (1, 4), (3, 1), (2, 2), (1, 1), (4, 3)]  # tokens settled by each of two rows
-
-
-@pytest.fixture
-def pair(tiny_target, make_drafter, drafter_name):
-    """A target and a drafter in fp32."""
-    return both(tiny_target, make_drafter, drafter_name)
-
-
-def both(tiny_target, make_drafter, name):
-    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
-    drafter = make_drafter(name, target, depth=K)
-    # A random drafter's hidden states are large: softer rows leave every token a visible mass.
-    target.model.lm_head.weight.data.mul_(0.3)
-    return target, drafter
-
-
-def random_texts(rows=2, length=24, seed=1) -> torch.Tensor:
-    return torch.randint(V, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def batch_of(target: Target, texts: torch.Tensor, mask=None) -> Batch:
-    read = target.read(texts)
-    mask = torch.ones_like(texts, dtype=torch.bool) if mask is None else mask
-    return Batch(texts, mask, read.taps, read.last)
-
-
-@torch.no_grad()
-def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
-    """(row, anchor, depth) -> the training face's law."""
-    laws = {}
-    for step in drafter.unroll(batch_of(target, texts), target):
-        rows = step.head(step.hidden).softmax(-1)
-        for flat, law in zip(step.anchor.tolist(), rows, strict=True):
-            laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
-    return laws
-
-
-class Dictate:
-    """A coin that draws what it is told: the drafter is teacher-forced."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self.tokens = tokens
-
-    def draw(self, weights, key, active):
-        assert key.purpose == Purpose.PROPOSE
-        return self.tokens[:, key.slot]
-
-
-class Follower:
-    """Feeds known texts to a drafter's decoding face, as the loop would."""
-
-    def __init__(self, drafter, target, texts) -> None:
-        self.drafter, self.target, self.texts = drafter, target, texts
-        self.taps = target.read(texts).taps
-        self.state = drafter.new_state(len(texts))
-        self.settled = [0] * len(texts)
-
-    @torch.no_grad()
-    def advance(self, counts) -> None:
-        width = max(counts) + 1  # one more than needed: padding must be ignored
-        tokens = torch.randint(V, (len(counts), width))
-        taps = torch.randn(len(counts), width, *self.taps.shape[2:])
-        root = torch.empty(len(counts), dtype=torch.long)
-        for row, count in enumerate(counts):
-            start, end = self.settled[row], self.settled[row] + count
-            tokens[row, :count], taps[row, :count] = self.texts[row, start:end], self.taps[row, start:end]
-            root[row], self.settled[row] = self.texts[row, end], end
-        self.drafter.advance(self.state, self.target, tokens, taps, list(counts), root)
-
-    def select(self, rows) -> None:
-        self.drafter.select(self.state, rows)
-        self.texts, self.taps = self.texts[rows], self.taps[rows]
-        self.settled = [self.settled[r] for r in rows]
-
-    @property
-    def anchors(self) -> list[int]:
-        """Anchor t has read taps up to t, and x_{t+1} is the root."""
-        return [n - 1 for n in self.settled]
-
-    @torch.no_grad()
-    def propose(self, plan, sampler=ONE) -> Draft:
-        """A sampled chain is dictated the text that follows."""
-        ahead = [self.texts[row, n + 1 : n + 1 + K] for row, n in enumerate(self.settled)]
-        coin = Dictate(torch.stack(ahead))
-        return self.drafter.propose(self.state, self.target, sampler, coin, plan)
-
 
 # -- one model with two faces ------------------------------------------------------------------
 
@@ -179,26 +96,6 @@ def test_a_sampled_chain_is_drawn_from_the_laws_it_carries(pair):
     for slot, weights, token in drawn:
         torch.testing.assert_close(draft.q[:, slot], weights, rtol=0, atol=0)
         assert draft.tokens[:, slot].tolist() == token.tolist()
-
-
-def paths(draft: Draft, row: int) -> dict[tuple[int, ...], int]:
-    """Every node's path of tokens -> its index."""
-    found = {(): -1}
-    names = {-1: ()}
-    for node, (token, parent) in enumerate(zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True)):
-        if token != PAD:
-            assert parent < node, "parents come first"
-            names[node] = (*names[parent], token)
-            assert names[node] not in found, "siblings are the same token"
-            found[names[node]] = node
-    return found
-
-
-def laws_below(drafter, target, prefix, path) -> list[torch.Tensor]:
-    """The training face's law at the root and below every node of a path."""
-    text = torch.tensor([[*prefix, *path, 0]])
-    laws = unrolled(drafter, target, text)
-    return [laws[(0, len(prefix) - 2, depth)] for depth in range(1, len(path) + 2)]
 
 
 def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch):
@@ -286,13 +183,6 @@ def test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at(pair):
 # -- proposing and selecting -------------------------------------------------------------------
 
 
-def equal(one: Draft, other: Draft, atol: float = 0.0) -> bool:
-    same = torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
-    if one.q is None or other.q is None:
-        return same and one.q is other.q
-    return same and bool((one.q - other.q).abs().max() <= atol)
-
-
 @pytest.mark.parametrize("plan", [SAMPLED, CHAIN, TREE], ids=lambda p: p.name)
 def test_proposing_twice_gives_the_same_draft(pair, plan):
     target, drafter = pair
@@ -350,7 +240,9 @@ def test_a_row_does_not_depend_on_its_neighbours(pair):
     for counts in [(7, 3, 1), (1, 2, 3), (2, 4, 1)]:
         batch.advance(counts)
         alone.advance(counts[1:2])
-        torch.testing.assert_close(batch.propose(SAMPLED).q[1:2], alone.propose(SAMPLED).q, rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(
+            batch.propose(SAMPLED).q[1:2], alone.propose(SAMPLED).q, rtol=0, atol=ROUNDING
+        )
 
 
 def test_nothing_is_kept_on_the_module(pair):
@@ -500,196 +392,6 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
                 assert (value - before[t, depth]).abs().max() > 1e-4
 
 
-# -- growing a draft ---------------------------------------------------------------------------
-
-
-def best_paths(law, plan: Plan) -> list[tuple[int, ...]]:
-    """EAGLE-2's tree in plain Python: `law(path)` gives (V,) log-probabilities."""
-    looked: dict[tuple[int, ...], float] = {}
-    beams: dict[tuple[int, ...], float] = {(): 0.0}
-    for _ in range(plan.depth):
-        level = {}
-        for path, score in beams.items():
-            top = law(path).topk(min(plan.width, len(law(path))))
-            level |= {(*path, t): score + v for t, v in zip(top.indices.tolist(), top.values.tolist(), strict=True)}
-        looked |= level
-        beams = dict(sorted(level.items(), key=lambda kv: -kv[1])[: plan.width])
-    return sorted(looked, key=lambda path: -looked[path])[: plan.nodes]
-
-
-def table_logits(seed: int, row: int, path) -> torch.Tensor:
-    dice = random.Random(f"{seed} {row} {list(path)}")
-    return torch.tensor([dice.gauss(0, 2) for _ in range(6)], dtype=torch.float64)
-
-
-def grow(seed: int, rows: int, plan: Plan) -> Draft:
-    """`expand` over a table of laws; `step` follows every entry's path."""
-    entries = [[()] for _ in range(rows)]
-
-    def step(token, parent):
-        nonlocal entries
-        pairs = [list(zip(t, p, strict=True)) for t, p in zip(token.tolist(), parent.tolist(), strict=True)]
-        entries = [[(*entries[row][p], t) for t, p in line] for row, line in enumerate(pairs)]
-        return torch.stack([torch.stack([table_logits(seed, r, e) for e in row]) for r, row in enumerate(entries)])
-
-    first = torch.stack([table_logits(seed, row, ()) for row in range(rows)])
-    return expand(first, step, ONE, EnumeratingCoin([Script(r) for r in range(rows)]), plan)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [Plan(1, 3, 3), Plan(2, 2, 4), Plan(3, 3, 7), Plan(4, 2, 6), Plan(3, 6, 20), Plan(2, 9, 40), Plan(3, 3, 99)],
-    ids=lambda p: p.name,
-)
-def test_a_tree_is_the_best_of_eagle_2s_expansion(plan):
-    for seed in range(3):
-        draft = grow(seed, 3, plan)
-        for row in range(3):
-
-            def law(path, seed=seed, row=row):
-                return table_logits(seed, row, path).log_softmax(-1)
-
-            assert set(paths(draft, row)) - {()} == set(best_paths(law, plan))
-
-
-@pytest.mark.parametrize("proposal", ["fixed", "sampled"])
-def test_a_chain_conditions_each_token_on_those_before(proposal):
-    draft = grow(0, 3, Plan(4, proposal=proposal))
-    for row in range(3):
-        chain = draft.tokens[row].tolist()
-        for depth in range(4):
-            logits = table_logits(0, row, chain[:depth])
-            if proposal == "fixed":
-                assert chain[depth] == logits.argmax()
-            else:
-                torch.testing.assert_close(draft.q[row, depth], logits.softmax(-1), rtol=0, atol=1e-12)
-
-
-def test_a_chains_laws_ignore_the_repetition_penalty():
-    """The drafter has no history; any law is right as long as it is the one drawn from."""
-    logits = torch.randn(2, 6)
-    coin = EnumeratingCoin([Script(0), Script(1)])
-    sampler = Sampler(0.5, repetition_penalty=1.5)
-    draft = expand(logits, lambda *_: logits[:, None], sampler, coin, Plan(2, proposal="sampled"))
-    torch.testing.assert_close(draft.q[:, 0], (logits / 0.5).softmax(-1))
-
-
-# -- saving ------------------------------------------------------------------------------------
-
-
-def saved(pair, folder):
-    target, drafter = pair
-    hub.save(drafter, target, folder, "some/target")
-    return target, drafter, folder
-
-
-def test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path):
-    target, drafter, folder = saved(pair, tmp_path)
-    loaded = hub.load(folder, target)
-    assert type(loaded) is type(drafter)
-    assert loaded.settings == drafter.settings
-    assert not loaded.training
-    ours, theirs = drafter.state_dict(), loaded.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
-    texts = random_texts()
-    drafts = []
-    for one in (drafter, loaded):
-        follower = Follower(one, target, texts)
-        follower.advance((5, 3))
-        drafts.append(follower.propose(SAMPLED))
-    assert equal(*drafts)
-
-
-def test_a_saved_drafter_holds_no_weight_of_the_target(pair, tmp_path):
-    _, drafter, folder = saved(pair, tmp_path)
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
-    held = sum(w.numel() for w in drafter.state_dict().values()) * 4
-    assert (folder / "model.safetensors").stat().st_size < held + 10_000
-
-
-def test_another_targets_drafter_is_refused(pair, tiny_target, tmp_path):
-    _, _, folder = saved(pair, tmp_path)
-    for other in [{"seed": 5}, {"layers": 5}, {"vocab": 41}]:
-        stranger = tiny_target(**{"vocab": V, "layers": 4, "hidden": 16, "dtype": torch.float32} | other)
-        with pytest.raises(UserError, match="some/target"):
-            hub.load(folder, stranger)
-
-
-def test_a_target_in_another_dtype_is_the_same_target(pair, tiny_target, tmp_path):
-    target, drafter, folder = saved(pair, tmp_path)
-    target.model.to(torch.bfloat16)
-    target.head = Target(target.model).head
-    loaded = hub.load(folder, target)
-    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
-
-
-def damage(folder, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    for key, value in changes.items():
-        config.pop(key) if value is None else config.update({key: value})
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"settings": None},
-        {"settings": []},
-        {"settings": {"hidden_size": 3}},
-        {"target": None},
-        {"target": "me"},
-        {"format": None},
-        {"format": 99},
-        {"drafter": 3},
-        {"drafter": "os:system"},
-        {"drafter": "drafters.eagle:Eagle"},
-        {"drafter": ""},
-    ],
-    ids=str,
-)
-def test_a_damaged_config_is_refused_in_one_line(pair, tmp_path, changes):
-    target, _, folder = saved(pair, tmp_path)
-    damage(folder, **changes)
-    with pytest.raises(UserError) as error:
-        hub.load(folder, target)
-    assert "\n" not in str(error.value)
-
-
-def test_an_unknown_drafter_is_answered_with_the_known_ones(pair, tmp_path):
-    target, drafter, folder = saved(pair, tmp_path)
-    damage(folder, drafter="nobody")
-    with pytest.raises(UserError, match=rf"'nobody'.*{hub.short_name(drafter)}"):
-        hub.load(folder, target)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"text"', '{"format": 1}'])
-def test_a_config_that_is_none_is_refused(pair, tmp_path, text):
-    target, _, folder = saved(pair, tmp_path)
-    (folder / "config.json").write_text(text)
-    with pytest.raises(UserError, match="not a drafter's config"):
-        hub.load(folder, target)
-
-
-@pytest.mark.parametrize("content", [b"", b"junk" * 100, None], ids=["empty", "junk", "missing"])
-def test_damaged_weights_are_refused(pair, tmp_path, content):
-    target, _, folder = saved(pair, tmp_path)
-    path = folder / "model.safetensors"
-    path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(UserError, match="damaged checkpoint"):
-        hub.load(folder, target)
-
-
-def test_a_folder_without_a_checkpoint_is_refused(pair, tmp_path):
-    with pytest.raises(UserError, match=r"no config\.json"):
-        hub.load(tmp_path, pair[0])
-
-
-def test_every_yaml_has_a_name_in_the_table(drafter_name, pair):
-    name = hub.short_name(pair[1])
-    assert hub.drafter_class(name) is type(pair[1])
-
-
 # -- perfect and useless drafters --------------------------------------------------------------
 
 
@@ -726,7 +428,10 @@ class SelfDraft:
         return expand(logits(), step, sampler, coin, plan)
 
 
-PERFECT = [(CHAIN, Sampler(0.0)), *[(SAMPLED, Sampler(t, top_p=p)) for t, p in [(0.0, 1), (1.0, 1), (0.6, 0.9)]]]
+PERFECT = [
+    (CHAIN, Sampler(0.0)),
+    *[(SAMPLED, Sampler(t, top_p=p)) for t, p in [(0.0, 1), (1.0, 1), (0.6, 0.9)]],
+]
 
 
 @pytest.mark.parametrize(("plan", "sampler"), PERFECT, ids=str)
@@ -749,5 +454,7 @@ def test_an_untrained_drafter_is_hardly_ever_right(pocket, make_drafter, drafter
 
 
 def test_the_pocket_target_as_its_own_drafter_is_accepted_whole(pocket):
-    run = generate(pocket, SelfDraft(pocket), [[5, 300, 41]], max_new_tokens=17, sampler=Sampler(1.0), plan=SAMPLED)
+    run = generate(
+        pocket, SelfDraft(pocket), [[5, 300, 41]], max_new_tokens=17, sampler=Sampler(1.0), plan=SAMPLED
+    )
     assert run.outputs[0].emitted == [K + 1] * 4

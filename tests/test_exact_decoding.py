@@ -40,9 +40,7 @@ WARPERS = {
 }
 
 
-def check_lossless(
-    target, drafter, plan, sampler, length=3, stop=(), prompts=PROMPTS, abreast=48, rows=None
-):
+def check_lossless(target, drafter, plan, sampler, length=3, stop=(), prompts=PROMPTS, abreast=48, rows=None):
     """Each row in turn branches on all its decisions, its neighbours following scripts.
 
     The row below a draft of depth K first matters for token K + 2: the prefill gives the first.
@@ -92,7 +90,9 @@ def test_token_is_lossless_past_a_chain_accepted_whole(tiny_target, temperature)
     prompts = [[1, 0, 0, 1], [1], [0, 0]]
     for seed in range(2):
         drafter = SampledChains(2, seed)
-        check_lossless(tiny_target(vocab=2), drafter, SAMPLED, Sampler(temperature), length=4, prompts=prompts)
+        check_lossless(
+            tiny_target(vocab=2), drafter, SAMPLED, Sampler(temperature), length=4, prompts=prompts
+        )
 
 
 def test_token_is_lossless_over_three_rounds(tiny_target):
@@ -121,9 +121,7 @@ def test_match_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_nam
     check_lossless(target, make_drafter(drafter_name, target), plan, Sampler(temperature))
 
 
-@pytest.mark.parametrize(
-    "sampler", [Sampler(0.5), Sampler(1.0), WARPERS["all"]], ids=["0.5", "1", "all"]
-)
+@pytest.mark.parametrize("sampler", [Sampler(0.5), Sampler(1.0), WARPERS["all"]], ids=["0.5", "1", "all"])
 def test_token_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_name, sampler):
     target = tiny_target()
     check_lossless(target, make_drafter(drafter_name, target), SAMPLED, sampler)
@@ -266,7 +264,9 @@ class Witness:
     def __call__(self, seen) -> None:
         for row, request in enumerate(seen.requests):
             text, paths = self.texts[request], [()]
-            for token, parent in zip(seen.draft.tokens[row].tolist(), seen.draft.parents[row].tolist(), strict=True):
+            for token, parent in zip(
+                seen.draft.tokens[row].tolist(), seen.draft.parents[row].tolist(), strict=True
+            ):
                 paths.append((*paths[parent + 1], token))
             for logits, path in zip(seen.logits[row], paths, strict=True):
                 if PAD not in path:

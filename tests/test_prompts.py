@@ -75,7 +75,7 @@ def test_a_larger_share_holds_out_the_smaller_ones_prompts_too():
 
 def test_what_is_held_out_is_never_trained_on():
     held = texts(5)
-    train = texts(12) + [Prompt("same text, other id", held[3].messages)]
+    train = [*texts(12), Prompt("same text, other id", held[3].messages)]
     kept, mixed = held_out(train, held)
     asked = [p.messages for p in held]
     assert [p.id for p in kept] == [str(i) for i in range(5, 12)]
@@ -117,7 +117,11 @@ def test_plain_text_masks_the_last_message():
     [
         (TEMPLATE.replace("{{ m['content'] }}<|end|>", ""), DIALOGUE, "mask is all 0"),
         ("{% generation %}" + UNMARKED + "{% endgeneration %}", DIALOGUE, "mask is all 1"),
-        ("{% for m in messages %}{{ m['content'] }}{% endfor %}!", DIALOGUE[:2], "renders an answer differently"),
+        (
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}!",
+            DIALOGUE[:2],
+            "renders an answer differently",
+        ),
         (TEMPLATE, DIALOGUE[:3], "must be the answer"),
         ("{{ raise_exception('no system role') }}", DIALOGUE, "refuses the prompt 'one': no system role"),
         ("{% generation %}{{ raise_exception('odd') }}{% endgeneration %}", DIALOGUE, "odd"),
@@ -143,7 +147,7 @@ def test_a_user_turn_is_what_surrounds_the_users_text():
 
 
 def test_a_base_model_is_told_which_option_helps():
-    with pytest.raises(UserError, match="prompts.template=none"):
+    with pytest.raises(UserError, match=r"prompts\.template=none"):
         Chat(make_tokenizer(None))
     with pytest.raises(UserError, match="chat or none"):
         Chat(make_tokenizer(), "jinja")

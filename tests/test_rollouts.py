@@ -28,7 +28,7 @@ PLAN = RolloutPlan(
     answers="write",
     prompts="p",
     self_prompts=5,
-    self_written="prompt",
+    until="answer",
     sampler={"temperature": 1.0, "top_k": 0, "top_p": 1.0},
     prompt_sampler={"temperature": 1.0},
     max_prompt_tokens=24,
@@ -128,15 +128,17 @@ def test_masks_cover_the_answer_and_prompts_stay_within_their_limit(parts, write
 
 def test_a_conversation_is_the_targets_own_from_its_first_token_on(parts):
     target, chat, prompts = parts
-    plan = replace(PLAN, self_written="conversation")
+    plan = replace(PLAN, until="length")
     rows = Writer(target, chat, plan)(1, prompts[:2], 3)
     assert [row["id"] for row in rows] == ["p0", "p1", "self-1-0", "self-1-1", "self-1-2"]
     before, _ = chat.user_turn()
+    for row in rows:
+        assert sum(row["loss_mask"]) == plan.max_new_tokens, "an end token ended it"
     for row in rows[2:]:
         assert row["tokens"][: len(before)] == before
-        assert row["loss_mask"] == [0] * len(before) + [1] * plan.max_new_tokens, "an end token ended it"
-    with pytest.raises(UserError, match="prompt or conversation"):
-        Writer(target, chat, replace(PLAN, self_written="novel"))
+        assert row["loss_mask"] == [0] * len(before) + [1] * plan.max_new_tokens
+    with pytest.raises(UserError, match="answer or length"):
+        Writer(target, chat, replace(PLAN, until="novel"))
 
 
 def test_the_manifest_counts_and_hashes(parts, writer, tmp_path):
@@ -159,7 +161,7 @@ def test_a_shard_that_was_changed_is_noticed(parts, writer, tmp_path):
     store = RolloutStore(tmp_path, PLAN, parts[2])
     fill(store, writer)
     store.path(1).write_bytes(store.path(0).read_bytes())
-    with pytest.raises(UserError, match="shard-00001.*changed"):
+    with pytest.raises(UserError, match=r"shard-00001\..*changed"):
         store.check()
 
 
@@ -173,7 +175,7 @@ def test_whatever_decides_the_rows_names_the_store():
         "answers": "given",
         "prompts": "q",
         "self_prompts": 6,
-        "self_written": "conversation",
+        "until": "length",
         "sampler": {"temperature": 0.5},
         "prompt_sampler": {"temperature": 0.5},
         "max_prompt_tokens": 25,
@@ -205,7 +207,7 @@ def test_given_answers_are_taken_as_they_are(parts):
 
 def test_self_written_prompts_that_cannot_be_are_refused(parts):
     target, chat, _ = parts
-    with pytest.raises(UserError, match="prompts.self must be 0"):
+    with pytest.raises(UserError, match=r"prompts\.self must be 0"):
         Writer(target, chat, replace(PLAN, answers="given"))
     with pytest.raises(UserError, match="no room"):
         Writer(target, chat, replace(PLAN, max_prompt_tokens=2))

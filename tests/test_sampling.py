@@ -45,7 +45,9 @@ def rows(ties: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 GRID = [
     Sampler(t, top_k=k, top_p=p, min_p=m, repetition_penalty=r)
-    for t, k, p, m, r in itertools.product([0.5, 1.0, 1.7], [0, 1, 3, 20], [1.0, 0.8], [0.0, 0.1], [1.0, 1.3, 0.8])
+    for t, k, p, m, r in itertools.product(
+        [0.5, 1.0, 1.7], [0, 1, 3, 20], [1.0, 0.8], [0.0, 0.1], [1.0, 1.3, 0.8]
+    )
 ]
 
 
@@ -66,7 +68,9 @@ def test_the_law_is_that_of_transformers(temperature):
 def test_the_law_is_that_of_transformers_on_ties(options):
     logits, history, seen = rows(ties=True)
     sampler = Sampler(0.7, **options)
-    torch.testing.assert_close(sampler.law(logits, seen), reference(sampler, logits, history), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        sampler.law(logits, seen), reference(sampler, logits, history), rtol=0, atol=1e-12
+    )
 
 
 def test_top_p_keeps_as_many_of_tied_tokens_as_transformers():

@@ -152,7 +152,7 @@ SETTINGS = [
     Setting(Sampler(0.0), CHAIN, 1),
     Setting(Sampler(0.0), TREE, 1),
     Setting(Sampler(0.0), CHAIN, 3),
-    Setting(Sampler(0.8, top_k=10), TREE, 2),
+    Setting(Sampler(0.4, top_k=10), TREE, 2),
     Setting(Sampler(0.0), Plan(), 1),
 ]
 
@@ -184,7 +184,7 @@ def test_rows_are_the_settings_in_their_order(card):
         (0.0, "chain-4", 1, 4),
         (0.0, "tree-7 (depth 3, width 3)", 1, 7),
         (0.0, "chain-4", 3, 4),
-        (0.8, "tree-7 (depth 3, width 3)", 2, 7),
+        (0.4, "tree-7 (depth 3, width 3)", 2, 7),
         (0.0, "plain", 1, 0),
     ]
     assert {key: card[key] for key in card["rows"][0]} == card["rows"][0], "the first is the headline"
@@ -203,8 +203,7 @@ def test_a_row_is_what_the_decoder_did(card, target, oracle, index):
     assert len(row["survival"]) == len(row["alpha"]) == len(row["offered"]) == setting.plan.depth
     assert row["survival"] == sorted(row["survival"], reverse=True)
     assert row["draft_share"] + row["verify_share"] + row["other_share"] == pytest.approx(1)
-    assert min(row["verify_share"], row["other_share"]) > 0
-    assert (row["draft_share"] > 0) == (setting.plan.depth > 0)
+    assert min(row["draft_share"], row["verify_share"], row["other_share"]) > 0
     for name in ("speedup", "tokens_per_second", "plain_tokens_per_second", "ttft", "tpot"):
         assert row[name] > 0
     assert row["speedup"] == row["tokens_per_second"] / row["plain_tokens_per_second"]
@@ -275,7 +274,7 @@ def test_twice_gives_the_same(card, target, oracle):
 def test_the_seed_matters_where_something_is_drawn(card, target, oracle):
     other = score(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=5, audit_prompts=1)
     assert other["tau"] == card["tau"], "greedy draws nothing"
-    assert other["rows"][3]["rounds"] != card["rows"][3]["rounds"]
+    assert other["rows"][3]["survival"] != card["rows"][3]["survival"]
 
 
 def test_progress_reaches_its_end(target, oracle):

@@ -226,9 +226,7 @@ def test_a_residual_of_zero_falls_back_to_the_targets_law():
     law = [0.0, 0.3, 0.7]
     draft = Draft.chain(torch.tensor([[2]]), torch.tensor([[law]], dtype=torch.float64))
     got = exact_law(
-        lambda tapes: [
-            (int(verify("token", draft, rows_of(law, [1, 0, 0]), Contrary(tapes)).tokens[0, 0]),)
-        ]
+        lambda tapes: [(int(verify("token", draft, rows_of(law, [1, 0, 0]), Contrary(tapes)).tokens[0, 0]),)]
     )
     assert_same_law(got, {(1,): 0.3, (2,): 0.7})
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -12,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from distill.cli import main
+from distill.cli import compose, main, rewrite
 from distill.run import run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,6 +129,8 @@ class Bench:
         self.prompts = write_prompts(self.root / "prompts.jsonl", 12)
         self.heldout = write_prompts(self.root / "heldout.jsonl", 4, first=100)
 
+        self.base = compose(rewrite(self.command, CONF), CONF)
+
     @property
     def command(self) -> list[str]:
         """Overrides of the quick run."""
@@ -139,6 +145,22 @@ class Bench:
     def train(self, *more: str) -> Outcome:
         """`python train.py` with the quick run's overrides and more, in this process."""
         return train([*self.command, *more])
+
+    def run(self, folder: Path, **changes: Any) -> str:
+        """The quick run without its command line, in a folder of its own; returns what it printed.
+
+        Args:
+            folder: made if need be; a run that was interrupted there goes on.
+            changes: of the configuration, with __ for the dot.
+        """
+        cfg = copy.deepcopy(self.base)
+        for key, value in changes.items():
+            OmegaConf.update(cfg, key.replace("__", "."), value, merge=False, force_add=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            run(cfg, folder)
+        return printed.getvalue()
 
     def fork(self, *more: str, before: Callable[[], Any] = lambda: None) -> int:
         """The same in a forked process, after `before`; returns its wait status."""
@@ -156,8 +178,6 @@ def train(argv: Iterable[str]) -> Outcome:
 
 def command(body: Callable[[], Any], argv: list[str]) -> Outcome:
     """Run `body` as a program with these arguments, and keep what it prints."""
-    import io
-
     before, sys.argv = sys.argv, argv
     out, err, code = io.StringIO(), io.StringIO(), 0
     try:
@@ -179,8 +199,6 @@ def fork(body: Callable[[], int]) -> int:
     try:
         code = body()
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 PAD = -1  # as a token: can equal no drawn token, so padding never matches
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Draft:
     """Proposed tokens below the root.
 
@@ -48,6 +48,10 @@ class Draft:
 
     def ancestors(self) -> Tensor:
         """(B, S, S) bool: slot j is slot i itself or lies on its path from the root."""
+        return self._ancestors
+
+    @cached_property
+    def _ancestors(self) -> Tensor:
         rows, nodes = self.tokens.shape
         if self.is_chain:
             make = _causal if nodes <= 64 else _causal.__wrapped__  # prompts are not worth keeping
@@ -58,9 +62,9 @@ class Draft:
             reach = (reach @ reach).clamp_max_(1.0)
         return reach.bool()
 
-    def offered(self, ancestors: Tensor) -> Tensor:
+    def offered(self) -> Tensor:
         """(B,) depth of each row's deepest real node."""
-        depth = ancestors.sum(-1)[:, 1:] - 1  # (B, N)
+        depth = self.ancestors().sum(-1)[:, 1:] - 1  # (B, N)
         return (depth * (self.tokens != PAD)).amax(-1) if self.depth else depth.sum(-1)
 
 

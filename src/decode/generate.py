@@ -266,7 +266,7 @@ class _Loop:
 
         rule = self.plan.rule if self.drafter else "match"
         verdict = verify(rule, draft, Rows(logits, self.sampler, self.seen), coin)
-        shape = draft.offered(draft.ancestors()), (draft.tokens >= 0).sum(-1)
+        shape = draft.offered(), (draft.tokens >= 0).sum(-1)
         running = self._settle(verdict, shape)
         self._observe(logits, draft, verdict)
 

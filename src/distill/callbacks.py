@@ -77,8 +77,11 @@ class ScoreCheckpoint(L.Callback):
             trainer.save_checkpoint(temporary / STATE)  # on every rank: sharded states need all of them
             if trainer.is_global_zero:
                 hub.save(module.drafter, module.target, temporary, self.target_name)
-        except SafetensorError as error:  # its words for a full disk
-            raise OSError(errno.EIO, str(error), str(temporary)) from error
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise
+            raise OSError(errno.EIO, str(error), str(temporary)) from error  # its words for a full disk
         if trainer.is_global_zero:
             for path in (*temporary.rglob("*"), temporary):
                 sync(path)

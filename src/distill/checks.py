@@ -29,7 +29,12 @@ LEAST = {
     "trainer.max_steps": 1,
     "trainer.accumulate_grad_batches": 1,
 }
-CHOICES = {"rollout.answers": ("write", "given"), "prompts.template": ("chat", "none")}
+CHOICES = {
+    "rollout.answers": ("write", "given"),
+    "prompts.template": ("chat", "none"),
+    "prompts.self_written": ("prompt", "conversation"),
+    "taps": ("auto", "online", "memory"),
+}
 
 
 def check_ranges(cfg: DictConfig) -> None:

@@ -28,7 +28,8 @@ class Micro(NamedTuple):
         tokens: (B, T) right-padded.
         loss_mask: (B, T) bool.
         anchors: supervised anchors of the whole optimizer step, over micro-batches and ranks.
-        step: optimizer step, which keys the drafter's noise.
+        step: optimizer step.
+        seed: of the drafter's noise; the same rows get the same, however ranks share them out.
         read: what the target says of these tokens, where it is kept in memory.
     """
 
@@ -36,6 +37,7 @@ class Micro(NamedTuple):
     loss_mask: Tensor
     anchors: int
     step: int
+    seed: int
     read: Read | None = None
 
 
@@ -95,7 +97,9 @@ class RolloutBatches(Dataset[Micro]):
             tokens[i, :n] = torch.as_tensor(row["tokens"][:n])
             mask[i, :n] = torch.as_tensor(row["loss_mask"][:n], dtype=torch.bool)
         read = self.memory.batch(shards[micro, self.rank]) if self.memory else None
-        return Micro(tokens, mask, int(self._anchors[shards].sum()), step, read)
+        key = np.random.SeedSequence([self.seed, step, micro * self.world + self.rank])
+        noise = int(key.generate_state(1)[0])
+        return Micro(tokens, mask, int(self._anchors[shards].sum()), step, noise, read)
 
     def _step_rows(self, step: int) -> np.ndarray:
         """Row numbers of an optimizer step, over all its micro-batches and ranks."""
@@ -144,11 +148,13 @@ class RolloutData(L.LightningDataModule):
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
         self.memory: TapMemory | None = None
         self.rows = datasets.Dataset.from_parquet([str(f) for f in files], cache_dir=str(cache))
+        if not len(self.rows):  # pyright: ignore[reportArgumentType]
+            raise UserError("rollouts: no rows; every prompt is longer than rollout.max_prompt_tokens")
 
-    def keep_taps(self, target: Target, taps: str, limit: float, steps: int) -> None:
-        """Read the target once for all rows, where that is wanted; see `taps.wanted`."""
+    def keep_taps(self, target: Target, taps: str, limit: float, batches: int) -> None:
+        """Read the target once for all rows, where that is wanted for so many; see `taps.wanted`."""
         assert isinstance(self.rows, datasets.Dataset)
-        epochs = steps * self.batch_size / len(self.rows)
+        epochs = batches * self.batch_size / len(self.rows)
         if wanted(taps, limit, gigabytes(target, self.rows, self.max_tokens), epochs):
             self.memory = TapMemory(target, self.rows, self.max_tokens)
 

@@ -29,7 +29,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module) -> str:
     start = time.perf_counter()
     generate(target, None, [[1]] * batch, max_new_tokens=STEPS, sampler=Sampler(**plan.sampler))
     step = (time.perf_counter() - start) / STEPS
-    prompts = plan.self_prompts and plan.self_written == "prompt"
+    prompts = plan.self_prompts and plan.until == "answer"
     length = plan.max_new_tokens + (plan.max_prompt_tokens if prompts else 0)
     tokens = rows * length
     memory += batch * (plan.max_prompt_tokens + plan.max_new_tokens) * target.cache.store.bytes_per_token

@@ -58,7 +58,7 @@ class DistillModule(L.LightningModule):
         """One micro-batch; the sum of losses over the anchors of the whole optimizer step."""
         del batch_idx
         read = batch.read or self.target.read(batch.tokens)
-        rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.step)
+        rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed)
         steps = self.drafter.unroll(rows, self.target)
         total, scored = self.objective(steps, read.last, self.target.head, self.drafter.aux_weights)
         loss = total / batch.anchors

@@ -141,6 +141,7 @@ class Chat:
         """
         if messages[-1]["role"] != "assistant":
             raise UserError("rollout=given: the last message of every record must be the answer")
+        ids: list[Any]
         if self.template == "none":
             head = self.encode(messages)
             # On its own, lest a token spans the border.

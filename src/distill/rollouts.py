@@ -49,12 +49,12 @@ class RolloutPlan:
         answers: `write` lets the target answer, `given` takes the records' own last messages.
         prompts: hash of the prompt records.
         self_prompts: rows that the target writes from nothing.
-        self_written: `prompt` lets it write one prompt and answer it; `conversation` lets it go on,
-            turn after turn, under the law of the answers: every token is then the target's own.
+        until: `answer` ends a row with the answer; `length` lets the target go on, turn after turn,
+            to max_new_tokens, and begin its own rows freely: for models trained on packed text.
         sampler: law of the answers, as keyword arguments of `Sampler`.
-        prompt_sampler: law of single self-written prompts.
+        prompt_sampler: law of self-written prompts, where they are answered one by one.
         max_prompt_tokens: longer prompts are dropped; self-written ones are cut.
-        max_new_tokens: per answer, or per conversation.
+        max_new_tokens: per row.
         shard_size: prompts a shard; a shard is decoded as one batch.
         seed: of all draws.
     """
@@ -67,7 +67,7 @@ class RolloutPlan:
     answers: str
     prompts: str
     self_prompts: int
-    self_written: str
+    until: str
     sampler: dict[str, Any]
     prompt_sampler: dict[str, Any]
     max_prompt_tokens: int
@@ -132,6 +132,7 @@ class RolloutStore:
             if made == before:
                 done(len(self.missing()))
                 time.sleep(0.2)
+        done(0)
         with self._lock("manifest", wait=True):
             if made or not self.complete:
                 self._manifest()
@@ -215,8 +216,8 @@ class Writer:
         # A prompt that fills the context cannot be answered.
         self.limit = min(plan.max_prompt_tokens, (target.max_positions or plan.max_prompt_tokens + 1) - 1)
         self.before, self.after = chat.user_turn() if plan.self_prompts else ([], [])
-        if plan.self_written not in ("prompt", "conversation"):
-            raise UserError(f"prompts.self_written={plan.self_written}: choose prompt or conversation")
+        if plan.until not in ("answer", "length"):
+            raise UserError(f"rollout.until={plan.until}: choose answer or length")
         if not plan.self_prompts:
             return
         if plan.answers == "given":
@@ -232,13 +233,11 @@ class Writer:
             return [self._given(p) for p in prompts]
         encoded = [(p.id, self.chat.encode(p.messages)) for p in prompts]
         names = [f"self-{shard}-{i}" for i in range(self_written)]
-        free = [(name, self.before) for name in names]
-        if self.plan.self_written == "prompt":
-            encoded, free = encoded + self._write_prompts(names), []
+        if self.plan.until == "answer":
+            encoded, stop = encoded + self._write_prompts(names), self.plan.stop
+        else:
+            encoded, stop = encoded + [(name, self.before) for name in names], []
         encoded = [(name, ids) for name, ids in encoded if len(ids) <= self.limit]
-        return self._continue(encoded, self.plan.stop) + self._continue(free, [])
-
-    def _continue(self, encoded: list[tuple[str, list[int]]], stop: list[int]) -> list[Row]:
         out = generate(
             self.target,
             None,

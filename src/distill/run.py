@@ -91,7 +91,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
     files = [store.path(i) for i in range(store.shards)]
     longest = min(cfg.max_tokens, target.max_positions or cfg.max_tokens)
     data = RolloutData(files, store.folder / "cache", cfg.batch_size, longest, cfg.seed)
-    data.keep_taps(target, cfg.taps, cfg.taps_gb, trainer.max_steps)
+    batches = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size
+    data.keep_taps(target, cfg.taps, cfg.taps_gb, batches)
     module = DistillModule(
         target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr
     )
@@ -201,7 +202,7 @@ def _rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Pro
         answers=rollout.answers,
         prompts=digest(json.dumps(prompts)),
         self_prompts=cfg.prompts.self,
-        self_written=cfg.prompts.self_written,
+        until=rollout.until,
         sampler={"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
         prompt_sampler={"temperature": rollout.prompt_temperature},
         max_prompt_tokens=rollout.max_prompt_tokens,

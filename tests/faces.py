@@ -1,0 +1,144 @@
+"""Both faces of a drafter: the laws its unroll computes, and its decoding face fed a known text."""
+
+from __future__ import annotations
+
+import torch
+
+from decode.coin import Purpose
+from decode.draft import PAD, Draft
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.target import Target
+from drafters.base import Batch
+
+K = 3
+V = 40
+ONE = Sampler(1.0)
+SAMPLED, CHAIN = Plan(depth=K, proposal="sampled"), Plan(depth=K)
+TREE = Plan(depth=K, width=3, nodes=8)
+ROUNDING = 1e-5  # of fp32, where shapes differ
+CHUNKS = [(5, 3), (1, 4), (3, 1), (2, 2), (1, 1), (4, 3)]  # tokens settled by each of two rows
+
+
+def both(tiny_target, make_drafter, name):
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    drafter = make_drafter(name, target, depth=K)
+    # A random drafter's hidden states are large: softer rows leave every token a visible mass.
+    target.model.lm_head.weight.data.mul_(0.3)
+    return target, drafter
+
+
+def random_texts(rows=2, length=24, seed=1) -> torch.Tensor:
+    return torch.randint(V, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(target: Target, texts: torch.Tensor, mask=None) -> Batch:
+    read = target.read(texts)
+    mask = torch.ones_like(texts, dtype=torch.bool) if mask is None else mask
+    return Batch(texts, mask, read.taps, read.last)
+
+
+@torch.no_grad()
+def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
+    """(row, anchor, depth) -> the training face's law."""
+    laws = {}
+    for step in drafter.unroll(batch_of(target, texts), target):
+        rows = step.head(step.hidden).softmax(-1)
+        for flat, law in zip(step.anchor.tolist(), rows, strict=True):
+            laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
+    return laws
+
+
+class Dictate:
+    """A coin that draws what it is told: the drafter is teacher-forced."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def draw(self, weights, key, active):
+        assert key.purpose == Purpose.PROPOSE
+        return self.tokens[:, key.slot]
+
+
+class Follower:
+    """Feeds known texts to a drafter's decoding face, as the loop would."""
+
+    def __init__(self, drafter, target, texts) -> None:
+        self.drafter, self.target, self.texts = drafter, target, texts
+        self.taps = target.read(texts).taps
+        self.state = drafter.new_state(len(texts))
+        self.settled = [0] * len(texts)
+
+    @torch.no_grad()
+    def advance(self, counts) -> None:
+        width = max(counts) + 1  # one more than needed: padding must be ignored
+        tokens = torch.randint(V, (len(counts), width))
+        taps = torch.randn(len(counts), width, *self.taps.shape[2:])
+        root = torch.empty(len(counts), dtype=torch.long)
+        for row, count in enumerate(counts):
+            start, end = self.settled[row], self.settled[row] + count
+            tokens[row, :count], taps[row, :count] = self.texts[row, start:end], self.taps[row, start:end]
+            root[row], self.settled[row] = self.texts[row, end], end
+        self.drafter.advance(self.state, self.target, tokens, taps, list(counts), root)
+
+    def select(self, rows) -> None:
+        self.drafter.select(self.state, rows)
+        self.texts, self.taps = self.texts[rows], self.taps[rows]
+        self.settled = [self.settled[r] for r in rows]
+
+    @property
+    def anchors(self) -> list[int]:
+        """Anchor t has read taps up to t, and x_{t+1} is the root."""
+        return [n - 1 for n in self.settled]
+
+    @torch.no_grad()
+    def propose(self, plan, sampler=ONE) -> Draft:
+        """A sampled chain is dictated the text that follows."""
+        ahead = [self.texts[row, n + 1 : n + 1 + K] for row, n in enumerate(self.settled)]
+        coin = Dictate(torch.stack(ahead))
+        return self.drafter.propose(self.state, self.target, sampler, coin, plan)
+
+
+def laws_below(drafter, target, prefix, path) -> list[torch.Tensor]:
+    """The training face's law at the root and below every node of a path."""
+    text = torch.tensor([[*prefix, *path, 0]])
+    laws = unrolled(drafter, target, text)
+    return [laws[(0, len(prefix) - 2, depth)] for depth in range(1, len(path) + 2)]
+
+
+def paths(draft: Draft, row: int) -> dict[tuple[int, ...], int]:
+    """Every node's path of tokens -> its index."""
+    found = {(): -1}
+    names = {-1: ()}
+    for node, (token, parent) in enumerate(
+        zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True)
+    ):
+        if token != PAD:
+            assert parent < node, "parents come first"
+            names[node] = (*names[parent], token)
+            assert names[node] not in found, "siblings are the same token"
+            found[names[node]] = node
+    return found
+
+
+def best_paths(law, plan: Plan) -> list[tuple[int, ...]]:
+    """EAGLE-2's tree in plain Python: `law(path)` gives (V,) log-probabilities."""
+    looked: dict[tuple[int, ...], float] = {}
+    beams: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(plan.depth):
+        level = {}
+        for path, score in beams.items():
+            top = law(path).topk(min(plan.width, len(law(path))))
+            level |= {
+                (*path, t): score + v for t, v in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            }
+        looked |= level
+        beams = dict(sorted(level.items(), key=lambda kv: -kv[1])[: plan.width])
+    return sorted(looked, key=lambda path: -looked[path])[: plan.nodes]
+
+
+def equal(one: Draft, other: Draft, atol: float = 0.0) -> bool:
+    same = torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
+    if one.q is None or other.q is None:
+        return same and one.q is other.q
+    return same and bool((one.q - other.q).abs().max() <= atol)
