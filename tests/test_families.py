@@ -556,9 +556,12 @@ def test_the_probe_is_run_once(tmp_path, monkeypatch):
     assert len(runs) == 1
     load_target(str(save(tmp_path / "other", "llama", BASE | {"attention_bias": True})))
     assert len(runs) == 2, "another configuration is another model"
+    eager = Target(AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"))
+    probe_module.probe(eager)
+    assert len(runs) == 3, "another kernel reads another mask"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     load_target(str(folder))
-    assert len(runs) == 3
+    assert len(runs) == 4
 
 
 def test_the_probe_leaves_the_run_alone(tmp_path):

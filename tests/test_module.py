@@ -95,7 +95,7 @@ def test_weights_that_are_no_numbers_are_not_saved(bench, tmp_path):
     with pytest.raises(UserError, match="weights are not finite after step 1"):
         bench.run(
             tmp_path,
-            **{**PLAIN, "optimizer__optimizer": SGD | {"lr": 1e38, "momentum": 0.9}},
+            **{**PLAIN, "optimizer__optimizer": SGD | {"lr": 1e30, "weight_decay": 1e30}},
             trainer__gradient_clip_val=None,
             score__every=1,
             optimizer__warmup=0.0,

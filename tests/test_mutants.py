@@ -61,7 +61,11 @@ MUTANTS = {
         *TREES,
     ),
     "ancestors stop at the grandparent": Mutant(
-        "decode.draft:Draft.ancestors", "range(self.depth.bit_length())", "range(0)", ROWS, {"window": None}
+        "decode.draft:Draft._ancestors",
+        "range(self.depth.bit_length())",
+        "range(self.depth.bit_length() - 1)",
+        ROWS,
+        {"window": None},
     ),
     "window ignored": Mutant(
         "decode.cache:attention_mask", "if window is not None:", "if False:", ROWS, {"window": 2}
@@ -351,7 +355,7 @@ MUTANTS = {
         "test_sampling:test_the_law_is_that_of_transformers",
         {"temperature": 1.0},
     ),
-    "top-k before temperature is no bug, but after top-p is": Mutant(
+    "top-k is forgotten beside top-p": Mutant(
         "decode.sampling:Sampler.law",
         "if 0 < self.top_k < z.shape[-1]:",
         "if self.top_p == 1 and 0 < self.top_k < z.shape[-1]:",
@@ -522,7 +526,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
     function: Any = importlib.import_module(module)
     for part in name.split("."):
         function = inspect.getattr_static(function, part)
-    function = inspect.unwrap(function)
+    function = inspect.unwrap(getattr(function, "func", function))  # of a cached property
     assert isinstance(function, FunctionType)
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(mutant.right) == 1, f"{mutant.right!r} is not in {mutant.where} exactly once"

@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import transformers
 
 from decode import cache as cache_module
+from decode import draft as draft_module
 from decode import target as target_module
 from decode.draft import Draft
 from decode.errors import UserError
@@ -141,8 +143,12 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
 def _memory(target: Target) -> Path:
     """A marker for this class, configuration and code; the second run of a model skips the probe."""
     config: dict[str, Any] = target.model.config.to_diff_dict()
-    sources = [inspect.getsource(m) for m in (cache_module, target_module)]
-    facts = [type(target.model).__qualname__, transformers.__version__, torch.__version__, config, sources]
+    sources = [
+        inspect.getsource(m) for m in (cache_module, draft_module, target_module, sys.modules[__name__])
+    ]
+    kernel = target.config._attn_implementation  # not in the diff, and another kernel reads another mask
+    versions = (transformers.__version__, torch.__version__)
+    facts = [type(target.model).__qualname__, *versions, kernel, config, sources]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return root / "foredraft" / "probed" / key

@@ -32,7 +32,7 @@ LEAST = {
 CHOICES = {
     "rollout.answers": ("write", "given"),
     "prompts.template": ("chat", "none"),
-    "prompts.self_written": ("prompt", "conversation"),
+    "rollout.until": ("answer", "length"),
     "taps": ("auto", "online", "memory"),
 }
 

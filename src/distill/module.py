@@ -15,6 +15,7 @@ from decode.errors import UserError
 from decode.target import Target
 from distill.data import Micro
 from distill.objectives import Objective, Scored
+from distill.schedule import warm_up_and_decay
 from drafters.base import Batch, Drafter
 
 DEPTHS = 32  # rows of the table of sums that ranks add up, more than any drafter unrolls
@@ -99,14 +100,5 @@ class DistillModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW or what the yaml says, with a linear warm-up and a cosine."""
         optimizer = self.optimizer([p for p in self.drafter.parameters() if p.requires_grad])
-        steps = self.trainer.max_steps
-        rise = max(1, round(self.warmup * steps))
-
-        def rate(step: int) -> float:
-            if step < rise:
-                return (step + 1) / rise
-            done = min(1.0, (step - rise) / max(1, steps - rise))
-            return self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        schedule = warm_up_and_decay(optimizer, self.trainer.max_steps, self.warmup, self.final_lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

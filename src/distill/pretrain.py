@@ -27,6 +27,7 @@ from distill.data import From
 from distill.files import sync
 from distill.progress import say
 from distill.runs import checkpoints
+from distill.schedule import warm_up_and_decay
 
 
 class Sequences(Dataset[Tensor]):
@@ -188,17 +189,8 @@ class PretrainModule(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """A linear warm-up, then a cosine or a line."""
         optimizer = self.build_optimizer()
-        steps = self.trainer.max_steps
-        rise = max(1, round(self.cfg.warmup * steps))
-
-        def rate(step: int) -> float:
-            if step < rise:
-                return (step + 1) / rise
-            done = min(1.0, (step - rise) / max(1, steps - rise))
-            left = 1 - done if self.cfg.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-            return self.cfg.final_lr + (1 - self.cfg.final_lr) * left
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        cfg = self.cfg
+        schedule = warm_up_and_decay(optimizer, self.trainer.max_steps, cfg.warmup, cfg.final_lr, cfg.decay)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @override

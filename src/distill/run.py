@@ -185,8 +185,10 @@ def read_inputs(cfg: DictConfig) -> tuple[Chat, list[Prompt], list[Prompt]]:
 
 def build_target(cfg: DictConfig) -> Target:
     """Load and probe the target that cfg.target names."""
-    options = {k: v for k, v in cfg.target.items() if k != "path"}
-    return load_target(str(local(cfg.target.path)), **options)
+    target = cfg.target
+    return load_target(
+        str(local(target.path)), target.dtype, target.device, target.revision, target.trust_remote_code
+    )
 
 
 def _rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt]) -> RolloutPlan:

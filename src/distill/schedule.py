@@ -1,0 +1,23 @@
+"""The learning rate over a run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def warm_up_and_decay(
+    optimizer: torch.optim.Optimizer, steps: int, warmup: float, final_lr: float, decay: str = "cosine"
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A linear rise over `warmup` of the steps, then a cosine or a line to `final_lr` of the rate."""
+    rise = max(1, round(warmup * steps))
+
+    def rate(step: int) -> float:
+        if step < rise:
+            return (step + 1) / rise
+        done = min(1.0, (step - rise) / max(1, steps - rise))
+        left = 1 - done if decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return final_lr + (1 - final_lr) * left
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)

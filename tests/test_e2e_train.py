@@ -1,0 +1,467 @@
+"""Whole runs: what they leave, what kills and full disks cannot break, and that a command repeats."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from workbench import CONF, ROOT, Bench, make_target, same, train, weights, write_prompts
+
+from decode.errors import UserError
+from distill import callbacks, rollouts, run
+from distill.files import clean
+from distill.runs import checkpoints
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("train"))
+
+
+@pytest.fixture(scope="module")
+def straight(bench, tmp_path_factory) -> Path:
+    """An undisturbed run: six steps, a save point every two."""
+    folder = tmp_path_factory.mktemp("straight")
+    bench.run(folder, score__every=2)
+    return folder
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    return weights(folder / "checkpoints" / "6")
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*") if p.name.endswith(".tmp")]
+
+
+# -- what a run leaves ---------------------------------------------------------------------------
+
+
+def test_a_run_leaves_scored_checkpoints_and_says_where(bench):
+    done = bench.train("seed=11")
+    assert done.code == 0
+    assert done.err == ""
+    folder = done.folder
+    assert folder.parent.parent == bench.root / "outputs"
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d(-\d+)?", str(folder.relative_to(bench.root / "outputs"))
+    )
+    assert (folder / "done").exists()
+    assert [p.name for p in checkpoints(folder)] == ["3", "6"]
+    for checkpoint in checkpoints(folder):
+        names = {p.name for p in checkpoint.iterdir()} - {"trainer"}
+        assert names == {"model.safetensors", "config.json", "score.json"}
+    assert not (folder / "checkpoints" / "3" / "trainer").exists()
+    assert (folder / "checkpoints" / "6" / "trainer" / "state.ckpt").exists()
+    assert (folder / "checkpoints" / "last").readlink() == Path("6")
+    taus = {p.name: json.loads((p / "score.json").read_text())["tau"] for p in checkpoints(folder)}
+    assert taus[str((folder / "checkpoints" / "best").readlink())] == max(taus.values())
+    assert not leftovers(bench.root)
+    assert not list(folder.glob("*.log"))
+
+
+def test_what_a_run_says_is_short_and_in_order(bench):
+    said = bench.train("seed=12").out.splitlines()
+    patterns = [
+        "run folder: .*",
+        "estimate: .*",
+        "rollouts: 12 rows, .* supervised tokens in .*",
+        r"step 3/6  loss \d+\.\d+  tau \d\.\d\d  speedup \d\.\d\dx  audit pass",
+        r"step 6/6  loss .*",
+        "headline: chain-2, T=0, batch 1, float32, 2 held-out prompts, .*",
+        "step +tau.*",
+        " +3 .*pass",
+        " +6 .*pass",
+    ]
+    for pattern, line in zip(patterns, said, strict=False):
+        assert re.fullmatch(pattern, line), line
+    assert Path(said[-1]).is_dir()
+
+
+def test_the_same_command_again_starts_anew_and_reuses_the_rollouts(bench):
+    first = bench.train("seed=13", "score.enabled=false")
+    again = bench.train("seed=13", "score.enabled=false")
+    assert first.folder != again.folder
+    assert "resum" not in again.out
+    assert "estimate" not in again.out
+    assert "rollouts: reusing all 3 shards" in again.out
+    assert same(final(first.folder), final(again.folder)), "the same command gave other weights"
+
+
+def test_scoring_changes_no_weight(bench, straight, tmp_path):
+    bench.run(tmp_path, score__enabled=False, score__every=5)
+    assert same(final(straight), final(tmp_path))
+    assert not (tmp_path / "checkpoints" / "best").exists()
+    assert (tmp_path / "checkpoints" / "last").readlink() == Path("6")
+
+
+def test_best_follows_tau(bench, tmp_path, monkeypatch):
+    taus = {2: 1.5, 4: 1.9, 6: 1.2}
+    score = run.Scorer.__call__
+    monkeypatch.setattr(run.Scorer, "__call__", lambda self, *at: score(self, *at) | {"tau": taus[at[1]]})
+    bench.run(tmp_path, score__every=2)
+    assert (tmp_path / "checkpoints" / "best").readlink() == Path("4")
+    assert (tmp_path / "checkpoints" / "last").readlink() == Path("6")
+
+
+def test_training_lowers_the_loss(bench, tmp_path):
+    said = bench.run(tmp_path, score__enabled=False, trainer__max_steps=60, score__every=30)
+    early, late = (float(loss) for loss in re.findall(r"loss (\S+)", said))
+    first = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()
+    column = first[0].split(",").index("train/loss")
+    assert late < early < float(first[1].split(",")[column])
+
+
+# -- kills ---------------------------------------------------------------------------------------
+
+
+def kill_in_training(monkeypatch):
+    """After step 3, between the save points of steps 2 and 4."""
+    end = callbacks.TrainingBar.on_train_batch_end
+
+    def die(self, trainer, *rest):
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), 9)
+        end(self, trainer, *rest)
+
+    monkeypatch.setattr(callbacks.TrainingBar, "on_train_batch_end", die)
+
+
+def kill_in(monkeypatch, owner, name, when, step: int):
+    """At a call of `owner.name` for which `when` holds."""
+    call = getattr(owner, name)
+
+    def die(*args, **options):
+        if when(args, step):
+            os.kill(os.getpid(), 9)
+        return call(*args, **options)
+
+    monkeypatch.setattr(owner, name, die)
+
+
+def saved(args, step):
+    return any(isinstance(a, Path) and a.name == f"{step}.tmp" for a in args)
+
+
+def scored(args, step):
+    return any(isinstance(a, Path) and a.parent.name == str(step) for a in args)
+
+
+def linked(args, step):
+    return any(isinstance(a, Path) and a.name == str(step) for a in args)
+
+
+KILLS = {
+    "between save points": (kill_in_training, 2),
+    "half a checkpoint": (lambda m: kill_in(m, callbacks.hub, "save", saved, 4), 2),
+    "before the links": (lambda m: kill_in(m, callbacks, "_point", linked, 4), 4),
+    "before the score": (lambda m: kill_in(m, callbacks, "write_json", scored, 4), 4),
+    "before the last score": (lambda m: kill_in(m, callbacks, "write_json", scored, 6), 6),
+}
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_killed_run_ends_as_if_nothing_had_happened(name, bench, straight, tmp_path, monkeypatch):
+    arrange, kept = KILLS[name]
+    from workbench import fork
+
+    with monkeypatch.context() as spoilt:
+        arrange(spoilt)
+        assert fork(lambda: bench.run(tmp_path, score__every=2) and 0) == 9
+    assert checkpoints(tmp_path)[-1].name == str(kept), "more was lost than the steps since the last save"
+    said = bench.run(tmp_path, score__every=2)
+    assert f"resuming from step {kept}" in said
+    assert same(final(tmp_path), final(straight))
+    assert [p.name for p in checkpoints(tmp_path)] == ["2", "4", "6"]
+    for checkpoint in checkpoints(tmp_path):
+        tau = [
+            json.loads((f / "score.json").read_text())["tau"]
+            for f in (checkpoint, straight / "checkpoints" / checkpoint.name)
+        ]
+        assert tau[0] == tau[1]
+        assert (checkpoint / "trainer").exists() == (checkpoint.name == "6")
+    assert (tmp_path / "checkpoints" / "last").readlink() == Path("6")
+    assert (tmp_path / "checkpoints" / "best").exists()
+    assert not leftovers(tmp_path)
+
+
+def test_a_kill_costs_no_bit_with_accumulation_either(bench, tmp_path, monkeypatch):
+    options = {"trainer__accumulate_grad_batches": 3, "score__every": 2, "score__enabled": False}
+    bench.run(tmp_path / "a", **options)
+    from workbench import fork
+
+    with monkeypatch.context() as spoilt:
+        kill_in_training(spoilt)
+        assert fork(lambda: bench.run(tmp_path / "b", **options) and 0) == 9
+    assert [p.name for p in checkpoints(tmp_path / "b")] == ["2"], "a save point fell between micro-batches"
+    bench.run(tmp_path / "b", **options)
+    assert same(final(tmp_path / "a"), final(tmp_path / "b"))
+
+
+def test_the_same_command_resumes_a_killed_run_in_its_folder(bench, monkeypatch):
+    with monkeypatch.context() as spoilt:
+        kill_in(spoilt, rollouts.pq, "write_table", lambda args, _: "shard-00001" in args[1].name, 0)
+        assert bench.fork("seed=14", "score.enabled=false") == 9
+    (folder,) = [p for p in bench.runs() if not (p / "done").exists()]
+    with monkeypatch.context() as spoilt:
+        kill_in_training(spoilt)
+        assert bench.fork("seed=14", "score.enabled=false", "score.every=3") == 9  # another configuration
+        assert bench.fork("seed=14", "score.enabled=false") == 9
+    unfinished = {p for p in bench.runs() if not (p / "done").exists()}
+    assert folder in unfinished
+    assert len(unfinished) == 2
+    done = bench.train("seed=14", "score.enabled=false")
+    assert done.out.startswith(f"resuming: {folder}\n")
+    assert "rollouts: reusing all 3 shards" in done.out
+    assert done.folder == folder
+    assert (folder / "done").exists()
+    anew = bench.train("seed=14", "score.enabled=false")
+    assert anew.folder != folder
+    assert same(final(folder), final(anew.folder))
+    assert not leftovers(bench.root / "outputs" / "rollouts")
+
+
+def test_a_run_is_not_continued_on_other_prompts(bench, tmp_path, monkeypatch):
+    prompts = write_prompts(tmp_path / "p.jsonl", 6)
+    with monkeypatch.context() as spoilt:
+        kill_in_training(spoilt)
+        assert bench.fork(f"prompts={prompts}", "score.every=2") == 9
+    write_prompts(prompts, 7)
+    done = bench.train(f"prompts={prompts}", "score.every=2")
+    assert done.code == 2
+    assert "have changed since this run began; resume=never" in done.err
+    assert bench.train(f"prompts={prompts}", "score.every=2", "resume=never").code == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)], ids=["INT", "TERM"]
+)
+def test_an_interrupted_run_is_left_unfinished(number, code, bench, monkeypatch):
+    end = callbacks.TrainingBar.on_train_batch_end
+
+    def interrupt(self, trainer, *rest):
+        if trainer.global_step == 4:
+            os.kill(os.getpid(), number)
+        end(self, trainer, *rest)
+
+    with monkeypatch.context() as spoilt:
+        spoilt.setattr(callbacks.TrainingBar, "on_train_batch_end", interrupt)
+        status = bench.fork("seed=15", f"batch_size={2 + number % 2}", "score.enabled=false")
+    assert os.waitstatus_to_exitcode(status) == code
+    (folder,) = [p for p in bench.runs() if not (p / "done").exists() and _seed(p) == 15]
+    done = bench.train("seed=15", f"batch_size={2 + number % 2}", "score.enabled=false")
+    assert done.folder == folder
+    assert "resuming from step 3" in done.out
+
+
+def _seed(folder: Path) -> int:
+    found = re.search(r"^seed: (\d+)", (folder / ".hydra" / "config.yaml").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1])
+
+
+def test_ctrl_c_in_the_rollouts_is_one_line(bench, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rollouts.Writer, "__call__", interrupt)
+    done = bench.train("seed=16")
+    assert done.code == 130
+    assert re.fullmatch(r"interrupted; the same command goes on in \S+\n", done.err)
+
+
+# -- full disks ----------------------------------------------------------------------------------
+
+
+def test_a_full_disk_while_saving_is_one_line_and_the_run_goes_on_later(bench, straight, monkeypatch):
+    from safetensors import SafetensorError
+
+    save = callbacks.hub.save
+
+    def full(drafter, target, folder, name):
+        if folder.name == "4.tmp":
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save(drafter, target, folder, name)
+
+    with monkeypatch.context() as spoilt:
+        spoilt.setattr(callbacks.hub, "save", full)
+        done = bench.train("score.every=2", "score.max_new_tokens=5")
+    assert done.code == 1
+    assert len(done.err.splitlines()) == 1
+    assert "No space left on device" in done.err
+    again = bench.train("score.every=2", "score.max_new_tokens=5")
+    assert again.code == 0
+    assert "resuming from step 2" in again.out
+    assert same(final(again.folder), final(straight))
+    assert not leftovers(again.folder)
+
+
+def test_a_full_disk_in_the_rollouts_is_one_line(bench, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as spoilt:
+        spoilt.setattr(rollouts.pq, "write_table", full)
+        done = bench.train("seed=17")
+    assert done.code == 1
+    assert done.err == "error: No space left on device\n"
+    assert bench.train("seed=17", "score.enabled=false").code == 0
+
+
+# -- other models, other data --------------------------------------------------------------------
+
+
+def test_a_base_model_trains_without_a_template(bench, tmp_path):
+    target = make_target(tmp_path / "base", template=None)
+    done = bench.train(f"target={target}", "prompts.template=none", "prompts.self=3")
+    assert done.code == 0, done.err
+    assert json.loads((done.folder / "checkpoints" / "best" / "score.json").read_text())["audit_passed"]
+
+
+def test_given_answers_train_too(bench, tmp_path):
+    file = tmp_path / "answered.jsonl"
+    turns = [("user", "hi"), ("assistant", "hello there")]
+    record = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    other = [{"messages": [{"role": "user", "content": f"q{i}"}, record["messages"][1]]} for i in range(12)]
+    file.write_text("".join(json.dumps(r) + "\n" for r in other))
+    done = bench.train(
+        f"prompts={file}", "prompts.heldout=null", "prompts.heldout_share=0.3", "rollout=given"
+    )
+    assert done.code == 0, done.err
+    assert "estimate: no rollouts to make" in done.out
+
+
+def test_prompts_that_are_all_too_long_are_one_line(bench):
+    done = bench.train("rollout.max_prompt_tokens=3")
+    assert done.code == 2
+    assert "every prompt is longer than rollout.max_prompt_tokens" in done.err
+
+
+def test_a_held_out_prompt_without_room_for_an_answer_is_found_first(bench, tmp_path):
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"id": "saga", "messages": [{"role": "user", "content": "x" * 300}]}) + "\n")
+    done = bench.train(f"prompts.heldout={long}")
+    assert done.code == 2
+    assert "held-out prompt saga has 302 tokens" in done.err
+
+
+def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike(bench, straight, tmp_path):
+    checkpoint = straight / "checkpoints" / "6"
+    card = tmp_path / "card.json"
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "score.py"),
+        *(
+            a
+            for a in bench.command
+            if a.startswith(("target=", "prompts", "score.", "decode")) and "every" not in a
+        ),
+        f"checkpoint={checkpoint}",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, f"out={card}"], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    old, new = json.loads((checkpoint / "score.json").read_text()), json.loads(card.read_text())
+    for name in ("tau", "tau_interval", "survival", "alpha", "tokens", "rounds", "step", "audit"):
+        assert old[name] == new[name], name
+    other = make_target(tmp_path / "other", seed=1)
+    command[2] = f"target={other}"
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "made for target" in done.stderr
+
+
+# -- several at once -----------------------------------------------------------------------------
+
+
+def test_a_sweep_runs_every_job(bench, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = train([*bench.command, "-m", "score.enabled=false", "seed=21,22"])
+    assert done.code == 0, done.err
+    folders = [p.parent for p in sorted(tmp_path.glob("multirun/*/*/*/checkpoints"))]
+    assert [p.name for p in folders] == ["0", "1"]
+    assert not same(*(final(p) for p in folders))
+    assert Path(done.out.splitlines()[-1]) == folders[-1]
+
+
+def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
+    bench = Bench(tmp_path / 'it\'s "here", (a=b)')
+    options = ["trainer.max_steps=4", "score.every=2", "taps=online", "trainer.precision=32-true"]
+    done = subprocess.run(
+        [sys.executable, "train.py", *bench.command, *options, "trainer=ddp", "trainer.devices=2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not [
+        line for line in done.stderr.splitlines() if "warn" in line.lower() or "error" in line.lower()
+    ]
+    (folder,) = bench.runs()
+    assert done.stdout.splitlines()[-1] == str(folder)
+    assert done.stdout.count("estimate:") == done.stdout.count("run folder:") == 1
+    assert (folder / "done").exists()
+    assert len(list((bench.root / "outputs" / "rollouts").iterdir())) == 1
+    assert not leftovers(bench.root)
+    bench.run(
+        tmp_path / "one",
+        trainer__max_steps=4,
+        score__enabled=False,
+        taps="online",
+        trainer__precision="32-true",
+        trainer__accumulate_grad_batches=2,
+    )
+    losses = [_losses(folder), _losses(tmp_path / "one")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    ddp, one = (weights(p / "checkpoints" / "4") for p in (folder, tmp_path / "one"))
+    assert all(torch.allclose(ddp[name], one[name], atol=1e-4) for name in ddp)
+
+
+def _losses(folder: Path) -> list[float]:
+    header, *lines = (line.split(",") for line in (folder / "csv" / "metrics.csv").read_text().splitlines())
+    column = header.index("train/loss")
+    return [float(line[column]) for line in lines if line[column]]
+
+
+# -- promises about the source -------------------------------------------------------------------
+
+
+def test_nothing_in_the_source_unpickles():
+    for file in [*(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "train.py"]:
+        text = file.read_text()
+        assert not re.search(r"torch\.load|\bpickle\b|\bdill\b|joblib|weights_only=False", text), file
+
+
+def test_lightning_reads_its_state_with_weights_only(bench, straight, tmp_path, monkeypatch):
+    seen = []
+    fit = L.Trainer.fit
+    monkeypatch.setattr(
+        L.Trainer, "fit", lambda *args, **options: (seen.append(options), fit(*args, **options))
+    )
+    bench.run(tmp_path, score__enabled=False)
+    assert seen[0]["weights_only"] is True
+
+
+def test_cleaning_removes_files_folders_and_links(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.json.1.tmp").write_text("")
+    (tmp_path / "4.tmp" / "trainer").mkdir(parents=True)
+    (tmp_path / "best.1.tmp").symlink_to("a")
+    (tmp_path / "keep").write_text("")
+    clean(tmp_path)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a", "keep"]
+
+
+def test_every_user_error_names_the_repositorys_own_class():
+    assert issubclass(UserError, ValueError)
+    assert CONF.is_dir()
