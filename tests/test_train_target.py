@@ -110,9 +110,8 @@ def test_the_loss_falls(root, model):
     assert losses[0] == pytest.approx(math.log(300), abs=0.2)
     assert np.mean(losses[-4:]) < losses[0] - 1
     held = column(root / "run-model", "val/loss")
-    assert len(held) == 3, "at both save points, and of the finished model"
+    assert len(held) == 2, "one at each save point"
     assert held[1] < held[0]
-    assert held[2] == held[1]
 
 
 def test_the_record_has_the_loss_of_every_file(model):

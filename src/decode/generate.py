@@ -310,7 +310,7 @@ class _Loop:
                 output.offered.append(line[1 + width])
                 output.drafted.append(line[2 + width])
             batch.left[row] -= len(tokens)
-            if batch.left[row] and not output.stopped:
+            if batch.left[row] > 0 and not output.stopped:
                 running.append(row)
         batch.position = batch.position + np.array(self._accepted) + 1
         batch.rounds = batch.rounds + (0 if first else 1)

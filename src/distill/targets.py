@@ -80,6 +80,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         f"{trainer.max_steps} steps are {sequences / len(data.rows):.2f} passes"
     )
     fit(trainer, module, data, str(newest[0] / STATE) if newest else None)
+    trainer.loggers = []  # W&B's run has ended with the training
     loss = trainer.validate(module, data, verbose=False)[0] if held else {}
     if trainer.is_global_zero:
         record = {
