@@ -73,6 +73,7 @@ def test_quotes_that_hydra_knows_are_left_alone():
 
 def test_only_a_sweep_splits_at_commas():
     assert rewrite(["-m", "target=pocket,hf"], CONF) == ["-m", "target=pocket,hf"]
+    assert rewrite(["seed=1,2", "-m", "batch_size=2"], CONF) == ["-m", "seed=1,2", "batch_size=2"]
     assert rewrite(["-m", "target=/a,/b"], CONF) == ["-m", "target=hf", "target.path='/a','/b'"]
     assert rewrite(["target=/a,/b"], CONF) == ["target=hf", "target.path='/a,/b'"]
 

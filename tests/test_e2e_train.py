@@ -11,7 +11,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from workbench import CONF, ROOT, Bench, make_target, same, train, weights, write_prompts
+from safetensors import SafetensorError
+from workbench import CONF, ROOT, Bench, fork, make_target, same, train, weights, write_prompts
 
 from decode.errors import UserError
 from distill import callbacks, rollouts, run
@@ -36,6 +37,10 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
     return weights(folder / "checkpoints" / "6")
 
 
+def tau(checkpoint: Path) -> float:
+    return json.loads((checkpoint / "score.json").read_text())["tau"]
+
+
 def leftovers(folder: Path) -> list[Path]:
     return [p for p in folder.rglob("*") if p.name.endswith(".tmp")]
 
@@ -49,9 +54,8 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench):
     assert done.err == ""
     folder = done.folder
     assert folder.parent.parent == bench.root / "outputs"
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d(-\d+)?", str(folder.relative_to(bench.root / "outputs"))
-    )
+    dated = str(folder.relative_to(bench.root / "outputs"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d(-\d+)?", dated)
     assert (folder / "done").exists()
     assert [p.name for p in checkpoints(folder)] == ["3", "6"]
     for checkpoint in checkpoints(folder):
@@ -60,7 +64,7 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench):
     assert not (folder / "checkpoints" / "3" / "trainer").exists()
     assert (folder / "checkpoints" / "6" / "trainer" / "state.ckpt").exists()
     assert (folder / "checkpoints" / "last").readlink() == Path("6")
-    taus = {p.name: json.loads((p / "score.json").read_text())["tau"] for p in checkpoints(folder)}
+    taus = {p.name: tau(p) for p in checkpoints(folder)}
     assert taus[str((folder / "checkpoints" / "best").readlink())] == max(taus.values())
     assert not leftovers(bench.root)
     assert not list(folder.glob("*.log"))
@@ -169,8 +173,6 @@ KILLS = {
 @pytest.mark.parametrize("name", KILLS)
 def test_a_killed_run_ends_as_if_nothing_had_happened(name, bench, straight, tmp_path, monkeypatch):
     arrange, kept = KILLS[name]
-    from workbench import fork
-
     with monkeypatch.context() as spoilt:
         arrange(spoilt)
         assert fork(lambda: bench.run(tmp_path, score__every=2) and 0) == 9
@@ -180,11 +182,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(name, bench, straight, tmp
     assert same(final(tmp_path), final(straight))
     assert [p.name for p in checkpoints(tmp_path)] == ["2", "4", "6"]
     for checkpoint in checkpoints(tmp_path):
-        tau = [
-            json.loads((f / "score.json").read_text())["tau"]
-            for f in (checkpoint, straight / "checkpoints" / checkpoint.name)
-        ]
-        assert tau[0] == tau[1]
+        assert tau(checkpoint) == tau(straight / "checkpoints" / checkpoint.name)
         assert (checkpoint / "trainer").exists() == (checkpoint.name == "6")
     assert (tmp_path / "checkpoints" / "last").readlink() == Path("6")
     assert (tmp_path / "checkpoints" / "best").exists()
@@ -194,8 +192,6 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(name, bench, straight, tmp
 def test_a_kill_costs_no_bit_with_accumulation_either(bench, tmp_path, monkeypatch):
     options = {"trainer__accumulate_grad_batches": 3, "score__every": 2, "score__enabled": False}
     bench.run(tmp_path / "a", **options)
-    from workbench import fork
-
     with monkeypatch.context() as spoilt:
         kill_in_training(spoilt)
         assert fork(lambda: bench.run(tmp_path / "b", **options) and 0) == 9
@@ -211,7 +207,7 @@ def test_the_same_command_resumes_a_killed_run_in_its_folder(bench, monkeypatch)
     (folder,) = [p for p in bench.runs() if not (p / "done").exists()]
     with monkeypatch.context() as spoilt:
         kill_in_training(spoilt)
-        assert bench.fork("seed=14", "score.enabled=false", "score.every=3") == 9  # another configuration
+        assert bench.fork("seed=14", "score.enabled=false", "batch_size=4") == 9  # another configuration
         assert bench.fork("seed=14", "score.enabled=false") == 9
     unfinished = {p for p in bench.runs() if not (p / "done").exists()}
     assert folder in unfinished
@@ -280,8 +276,6 @@ def test_ctrl_c_in_the_rollouts_is_one_line(bench, monkeypatch):
 
 
 def test_a_full_disk_while_saving_is_one_line_and_the_run_goes_on_later(bench, straight, monkeypatch):
-    from safetensors import SafetensorError
-
     save = callbacks.hub.save
 
     def full(drafter, target, folder, name):
@@ -325,16 +319,23 @@ def test_a_base_model_trains_without_a_template(bench, tmp_path):
 
 
 def test_given_answers_train_too(bench, tmp_path):
+    answer = {"role": "assistant", "content": "hello there"}
+    records = [{"messages": [{"role": "user", "content": f"q{i}"}, answer]} for i in range(12)]
     file = tmp_path / "answered.jsonl"
-    turns = [("user", "hi"), ("assistant", "hello there")]
-    record = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    other = [{"messages": [{"role": "user", "content": f"q{i}"}, record["messages"][1]]} for i in range(12)]
-    file.write_text("".join(json.dumps(r) + "\n" for r in other))
-    done = bench.train(
-        f"prompts={file}", "prompts.heldout=null", "prompts.heldout_share=0.3", "rollout=given"
-    )
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    held = ["prompts.heldout=null", "prompts.heldout_share=0.3"]
+    done = bench.train(f"prompts={file}", *held, "rollout=given")
     assert done.code == 0, done.err
     assert "estimate: no rollouts to make" in done.out
+
+
+def test_a_shard_whose_prompts_are_all_too_long_is_passed_over(bench, tmp_path):
+    file = write_prompts(tmp_path / "p.jsonl", 4)
+    long = [{"messages": [{"role": "user", "content": "x" * 50 + str(i)}]} for i in range(4)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in long) + file.read_text())
+    done = bench.train(f"prompts={file}", "score.enabled=false")
+    assert done.code == 0, done.err
+    assert "rollouts: 4 rows" in done.out
 
 
 def test_prompts_that_are_all_too_long_are_one_line(bench):
@@ -354,27 +355,22 @@ def test_a_held_out_prompt_without_room_for_an_answer_is_found_first(bench, tmp_
 def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike(bench, straight, tmp_path):
     checkpoint = straight / "checkpoints" / "6"
     card = tmp_path / "card.json"
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "score.py"),
-        *(
-            a
-            for a in bench.command
-            if a.startswith(("target=", "prompts", "score.", "decode")) and "every" not in a
-        ),
-        f"checkpoint={checkpoint}",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, f"out={card}"], capture_output=True, text=True, env=environment, cwd=tmp_path
-    )
+    known = ("target=", "prompts", "score.", "decode")
+    overrides = [a for a in bench.command if a.startswith(known)]
+    script = [sys.executable, str(ROOT / "scripts" / "score.py")]
+
+    def rescore(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [*script, *overrides, f"checkpoint={checkpoint}", *more]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+    done = rescore(f"out={card}")
     assert done.returncode == 0, done.stderr
     old, new = json.loads((checkpoint / "score.json").read_text()), json.loads(card.read_text())
     for name in ("tau", "tau_interval", "survival", "alpha", "tokens", "rounds", "step", "audit"):
         assert old[name] == new[name], name
     other = make_target(tmp_path / "other", seed=1)
-    command[2] = f"target={other}"
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    done = rescore(f"target={other}")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "made for target" in done.stderr
@@ -404,9 +400,7 @@ def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert not [
-        line for line in done.stderr.splitlines() if "warn" in line.lower() or "error" in line.lower()
-    ]
+    assert not re.search("warn|error", done.stderr, re.IGNORECASE), done.stderr
     (folder,) = bench.runs()
     assert done.stdout.splitlines()[-1] == str(folder)
     assert done.stdout.count("estimate:") == done.stdout.count("run folder:") == 1
@@ -445,9 +439,12 @@ def test_nothing_in_the_source_unpickles():
 def test_lightning_reads_its_state_with_weights_only(bench, straight, tmp_path, monkeypatch):
     seen = []
     fit = L.Trainer.fit
-    monkeypatch.setattr(
-        L.Trainer, "fit", lambda *args, **options: (seen.append(options), fit(*args, **options))
-    )
+
+    def record(*args, **options):
+        seen.append(options)
+        return fit(*args, **options)
+
+    monkeypatch.setattr(L.Trainer, "fit", record)
     bench.run(tmp_path, score__enabled=False)
     assert seen[0]["weights_only"] is True
 

@@ -83,7 +83,7 @@ def test_a_loss_that_is_no_number_ends_training_and_keeps_the_last_checkpoint(
 
     bench.run(tmp_path / "good", score__enabled=False)
     monkeypatch.setattr(Objective, "__call__", spoil)
-    with pytest.raises(UserError, match="the loss is .* at step 4; lower optimizer.lr"):
+    with pytest.raises(UserError, match=r"the loss is .* at step 4; lower optimizer\.lr"):
         bench.run(tmp_path / "bad", score__enabled=False)
     assert [p.name for p in checkpoints(tmp_path / "bad")] == ["3"]
     good, kept = (weights(tmp_path / name / "checkpoints" / "3") for name in ("good", "bad"))

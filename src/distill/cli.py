@@ -32,6 +32,9 @@ PATHS = ("target.path", "prompts.path", "prompts.heldout", *RUN_PATHS)
 EMPTY_GROUPS = ("experiment",)  # that may be null
 # What a disk does to a correct program: one line, exit code 1.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
+OmegaConf.register_new_resolver(
+    "device_of", lambda accelerator: "cuda" if accelerator in ("gpu", "cuda") else "cpu", replace=True
+)
 Task = Callable[[DictConfig, Path], float]
 
 
@@ -109,7 +112,9 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
     """Turn `target=/a/folder` into `target=hf target.path='/a/folder'`, and quote other paths."""
-    sweep = "-m" in argv or "--multirun" in argv
+    # Hydra wants flags before the overrides, or after all of them.
+    argv = sorted(argv, key=lambda argument: argument not in ("-m", "--multirun"))
+    sweep = argv[:1] in (["-m"], ["--multirun"])
     result: list[str] = []
     for argument in argv:
         key, sign, value = argument.partition("=")

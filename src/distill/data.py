@@ -136,7 +136,7 @@ class RolloutData(L.LightningDataModule):
     """Serves the store's rows to the trainer.
 
     Args:
-        files: Parquet shards.
+        files: Parquet shards that have rows.
         cache: folder for the memory-mapped copy that `datasets` makes.
         batch_size: rows of one micro-batch.
         max_tokens: longer rows are cut.
@@ -147,9 +147,9 @@ class RolloutData(L.LightningDataModule):
         super().__init__()
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
         self.memory: TapMemory | None = None
-        self.rows = datasets.Dataset.from_parquet([str(f) for f in files], cache_dir=str(cache))
-        if not len(self.rows):  # pyright: ignore[reportArgumentType]
+        if not files:
             raise UserError("rollouts: no rows; every prompt is longer than rollout.max_prompt_tokens")
+        self.rows = datasets.Dataset.from_parquet([str(f) for f in files], cache_dir=str(cache))
 
     def keep_taps(self, target: Target, taps: str, limit: float, batches: int) -> None:
         """Read the target once for all rows, where that is wanted for so many; see `taps.wanted`."""

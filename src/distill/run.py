@@ -38,10 +38,6 @@ from distill.rollouts import RolloutPlan, RolloutStore, Writer
 from distill.runs import checkpoints
 from distill.scoring import Scorer
 
-OmegaConf.register_new_resolver(
-    "device_of", lambda accelerator: "cuda" if accelerator in ("gpu", "cuda") else "cpu", replace=True
-)
-
 
 def run(cfg: DictConfig, folder: Path) -> float:
     """Rollouts, training, scores.
@@ -88,7 +84,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     target.tap(drafter.taps)
     _roll_out(store, writer, estimate(store, target, drafter))
 
-    files = [store.path(i) for i in range(store.shards)]
+    files = [store.folder / shard["file"] for shard in store.manifest()["shards"] if shard["rows"]]
     longest = min(cfg.max_tokens, target.max_positions or cfg.max_tokens)
     data = RolloutData(files, store.folder / "cache", cfg.batch_size, longest, cfg.seed)
     batches = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size
