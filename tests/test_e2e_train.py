@@ -421,6 +421,32 @@ def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
     assert all(torch.allclose(ddp[name], one[name], atol=1e-4) for name in ddp)
 
 
+def test_ranks_that_torchrun_starts_share_one_run(bench):
+    before = bench.runs()
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "train.py",
+    ]
+    options = ["trainer=ddp", "trainer.devices=2", "trainer.max_steps=2", "seed=31", "score.enabled=false"]
+    done = subprocess.run(
+        [*launcher, *bench.command, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = [p for p in bench.runs() if p not in before]
+    assert (folder / "done").exists()
+    assert [p.name for p in checkpoints(folder)] == ["2"]
+    assert done.stdout.count("run folder:") == 1
+    assert done.stdout.splitlines()[-1] == str(folder)
+
+
 def _losses(folder: Path) -> list[float]:
     header, *lines = (line.split(",") for line in (folder / "csv" / "metrics.csv").read_text().splitlines())
     column = header.index("train/loss")

@@ -147,3 +147,46 @@ def test_checkpoints_are_the_whole_ones_by_step(tmp_path):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "best").symlink_to("10")
     assert [p.name for p in runs.checkpoints(tmp_path)] == ["9", "10", "100"]
+
+
+def launched(rank: int, port: int = 29500):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="here", MASTER_PORT=str(port))
+
+
+def test_ranks_of_a_launch_join_the_folder_of_rank_0(tmp_path):
+    inside, outside = os.pipe()
+
+    def follow() -> int:
+        launched(1)
+        os.write(outside, str(runs.join(tmp_path)).encode())
+        return 0
+
+    def lead() -> int:
+        launched(0)
+        run = claim(tmp_path, CONFIG, "auto")
+        child = os.fork()
+        if not child:
+            os._exit(follow())
+        assert os.waitpid(child, 0)[1] == 0
+        os.write(outside, f" {run.path}".encode())
+        return 0
+
+    for _ in range(2):  # the second finds what the first left behind
+        assert fork(lead) == 0
+        followed, led = os.read(inside, 1000).decode().split()
+        assert followed == led
+
+
+def test_a_launch_that_is_gone_is_not_joined(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+
+    def lead() -> int:
+        launched(0)
+        claim(tmp_path, CONFIG, "auto")
+        return 0
+
+    assert fork(lead) == 0
+    launched(1)
+    with pytest.raises(UserError, match="do ranks share it"):
+        runs.join(tmp_path, wait=0.3)

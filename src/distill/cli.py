@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decode.errors import UserError
-from distill.runs import Run, claim
+from distill.runs import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
@@ -64,14 +64,19 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         argv = rewrite(sys.argv[1:], config_dir)
         # Flags are Hydra's own; a rank that Lightning started has its folder in argv already.
         flags = any(a.startswith("-") for a in argv)
-        child = any(a.startswith("hydra.run.dir=") for a in argv) or "LOCAL_RANK" in os.environ
-        if not flags and not child:
+        placed = any(a.startswith("hydra.run.dir=") for a in argv)
+        if not flags and not placed:
             cfg = compose(argv, config_dir, config_name)
             if "output_dir" in cfg:
-                resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-                run = claim(Path(cfg.output_dir), resolved, str(cfg.resume))
-                print(f"{'resuming' if run.resumed else 'run folder'}: {run.path}", flush=True)
-                argv = [*argv, f"hydra.run.dir={_quote(str(run.path))}"]
+                root = Path(cfg.output_dir)
+                if int(os.environ.get("RANK", 0)):
+                    folder = join(root)
+                else:
+                    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+                    run = claim(root, resolved, str(cfg.resume))
+                    folder = run.path
+                    print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
+                argv = [*argv, f"hydra.run.dir={_quote(str(folder))}"]
     sys.argv = [sys.argv[0], *argv]
     hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
     if run:

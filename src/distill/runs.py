@@ -63,12 +63,51 @@ def claim(root: Path, config: dict[str, Any], resume: str) -> Run:
             or is in use; a root that cannot be written to.
     """
     key = config_hash(config)
-    if resume not in ("auto", "never"):
-        return _claim_named(Path(resume), key)
     try:
-        return (_unfinished(root, key) if resume == "auto" else None) or _new(root, key)
+        if resume not in ("auto", "never"):
+            run = _claim_named(Path(resume), key)
+        else:
+            run = (_unfinished(root, key) if resume == "auto" else None) or _new(root, key)
+        if launch := _launch(root):
+            write_json(launch, str(run.path))
     except OSError as error:
         raise UserError(f"output_dir={root}: {error.strerror}") from None
+    return run
+
+
+def join(root: Path, wait: float = 600.0) -> Path:
+    """The folder that rank 0 of this launch (torchrun's, say) has claimed.
+
+    Args:
+        root: folder of all runs.
+        wait: seconds.
+
+    Raises:
+        UserError: none in that time.
+    """
+    launch = _launch(root)
+    end = time.monotonic() + wait
+    while launch and time.monotonic() < end:
+        try:
+            folder = Path(json.loads(launch.read_text()))
+        except (OSError, ValueError):
+            folder = None
+        # An earlier launch may have had the same name; its processes hold no lock any more.
+        if folder and (folder / "run.json").exists():
+            lock = _lock(folder)
+            if not lock:
+                return folder
+            lock.close()
+        time.sleep(0.1)
+    raise UserError(f"output_dir={root}: rank 0 of this launch has claimed no run there; do ranks share it?")
+
+
+def _launch(root: Path) -> Path | None:
+    """Where ranks that somebody else starts learn which folder rank 0 has."""
+    names = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    if "RANK" not in os.environ:
+        return None
+    return root / f".launch-{hashlib.sha256(' '.join(names).encode()).hexdigest()[:12]}.json"
 
 
 def _unfinished(root: Path, key: str) -> Run | None:
