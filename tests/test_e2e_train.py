@@ -433,7 +433,7 @@ def test_ranks_that_torchrun_starts_share_one_run(bench):
     ]
     options = ["trainer=ddp", "trainer.devices=2", "trainer.max_steps=2", "seed=31", "score.enabled=false"]
     done = subprocess.run(
-        [*launcher, *bench.command, *options],
+        [*launcher, "train.py", *bench.command, *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
