@@ -115,11 +115,10 @@ def test_best_follows_tau(bench, tmp_path, monkeypatch):
 
 
 def test_training_lowers_the_loss(bench, tmp_path):
-    said = bench.run(tmp_path, score__enabled=False, trainer__max_steps=60, score__every=30)
-    early, late = (float(loss) for loss in re.findall(r"loss (\S+)", said))
-    first = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()
-    column = first[0].split(",").index("train/loss")
-    assert late < early < float(first[1].split(",")[column])
+    bench.run(tmp_path, score__enabled=False, trainer__max_steps=60, optimizer__optimizer__lr=1e-2)
+    losses = _losses(tmp_path)
+    assert len(losses) == 60
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
 
 
 # -- kills ---------------------------------------------------------------------------------------
@@ -423,14 +422,7 @@ def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
 
 def test_ranks_that_torchrun_starts_share_one_run(bench):
     before = bench.runs()
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "train.py",
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["trainer=ddp", "trainer.devices=2", "trainer.max_steps=2", "seed=31", "score.enabled=false"]
     done = subprocess.run(
         [*launcher, "train.py", *bench.command, *options],

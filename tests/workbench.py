@@ -36,6 +36,7 @@ TEMPLATE = (
 QUICK = (
     "prompts.self=0",
     "logger=csv",
+    "optimizer.optimizer.lr=2e-3",
     "decode=chain",
     "decode.depth=2",
     "drafter.depth=2",

@@ -141,7 +141,6 @@ class Chat:
         """
         if messages[-1]["role"] != "assistant":
             raise UserError("rollout=given: the last message of every record must be the answer")
-        ids: list[Any]
         if self.template == "none":
             head = self.encode(messages)
             # On its own, lest a token spans the border.
@@ -168,7 +167,7 @@ class Chat:
     def user_turn(self) -> tuple[list[int], list[int]]:
         """Ids before a user's text and ids after it, up to where the answer begins."""
         if self.template == "none":
-            start = self.tokenizer.bos_token_id
+            start: Any = self.tokenizer.bos_token_id
             return ([] if start is None else [start]), []
         marker = "\u2407"
         text = self.tokenizer.apply_chat_template(
