@@ -1,0 +1,86 @@
+"""Minutes-long proofs: `make proofs`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from exact import target_law
+from scripted import Oracle
+
+from decode.generate import generate
+from decode.load import load_target, load_tokenizer, stop_tokens
+from decode.plan import Plan
+from decode.sampling import Sampler
+from drafters.eagle import Eagle
+
+ROOT = Path(__file__).parents[1]
+POCKET = str(ROOT / "data" / "pocket")
+pytestmark = pytest.mark.proof
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_400_prompts_decode_to_plain_text_token_for_token(dtype, temperature):
+    target, tokenizer = load_target(POCKET, dtype), load_tokenizer(POCKET)
+    prompts = []
+    for name in ("heldout", "train"):
+        for line in (ROOT / "data" / "prompts" / f"{name}.jsonl").read_text().splitlines():
+            messages = json.loads(line)["messages"]
+            prompts.append(
+                tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+                    "input_ids"
+                ]
+            )
+    options = {"max_new_tokens": 64, "sampler": Sampler(temperature), "stop": stop_tokens(target), "seed": 7}
+    accepted = rejected = 0
+    for start in range(0, len(prompts), 40):
+        part = prompts[start : start + 40]
+        plain = generate(target, None, part, **options)
+        texts = [p + o.tokens for p, o in zip(part, plain.outputs, strict=True)]
+        oracle = Oracle(texts, target.vocab_size)
+        drafted = generate(target, oracle, part, plan=Plan(depth=4, width=3, nodes=12), **options)
+        assert [o.tokens for o in drafted.outputs] == [o.tokens for o in plain.outputs]
+        accepted += sum(sum(o.accepted) for o in drafted.outputs)
+        rejected += sum(a < k for o in drafted.outputs for a, k in zip(o.accepted, o.offered, strict=True))
+    assert accepted > 1000
+    assert rejected > 1000
+
+
+@pytest.mark.parametrize("plan", [Plan(2), Plan(2, proposal="sampled"), Plan(2, 2, 4)], ids=lambda p: p.name)
+def test_the_keyed_coins_own_samples_have_the_targets_law(tiny_target, plan):
+    """Chi-square of 40,000 texts of three tokens: the enumerator shows the rules right, this the coin."""
+    target = tiny_target(vocab=3)
+    torch.manual_seed(3)
+    eagle = Eagle.for_target(target, depth=2, feature_noise=0.0, feature_weight=1.0).double().eval()
+    for weight in eagle.parameters():
+        weight.data.normal_(std=0.5)
+    target.tap(eagle.taps)
+    sampler, counts, total = Sampler(0.7), {}, 0
+    for block in range(20):
+        out = generate(
+            target,
+            eagle,
+            [[1, 2]] * 2000,
+            max_new_tokens=3,
+            sampler=sampler,
+            plan=plan,
+            requests=["one request"] * 2000,
+            samples=list(range(2000 * block, 2000 * (block + 1))),
+        )
+        for o in out.outputs:
+            counts[tuple(o.tokens)] = counts.get(tuple(o.tokens), 0) + 1
+            total += 1
+    law = target_law(target.model, [1, 2], 3, sampler)
+    assert set(counts) <= set(law)
+    likely = {text: p for text, p in law.items() if p * total >= 5}
+    rest = total - sum(counts.get(text, 0) for text in likely)
+    expected_rest = total * (1 - sum(likely.values()))
+    statistic = sum((counts.get(t, 0) - total * p) ** 2 / (total * p) for t, p in likely.items())
+    statistic += (rest - expected_rest) ** 2 / max(expected_rest, 1.0)
+    freedom = torch.tensor(float(len(likely)))
+    # Wilson-Hilferty: a cube root of chi-square over its degrees is nearly normal; 4.75 is 1e-6.
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)).sqrt()
+    assert z < 4.75, f"chi-square {statistic:.1f} over {len(likely)} cells"
