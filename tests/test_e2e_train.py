@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +10,10 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from safetensors import SafetensorError
-from workbench import CONF, ROOT, Bench, fork, make_target, same, train, weights, write_prompts
+from workbench import ROOT, Bench, final, leftovers, make_target, same, tau, train, weights, write_prompts
 
-from decode.errors import UserError
-from distill import callbacks, rollouts, run
-from distill.files import clean
+from distill import run
+from distill.files import clean, publish
 from distill.runs import checkpoints
 
 
@@ -31,18 +28,6 @@ def straight(bench, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
     bench.run(folder, score__every=2)
     return folder
-
-
-def final(folder: Path) -> dict[str, torch.Tensor]:
-    return weights(folder / "checkpoints" / "6")
-
-
-def tau(checkpoint: Path) -> float:
-    return json.loads((checkpoint / "score.json").read_text())["tau"]
-
-
-def leftovers(folder: Path) -> list[Path]:
-    return [p for p in folder.rglob("*") if p.name.endswith(".tmp")]
 
 
 # -- what a run leaves ---------------------------------------------------------------------------
@@ -119,192 +104,6 @@ def test_training_lowers_the_loss(bench, tmp_path):
     losses = _losses(tmp_path)
     assert len(losses) == 60
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
-
-
-# -- kills ---------------------------------------------------------------------------------------
-
-
-def kill_in_training(monkeypatch):
-    """After step 3, between the save points of steps 2 and 4."""
-    end = callbacks.TrainingBar.on_train_batch_end
-
-    def die(self, trainer, *rest):
-        if trainer.global_step == 3:
-            os.kill(os.getpid(), 9)
-        end(self, trainer, *rest)
-
-    monkeypatch.setattr(callbacks.TrainingBar, "on_train_batch_end", die)
-
-
-def kill_in(monkeypatch, owner, name, when, step: int):
-    """At a call of `owner.name` for which `when` holds."""
-    call = getattr(owner, name)
-
-    def die(*args, **options):
-        if when(args, step):
-            os.kill(os.getpid(), 9)
-        return call(*args, **options)
-
-    monkeypatch.setattr(owner, name, die)
-
-
-def saved(args, step):
-    return any(isinstance(a, Path) and a.name == f"{step}.tmp" for a in args)
-
-
-def scored(args, step):
-    return any(isinstance(a, Path) and a.parent.name == str(step) for a in args)
-
-
-def linked(args, step):
-    return any(isinstance(a, Path) and a.name == str(step) for a in args)
-
-
-KILLS = {
-    "between save points": (kill_in_training, 2),
-    "half a checkpoint": (lambda m: kill_in(m, callbacks.hub, "save", saved, 4), 2),
-    "before the links": (lambda m: kill_in(m, callbacks, "_point", linked, 4), 4),
-    "before the score": (lambda m: kill_in(m, callbacks, "write_json", scored, 4), 4),
-    "before the last score": (lambda m: kill_in(m, callbacks, "write_json", scored, 6), 6),
-}
-
-
-@pytest.mark.parametrize("name", KILLS)
-def test_a_killed_run_ends_as_if_nothing_had_happened(name, bench, straight, tmp_path, monkeypatch):
-    arrange, kept = KILLS[name]
-    with monkeypatch.context() as spoilt:
-        arrange(spoilt)
-        assert fork(lambda: bench.run(tmp_path, score__every=2) and 0) == 9
-    assert checkpoints(tmp_path)[-1].name == str(kept), "more was lost than the steps since the last save"
-    said = bench.run(tmp_path, score__every=2)
-    assert f"resuming from step {kept}" in said
-    assert same(final(tmp_path), final(straight))
-    assert [p.name for p in checkpoints(tmp_path)] == ["2", "4", "6"]
-    for checkpoint in checkpoints(tmp_path):
-        assert tau(checkpoint) == tau(straight / "checkpoints" / checkpoint.name)
-        assert (checkpoint / "trainer").exists() == (checkpoint.name == "6")
-    assert (tmp_path / "checkpoints" / "last").readlink() == Path("6")
-    assert (tmp_path / "checkpoints" / "best").exists()
-    assert not leftovers(tmp_path)
-
-
-def test_a_kill_costs_no_bit_with_accumulation_either(bench, tmp_path, monkeypatch):
-    options = {"trainer__accumulate_grad_batches": 3, "score__every": 2, "score__enabled": False}
-    bench.run(tmp_path / "a", **options)
-    with monkeypatch.context() as spoilt:
-        kill_in_training(spoilt)
-        assert fork(lambda: bench.run(tmp_path / "b", **options) and 0) == 9
-    assert [p.name for p in checkpoints(tmp_path / "b")] == ["2"], "a save point fell between micro-batches"
-    bench.run(tmp_path / "b", **options)
-    assert same(final(tmp_path / "a"), final(tmp_path / "b"))
-
-
-def test_the_same_command_resumes_a_killed_run_in_its_folder(bench, monkeypatch):
-    with monkeypatch.context() as spoilt:
-        kill_in(spoilt, rollouts.pq, "write_table", lambda args, _: "shard-00001" in args[1].name, 0)
-        assert bench.fork("seed=14", "score.enabled=false") == 9
-    (folder,) = [p for p in bench.runs() if not (p / "done").exists()]
-    with monkeypatch.context() as spoilt:
-        kill_in_training(spoilt)
-        assert bench.fork("seed=14", "score.enabled=false", "batch_size=4") == 9  # another configuration
-        assert bench.fork("seed=14", "score.enabled=false") == 9
-    unfinished = {p for p in bench.runs() if not (p / "done").exists()}
-    assert folder in unfinished
-    assert len(unfinished) == 2
-    done = bench.train("seed=14", "score.enabled=false")
-    assert done.out.startswith(f"resuming: {folder}\n")
-    assert "rollouts: reusing all 3 shards" in done.out
-    assert done.folder == folder
-    assert (folder / "done").exists()
-    anew = bench.train("seed=14", "score.enabled=false")
-    assert anew.folder != folder
-    assert same(final(folder), final(anew.folder))
-    assert not leftovers(bench.root / "outputs" / "rollouts")
-
-
-def test_a_run_is_not_continued_on_other_prompts(bench, tmp_path, monkeypatch):
-    prompts = write_prompts(tmp_path / "p.jsonl", 6)
-    with monkeypatch.context() as spoilt:
-        kill_in_training(spoilt)
-        assert bench.fork(f"prompts={prompts}", "score.every=2") == 9
-    write_prompts(prompts, 7)
-    done = bench.train(f"prompts={prompts}", "score.every=2")
-    assert done.code == 2
-    assert "have changed since this run began; resume=never" in done.err
-    assert bench.train(f"prompts={prompts}", "score.every=2", "resume=never").code == 0
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)], ids=["INT", "TERM"]
-)
-def test_an_interrupted_run_is_left_unfinished(number, code, bench, monkeypatch):
-    end = callbacks.TrainingBar.on_train_batch_end
-
-    def interrupt(self, trainer, *rest):
-        if trainer.global_step == 4:
-            os.kill(os.getpid(), number)
-        end(self, trainer, *rest)
-
-    with monkeypatch.context() as spoilt:
-        spoilt.setattr(callbacks.TrainingBar, "on_train_batch_end", interrupt)
-        status = bench.fork("seed=15", f"batch_size={2 + number % 2}", "score.enabled=false")
-    assert os.waitstatus_to_exitcode(status) == code
-    (folder,) = [p for p in bench.runs() if not (p / "done").exists() and _seed(p) == 15]
-    done = bench.train("seed=15", f"batch_size={2 + number % 2}", "score.enabled=false")
-    assert done.folder == folder
-    assert "resuming from step 3" in done.out
-
-
-def _seed(folder: Path) -> int:
-    found = re.search(r"^seed: (\d+)", (folder / ".hydra" / "config.yaml").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1])
-
-
-def test_ctrl_c_in_the_rollouts_is_one_line(bench, monkeypatch):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rollouts.Writer, "__call__", interrupt)
-    done = bench.train("seed=16")
-    assert done.code == 130
-    assert re.fullmatch(r"interrupted; the same command goes on in \S+\n", done.err)
-
-
-# -- full disks ----------------------------------------------------------------------------------
-
-
-def test_a_full_disk_while_saving_is_one_line_and_the_run_goes_on_later(bench, straight, monkeypatch):
-    save = callbacks.hub.save
-
-    def full(drafter, target, folder, name):
-        if folder.name == "4.tmp":
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        save(drafter, target, folder, name)
-
-    with monkeypatch.context() as spoilt:
-        spoilt.setattr(callbacks.hub, "save", full)
-        done = bench.train("score.every=2", "score.max_new_tokens=5")
-    assert done.code == 1
-    assert len(done.err.splitlines()) == 1
-    assert "No space left on device" in done.err
-    again = bench.train("score.every=2", "score.max_new_tokens=5")
-    assert again.code == 0
-    assert "resuming from step 2" in again.out
-    assert same(final(again.folder), final(straight))
-    assert not leftovers(again.folder)
-
-
-def test_a_full_disk_in_the_rollouts_is_one_line(bench, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as spoilt:
-        spoilt.setattr(rollouts.pq, "write_table", full)
-        done = bench.train("seed=17")
-    assert done.code == 1
-    assert done.err == "error: No space left on device\n"
-    assert bench.train("seed=17", "score.enabled=false").code == 0
 
 
 # -- other models, other data --------------------------------------------------------------------
@@ -390,7 +189,11 @@ def test_a_sweep_runs_every_job(bench, tmp_path, monkeypatch):
 
 def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
     bench = Bench(tmp_path / 'it\'s "here", (a=b)')
-    options = ["trainer.max_steps=4", "score.every=2", "taps=online", "trainer.precision=32-true"]
+    # Plain SGD without clipping: Adam and the clipping would hide a gradient of another scale.
+    sgd = ["_target_=torch.optim.SGD", "lr=0.1", "weight_decay=0.0"]
+    options = [f"optimizer.optimizer.{option}" for option in sgd]
+    options += ["~optimizer.optimizer.betas", "trainer.gradient_clip_val=null", "taps=online"]
+    options += ["trainer.max_steps=4", "score.every=2", "trainer.precision=32-true"]
     done = subprocess.run(
         [sys.executable, "train.py", *bench.command, *options, "trainer=ddp", "trainer.devices=2"],
         cwd=ROOT,
@@ -412,7 +215,9 @@ def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
         score__enabled=False,
         taps="online",
         trainer__precision="32-true",
+        trainer__gradient_clip_val=None,
         trainer__accumulate_grad_batches=2,
+        optimizer__optimizer={"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1},
     )
     losses = [_losses(folder), _losses(tmp_path / "one")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
@@ -477,6 +282,20 @@ def test_cleaning_removes_files_folders_and_links(tmp_path):
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["a", "keep"]
 
 
-def test_every_user_error_names_the_repositorys_own_class():
-    assert issubclass(UserError, ValueError)
-    assert CONF.is_dir()
+def test_a_published_file_is_renamed_into_place_or_not_there_at_all(tmp_path):
+    path = tmp_path / "file"
+    with publish(path) as temporary:
+        temporary.write_text("whole")
+        assert not path.exists()
+        written = temporary.stat().st_ino
+    assert path.stat().st_ino == written, "copied, so that a reader could meet half of it"
+
+    def fail():
+        with publish(path) as temporary:
+            temporary.write_text("half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        fail()
+    assert path.read_text() == "whole"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

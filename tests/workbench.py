@@ -213,3 +213,18 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Whether two checkpoints are bit for bit the same."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights of a quick run's last checkpoint."""
+    return weights(folder / "checkpoints" / "6")
+
+
+def tau(checkpoint: Path) -> float:
+    """A scored checkpoint's acceptance length."""
+    return json.loads((checkpoint / "score.json").read_text())["tau"]
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What a killed writer would leave."""
+    return [p for p in folder.rglob("*") if p.name.endswith(".tmp")]
