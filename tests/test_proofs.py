@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from exact import target_law
 from scripted import Oracle
 
+from decode.coin import Key, KeyedCoin, Purpose
 from decode.generate import generate
 from decode.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
@@ -35,18 +37,36 @@ def test_all_400_prompts_decode_to_plain_text_token_for_token(dtype, temperature
                 ]
             )
     options = {"max_new_tokens": 64, "sampler": Sampler(temperature), "stop": stop_tokens(target), "seed": 7}
-    accepted = rejected = 0
+    accepted = rejected = split = 0
     for start in range(0, len(prompts), 40):
         part = prompts[start : start + 40]
         plain = generate(target, None, part, **options)
         texts = [p + o.tokens for p, o in zip(part, plain.outputs, strict=True)]
         oracle = Oracle(texts, target.vocab_size)
         drafted = generate(target, oracle, part, plan=Plan(depth=4, width=3, nodes=12), **options)
-        assert [o.tokens for o in drafted.outputs] == [o.tokens for o in plain.outputs]
+        for row, (a, b) in enumerate(zip(plain.outputs, drafted.outputs, strict=True)):
+            if a.tokens != b.tokens:
+                # In fp32 a draw may fall between two roundings of one CDF; nothing else may differ.
+                assert (dtype, temperature) == ("float32", 1.0)
+                assert _distance(target, part[row], a.tokens, b.tokens, row, options) < 2e-5
+                split += 1
         accepted += sum(sum(o.accepted) for o in drafted.outputs)
         rejected += sum(a < k for o in drafted.outputs for a, k in zip(o.accepted, o.offered, strict=True))
     assert accepted > 1000
     assert rejected > 1000
+    assert split <= 2, "25,000 draws, each within 1e-5 of a border with probability of about 1e-5"
+
+
+def _distance(target, prompt, a, b, request, options) -> float:
+    """How far the draw at the first difference lies from the border between the two tokens."""
+    at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    with torch.inference_mode():
+        logits = target.model(input_ids=torch.tensor([prompt + a[:at]])).logits[0, -1:]
+    cdf = options["sampler"].law(logits)[0].double().cumsum(-1)
+    coin = KeyedCoin(options["seed"], [request]).at(np.array([len(prompt) + at]), np.zeros(1))
+    u = float(coin.uniform(Key(Purpose.TARGET, 0))[0]) * float(cdf[-1])
+    low, high = sorted((a[at], b[at]))
+    return max(abs(float(cdf[low]) - u), abs(float(cdf[high - 1]) - u))
 
 
 @pytest.mark.parametrize("plan", [Plan(2), Plan(2, proposal="sampled"), Plan(2, 2, 4)], ids=lambda p: p.name)
