@@ -3,23 +3,34 @@
 `EnumeratingCoin` answers the production code's flips and draws from tapes, one a row. A `Tape`
 replays given picks and then takes first options, noting how many there were; `exact_law` plays
 until none is untried. A `Script` decides the rows that only keep a branching row company.
+
+Proposers that draft any tree from any law are written as generators: see `grow`.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from decode.coin import Key, Purpose
-from decode.draft import PAD, Draft
+from decode.coin import Key, KeyedCoin, Purpose
+from decode.draft import PAD, Draft, Laws
+from decode.generate import generate
+from decode.plan import Plan
 from decode.sampling import Sampler
+from decode.verify import Rows, Verdict, verify
+from drafters.expand import expand
 
 Law = dict[tuple[int, ...], float]
 EXACT = 1e-12
+NOISE = 1e-14  # a chance that is there or not as rounding will have it, and with it the batch
 
 
 class Tape:
@@ -30,10 +41,11 @@ class Tape:
         self.options: list[int] = []
         self.probability = 1.0
         self.keys: set[tuple] = set()
+        self.known: dict[float | tuple, tuple[float, float]] = {}  # see `RealKeys`
 
     def choose(self, chances: Sequence[float]) -> int:
         """Index of one of the outcomes with these probabilities."""
-        possible = [i for i, chance in enumerate(chances) if chance > 0]
+        possible = [i for i, chance in enumerate(chances) if chance > NOISE]
         turn = len(self.options)
         if turn == len(self.picks):
             self.picks.append(self.prefer(len(possible)))
@@ -81,11 +93,11 @@ class EnumeratingCoin:
 
     def at(self, position, rounds) -> EnumeratingCoin:
         """The same tapes in a later round."""
-        return EnumeratingCoin(self.tapes, self.junk, position, rounds)
+        return type(self)(self.tapes, self.junk, position, rounds)
 
     def select(self, rows: Sequence[int]) -> EnumeratingCoin:
         """Keep these rows."""
-        return EnumeratingCoin([self.tapes[r] for r in rows], self.junk)
+        return type(self)([self.tapes[r] for r in rows], self.junk)
 
     def _choose(self, row: int, chances: list[float], key: Key) -> int:
         tape = self.tapes[row]
@@ -108,15 +120,45 @@ class EnumeratingCoin:
         return out
 
     def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
-        """(B,) index."""
+        """(B,) index, or (B, n) for n slots."""
         assert weights.shape[0] == len(self.tapes)
-        out = torch.full((len(self.tapes),), self.junk % weights.shape[1])
-        for row in active.nonzero()[:, 0].tolist():
-            mass = weights[row].double().tolist()
+        assert weights.shape[:-1] == active.shape
+        out = torch.full(active.shape, self.junk % weights.shape[-1])
+        laws, places = weights[active].double().tolist(), active.nonzero().tolist()
+        for mass, (row, *more) in zip(laws, places, strict=True):
+            total = sum(mass)
             assert min(mass) >= 0, "negative mass"
-            assert sum(mass) > 0, "nothing to draw from"
-            out[row] = self._choose(row, [m / sum(mass) for m in mass], key)
+            assert total > 0, "nothing to draw from"
+            name = key._replace(slot=key.slot + more[0]) if more else key
+            out[(row, *more)] = self._choose(row, [m / total for m in mass], name)
         return out
+
+
+class RealKeys(EnumeratingCoin):
+    """Decisions to which the production coin gives one number agree, as they would in production.
+
+    What a decision says of its number is an interval of [0, 1); the next one must be in it too.
+    """
+
+    def __init__(self, tapes: Sequence[Tape], junk: int = 0, position=None, rounds=None) -> None:
+        super().__init__(tapes, junk, position, rounds)
+        self.coin = KeyedCoin(0, [0] * len(self.tapes))  # a request a tape
+        self.coin = self.coin.at(np.array(self.position), np.array(self.rounds))
+
+    def number(self, row: int, key: Key) -> float | tuple:
+        """What a decision is made of."""
+        return float(self.coin.uniform(key)[row])
+
+    def _choose(self, row: int, chances: list[float], key: Key) -> int:
+        tape, number = self.tapes[row], self.number(row, key)
+        low, high = tape.known.get(number, (0.0, 1.0))
+        ends = [0.0, *itertools.accumulate(chances)]
+        ends[-1] = 1.0
+        parts = [(max(low, a), min(high, b)) for a, b in itertools.pairwise(ends)]
+        mass = [(b - a) / (high - low) if b - a > NOISE else 0.0 for a, b in parts]
+        pick = tape.choose(mass)
+        tape.known[number] = parts[pick]
+        return pick
 
 
 def exact_law(play: Callable[[list[Tape]], Sequence[tuple[int, ...]]], abreast: int = 1) -> Law:
@@ -163,14 +205,166 @@ def assert_same_law(got: Law, want: Law) -> None:
     assert error < EXACT, f"{worst}: {got.get(worst, 0):.6f}, should be {want.get(worst, 0):.6f}"
 
 
-class Scripted:
-    """A proposer that remembers each row's text; its drafts are a function of that and a seed."""
+PROMPTS = [[1, 2, 0, 1], [2], [0, 0, 2]]
 
-    def __init__(self, vocab: int, seed: int = 0) -> None:
-        self.vocab, self.seed = vocab, seed
+
+def differences(
+    target, drafter, plan, sampler, length=3, stop=(), prompts=PROMPTS, abreast=96, rows=None, tosses=None
+):
+    """Each row in turn branches on all its decisions, its neighbours following scripts; yields its law
+    and what it should be.
+
+    The row below a draft of depth K first matters for token K + 2: the prefill gives the first.
+    """
+    for row in range(len(prompts)) if rows is None else rows:
+
+        def play(tapes, row=row):
+            coins = [Script(r) for r in range(len(prompts))]
+            coins[row] = tapes[0]
+            batch = [*prompts, *[prompts[row]] * (len(tapes) - 1)]  # further plays ride along
+            coin = (tosses or EnumeratingCoin)([*coins, *tapes[1:]])
+            run = generate(
+                target,
+                drafter,
+                batch,
+                max_new_tokens=length,
+                sampler=sampler,
+                plan=plan,
+                stop=stop,
+                coin=coin,
+            )
+            texts = [tuple(o.tokens) for o in run.outputs]
+            return [texts[row], *texts[len(prompts) :]]
+
+        yield exact_law(play, abreast), target_law(target.model, prompts[row], length, sampler, stop)
+
+
+def check_lossless(*arguments, **options):
+    """`differences` has none."""
+    for got, want in differences(*arguments, **options):
+        assert_same_law(got, want)
+
+
+def complete(law: Law, p: Callable[[tuple[int, ...]], Sequence[float]], length: int) -> Law:
+    """The law of the first `length` tokens when law p goes on where a text ends."""
+    full: dict[tuple[int, ...], float] = defaultdict(float)
+    waiting = list(law.items())
+    while waiting:
+        text, mass = waiting.pop()
+        if len(text) >= length:
+            full[text[:length]] += mass
+        else:
+            waiting += [((*text, token), mass * chance) for token, chance in enumerate(p(text)) if chance > 0]
+    return dict(full)
+
+
+def error(got: Law, want: Law) -> float:
+    """The largest difference at an outcome."""
+    return max(abs(got.get(y, 0.0) - want.get(y, 0.0)) for y in {*got, *want})
+
+
+# -- drafts of any form --------------------------------------------------------------------------
+
+
+class Node(NamedTuple):
+    """A node of one row's draft, as `draft_of` takes it."""
+
+    token: int
+    parent: int = -1  # index among the row's nodes
+    law: Sequence[float] | None = None  # q of a drawn node, or of its first drawn sibling; None: chosen
+
+
+Story = Generator[Sequence[float], int, list[Node]]
+
+
+def draft_of(rows: Sequence[Sequence[Node]], vocab: int, **flags: bool) -> Draft:
+    """One draft of rows that may differ in all; `flags` are those of `Laws`."""
+    size, depth, siblings = max(map(len, rows), default=0), 0, 1
+    is_chain = all(node.parent == i - 1 for nodes in rows for i, node in enumerate(nodes))
+    full, told = [], []  # of each row: nodes; level -> slot -> q
+    for nodes in rows:
+        filler = range(len(nodes), size)
+        full.append([*nodes, *(Node(PAD, i - 1 if is_chain else -1) for i in filler)])
+        level, laws, elders = [0], defaultdict(dict), defaultdict(int)
+        for node in nodes:
+            level.append(level[node.parent + 1] + 1)
+            if node.law is not None:
+                laws[level[-1] - 1].setdefault(node.parent + 1, node.law)
+                elders[node.parent] += 1
+        told.append(laws)
+        depth, siblings = max(depth, *level), max(siblings, *elders.values(), 1)
+    if not depth:
+        return Draft.empty(len(rows), torch.device("cpu"))
+    tokens = torch.tensor([[node.token for node in nodes] for nodes in full])
+    parents = torch.tensor([[node.parent for node in nodes] for nodes in full])
+    sampled = torch.tensor([[node.law is not None for node in nodes] for nodes in full])
+    if not sampled.any():
+        return Draft(tokens, parents, depth, is_chain=is_chain)
+    levels = tuple(max(len(laws[level]) for laws in told) for level in range(depth))
+    owner, q = [], []
+    for laws in told:
+        entries = []
+        for level, count in enumerate(levels):
+            entries += [*laws[level].items(), *[(-1, [0.0] * vocab)] * (count - len(laws[level]))]
+        owner.append([slot for slot, _ in entries])
+        q.append([law for _, law in entries])
+    stated = torch.tensor(q, dtype=torch.float64), torch.tensor(owner), levels, sampled, siblings
+    return Draft(tokens, parents, depth, Laws(*stated, **flags), is_chain)
+
+
+def grow(stories: Sequence[Story], coin: EnumeratingCoin, vocab: int, **flags: bool) -> Draft:
+    """Draft by one generator a row: it yields weights, is sent what was drawn, and returns its nodes."""
+    done: dict[int, list[Node]] = {}
+    asked: dict[int, Sequence[float]] = {}
+
+    def tell(row: int, token: int | None) -> None:
+        try:
+            asked[row] = stories[row].send(token)  # pyright: ignore[reportArgumentType]
+        except StopIteration as end:
+            done[row] = end.value
+            asked.pop(row, None)
+
+    for row in range(len(stories)):
+        tell(row, None)
+    turn = 0
+    while asked:
+        nothing = [0.0] * vocab
+        weights = [asked.get(row, nothing) for row in range(len(stories))]
+        active = torch.tensor([row in asked for row in range(len(stories))])
+        law = torch.tensor(weights, dtype=torch.float64)
+        drawn = coin.draw(law, Key(Purpose.PROPOSE, turn), active).tolist()
+        for row in list(asked):
+            tell(row, drawn[row])
+        turn += 1
+    return draft_of([done[row] for row in range(len(stories))], vocab, **flags)
+
+
+def struck(law: Sequence[float], *taken: int) -> list[float]:
+    """The law given that it is none of these; all zeros where nothing is left."""
+    left = [0.0 if token in taken else mass for token, mass in enumerate(law)]
+    return [mass / (sum(left) or 1.0) for mass in left]
+
+
+# -- proposers -----------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A proposer that remembers each row's text; its drafts are a function of that and a seed.
+
+    With `rounds`, only so many rounds draft; the others decode plainly, which is cheaper to enumerate.
+    """
+
+    def __init__(self, vocab: int, seed: int = 0, rounds: float = math.inf) -> None:
+        self.vocab, self.seed, self.rounds = vocab, seed, rounds
 
     def new_state(self, rows):
+        self.turn = 0
         return [[] for _ in range(rows)]
+
+    def over(self) -> bool:
+        """Whether this round, which is counted, drafts nothing."""
+        self.turn += 1
+        return self.turn > self.rounds
 
     def advance(self, state, target, tokens, taps, counts, root):
         assert len(state) == len(tokens), "rows that left were not dropped"
@@ -236,3 +430,175 @@ class SampledChains(Scripted):
             for text, token in zip(texts, tokens[-1].tolist(), strict=True):
                 text.append(token)
         return Draft.chain(torch.stack(tokens, 1), torch.stack(laws, 1))
+
+
+class Grown(Scripted):
+    """Whatever the plan says, grown by the production `expand` over a table of laws."""
+
+    def logits(self, text: Sequence[int]) -> Tensor:
+        dice = self.dice(text)
+        return torch.tensor([dice.gauss(0, 1.2) for _ in range(self.vocab)], dtype=torch.float64)
+
+    def propose(self, state, target, sampler, coin, plan):
+        if self.over():
+            return Draft.empty(len(state), torch.device("cpu"))
+        entries = [[tuple(text)] for text in state]
+
+        def step(tokens, parents):
+            nonlocal entries
+            lines = [zip(t, p, strict=True) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
+            entries = [[(*old[p], t) for t, p in line] for old, line in zip(entries, lines, strict=True)]
+            return torch.stack([torch.stack([self.logits(list(e)) for e in row]) for row in entries])
+
+        first = torch.stack([self.logits(text) for text in state])
+        return expand(first, step, sampler, coin, plan)
+
+
+class Trees(Scripted):
+    """Trees of no plan's form: drawn and chosen children in any number, holes, rows that are unlike.
+
+    The laws know nothing of the target, and some leave too little to draw from. What hangs below a
+    node depends on the path to it.
+
+    Args:
+        vocab: of the target.
+        seed: of forms and laws.
+        depth: levels at most.
+        drawn: how many drawn children a node may have.
+        chosen: how many chosen ones.
+        replacement: drawn siblings may repeat.
+        rounds: that draft at all; the others decode plainly.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        seed: int = 0,
+        depth: int = 2,
+        drawn: Sequence[int] = (0, 1, 2),
+        chosen: Sequence[int] = (0, 1),
+        replacement: bool = False,
+        rounds: float = 1,
+    ) -> None:
+        super().__init__(vocab, seed, rounds)
+        self.depth, self.drawn, self.chosen, self.replacement = depth, drawn, chosen, replacement
+
+    def law(self, dice: random.Random) -> list[float]:
+        """With zeros; now and then nothing but zeros."""
+        mass = [dice.choice([0.0, dice.random() ** 2, dice.random()]) for _ in range(self.vocab)]
+        return struck(mass) if sum(mass) else mass
+
+    def propose(self, state, target, sampler, coin, plan):
+        if self.over():
+            return Draft.empty(len(state), torch.device("cpu"))
+        stories = [self.story(text) for text in state]
+        return grow(stories, coin, self.vocab, replacement=self.replacement)
+
+    def story(self, text: Sequence[int]) -> Story:
+        """The draft below a text."""
+        nodes: list[Node] = []
+        level: list[tuple[int, list]] = [(-1, [*text, "and"])]
+        for _ in range(self.depth):
+            below = []
+            for parent, path in level:
+                dice = self.dice(path)
+                law, taken, children = self.law(dice), [], []
+                if dice.random() < 0.15:
+                    children.append(Node(PAD, parent, law))  # not there, but the law is
+                for _ in range(dice.choice(self.drawn)):
+                    left = law if self.replacement else struck(law, *taken)
+                    taken.append((yield left) if sum(left) else PAD)
+                    children.append(Node(taken[-1], parent, law))
+                free = [token for token in range(self.vocab) if token not in taken] + [PAD]
+                children += [
+                    Node(t, parent) for t in dice.sample(free, min(dice.choice(self.chosen), len(free)))
+                ]
+                for node in children:
+                    if dice.random() < 0.6:  # even below a hole, where nothing can be reached
+                        below.append((len(nodes), [*path, node.token]))
+                    nodes.append(node)
+            level = below
+        return nodes
+
+
+class Table:
+    """A random row of logits, and a random law of a drafter, for every path below root 0."""
+
+    def __init__(self, seed: int, sampler: Sampler, vocab: int = 3) -> None:
+        self.seed, self.sampler, self.vocab = seed, sampler, vocab
+        self._known: dict[tuple, Any] = {}
+
+    def logits(self, path: Sequence[int]) -> Tensor:
+        """(V,) of the target."""
+        if ("logits", *path) not in self._known:
+            dice = random.Random(f"p {self.seed} {list(path)}")
+            row = [dice.gauss(0, 1.5) for _ in range(self.vocab)]
+            self._known["logits", *path] = torch.tensor(row, dtype=torch.float64)
+        return self._known["logits", *path]
+
+    def p(self, path: Sequence[int]) -> list[float]:
+        """The target's warped law."""
+        if ("p", *path) not in self._known:
+            seen = torch.zeros(1, self.vocab, dtype=torch.bool)
+            seen[0, [0, *path]] = True
+            self._known["p", *path] = self.sampler.law(self.logits(path)[None], seen)[0].tolist()
+        return self._known["p", *path]
+
+    def q(self, path: Sequence[int], zeros: float = 0.0) -> list[float]:
+        """The drafter's law."""
+        if ("q", zeros, *path) not in self._known:
+            dice = random.Random(f"q {self.seed} {list(path)}")
+            mass = [dice.random() ** 2 * (dice.random() >= zeros) for _ in range(self.vocab)]
+            mass[dice.randrange(self.vocab)] += 0.2
+            self._known["q", zeros, *path] = struck(mass)
+        return self._known["q", zeros, *path]
+
+    def law(self, length: int) -> Law:
+        """The target's law of the first tokens."""
+        return complete({(): 1.0}, self.p, length)
+
+    def complete(self, law: Law, length: int) -> Law:
+        """A law of texts, gone on with to this length."""
+        return complete(law, self.p, length)
+
+    def rows(self, draft: Draft) -> Rows:
+        """Of every slot of a draft, as a target pass would give them."""
+        paths = [paths_of(t, p) for t, p in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)]
+        logits = torch.stack([self.logits(path) for line in paths for path in line])
+        logits = logits.unflatten(0, (len(paths), -1))
+        seen = torch.zeros(len(paths), self.vocab, dtype=torch.bool)
+        seen[:, 0] = True
+        return Rows(logits, self.sampler, seen)
+
+    def round(self, tell: Callable[[], Story], plan: Plan, judge=verify, abreast: int = 64, **flags) -> Law:
+        """Exact law of what one round emits: of what is drafted and of how it is verified."""
+
+        def play(tapes):
+            coin = EnumeratingCoin(tapes, junk=self.vocab)
+            draft = grow([tell() for _ in tapes], coin, self.vocab, **flags)
+            return emitted(draft, judge(plan, draft, self.rows(draft), coin))
+
+        return exact_law(play, abreast)
+
+
+def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of every slot, the tokens from the root to it."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent + 1], token))
+    return paths
+
+
+def emitted(draft: Draft, verdict: Verdict) -> list[tuple[int, ...]]:
+    """Each row's tokens, after a look at what else a verdict says."""
+    texts = []
+    for row, count in enumerate((verdict.accepted + 1).tolist()):
+        tokens, slots = verdict.tokens[row].tolist(), verdict.slots[row].tolist()
+        texts.append(tuple(tokens[:count]))
+        assert PAD not in texts[-1], "an absent node was emitted"
+        assert all(t == PAD for t in tokens[count:]), "something follows the extra token"
+        assert not any(slots[count:]), "something follows the slot of the extra token"
+        paths = paths_of(draft.tokens[row].tolist(), draft.parents[row].tolist())
+        for step, slot in enumerate(slots[:count]):
+            assert paths[slot] == texts[-1][:step], "a token was drawn from another slot's row"
+    return texts

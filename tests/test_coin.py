@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.coin import BLOCK, Key, KeyedCoin, Purpose, philox4x32
+from decode.coin import AHEAD, BLOCK, Key, KeyedCoin, Purpose, philox4x32
 
 ALL = torch.ones(3, dtype=torch.bool)
 
@@ -33,7 +33,7 @@ def coins(requests=("a", "b", "c"), position=(5, 9, 0), rounds=(2, 0, 7), seed=3
     return KeyedCoin(seed, requests).at(np.array(position), np.array(rounds))
 
 
-KEYS = [Key(p, slot, index) for p in Purpose for slot in (0, 1, BLOCK, 21) for index in (0, 1)]
+KEYS = [Key(p, slot, index) for p in Purpose for slot in (0, 1, BLOCK, BLOCK - 1, 21) for index in (0, 1)]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -56,6 +56,14 @@ def test_select_then_at_keeps_each_rows_key():
     key = Key(Purpose.ACCEPT, 3)
     later = coins().select([2, 1]).at(np.array([4, 6]), np.array([1, 1]))
     assert later.uniform(key).tolist() == coins(("c", "b"), (4, 6), (1, 1)).uniform(key).tolist()
+
+
+def test_selected_rows_do_not_read_what_others_made():
+    """Though they come to the rounds that the others were in."""
+    key, coin = Key(Purpose.ACCEPT, 3), coins(rounds=(2, 0, 7))
+    coin.uniform(key)
+    later = coin.select([2, 1, 0]).at(np.array([5, 9, 0]), np.array([2, 0, 7]))
+    assert later.uniform(key).tolist() == coins(("c", "b", "a"), rounds=(2, 0, 7)).uniform(key).tolist()
 
 
 def test_draws_do_not_depend_on_the_draws_before():
@@ -86,6 +94,53 @@ def test_the_targets_draw_belongs_to_the_position_whatever_the_round():
     assert early.tolist() == late.tolist()
 
 
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("purpose", Purpose)
+def test_a_draw_is_the_same_alone_and_among_many(purpose, index):
+    """Of one slot, of several at once, from any on, within a block and across its borders."""
+    alone = np.stack([coins().uniform(Key(purpose, slot, index)) for slot in range(3 * BLOCK)], 1)  # (B, n)
+    for first, count in [(0, 1), (0, 5), (3, BLOCK), (BLOCK - 1, 2), (BLOCK, BLOCK), (7, 2 * BLOCK + 9)]:
+        many = coins()._uniforms(Key(purpose, first, index), count)
+        assert many.tolist() == alone[:, first : first + count].tolist()
+
+
+def test_draws_of_several_slots_at_once_are_those_of_each():
+    weights = torch.rand(3, 40, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together = coins().draw(weights, Key(Purpose.PROPOSE, 20, 1), torch.ones(3, 40, dtype=torch.bool))
+    apart = [coins().draw(weights[:, i], Key(Purpose.PROPOSE, 20 + i, 1), ALL) for i in range(40)]
+    assert together.equal(torch.stack(apart, 1))
+
+
+def test_two_passes_of_the_generator_serve_several_rounds(monkeypatch):
+    """One for the target's positions, one for all else; a slot of another block costs another pass."""
+    passes = []
+    real = philox4x32
+    monkeypatch.setattr("decode.coin.philox4x32", lambda *a: passes.append(1) or real(*a))
+    coin = coins()
+    for step in range(AHEAD):
+        later = coin.at(np.array([5, 9, 0]) + np.array([0, step, step // 2]), np.array([2, 0, 7]) + step)
+        for purpose in Purpose:
+            for slot in range(BLOCK):
+                later.uniform(Key(purpose, slot))
+    assert len(passes) == 2
+    coin.uniform(Key(Purpose.ACCEPT, BLOCK))
+    assert len(passes) == 3
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_draws_made_ahead_are_those_of_their_own_round(key):
+    """Rows advance at their own pace, and may fall behind or run ahead of what was made."""
+    dice, coin = np.random.default_rng(0), coins()
+    position, rounds = np.array([5, 9, 0]), np.array([2, 0, 7])
+    for _ in range(4 * AHEAD):
+        position, rounds = position + dice.integers(0, 4, 3), rounds + dice.integers(0, 2, 3)
+        assert (
+            coin.at(position, rounds).uniform(key).tolist()
+            == coins(position=position, rounds=rounds).uniform(key).tolist()
+        )
+    assert coin.uniform(key).tolist() == coins().uniform(key).tolist(), "back to the first"
+
+
 @pytest.mark.parametrize("purpose", [Purpose.PROPOSE, Purpose.ACCEPT, Purpose.RESIDUAL])
 def test_other_draws_belong_to_the_round_whatever_the_position(purpose):
     key = Key(purpose, 1)
@@ -110,14 +165,14 @@ def test_draws_are_uniform_below_one():
 
 
 def test_the_largest_word_is_below_one_and_53_bits_wide(monkeypatch):
-    top = np.full((3, BLOCK), 0xFFFFFFFF, np.uint64)
+    top = np.full((3, AHEAD, len(Purpose) - 1, BLOCK), 0xFFFFFFFF, np.uint64)
     monkeypatch.setattr("decode.coin.philox4x32", lambda *_: (top, top, top, top))
     assert coins().uniform(Key(Purpose.ACCEPT, 0)).tolist() == [1 - 2**-53] * 3
 
 
 def fixed(monkeypatch, value: float) -> KeyedCoin:
     """A coin whose every uniform is `value`."""
-    monkeypatch.setattr(KeyedCoin, "uniform", lambda self, key: np.full(len(self._key), value))
+    monkeypatch.setattr(KeyedCoin, "_uniforms", lambda self, key, n: np.full((len(self._key), n), value))
     return coins()
 
 

@@ -6,18 +6,23 @@ random fp64 model; its exact law of a row's first tokens must be that of full fo
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from exact import (
+    PROMPTS,
     EnumeratingCoin,
     FixedChains,
     FixedTrees,
+    Grown,
+    RealKeys,
     SampledChains,
     Script,
     Scripted,
-    assert_same_law,
-    exact_law,
-    target_law,
+    Trees,
+    check_lossless,
 )
 
 from decode.draft import PAD
@@ -25,12 +30,37 @@ from decode.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
 
-PROMPTS = [[1, 2, 0, 1], [2], [0, 0, 2]]
 CHAIN = Plan(depth=2)
 TREE = Plan(depth=2, width=2, nodes=5)
 DEEP = Plan(depth=3, width=2, nodes=9)
 SAMPLED = Plan(depth=2, proposal="sampled")
 PAIR = Plan(depth=1, proposal="sampled")
+BLOCK = Plan(depth=2, proposal="sampled", rule="block")
+TWO_ONE = ((0,), (1,), (0, 0))
+THREE = ((0,), (1,), (2,), (1, 0))
+BUSHY = ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
+LOPSIDED = ((0,), (1,), (2,), (0, 0), (2, 0), (2, 1))
+DRAWN = {  # every rule on every kind of draft that is drawn, in whole or in part
+    "block": BLOCK,
+    "block, as traversal": Plan(depth=2, proposal="sampled", rule="traversal"),
+    "chain, matched": Plan(depth=2, proposal="sampled", rule="match"),
+    "siblings": Plan(tree=TWO_ONE, proposal="sampled"),
+    "siblings, traversal": Plan(tree=TWO_ONE, proposal="sampled", rule="traversal"),
+    "siblings, matched": Plan(tree=TWO_ONE, proposal="sampled", rule="match"),
+    "repeating siblings": Plan(tree=TWO_ONE, proposal="sampled", replacement=True),
+    "repeating siblings, traversal": Plan(
+        tree=TWO_ONE, proposal="sampled", replacement=True, rule="traversal"
+    ),
+    "three siblings": Plan(tree=THREE, proposal="sampled"),
+    "three siblings, traversal": Plan(tree=THREE, proposal="sampled", rule="traversal"),
+    "hybrid": Plan(tree=BUSHY, proposal="hybrid"),
+    "hybrid, traversal": Plan(tree=BUSHY, proposal="hybrid", rule="traversal"),
+    "hybrid, matched": Plan(tree=BUSHY, proposal="hybrid", rule="match"),
+    "lopsided hybrid": Plan(tree=LOPSIDED, proposal="hybrid"),
+    "lopsided hybrid, traversal": Plan(tree=LOPSIDED, proposal="hybrid", rule="traversal"),
+    "dynamic hybrid": Plan(2, 2, 3, proposal="hybrid"),
+    "wide dynamic hybrid": Plan(2, 3, 5, proposal="hybrid"),
+}
 WARPERS = {
     "top_p": Sampler(0.5, top_p=0.9),
     "top_k": Sampler(0.5, top_k=2),
@@ -38,35 +68,6 @@ WARPERS = {
     "penalty": Sampler(0.5, repetition_penalty=1.7),
     "all": Sampler(0.8, top_k=2, top_p=0.95, min_p=0.05, repetition_penalty=0.7),
 }
-
-
-def check_lossless(target, drafter, plan, sampler, length=3, stop=(), prompts=PROMPTS, abreast=48, rows=None):
-    """Each row in turn branches on all its decisions, its neighbours following scripts.
-
-    The row below a draft of depth K first matters for token K + 2: the prefill gives the first.
-    """
-    for row in range(len(prompts)) if rows is None else rows:
-
-        def play(tapes, row=row):
-            coins = [Script(r) for r in range(len(prompts))]
-            coins[row] = tapes[0]
-            batch = [*prompts, *[prompts[row]] * (len(tapes) - 1)]  # further plays ride along
-            coin = EnumeratingCoin([*coins, *tapes[1:]])
-            run = generate(
-                target,
-                drafter,
-                batch,
-                max_new_tokens=length,
-                sampler=sampler,
-                plan=plan,
-                stop=stop,
-                coin=coin,
-            )
-            texts = [tuple(o.tokens) for o in run.outputs]
-            return [texts[row], *texts[len(prompts) :]]
-
-        want = target_law(target.model, prompts[row], length, sampler, stop)
-        assert_same_law(exact_law(play, abreast), want)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
@@ -99,6 +100,132 @@ def test_token_is_lossless_over_three_rounds(tiny_target):
     check_lossless(tiny_target(), SampledChains(3), PAIR, Sampler(0.5), length=4, abreast=128, rows=[0])
 
 
+@pytest.mark.parametrize("path", DRAWN)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_every_rule_is_lossless_on_what_is_drawn(tiny_target, path, temperature):
+    """Grown by the production `expand` from laws that know nothing of the target."""
+    # Of three tokens, two siblings would leave one.
+    vocab = 4 if "siblings" in path or DRAWN[path].width > 2 else 3
+    drafter = Grown(vocab, 1, rounds=1 if vocab == 4 or "matched" in path else math.inf)
+    check_lossless(tiny_target(vocab=vocab), drafter, DRAWN[path], Sampler(temperature), rows=[0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("rule", ["match", "recursive", "traversal"])
+def test_rows_of_unlike_trees_are_lossless(tiny_target, rule, replacement, seed):
+    """Drawn and chosen nodes, holes, laws of nothing, siblings that run out: see `Trees`."""
+    drafter = Trees(3, seed, replacement=replacement)
+    check_lossless(tiny_target(), drafter, Plan(2, 3, 20, rule=rule), Sampler(0.7), length=4)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_rows_of_many_more_unlike_trees_are_lossless(tiny_target, rule, replacement):
+    for seed in range(3, 30):
+        drafter, plan = Trees(4, seed, replacement=replacement), Plan(2, 3, 20, rule=rule)
+        check_lossless(tiny_target(vocab=4), drafter, plan, Sampler(0.7), length=4, abreast=256, rows=[1])
+
+
+def test_the_unlike_trees_are_as_unlike_as_they_should_be(tiny_target):
+    """What the test above draws has all that it is there for."""
+    found = set()
+
+    class Seen(Trees):
+        def propose(self, *arguments):
+            draft = super().propose(*arguments)
+            if draft.laws is not None:
+                real, drawn, laws = draft.tokens != PAD, draft.laws.sampled, draft.laws
+                found.update(
+                    name
+                    for name, there in {
+                        "hole": (~real & drawn).any(),
+                        "node below a hole": (real & ~real.gather(1, draft.parents.clamp_min(0))).any(),
+                        "row without a law": (laws.owner == -1).any(),
+                        "law of nothing": ((laws.owner >= 0) & (laws.q.sum(-1) == 0)).any(),
+                        "three siblings": laws.siblings == 3,
+                        "drawn and chosen": (real & drawn).any() and (real & ~drawn).any(),
+                        "rows of other sizes": len(set(real.sum(1).tolist())) > 1,
+                        "row of nothing": (~real).all(1).any(),
+                        "repeated sibling": draft.laws.replacement,
+                    }.items()
+                    if there
+                )
+            return draft
+
+    for seed in range(3):
+        for replacement in (False, True):
+            drafter = Seen(3, seed, replacement=replacement)
+            check_lossless(tiny_target(), drafter, Plan(2, 3, 20), Sampler(0.7), length=2, rows=[0])
+    assert len(found) == 9, found
+
+
+class Swayed(Grown):
+    """Laws that are flat or steep, so that what is drawn decides what is kept."""
+
+    def logits(self, text):
+        dice = self.dice(text)
+        spread = dice.choice([0.1, 2.0])
+        return torch.tensor([dice.gauss(0, spread) for _ in range(self.vocab)], dtype=torch.float64)
+
+
+class Dropped(Swayed):
+    """Counts drawn nodes that were grown from and yet not kept."""
+
+    count = 0
+
+    def propose(self, *arguments):
+        draft = super().propose(*arguments)
+        if draft.laws is not None:
+            self.count += int((draft.laws.owner == -1).sum())
+        return draft
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 4), *(pytest.param(shape, marks=pytest.mark.proof) for shape in [(4, 2, 6), (3, 3, 6)])]
+)
+def test_a_tree_that_keeps_its_best_nodes_is_lossless(tiny_target, shape):
+    """The rerank over the whole tree drops drawn nodes, and what is drawn decides which."""
+    plan, vocab = Plan(*shape, proposal="hybrid"), shape[1] + 1
+    drafter = Dropped(vocab, 1, rounds=1)
+    options = {"length": shape[0] + 2, "prompts": PROMPTS[:1], "abreast": 512}
+    check_lossless(tiny_target(vocab=vocab), drafter, plan, Sampler(1.0), **options)
+    assert drafter.count > 20
+
+
+class Reduced(Grown):
+    """A draft vocabulary without token 1: q is padded with a zero there."""
+
+    def logits(self, text):
+        return super().logits(text).index_fill(0, torch.tensor([1]), -torch.inf)
+
+
+@pytest.mark.parametrize("path", ["block", "siblings", "siblings, traversal", "hybrid", "dynamic hybrid"])
+def test_a_reduced_draft_vocabulary_is_lossless(tiny_target, path):
+    check_lossless(tiny_target(), Reduced(3, 2), DRAWN[path], Sampler(0.7), rows=[0])
+    check_lossless(tiny_target(), Reduced(3, 2), SAMPLED, Sampler(0.7), rows=[0])
+
+
+class Counted(Grown):
+    """Counts the rounds of the longest run."""
+
+    most = 0
+
+    def over(self):
+        self.most = max(self.most, self.turn + 1)
+        return super().over()
+
+
+@pytest.mark.parametrize("rule", ["block", "traversal", "token"])
+def test_rounds_are_lossless_with_the_keys_of_the_production_coin(tiny_target, rule):
+    """Each draw is known by its Philox number: were one used twice, two decisions would agree."""
+    plan, drafter = Plan(depth=2, proposal="sampled", rule=rule), Counted(2, 3)
+    prompts, options = [[1, 0, 0, 1]], {"abreast": 512, "tosses": RealKeys}
+    check_lossless(tiny_target(vocab=2), drafter, plan, Sampler(0.7), length=5, prompts=prompts, **options)
+    assert drafter.most >= 3
+
+
 @pytest.mark.parametrize("warper", WARPERS)
 def test_match_is_lossless_under_every_warper(tiny_target, warper):
     check_lossless(tiny_target(), FixedTrees(3), TREE, WARPERS[warper])
@@ -107,6 +234,15 @@ def test_match_is_lossless_under_every_warper(tiny_target, warper):
 @pytest.mark.parametrize("warper", WARPERS)
 def test_token_is_lossless_under_every_warper(tiny_target, warper):
     check_lossless(tiny_target(), SampledChains(3), SAMPLED, WARPERS[warper])
+
+
+@pytest.mark.parametrize(
+    "path", ["block", "siblings", "siblings, traversal", "hybrid, traversal", "dynamic hybrid"]
+)
+@pytest.mark.parametrize("warper", WARPERS)
+def test_every_rule_is_lossless_under_every_warper(tiny_target, warper, path):
+    """Below a prompt of one token: penalties have yet to begin, and differ from slot to slot."""
+    check_lossless(tiny_target(), Grown(3, 1), DRAWN[path], WARPERS[warper], rows=[1])
 
 
 def test_greedy_heeds_the_repetition_penalty(tiny_target):
@@ -121,6 +257,12 @@ def test_match_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_nam
     check_lossless(target, make_drafter(drafter_name, target), plan, Sampler(temperature))
 
 
+@pytest.mark.parametrize("path", ["block", "siblings", "hybrid, traversal", "wide dynamic hybrid"])
+def test_every_rule_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_name, path):
+    target = tiny_target()
+    check_lossless(target, make_drafter(drafter_name, target), DRAWN[path], Sampler(0.7), rows=[0])
+
+
 @pytest.mark.parametrize("sampler", [Sampler(0.5), Sampler(1.0), WARPERS["all"]], ids=["0.5", "1", "all"])
 def test_token_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_name, sampler):
     target = tiny_target()
@@ -128,7 +270,15 @@ def test_token_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_nam
 
 
 @pytest.mark.parametrize(
-    ("drafter", "plan"), [(FixedTrees(3), TREE), (SampledChains(3), SAMPLED)], ids=["match", "token"]
+    ("drafter", "plan"),
+    [
+        (FixedTrees(3), TREE),
+        (SampledChains(3), SAMPLED),
+        (SampledChains(3), BLOCK),
+        (Trees(3, rounds=math.inf), Plan(2, 3, 20, rule="recursive")),
+        (Trees(3, rounds=math.inf), Plan(2, 3, 20, rule="traversal")),
+    ],
+    ids=["match", "token", "block", "recursive", "traversal"],
 )
 def test_rows_that_stop_on_their_own_leave_the_others_exact(tiny_target, drafter, plan):
     check_lossless(tiny_target(), drafter, plan, Sampler(1.0), stop=[2])
@@ -160,7 +310,15 @@ def test_drafts_past_the_end_of_the_context_change_nothing(tiny_target):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "plan"), [(FixedTrees(4), TREE), (SampledChains(4), SAMPLED)], ids=["match", "token"]
+    ("drafter", "plan"),
+    [
+        (FixedTrees(4), TREE),
+        (SampledChains(4), SAMPLED),
+        (SampledChains(4), BLOCK),
+        (Trees(4, rounds=math.inf), Plan(2, 3, 20, rule="recursive")),
+        (Trees(4, rounds=math.inf), Plan(2, 3, 20, rule="traversal")),
+    ],
+    ids=["match", "token", "block", "recursive", "traversal"],
 )
 def test_what_inactive_rows_are_told_never_matters(tiny_target, drafter, plan):
     target = tiny_target(vocab=4)
@@ -181,14 +339,16 @@ def test_what_inactive_rows_are_told_never_matters(tiny_target, drafter, plan):
         assert all(run == runs[0] for run in runs)
 
 
+@pytest.mark.parametrize("rule", ["match", "recursive", "traversal"])
 @pytest.mark.parametrize("sampler", [Sampler(1.0), WARPERS["all"]], ids=["1", "all"])
-def test_match_reproduces_plain_sampling_token_for_token(tiny_target, sampler):
+def test_chosen_drafts_reproduce_plain_sampling_token_for_token(tiny_target, sampler, rule):
+    """Where nothing is drawn, every rule is `match`, keyed as plain decoding."""
     target = tiny_target(vocab=5)
     prompts = [[1, 2, 0, 1], [2], [0, 4, 2], [3, 3]]
     options = {"max_new_tokens": 24, "sampler": sampler, "seed": 5, "stop": [4]}
     plain = [o.tokens for o in generate(target, None, prompts, **options).outputs]
     for seed in range(3):
-        run = generate(target, FixedTrees(5, seed), prompts, plan=TREE, **options)
+        run = generate(target, FixedTrees(5, seed), prompts, plan=replace(TREE, rule=rule), **options)
         assert [o.tokens for o in run.outputs] == plain
         assert any(sum(o.accepted) for o in run.outputs)
 

@@ -1,26 +1,31 @@
-"""Growing a draft: chains, and EAGLE-2's tree against plain Python over a table of laws."""
+"""Growing a draft: chains and trees against plain Python over a table of laws."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from exact import EnumeratingCoin, Script
+from exact import EnumeratingCoin, Script, paths_of, struck
 from faces import ONE, best_paths, paths
 
-from decode.draft import Draft
+from decode.draft import PAD, Draft
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.expand import expand
 
+V = 6
+Path = tuple[int, ...]
+
 
 def table_logits(seed: int, row: int, path) -> torch.Tensor:
     dice = random.Random(f"{seed} {row} {list(path)}")
-    return torch.tensor([dice.gauss(0, 2) for _ in range(6)], dtype=torch.float64)
+    return torch.tensor([dice.gauss(0, 2) for _ in range(V)], dtype=torch.float64)
 
 
-def grow(seed: int, rows: int, plan: Plan) -> Draft:
+def grow(seed: int, rows: int, plan: Plan, sampler: Sampler = ONE, coin=None, table=table_logits) -> Draft:
     """`expand` over a table of laws; `step` follows every entry's path."""
     entries = [[()] for _ in range(rows)]
 
@@ -28,12 +33,11 @@ def grow(seed: int, rows: int, plan: Plan) -> Draft:
         nonlocal entries
         pairs = [list(zip(t, p, strict=True)) for t, p in zip(token.tolist(), parent.tolist(), strict=True)]
         entries = [[(*entries[row][p], t) for t, p in line] for row, line in enumerate(pairs)]
-        return torch.stack(
-            [torch.stack([table_logits(seed, r, e) for e in row]) for r, row in enumerate(entries)]
-        )
+        return torch.stack([torch.stack([table(seed, r, e) for e in row]) for r, row in enumerate(entries)])
 
-    first = torch.stack([table_logits(seed, row, ()) for row in range(rows)])
-    return expand(first, step, ONE, EnumeratingCoin([Script(r) for r in range(rows)]), plan)
+    first = torch.stack([table(seed, row, ()) for row in range(rows)])
+    coin = coin or EnumeratingCoin([Script(r) for r in range(rows)])
+    return expand(first, step, sampler, coin, plan)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +77,273 @@ def test_a_chain_conditions_each_token_on_those_before(proposal):
                 torch.testing.assert_close(draft.q[row, depth], logits.softmax(-1), rtol=0, atol=1e-12)
 
 
-def test_a_chains_laws_ignore_the_repetition_penalty():
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(2, proposal="sampled"),
+        Plan(tree=[(0,), (1,), (0, 0)], proposal="sampled"),
+        Plan(tree=[(0,), (1,)], proposal="hybrid"),
+    ],
+    ids=lambda p: p.name,
+)
+def test_drawn_laws_ignore_the_repetition_penalty(plan):
     """The drafter has no history; any law is right as long as it is the one drawn from."""
-    logits = torch.randn(2, 6)
+    logits = torch.randn(2, V)
     coin = EnumeratingCoin([Script(0), Script(1)])
     sampler = Sampler(0.5, repetition_penalty=1.5)
-    draft = expand(logits, lambda *_: logits[:, None], sampler, coin, Plan(2, proposal="sampled"))
-    torch.testing.assert_close(draft.q[:, 0], (logits / 0.5).softmax(-1))
+    draft = expand(
+        logits, lambda token, _: logits[:, None].expand(-1, token.shape[1], -1), sampler, coin, plan
+    )
+    law = (logits / 0.5).softmax(-1)
+    if plan.proposal == "hybrid":
+        law = law.scatter(1, law.argmax(1, keepdim=True), 0.0)
+        law = law / law.sum(1, keepdim=True)
+    torch.testing.assert_close(draft.q[:, 0], law)
+
+
+# -- trees that are drawn, in whole or in part ---------------------------------------------------
+
+
+class Settled:
+    """Draws a token that depends on the law alone, so that plain Python knows it; or another one."""
+
+    def __init__(self, other: dict[tuple, int] | None = None) -> None:
+        self.other = other or {}
+
+    @staticmethod
+    def name(mass: Sequence[float]) -> tuple:
+        return tuple(round(m / sum(mass), 9) for m in mass)
+
+    def choose(self, mass: Sequence[float]) -> int:
+        name = self.name(mass)
+        return self.other.get(name) or random.Random(str(name)).choices(range(len(mass)), mass)[0]
+
+    def draw(self, weights, key, active):
+        out = torch.zeros_like(active, dtype=torch.long)
+        for place in active.nonzero().tolist():
+            out[tuple(place)] = self.choose(weights[tuple(place)].tolist())
+        return out
+
+
+def law_of(seed: int, row: int, sampler: Sampler = ONE) -> Callable[[Path], list[float]]:
+    return lambda path: sampler.law(table_logits(seed, row, path)[None])[0].tolist()
+
+
+def likeliest(law: Sequence[float], count: int) -> list[int]:
+    return sorted(range(V), key=lambda t: (-law[t], t))[:count]
+
+
+def reference(law, plan: Plan, coin: Settled) -> dict[Path, bool]:
+    """Paths that a dynamic hybrid keeps -> whether the last token was drawn."""
+    looked: list[tuple[float, Path, bool]] = []
+    beams: list[tuple[float, Path]] = [(0.0, ())]
+    for _ in range(plan.depth):
+        level = []
+        for score, path in beams:
+            q, top = law(path), likeliest(law(path), plan.width - 1)
+            rest = struck(q, *top)
+            if sum(rest):
+                mass = 1 - sum(q[t] for t in top)
+                level.append((score + math.log(mass), (*path, coin.choose(rest)), True))
+            level += [(score + math.log(q[t]), (*path, t), False) for t in top if q[t]]
+        looked += level
+        beams = [(s, p) for s, p, _ in sorted(level, key=lambda node: -node[0])[: plan.width]]
+    return {path: drawn for _, path, drawn in sorted(looked, key=lambda node: -node[0])[: plan.nodes]}
+
+
+HYBRIDS = [(1, 3, 3), (2, 2, 4), (3, 3, 7), (4, 2, 6), (3, 5, 20), (3, 3, 39)]
+WARPERS = [ONE, Sampler(0.7), Sampler(1.0, top_k=3), Sampler(0.6, top_p=0.8, min_p=0.02)]
+
+
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_a_dynamic_hybrid_keeps_the_best_of_drawn_and_likeliest_children(shape):
+    plan, coin = Plan(*shape, proposal="hybrid"), Settled()
+    drawn = 0
+    for seed, sampler in enumerate(WARPERS):
+        draft = grow(seed, 3, plan, sampler, coin)
+        for row in range(3):
+            want = reference(law_of(seed, row, sampler), plan, coin)
+            found = {p: bool(draft.laws.sampled[row, node]) for p, node in paths(draft, row).items() if p}
+            assert found == want
+            drawn += sum(want.values())
+    assert drawn > 5
+
+
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_what_is_drawn_decides_nothing_about_itself(shape):
+    """Every drawn node that is kept would be kept in its place, whatever had been drawn there."""
+    plan, moved = Plan(*shape, proposal="hybrid"), 0
+    for seed in range(3):
+        first = grow(seed, 1, plan, ONE, Settled())
+        before = paths(first, 0)
+        for path, node in before.items():
+            if not path or not first.laws.sampled[0, node]:
+                continue
+            q = law_of(seed, 0)(path[:-1])
+            rest = struck(q, *likeliest(q, plan.width - 1))
+            for token in [t for t in range(1, V) if rest[t] and t != path[-1]]:
+                again = grow(seed, 1, plan, ONE, Settled({Settled.name(rest): token}))
+                after = paths(again, 0)
+                node = after.get((*path[:-1], token))
+                assert node is not None, "what was drawn decided that it is dropped"
+                assert again.laws.sampled[0, node]
+                moved += {p for p in before if path != p[: len(path)]} != {
+                    p for p in after if (*path[:-1], token) != p[: len(path)]
+                }
+    assert moved or shape not in [(3, 3, 7), (4, 2, 6)], "what is drawn should decide something elsewhere"
+
+
+STATIC = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (0, 1, 1), (0, 1, 2), (2, 0, 0)]
+
+
+def ranks_of(draft: Draft) -> list[Path]:
+    """Of every node, the child ranks on the way to it."""
+    found: list[Path] = [()]
+    parents = draft.parents[0].tolist()
+    for node, parent in enumerate(parents):
+        found.append((*found[parent + 1], parents[:node].count(parent)))
+    return found[1:]
+
+
+@pytest.mark.parametrize("sampler", WARPERS)
+@pytest.mark.parametrize("proposal", ["fixed", "sampled", "repeated", "hybrid"])
+def test_a_static_tree_has_the_form_it_was_given(proposal, sampler):
+    """Rank r is the likeliest but r, or the drawn child and then the likeliest of the others."""
+    repeated = proposal == "repeated"
+    plan = Plan(tree=STATIC, proposal="sampled" if repeated else proposal, replacement=repeated)
+    coin = Settled()
+    draft = grow(5, 3, plan, sampler, coin)
+    assert ranks_of(draft) == list(plan.tree)
+    for row in range(3):
+        law, known = (
+            law_of(5, row, sampler),
+            paths_of(draft.tokens[row].tolist(), draft.parents[row].tolist()),
+        )
+        fans = [sum(path[:-1] == slot for path in plan.tree) for slot in [(), *plan.tree]]
+        for slot, fan in enumerate(fans):
+            if not fan or PAD in known[slot]:
+                continue
+            q, want = law(known[slot]), []
+            if proposal == "hybrid":
+                top = likeliest(q, fan - 1)
+                rest = struck(q, *top)
+                want = [coin.choose(rest) if sum(rest) else PAD, *top]
+                if sampler.top_k or sampler.top_p < 1:  # of tokens without mass, any will do
+                    want = [t for t in want if t == PAD or q[t]]
+            elif proposal == "fixed":
+                want = likeliest(table_logits(5, row, known[slot]).tolist(), fan)
+            else:
+                for _ in range(fan):
+                    rest = q if repeated else struck(q, *want)
+                    want.append(coin.choose(rest) if sum(rest) else PAD)
+            got = [p[-1] for p, up in zip(known[1:], draft.parents[row], strict=True) if up == slot - 1]
+            assert len(got) == fan
+            assert got[: len(want)] == want
+
+
+@pytest.mark.parametrize("sampler", WARPERS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tree=STATIC, proposal="sampled"),
+        Plan(tree=STATIC, proposal="hybrid"),
+        Plan(3, 3, 7, proposal="hybrid"),
+        Plan(3, 3, 4, proposal="hybrid"),
+    ],
+    ids=lambda p: p.name,
+)
+def test_every_drawn_node_has_the_law_it_was_drawn_from(plan, sampler):
+    """Which is that of its own slot, at its own level, without the children that were chosen."""
+    draft = grow(2, 3, plan, sampler, Settled())
+    laws = draft.laws
+    assert sum(laws.levels) == laws.q.shape[1]
+    assert len(laws.levels) == plan.depth
+    level = [n for n, size in enumerate(laws.levels) for _ in range(size)]
+    for row in range(3):
+        known = paths_of(draft.tokens[row].tolist(), draft.parents[row].tolist())
+        assert plan.proposal == "hybrid" or laws.sampled[row].all()
+        drawn = laws.sampled[row] & (draft.tokens[row] != PAD)
+        assert set((draft.parents[row][drawn] + 1).tolist()) <= set(laws.owner[row].tolist())
+        assert (
+            sorted(laws.owner[row].tolist()) == sorted({*laws.owner[row].tolist()}) or -1 in laws.owner[row]
+        )
+        for entry, slot in enumerate(laws.owner[row].tolist()):
+            if slot < 0 or PAD in known[slot]:
+                continue
+            assert len(known[slot]) == level[entry]
+            q = law_of(2, row, sampler)(known[slot])
+            if plan.proposal == "hybrid":
+                fan = plan.width
+                if plan.tree:
+                    fan = int((draft.parents[row] == slot - 1).sum())
+                q = struck(q, *likeliest(q, fan - 1))
+            torch.testing.assert_close(
+                laws.q[row, entry], torch.tensor(q, dtype=torch.float64), rtol=0, atol=1e-12
+            )
+
+
+@pytest.mark.parametrize("plan", [Plan(2, 3, 6, proposal="hybrid"), Plan(tree=STATIC, proposal="hybrid")])
+def test_a_hybrid_at_temperature_zero_is_the_fixed_tree(plan):
+    fixed = Plan(plan.depth, plan.width, plan.nodes) if not plan.tree else Plan(tree=plan.tree)
+    one, other = grow(1, 3, plan, Sampler(0.0)), grow(1, 3, fixed, Sampler(0.0))
+    assert one.laws is None
+    assert one.tokens.equal(other.tokens)
+    assert one.parents.equal(other.parents)
+
+
+@pytest.mark.parametrize("proposal", ["fixed", "sampled", "hybrid"])
+def test_children_that_no_vocabulary_has_are_absent(proposal):
+    """Eight children of six tokens; or of three, where the law has no more."""
+    plan = Plan(tree=[(rank,) for rank in range(8)], proposal=proposal)
+    for sampler, most in ((ONE, V), (Sampler(1.0, top_k=3), 3)):
+        draft = grow(0, 3, plan, sampler)
+        for row in range(3):
+            real = [t for t in draft.tokens[row].tolist() if t != PAD]
+            assert len(set(real)) == len(real)
+            if proposal != "fixed" and sampler.top_k:  # a chosen token may have no mass, a drawn one must
+                drawn = draft.tokens[row][draft.laws.sampled[row] & (draft.tokens[row] != PAD)].tolist()
+                assert len(drawn) == (most if proposal == "sampled" else 0)
+            else:
+                assert len(real) == V
+
+
+def test_of_equal_scores_the_older_node_is_kept():
+    """A certain law scores a child as its parent; two halves score theirs alike, and
+    a flat one all."""
+
+    def halves(seed, row, path):
+        flat = torch.full((V,), -torch.inf, dtype=torch.float64)
+        return flat.index_fill(0, torch.tensor([5] if path else [2, 4]), 0.0)
+
+    def certain(seed, row, path):
+        return torch.tensor([-torch.inf] * (V - 1) + [0.0], dtype=torch.float64)
+
+    for proposal in ("fixed", "hybrid"):
+        draft = grow(0, 2, Plan(3, 2, 4, proposal=proposal), ONE, Settled(), certain)
+        for row in range(2):
+            assert set(paths(draft, row)) == {(), (5,), (5, 5), (5, 5, 5)}
+    draft = grow(0, 2, Plan(3, 2, 4), ONE, Settled(), halves)
+    for row in range(2):
+        assert set(paths(draft, row)) == {(), (2,), (4,), (2, 5), (4, 5)}
+    draft = grow(0, 2, Plan(2, V, 20), ONE, Settled(), lambda *_: torch.zeros(V, dtype=torch.float64))
+    assert draft.parents.tolist() == [[-1] * 6 + [0] * 6 + [1] * 6 + [2] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tree=STATIC, proposal="sampled"),
+        Plan(tree=STATIC, proposal="hybrid"),
+        Plan(3, 3, 7, proposal="hybrid"),
+    ],
+    ids=lambda p: p.name,
+)
+def test_rows_are_grown_each_by_its_own_laws(plan):
+    """A row alone is what it is beside others."""
+    together = grow(3, 4, plan, ONE, Settled())
+    for row in range(4):
+        alone = grow(3, 1, plan, ONE, Settled(), lambda seed, _, path, row=row: table_logits(seed, row, path))
+        for name in ("tokens", "parents"):
+            assert getattr(alone, name)[0].equal(getattr(together, name)[row])
+        for name in ("q", "owner", "sampled"):
+            assert getattr(alone.laws, name)[0].equal(getattr(together.laws, name)[row])

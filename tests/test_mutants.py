@@ -17,6 +17,7 @@ import torch
 from exact import FixedTrees
 from faces import both
 
+from decode.coin import Purpose
 from decode.plan import Plan
 from decode.sampling import Sampler
 
@@ -33,6 +34,7 @@ class Mutant(NamedTuple):
 
 ONE = Sampler(1.0)
 EAGLE = {"drafter_name": "eagle"}
+LM = {"drafter_name": "lm"}
 CHAIN = Plan(depth=3)
 BUSHY = {"drafter": FixedTrees(3), "plan": Plan(2, 2, 5)}
 EXACT = "test_exact_decoding:test_"
@@ -44,15 +46,72 @@ LONE = (EXACT + "a_row_is_exact_in_a_batch_of_three_replayed_one_by_one", {})
 CHAINS = (EXACT + "match_on_chains_is_lossless", {"temperature": 0.5})
 TOKEN = (EXACT + "token_is_lossless_past_a_chain_accepted_whole", {"temperature": 0.5})
 TOLD = (EXACT + "a_drafter_is_told_the_settled_tokens_and_their_own_taps", {"seed": 0, "stop": []})
-PLAIN = (EXACT + "match_reproduces_plain_sampling_token_for_token", {"sampler": ONE})
+PLAIN = (EXACT + "chosen_drafts_reproduce_plain_sampling_token_for_token", {"sampler": ONE, "rule": "match"})
 ENDS = (EXACT + "nothing_follows_an_end_token_and_counts_are_cut_there", {"stop": [2]})
 STOPS = (EXACT + "nothing_follows_an_end_token_and_counts_are_cut_there", {"stop": [0, 3]})
 GOLDEN = "test_drafters:test_anchors_depths_and_teacher_rows_are_where_the_conventions_say"
 
+WALK, TRY, LEAVES = "decode.verify:_walk", "decode.verify:_try_sampled", "decode.verify:_leaf_chances"
+FAIL, TRAVERSAL, GROWTH = "decode.verify:_fail_sampled", "decode.verify:traversal", "drafters.expand:_Growth"
+DYNAMIC, STATIC, FORM = "drafters.expand:_dynamic", "drafters.expand:_static", "drafters.expand:_form"
+DRAWS = "decode.coin:KeyedCoin._draws"
+CLOSED = ("test_verify:test_token_has_the_law_of_its_closed_form", {"sampler": "1", "depth": 2})
+PADDED = "test_verify:test_padding_matches_no_token_not_even_the_first"
+BEST = ("test_expand:test_a_tree_is_the_best_of_eagle_2s_expansion", {"plan": Plan(3, 3, 7)})
+HYBRID = (
+    "test_expand:test_a_dynamic_hybrid_keeps_the_best_of_drawn_and_likeliest_children",
+    {"shape": (3, 3, 7)},
+)
+RANKED = (EXACT + "a_tree_that_keeps_its_best_nodes_is_lossless", {"shape": (3, 2, 4)})
+TRANSPORT = (
+    "test_verify:test_a_hybrid_node_reaches_the_optimal_transport_bound",
+    {"width": 2, "rule": "recursive"},
+)
+ABSENT = "test_expand:test_children_that_no_vocabulary_has_are_absent"
+FORKED = ((0,), (1,), (0, 0), (1, 0), (1, 1))
+SHARED = "test_coin:test_no_two_decisions_share_a_draw"
+
+
+def matched(tree: str, sampler: str = "1") -> tuple[str, dict[str, Any]]:
+    return "test_verify:test_match_has_the_law_of_its_closed_form", {"sampler": sampler, "tree": tree}
+
+
+def oracle(rule: str, form: str) -> tuple[str, dict[str, Any]]:
+    return "test_verify:test_every_draft_is_verified_as_by_the_oracle", {"rule": rule, "form": form}
+
+
+def chosen(tree: str) -> tuple[str, dict[str, Any]]:
+    """All nodes, by `traversal`."""
+    name = "test_verify:test_where_all_nodes_are_chosen_the_rules_are_one_law"
+    return name, {"rule": "traversal", "tree": tree}
+
+
+def drawn(path: str) -> tuple[str, dict[str, Any]]:
+    return EXACT + "every_rule_is_lossless_on_what_is_drawn", {"path": path, "temperature": 0.7}
+
+
+def refused(name: str) -> tuple[str, dict[str, Any]]:
+    return "test_wrong_variants:test_what_would_not_be_lossless_is_refused_and_why", {"name": name}
+
+
+def rounds(rule: str) -> tuple[str, dict[str, Any]]:
+    return EXACT + "rounds_are_lossless_with_the_keys_of_the_production_coin", {"rule": rule}
+
+
+def laws(plan: Plan) -> tuple[str, dict[str, Any]]:
+    name = "test_expand:test_every_drawn_node_has_the_law_it_was_drawn_from"
+    return name, {"plan": plan, "sampler": ONE}
+
+
+def form(proposal: str, sampler: Sampler = ONE) -> tuple[str, dict[str, Any]]:
+    name = "test_expand:test_a_static_tree_has_the_form_it_was_given"
+    return name, {"proposal": proposal, "sampler": sampler}
+
+
 MUTANTS = {
     # -- the target's pass over a tree
     "position = slot index": Mutant(
-        "decode.target:Target.extend", "block.sum(-1) - 1", "torch.arange(block.shape[1])", *TREES
+        "decode.lm:CausalLM.forward", "block.sum(-1) - 1", "torch.arange(block.shape[1])", *TREES
     ),
     "siblings visible": Mutant(
         "decode.target:Target.extend",
@@ -86,9 +145,12 @@ MUTANTS = {
         "settled.max().expand_as(settled)[:, None] + torch.arange(behind",
         *CHAINS,
     ),
+    "a mask forgotten for ragged rows": Mutant(
+        "decode.lm:CausalLM._mask", "len(set(store.lengths)) == 1", "True", FACES, LM
+    ),
     # -- the row cache
     "cropped, not compacted": Mutant(
-        "decode.generate:_Loop.round",
+        "decode.loop:Loop.round",
         "target.keep(counts, None if draft.is_chain else verdict.slots)",
         "target.keep(counts)",
         *TREES,
@@ -126,112 +188,361 @@ MUTANTS = {
         {"plan": CHAIN, "sampler": Sampler(0.0)},
     ),
     "a rejected chain stays": Mutant(
-        "decode.generate:_Loop.round",
+        "decode.loop:Loop.round",
         "[a + 1 for a in self._accepted]",
         "[draft.depth + 1 for a in self._accepted]",
         *CHAINS,
     ),
-    # -- the rules
+    # -- the rules, from the root
     "wrong p row": Mutant(
-        "decode.verify:match",
-        "rows.law(slot)",
-        "rows.law((slot - 1).clamp_min(0))",
-        "test_verify:test_match_has_the_law_of_its_closed_form",
-        {"sampler": "0.5", "tree": "deep"},
+        WALK, "rows.law(slot)", "rows.law((slot - 1).clamp_min(0))", *matched("deep", "0.5")
     ),
-    "any node is a child": Mutant(
-        "decode.verify:match",
-        "(draft.parents == slot[:, None] - 1) & (draft.tokens == y[:, None])",
-        "draft.tokens == y[:, None]",
-        "test_verify:test_match_has_the_law_of_its_closed_form",
-        {"sampler": "1", "tree": "deep"},
+    "any node is a child": Mutant(WALK, "(draft.parents == slot[:, None] - 1) & ", "", *matched("deep")),
+    "an inactive row descends": Mutant(WALK, "active & (child >= 0)", "(child >= 0)", *matched("deep")),
+    "padding is token 0": Mutant(WALK, " & (draft.tokens != PAD)", "", PADDED, {"rule": "token"}),
+    "padding is token 0, in the loop": Mutant(
+        WALK,
+        " & (draft.tokens != PAD)",
+        "",
+        EXACT + "rows_of_unlike_trees_are_lossless",
+        {"rule": "recursive", "replacement": False, "seed": 0},
     ),
-    "padding is token 0": Mutant(
-        "decode.verify:match",
-        "(draft.tokens == y[:, None])",
-        "(draft.tokens.clamp_min(0) == y[:, None])",
-        "test_verify:test_padding_matches_no_token_not_even_the_first",
-        {"rule": "match"},
+    "a drawn child that stands is drawn over": Mutant(
+        WALK, "y = torch.where(child < 0, y, kept)", "pass", *oracle("recursive", "hybrid")
     ),
-    "padding is accepted": Mutant(
-        "decode.verify:token",
-        "active & keep & real",
-        "active & keep",
-        "test_verify:test_padding_matches_no_token_not_even_the_first",
+    "chosen children are matched with p": Mutant(
+        WALK, "law, child = _try_sampled(", "_, child = _try_sampled(", *oracle("recursive", "hybrid")
+    ),
+    "one key for all depths": Mutant(WALK, "Key(purpose, depth)", "Key(purpose, 0)", *matched("deep")),
+    "the law of another slot's children": Mutant(
+        TRY, "laws.owner == slot[:, None]", "laws.owner >= 0", *oracle("recursive", "without")
+    ),
+    "a chosen child is weighed by q": Mutant(
+        TRY, "waiting = below & laws.sampled", "waiting = below", *oracle("recursive", "hybrid")
+    ),
+    "siblings out of order": Mutant(
+        TRY,
+        "node = _first(waiting)",
+        "node = torch.where(waiting.any(-1), waiting.cumsum(-1).argmax(-1), -1)",
+        *oracle("recursive", "without"),
+    ),
+    "siblings out of order, in the loop": Mutant(
+        TRY,
+        "node = _first(waiting)",
+        "node = torch.where(waiting.any(-1), waiting.cumsum(-1).argmax(-1), -1)",
+        *drawn("siblings"),
+    ),
+    "a sibling is examined twice": Mutant(
+        TRY,
+        "waiting.scatter(1, node.clamp_min(0)[:, None], value=False)",
+        "waiting",
+        *oracle("recursive", "without"),
+    ),
+    "q is not struck": Mutant(TRY, "q if laws.replacement else _struck(q, at)", "q", *drawn("siblings")),
+    "q is struck though siblings repeat": Mutant(
+        TRY,
+        "q if laws.replacement else _struck(q, at)",
+        "_struck(q, at)",
+        *oracle("recursive", "with replacement"),
+    ),
+    "q is struck and left short": Mutant(
+        "decode.verify:_struck",
+        "left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)",
+        "left",
+        *oracle("recursive", "without"),
+    ),
+    "p for every sibling": Mutant(
+        TRY,
+        "trying & ~keep)",
+        "trying & ~keep & (rank + 1 == laws.siblings))",
+        *oracle("recursive", "without"),
+    ),
+    "a residual where nothing was rejected": Mutant(
+        TRY, "_without(law, q, trying & ~keep)", "_without(law, q, ~keep)", *oracle("recursive", "hybrid")
+    ),
+    "siblings are tried after one stands": Mutant(
+        TRY, "(node >= 0) & (child < 0)", "(node >= 0)", *oracle("recursive", "without")
+    ),
+    "one key for all siblings": Mutant(
+        TRY, "Key(Purpose.ACCEPT, depth, rank)", "Key(Purpose.ACCEPT, depth)", *oracle("recursive", "without")
+    ),
+    "p instead of the residual": Mutant("decode.verify:_without", "(law - q).clamp_min(0)", "law", *CLOSED),
+    "p instead of the residual, in the loop": Mutant(
+        "decode.verify:_without", "(law - q).clamp_min(0)", "law", *TOKEN
+    ),
+    "the residual the other way round": Mutant(
+        "decode.verify:_without", "(law - q).clamp_min(0)", "(q - law).clamp_min(0)", *CLOSED
+    ),
+    "zero residual": Mutant(
+        "decode.verify:_without",
+        "where[..., None] & (mass > 0)",
+        "where[..., None]",
+        "test_verify:test_a_residual_of_zero_falls_back_to_the_targets_law",
         {"rule": "token"},
     ),
-    "an inactive row descends": Mutant(
-        "decode.verify:match",
-        "active & child.any(-1)",
-        "child.any(-1)",
-        "test_verify:test_match_has_the_law_of_its_closed_form",
-        {"sampler": "1", "tree": "deep"},
-    ),
-    "p instead of the residual": Mutant(
-        "decode.verify:token",
-        "(p - law).clamp_min(0)",
-        "p",
-        "test_verify:test_token_has_the_law_of_its_closed_form",
-        {"sampler": "1", "depth": 1},
-    ),
-    "p instead of the residual, in the loop": Mutant(
-        "decode.verify:token", "(p - law).clamp_min(0)", "p", *TOKEN
-    ),
-    "extra token without temperature": Mutant(
-        "decode.verify:token",
-        "rows.law(torch.full_like(accepted, draft.depth))",
-        "rows._logits[:, -1].softmax(-1)",
-        "test_verify:test_token_has_the_law_of_its_closed_form",
-        {"sampler": "0.5", "depth": 2},
-    ),
-    "extra token without temperature, in the loop": Mutant(
-        "decode.verify:token",
-        "rows.law(torch.full_like(accepted, draft.depth))",
-        "rows._logits[:, -1].softmax(-1)",
+    "a law without its warpers": Mutant(
+        "decode.verify:Rows.law",
+        "self._sampler.law(self._logits[self._row, slot], self._seen)",
+        "self._logits[self._row, slot].softmax(-1)",
         *TOKEN,
     ),
-    "residual of a later depth": Mutant(
-        "decode.verify:token",
-        "torch.where(active[:, None], rejected, residual)",
-        "rejected",
-        "test_verify:test_token_has_the_law_of_its_closed_form",
-        {"sampler": "1", "depth": 2},
-    ),
-    "padding has a residual": Mutant("decode.verify:token", " * real[:, None]", "", *TOKEN),
-    "zero residual": Mutant(
-        "decode.verify:token",
-        "torch.where(rejected.sum(-1, keepdim=True) > 0, rejected, p)",
-        "rejected",
-        "test_verify:test_a_residual_of_zero_falls_back_to_the_targets_law",
-        {},
-    ),
     "penalty ignores the path": Mutant(
-        "decode.verify:Rows.follow",
-        "|= active",
-        "|= False",
-        "test_verify:test_match_has_the_law_of_its_closed_form",
-        {"sampler": "penalty", "tree": "deep"},
+        "decode.verify:Rows.follow", "|= active", "|= False", *matched("deep", "penalty")
     ),
     "penalty writes into the sequence": Mutant(
         "decode.verify:Rows.__init__",
         "seen.clone()",
         "seen",
-        "test_verify:test_match_has_the_law_of_its_closed_form",
-        {"sampler": "penalty", "tree": "siblings"},
+        "test_verify:test_a_verdict_leaves_the_sequence_as_it_was",
+        {"rule": "match"},
     ),
     "penalty forgets what was emitted": Mutant(
-        "decode.generate:_Loop._carry",
+        "decode.loop:Loop._carry",
         "self.seen.scatter_(1,",
         "self.seen.clone().scatter_(1,",
         EXACT + "match_is_lossless_under_every_warper",
         {"warper": "penalty"},
     ),
-    "chosen tokens pass for sampled ones": Mutant(
-        "decode.verify:verify",
-        "needs_laws and draft.q is None and draft.depth",
-        "False",
-        "test_verify:test_token_refuses_tokens_that_were_chosen",
+    "greedy goes by a node's own row": Mutant(
+        "decode.verify:match", "y.gather(1, draft.parents + 1)", "y[:, 1:]", *matched("deep", "greedy")
+    ),
+    "greedy forgets the path's penalty": Mutant(
+        "decode.verify:Rows.best",
+        "self._seen_at(draft)",
+        "self._seen.repeat_interleave(self._logits.shape[1], 0)",
+        "test_verify:test_the_best_token_of_a_slot_is_the_one_that_its_law_allows",
         {},
+    ),
+    # -- the rules, from the leaves
+    "penalty forgets each slot's path": Mutant(
+        "decode.verify:Rows._seen_at",
+        "self._seen[:, None] | below",
+        "self._seen[:, None].expand_as(below)",
+        EXACT + "every_rule_is_lossless_under_every_warper",
+        {"warper": "penalty", "path": "siblings, traversal"},
+    ),
+    "laws without their warpers": Mutant(
+        "decode.verify:Rows.laws",
+        "self._sampler.law(self._logits.flatten(0, 1), self._seen_at(draft))",
+        "self._logits.flatten(0, 1).softmax(-1)",
+        *drawn("block"),
+    ),
+    "the root may fail": Mutant(TRAVERSAL, "chance[:, -1] = 1.0", "chance[:, -1] = 0.5", *drawn("block")),
+    "level after level, not leaf after leaf": Mutant(
+        TRAVERSAL, "draft.leaf_first().argsort(-1)", "draft.levels.sort(-1, True).indices", *chosen("deep")
+    ),
+    "younger siblings first": Mutant(
+        "decode.draft:Draft.leaf_first",
+        "(order[:, None] < order)",
+        "(order[:, None] > order)",
+        *oracle("traversal", "without"),
+    ),
+    "slots stand though others stood before": Mutant(
+        TRAVERSAL, "chance * failed", "chance", *oracle("traversal", "hybrid")
+    ),
+    "what is left of another slot": Mutant(
+        TRAVERSAL, "law = left[row, end]", "law = left[row, 0]", *oracle("traversal", "hybrid")
+    ),
+    "failed chosen children come back": Mutant(
+        TRAVERSAL, "(~node).to(law)", "torch.ones_like(node).to(law)", *oracle("traversal", "hybrid")
+    ),
+    "padding strikes token 0": Mutant(
+        TRAVERSAL, " & (draft.tokens != PAD)", "", *oracle("traversal", "all chosen below")
+    ),
+    "the mass of elders is forgotten": Mutant(
+        LEAVES, "1 - above * elders", "elders * 0 + 1", *chosen("siblings")
+    ),
+    "a chosen child stands as if its parent did": Mutant(
+        LEAVES, "_ratio(above * mass,", "_ratio(mass,", *oracle("traversal", "hybrid")
+    ),
+    "a slot stands as if nothing below had failed": Mutant(
+        LEAVES, "torch.where(kept < 1,", "torch.where(kept < 0,", *oracle("traversal", "hybrid")
+    ),
+    "a slot stands with what its children leave": Mutant(
+        LEAVES, "_ratio(w * kept, w * kept + (1 - w))", "w * kept", *oracle("traversal", "hybrid")
+    ),
+    "a repeated chosen child takes mass again": Mutant(
+        LEAVES, "fixed = fixed & ~(elder", "fixed = fixed | (elder", *chosen("twice")
+    ),
+    "deeper levels are taken for this one": Mutant(
+        LEAVES, "== level + 1", ">= level + 1", *oracle("traversal", "hybrid")
+    ),
+    "laws of the level above": Mutant(LEAVES, "start += size", "start += 0", *oracle("traversal", "hybrid")),
+    "s + 1 - w of chosen children": Mutant(
+        LEAVES,
+        "w * kept + (1 - w)",
+        "w * kept + 1 - w",
+        "test_verify:test_a_small_chance_to_fail_survives_single_precision",
+        {"drawn": False},
+    ),
+    "s + 1 - w of drawn children": Mutant(
+        FAIL,
+        "mass + (1 - chance)",
+        "mass + 1 - chance",
+        "test_verify:test_a_small_chance_to_fail_survives_single_precision",
+        {"drawn": True},
+    ),
+    "less than no chance": Mutant(
+        LEAVES, ".clamp_min(0)\n    ", "\n    ", "test_verify:test_no_slot_has_less_than_no_chance", {}
+    ),
+    "a child stands as if its parent did": Mutant(
+        FAIL, "_ratio(chance * law.gather", "_ratio(law.gather", *drawn("block")
+    ),
+    "a child stands more than surely": Mutant(FAIL, ".clamp_max(1)", "", *oracle("traversal", "without")),
+    "the residual of p, not of w p": Mutant(FAIL, "chance[..., None] * law - q", "law - q", *drawn("block")),
+    "p stays after a child has failed": Mutant(
+        FAIL, "rest / mass[..., None], law)", "law, law)", *drawn("block")
+    ),
+    "w stays after a child has failed": Mutant(
+        FAIL, "_ratio(mass, mass + (1 - chance))", "chance", *oracle("traversal", "without")
+    ),
+    "w after a failure is what is left": Mutant(
+        FAIL, "_ratio(mass, mass + (1 - chance))", "mass", *drawn("block")
+    ),
+    "padding stands": Mutant(
+        FAIL, "(laws.sampled & (draft.tokens != PAD))", "laws.sampled", PADDED, {"rule": "block"}
+    ),
+    "a chosen child stands by q": Mutant(
+        FAIL,
+        "(laws.sampled & (draft.tokens != PAD))",
+        "(draft.tokens != PAD)",
+        *oracle("traversal", "without"),
+    ),
+    "siblings out of order, from the leaves": Mutant(
+        FAIL,
+        "node = _first(waiting)",
+        "node = torch.where(waiting.any(-1), waiting.cumsum(-1).argmax(-1), -1)",
+        *drawn("siblings, traversal"),
+    ),
+    "q is not struck, from the leaves": Mutant(
+        FAIL, "q if laws.replacement else _struck(q, at)", "q", *drawn("siblings, traversal")
+    ),
+    "q is struck though siblings repeat, from the leaves": Mutant(
+        FAIL,
+        "q if laws.replacement else _struck(q, at)",
+        "_struck(q, at)",
+        *oracle("traversal", "with replacement"),
+    ),
+    "the extra token at the end": Mutant(
+        "decode.verify:_settle",
+        "accepted[:, None], extra",
+        "torch.full_like(accepted, draft.depth)[:, None], extra",
+        *oracle("traversal", "hybrid"),
+    ),
+    "the path below the slot that stands": Mutant(
+        "decode.verify:_settle",
+        "draft.ancestors()[row, end]",
+        "draft.ancestors()[row, :, end]",
+        *oracle("traversal", "hybrid"),
+    ),
+    "a chain's laws belong to its nodes, not to their parents": Mutant(
+        "decode.draft:Draft.chain", "parents + 1,", "parents + 2,", *TOKEN
+    ),
+    # -- lossy rules
+    "entropy raises the threshold": Mutant(
+        "decode.verify:lenient",
+        ".sum(-1).neg().exp()",
+        ".sum(-1).exp()",
+        "test_verify:test_a_lenient_rule_keeps_the_longest_path_above_its_threshold",
+        {"rule": "typical"},
+    ),
+    "the first path, not the longest": Mutant(
+        "decode.verify:_longest",
+        "draft.levels.masked_fill(fails.any(-1), -1)",
+        "(draft.levels > 0).int().masked_fill(fails.any(-1), -1)",
+        "test_verify:test_a_lenient_rule_keeps_the_longest_path_above_its_threshold",
+        {"rule": "threshold"},
+    ),
+    "a path is as good as its last token": Mutant(
+        "decode.verify:_longest",
+        "draft.ancestors()[:, :, 1:] & ~good",
+        "torch.eye(good.shape[1] + 1, dtype=torch.bool)[None, :, 1:] & ~good",
+        "test_verify:test_a_lenient_rule_keeps_the_longest_path_above_its_threshold",
+        {"rule": "threshold"},
+    ),
+    "padding is typical": Mutant(
+        "decode.verify:lenient", " & (draft.tokens != PAD)", "", PADDED, {"rule": "typical"}
+    ),
+    # -- what is refused
+    "chosen tokens pass for drawn ones": Mutant(
+        "decode.verify:verify",
+        "(rule.needs_laws and draft.laws is None)",
+        "False",
+        "test_verify:test_a_rule_for_drawn_chains_refuses_tokens_that_were_chosen",
+        {"rule": "token"},
+    ),
+    "a tree passes for a chain": Mutant(
+        "decode.verify:verify",
+        "(rule.needs_chain and not draft.is_chain)",
+        "False",
+        "test_verify:test_a_rule_for_chains_refuses_a_tree",
+        {"rule": "block"},
+    ),
+    "selected nodes pass": Mutant(
+        "decode.verify:verify",
+        "draft.laws.selected",
+        "False",
+        "test_verify:test_a_rule_that_reads_laws_refuses_nodes_selected_by_their_tokens",
+        {"rule": "recursive"},
+    ),
+    "ranked nodes pass": Mutant(
+        "decode.verify:verify",
+        "draft.laws.ranked",
+        "False",
+        "test_verify:test_traversal_refuses_nodes_ranked_against_one_another",
+        {},
+    ),
+    "ranked nodes are not marked": Mutant(
+        GROWTH + ".draft",
+        "not self.plan.tree",
+        "False",
+        "test_wrong_variants:test_what_ranks_tell_of_is_marked_so_that_traversal_refuses_it",
+        {},
+    ),
+    "drawn nodes may be ranked": Mutant(
+        "decode.plan:Plan.__post_init__",
+        'self.proposal == "sampled" and self.width > 1 and not self.tree',
+        "False",
+        *refused("a drawn dynamic tree"),
+    ),
+    "ranked nodes may be traversed": Mutant(
+        "decode.plan:Plan._choose_rule",
+        'self.rule == "traversal" and self.proposal == "hybrid"',
+        "False",
+        *refused("traversal of a dynamic hybrid"),
+    ),
+    "token takes a tree": Mutant(
+        "decode.plan:Plan._choose_rule",
+        'self.width > 1 or self.proposal != "sampled"',
+        'self.proposal != "sampled"',
+        *refused("token on a tree"),
+    ),
+    "block takes chosen nodes": Mutant(
+        "decode.plan:Plan._choose_rule",
+        'self.width > 1 or self.proposal != "sampled"',
+        "self.width > 1",
+        *refused("block on chosen nodes"),
+    ),
+    "a hybrid may be a chain": Mutant(
+        "decode.plan:Plan.__post_init__",
+        'self.proposal == "hybrid" and self.depth and self.width == 1',
+        "False",
+        *refused("a hybrid chain"),
+    ),
+    "chosen siblings may repeat": Mutant(
+        "decode.plan:Plan.__post_init__",
+        'self.replacement and not (self.proposal == "sampled" and self.tree)',
+        "False",
+        *refused("repeated siblings of a hybrid"),
+    ),
+    "a child may have no elder": Mutant(
+        "decode.plan:Plan._fit_tree", " or elder not in known", "", *refused("a child without its elder")
+    ),
+    "lossy rules run unasked": Mutant(
+        "decode.plan:Plan._choose_rule",
+        "(self.rule in LOSSY) != self.lossy",
+        "self.lossy and self.rule not in LOSSY",
+        *refused("typical without consent"),
     ),
     # -- the coin
     "accept without strictness": Mutant(
@@ -256,31 +567,59 @@ MUTANTS = {
         {},
     ),
     "a key without the round": Mutant(
-        "decode.coin:KeyedCoin._block",
-        "zero + self._round[:, None]",
-        "zero",
-        "test_coin:test_no_two_decisions_share_a_draw",
-        {},
+        DRAWS, "counter + slots if drawn else counter,", "counter + slots if drawn else zero,", SHARED, {}
     ),
-    "a key without the slot": Mutant(
-        "decode.coin:KeyedCoin._block",
-        "zero + slots",
-        "zero",
-        "test_coin:test_no_two_decisions_share_a_draw",
+    "a key without the round, by token": Mutant(
+        DRAWS,
+        "counter + slots if drawn else counter,",
+        "counter + slots if drawn else zero,",
+        *rounds("token"),
+    ),
+    "a key without the round, by block": Mutant(
+        DRAWS,
+        "counter + slots if drawn else counter,",
+        "counter + slots if drawn else zero,",
+        *rounds("block"),
+    ),
+    "draws of one place in two rounds agree, by block": Mutant(
+        DRAWS,
+        "counter + slots if drawn else counter,\n            zero if drawn else zero + slots,",
+        "counter + slots,\n            zero,",
+        *rounds("block"),
+    ),
+    "draws of one place in two rounds agree, by traversal": Mutant(
+        DRAWS,
+        "counter + slots if drawn else counter,\n            zero if drawn else zero + slots,",
+        "counter + slots,\n            zero,",
+        *rounds("traversal"),
+    ),
+    "the target's draws count rounds": Mutant(
+        "decode.coin:KeyedCoin._turn_to", "self._position if page[0] else self._round", "self._round", *PLAIN
+    ),
+    "a key without the slot": Mutant(DRAWS, "zero if drawn else zero + slots", "zero", SHARED, {}),
+    "blocks repeat their slots": Mutant(
+        DRAWS, "np.arange(block * BLOCK, (block + 1) * BLOCK,", "np.arange(0, BLOCK,", SHARED, {}
+    ),
+    "a draw without its number": Mutant(DRAWS, "np.uint64(number)", "np.uint64(0)", SHARED, {}),
+    "draws begin with their block": Mutant(
+        "decode.coin:KeyedCoin._uniforms",
+        "place : place + count",
+        "0:count",
+        "test_coin:test_a_draw_is_the_same_alone_and_among_many",
+        {"purpose": Purpose.PROPOSE, "index": 0},
+    ),
+    "selected rows read what others made": Mutant(
+        "decode.coin:KeyedCoin.select",
+        "self._round[index], {})",
+        "self._round[index], self._pages)",
+        "test_coin:test_selected_rows_do_not_read_what_others_made",
         {},
     ),
     "a key without the purpose": Mutant(
-        "decode.coin:KeyedCoin._block",
-        "np.uint64(purpose)",
-        "np.uint64(0)",
-        "test_coin:test_no_two_decisions_share_a_draw",
-        {},
+        DRAWS, "np.array(purposes, np.uint64)[:, None]", "np.uint64(0)", SHARED, {}
     ),
     "the position does not count slots": Mutant(
-        "decode.coin:KeyedCoin._block",
-        "self._position[:, None] + slots",
-        "self._position[:, None] + zero",
-        *PLAIN,
+        DRAWS, "counter + slots if drawn else counter,", "counter,", *PLAIN
     ),
     "select keeps the first rows' keys": Mutant(
         "decode.coin:KeyedCoin.select",
@@ -290,11 +629,11 @@ MUTANTS = {
         {},
     ),
     "position off by one": Mutant(
-        "decode.generate:_Loop._settle", "np.array(self._accepted) + 1", "np.array(self._accepted)", *PLAIN
+        "decode.loop:Loop._settle", "np.array(self._accepted) + 1", "np.array(self._accepted)", *PLAIN
     ),
-    "rounds do not count": Mutant("decode.generate:_Loop._settle", "(0 if first else 1)", "0", *TOKEN),
+    "rounds do not count": Mutant("decode.loop:Loop._settle", "(0 if first else 1)", "0", *TOKEN),
     "53 bits are 52": Mutant(
-        "decode.coin:KeyedCoin._block",
+        DRAWS,
         "words[1] >> np.uint64(11)",
         "words[1] >> np.uint64(12)",
         "test_coin:test_the_largest_word_is_below_one_and_53_bits_wide",
@@ -302,36 +641,43 @@ MUTANTS = {
     ),
     # -- the loop
     "stale root": Mutant(
-        "decode.generate:_Loop._carry",
+        "decode.loop:Loop._carry",
         "verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]",
         "verdict.tokens[:, 0]",
         *TOLD,
     ),
     "taps of the first slots, not of the path": Mutant(
-        "decode.generate:_Loop.round", "read.taps[row, path]", "read.taps[:, : path.shape[1]]", *TOLD
+        "decode.loop:Loop.round", "read.taps[row, path]", "read.taps[:, : path.shape[1]]", *TOLD
     ),
     "taps of rows that left": Mutant(
-        "decode.generate:_Loop._carry",
+        "decode.loop:Loop._carry",
         "taps[running], root[running]",
         "taps[: len(running)], root[running]",
         EXACT + "a_drafter_is_told_the_settled_tokens_and_their_own_taps",
         {"seed": 2, "stop": [3]},
     ),
     "the drafter keeps rows that left": Mutant(
-        "decode.generate:_Loop._carry",
+        "decode.loop:Loop._carry",
         "self.drafter.select(self.state, running)",
         "pass",
         EXACT + "a_drafter_is_told_the_settled_tokens_and_their_own_taps",
         {"seed": 2, "stop": [3]},
     ),
     "the end token is not trimmed before counting": Mutant(
-        "decode.generate:_Loop._settle", "tokens[: end + 1], True", "tokens, True", *ENDS
+        "decode.loop:Loop._settle", "tokens[: end + 1], True", "tokens, True", *ENDS
     ),
     "only the last token may be an end": Mutant(
-        "decode.generate:_Loop._settle",
+        "decode.loop:Loop._settle",
         "for i, t in enumerate(tokens) if",
         "for i, t in [(0, tokens[0])] if",
         *STOPS,
+    ),
+    "stop strings of one row end another": Mutant(
+        "decode.loop:Loop._is_end",
+        "self.ends[request]",
+        "self.ends[0]",
+        "test_stop:test_the_law_of_a_stopped_text_is_the_targets",
+        {"drafter": FixedTrees(4), "plan": Plan(2, 2, 5), "strings": ["ab"]},
     ),
     "one token too many": Mutant(
         "decode.generate:_limits",
@@ -363,7 +709,7 @@ MUTANTS = {
         {"temperature": 1.0},
     ),
     "negative logits are divided too": Mutant(
-        "decode.sampling:Sampler.law",
+        "decode.sampling:Sampler._penalised",
         "z * penalty",
         "z / penalty",
         "test_sampling:test_the_law_is_that_of_transformers",
@@ -408,16 +754,16 @@ MUTANTS = {
         EAGLE,
     ),
     "a level sees its cousins": Mutant(
-        "drafters.eagle:Eagle.propose",
-        "own = torch.eye(token.shape[1], dtype=torch.bool, device=token.device)",
-        "own = torch.ones(token.shape[1], token.shape[1], dtype=torch.bool)",
+        "drafters.layers:descend",
+        "own = torch.eye(width, dtype=torch.bool, device=parent.device)",
+        "own = torch.ones(width, width, dtype=torch.bool)",
         LEVELS,
         EAGLE,
     ),
     "a child of the wrong beam": Mutant(
-        "drafters.eagle:Eagle.propose",
+        "drafters.layers:descend",
         "reach.gather(1, parent[..., None].expand(-1, -1, reach.shape[-1]))",
-        "reach",
+        "reach.expand(-1, width, -1)",
         LEVELS,
         EAGLE,
     ),
@@ -434,6 +780,29 @@ MUTANTS = {
         "scratch + torch.arange(block.shape[1])",
         LEVELS,
         EAGLE,
+    ),
+    "a draft model reads the root twice": Mutant(
+        "drafters.lm:DraftLM.advance", "tokens[:, 1:], [n - 1 for n in counts]", "tokens, counts", FACES, LM
+    ),
+    "a draft model forgets the root": Mutant(
+        "drafters.lm:DraftLM.advance", "[n + 1 for n in counts]", "list(counts)", FACES, LM
+    ),
+    "a draft model's prediction at the padding": Mutant(
+        "drafters.lm:DraftLM.advance",
+        "last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]",
+        "last[:, -1]",
+        FACES,
+        LM,
+    ),
+    "a draft model writes over its draft": Mutant(
+        "drafters.lm:DraftLM.propose", "read += width", "read += 0", FACES, LM
+    ),
+    "a draft model's selected rows are the first": Mutant(
+        "drafters.lm:DraftLM.select",
+        "state.logits[list(rows)]",
+        "state.logits[: len(rows)]",
+        "test_drafters:test_select_keeps_these_rows_in_this_order",
+        LM | {"rows": [2, 0]},
     ),
     "the unroll does not move on": Mutant(
         "drafters.eagle:Eagle.unroll", "[depth - 1 : length + depth - 1]", "[:length]", FACES, EAGLE
@@ -484,32 +853,142 @@ MUTANTS = {
         EAGLE | {"sampler": Sampler(0.5)},
     ),
     "q of the sampler's defaults": Mutant(
-        "drafters.expand:_chain",
+        "drafters.expand:expand",
         "Sampler(sampler.temperature,",
         "Sampler(1.0,",
         "test_drafters:test_a_sampled_chains_laws_are_warped_as_the_sampler_says",
         EAGLE,
     ),
+    "the drafter's law is penalised without its history": Mutant(
+        "drafters.expand:expand",
+        "warp = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)",
+        "warp = sampler",
+        "test_expand:test_drawn_laws_ignore_the_repetition_penalty",
+        {"plan": Plan(2, proposal="sampled")},
+    ),
+    "a hybrid draws where nothing can be drawn": Mutant(
+        "drafters.expand:expand",
+        '(plan.proposal == "hybrid" and not sampler.temperature)',
+        "False",
+        "test_expand:test_a_hybrid_at_temperature_zero_is_the_fixed_tree",
+        {"plan": Plan(2, 3, 6, proposal="hybrid")},
+    ),
     "one key for every drafted token": Mutant(
         "drafters.expand:_chain",
-        "Key(Purpose.PROPOSE, depth)",
+        "Key(Purpose.PROPOSE, level)",
         "Key(Purpose.PROPOSE, 0)",
         EXACT + "token_with_a_drafter_is_lossless",
         EAGLE | {"sampler": Sampler(0.5)},
     ),
-    "a beam's parent is its rank": Mutant(
-        "drafters.expand:_tree",
-        "beam_parent, slot = best // width,",
-        "beam_parent, slot = best % width,",
-        "test_expand:test_a_tree_is_the_best_of_eagle_2s_expansion",
-        {"plan": Plan(3, 3, 7)},
+    "one key for every level": Mutant(
+        GROWTH + "._draw",
+        "Key(Purpose.PROPOSE, first, number)",
+        "Key(Purpose.PROPOSE, 0, number)",
+        *drawn("siblings"),
     ),
-    "a path's score is its last token's": Mutant(
-        "drafters.expand:_tree",
-        "score[..., None] + child",
-        "child",
-        "test_expand:test_a_tree_is_the_best_of_eagle_2s_expansion",
-        {"plan": Plan(3, 3, 7)},
+    "one key for all drawn siblings": Mutant(
+        GROWTH + "._draw",
+        "Key(Purpose.PROPOSE, first, number)",
+        "Key(Purpose.PROPOSE, first)",
+        *drawn("siblings"),
+    ),
+    "siblings drawn with replacement, told to be without": Mutant(
+        GROWTH + "._draw", "law.scatter(-1, token[..., None], 0.0)", "law", *drawn("siblings")
+    ),
+    "siblings drawn without replacement, told to be with": Mutant(
+        GROWTH + "._draw", " and not self.plan.replacement", "", *form("repeated")
+    ),
+    "nothing left is token 0": Mutant(
+        GROWTH + "._draw", "torch.where(some, token, PAD)", "token", ABSENT, {"proposal": "sampled"}
+    ),
+    "the likeliest may be drawn too": Mutant(
+        GROWTH + "._one_drawn", "chosen.masked_fill(own, 0.0)", "chosen", *TRANSPORT
+    ),
+    "a token nobody chose cannot be drawn": Mutant(
+        GROWTH + "._one_drawn", "[:, None] - 1 >", "[:, None] >", *form("hybrid")
+    ),
+    "the drawn child comes last": Mutant(
+        GROWTH + "._one_drawn",
+        "torch.cat([drawn, token], -1), torch.cat([mass, chosen], -1)",
+        "torch.cat([token, drawn], -1), torch.cat([chosen, mass], -1)",
+        *drawn("dynamic hybrid"),
+    ),
+    "the mass of the rest is forgotten": Mutant(
+        GROWTH + "._one_drawn",
+        "torch.cat([mass, chosen]",
+        "torch.cat([torch.ones_like(mass), chosen]",
+        *HYBRID,
+    ),
+    "a drawn child is ranked by its own probability": Mutant(
+        GROWTH + "._one_drawn",
+        "torch.cat([mass, chosen]",
+        "torch.cat([law.gather(-1, drawn), chosen]",
+        *RANKED,
+    ),
+    "a drawn child decides about itself": Mutant(
+        GROWTH + "._one_drawn",
+        "torch.cat([mass, chosen]",
+        "torch.cat([law.gather(-1, drawn), chosen]",
+        "test_expand:test_what_is_drawn_decides_nothing_about_itself",
+        {"shape": (3, 3, 7)},
+    ),
+    "only the first sibling is drawn": Mutant(
+        GROWTH + ".draft", "(rank < self.drawn)", "(rank < 1)", *laws(Plan(tree=FORKED, proposal="sampled"))
+    ),
+    "all but one child are chosen": Mutant(
+        GROWTH + ".drawn", "return 1 if", "return 2 if", *drawn("dynamic hybrid")
+    ),
+    "a beam's parent is another beam": Mutant(DYNAMIC, "best // width", "best // (width + 1)", *BEST),
+    "a path's score is its last token's": Mutant(DYNAMIC, "score[..., None] + gain", "gain", *BEST),
+    "a beam is counted within its level": Mutant(DYNAMIC, "best + (total + 1)", "best + 1", *BEST),
+    "a dropped slot's law is the root's": Mutant(
+        DYNAMIC,
+        "slot[:, 1:].masked_fill_(slot[:, 1:] == 0, -1)",
+        "pass",
+        *laws(Plan(3, 3, 4, proposal="hybrid")),
+    ),
+    "laws of beams, not of their slots": Mutant(
+        DYNAMIC, "node, slot, kept % width", "node, owner, kept % width", *RANKED
+    ),
+    "a child's rank is its parent's": Mutant(DYNAMIC, "kept % width", "kept // width", *RANKED),
+    "a child without mass is kept": Mutant(
+        DYNAMIC,
+        "token.masked_fill(score == -torch.inf, PAD)",
+        "token",
+        "test_expand:test_of_equal_scores_the_older_node_is_kept",
+        {},
+    ),
+    "of equal scores the younger": Mutant(
+        "drafters.expand:_best",
+        "score.sort(dim=-1, descending=True, stable=True)",
+        "[a.flip(-1) for a in score.sort(dim=-1, stable=True)]",
+        "test_expand:test_of_equal_scores_the_older_node_is_kept",
+        {},
+    ),
+    "of equal scores any": Mutant(
+        "drafters.expand:_best",
+        "score.sort(dim=-1, descending=True, stable=True)",
+        "score.topk(score.shape[-1])",
+        "test_expand:test_of_equal_scores_the_older_node_is_kept",
+        {},
+    ),
+    "a static child of the wrong parent": Mutant(
+        STATIC,
+        "level.entry.expand(rows, -1)",
+        "torch.zeros_like(level.entry).expand(rows, -1)",
+        *form("fixed"),
+    ),
+    "a static slot is its node": Mutant(
+        FORM,
+        "place[path] + 1 for path in owners",
+        "place[path] for path in owners",
+        *laws(Plan(tree=FORKED, proposal="sampled")),
+    ),
+    "a static child is another's": Mutant(
+        FORM, "* max(fans) + path[-1]", "* min(fans) + path[-1]", *form("fixed")
+    ),
+    "children beyond a node's own number": Mutant(
+        FORM, "sum(path[:-1] == up for path in tree)", "3", *form("hybrid")
     ),
     "another target's drafter is loaded": Mutant(
         "drafters.hub:load",
@@ -525,8 +1004,11 @@ def mutate(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
     module, _, name = mutant.where.partition(":")
     function: Any = importlib.import_module(module)
     for part in name.split("."):
-        function = inspect.getattr_static(function, part)
-    function = inspect.unwrap(getattr(function, "func", function))  # of a cached property
+        owner, function = function, inspect.getattr_static(function, part)
+    if hasattr(function, "cache_clear"):  # what it has found must not outlive the mutant, nor precede it
+        monkeypatch.setattr(owner, part, function.__wrapped__)
+    # Of a cached property, of a property.
+    function = inspect.unwrap(getattr(function, "func", getattr(function, "fget", function)))
     assert isinstance(function, FunctionType)
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(mutant.right) == 1, f"{mutant.right!r} is not in {mutant.where} exactly once"

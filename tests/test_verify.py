@@ -1,140 +1,132 @@
-"""The rules themselves: their exact laws against closed forms, and what they refuse.
+"""The rules themselves: their exact laws against closed forms and an oracle, and what they refuse.
 
 With m_j = min(p_j, q_j), the token rule emits (x_1 .. x_n, y) of a chain of K with measure
 m_1(x_1) .. m_n(x_n) r(y), r = (p - q)+ at n + 1 <= K and p after all K (Leviathan et al.,
 arXiv:2211.17192). The match rule emits a path and y below it with their probability, where y is
-no child.
+no child. For every draft that is given, `oracle` has the law of what each rule emits.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
+import math
+from dataclasses import replace
 
+import oracle
 import pytest
 import torch
-from exact import EnumeratingCoin, Script, assert_same_law, exact_law
+from exact import (
+    EXACT,
+    EnumeratingCoin,
+    Law,
+    Node,
+    Script,
+    Story,
+    Table,
+    Trees,
+    assert_same_law,
+    draft_of,
+    emitted,
+    exact_law,
+    paths_of,
+    struck,
+)
 
-from decode.coin import KeyedCoin
-from decode.draft import PAD, Draft
+from decode.coin import KeyedCoin, Purpose
+from decode.draft import PAD, Draft, Laws
 from decode.errors import UserError
+from decode.plan import LOSSLESS, LOSSY, Plan
 from decode.sampling import Sampler
-from decode.verify import RULES, Rows, verify
+from decode.verify import RULES, Rows, _leaf_chances, verify
+from drafters.expand import expand
 
 V = 3
+ONE = Sampler(1.0)
 SAMPLERS = {
     "0.5": Sampler(0.5),
-    "1": Sampler(1.0),
+    "1": ONE,
     "warped": Sampler(0.7, top_k=2),
     "greedy": Sampler(0.0),
     "penalty": Sampler(0.5, repetition_penalty=1.6),
+    "greedy, penalty": Sampler(0.0, repetition_penalty=3.0),
 }
+CHAINS = ("token", "block")
 
 
-class Model:
-    """A table: a random row of logits, and a random law of a drafter, for every path."""
-
-    def __init__(self, seed: int, sampler: Sampler) -> None:
-        self.seed, self.sampler = seed, sampler
-
-    def logits(self, path) -> torch.Tensor:
-        dice = random.Random(f"p {self.seed} {list(path)}")
-        return torch.tensor([dice.gauss(0, 1.5) for _ in range(V)], dtype=torch.float64)
-
-    def p(self, path) -> list[float]:
-        """The warped law below a path that hangs from root 0."""
-        seen = torch.zeros(1, V, dtype=torch.bool)
-        seen[0, [0, *path]] = True
-        return self.sampler.law(self.logits(path)[None], seen)[0].tolist()
-
-    def q(self, path) -> list[float]:
-        dice = random.Random(f"q {self.seed} {list(path)}")
-        mass = [dice.choice([0.0, dice.random(), dice.random()]) for _ in range(V)]
-        mass[dice.randrange(V)] += 0.2
-        return [m / sum(mass) for m in mass]
+def plan_of(rule: str) -> Plan:
+    """A plan that allows a rule; its shape means nothing to the rules."""
+    proposal = "sampled" if rule in CHAINS else "fixed"
+    return Plan(depth=1, proposal=proposal, rule=rule, lossy=rule in LOSSY)
 
 
-def path_of(tokens, parents, node) -> tuple[int, ...]:
-    return () if node < 0 else (*path_of(tokens, parents, parents[node]), tokens[node])
+def law_of(rule: str, nodes: list[Node], table: Table, **flags) -> Law:
+    """What a rule emits of one draft, beside a row of another form."""
+    other = [Node(1, -1, table.q(())), Node(2, 0, table.q((1,))), Node(0, 1, table.q((1, 2)))]
+    if rule not in CHAINS:
+        other.insert(1, Node(0))
+
+    def play(tapes):
+        draft = draft_of([*[nodes] * len(tapes), other], table.vocab, **flags)
+        coin = EnumeratingCoin([*tapes, Script(0)], junk=table.vocab)
+        return emitted(draft, verify(plan_of(rule), draft, table.rows(draft), coin))[:-1]
+
+    return exact_law(play, abreast=64)
 
 
-def play(rule: str, model: Model, tokens, parents, depth: int, q=None):
-    """`exact_law`'s program: verify one row beside another row of another draft."""
-    n = len(tokens)
-    paths = [path_of(tokens, parents, node) for node in range(-1, n)]
-    logits = torch.stack([model.logits(path) for path in paths])
-    other = torch.randn(n + 1, V, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    pair = torch.tensor([tokens, [1] * n])
-    laws = None if q is None else torch.tensor([q, [[1 / V] * V] * n], dtype=torch.float64)
-    if parents == list(range(-1, n - 1)):
-        draft = Draft.chain(pair, laws)
-    else:
-        draft = Draft(pair, torch.tensor([parents, parents]), depth, laws)
-    seen = torch.zeros(2, V, dtype=torch.bool)
-    seen[:, 0] = True
-
-    def run(tapes):
-        rows = Rows(torch.stack([logits, other]), model.sampler, seen)
-        verdict = verify(rule, draft, rows, EnumeratingCoin([tapes[0], Script(0)], junk=V))
-        emitted = verdict.tokens[0].tolist()
-        count = int(verdict.accepted[0]) + 1
-        assert all(t == PAD for t in emitted[count:])
-        for step, slot in enumerate(verdict.slots[0].tolist()):
-            want = tuple(emitted[:step]) if step < count else ()
-            assert paths[slot] == want, "a token was drawn from another slot's row"
-        return [tuple(emitted[:count])]
-
-    return run
+def told(story: Story, seed: int) -> list[Node]:
+    """One outcome of a story."""
+    tape = Script(seed)
+    try:
+        weights = next(story)
+        while True:
+            weights = story.send(tape.choose([w / sum(weights) for w in weights]))
+    except StopIteration as end:
+        return end.value
 
 
-def token_law(model: Model, depth: int) -> dict:
+# -- closed forms --------------------------------------------------------------------------------
+
+
+def sampled_chain(table: Table, depth: int, zeros: float = 0.3) -> Story:
+    path: tuple[int, ...] = ()
+    nodes = []
+    for parent in range(-1, depth - 1):
+        law = table.q(path, zeros)
+        path = (*path, (yield law))
+        nodes.append(Node(path[-1], parent, law))
+    return nodes
+
+
+def token_law(table: Table, depth: int) -> Law:
     """Closed form of the module's docstring."""
     law = {}
     for n in range(depth + 1):
         for path in itertools.product(range(V), repeat=n):
             mass = 1.0
             for j in range(n):
-                mass *= min(model.p(path[:j])[path[j]], model.q(path[:j])[path[j]])
-            p, q = model.p(path), model.q(path)
+                mass *= min(table.p(path[:j])[path[j]], table.q(path[:j], 0.3)[path[j]])
+            p, q = table.p(path), table.q(path, 0.3)
             for y in range(V):
                 law[(*path, y)] = mass * (p[y] if n == depth else max(p[y] - q[y], 0.0))
     return law
-
-
-def match_law(model: Model, tokens, parents) -> dict:
-    """Closed form of the module's docstring."""
-    law = {}
-    inner = {path_of(tokens, parents, node) for node in range(len(tokens)) if tokens[node] != PAD}
-    for path in {(), *inner}:
-        mass = 1.0
-        for j, token in enumerate(path):
-            mass *= model.p(path[:j])[token]
-        for y, p in enumerate(model.p(path)):
-            if (*path, y) not in inner:
-                law[(*path, y)] = mass * p
-    return law
-
-
-def check_token(sampler: Sampler, depth: int, seed: int):
-    """The token rule's law over its draft's and its own coins."""
-    model, got = Model(seed, sampler), {}
-    for tokens in itertools.product(range(V), repeat=depth):
-        q = [model.q(tokens[:j]) for j in range(depth)]
-        chance = 1.0
-        for law, token in zip(q, tokens, strict=True):
-            chance *= law[token]
-        if chance:
-            chain = list(range(-1, depth - 1))
-            for y, mass in exact_law(play("token", model, list(tokens), chain, depth, q)).items():
-                got[y] = got.get(y, 0.0) + chance * mass
-    assert_same_law(got, token_law(model, depth))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_token_has_the_law_of_its_closed_form(sampler, depth):
     for seed in range(3):
-        check_token(SAMPLERS[sampler], depth, seed)
+        table = Table(seed, SAMPLERS[sampler])
+        got = table.round(lambda table=table: sampled_chain(table, depth), plan_of("token"))
+        assert_same_law(got, token_law(table, depth))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_block_continued_by_the_target_has_its_law(sampler, depth):
+    for seed in range(3):
+        table = Table(seed, SAMPLERS[sampler])
+        got = table.round(lambda table=table: sampled_chain(table, depth), plan_of("block"))
+        assert_same_law(table.complete(got, depth + 1), table.law(depth + 1))
 
 
 TREES = {
@@ -145,74 +137,250 @@ TREES = {
     "padded": ([2, 1, PAD, PAD], [-1, 0, -1, 1]),
     "empty": ([PAD], [-1]),
     "twice": ([1, 1, 0], [-1, -1, 0]),
+    "second twice": ([0, 1, 2, 1, 0], [-1, -1, -1, -1, 1]),
+    "all below": ([1, 0, 1, 2], [-1, 0, 0, 0]),
 }
 
 
-def depth_of(tokens, parents) -> int:
-    return max(len(path_of(tokens, parents, node)) for node in range(len(tokens)))
+def match_law(table: Table, tokens, parents) -> Law:
+    """Closed form of the module's docstring."""
+    law = {}
+    inner = {path for path in paths_of(tokens, parents) if PAD not in path}
+    for path in inner:
+        mass = math.prod(table.p(path[:j])[token] for j, token in enumerate(path))
+        for y, p in enumerate(table.p(path)):
+            if (*path, y) not in inner:
+                law[(*path, y)] = mass * p
+    return law
 
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_match_has_the_law_of_its_closed_form(sampler, tree):
     tokens, parents = TREES[tree]
+    nodes = [Node(t, p) for t, p in zip(tokens, parents, strict=True)]
     for seed in range(3):
-        model = Model(seed, SAMPLERS[sampler])
-        got = exact_law(play("match", model, tokens, parents, depth_of(tokens, parents)))
-        assert_same_law(got, match_law(model, tokens, parents))
+        table = Table(seed, SAMPLERS[sampler])
+        assert_same_law(law_of("match", nodes, table), match_law(table, tokens, parents))
 
 
-def test_match_on_a_chain_of_point_masses_is_the_token_rule_of_point_masses():
-    """Two rules, one law: q of a chosen token is all its own."""
-    for seed in range(4):
-        model = Model(seed, Sampler(0.5))
-        tokens, parents = [seed % V, 1], [-1, 0]
-        point = torch.nn.functional.one_hot(torch.tensor(tokens), V).double().tolist()
-        got = exact_law(play("token", model, tokens, parents, 2, point))
-        assert_same_law(got, match_law(model, tokens, parents))
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+@pytest.mark.parametrize("tree", TREES)
+def test_where_all_nodes_are_chosen_the_rules_are_one_law(rule, tree):
+    """Told that nothing was drawn, each rule's own code has to find what `match` finds."""
+    tokens, parents = TREES[tree]
+    draft = draft_of([[Node(t, p) for t, p in zip(tokens, parents, strict=True)]], V)
+    nobody = torch.zeros_like(draft.tokens, dtype=torch.bool)
+    levels = (1,) + (0,) * (draft.depth - 1)
+    owner = torch.full((1, 1), -1)
+    for seed, sampler in enumerate(SAMPLERS.values()):
+        table = Table(seed, sampler)
+
+        def play(tapes, table=table):
+            laws = Laws(torch.zeros(1, 1, V, dtype=torch.float64), owner, levels, nobody)
+            chosen = replace(draft, laws=laws)
+            return emitted(chosen, RULES[rule].run(chosen, table.rows(chosen), EnumeratingCoin(tapes)))
+
+        assert_same_law(exact_law(play), match_law(table, tokens, parents))
+
+
+# -- the oracle ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["with replacement", "without", "hybrid", "all chosen below"])
+@pytest.mark.parametrize("rule", ["match", "recursive", "traversal"])
+def test_every_draft_is_verified_as_by_the_oracle(rule, form):
+    """Of five tokens: of three, what is left after a rejection is often a single one."""
+    options = {
+        "with replacement": {"replacement": True},
+        "without": {"drawn": (0, 1, 2, 3)},
+        "hybrid": {"depth": 3, "drawn": (1,), "chosen": (1, 2)},
+        "all chosen below": {"drawn": (0, 1), "chosen": (0, 3)},
+    }[form]
+    seen = set()
+    for seed in range(15):
+        sampler = list(SAMPLERS.values())[seed % len(SAMPLERS)]
+        table, trees = Table(seed, sampler, vocab=5), Trees(5, seed, **options)
+        nodes = told(trees.story([seed]), seed)
+        flags = {"replacement": trees.replacement}
+
+        def play(tapes, nodes=nodes, table=table, flags=flags):
+            tree = oracle.tree_of(nodes, table.p, 5, **flags)
+            return [oracle.RULES[rule](oracle.Toss(tape), tree) for tape in tapes]
+
+        got = law_of(rule, nodes, table, **flags)
+        assert_same_law(got, exact_law(play))
+        seen |= {len(text) for text in got}
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_block_verifies_every_chain_as_its_paper_does(sampler):
+    for seed in range(6):
+        table = Table(seed, SAMPLERS[sampler])
+        nodes = told(sampled_chain(table, 3), seed)
+        tokens, q = [n.token for n in nodes], [n.law for n in nodes]
+        p = [table.p(tokens[:j]) for j in range(4)]
+
+        def play(tapes, tokens=tokens, q=q, p=p):
+            return [oracle.block(oracle.Toss(tape), tokens, q, p) for tape in tapes]
+
+        want = exact_law(play)
+        for rule in ("block", "traversal"):
+            assert_same_law(law_of(rule, nodes, table), want)
+
+
+class Pair(Table):
+    """Sun et al.'s example: laws that know no context."""
+
+    def p(self, path):
+        return [1 / 3, 2 / 3]
+
+    def q(self, path, zeros=0.0):
+        return [2 / 3, 1 / 3]
+
+    def logits(self, path):
+        return torch.tensor(self.p(path), dtype=torch.float64).log()
+
+
+def accepted(law: Law) -> float:
+    """Draft tokens accepted, in expectation."""
+    return sum(mass * (len(text) - 1) for text, mass in law.items())
+
+
+def test_the_papers_example_accepts_10_9_by_token_and_11_9_by_block():
+    table = Pair(0, ONE, vocab=2)
+    for rule, want in (("token", 10 / 9), ("block", 11 / 9), ("traversal", 11 / 9), ("match", 64 / 81)):
+        got = accepted(table.round(lambda: sampled_chain(table, 2), plan_of(rule)))
+        if rule == "match":  # the sum of p q once and twice
+            want = 4 / 9 + 16 / 81
+        assert abs(got - want) < EXACT
+
+
+@pytest.mark.parametrize("form", ["chain", "without", "with replacement", "hybrid"])
+def test_traversal_accepts_no_less_than_recursive(form):
+    """In expectation over drafts and coins, exactly; on a chain these are block and token."""
+    options = {
+        "chain": {"drawn": (1,), "chosen": (0,)},
+        "without": {"drawn": (1, 2), "chosen": (0,)},
+        "with replacement": {"drawn": (1, 2), "chosen": (0,), "replacement": True},
+        "hybrid": {"drawn": (1,), "chosen": (0, 1)},
+    }[form]
+    gains = []
+    for seed in range(10):
+        table, trees = Table(seed, Sampler(0.7)), Trees(V, seed, **options)
+        laws = [
+            table.round(lambda trees=trees: trees.story([0]), plan_of(rule), replacement=trees.replacement)
+            for rule in ("match", "recursive", "traversal")
+        ]
+        for law in laws:
+            assert_same_law(table.complete(law, 3), table.law(3))
+        match, recursive, traversal = map(accepted, laws)
+        assert traversal > recursive - EXACT
+        assert form != "chain" or recursive > match - EXACT  # several siblings may be better matched
+        gains.append((recursive - match, traversal - recursive))
+    assert max(g for g, _ in gains) > 0.03
+    assert max(g for _, g in gains) > 0.003
+
+
+def transport(p: list[float], candidates: Law) -> float:
+    """The most that any rule can accept of one token: 1 + min over H of p(H) - Q(all candidates in H)
+    (arXiv:2502.18779)."""
+    least = 0.0
+    for size in range(1, len(p) + 1):
+        for some in itertools.combinations(range(len(p)), size):
+            inside = sum(mass for tokens, mass in candidates.items() if set(tokens) <= set(some))
+            least = min(least, sum(p[t] for t in some) - inside)
+    return 1 + least
+
+
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_hybrid_node_reaches_the_optimal_transport_bound(width, rule):
+    """As `expand` draws it. The same candidates verified chosen first fall short of it."""
+    shape = Plan(tree=[(rank,) for rank in range(width)], proposal="hybrid", rule=rule)
+    short = []
+    for seed in range(8):
+        table = Table(seed, Sampler(0.8), vocab=4)
+        logits = torch.tensor([table.q((1,))], dtype=torch.float64).log() * 0.8
+        q = table.q((1,))
+        kept, drafts = {}, {}
+
+        def play(tapes, logits=logits, kept=kept, drafts=drafts, table=table):
+            rows = logits.expand(len(tapes), -1)
+            draft = expand(rows, lambda *_: rows[:, None], Sampler(0.8), EnumeratingCoin(tapes), shape)
+            verdict = verify(shape, draft, table.rows(draft), EnumeratingCoin(tapes))
+            emitted(draft, verdict)
+            return [
+                (*tokens, count)
+                for tokens, count in zip(draft.tokens.tolist(), verdict.accepted.tolist(), strict=True)
+            ]
+
+        for (*tokens, count), mass in exact_law(play, abreast=64).items():
+            drafts[tuple(tokens)] = drafts.get(tuple(tokens), 0.0) + mass
+            kept[count] = kept.get(count, 0.0) + mass
+        best = transport(table.p(()), drafts)
+        assert abs(kept[1] - best) < EXACT
+        top = sorted(range(4), key=lambda t: -q[t])[: width - 1]
+        rest, left = struck(q, *top), 1 - sum(table.p(())[t] for t in top)
+        after = struck(table.p(()), *top)
+        short.append(best - (1 - left) - left * sum(map(min, after, rest)))
+    assert min(short) > -EXACT
+    assert max(short) > 0.01
+
+
+# -- edges ---------------------------------------------------------------------------------------
 
 
 def rows_of(*laws) -> Rows:
     """One batch row whose slots have these laws."""
-    return Rows(torch.tensor([laws], dtype=torch.float64).log(), Sampler(1.0))
+    return Rows(torch.tensor([laws], dtype=torch.float64).log(), ONE)
 
 
 def certain(junk: int = 0) -> EnumeratingCoin:
     return EnumeratingCoin([Script(0)], junk)
 
 
+def uniform_q(rule: str, count: int) -> torch.Tensor | None:
+    """Laws of a chain, where the rule reads any."""
+    return torch.full((1, count, V), 1 / V, dtype=torch.float64) if RULES[rule].reads_laws else None
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_padding_matches_no_token_not_even_the_first(rule):
     """The target surely says 0 twice; an absent node must not be taken for it."""
     law = [1.0, 0.0, 0.0]
-    q = torch.full((1, 2, V), 1 / V, dtype=torch.float64) if rule == "token" else None
-    draft = Draft.chain(torch.tensor([[PAD, PAD]]), q)
-    for junk in (0, V):  # V: what is not active is told "0" and "accepted"
-        verdict = verify(rule, draft, rows_of(law, law, law), certain(junk))
-        assert verdict.tokens.tolist() == [[0, PAD, PAD]]
-        assert verdict.accepted.tolist() == [0]
-
-
-def test_padding_after_an_accepted_token_ends_the_draft():
-    law = [1.0, 0.0, 0.0]
-    q = torch.tensor([[law, law]], dtype=torch.float64)
-    for rule in RULES:
-        draft = Draft.chain(torch.tensor([[0, PAD]]), q if rule == "token" else None)
-        verdict = verify(rule, draft, rows_of(law, law, law), certain())
-        assert verdict.tokens.tolist() == [[0, 0, PAD]]
-        assert verdict.slots.tolist() == [[0, 1, 0]]
-        assert verdict.accepted.tolist() == [1]
+    for q in (uniform_q(rule, 2), None) if rule not in CHAINS else (uniform_q(rule, 2),):
+        draft = Draft.chain(torch.tensor([[PAD, PAD]]), q)
+        for junk in (0, V):  # V: what is not active is told "0" and "accepted"
+            verdict = verify(plan_of(rule), draft, rows_of(law, law, law), certain(junk))
+            assert verdict.tokens.tolist() == [[0, PAD, PAD]]
+            assert verdict.accepted.tolist() == [0]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_token_without_mass_is_never_accepted(monkeypatch, rule):
-    """Not even by the production coin at its smallest value."""
-    monkeypatch.setattr(KeyedCoin, "uniform", lambda self, key: torch.zeros(1, dtype=torch.float64).numpy())
-    q = torch.tensor([[[1.0, 0.0, 0.0]]], dtype=torch.float64) if rule == "token" else None
+def test_padding_after_an_accepted_token_ends_the_draft(rule):
+    law = [1.0, 0.0, 0.0]
+    q = torch.tensor([[law, law]], dtype=torch.float64) if RULES[rule].reads_laws else None
+    draft = Draft.chain(torch.tensor([[0, PAD]]), q)
+    verdict = verify(plan_of(rule), draft, rows_of(law, law, law), certain())
+    assert verdict.tokens.tolist() == [[0, 0, PAD]]
+    assert verdict.slots.tolist() == [[0, 1, 0]]
+    assert verdict.accepted.tolist() == [1]
+
+
+@pytest.mark.parametrize("value", [0.0, 1 - 2**-53])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_token_without_mass_is_never_accepted(monkeypatch, rule, value):
+    """Not even by the production coin at its smallest or largest value."""
+    monkeypatch.setattr(
+        KeyedCoin, "_uniforms", lambda self, key, n: torch.full((1, n), value, dtype=torch.float64).numpy()
+    )
+    q = torch.tensor([[[1.0, 0.0, 0.0]]], dtype=torch.float64) if RULES[rule].reads_laws else None
     draft = Draft.chain(torch.tensor([[0]]), q)
-    verdict = verify(rule, draft, rows_of([0.0, 0.5, 0.5], [1 / 3] * 3), KeyedCoin(0, [0]))
+    verdict = verify(plan_of(rule), draft, rows_of([0.0, 0.5, 0.5], [1 / 3] * 3), KeyedCoin(0, [0]))
     assert verdict.accepted.tolist() == [0]
-    assert verdict.tokens[0, 0] == 1
+    assert verdict.tokens[0, 0] == (2 if value else 1)
 
 
 class Contrary(EnumeratingCoin):
@@ -222,56 +390,194 @@ class Contrary(EnumeratingCoin):
         return torch.zeros_like(active)
 
 
-def test_a_residual_of_zero_falls_back_to_the_targets_law():
+@pytest.mark.parametrize("rule", ["token", "recursive"])
+def test_a_residual_of_zero_falls_back_to_the_targets_law(rule):
     law = [0.0, 0.3, 0.7]
     draft = Draft.chain(torch.tensor([[2]]), torch.tensor([[law]], dtype=torch.float64))
-    got = exact_law(
-        lambda tapes: [(int(verify("token", draft, rows_of(law, [1, 0, 0]), Contrary(tapes)).tokens[0, 0]),)]
-    )
-    assert_same_law(got, {(1,): 0.3, (2,): 0.7})
+
+    def play(tapes):
+        verdict = verify(plan_of(rule), draft, rows_of(law, [1, 0, 0]), Contrary(tapes))
+        return [(int(verdict.tokens[0, 0]),)]
+
+    assert_same_law(exact_law(play), {(1,): 0.3, (2,): 0.7})
 
 
-def test_token_refuses_a_tree():
-    draft = Draft(torch.tensor([[0, 1]]), torch.tensor([[-1, -1]]), 1, torch.full((1, 2, V), 1 / V))
-    with pytest.raises(UserError, match=r"decode\.rule=token.*rule=match"):
-        verify("token", draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+class Last(EnumeratingCoin):
+    """Takes the last slot there is, the root, as rounding might where it has no chance."""
+
+    def draw(self, weights, key, active):
+        if key.purpose != Purpose.ACCEPT:
+            return super().draw(weights, key, active)
+        return torch.full_like(active, weights.shape[1] - 1, dtype=torch.long)
 
 
-def test_token_refuses_tokens_that_were_chosen():
-    draft = Draft.chain(torch.tensor([[0, 1]]))
-    with pytest.raises(UserError, match=r"decode\.rule=token.*rule=match"):
-        verify("token", draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+def test_a_root_that_had_nothing_left_still_draws_from_its_law():
+    law = [0.0, 0.3, 0.7]
+    for nodes in ([Node(2, -1, law)], [Node(1), Node(2)], [Node(2, -1, law), Node(1), Node(0)]):
+        draft = draft_of([nodes, [Node(0, -1, law)]], V)  # the second row, so that there are laws
+        rows = Rows(torch.tensor([[law] * (len(nodes) + 1)] * 2, dtype=torch.float64).log(), ONE)
+
+        def play(tapes, draft=draft, rows=rows):
+            verdict = verify(plan_of("traversal"), draft, rows, Last([*tapes, Script(0)]))
+            assert verdict.accepted[0] == 0
+            return [(int(verdict.tokens[0, 0]),)]
+
+        got = exact_law(play)
+        assert set(got) <= {(1,), (2,)}
 
 
-@pytest.mark.parametrize("name", ["greedy", "", "Match"])
-def test_an_unknown_rule_is_answered_with_the_known_ones(name):
-    with pytest.raises(UserError, match="match, token"):
-        verify(name, Draft.chain(torch.tensor([[0]])), rows_of([1, 0, 0], [1, 0, 0]), certain())
+def test_no_slot_has_less_than_no_chance():
+    """Chosen children that take all of a law leave rounding of either sign."""
+    for seed, dtype in itertools.product(range(40), (torch.float32, torch.float64)):
+        table = Table(seed, Sampler(0.7), vocab=5)
+        nodes = [Node(1, -1, table.q(())), *(Node(t, 0) for t in range(5))]
+        draft = draft_of([nodes], 5)
+
+        class Wary(EnumeratingCoin):
+            def draw(self, weights, key, active):
+                assert (weights >= 0).all()
+                return super().draw(weights, key, active)
+
+        rows = table.rows(draft)
+        rows._logits = rows._logits.to(dtype)
+        verify(plan_of("traversal"), draft, rows, Wary([Script(seed)]))
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_small_chance_to_fail_survives_single_precision(drawn):
+    """s + (1 - w), which is not s + 1 - w in fp32 where w is close to 1."""
+    tiny = 2.0**-24
+    below = Node(1, 0, [0.5, 0.5, 0.0]) if drawn else Node(1, 0)
+    draft = draft_of([[Node(0, -1, [0.5, 0.5, 0.0]), below]], V)
+    left = 0.75 * tiny if drawn else tiny  # of the law once the child below has failed
+    row = [0.5, 0.5, left] if drawn else [0.0, 1 - left, left]
+    p = torch.tensor([[[0.5 * (1 - tiny), 0.5, 0.0], row, row]], dtype=torch.float32)
+    stands, _ = _leaf_chances(draft, p.clone())
+    w = 1 - tiny
+    assert abs(float(stands[0, 1]) - w * left / (w * left + tiny)) < 1e-6
+
+
+# -- rows of a batch -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_that_drafts_nothing_draws_from_the_target(rule):
     draft = Draft.empty(1, torch.device("cpu"))
     law = [0.2, 0.3, 0.5]
-    got = exact_law(
-        lambda tapes: [(int(verify(rule, draft, rows_of(law), EnumeratingCoin(tapes)).tokens[0, 0]),)]
-    )
-    assert_same_law(got, {(i,): p for i, p in enumerate(law)})
+
+    def play(tapes):
+        return [(int(verify(plan_of(rule), draft, rows_of(law), EnumeratingCoin(tapes)).tokens[0, 0]),)]
+
+    assert_same_law(exact_law(play), {(i,): p for i, p in enumerate(law)})
 
 
-def test_rows_are_verified_each_by_its_own_draft():
-    """A permutation of the batch permutes the verdicts."""
-    dice = torch.Generator().manual_seed(1)
-    tokens = torch.randint(V, (5, 4), generator=dice)
-    parents = torch.tensor([[-1, 0, 1, 2], [-1, -1, 0, 1], [-1, 0, 0, -1], [-1, -1, -1, 2], [-1, 0, 1, 0]])
-    logits = torch.randn(5, 5, V, generator=dice, dtype=torch.float64)
-    order = [3, 0, 4, 1, 2]
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in CHAINS])
+def test_rows_are_verified_each_by_its_own_draft(rule):
+    """Beside others, in any order, a row's verdict is what it is alone."""
+    table, trees = Table(0, Sampler(0.8, repetition_penalty=1.3)), Trees(V, 3, chosen=(0, 1, 2))
+    rows = [told(trees.story([row]), row) for row in range(6)]
 
-    def run(rows):
-        draft = Draft(tokens[rows], parents[rows], 4)
-        coin = EnumeratingCoin([Script(r) for r in rows])
-        return verify("match", draft, Rows(logits[rows], Sampler(1.0)), coin)
+    def run(order):
+        draft = draft_of([rows[r] for r in order], V)
+        coin = EnumeratingCoin([Script(r) for r in order])
+        return emitted(draft, verify(plan_of(rule), draft, table.rows(draft), coin))
 
-    straight, mixed = run([0, 1, 2, 3, 4]), run(order)
-    for a, b in zip(straight, mixed, strict=True):
-        assert a[order].tolist() == b.tolist()
+    alone = [run([row])[0] for row in range(6)]
+    assert len(set(alone)) > 3
+    for order in ([0, 1, 2, 3, 4, 5], [3, 0, 5, 4, 1, 2], [2, 2, 1]):
+        assert run(order) == [alone[row] for row in order]
+
+
+def test_the_best_token_of_a_slot_is_the_one_that_its_law_allows():
+    """Penalties of its own path included, of ties the first."""
+    for seed in range(6):
+        table = Table(seed, Sampler(0.0, repetition_penalty=1.6), vocab=5)
+        draft = draft_of([told(Trees(5, seed, chosen=(1, 2)).story([row]), row) for row in range(4)], 5)
+        rows = table.rows(draft)
+        rows._logits = rows._logits.round()
+        one = rows.laws(draft)
+        assert one.max(-1).values.eq(1).all()
+        assert rows.best(draft).equal(one.argmax(-1))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in CHAINS])
+def test_a_verdict_leaves_the_sequence_as_it_was(rule):
+    """What is only drafted, or only emitted so far, is no part of it: the loop adds what is settled."""
+    table, trees = Table(0, Sampler(0.8, repetition_penalty=1.3), vocab=5), Trees(5, 1, chosen=(1, 2))
+    draft = draft_of([told(trees.story([row]), row) for row in range(4)], 5)
+    seen = torch.zeros(4, 5, dtype=torch.bool)
+    seen[:, 0] = True
+    before = seen.clone()
+    rows = Rows(table.rows(draft)._logits, table.sampler, seen)
+    assert verify(plan_of(rule), draft, rows, EnumeratingCoin([Script(r) for r in range(4)])).tokens.any()
+    assert seen.equal(before)
+
+
+# -- what is not lossless ------------------------------------------------------------------------
+
+
+def lenient_law(table: Table, nodes: list[Node], threshold: float, alpha: float) -> Law:
+    """Medusa's typical acceptance in plain Python: the first of the deepest paths that are typical."""
+    best: tuple[int, ...] = ()
+    for path in paths_of([n.token for n in nodes], [n.parent for n in nodes]):
+        typical = PAD not in path
+        for j, token in enumerate(path):
+            p = table.p([max(t, 0) for t in path[:j]])
+            entropy = -sum(m * math.log(m) for m in p if m > 0)
+            typical = typical and p[token] >= min(threshold, alpha * math.exp(-entropy))
+        if typical and len(path) > len(best):
+            best = path
+    return {(*best, y): mass for y, mass in enumerate(table.p(best)) if mass > 0}
+
+
+@pytest.mark.parametrize("rule", LOSSY)
+def test_a_lenient_rule_keeps_the_longest_path_above_its_threshold(rule):
+    for seed in range(12):
+        table = Table(seed, list(SAMPLERS.values())[seed % len(SAMPLERS)])
+        nodes = told(Trees(V, seed, chosen=(1, 2)).story([0]), seed)
+        plan = Plan(1, rule=rule, lossy=True, threshold=0.5, alpha=0.6)
+        draft = draft_of([nodes], V)
+
+        def play(tapes, draft=draft, plan=plan, table=table):
+            return emitted(draft, verify(plan, draft, table.rows(draft), EnumeratingCoin(tapes)))
+
+        alpha = 0.6 if rule == "typical" else math.inf
+        assert_same_law(exact_law(play), lenient_law(table, nodes, 0.5, alpha))
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", CHAINS)
+def test_a_rule_for_chains_refuses_a_tree(rule):
+    draft = draft_of([[Node(0, -1, [1 / 3] * 3), Node(1, -1, [1 / 3] * 3)]], V)
+    with pytest.raises(UserError, match=rf"decode\.rule={rule}.*rule=match"):
+        verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+
+
+@pytest.mark.parametrize("rule", CHAINS)
+def test_a_rule_for_drawn_chains_refuses_tokens_that_were_chosen(rule):
+    draft = Draft.chain(torch.tensor([[0, 1]]))
+    with pytest.raises(UserError, match=rf"decode\.rule={rule}.*rule=match"):
+        verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if RULES[rule].reads_laws])
+def test_a_rule_that_reads_laws_refuses_nodes_selected_by_their_tokens(rule):
+    draft = draft_of([[Node(0, -1, [1 / 3] * 3)]], V, selected=True)
+    with pytest.raises(UserError, match=r"kept or dropped by a look at the tokens drawn.*rule=match"):
+        verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 2), certain())
+    verify(plan_of("match"), draft, rows_of(*[[1 / 3] * 3] * 2), certain())
+
+
+def test_traversal_refuses_nodes_ranked_against_one_another():
+    draft = draft_of([[Node(0, -1, [1 / 3] * 3), Node(1)]], V, ranked=True)
+    with pytest.raises(UserError, match=r"tokens drawn elsewhere.*rule=recursive"):
+        verify(plan_of("traversal"), draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+    for rule in ("match", "recursive"):
+        verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 3), certain())
+
+
+def test_the_lossless_rules_are_those_that_the_plan_calls_so():
+    assert {rule for rule in RULES if not RULES[rule].lossy} == set(LOSSLESS)
+    assert {rule for rule in RULES if RULES[rule].lossy} == set(LOSSY)

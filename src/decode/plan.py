@@ -6,21 +6,39 @@ from dataclasses import dataclass
 
 from decode.errors import UserError
 
+Path = tuple[int, ...]  # child ranks from the root to a node
+# proposal -> the rule that `auto` stands for on chains and on trees
+RULES_OF = {
+    "fixed": ("match", "match"),
+    "sampled": ("token", "recursive"),
+    "hybrid": ("recursive", "recursive"),
+}
+LOSSLESS = ("match", "token", "block", "recursive", "traversal")
+LOSSY = ("typical", "threshold")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The shape of a draft.
+    """The shape of a draft, where its tokens come from, and the rule that verifies it.
 
     Args:
         depth: levels below the root, in tokens; 0 is plain decoding.
         width: nodes that each level below the first is grown from, and children each of them
             is given (EAGLE-2, arXiv:2406.16858); 1 is a chain.
         nodes: nodes that are verified, the best by draft probability; 0 means `depth`.
-        proposal: `fixed` takes the likeliest tokens, `sampled` draws them (chains only).
-        rule: acceptance rule; `auto` is `match` for fixed and `token` for sampled drafts.
+        proposal: `fixed` takes the likeliest tokens; `sampled` draws them; `hybrid` gives a node one
+            child drawn from what the likeliest leave over, and then the likeliest.
+        rule: acceptance rule; `auto` is `match` for fixed drafts, `token` for sampled chains and
+            `recursive` for everything else.
+        tree: a static tree (Medusa, arXiv:2401.10774): the path of child ranks to each node, in
+            place of depth, width and nodes. Rank 0 is the first child: the likeliest, or the drawn one.
+        replacement: sampled siblings may repeat one another.
+        lossy: allows the rules that change the target's law.
+        threshold: of the lossy rules, in probability.
+        alpha: `typical` lowers the threshold to alpha * exp(-entropy).
 
     Raises:
-        UserError: a shape that no draft can have.
+        UserError: a shape that no draft can have, or a combination that would not be lossless.
     """
 
     depth: int = 0
@@ -28,20 +46,70 @@ class Plan:
     nodes: int = 0
     proposal: str = "fixed"
     rule: str = "auto"
+    tree: tuple[Path, ...] = ()
+    replacement: bool = False
+    lossy: bool = False
+    threshold: float = 0.09
+    alpha: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.proposal not in ("fixed", "sampled"):
-            raise UserError(f"decode.proposal={self.proposal}: choose fixed or sampled")
+        if self.proposal not in RULES_OF:
+            raise UserError(f"decode.proposal={self.proposal}: choose one of {', '.join(RULES_OF)}")
+        if self.tree:
+            self._fit_tree()
         if self.depth < 0 or self.width < 1:
             raise UserError(f"decode: depth={self.depth}, width={self.width} must be >= 0 and >= 1")
-        if self.proposal == "sampled" and self.width > 1:
-            raise UserError("decode: sampled drafts are chains; set decode.width=1 or proposal=fixed")
+        if self.proposal == "hybrid" and self.depth and self.width == 1:
+            raise UserError("decode: a hybrid node has two children or more; set decode.width=2 or more")
         nodes = self.nodes or self.depth
         if nodes < self.depth:
             raise UserError(f"decode.nodes={nodes} is fewer than decode.depth={self.depth}")
         object.__setattr__(self, "nodes", nodes if self.width > 1 else self.depth)
+        if self.proposal == "sampled" and self.width > 1 and not self.tree:
+            raise UserError(
+                "decode: a dynamic tree keeps the best of its nodes, and a sampled node that is dropped "
+                "for its own token loses its law: not lossless. Give decode.tree (decode=static), "
+                "width=1, or proposal=hybrid, whose sampled nodes are ranked before they are drawn"
+            )
+        if self.replacement and not (self.proposal == "sampled" and self.tree):
+            raise UserError("decode.replacement is for sampled trees: decode=static proposal=sampled")
+        self._choose_rule()
+
+    def _fit_tree(self) -> None:
+        """Read depth, width and nodes off the paths."""
+        paths = tuple(sorted({tuple(int(r) for r in path) for path in self.tree}, key=lambda p: (len(p), p)))
+        known = {(), *paths}
+        for path in paths:
+            elder = (*path[:-1], path[-1] - 1) if path and path[-1] else path[:-1]
+            if not path or min(path) < 0 or path[:-1] not in known or elder not in known:
+                raise UserError(f"decode.tree: {list(path)} has no {list(elder)} before it in the tree")
+        object.__setattr__(self, "tree", paths)
+        object.__setattr__(self, "depth", max(map(len, paths)))
+        object.__setattr__(self, "width", 1 + max(map(max, paths)))
+        object.__setattr__(self, "nodes", len(paths))
+
+    def _choose_rule(self) -> None:
         if self.rule == "auto":
-            object.__setattr__(self, "rule", "match" if self.proposal == "fixed" else "token")
+            object.__setattr__(self, "rule", RULES_OF[self.proposal][self.width > 1])
+        if self.rule not in LOSSLESS + LOSSY:
+            raise UserError(f"decode.rule={self.rule}: choose one of auto, {', '.join(LOSSLESS + LOSSY)}")
+        if (self.rule in LOSSY) != self.lossy:
+            raise UserError(
+                f"decode.rule={self.rule} changes the target's law: it needs decode.lossy=true"
+                if self.rule in LOSSY
+                else f"decode.lossy=true, but rule={self.rule} is lossless: choose {' or '.join(LOSSY)}"
+            )
+        if self.rule == "traversal" and self.proposal == "hybrid" and self.depth and not self.tree:
+            raise UserError(
+                "decode.rule=traversal weighs a subtree before the next one, and in a dynamic tree what is "
+                "drawn in one decides what is kept of another: not lossless. Give decode.tree "
+                "(decode=static), or rule=recursive"
+            )
+        if self.rule in ("token", "block") and (self.width > 1 or self.proposal != "sampled"):
+            raise UserError(
+                f"decode.rule={self.rule} verifies a chain drawn from laws q: a chosen token has no such "
+                f"law, and min(1, p/q) would not be lossless. Set width=1 proposal=sampled, or rule=match"
+            )
 
     @property
     def name(self) -> str:
@@ -49,5 +117,11 @@ class Plan:
         if self.depth == 0:
             return "plain"
         if self.width == 1:
-            return f"chain-{self.depth}" + ("-sampled" if self.proposal == "sampled" else "")
-        return f"tree-{self.nodes} (depth {self.depth}, width {self.width})"
+            text = f"chain-{self.depth}" + ("-sampled" if self.proposal == "sampled" else "")
+        else:
+            kind = {"fixed": "tree", "sampled": "sampled-tree", "hybrid": "hybrid"}[self.proposal]
+            kind = f"static-{kind}" if self.tree else kind
+            text = f"{kind}-{self.nodes} (depth {self.depth}, width {self.width})"
+        if self.rule != RULES_OF[self.proposal][self.width > 1]:
+            text += f" {self.rule}"
+        return f"{text} LOSSY" if self.lossy else text
