@@ -230,10 +230,17 @@ def test_the_cache_grows(target, answers, plan, capacity, monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda self, *a, **k: empty(self, *a, **k).fill_(float("nan"))
     )
-    watch = Watch(3)
-    outputs = run(target, oracle(answers, plan, right=0.7), plan=plan, on_round=watch)
+    watch, full = Watch(3), []
+
+    def on_round(seen):
+        watch(seen)
+        store = target.cache.store
+        full.append(max(store.lengths) <= store.width <= store.capacity == store._data.shape[3])
+
+    outputs = run(target, oracle(answers, plan, right=0.7), plan=plan, on_round=on_round)
     assert tokens(outputs) == answers
     assert all(seen.logits.isfinite().all() for seen in watch.rounds)
+    assert all(full)
     assert target.cache.store.capacity >= LENGTH > capacity
 
 
@@ -296,7 +303,7 @@ def test_rows_may_be_offered_less_or_nothing(target, answers, rule):
             laws = torch.nn.functional.one_hot(draft.tokens.clamp_min(0), VOCAB).double()
             return Draft.chain(draft.tokens, laws)
 
-    plan = Plan(depth=6, rule=rule)
+    plan = Plan(depth=6, proposal="fixed" if rule == "match" else "sampled", rule=rule)
     outputs = run(target, Uneven(texts(answers), VOCAB, right=0.9, branches=0), plan=plan)
     assert tokens(outputs) == answers
     assert {0, 1, 2, 3} == {offered for output in outputs for offered in output.offered}

@@ -1,0 +1,203 @@
+"""scripts/generate.py: one prompt answered on the terminal."""
+
+import io
+import re
+import runpy
+import sys
+
+import pytest
+from letters import MIXED
+from workbench import CONF, ROOT, Outcome, command, make_target
+
+from decode.errors import UserError
+from decode.generate import generate
+from decode.load import load_target, load_tokenizer, stop_tokens
+from decode.plan import Plan
+from decode.rounds import Output, Piece, Times
+from decode.sampling import Sampler
+from distill import answer as module
+from distill.answer import DRAFTED, PLAIN, figures, read_prompt, show, wants_color
+from distill.cli import compose, rewrite
+from distill.prompts import Chat
+from drafters import hub
+
+NASTY = "it's \"so\" called: {a: [1, 2]}, x=${oc.env:HOME} \\${b} C:\\new\\\n\n#2 'end\\"
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory, make_drafter):
+    """Folders of a tiny chat model and of an untrained drafter for it."""
+    root = tmp_path_factory.mktemp("bench")
+    folder = make_target(root / "my target")
+    target = load_target(str(folder))
+    (root / "drafter").mkdir()
+    hub.save(make_drafter("eagle", target), target, root / "drafter", str(folder))
+    return root
+
+
+def run(bench, *overrides: str, drafter: bool = True) -> Outcome:
+    """The script, in this process."""
+    argv = [f"target={bench / 'my target'}", f"max_new_tokens={LENGTH}", "threads=1", *overrides]
+    argv += [f"checkpoint={bench / 'drafter'}"] * drafter
+    script = str(ROOT / "scripts" / "generate.py")
+    return command(lambda: runpy.run_path(script, run_name="__main__"), [script, *argv])
+
+
+def wanted(bench, prompt, template="chat", sampler=None):
+    """Token ids of the plain answer, and its text."""
+    target, tokenizer = load_target(str(bench / "my target")), load_tokenizer(str(bench / "my target"))
+    ids = Chat(tokenizer, template).encode([{"role": "user", "content": prompt}])
+    options = {"max_new_tokens": LENGTH, "sampler": sampler or Sampler(0.0), "stop": stop_tokens(target)}
+    tokens = generate(target, None, [ids], **options).outputs[0].tokens
+    return tokens, tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+FIGURES = r"tree-16 \(depth 4, width 4\): 12 tokens, tau \d\.\d\d, \d+ tokens/s"
+
+
+def test_the_answer_is_the_targets_and_figures_stand_apart(bench):
+    done = run(bench, "prompt=How do I use grep?")
+    assert done.code == 0, done.err
+    tokens, text = wanted(bench, "How do I use grep?")
+    assert len(tokens) == LENGTH
+    assert done.out == text + "\n"
+    assert re.fullmatch(FIGURES + r"; plain \d+ tokens/s \(\d+\.\d\dx\)\n", done.err)
+
+
+def test_any_prompt_reaches_the_target(bench, monkeypatch):
+    asked = []
+    encode = Chat.encode
+    monkeypatch.setattr(Chat, "encode", lambda self, m: asked.append(m[0]["content"]) or encode(self, m))
+    for prompt in (NASTY, "null", "'quoted'", "-m"):
+        done = run(bench, f"prompt={prompt}", drafter=False)
+        assert done.code == 0, done.err
+        assert asked.pop() == prompt
+        assert done.out == wanted(bench, prompt)[1] + "\n"
+        asked.clear()
+
+
+def test_without_a_drafter_it_decodes_plainly(bench):
+    done = run(bench, "prompt=hello", drafter=False)
+    assert done.out == wanted(bench, "hello")[1] + "\n"
+    assert re.fullmatch(r"plain: 12 tokens, \d+ tokens/s\n", done.err)
+
+
+def test_plain_decoding_may_be_left_out(bench, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "generate", lambda *a, **k: calls.append(a[1]) or generate(*a, **k))
+    done = run(bench, "prompt=hello", "plain=false")
+    assert re.fullmatch(FIGURES + "\n", done.err)
+    assert len(calls) == 1
+    assert calls[0] is not None, "the warm-up's, with the drafter"
+
+
+def test_settings_are_those_of_the_command_line(bench):
+    sampling = ["temperature=0.8", "top_k=9", "top_p=0.9", "min_p=0.01", "repetition_penalty=1.2"]
+    overrides = [f"sampling.{setting}" for setting in sampling]
+    done = run(bench, "prompt=hello", "prompts.template=none", "decode=chain", *overrides)
+    law = Sampler(0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+    assert done.out == wanted(bench, "hello", "none", law)[1] + "\n"
+    assert done.err.startswith("chain-3: ")
+    assert run(bench, "prompt=hello", "prompts.template=none", *overrides, "seed=1").out != done.out
+
+
+def test_stop_strings_end_the_answer(bench):
+    text = wanted(bench, "hello", sampler=Sampler(1.0))[1]
+    letter = next(c for c in text[1:] if c.isascii() and c.isalnum())
+    options = ["sampling.temperature=1.0", f"stop=['{letter}', 'never mind', '\\n']"]
+    done = run(bench, "prompt=hello", *options)
+    assert done.out == text[: text.index(letter) + 1] + "\n"
+    cfg = compose(rewrite(["prompt=x", r'stop=["User:", "\n"]'], CONF), CONF, "generate")
+    assert list(cfg.stop) == ["User:", r"\n"]
+
+
+def test_the_prompt_may_come_from_stdin(bench, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(NASTY + "\n"))
+    done = run(bench, "prompt=-", drafter=False)
+    assert done.out == wanted(bench, NASTY)[1] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["prompt="], "prompt: it is empty"),
+        (["prompt=  \n"], "prompt: it is empty"),
+        (["prompt=\udcff"], "prompt: not UTF-8"),
+        ([], "prompt: must be given"),
+        (["prompt=" + "x" * 400], "402 tokens and leaves no room in the target's context of 256"),
+        (["prompt=x", "checkpoint=/no/where"], "checkpoint=/no/where: no config.json there"),
+        (["prompt=x", "max_new_tokens=0"], "max_new_tokens=0: must be at least 1"),
+        (["prompt=x", "threads=-1"], "threads=-1: must be at least 0"),
+        (["prompt=x", "checkpoint=/", "decode.proposal=guess"], "decode.proposal=guess"),
+        (["prompt=x", "color=blue"], "color=blue: choose auto, always or never"),
+        (["prompt=x", "colour=always"], "did you mean color?"),
+        (["prompt=x", "sampling.top_p=0"], "top_p=0"),
+        (["prompt=x", "checkpoint=/", "decode=auto"], "name one here"),
+        (["prompt=x", "stop=['']"], "an empty string"),
+        (["prompt=x", "stop=a"], "stop=a: must be like []"),
+        (["prompt=x", "prompts.template=jinja"], "prompts.template=jinja"),
+    ],
+)
+def test_a_mistake_is_one_line(bench, overrides, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(bench, *overrides, drafter=False)
+    assert done.code == 2, done.err
+    assert done.out == ""
+    assert said in done.err
+    assert len(done.err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+# -- by hand -------------------------------------------------------------------------------------
+
+
+def piece(tokens, drafted, output=None, times=None):
+    return Piece(tokens, [bool(d) for d in drafted], output or Output(tokens), times or Times())
+
+
+def test_a_character_has_the_colour_of_the_token_that_completes_it(capsys):
+    """Here é of two tokens, the second of them drafted, and 中 of three, the last of them not."""
+    made = [piece([0], [0]), piece([6, 7, 8], [0, 1, 0]), piece([9, 10, 11], [1, 1, 1]), piece([12], [0])]
+    last = show(iter(made), MIXED, color=True)
+    green = "{}{}{}".format
+    wanted = f"a{green(DRAFTED, 'é', PLAIN)}b{green(DRAFTED, 'éa', PLAIN)}中\ufffd\n"
+    legend, text = capsys.readouterr().out.split("\n\n", 1)
+    assert text == wanted
+    assert "accepted draft tokens" in legend
+    assert DRAFTED in legend
+    assert last is made[-1]
+    show(iter(made), MIXED, color=False)
+    assert capsys.readouterr().out == re.sub(r"\x1b\[\d+m", "", wanted)
+
+
+@pytest.mark.parametrize("tty", [True, False])
+def test_colour_is_for_terminals_that_want_it(tty, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty, raising=False)
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    assert wants_color("auto") is tty
+    assert wants_color("always")
+    assert not wants_color("never")
+    monkeypatch.setenv("NO_COLOR", "")
+    assert wants_color("auto") is tty, "empty is as if it were not there"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_color("auto")
+    assert wants_color("always"), "what is asked for here and now comes first"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_color("auto")
+
+
+def test_figures_by_hand():
+    output = Output([0] * 10, emitted=[4, 3, 2], accepted=[3, 2, 4])
+    assert figures(Plan(depth=4), output, Times(total=0.5)) == "chain-4: 10 tokens, tau 3.00, 18 tokens/s"
+    assert figures(Plan(), Output([0]), Times()) == "plain: 1 token, 0 tokens/s"
+    assert module.versus(18.0, 12.0) == "; plain 12 tokens/s (1.50x)"
+    assert module.versus(0.0, 0.0) == ""
+
+
+def test_stdin_that_is_no_text_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_prompt("-")

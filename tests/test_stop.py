@@ -1,0 +1,193 @@
+"""Stop strings in the loop: the text is plain decoding's, cut where it first says one of them."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from exact import EnumeratingCoin, FixedTrees, SampledChains, Script, assert_same_law, exact_law, target_law
+from letters import MIXED, ended, pieces, whole
+from scripted import Oracle, Watch
+
+from decode.generate import generate, stream
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.stop import StopStrings
+from decode.target import Target
+from decode.text import HALF
+
+VOCAB, LENGTH = len(MIXED), 24
+PROMPTS = [[0, 9, 2], [4], [8, 9, 1, 3, 0, 6], [12, 7]]
+PLANS = {"chain": Plan(depth=5), "tree": Plan(depth=5, width=3, nodes=10)}
+SHAPES = pytest.mark.parametrize("shape", PLANS)
+SAMPLER, SEED = Sampler(2.0), 5  # the match rule's samples are plain sampling's, token for token
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target) -> Target:
+    return tiny_target(vocab=VOCAB, hidden=16)
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    run = generate(target, None, PROMPTS, max_new_tokens=LENGTH, sampler=SAMPLER, seed=SEED)
+    return [output.tokens for output in run.outputs]
+
+
+def oracle(answers, shape, right=0.9, prompts=PROMPTS):
+    texts = [p + a for p, a in zip(prompts, answers, strict=True)]
+    return Oracle(texts, VOCAB, right, branches=4 if shape == "tree" else 0)
+
+
+def cut(tokens, strings, tokenizer=MIXED):
+    """The reference: decodes the whole text after every token."""
+    return list(tokens)[: ended(tokenizer, strings, tokens)]
+
+
+def said(tokens, start):
+    """A few whole letters of a text."""
+    letters = max(whole(MIXED, tokens[start:]).split(HALF), key=len)
+    assert len(letters) > 3
+    return letters[1:4]
+
+
+def run(target, drafter, strings, prompts=PROMPTS, **options):
+    options = {"max_new_tokens": LENGTH, "until": StopStrings(MIXED, strings)} | options
+    return generate(target, drafter, prompts, sampler=SAMPLER, seed=SEED, **options).outputs
+
+
+@SHAPES
+def test_a_text_ends_at_its_first_stop_string(target, answers, shape):
+    """At any string that an answer holds: within drafts, across rounds, between halves of letters."""
+    dice = random.Random(0)
+    inside = across = 0
+    for _ in range(30):
+        text = whole(MIXED, dice.choice(answers)).replace(HALF, "")
+        start = dice.randrange(len(text))
+        strings = [text[start : start + dice.randint(1, 6)], "never"]
+        outputs = run(target, oracle(answers, shape), strings, plan=PLANS[shape])
+        for output, answer in zip(outputs, answers, strict=True):
+            assert output.tokens == cut(answer, strings), strings
+            assert output.stopped == any(s in whole(MIXED, output.tokens) for s in strings)
+            assert 1 + sum(output.emitted) == len(output.tokens)
+            if output.stopped and output.emitted:
+                inside += output.emitted[-1] <= output.accepted[-1]
+                last = whole(MIXED, output.tokens[-output.emitted[-1] :])
+                across += not any(s in last for s in strings)
+    assert inside > 5, "ends in the middle of accepted drafts"
+    assert across > 5, "strings that began in an earlier round"
+
+
+def test_whichever_end_comes_first_counts(target, answers):
+    """An end token, a stop string or the length."""
+    answer = answers[0]
+    string = said(answer, 4)
+    until = ended(MIXED, [string], answer)
+    for end in (until - 2, until - 1, until):
+        first = answer.index(answer[end])
+        want = answer[: min(first + 1, until)]
+        output = run(target, oracle(answers, "tree"), [string], plan=PLANS["tree"], stop=[answer[end]])[0]
+        assert output.tokens == want
+        assert output.stopped
+    (short,) = run(target, None, [string], PROMPTS[:1], max_new_tokens=until - 1)
+    assert (len(short.tokens), short.stopped) == (until - 1, False)
+
+
+def test_the_prompt_is_not_searched(target, answers):
+    """Neither for a string that it holds, nor for the beginning of one."""
+    first = whole(MIXED, answers[0]).strip(HALF)[0]
+    assert whole(MIXED, PROMPTS[0]).endswith("aab")
+    for string in ("aab", "aab" + first):
+        (output,) = run(target, None, [string], PROMPTS[:1])
+        assert output.tokens == cut(answers[0], [string])
+        assert len(output.tokens) > 1
+
+
+@SHAPES
+def test_all_rows_end_at_the_prefill(target, answers, shape):
+    """By end tokens or by strings: nobody drafts, and one pass is all there was."""
+
+    class Unasked(Oracle):
+        def advance(self, *args):
+            raise AssertionError("there is nothing to draft for")
+
+    for options in ({"stop": [a[0] for a in answers]}, {"until": lambda: lambda token: True}):
+        watch = Watch(4)
+        outputs = run(target, Unasked([], VOCAB), [], plan=PLANS[shape], on_round=watch, **options)
+        assert [o.tokens for o in outputs] == [a[:1] for a in answers]
+        assert all(o.stopped and o.emitted == [] for o in outputs)
+        assert len(watch.rounds) == 1
+
+
+@SHAPES
+def test_all_rows_end_at_once(target, answers, shape):
+    string = said(answers[0], 4)
+    watch = Watch(3)
+    drafter = oracle(answers[:1], shape, prompts=PROMPTS[:1])
+    options = {"plan": PLANS[shape], "requests": [0] * 3, "on_round": watch}
+    outputs = run(target, drafter, [string], PROMPTS[:1] * 3, **options)
+    assert [o.tokens for o in outputs] == [cut(answers[0], [string])] * 3
+    assert {len(seen.requests) for seen in watch.rounds} == {3}
+
+
+def test_a_test_is_told_each_emitted_token_once(target, answers):
+    """In order, by one test a request, and nothing of what is cut."""
+    told = []
+
+    def make():
+        mine = []
+        told.append(mine)
+        return lambda token: mine.append(token) or len(mine) == 9
+
+    outputs = run(target, oracle(answers, "tree"), [], plan=PLANS["tree"], until=make)
+    assert told == [o.tokens for o in outputs] == [a[:9] for a in answers]
+
+
+def test_a_stream_stops_alike(target, answers):
+    string = said(answers[2], 4)
+    until = StopStrings(MIXED, [string])
+    options = {"max_new_tokens": LENGTH, "sampler": SAMPLER, "plan": PLANS["tree"], "until": until}
+    options |= {"seed": SEED, "request": 2}
+    for _ in range(2):  # the strings keep nothing of a text
+        stream_ = list(stream(target, oracle(answers, "tree"), PROMPTS[2], **options))
+        assert [t for piece in stream_ for t in piece.tokens] == cut(answers[2], [string])
+        assert stream_[-1].output.stopped
+
+
+@pytest.mark.parametrize("strings", [["ba"], ["é", "ab b"], [" "]])
+def test_drafts_that_are_mostly_wrong_stop_alike(target, answers, strings):
+    for seed in range(3):
+        outputs = run(target, FixedTrees(VOCAB, seed), strings, plan=PLANS["tree"])
+        assert [o.tokens for o in outputs] == [cut(tokens, strings) for tokens in answers]
+
+
+SMALL = pieces("a", "ba", "b\xc3", "\xa9a")
+
+
+@pytest.mark.parametrize("strings", [["ab"], ["é"], ["aba", "aa"]])
+@pytest.mark.parametrize(
+    ("drafter", "plan"),
+    [
+        (FixedTrees(4), Plan(depth=2, width=2, nodes=5)),
+        (SampledChains(4), Plan(depth=2, proposal="sampled")),
+    ],
+    ids=["match", "token"],
+)
+def test_the_law_of_a_stopped_text_is_the_targets(tiny_target, drafter, plan, strings):
+    """Every outcome of every coin: the target's law of whole texts, each cut where it stops."""
+    target, length = tiny_target(vocab=4), 3
+    prompts = [[1, 2, 0], [3]]
+
+    def play(tapes):
+        coin = EnumeratingCoin([*tapes, Script(0)])
+        until = StopStrings(SMALL, strings)
+        options = {"max_new_tokens": length, "sampler": Sampler(0.5), "plan": plan, "until": until}
+        run = generate(target, drafter, [prompts[0]] * len(tapes) + prompts[1:], coin=coin, **options)
+        return [tuple(output.tokens) for output in run.outputs[:-1]]
+
+    want = defaultdict(float)
+    for text, mass in target_law(target.model, prompts[0], length, Sampler(0.5)).items():
+        want[tuple(cut(text, strings, SMALL))] += mass
+    assert {len(text) for text in want} > {length}, "some texts stop early"
+    assert_same_law(exact_law(play, abreast=48), want)
