@@ -94,7 +94,24 @@ def tiny_target() -> Callable[..., Target]:
 
 
 @pytest.fixture(scope="session")
-def make_drafter() -> Callable[..., Drafter]:
+def draft_folder(tmp_path_factory) -> Callable[[int], str]:
+    """Makes the folder of a tiny Llama with a given vocabulary, for drafters that begin with one."""
+    root = tmp_path_factory.mktemp("drafts")
+
+    def make(vocab: int) -> str:
+        if not (root / str(vocab)).exists():
+            shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+            heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+            ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+            config = LlamaConfig(vocab_size=vocab, max_position_embeddings=64, **shape, **heads, **ends)
+            LlamaForCausalLM(config).save_pretrained(root / str(vocab))
+        return str(root / str(vocab))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_drafter(draft_folder) -> Callable[..., Drafter]:
     """Builds a drafter from its yaml for a target, with random weights, all of which matter."""
     known: dict[str, Any] = {}
 
@@ -102,7 +119,9 @@ def make_drafter() -> Callable[..., Drafter]:
         if name not in known:
             with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
                 known[name] = compose("config", overrides=[f"drafter={name}"]).drafter
-        settings = {"depth": depth} if "depth" in known[name] else {}
+        settings: dict[str, Any] = {"depth": depth} if "depth" in known[name] else {}
+        if "path" in known[name]:
+            settings["path"] = draft_folder(target.vocab_size)
         torch.manual_seed(seed)
         drafter = instantiate(known[name], **settings)(target).to(target.dtype).eval()
         target.tap(drafter.taps)

@@ -1,4 +1,7 @@
-"""Both faces of a drafter: the laws its unroll computes, and its decoding face fed a known text."""
+"""Both faces of a drafter: the laws its unroll computes, and its decoding face fed a known text.
+
+A drafter that does not train here is a model of its own: its plain forward stands for the unroll.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,26 @@ def batch_of(target: Target, texts: torch.Tensor, mask=None) -> Batch:
 @torch.no_grad()
 def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
     """(row, anchor, depth) -> the training face's law."""
+    if not drafter.trains:
+        return plainly(drafter, texts)
     laws = {}
     for step in drafter.unroll(batch_of(target, texts), target):
         rows = step.head(step.hidden).softmax(-1)
         for flat, law in zip(step.anchor.tolist(), rows, strict=True):
             laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
     return laws
+
+
+def plainly(drafter, texts) -> dict[tuple[int, int, int], torch.Tensor]:
+    """(row, anchor, depth) -> the law of token anchor + 1 + depth, from one pass without a cache."""
+    rows = drafter.model(input_ids=texts, use_cache=False).logits.softmax(-1)
+    return {
+        (row, t, depth): rows[row, t + depth]
+        for row in range(texts.shape[0])
+        for t in range(texts.shape[1])
+        for depth in range(1, K + 1)
+        if t + depth + 1 < texts.shape[1]
+    }
 
 
 class Dictate:

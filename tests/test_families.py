@@ -20,10 +20,11 @@ from decode.cache import RowStore
 from decode.coin import Key, KeyedCoin, Purpose
 from decode.errors import UserError
 from decode.generate import generate
+from decode.lm import CausalLM, Head
 from decode.load import load_config, load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.target import Head, Target
+from decode.target import Target
 
 EXACT = 1e-9  # fp64, absolute
 VOCAB, LENGTH = 61, 24
@@ -414,18 +415,18 @@ def test_an_unknown_dtype(tmp_path):
 
 
 def feed(monkeypatch, change):
-    """Alter what `extend` gives the model."""
-    real = Target.extend
+    """Alter what the model is given."""
+    real = CausalLM.forward
 
-    def extend(self, tokens, draft=None):
+    def altered(self, tokens, block=None, scratch=0):
         forward = self.base.forward
         self.base.forward = lambda **inputs: forward(**inputs | change(self, inputs))
         try:
-            return real(self, tokens, draft)
+            return real(self, tokens, block, scratch)
         finally:
             del self.base.forward
 
-    monkeypatch.setattr(Target, "extend", extend)
+    monkeypatch.setattr(CausalLM, "forward", altered)
 
 
 def slots_as_positions(monkeypatch):
@@ -447,17 +448,24 @@ def one_length_for_all(monkeypatch):
 
 
 def cousins_are_seen(monkeypatch):
-    real = Target._mask
+    real = CausalLM._mask
     monkeypatch.setattr(
-        Target, "_mask", lambda self, block, positions: real(self, torch.ones_like(block).tril(), positions)
+        CausalLM,
+        "_mask",
+        lambda self, block, tokens: real(
+            self, None if block is None else torch.ones_like(block).tril(), tokens
+        ),
     )
 
 
 def no_window(monkeypatch):
-    real = Target._mask
-    monkeypatch.setattr(
-        Target, "_mask", lambda self, block, positions: real(self, block, positions - positions)
-    )
+    real = CausalLM.__init__
+
+    def init(self, model):
+        real(self, model)
+        self._window = None
+
+    monkeypatch.setattr(CausalLM, "__init__", init)
 
 
 def no_compaction(monkeypatch):
@@ -540,7 +548,7 @@ def test_the_probe_notices_a_head_that_lacks_something(name, part, nothing, tmp_
     def partial(**values):
         return Head(**values | {part: nothing})
 
-    monkeypatch.setattr("decode.target.Head", partial)
+    monkeypatch.setattr("decode.lm.Head", partial)
     with pytest.raises(UserError, match="logits are not what its head makes") as caught:
         load_target(folder)  # though the class is remembered as probed
     one_line(caught)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from decode.target import Head
+from decode.lm import Head
 from distill.objectives import Objective, ce, constant, decay, kl
 from drafters.base import DraftStep
 

@@ -8,7 +8,7 @@ moves the lengths, for a tree it is one gather over all layers at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,18 +39,26 @@ class RowStore:
         self.width = 0
         self._data: Tensor | None = None
         self._new = self._scratch = 0
-        self._index: Tensor | None = None  # (B * n,) flat slots of the current pass, if ragged
+        # Of the current pass:
+        self._index: Tensor | None = None  # (B * n,) flat slots, if ragged
+        self._seen: Sequence[Tensor] = ()  # what each layer attends to
+        self._fresh: Sequence[Tensor] = ()  # where it writes, if not ragged
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one settled token holds, over all layers."""
         return 0 if self._data is None else self._data[:, :, 0, 0].numel() * self._data.itemsize
 
+    @property
+    def before(self) -> int:
+        """Slots before the new ones, settled and scratch, in the current forward pass."""
+        return self.width - self._new
+
     def begin(self, new: int, scratch: int = 0) -> None:
         """Prepare to write `new` slots behind each row's settled ones and `scratch` unsettled ones."""
         self._new, self._scratch = new, scratch
         self.width = max(self.lengths) + scratch + new
-        self._index = None
+        self._index, self._seen, self._fresh = None, (), ()
         if self.width > self.capacity:
             self.capacity = max(self.width, 2 * self.capacity)
             if self._data is not None:
@@ -71,18 +79,25 @@ class RowStore:
             self._data = keys.new_zeros(shape)
         if keys.shape != values.shape or self._data.shape[-1] != heads * dim:
             raise UserError("target: its layers keep keys and values of different shapes; not supported")
-        first = self.lengths[0] + self._scratch
-        if len(set(self.lengths)) == 1:
-            where = self._data[layer, :, :, first : first + new].unflatten(-1, (heads, dim))
-            where[0] = keys.transpose(1, 2)
-            where[1] = values.transpose(1, 2)
+        if not self._seen:  # made once for all layers: a view costs as much as the copy below
+            self._seen = self._views(0, self.width, dim)
+            if len(set(self.lengths)) == 1:
+                self._fresh = self._views(self.before, self.width, dim)
+        if self._fresh:
+            self._fresh[2 * layer].copy_(keys)
+            self._fresh[2 * layer + 1].copy_(values)
         else:
             index = self._flat_index(keys.device)
             flat = self._data[layer].view(2, rows * self.capacity, heads * dim)
             flat[0].index_copy_(0, index, keys.transpose(1, 2).reshape(rows * new, -1))
             flat[1].index_copy_(0, index, values.transpose(1, 2).reshape(rows * new, -1))
-        seen = self._data[layer, :, :, : self.width].unflatten(-1, (heads, dim)).transpose(2, 3)
-        return seen[0], seen[1]
+        return self._seen[2 * layer], self._seen[2 * layer + 1]
+
+    def _views(self, first: int, last: int, dim: int) -> Sequence[Tensor]:
+        """Keys and values of each layer in turn, (B, heads, last - first, dim)."""
+        assert self._data is not None
+        part = self._data[:, :, :, first:last].unflatten(-1, (-1, dim))
+        return part.transpose(3, 4).flatten(0, 1).unbind()
 
     def _flat_index(self, device: torch.device) -> Tensor:
         if self._index is None:
@@ -99,7 +114,9 @@ class RowStore:
             slots: (B, M) which of the written slots, in order; None if they are the first ones.
         """
         assert self._data is not None
-        if slots is not None:
+        longest = max(counts)
+        if slots is not None and longest > 1:  # the root is where it belongs
+            slots = slots[:, :longest]
             rows, kept = slots.shape
             device = self._data.device
             start = torch.tensor(self.lengths) + torch.arange(rows) * self.capacity
@@ -130,15 +147,18 @@ def attention_mask(
         lengths: settled slots per row; all of them are seen.
         block: (B, n, m) bool, visibility of the m slots behind the settled ones.
         width: of the result.
-        positions: (B, n) of the new slots, where m = n; needed for a window.
+        positions: (B, m) of the slots behind the settled ones; needed for a window.
         window: sliding window in tokens: a key is seen while it lies less than this far back.
     """
     rows, new, behind = block.shape
     device = block.device
+    level = len(set(lengths)) == 1
+    if level and window is None:
+        return nn.functional.pad(block, (lengths[0], 0), value=True)
     slot = torch.arange(width, device=device)
     settled = torch.tensor(lengths).to(device)  # (B,)
     where = settled[:, None] + torch.arange(behind, device=device)  # (B, m)
-    if len(set(lengths)) == 1:
+    if level:
         mask = nn.functional.pad(block, (lengths[0], 0), value=True)
     else:
         mask = (slot < settled[:, None])[:, None].repeat(1, new, 1)  # (B, n, width)
@@ -146,7 +166,7 @@ def attention_mask(
     if window is not None:
         assert positions is not None
         key_position = slot.repeat(rows, 1).scatter(1, where, positions)  # (B, width)
-        mask = mask & (positions[..., None] - key_position[:, None] < window)
+        mask = mask & (positions[:, -new:, None] - key_position[:, None] < window)
     return mask
 
 
@@ -155,9 +175,9 @@ class _Layer(CacheLayerMixin):
 
     is_sliding = False  # windows are in the mask: a settled slot may be needed again after a rejection
 
-    def __init__(self, store: RowStore, index: int) -> None:
+    def __init__(self, store: RowStore, index: int, write: Callable[..., tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self._store, self._layer = store, index
+        self._store, self._layer, self._write = store, index, write
         self.is_initialized = True
 
     @override
@@ -165,11 +185,11 @@ class _Layer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store and return everything to attend to."""
-        return self._store.write(self._layer, key_states, value_states)
+        return self._write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """The longest row."""
-        return max(self._store.lengths)
+        """What the new tokens come after, of the longest row."""
+        return self._store.before
 
     def get_max_length(self) -> int:
         """Slots allocated."""
@@ -195,6 +215,8 @@ class KVCache(Cache):
     linear-attention states are refused by the probe before a cache is ever built.
     """
 
-    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+    def __init__(self, layers: int, rows: int, capacity: int, compiled: bool = False) -> None:
         self.store = RowStore(layers, rows, capacity)
-        super().__init__(layers=[_Layer(self.store, i) for i in range(layers)])
+        # Lengths change every round, so the store stays out of compiled graphs.
+        write: Any = torch.compiler.disable(self.store.write) if compiled else self.store.write
+        super().__init__(layers=[_Layer(self.store, i, write) for i in range(layers)])

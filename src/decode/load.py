@@ -1,4 +1,4 @@
-"""Loading a target, and saying in one line what is wrong with it if it cannot serve."""
+"""Loading a target or a draft model, and saying in one line what is wrong with it if it cannot serve."""
 
 from __future__ import annotations
 
@@ -31,8 +31,16 @@ DTYPES = {
 }
 
 
-def load_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The target's configuration, checked before any weight is read.
+def load_config(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, what: str = "target"
+) -> Any:
+    """A model's configuration, checked before any weight is read.
+
+    Args:
+        name: folder or hub id.
+        revision: of a hub id.
+        trust_remote_code: runs Python that comes with the model; off unless asked for.
+        what: the option that names the model, for errors.
 
     Raises:
         UserError: nothing there, no causal LM, or a quantised model.
@@ -40,23 +48,23 @@ def load_config(name: str, revision: str | None = None, trust_remote_code: bool 
     folder = Path(name).expanduser()
     local = folder.is_dir()
     if not local and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1):
-        raise UserError(f"target={name}: no such folder; give a model folder or a hub id (owner/name)")
+        raise UserError(f"{what}={name}: no such folder; give a model folder or a hub id (owner/name)")
     if local and not (folder / "config.json").is_file():
-        raise UserError(f"target={name}: no config.json in it, so this is no model folder")
+        raise UserError(f"{what}={name}: no config.json in it, so this is no model folder")
     try:
         config = AutoConfig.from_pretrained(
             folder if local else name, revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"target={name}: {_first_line(error)}") from None
+        raise UserError(f"{what}={name}: {_first_line(error)}") from None
     remote = trust_remote_code and hasattr(config, "auto_map")
     if not (remote or _is_causal(config)):
-        raise UserError(f"target={name}: a {config.model_type!r} model is no causal language model")
+        raise UserError(f"{what}={name}: a {config.model_type!r} model is no causal language model")
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise UserError(
-            f"target={name}: quantised with {method or 'an unnamed method'}, whose rows can depend on what "
+            f"{what}={name}: quantised with {method or 'an unnamed method'}, whose rows can depend on what "
             "is batched with them, so decoding could not be proven lossless; use the unquantised weights"
         )
     return config
@@ -78,6 +86,7 @@ def load_target(
     device: str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    compiled: bool = False,
 ) -> Target:
     """Load, freeze and probe a causal LM.
 
@@ -87,15 +96,33 @@ def load_target(
         device: where to.
         revision: of a hub id.
         trust_remote_code: runs Python that comes with the model; off unless asked for.
+        compiled: see `CausalLM.compile`.
 
     Raises:
-        UserError: see `load_config` and `probe`; weights that are damaged or not all there.
+        UserError: see `load_model` and `probe`.
     """
-    config = load_config(name, revision, trust_remote_code)
+    target = Target(load_model(name, dtype, revision, trust_remote_code).to(device))
+    probe(target)
+    if compiled:
+        target.compile()
+    return target
+
+
+def load_model(
+    name: str,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    what: str = "target",
+) -> Any:
+    """Load a causal LM, a transformers model; arguments as in `load_target` and `load_config`.
+
+    Raises:
+        UserError: see `load_config`; weights that are damaged or not all there.
+    """
+    config = load_config(name, revision, trust_remote_code, what)
     if dtype != "auto" and dtype not in DTYPES:
-        raise UserError(f"target.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
-    # Soft-capped attention exists in the eager kernel alone.
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        raise UserError(f"{what}.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
     folder = Path(name).expanduser()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -106,27 +133,32 @@ def load_target(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **({"attn_implementation": "eager"} if capped else {}),
+            **kernels(config),
             **({"experts_implementation": "eager"} if dtype == "float64" else {}),  # no grouped kernel
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"target={name}: {_first_line(error)}") from None
+        raise UserError(f"{what}={name}: {_first_line(error)}") from None
     model, found = loaded
     # transformers would make up what is not there: a reward model's head, layers the config invents.
     if lost := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
         raise UserError(
-            f"target={name}: its weights do not fit config.json ({len(lost)} missing or of another "
+            f"{what}={name}: its weights do not fit config.json ({len(lost)} missing or of another "
             f"shape, {lost[0]} first); is it a causal language model's checkpoint?"
         )
-    target = Target(model.to(device))
-    probe(target)
-    return target
+    return model
+
+
+def kernels(config: Any) -> dict[str, str]:
+    """What to tell transformers of the attention it must use."""
+    # Soft-capped attention exists in the eager kernel alone.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return {"attn_implementation": "eager"} if capped else {}
 
 
 def load_tokenizer(
-    name: str, revision: str | None = None, trust_remote_code: bool = False
+    name: str, revision: str | None = None, trust_remote_code: bool = False, what: str = "target"
 ) -> PreTrainedTokenizerBase:
-    """The target's tokenizer.
+    """A model's tokenizer; arguments as in `load_config`.
 
     Raises:
         UserError: there is none.
@@ -137,7 +169,7 @@ def load_tokenizer(
             folder if folder.is_dir() else name, revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"target={name}: no tokenizer ({_first_line(error)})") from None
+        raise UserError(f"{what}={name}: no tokenizer ({_first_line(error)})") from None
 
 
 def stop_tokens(target: Target) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decode.target import Head
+from decode.lm import Head
 from drafters.base import DraftStep
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**27}  # of one (rows, V) block; on a CPU it should fit the cache

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from decode.coin import KeyedCoin
 from decode.draft import Draft
+from decode.lm import Head
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.target import Head, Tap, Target
+from decode.target import Tap, Target
 
 
 class Batch(NamedTuple):
@@ -83,11 +84,16 @@ class Drafter(nn.Module, ABC):
 
     # -- training face -----------------------------------------------------------------------
 
-    @abstractmethod
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Yield predictions for depth 1, 2, ...; the objective decides how to score them."""
+        raise NotImplementedError(f"{type(self).__name__} is used as it is")
 
-    # -- decoding face: satisfies decode.generate.Proposer -------------------------------------
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to fit; one without an `unroll` is scored as it is."""
+        return type(self).unroll is not Drafter.unroll
+
+    # -- decoding face: satisfies decode.rounds.Proposer -------------------------------------
 
     @abstractmethod
     def new_state(self, rows: int) -> Any:
@@ -103,7 +109,7 @@ class Drafter(nn.Module, ABC):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        """Absorb settled tokens; see `decode.generate.Proposer.advance`."""
+        """Absorb settled tokens; see `decode.rounds.Proposer.advance`."""
 
     @abstractmethod
     def select(self, state: Any, rows: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from decode.sampling import Sampler
 from decode.target import LAST, Target
 from drafters.base import Batch, Drafter, DraftStep, supervised
 from drafters.expand import expand
-from drafters.layers import DecoderLayer, Rotary, attend, attend_unrolled
+from drafters.layers import DecoderLayer, Rotary, attend, attend_unrolled, descend
 
 
 @dataclass(slots=True)
@@ -190,20 +190,15 @@ class Eagle(Drafter):
     ) -> Draft:
         assert state.feature is not None
         feature = state.feature  # (B, 1, D), then (B, W, D): of the entries of the last call
-        reach: Tensor | None = None  # (B, W, m) which scratch slots each of them sees
+        reach = torch.ones(feature.shape[0], 1, 0, dtype=torch.bool, device=feature.device)
 
         # Levels are written to scratch slots behind the settled pairs and never kept, so the
         # next round writes over them.
         def step(token: Tensor, parent: Tensor) -> Tensor:
             nonlocal feature, reach
             above = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
-            own = torch.eye(token.shape[1], dtype=torch.bool, device=token.device)
-            block = own.expand(token.shape[0], -1, -1)  # (B, W, W)
-            if reach is not None:
-                seen = reach.gather(1, parent[..., None].expand(-1, -1, reach.shape[-1]))
-                block = torch.cat([seen, block], -1)
-            reach = block
-            feature = self._forward(state.store, self._pair(above, token, target), block)
+            reach = descend(reach, parent)  # (B, W, m) which scratch slots each of them sees
+            feature = self._forward(state.store, self._pair(above, token, target), reach)
             return target.head(feature)
 
         return expand(target.head(feature)[:, 0], step, sampler, coin, plan)

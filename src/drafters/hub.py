@@ -17,7 +17,7 @@ from drafters.base import Drafter
 
 FORMAT = 1
 # A closed table: what a downloaded config names is looked up here and nowhere else.
-CLASSES = {"eagle": "drafters.eagle:Eagle"}
+CLASSES = {"eagle": "drafters.eagle:Eagle", "lm": "drafters.lm:DraftLM"}
 
 
 def drafter_class(name: str) -> type[Drafter]:
@@ -40,7 +40,8 @@ def short_name(drafter: Drafter) -> str:
 
 def save(drafter: Drafter, target: Target, folder: Path, target_name: str = "") -> None:
     """Write `model.safetensors` and `config.json` into an existing folder."""
-    weights = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
+    tied = _tied(drafter)
+    weights = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items() if k not in tied}
     save_file(weights, folder / "model.safetensors")
     config = {
         "format": FORMAT,
@@ -69,10 +70,23 @@ def load(folder: str | Path, target: Target) -> Drafter:
         )
     try:
         drafter = drafter_class(config["drafter"])(**config["settings"])
-        drafter.load_state_dict(load_file(folder / "model.safetensors"))
+        weights = load_file(folder / "model.safetensors")
+        weights |= {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
+        drafter.load_state_dict(weights)
     except (OSError, SafetensorError, RuntimeError, TypeError) as error:
         raise UserError(f"{folder}: damaged checkpoint ({str(error).splitlines()[0]})") from None
     return drafter.to(target.device, target.dtype).eval()
+
+
+def _tied(drafter: Drafter) -> dict[str, str]:
+    """Tensors that are others under a second name, which safetensors would not keep apart."""
+    first: dict[tuple, str] = {}
+    found = {}
+    for name, value in drafter.state_dict().items():
+        key = (value.data_ptr(), value.shape, value.stride())
+        if first.setdefault(key, name) != name:
+            found[name] = first[key]
+    return found
 
 
 def _config(folder: Path) -> dict[str, Any]:

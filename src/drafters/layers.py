@@ -133,3 +133,19 @@ def attend_unrolled(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tens
     for step, v in enumerate(values[1:]):
         out = out + weight[..., length + step, None] * v
     return out
+
+
+def descend(reach: Tensor, parent: Tensor) -> Tensor:
+    """What a new level of a tree sees: all that its parents see, and each entry itself.
+
+    Args:
+        reach: (B, W, m) bool, scratch slots that the entries of the level above see.
+        parent: (B, W') entry of that level which each new one hangs from.
+
+    Returns:
+        (B, W', m + W') bool.
+    """
+    rows, width = parent.shape
+    seen = reach.gather(1, parent[..., None].expand(-1, -1, reach.shape[-1]))
+    own = torch.eye(width, dtype=torch.bool, device=parent.device)
+    return torch.cat([seen, own.expand(rows, -1, -1)], -1)
