@@ -12,14 +12,16 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def rescore(cfg: DictConfig, folder: Path) -> float:
     """Print the table and, where `out` says so, write the scorecard."""
     del folder
+    from distill.checks import check_ranges
     from distill.files import write_json
     from distill.report import settings_table
     from distill.run import build_target, quiet, read_inputs
     from distill.scoring import Scorer
 
     quiet()
+    check_ranges(cfg)
     chat, _, held = read_inputs(cfg)
-    scorer = Scorer(cfg, build_target(cfg), [chat.encode(p.messages) for p in held])
+    scorer = Scorer(cfg, build_target(cfg), chat, held, Path(cfg.answers))
     checkpoint = Path(cfg.checkpoint)
     name = checkpoint.resolve().name
     card = scorer(checkpoint, int(name) if name.isdigit() else 0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scripted import Oracle
 
+from decode import verify
 from decode.audit import Audit, audit
 from decode.cache import RowStore
 from decode.draft import Draft
@@ -16,12 +17,14 @@ from decode.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
+from decode.uniformity import Uniform
 from decode.verify import match
 
 ROOT = Path(__file__).parents[1]
 POCKET = str(ROOT / "data" / "pocket")
 TREE, CHAIN = Plan(depth=4, width=3, nodes=8), Plan(depth=4)
 LENGTH, ROWS = 24, 8
+OF_DRAWS = {"sampled_tokens", "impossible", "pit_p", "surprisal_p", "surprisal_z"}
 
 
 class Bench:
@@ -39,7 +42,8 @@ class Bench:
 
     def audit(self, plan=TREE, drafter=None, **options):
         oracle = Oracle(self.texts, self.target.vocab_size, branches=5 if plan is TREE else 0)
-        return audit(self.target, drafter or oracle, self.prompts, plan=plan, **self.options | options)
+        options = {"also": []} | self.options | options  # greedily alone, unless told otherwise
+        return audit(self.target, drafter or oracle, self.prompts, plan=plan, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,14 +68,15 @@ def counts_add_up(found: Audit):
     assert 0 <= found.own_row <= found.tokens
     assert found.passed == (found.own_row == found.tokens and found.mismatches == 0)
     assert found.report()["passed"] is found.passed
-    assert set(found.report()) == {*Audit.__slots__, "passed"}
+    assert set(found.report()) == {*Audit.__slots__, *OF_DRAWS, "passed"}
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 def test_bf16_passes(half, plan):
-    found = half.audit(plan)
+    found = half.audit(plan, also=None)
     counts_add_up(found)
     assert found.passed
+    assert found.report()["sampled_tokens"] > ROWS * LENGTH / 3
     assert found.own_row == found.tokens > ROWS * LENGTH / 3
     assert found.mismatches == 0
     # Rounding in bf16 shows, but a near tie is still a small part of the logits' range.
@@ -108,10 +113,28 @@ def test_nothing_looked_at_is_no_pass(half):
 
 
 def test_passing_needs_every_count():
-    good = Audit(9, 9, 8, 1, 0, 0.1, "float32")
+    run = Uniform(1.0, "chain-4", 9, 0, {"free by p": 0.4, "free by id": 1e-3}, -1.5, 0.5)
+    good = Audit(9, 9, 8, 1, 0, 0.1, "float32", (run,))
     assert good.passed
+    assert replace(good, sampled=()).passed, "greedily alone"
     for harm in ({"own_row": 8}, {"mismatches": 1}, {"tokens": 0, "own_row": 0}):
         assert not replace(good, **harm).passed
+    pit = {"free by p": 0.4, "free by id": 1e-7}
+    for harm in ({"tokens": 0}, {"impossible": 1}, {"pit": pit}, {"surprisal_p": 1e-7}):
+        assert not replace(good, sampled=(run, replace(run, **harm))).passed
+
+
+def test_the_smallest_of_many_p_values_is_corrected():
+    runs = (
+        Uniform(1.0, "chain-4", 30, 0, {"free by p": 0.4, "free by id": 1e-3}, -1.5, 0.5),
+        Uniform(0.7, "chain-4", 50, 0, {"free by p": 0.2}, 0.5, 0.01),
+    )
+    report = Audit(9, 9, 9, 0, 0, 0.1, "float32", runs).report()
+    assert report["pit_p"] == pytest.approx(5 * 1e-3)
+    assert report["surprisal_p"] == pytest.approx(5 * 0.01)
+    assert report["surprisal_z"] == -1.5
+    assert report["sampled_tokens"] == 80
+    assert json.loads(json.dumps(report))["sampled"][1]["pit"] == {"free by p": 0.2}
 
 
 # -- wrong decoders ------------------------------------------------------------------------------
@@ -144,9 +167,11 @@ def slots_as_positions(monkeypatch):
 
 def cousins_are_seen(monkeypatch):
     real = Target._mask
-    monkeypatch.setattr(
-        Target, "_mask", lambda self, block, positions: real(self, torch.ones_like(block).tril(), positions)
-    )
+
+    def mask(self, block, tokens):
+        return real(self, block if block is None else torch.ones_like(block).tril(), tokens)
+
+    monkeypatch.setattr(Target, "_mask", mask)
 
 
 def no_compaction(monkeypatch):
@@ -175,18 +200,15 @@ def wrong_row(monkeypatch):
     """Every token is drawn from the row of the slot before its own."""
 
     def shifted(draft, rows, coin):
-        law = rows.law
-        rows.law = lambda slot: law((slot - 1).clamp_min(0))
+        best = rows.best(draft)  # (B, S)
+        rows.best = lambda _: torch.cat([best[:, :1], best[:, :-1]], 1)
         return match(draft, rows, coin)
 
     replaced(monkeypatch, shifted)
 
 
 def replaced(monkeypatch, run):
-    from decode import verify
-
-    rule = verify.RULES["match"]
-    monkeypatch.setitem(verify.RULES, "match", rule._replace(run=run))
+    monkeypatch.setattr(verify, "match", run)
 
 
 def drafts_are_believed(monkeypatch):
@@ -252,12 +274,13 @@ def test_nan_is_a_mismatch(single, monkeypatch):
 
 
 def test_a_target_of_nan_fails(single, monkeypatch):
-    """Its tokens are the argmax of their own rows, which says nothing."""
+    """Its tokens are the argmax of their own rows, which says nothing; and none of them has a chance."""
     norm = single.target.base.norm
     monkeypatch.setattr(norm, "forward", lambda x: x * torch.nan)
-    found = single.audit(drafter=Oracle([], 61, branches=0), plan=CHAIN)
+    found = single.audit(drafter=Oracle([], 61, branches=0), plan=CHAIN, also=None)
     counts_add_up(found)
     assert found.mismatches == found.tokens
+    assert found.report()["impossible"] == found.report()["sampled_tokens"] > 0
     assert not found.passed
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from workbench import CONF, ROOT, command, make_target, train, write_prompts
 
 from decode.errors import UserError
@@ -51,6 +52,35 @@ def test_rewriting_twice_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     once = rewrite([f"prompts={tmp_path}/{name}" for name in ODD] + ["target=owner/name", "seed=3"], CONF)
     assert rewrite(once, CONF) == once
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *ODD,
+        "How do I use grep, and what is a=b?",
+        "",
+        "-",
+        "~/home",
+        " spaces and\ttabs ",
+        "two\nlines, and one ends in \\\n",
+        "{a: [1, 2]}",
+        "[1,2",
+        "${x}",
+        "\\${x}",
+        "\\\\${oc.env:HOME}'s \\",
+        "a ${ in a shell's ${x:-y}",
+        "#comment",
+        "'a' and 'b'",
+        "1e5",
+        "true",
+    ],
+)
+def test_any_text_survives_the_command_line(text):
+    """Literally: the shell's quotes are the only ones."""
+    for sweep in ([], ["-m"]):
+        *_, override = rewrite([*sweep, f"prompt={text}"], CONF)
+        assert OmegaConf.create({"prompt": value(override)}).prompt == text
 
 
 def test_a_hub_id_a_folder_and_a_group_option_are_told_apart():
@@ -147,7 +177,7 @@ def bench_target(tmp_path_factory) -> Path:
         (["prompts.template=jinja"], ["prompts.template=jinja", "chat or none"]),
         (["score.temperatures=[-1]"], ["temperature=-1"]),
         (["rollout.temperature=-1"], ["temperature=-1"]),
-        (["decode.proposal=foo"], ["decode.proposal=foo", "fixed or sampled"]),
+        (["decode.proposal=foo"], ["decode.proposal=foo", "fixed, sampled, hybrid"]),
         (["optimizer.optimizer.lr=-1"], ["Invalid learning rate"]),
         (["+drafter.colour=red"], ["colour"]),
         (["trainer.precision=17"], ["17"]),

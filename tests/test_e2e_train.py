@@ -10,9 +10,24 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from workbench import ROOT, Bench, final, leftovers, make_target, same, tau, train, weights, write_prompts
+from scripts.score import rescore
+from workbench import (
+    CONF,
+    ROOT,
+    Bench,
+    command,
+    final,
+    leftovers,
+    make_target,
+    same,
+    tau,
+    train,
+    weights,
+    write_prompts,
+)
 
 from distill import run
+from distill.cli import main
 from distill.files import clean, publish
 from distill.runs import checkpoints
 
@@ -64,7 +79,7 @@ def test_what_a_run_says_is_short_and_in_order(bench):
         r"step 3/6  loss \d+\.\d+  tau \d\.\d\d  speedup \d\.\d\dx  audit pass",
         r"step 6/6  loss .*",
         "headline: chain-2, T=0, batch 1, float32, 2 held-out prompts, .*",
-        "step +tau.*",
+        "step +replay +tau.*",
         " +3 .*pass",
         " +6 .*pass",
     ]
@@ -90,10 +105,15 @@ def test_scoring_changes_no_weight(bench, straight, tmp_path):
     assert (tmp_path / "checkpoints" / "last").readlink() == Path("6")
 
 
-def test_best_follows_tau(bench, tmp_path, monkeypatch):
+def test_best_follows_replay_on_the_other_prompts(bench, tmp_path, monkeypatch):
     taus = {2: 1.5, 4: 1.9, 6: 1.2}
     score = run.Scorer.__call__
-    monkeypatch.setattr(run.Scorer, "__call__", lambda self, *at: score(self, *at) | {"tau": taus[at[1]]})
+
+    def card(self, *at):
+        found = score(self, *at)
+        return found | {"replay": found["replay"] | {"chosen_by": taus[at[1]]}}
+
+    monkeypatch.setattr(run.Scorer, "__call__", card)
     bench.run(tmp_path, score__every=2)
     assert (tmp_path / "checkpoints" / "best").readlink() == Path("4")
     assert (tmp_path / "checkpoints" / "last").readlink() == Path("6")
@@ -172,6 +192,33 @@ def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "made for target" in done.stderr
+
+
+def test_a_full_audit_draws_every_scored_prompt_several_times(bench, straight, tmp_path):
+    kept = [a for a in bench.command if a.startswith(("target=", "prompts", "score.", "decode"))]
+    argv = [
+        "score.py",
+        *kept,
+        f"checkpoint={straight / 'checkpoints' / '6'}",
+        f"out={tmp_path / 'card.json'}",
+        f"answers={tmp_path / 'answers'}",
+    ]
+    argv += ["score.temperatures=[0.0,0.8]", "score.plans=[{depth: 2, proposal: sampled}]"]
+    done = command(lambda: main(rescore, CONF, "score_checkpoint"), [*argv, "audit=full"])
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "card.json").read_text())["audit"]
+    assert found["passed"]
+    assert [(r["temperature"], r["decode"]) for r in found["sampled"]] == [
+        (0.8, "chain-2"),
+        (0.8, "chain-2-sampled"),
+    ]
+    # Two prompts of up to six tokens: greedily with both plans, eight draws of each.
+    assert 2 * 2 < found["tokens"] <= 2 * 2 * 6
+    assert 2 * 2 * 8 < found["sampled_tokens"] <= 2 * 2 * 8 * 6
+    assert f"T=0.8, chain-2-sampled: {found['sampled'][1]['tokens']} tokens, impossible 0" in done.out
+    wrong = command(lambda: main(rescore, CONF, "score_checkpoint"), [*argv, "audit=all"])
+    assert wrong.code == 2
+    assert wrong.err.strip().endswith("audit=all: choose quick or full")
 
 
 # -- several at once -----------------------------------------------------------------------------

@@ -10,13 +10,21 @@ import pytest
 import torch
 from exact import target_law
 from scripted import Oracle
+from workbench import train
 
+from decode.acceptance import counted
 from decode.coin import Key, KeyedCoin, Purpose
 from decode.generate import generate
 from decode.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
+from decode.replay import Counts, Rollout, agreement, replay
 from decode.sampling import Sampler
+from decode.target import Target
+from distill.prompts import Chat, read_prompts
+from drafters import hub
+from drafters.base import Drafter
 from drafters.eagle import Eagle
+from drafters.lm import DraftLM
 
 ROOT = Path(__file__).parents[1]
 POCKET = str(ROOT / "data" / "pocket")
@@ -68,7 +76,18 @@ def _distance(target, prompt, a, b, request, options) -> float:
     return max(abs(float(cdf[low]) - u), abs(float(cdf[high - 1]) - u))
 
 
-@pytest.mark.parametrize("plan", [Plan(2), Plan(2, proposal="sampled"), Plan(2, 2, 4)], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(2),
+        Plan(2, proposal="sampled"),
+        Plan(2, proposal="sampled", rule="block"),
+        Plan(2, 2, 4),
+        Plan(2, 2, 4, proposal="hybrid"),
+        Plan(tree=((0,), (1,), (0, 0)), proposal="sampled", rule="traversal"),
+    ],
+    ids=lambda p: p.name,
+)
 def test_the_keyed_coins_own_samples_have_the_targets_law(tiny_target, plan):
     """Chi-square of 40,000 texts of three tokens: the enumerator shows the rules right, this the coin."""
     target = tiny_target(vocab=3)
@@ -103,3 +122,101 @@ def test_the_keyed_coins_own_samples_have_the_targets_law(tiny_target, plan):
     # Wilson-Hilferty: a cube root of chi-square over its degrees is nearly normal; 4.75 is 1e-6.
     z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)).sqrt()
     assert z < 4.75, f"chi-square {statistic:.1f} over {len(likely)} cells"
+
+
+# -- the pocket target with a trained EAGLE and with its companion ------------------------------
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[list[int]]:
+    chat = Chat(load_tokenizer(POCKET))
+    return [chat.encode(p.messages) for p in read_prompts(ROOT / "data" / "prompts" / "heldout.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory) -> dict[str, tuple[Target, Drafter]]:
+    """The default run's EAGLE (about four minutes) and the companion, each with a target of its own."""
+    out = tmp_path_factory.mktemp("trained")
+    done = train(["drafter=eagle", "score.enabled=false", "logger=csv", f"output_dir={out}"])
+    assert done.code == 0, done.err
+    found = {}
+    for name in ("eagle", "lm"):
+        target = load_target(POCKET, "bfloat16")
+        if name == "eagle":
+            drafter = hub.load(done.folder / "checkpoints" / "last", target)
+        else:
+            drafter = DraftLM.for_target(target, path=str(ROOT / "data" / "pocket-draft"))
+            drafter = drafter.to(target.dtype).eval()
+        target.tap(drafter.taps)
+        found[name] = target, drafter
+    return found
+
+
+def answers(target, chats, sampler, new=64) -> list[Rollout]:
+    options = {"max_new_tokens": new, "sampler": sampler, "stop": stop_tokens(target)}
+    found = []
+    for start in range(0, len(chats), 25):
+        part = chats[start : start + 25]
+        names = list(range(start, start + len(part)))
+        run = generate(target, None, part, requests=names, **options)
+        found += [Rollout(p, o.tokens) for p, o in zip(part, run.outputs, strict=True)]
+    return found
+
+
+def decoded(target, drafter, chats, plan, sampler, new=64) -> Counts:
+    options = {"max_new_tokens": new, "sampler": sampler, "stop": stop_tokens(target), "plan": plan}
+    outputs = []
+    for start in range(0, len(chats), 25):
+        part = chats[start : start + 25]
+        names = list(range(start, start + len(part)))
+        outputs += generate(target, drafter, part, requests=names, **options).outputs
+    return counted(outputs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", ["eagle", "lm"])
+def test_replay_and_decoder_agree_on_the_pocket_target(drafters, chats, name, temperature):
+    target, drafter = drafters[name]
+    sampler = Sampler(temperature)
+    rollouts = answers(target, chats, sampler)
+    plans = [Plan(3), Plan(3, proposal="sampled"), Plan(4, 4, 16)]
+    for plan, replayed in zip(plans, replay(target, drafter, rollouts, plans, sampler), strict=True):
+        decoder = decoded(target, drafter, chats, plan, sampler)
+        low, high = agreement(decoder, replayed.counts)
+        print(
+            f"{name} T={temperature:g} {plan.name}: replay {replayed.counts.tau:.3f}, decoder "
+            f"{decoder.tau:.3f}, 99 % interval of the difference {low:+.3f}..{high:+.3f}"
+        )
+        assert low <= 0 <= high
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_hybrid_accepts_more_than_fixed_and_block_no_less_than_token(drafters, chats, temperature):
+    target, eagle = drafters["eagle"]
+    sampler = Sampler(temperature)
+    chain = {"depth": 4, "proposal": "sampled"}
+    plans = {
+        "fixed": Plan(4, 4, 16),
+        "hybrid": Plan(4, 3, 16, proposal="hybrid"),
+        "token": Plan(**chain),
+        "block": Plan(**chain, rule="block"),
+    }
+    counts = {name: decoded(target, eagle, chats, plan, sampler) for name, plan in plans.items()}
+    print(f"T={temperature:g} " + ", ".join(f"{name} {c.tau:.3f}" for name, c in counts.items()))
+    low, _ = agreement(counts["hybrid"], counts["fixed"])
+    assert low > 0, "more, and not by chance"
+    _, high = agreement(counts["block"], counts["token"])
+    assert high > 0, "not less; that it is never less is shown exactly in test_verify"
+
+
+def test_a_compiled_target_decodes_the_same_text(chats):
+    """In fp32, where a changed last bit seldom changes a token; drafts of several shapes and batches."""
+    options = {"max_new_tokens": 24, "sampler": Sampler(0.0)}
+    plain, compiled = load_target(POCKET, "float32"), load_target(POCKET, "float32", compiled=True)
+    assert compiled.layers[0]._compiled_call_impl is not None
+    want = [o.tokens for o in generate(plain, None, chats[:4], **options).outputs]
+    oracle = Oracle([p + w for p, w in zip(chats, want, strict=False)], plain.vocab_size)
+    for drafter, plan in [(None, Plan()), (oracle, Plan(depth=4, width=3, nodes=12))]:
+        for rows in (1, 4):
+            run = generate(compiled, drafter, chats[:rows], plan=plan, **options)
+            assert [o.tokens for o in run.outputs] == want[:rows]

@@ -6,10 +6,14 @@ from scripted import Oracle, greedy
 
 from decode import score as module
 from decode.errors import UserError
-from decode.generate import Generation, Output, Times, generate
+from decode.generate import generate
 from decode.plan import Plan
+from decode.replay import Counts
+from decode.rounds import Generation, Output, Times
 from decode.sampling import Sampler
 from decode.score import Setting, score
+from decode.tally import Tally
+from distill.report import settings_table
 
 VOCAB, LENGTH = 23, 24
 PROMPTS = [[5, 9, 2, 7, 3], [4], [17, 4, 21, 6, 12, 2, 8, 8], [11, 11, 2], [20, 1]]
@@ -29,7 +33,7 @@ KEYS = {
         "audit",
         "load_average",
     ),
-    *("max_new_tokens", "repeats"),
+    *("max_new_tokens", "repeats", "lossy", "replay", "replay_agrees"),
 }
 
 
@@ -82,7 +86,7 @@ def test_a_row_by_hand():
         output((2, 2, 3, 4), (0, 2, 1, 3), (2, 2, 1, 4), stopped=True),  # the last one is cut
         output((1, 2, 2, 4)),
     ]
-    tally, plain = module._Tally(), module._Tally()
+    tally, plain = Tally(), Tally()
     tally.add(Generation(outputs, Times(prefill=9.0, draft=1.0, verify=2.0, total=4.0)), first_run=True)
     plain.add(Generation([Output([0] * 9)], Times(total=8.0)), first_run=True)
     row = module._row(Setting(Sampler(0.5), Plan(depth=2, width=2, nodes=4), 2), tally, plain)
@@ -104,7 +108,7 @@ def test_a_row_by_hand():
 
 
 def test_repeats_are_timed_but_counted_once():
-    tally = module._Tally()
+    tally = Tally()
     for run in range(3):
         times = Times(draft=1.0, verify=1.0, total=3.0)
         tally.add(Generation([output((1, 1, 2, 1))], times), first_run=run == 0)
@@ -115,15 +119,15 @@ def test_repeats_are_timed_but_counted_once():
 
 
 def test_the_interval_is_a_ratio_of_sums():
-    assert module._interval([6, 6, 6], [2, 2, 2]) == [3.0, 3.0]
-    low, high = module._interval([30, 1], [10, 1])
+    assert Counts([6, 6, 6], [2, 2, 2]).interval() == [3.0, 3.0]
+    low, high = Counts([30, 1], [10, 1]).interval()
     assert (low, high) == (1.0, 3.0)  # both prompts drawn twice; a mean of ratios has the same ends
     many = [3, 4, 5, 6, 7] * 8
-    low, high = module._interval(many, [2] * 40)
+    low, high = Counts(many, [2] * 40).interval()
     assert low < sum(many) / 80 < high
     assert high - low == pytest.approx(2 * 1.96 * (2**0.5 / 2) / 40**0.5, rel=0.15)
-    assert module._interval(many, [2] * 40) == [low, high], "the same each time"
-    assert module._interval([], []) == [0, 0]
+    assert Counts(many, [2] * 40).interval() == [low, high], "the same each time"
+    assert Counts([], []).interval() == [0, 0]
 
 
 # -- from real runs ------------------------------------------------------------------------------
@@ -172,7 +176,7 @@ def test_every_field_is_there(card):
     assert set(card) >= KEYS
     assert card["audit_passed"] is True
     assert card["audit"]["tokens"] == 3 * LENGTH
-    assert (card["schema"], card["seed"], card["prompts"], card["dtype"]) == (1, 4, 5, "float64")
+    assert (card["schema"], card["seed"], card["prompts"], card["dtype"]) == (2, 4, 5, "float64")
     assert card["threads"] == torch.get_num_threads()
     assert card["hardware"]
     layers, heads, dim = 2, 1, 8
@@ -291,7 +295,7 @@ def test_progress_reaches_its_end(target, oracle):
     )
     done, totals = zip(*steps, strict=True)
     assert list(done) == list(range(1, len(steps) + 1))
-    assert set(totals) == {len(steps)} == {(5 + 2) * 2 + 1}
+    assert set(totals) == {len(steps)} == {(5 + 2) * 2 + 3}
 
 
 def test_a_failed_audit_is_told(target, oracle, monkeypatch):
@@ -302,6 +306,58 @@ def test_a_failed_audit_is_told(target, oracle, monkeypatch):
     row = score(target, oracle, PROMPTS, SETTINGS[:1], max_new_tokens=4, audit_prompts=1)
     assert row["audit_passed"] is False
     assert row["audit"]["passed"] is False
+
+
+def test_the_audit_draws_what_is_scored(card):
+    runs = card["audit"]["sampled"]
+    assert [(r["temperature"], r["decode"], r["tokens"]) for r in runs] == [
+        (0.4, "tree-7 (depth 3, width 3)", 3 * LENGTH)
+    ]
+    assert card["audit"]["sampled_tokens"] == 3 * LENGTH
+    lines = settings_table(card).splitlines()[-2:]
+    assert lines[0].startswith(f"audit pass: T=0, {3 * LENGTH} tokens, own row {3 * LENGTH}, equal ")
+    assert lines[1].startswith(f"  T=0.4, tree-7 (depth 3, width 3): {3 * LENGTH} tokens, impossible 0")
+
+
+def cases(*settings, full=False):
+    return module._audited([Setting(Sampler(t), plan) for t, plan in settings], full)
+
+
+def test_which_laws_and_plans_are_audited():
+    greedy, warm, hot = (0.0, CHAIN), (0.7, CHAIN), (1.0, TREE)
+    assert cases(greedy, (0.0, TREE)) == [(Sampler(1.0), CHAIN)]
+    assert cases(greedy, warm, hot, (0.7, TREE)) == [(Sampler(0.7), CHAIN), (Sampler(1.0), TREE)]
+    assert cases(greedy, (0.0, TREE), full=True) == [
+        (Sampler(0.0), TREE),
+        (Sampler(1.0), CHAIN),
+        (Sampler(1.0), TREE),
+    ]
+    assert cases(warm, hot, warm, full=True) == [
+        (Sampler(0.0), TREE),
+        (Sampler(0.7), CHAIN),
+        (Sampler(1.0), TREE),
+    ]
+
+
+def test_a_full_audit_takes_all_prompts_laws_and_plans_several_times(target, oracle):
+    steps = []
+    found = score(
+        target,
+        oracle,
+        PROMPTS,
+        [Setting(Sampler(0.0), CHAIN), Setting(Sampler(0.0), TREE), Setting(Sampler(0.5), TREE)],
+        max_new_tokens=LENGTH,
+        audit_prompts=1,
+        full_audit=True,
+        progress=lambda done, total: steps.append((done, total)),
+    )["audit"]
+    assert found["passed"]
+    assert found["tokens"] == len(PROMPTS) * LENGTH * 2
+    assert [(r["temperature"], r["tokens"]) for r in found["sampled"]] == [
+        (0.5, len(PROMPTS) * LENGTH * module.SAMPLES)
+    ]
+    assert found["impossible"] == 0
+    assert steps[-1] == (len(steps), len(steps))
 
 
 def test_nothing_to_score_on_is_one_line(target, oracle):

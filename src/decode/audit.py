@@ -1,27 +1,37 @@
-"""Is what the decoder wrote really the target's own greedy text?
+"""Is what the decoder wrote really the target's own text?
 
-Two tests of a real run (docs/lossless.md). Every token must be the largest of the very row the
-verifier used. And a cache-free pass over the finished text, which knows nothing of trees, masks
-or compaction, must agree with every token, up to ties: the width of a near tie is measured, as
-twice the largest change of the top-2 gap that the same rescoring shows for plain decoding, but
+Greedily, two tests of a real run (docs/lossless.md). Every token must be the largest of the very
+row the verifier used. And a cache-free pass over the finished text, which knows nothing of trees,
+masks or compaction, must agree with every token, up to ties: the width of a near tie is measured,
+as twice the largest change of the top-2 gap that the same rescoring shows for plain decoding, but
 never more than rounding can explain: an error that plain decoding shares must not excuse itself.
+
+Above temperature 0 `uniformity` tests the tokens against the laws of the verifier's rows.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode.generate import Proposer, Round, generate
+from decode.generate import generate
 from decode.plan import Plan
+from decode.rounds import Generation, Proposer, Round
 from decode.sampling import Sampler
 from decode.target import Target
+from decode.uniformity import Uniform, Uniformity
 
+Case = tuple[Sampler, Plan]
+Prompts = Sequence[Sequence[int]]
+ROWS = 16  # decoded together
+CHANCE = 1e-6  # of failing a lossless decoder
 ROUNDINGS = 16  # of the largest logit: the widest near tie (measured: 5 in bf16, 12 layers)
 LEAST = 1e-3  # of the largest logit, where roundings are finer than that
 LARGEST_COPY = 1_000_000_000  # weights; a bigger target is rescored in its own dtype
@@ -32,13 +42,14 @@ class Audit:
     """Counts over all audited tokens.
 
     Attributes:
-        tokens: audited.
+        tokens: audited greedily; so are the next four.
         own_row: that are the argmax of the row they were drawn from.
         equal: that are the argmax of their rescored row.
         near_ties: that are within `margin` of it.
         mismatches: that are not.
         margin: width of a near tie, in logits.
         rescored_in: dtype of the rescoring pass.
+        sampled: runs above temperature 0.
     """
 
     tokens: int
@@ -48,55 +59,149 @@ class Audit:
     mismatches: int
     margin: float
     rescored_in: str
+    sampled: tuple[Uniform, ...]
+
+    @property
+    def pit_p(self) -> float:
+        """The smallest p-value of all orders and runs, times the number of tests of both kinds."""
+        return self._smallest([p for run in self.sampled for p in run.pit.values()])
+
+    @property
+    def surprisal_p(self) -> float:
+        """The smallest p-value of all runs, times the number of tests of both kinds."""
+        return self._smallest([run.surprisal_p for run in self.sampled])
+
+    def _smallest(self, values: Sequence[float]) -> float:
+        tests = sum(len(run.pit) + 1 for run in self.sampled)
+        return min([1.0, *(tests * p for p in values)])
 
     @property
     def passed(self) -> bool:
-        """Every token from its own row, no mismatch, and something was looked at."""
-        return self.tokens > 0 and self.own_row == self.tokens and self.mismatches == 0
+        """Nothing is wrong greedily or in a draw, and something was looked at."""
+        greedy = self.tokens > 0 and self.own_row == self.tokens and self.mismatches == 0
+        possible = all(run.tokens > 0 and not run.impossible for run in self.sampled)
+        return greedy and possible and min(self.pit_p, self.surprisal_p) >= CHANCE
 
-    def report(self) -> dict[str, float | int | str | bool]:
+    def report(self) -> dict[str, Any]:
         """For the scorecard."""
-        return asdict(self) | {"passed": self.passed}
+        runs = self.sampled
+        return asdict(self) | {
+            "sampled_tokens": sum(run.tokens for run in runs),
+            "impossible": sum(run.impossible for run in runs),
+            "pit_p": self.pit_p,
+            "surprisal_p": self.surprisal_p,
+            "surprisal_z": max((run.surprisal_z for run in runs), key=abs, default=0.0),
+            "passed": self.passed,
+        }
 
 
 def audit(
     target: Target,
     drafter: Proposer | None,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     plan: Plan,
     max_new_tokens: int,
     stop: Sequence[int] = (),
+    also: Sequence[Case] | None = None,
+    samples: int = 1,
+    seed: int = 0,
+    advanced: Callable[[], None] = lambda: None,
 ) -> Audit:
-    """Decode greedily with and without the drafter, and check every token of the former."""
-    rescore = _Rescorer(target)
-    options = {"max_new_tokens": max_new_tokens, "sampler": Sampler(0.0), "stop": stop}
+    """Decode with and without the drafter, and check every token of the former.
 
-    gaps = _Gaps(len(prompts))
-    plain = generate(target, None, prompts, on_round=gaps, **options)
+    Args:
+        target: whose text it should be.
+        drafter: what proposes.
+        prompts: token ids.
+        plan: decoded greedily.
+        max_new_tokens: per prompt.
+        stop: end tokens.
+        also: decoded as well, at any temperature; `plan` at temperature 1 if omitted.
+        samples: texts a prompt is given where they differ.
+        seed: of the draws.
+        advanced: called after each of `steps` batches.
+    """
+    also = [(Sampler(1.0), plan)] if also is None else also
+    decode = partial(generate, target, max_new_tokens=max_new_tokens, stop=stop, seed=seed)
+    plans = [plan, *(p for sampler, p in also if sampler.temperature == 0)]
+    found = _greedy(target, drafter, prompts, plans, decode, advanced)
+    rows = [(request, sample) for request in range(len(prompts)) for sample in range(samples)]
+    runs = []
+    for sampler, drawn in also:
+        if sampler.temperature == 0:
+            continue
+        tests = Uniformity(sampler, target.vocab_size)
+        for part in _batches(rows):
+            requests, numbers = zip(*part, strict=True)
+            texts = [prompts[request] for request in requests]
+            options = {"requests": requests, "samples": numbers, "on_round": tests.watch(texts)}
+            decode(drafter, texts, sampler=sampler, plan=drawn, **options)
+            advanced()
+        runs.append(tests.result(drawn.name))
+    return replace(found, sampled=tuple(runs))
+
+
+def steps(prompts: int, also: Sequence[Case], samples: int) -> int:
+    """Batches that `audit` decodes."""
+    drawn = sum(sampler.temperature > 0 for sampler, _ in also)
+    greedy = 2 + len(also) - drawn  # the plain one, and `plan`
+    return greedy * len(_batches(range(prompts))) + drawn * len(_batches(range(prompts * samples)))
+
+
+def _batches(rows: Sequence[Any]) -> list[Sequence[Any]]:
+    return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+
+
+def _greedy(
+    target: Target,
+    drafter: Proposer | None,
+    prompts: Prompts,
+    plans: Sequence[Plan],
+    decode: Callable[..., Generation],
+    advanced: Callable[[], None],
+) -> Audit:
+    """Everything but the sampled runs."""
+    rescore = _Rescorer(target)
+    sampler = Sampler(0.0)
     changes, largest = [0.0], 0.0
-    for row, prompt, output in zip(gaps.rows, prompts, plain.outputs, strict=True):
-        logits = rescore(prompt, output.tokens)  # (n, V)
-        gap, first, second = (torch.tensor(x) for x in zip(*row, strict=True))
-        again = logits.gather(1, first[:, None]) - logits.gather(1, second[:, None])
-        changes.append(float((again[:, 0] - gap).abs().max()))
-        largest = max(largest, float(logits.abs().max()))
+    for part in _batches(prompts):
+        gaps = _Gaps(len(part))
+        plain = decode(None, part, sampler=sampler, on_round=gaps)
+        for row, prompt, output in zip(gaps.rows, part, plain.outputs, strict=True):
+            logits = rescore(prompt, output.tokens)  # (n, V)
+            gap, first, second = (torch.tensor(x) for x in zip(*row, strict=True))
+            again = logits.gather(1, first[:, None]) - logits.gather(1, second[:, None])
+            changes.append(float((again[:, 0] - gap).abs().max()))
+            largest = max(largest, float(logits.abs().max()))
+        advanced()
     margin = min(2 * max(changes), largest * max(ROUNDINGS * torch.finfo(target.dtype).eps, LEAST))
 
-    own = _OwnRow()
-    outputs = generate(target, drafter, prompts, plan=plan, on_round=own, **options).outputs
-    equal = near = wrong = 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        logits = rescore(prompt, output.tokens)
-        tokens = torch.tensor(output.tokens)
-        short = logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]  # (n,)
-        # Not a number is a mismatch, though argmax finds it in both rows.
-        same = (logits.argmax(-1) == tokens) & (short == 0)
-        equal += int(same.sum())
-        near += int((~same & (short <= margin)).sum())
-        wrong += int((~same & ~(short <= margin)).sum())
-    total = sum(len(o.tokens) for o in outputs)
-    return Audit(total, own.agreed, equal, near, wrong, margin, rescore.dtype)
+    own, counts = _OwnRow(), Counter[str]()
+    for plan in plans:
+        for part in _batches(prompts):
+            outputs = decode(drafter, part, sampler=sampler, plan=plan, on_round=own).outputs
+            for prompt, output in zip(part, outputs, strict=True):
+                counts += _compared(rescore(prompt, output.tokens), torch.tensor(output.tokens), margin)
+            advanced()
+    names = ("equal", "near_ties", "mismatches")
+    return Audit(
+        tokens=sum(counts[name] for name in names),
+        own_row=own.agreed,
+        **{name: counts[name] for name in names},
+        margin=margin,
+        rescored_in=rescore.dtype,
+        sampled=(),
+    )
+
+
+def _compared(logits: Tensor, tokens: Tensor, margin: float) -> Counter[str]:
+    """How (n,) tokens stand in the (n, V) rows they were to be the largest of."""
+    short = logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]  # (n,)
+    # Not a number is a mismatch, though argmax finds it in both rows.
+    same = (logits.argmax(-1) == tokens) & (short == 0)
+    near = ~same & (short <= margin)
+    return Counter(equal=int(same.sum()), near_ties=int(near.sum()), mismatches=int((~same & ~near).sum()))
 
 
 class _Gaps:

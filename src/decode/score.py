@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decode.audit import audit
+from decode.acceptance import Acceptance, acceptance, counted, whole_rounds
+from decode.audit import Case, audit, steps
 from decode.errors import UserError
-from decode.generate import Generation, Output, Proposer, Times, generate
+from decode.generate import generate
 from decode.plan import Plan
+from decode.replay import Counts, Rollout, agreement
+from decode.rounds import Output, Proposer
 from decode.sampling import Sampler
+from decode.tally import Prompts, Tally, compete
 from decode.target import Target
 
-SCHEMA = 1
-Prompts = Sequence[Sequence[int]]
+SCHEMA = 2
+SAMPLES = 8  # texts a prompt is given in a full audit
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +35,6 @@ class Setting:
     sampler: Sampler
     plan: Plan
     batch_size: int = 1
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What all runs of one decoder at one setting gave. Tokens and rounds count run 0 alone."""
-
-    outputs: list[Output] = field(default_factory=list)
-    times: Times = field(default_factory=Times)
-    decoded: int = 0  # tokens behind `times.total`: all but each request's first
-    kv_bytes: int = 0
-
-    def add(self, generation: Generation, first_run: bool) -> None:
-        if first_run:
-            self.outputs += generation.outputs
-        self.decoded += sum(len(o.tokens) - 1 for o in generation.outputs)
-        for name in ("prefill", "draft", "verify", "total"):
-            value = getattr(self.times, name) + getattr(generation.times, name)
-            setattr(self.times, name, value)
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second, prefill excluded."""
-        return self.decoded / self.times.total if self.times.total else 0.0
 
 
 def score(
@@ -67,9 +48,15 @@ def score(
     seed: int = 0,
     repeats: int = 1,
     audit_prompts: int = 16,
+    full_audit: bool = False,
+    names: Sequence[int | str] | None = None,
+    rollouts: Mapping[Sampler, Sequence[Rollout]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure a drafter; the first setting is the headline.
+
+    Acceptance is replayed on the target's stored answers, and the decoder's must agree with it; the
+    decoder, on fewer prompts, gives the times.
 
     Args:
         target: judged against itself without the drafter.
@@ -80,21 +67,30 @@ def score(
         stop: end tokens.
         seed: of all draws.
         repeats: runs that are timed; tokens are the same in each.
-        audit_prompts: how many prompts the audit decodes, greedily, with the headline's plan.
+        audit_prompts: how many prompts the audit decodes: greedily with the headline's plan, and once
+            at each temperature above 0 that is scored, or else at 1.
+        full_audit: it decodes all prompts, with every plan, and draws several texts of each.
+        names: of the prompts; they key the draws. Default 0, 1, ...
+        rollouts: of each law that is scored, the target's answers to `prompts` and to any more.
         progress: called with (steps done, steps in all).
 
     Returns:
         The headline's fields, `rows` with one such dict a setting, and the audit.
 
     Raises:
-        UserError: nothing to score on.
+        UserError: nothing to score on, or a headline that is not lossless.
     """
-    if not prompts:
-        raise UserError("score: there are no prompts to score on")
+    check(prompts, settings[0].plan)
+    rollouts = rollouts or {}
+    names = list(range(len(prompts))) if names is None else names
     groups: dict[tuple[Sampler, int], list[Setting]] = {}
     for setting in settings:
         groups.setdefault((setting.sampler, setting.batch_size), []).append(setting)
-    total = sum(-(-len(prompts) // batch) * repeats for _, batch in groups) + 1
+    also = _audited(settings, full_audit)
+    checked_prompts = prompts if full_audit else prompts[:audit_prompts]
+    samples = SAMPLES if full_audit else 1
+    total = sum(-(-len(prompts) // batch) * repeats for _, batch in groups)
+    total += steps(len(checked_prompts), also, samples) + len(rollouts)
     done = 0
 
     def advanced() -> None:
@@ -104,9 +100,10 @@ def score(
             progress(done, total)
 
     rows: dict[Setting, dict[str, Any]] = {}
+    decoded: dict[Setting, Counts] = {}
     for (sampler, batch), members in groups.items():
         decode = partial(generate, target, sampler=sampler, seed=seed, stop=stop)
-        plain, *tallies = _race(
+        plain, *tallies = compete(
             decode,
             drafter,
             [Plan(), *(m.plan for m in members)],
@@ -114,22 +111,38 @@ def score(
             batch,
             repeats,
             max_new_tokens,
+            names,
             advanced,
         )
-        rows |= {m: _row(m, tally, plain) for m, tally in zip(members, tallies, strict=True)}
+        for setting, tally in zip(members, tallies, strict=True):
+            rows[setting], decoded[setting] = _row(setting, tally, plain), counted(tally.outputs)
+    for sampler, answers in rollouts.items():
+        scored = [s for s in settings if s.sampler == sampler]
+        plans = list(dict.fromkeys(s.plan for s in scored if not s.plan.lossy))
+        options = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed}
+        found = acceptance(target, drafter, answers, plans, sampler, **options)
+        accepted = dict(zip(plans, found, strict=True))
+        for setting in (s for s in scored if s.plan in accepted):
+            replayed = _replay(accepted[setting.plan], decoded[setting], len(prompts))
+            rows[setting] |= {"replay": replayed}
+        advanced()
     checked = audit(
         target,
         drafter,
-        prompts[:audit_prompts],
+        checked_prompts,
         plan=settings[0].plan,
         max_new_tokens=max_new_tokens,
         stop=stop,
+        also=also,
+        samples=samples,
+        seed=seed,
+        advanced=advanced,
     )
-    advanced()
     ordered = [rows[s] for s in settings]
     return {
         **ordered[0],
         "rows": ordered,
+        "replay_agrees": all(row["replay"]["agrees"] for row in ordered if row.get("replay")),
         "audit": checked.report(),
         "audit_passed": checked.passed,
         "schema": SCHEMA,
@@ -145,81 +158,86 @@ def score(
     }
 
 
-def _race(
-    decode: Callable[..., Generation],
-    drafter: Proposer,
-    plans: Sequence[Plan],
-    prompts: Prompts,
-    batch: int,
-    repeats: int,
-    max_new_tokens: int,
-    advanced: Callable[[], None],
-) -> list[_Tally]:
-    """All plans over all prompts, a batch at a time in turn, so that they share the machine's moods."""
-    tallies = [_Tally() for _ in plans]
-    who = [drafter if plan.depth else None for plan in plans]
-    for plan, proposer in zip(plans, who, strict=True):  # warm up allocator and kernels
-        decode(proposer, prompts[:batch], plan=plan, max_new_tokens=min(8, max_new_tokens))
-    for run in range(repeats):
-        for number, start in enumerate(range(0, len(prompts), batch)):
-            part = prompts[start : start + batch]
-            names = list(range(start, start + len(part)))
-            order = list(range(len(plans)))
-            if (run + number) % 2:  # nobody always goes first
-                order.reverse()
-            for i in order:
-                out = decode(who[i], part, plan=plans[i], requests=names, max_new_tokens=max_new_tokens)
-                tallies[i].add(out, run == 0)
-            advanced()
-    return tallies
+def check(prompts: Prompts, headline: Plan) -> None:
+    """Refuse what cannot be scored.
+
+    Raises:
+        UserError: no prompts, or a headline that is not lossless.
+    """
+    if not prompts:
+        raise UserError("score: there are no prompts to score on")
+    if headline.lossy:
+        raise UserError(f"decode: {headline.name} cannot be the headline; put it under score.plans")
 
 
-def _row(setting: Setting, tally: _Tally, plain: _Tally) -> dict[str, Any]:
+def _audited(settings: Sequence[Setting], full: bool) -> list[Case]:
+    """What the audit decodes beside the headline's plan greedily: each law that is scored, with the
+    first plan it is scored with; in full every law and plan."""
+    settings = [s for s in settings if not s.plan.lossy]
+    plans = list(dict.fromkeys(s.plan for s in settings))
+    drawn = list(dict.fromkeys((s.sampler, s.plan) for s in settings if s.sampler.temperature > 0))
+    drawn = drawn or [(Sampler(1.0), plan) for plan in plans]
+    if full:
+        return [*((Sampler(0.0), plan) for plan in plans if plan != settings[0].plan), *drawn]
+    first: dict[Sampler, Plan] = {}
+    for sampler, plan in drawn:
+        first.setdefault(sampler, plan)
+    return list(first.items())
+
+
+def _row(setting: Setting, tally: Tally, plain: Tally) -> dict[str, Any]:
     outputs, times, plan = tally.outputs, tally.times, setting.plan
-    emitted = [sum(o.emitted) for o in outputs]
-    rounds = [len(o.emitted) for o in outputs]
+    counts = counted(outputs)
     survival, alpha, offered = _positions(outputs, plan.depth)
     latency = [o.ttft for o in outputs]
     return {
         "temperature": setting.sampler.temperature,
         "decode": plan.name,
         "rule": plan.rule,
+        "lossy": plan.lossy,
         "batch_size": setting.batch_size,
         "nodes": plan.nodes,
-        "tau": _ratio(sum(emitted), sum(rounds)),
-        "tau_interval": _interval(emitted, rounds),
+        "tau": counts.tau,
+        "tau_interval": counts.interval(),
         "survival": survival,
         "alpha": alpha,
         "offered": offered,
         "acceptance_rate": _ratio(
             sum(sum(o.accepted) for o in outputs), sum(sum(o.drafted) for o in outputs)
         ),
-        "rounds": sum(rounds),
-        "tokens": sum(emitted),
+        "rounds": int(sum(counts.rounds)),
+        "tokens": sum(counts.tokens),
         "tokens_per_second": tally.speed,
         "plain_tokens_per_second": plain.speed,
         "speedup": _ratio(tally.speed, plain.speed),
-        "overhead": _ratio(_ratio(sum(emitted), sum(rounds)) * plain.speed, tally.speed) - 1,
+        "overhead": _ratio(counts.tau * plain.speed, tally.speed) - 1,
         "draft_share": _ratio(times.draft, times.total),
         "verify_share": _ratio(times.verify, times.total),
         "other_share": _ratio(times.other, times.total),
         "ttft": _ratio(sum(latency), len(latency)),
         "tpot": _ratio(setting.batch_size * times.total, tally.decoded),
+        "replay": None,
+    }
+
+
+def _replay(accepted: Acceptance, decoded: Counts, shared: int) -> dict[str, Any]:
+    """Acceptance on all answers; on the `shared` first ones the decoder must agree.
+
+    `chosen_by` is tau on the answers that the decoder's tau is not measured on: what picks the best
+    checkpoint must not be what it is then reported by.
+    """
+    same, others = accepted.counts.part(0, shared), accepted.counts.part(shared)
+    low, high = (-math.inf, math.inf) if accepted.estimate else agreement(decoded, same)
+    return accepted.report() | {
+        "difference_interval": [low, high] if math.isfinite(low) else None,
+        "agrees": low <= 0 <= high,
+        "chosen_by": others.tau if others.tokens else accepted.counts.tau,
     }
 
 
 def _positions(outputs: Sequence[Output], depth: int) -> tuple[list[float], list[float], list[float]]:
-    """survival[j] = P(accepted >= j), alpha[j] = P(accepted >= j | j - 1 accepted, j offered).
-
-    A round that an end token or the length cut is left out: what it would have accepted further
-    is known, but no decoder would have emitted it.
-    """
-    seen = [
-        (accepted, offered)
-        for o in outputs
-        for accepted, offered, emitted in zip(o.accepted, o.offered, o.emitted, strict=True)
-        if emitted == accepted + 1
-    ]
+    """survival[j] = P(accepted >= j), alpha[j] = P(accepted >= j | j - 1 accepted, j offered)."""
+    seen = whole_rounds(outputs)
     levels = range(1, depth + 1)
     reached = [sum(a >= j for a, _ in seen) for j in levels]
     offered = [sum(o >= j for _, o in seen) for j in levels]
@@ -229,17 +247,6 @@ def _positions(outputs: Sequence[Output], depth: int) -> tuple[list[float], list
         [_ratio(n, t) for n, t in zip(reached, tried, strict=True)],
         [_ratio(n, len(seen)) for n in offered],
     )
-
-
-def _interval(emitted: Sequence[int], rounds: Sequence[int]) -> list[float]:
-    """95 % bootstrap interval of the ratio of sums, over prompts."""
-    dice = random.Random(0)
-    draws = []
-    for _ in range(1000):
-        chosen = dice.choices(range(len(rounds)), k=len(rounds))
-        draws.append(_ratio(sum(emitted[i] for i in chosen), sum(rounds[i] for i in chosen)))
-    draws.sort()
-    return [draws[25], draws[974]]
 
 
 def _ratio(top: float, bottom: float) -> float:

@@ -17,11 +17,13 @@ from safetensors import SafetensorError
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.target import Target
 from distill.files import clean, sync, write_json
 from distill.module import DistillModule
 from distill.progress import bar, say
 from distill.runs import checkpoints
 from drafters import hub
+from drafters.base import Drafter
 
 log = logging.getLogger(__name__)
 Scorer = Callable[[Path, int], dict[str, Any]]
@@ -47,6 +49,9 @@ class ScoreCheckpoint(L.Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._catch_up(trainer)
+
+    def _catch_up(self, trainer: L.Trainer) -> None:
         if trainer.is_global_zero:
             self.root.mkdir(parents=True, exist_ok=True)
             clean(self.root)
@@ -71,12 +76,26 @@ class ScoreCheckpoint(L.Callback):
         assert isinstance(module, DistillModule)
         if not all(p.isfinite().all() for p in module.drafter.parameters()):
             raise UserError(f"training: weights are not finite after step {step}; lower optimizer.lr")
+        self._publish(trainer, module.drafter, module.target, step)
+        if trainer.is_global_zero:
+            say(_line(step, trainer.max_steps, module.loss, self.root / str(step)))
+        trainer.strategy.barrier()
+
+    def save_untrained(self, trainer: L.Trainer, drafter: Drafter, target: Target) -> None:
+        """Make the one save point, 0, of a drafter that there is nothing to fit in."""
+        self._catch_up(trainer)
+        if trainer.is_global_zero and not (self.root / "0").exists():
+            self._publish(trainer, drafter, target, 0)
+
+    def _publish(self, trainer: L.Trainer, drafter: Drafter, target: Target, step: int) -> None:
         final, temporary = self.root / str(step), self.root / f"{step}.tmp"
-        (temporary / STATE.parent).mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(parents=True, exist_ok=True)
         try:
-            trainer.save_checkpoint(temporary / STATE)  # on every rank: sharded states need all of them
+            if drafter.trains:
+                (temporary / STATE.parent).mkdir(exist_ok=True)
+                trainer.save_checkpoint(temporary / STATE)  # on every rank: sharded states need all of them
             if trainer.is_global_zero:
-                hub.save(module.drafter, module.target, temporary, self.target_name)
+                hub.save(drafter, target, temporary, self.target_name)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError):
@@ -89,8 +108,6 @@ class ScoreCheckpoint(L.Callback):
             sync(self.root)
             self._link()
             self._score(trainer, final)
-            say(_line(step, trainer.max_steps, module.loss, final))
-        trainer.strategy.barrier()
 
     def _link(self) -> None:
         """Point `last` to the newest checkpoint; it alone keeps the trainer's state."""
@@ -108,17 +125,29 @@ class ScoreCheckpoint(L.Callback):
         write_json(path / "score.json", card)
         if not card["audit_passed"]:
             log.error("audit failed at step %s: %s", path.name, card["audit"])
+        for row in card["rows"]:
+            if row["replay"] and not row["replay"]["agrees"]:
+                log.error(
+                    "step %s, %s, T=%g: replay and decoder disagree, tau %.3f and %.3f (99 %% interval of "
+                    "the difference on the same prompts: %.3f to %.3f)",
+                    *(path.name, row["decode"], row["temperature"], row["replay"]["tau"], row["tau"]),
+                    *row["replay"]["difference_interval"],
+                )
         scored = [p for p in checkpoints(self.root.parent) if (p / "score.json").exists()]
-        _point(self.root / "best", max(scored, key=_tau))
+        _point(self.root / "best", max(scored, key=_worth))
         numbers = {k: v for k, v in card.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        if card["replay"]:
+            numbers["replay_tau"] = card["replay"]["tau"]
         for j, value in enumerate(card["survival"], 1):
             numbers[f"survival_{j}"] = value
         for logger in trainer.loggers:
             logger.log_metrics({f"score/{k}": v for k, v in numbers.items()}, step=int(path.name))
 
 
-def _tau(checkpoint: Path) -> float:
-    return json.loads((checkpoint / "score.json").read_text())["tau"]
+def _worth(checkpoint: Path) -> float:
+    """Tau on the prompts that it is not reported on, where there are any."""
+    card = json.loads((checkpoint / "score.json").read_text())
+    return card["replay"]["chosen_by"] if card["replay"] else card["tau"]
 
 
 def _line(step: int, steps: int, loss: float, checkpoint: Path) -> str:

@@ -22,10 +22,13 @@ LEAST = {
     "score.every": 1,
     "score.batch_sizes": 1,
     "score.prompts": 1,
+    "score.replay_prompts": 0,
     "score.audit_prompts": 1,
     "score.max_new_tokens": 1,
     "score.repeats": 1,
     "score.threads": 0,
+    "max_new_tokens": 1,
+    "threads": 0,
     "trainer.max_steps": 1,
     "trainer.accumulate_grad_batches": 1,
 }
@@ -34,6 +37,7 @@ CHOICES = {
     "prompts.template": ("chat", "none"),
     "rollout.until": ("answer", "length"),
     "taps": ("auto", "online", "memory"),
+    "audit": ("quick", "full"),
 }
 
 
@@ -49,8 +53,10 @@ def check_ranges(cfg: DictConfig) -> None:
         if value is not None and any(v < least for v in values):
             raise UserError(f"{key}={value}: must be at least {least}")
     for key, names in CHOICES.items():
-        if OmegaConf.select(cfg, key) not in names:
-            raise UserError(f"{key}={OmegaConf.select(cfg, key)}: choose {' or '.join(names)}")
+        group, _, name = key.rpartition(".")
+        choices = OmegaConf.select(cfg, group)
+        if choices is not None and name in choices and choices[name] not in names:  # no command has all
+            raise UserError(f"{key}={choices[name]}: choose {' or '.join(names)}")
 
 
 @contextmanager

@@ -27,8 +27,9 @@ from distill.runs import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
-RUN_PATHS = ("output_dir", "resume", "checkpoint", "data", "tokenizer", "out")
-PATHS = ("target.path", "prompts.path", "prompts.heldout", *RUN_PATHS)
+RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out")
+PATHS = ("target.path", "drafter.path", "prompts.path", "prompts.heldout", *RUN_PATHS)
+TEXTS = ("prompt",)  # anything at all; never split by a sweep
 EMPTY_GROUPS = ("experiment",)  # that may be null
 # What a disk does to a correct program: one line, exit code 1.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
@@ -116,7 +117,7 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 
 def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
-    """Turn `target=/a/folder` into `target=hf target.path='/a/folder'`, and quote other paths."""
+    """Turn `target=/a/folder` into `target=hf target.path='/a/folder'`; quote other paths and texts."""
     # Hydra wants flags before the overrides, or after all of them.
     argv = sorted(argv, key=lambda argument: argument not in ("-m", "--multirun"))
     sweep = argv[:1] in (["-m"], ["--multirun"])
@@ -130,6 +131,8 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
         elif key in PATH_GROUPS and not _is_choice(value, options(config_dir, key), sweep):
             name, where = PATH_GROUPS[key]
             result += [f"{key}={name}", f"{key}.{where}={_quote_path(value, sweep)}"]
+        elif key in TEXTS:
+            result.append(f"{key}={_quote_text(value)}")
         elif value != "null" and (key in PATHS or value.startswith(("/", "~/", "./", "../"))):
             result.append(f"{key}={_quote_path(value, sweep)}")
         else:
@@ -149,9 +152,14 @@ def _quote_path(value: str, sweep: bool) -> str:
     return ",".join(_quote(str(Path(part).expanduser()) if part[:1] == "~" else part) for part in parts)
 
 
+def _quote_text(value: str) -> str:
+    # To OmegaConf ${ begins an interpolation, and backslashes before it escape.
+    return _quote(re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value))
+
+
 def _quote(value: str) -> str:
     # Hydra reads backslashes as they are, but for those before a quote.
-    doubled = re.sub(r"(\\*)(?='|$)", lambda found: found[1] * 2, value)
+    doubled = re.sub(r"(\\*)(?='|\Z)", lambda found: found[1] * 2, value)
     return "'" + doubled.replace("'", "\\'") + "'"
 
 

@@ -13,6 +13,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
+from distill.provenance import digest
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -121,6 +122,11 @@ class Chat:
                 "target: its tokenizer has no chat template; base models need prompts.template=none"
             )
         self.tokenizer, self.template = tokenizer, template
+
+    def fingerprint(self) -> str:
+        """Tells this vocabulary and template from another's."""
+        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        return digest(vocabulary + str(self.tokenizer.chat_template))
 
     def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids up to where the target's answer begins; an answer that ends them is left out."""

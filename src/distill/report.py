@@ -17,25 +17,36 @@ def table(folder: Path) -> str:
     cards = [json.loads(p.read_text()) for c in checkpoints(folder) if (p := c / "score.json").exists()]
     if not cards:
         return ""
-    head = ["step", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other", "audit"]
+    head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other", "audit"]
     lines = [[str(c["step"]), *_cells(c), "pass" if c["audit_passed"] else "FAIL"] for c in cards]
     last = cards[-1]
-    text = f"headline: {_setting(last)}\n" + _grid(head, lines)
+    text = f"headline: {_setting(last)}\n" + grid(head, lines)
     return text if len(last["rows"]) == 1 else f"{text}\n\nstep {last['step']}, {settings_table(last)}"
 
 
 def settings_table(card: dict) -> str:
     """One line a setting of one scorecard."""
-    head = ["decode", "T", "batch", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other"]
+    head = ["decode", "T", "batch", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other"]
     lines = [[r["decode"], f"{r['temperature']:g}", str(r["batch_size"]), *_cells(r)] for r in card["rows"]]
-    audit = card["audit"]
-    verdict = (
-        f"audit {'pass' if audit['passed'] else 'FAIL'}: "
+    return f"all settings:\n{grid(head, lines)}\n{_audit(card['audit'])}"
+
+
+def _audit(audit: dict) -> str:
+    """The verdict, with a line for each sampled run."""
+    lines = [
+        f"audit {'pass' if audit['passed'] else 'FAIL'}: T=0, "
         f"{audit['tokens']} tokens, own row {audit['own_row']}, "
         f"equal {audit['equal']}, near ties {audit['near_ties']} (margin {audit['margin']:.2g}), "
         f"mismatches {audit['mismatches']}"
-    )
-    return f"all settings:\n{_grid(head, lines)}\n{verdict}"
+    ]
+    for run in audit["sampled"]:
+        order, p = min(run["pit"].items(), key=lambda item: item[1], default=("none", 1.0))
+        lines.append(
+            f"  T={run['temperature']:g}, {run['decode']}: {run['tokens']} tokens, "
+            f"impossible {run['impossible']}, smallest PIT p of {len(run['pit'])} {p:.2g} ({order}), "
+            f"surprisal z {run['surprisal_z']:+.2f} (p {run['surprisal_p']:.2g})"
+        )
+    return "\n".join(lines)
 
 
 def _setting(card: dict) -> str:
@@ -49,10 +60,14 @@ def _cells(row: dict) -> list[str]:
     survival = [f"{s:.2f}" for s in row["survival"][:LEVELS]]
     survival += ["-"] * (LEVELS - len(survival))
     shares = [f"{100 * row[f'{name}_share']:.0f}%" for name in ("draft", "verify", "other")]
-    return [f"{row['tau']:.2f}", *survival, f"{row['speedup']:.2f}x", *shares]
+    replay = row["replay"]
+    # An estimate is the decoder's own count on more prompts, and is marked.
+    exact = f"{replay['tau']:.2f}{'' if replay['method'] == 'exact' else '~'}" if replay else "-"
+    return [exact, f"{row['tau']:.2f}", *survival, f"{row['speedup']:.2f}x", *shares]
 
 
-def _grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Cells in right-aligned columns."""
     widths = [max(len(row[i]) for row in [head, *lines]) for i in range(len(head))]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -37,6 +37,8 @@ from distill.report import table
 from distill.rollouts import RolloutPlan, RolloutStore, Writer
 from distill.runs import checkpoints
 from distill.scoring import Scorer
+from drafters import hub
+from drafters.base import Drafter
 
 
 def run(cfg: DictConfig, folder: Path) -> float:
@@ -61,14 +63,16 @@ def run(cfg: DictConfig, folder: Path) -> float:
     L.seed_everything(cfg.seed, verbose=False)
     target = build_target(cfg)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
-    held_ids = [_fitting(chat.encode(p.messages), p, target) for p in held]
+    for prompt in held:
+        _check_fits(chat.encode(prompt.messages), prompt, target)
+    kept = Path(cfg.output_dir)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
-        drafter = instantiate(cfg.drafter)(target)
+        drafter = build_drafter(cfg, target)
         objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights))
         optimizer = instantiate(cfg.optimizer.optimizer)
         optimizer([torch.nn.Parameter(torch.zeros(1))])
-        scorer = Scorer(cfg, target, held_ids) if cfg.score.enabled else None
+        scorer = Scorer(cfg, target, chat, held, kept / "heldout") if cfg.score.enabled else None
         saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
         trainer: L.Trainer = instantiate(
             cfg.trainer,
@@ -77,13 +81,19 @@ def run(cfg: DictConfig, folder: Path) -> float:
             default_root_dir=str(folder),
             enable_progress_bar=False,  # TrainingBar counts optimizer steps
         )
+    if not drafter.trains:
+        say(f"drafter={hub.short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
+        _keep(trainer, saver, drafter, target)
+        return _finish(trainer, folder)
     plan = _rollout_plan(cfg, target, chat, train)
-    store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, train)
+    store = RolloutStore(kept / "rollouts", plan, train)
     writer = Writer(target, chat, plan)
     _same_rollouts(folder, plan)
     target.tap(drafter.taps)
     _roll_out(store, writer, estimate(store, target, drafter))
 
+    if scorer:
+        scorer.prepare()
     files = [store.folder / shard["file"] for shard in store.manifest()["shards"] if shard["rows"]]
     longest = min(cfg.max_tokens, target.max_positions or cfg.max_tokens)
     data = RolloutData(files, store.folder / "cache", cfg.batch_size, longest, cfg.seed)
@@ -106,13 +116,12 @@ def _check_given(chat: Chat, prompts: list[Prompt]) -> None:
         chat.encode_answered(prompts[0].messages)
 
 
-def _fitting(ids: list[int], prompt: Prompt, target: Target) -> list[int]:
+def _check_fits(ids: list[int], prompt: Prompt, target: Target) -> None:
     if target.max_positions is not None and len(ids) >= target.max_positions:
         raise UserError(
             f"prompts: held-out prompt {prompt.id} has {len(ids)} tokens; the target's context of "
             f"{target.max_positions} leaves no room for an answer"
         )
-    return ids
 
 
 def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
@@ -145,6 +154,17 @@ def fit(
         raise KeyboardInterrupt
 
 
+def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
+    """Save and score a drafter as it is, and end the loggers, as the end of a fit would."""
+    try:
+        saver.save_untrained(trainer, drafter, target)
+        for logger in trainer.loggers:
+            logger.finalize("success")
+    finally:
+        if wandb.run:
+            wandb.finish()
+
+
 def quiet() -> None:
     """Leave the terminal to what a user asked to see."""
     datasets.disable_progress_bars()
@@ -162,10 +182,7 @@ def read_inputs(cfg: DictConfig) -> tuple[Chat, list[Prompt], list[Prompt]]:
     Returns:
         The chat template, training prompts and the held-out prompts that are scored.
     """
-    path = str(local(cfg.target.path))
-    load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
-    tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
-    chat = Chat(tokenizer, cfg.prompts.template)
+    chat = read_chat(cfg)
     given = read_prompts(local(cfg.prompts.path)) if cfg.prompts.path else []
     if cfg.prompts.heldout:
         train, held = held_out(given, read_prompts(local(cfg.prompts.heldout)))
@@ -176,24 +193,41 @@ def read_inputs(cfg: DictConfig) -> tuple[Chat, list[Prompt], list[Prompt]]:
             "prompts: none are held out for scoring; raise prompts.heldout_share, set prompts.heldout "
             "to a file, or score.enabled=false"
         )
-    return chat, train, held[: cfg.score.prompts]
+    return chat, train, held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
+
+
+def read_chat(cfg: DictConfig) -> Chat:
+    """Check the target's configuration and read its tokenizer."""
+    path = str(local(cfg.target.path))
+    load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
+    tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
+    return Chat(tokenizer, cfg.prompts.template)
 
 
 def build_target(cfg: DictConfig) -> Target:
     """Load and probe the target that cfg.target names."""
     target = cfg.target
     return load_target(
-        str(local(target.path)), target.dtype, target.device, target.revision, target.trust_remote_code
+        str(local(target.path)),
+        target.dtype,
+        target.device,
+        target.revision,
+        target.trust_remote_code,
+        target.compile,
     )
+
+
+def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
+    """The drafter that cfg.drafter names; a `path` in it is meant as the target's is."""
+    where = {"path": str(local(cfg.drafter.path))} if "path" in cfg.drafter else {}
+    return instantiate(cfg.drafter, **where)(target)
 
 
 def _rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt]) -> RolloutPlan:
     rollout = cfg.rollout
     return RolloutPlan(
         target=target.fingerprint(),
-        tokenizer=digest(
-            json.dumps(chat.tokenizer.get_vocab(), sort_keys=True) + str(chat.tokenizer.chat_template)
-        ),
+        tokenizer=chat.fingerprint(),
         dtype=str(target.dtype).removeprefix("torch."),
         stop=stop_tokens(target),
         template=cfg.prompts.template,

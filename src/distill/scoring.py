@@ -9,16 +9,22 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from decode.auto import Auto
+from decode.errors import UserError
 from decode.load import stop_tokens
 from decode.plan import Plan
+from decode.replay import Rollout
 from decode.sampling import Sampler
-from decode.score import Setting, score
+from decode.score import Setting, check, score
 from decode.target import Target
+from distill.heldout import held_out_answers
 from distill.progress import bar
+from distill.prompts import Chat, Prompt
 from distill.provenance import commit
 from drafters import hub
+from drafters.base import Drafter
 
 
 class Scorer:
@@ -27,43 +33,74 @@ class Scorer:
     Args:
         cfg: with `score`, `decode`, `target` and `seed`.
         target: to decode with; its taps are set to what the checkpoint reads.
-        prompts: token ids of held-out prompts.
+        chat: renders the prompts.
+        prompts: held out: the first `score.prompts` are decoded, `score.replay_prompts` replayed.
+        rollouts: folder in which the target's answers to them are kept.
+
+    Raises:
+        UserError: a headline that is not lossless, or `decode=auto` with nothing to measure it on.
     """
 
-    def __init__(self, cfg: DictConfig, target: Target, prompts: Sequence[Sequence[int]]) -> None:
-        self.cfg, self.target, self.prompts = cfg, target, list(prompts)
-        plans = [instantiate(cfg.decode), *(Plan(**plan) for plan in cfg.score.plans)]
-        self.settings = [
-            Setting(Sampler(temperature), plan, batch)
-            for temperature in cfg.score.temperatures
-            for batch in cfg.score.batch_sizes
-            for plan in plans
+    def __init__(
+        self, cfg: DictConfig, target: Target, chat: Chat, prompts: Sequence[Prompt], rollouts: Path
+    ) -> None:
+        self.cfg, self.target, self.chat, self.root = cfg, target, chat, rollouts
+        options = cfg.score
+        self.replayed = list(prompts[: options.replay_prompts])
+        self.prompts = list(prompts[: options.prompts])
+        self.ids = [chat.encode(p.messages) for p in self.prompts]
+        self.plans: list[Plan | Auto] = [instantiate(cfg.decode), *(Plan(**plan) for plan in options.plans)]
+        if isinstance(self.plans[0], Auto) and not self.replayed:
+            raise UserError("decode=auto measures acceptance on replayed prompts; raise score.replay_prompts")
+        if isinstance(self.plans[0], Plan):
+            check(self.ids, self.plans[0])
+        warpers = ("top_k", "top_p", "min_p", "repetition_penalty")
+        self.samplers = [
+            Sampler(t, **{name: options[name] for name in warpers}) for t in options.temperatures
         ]
+        self.rollouts: dict[Sampler, list[Rollout]] = {}
+
+    def prepare(self) -> None:
+        """Have the target answer the held-out prompts once at every law; later runs read the answers."""
+        if self.replayed and not self.rollouts:
+            new = self.cfg.score.max_new_tokens
+            self.rollouts = {
+                sampler: held_out_answers(
+                    self.target, self.chat, self.replayed, sampler, new, self.cfg.seed, self.root
+                )
+                for sampler in self.samplers
+            }
 
     def __call__(self, folder: Path, step: int) -> dict[str, Any]:
         """The scorecard of one checkpoint."""
         options = self.cfg.score
         drafter = hub.load(folder, self.target)
         self.target.tap(drafter.taps)
-        with _threads(options.threads), bar(1, f"scoring step {step}", "batches", leave=False) as shown:
+        self.prepare()
+        with threads(options.threads), bar(1, f"scoring step {step}", "batches", leave=False) as shown:
 
             def progress(done: int, total: int) -> None:
                 shown.total = total
                 shown.update(done - shown.n)
 
+            settings, curves = self._settings(drafter)
             card = score(
                 self.target,
                 drafter,
-                self.prompts,
-                self.settings,
+                self.ids,
+                settings,
                 max_new_tokens=options.max_new_tokens,
                 stop=stop_tokens(self.target),
                 seed=self.cfg.seed,
                 repeats=options.repeats,
                 audit_prompts=options.audit_prompts,
+                full_audit=OmegaConf.select(self.cfg, "audit") == "full",  # a training run has no such key
+                names=[p.id for p in self.prompts],
+                rollouts=self.rollouts,
                 progress=progress,
             )
         return card | {
+            "auto": curves,
             "step": step,
             "commit": commit(),
             "target": self.cfg.target.path,
@@ -71,9 +108,30 @@ class Scorer:
             "parameters": hub.parameters(drafter),
         }
 
+    def _settings(self, drafter: Drafter) -> tuple[list[Setting], list[dict[str, Any]]]:
+        """All rows of the scorecard; `decode=auto` is settled for each law and batch size."""
+        settings, curves = [], []
+        for sampler in self.samplers:
+            for batch in self.cfg.score.batch_sizes:
+                for plan in self.plans:
+                    if isinstance(plan, Auto):
+                        options = {
+                            "max_new_tokens": self.cfg.score.max_new_tokens,
+                            "stop": stop_tokens(self.target),
+                            "seed": self.cfg.seed,
+                        }
+                        answers = self.rollouts[sampler]
+                        plan, curve = plan.choose(self.target, drafter, answers, sampler, batch, **options)
+                        curves.append(
+                            {"temperature": sampler.temperature, "batch_size": batch, "chosen": plan.name}
+                            | {"curve": curve}
+                        )
+                    settings.append(Setting(sampler, plan, batch))
+        return list(dict.fromkeys(settings)), curves
+
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
     """Time on `count` CPU threads; two spin against each other at these sizes."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)

@@ -1,0 +1,276 @@
+"""Exact acceptance, without a coin: what a decoder would do on a stored rollout of the target.
+
+Given that the decoder emits token y, it came from the draft with probability 1 if y is a fixed
+child, and min(1, q(y) / p(y)) if a child is drawn from q; so the places where rounds begin on a
+rollout y ~ p form a Markov chain whose steps are known, and tau is a sum over it (docs/lossless.md).
+The rollout must have been drawn from the very law p that is scored.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from decode.coin import Key
+from decode.draft import PAD, Draft
+from decode.plan import Plan
+from decode.rounds import Proposer
+from decode.sampling import Sampler
+from decode.target import Target
+
+CONFIDENCE = 0.99  # of the interval in which replay and decoder have to agree
+
+
+class Rollout(NamedTuple):
+    """A prompt and what the target made of it, an end token included."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class Counts(NamedTuple):
+    """Tokens and verification rounds of each prompt; tau is the ratio of their sums."""
+
+    tokens: list[int]  # past the first, which the prefill gives
+    rounds: list[float]
+
+    @property
+    def tau(self) -> float:
+        """Tokens a round."""
+        return sum(self.tokens) / sum(self.rounds) if sum(self.rounds) else 0.0
+
+    def part(self, first: int, last: int | None = None) -> Counts:
+        """Of some of the prompts."""
+        return Counts(self.tokens[first:last], self.rounds[first:last])
+
+    def interval(self) -> list[float]:
+        """95 % bootstrap interval of tau over prompts."""
+        dice = random.Random(0)
+        draws = []
+        for _ in range(1000):
+            chosen = dice.choices(range(len(self.rounds)), k=len(self.rounds))
+            rounds = sum(self.rounds[i] for i in chosen)
+            draws.append(sum(self.tokens[i] for i in chosen) / rounds if rounds else 0.0)
+        draws.sort()
+        return [draws[25], draws[974]]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Exact expectations for one plan.
+
+    Attributes:
+        counts: tokens and expected rounds of each rollout.
+        reached: (2, K + 1) over all rollouts, rounds that no end cuts: those that keep at least j
+            tokens, and all of them.
+    """
+
+    counts: Counts
+    reached: np.ndarray
+
+    @property
+    def survival(self) -> list[float]:
+        """P(accepted >= j), j from 1."""
+        return [float(x) for x in self.reached[0, 1:] / max(self.reached[1, 0], 1e-300)]
+
+
+def inexact(plan: Plan, sampler: Sampler) -> str:
+    """Why a plan's acceptance is not a function of the rollout alone; empty if it is."""
+    if plan.lossy:
+        return f"rule {plan.rule} does not keep the target's law"
+    if plan.proposal == "fixed" or not plan.depth or (plan.proposal == "hybrid" and not sampler.temperature):
+        return ""
+    if plan.rule in ("block", "traversal"):
+        return f"rule {plan.rule} weighs whole paths"
+    if plan.proposal == "sampled":
+        return "siblings are sampled" if plan.width > 1 else ""
+    return "" if plan.tree else "the tree's shape depends on what was drawn"
+
+
+@torch.inference_mode()
+def replay(
+    target: Target,
+    drafter: Proposer,
+    rollouts: Sequence[Rollout],
+    plans: Sequence[Plan],
+    sampler: Sampler,
+    *,
+    batch_size: int = 32,
+    progress: Callable[[int], None] | None = None,
+) -> list[Replayed]:
+    """Expected rounds of every plan on every rollout: one pass of the target, a draft at every start.
+
+    Args:
+        target: that wrote the rollouts.
+        drafter: what is scored.
+        rollouts: drawn by plain decoding with `sampler`.
+        plans: each with an empty `inexact`.
+        sampler: the law.
+        batch_size: rollouts side by side.
+        progress: called with the rollouts done.
+    """
+    forwards = [[0.0] * len(rollouts) for _ in plans]
+    reached = [np.zeros((2, plan.depth + 1)) for plan in plans]
+    # Longest first, so that those still running are always the first of a batch.
+    order = sorted(range(len(rollouts)), key=lambda i: -len(rollouts[i].answer))
+    for start in range(0, len(order), batch_size):
+        part = order[start : start + batch_size]
+        keeps = _keeps(target, drafter, [rollouts[i] for i in part], plans, sampler)
+        for n, plan in enumerate(plans):
+            for row, i in enumerate(part):
+                rounds = _Rounds(keeps[n][row, : len(rollouts[i].answer) - 1], plan.depth)
+                forwards[n][i] = rounds.count
+                reached[n] += rounds.reached
+        if progress:
+            progress(start + len(part))
+    tokens = [len(r.answer) - 1 for r in rollouts]
+    return [Replayed(Counts(tokens, f), r) for f, r in zip(forwards, reached, strict=True)]
+
+
+def _keeps(
+    target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plans: Sequence[Plan], sampler: Sampler
+) -> list[np.ndarray]:
+    """(B, starts, K) of each plan: chance that y's token i past a start is kept if those before are."""
+    rows, longest = len(rollouts), len(rollouts[0].answer)
+    deepest = max((plan.depth for plan in plans), default=0)
+    texts = [r.prompt + r.answer for r in rollouts]
+    tokens = torch.zeros(rows, max(map(len, texts)), dtype=torch.long)
+    answers = torch.full((rows, longest + deepest), PAD)
+    for row, (text, rollout) in enumerate(zip(texts, rollouts, strict=True)):
+        tokens[row, : len(text)] = torch.tensor(text)
+        answers[row, : len(rollout.answer)] = torch.tensor(rollout.answer)
+    read = target.read(tokens.to(target.device))
+    masses = _masses(target, read.last, rollouts, sampler, longest + deepest)
+    tokens, answers = tokens.to(target.device), answers.to(target.device)
+    keeps = [np.zeros((rows, max(longest - 1, 0), plan.depth)) for plan in plans]
+    state: Any = drafter.new_state(rows)
+    lengths = [len(r.prompt) for r in rollouts]
+    counts, width = lengths, max(lengths)
+    settled, taps = tokens[:, :width], read.taps[:, :width]
+    begin = torch.tensor(lengths, device=target.device)
+    row = torch.arange(rows, device=target.device)
+    for start in range(1, longest):
+        alive = sum(len(r.answer) > start for r in rollouts)
+        if alive < len(row):
+            drafter.select(state, list(range(alive)))
+            settled, taps, counts, row = settled[:alive], taps[:alive], counts[:alive], row[:alive]
+        drafter.advance(state, target, settled, taps, counts, answers[row, start - 1])
+        for n, plan in enumerate(plans):
+            if not plan.depth:
+                continue
+            ahead = slice(start, start + plan.depth)
+            draft = drafter.propose(state, target, sampler, _Dictate(answers[row, ahead]), plan)  # pyright: ignore[reportArgumentType]
+            keeps[n][:alive, start - 1] = _kept(draft, answers[row, ahead], masses[row, ahead])
+        at = (begin[row] + start - 1)[:, None]  # the root's place: it is settled next
+        settled, taps, counts = tokens[row[:, None], at], read.taps[row[:, None], at], [1] * alive
+    return keeps
+
+
+def _masses(
+    target: Target, last: Tensor, rollouts: Sequence[Rollout], sampler: Sampler, width: int
+) -> Tensor:
+    """(B, width) p(y) of each answer's tokens; 1 past the end, and everywhere at temperature 0."""
+    wide = torch.promote_types(target.dtype, torch.float32)
+    masses = torch.ones(len(rollouts), width, dtype=wide, device=target.device)
+    if not sampler.temperature:
+        return masses
+    for row, (prompt, answer) in enumerate(rollouts):
+        rows = target.head(last[row, len(prompt) - 1 : len(prompt) + len(answer) - 1])  # (n, V)
+        seen = None
+        if sampler.needs_history:
+            text = torch.tensor(prompt + answer, device=target.device)
+            seen = torch.zeros(rows.shape, dtype=torch.bool, device=target.device)
+            for i in range(len(answer)):
+                seen[i, text[: len(prompt) + i]] = True
+        y = torch.tensor(answer, device=target.device)[:, None]
+        masses[row, : len(answer)] = sampler.law(rows, seen).gather(1, y)[:, 0]
+    return masses
+
+
+class _Dictate:
+    """A coin that draws the rollout's own token at every level of a draft, wherever it is asked."""
+
+    def __init__(self, ahead: Tensor) -> None:
+        self.ahead, self.level = ahead, 0
+
+    def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
+        """(B,) or (B, n): drafts are grown level by level, a draw for each."""
+        del weights, key
+        token = self.ahead[:, self.level].clamp_min(0)
+        self.level += 1
+        return token if active.ndim == 1 else token[:, None].expand(active.shape)
+
+
+def _kept(draft: Draft, ahead: Tensor, mass: Tensor) -> np.ndarray:
+    """(B, K) chance that each token of `ahead` is kept if those before are; 0 where there is no node."""
+    rows = torch.arange(ahead.shape[0], device=ahead.device)
+    slot, alive = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+    keeps = []
+    for level in range(ahead.shape[1]):
+        y = ahead[:, level]
+        node = (draft.parents == slot[:, None] - 1) & (draft.tokens == y[:, None]) & (y != PAD)[:, None]
+        keep = torch.ones_like(mass[:, 0])
+        if draft.laws is not None:
+            laws = draft.laws
+            chosen = node & ~laws.sampled
+            node = torch.where(chosen.any(1, keepdim=True), chosen, node)
+            owner = (laws.owner == slot[:, None]).int().argmax(1)
+            q = laws.q[rows, owner, y.clamp_min(0)].to(mass.dtype)
+            keep = torch.where(chosen.any(1), 1.0, (q / mass[:, level]).clamp_max(1))
+        alive = alive & node.any(1)
+        keeps.append(keep * alive)
+        slot = node.int().argmax(1) + 1
+    return torch.stack(keeps, 1).double().cpu().numpy() if keeps else np.zeros((len(rows), 0))
+
+
+class _Rounds:
+    """The chain of starts on one rollout.
+
+    Args:
+        keep: (starts, K) chances; start t drafts below token t and may keep tokens t + 1, t + 2, ...
+        depth: K.
+
+    Attributes:
+        count: expected rounds.
+        reached: (2, K + 1) expected rounds that keep at least j tokens, and rounds, that no end cuts.
+    """
+
+    def __init__(self, keep: np.ndarray, depth: int) -> None:
+        starts = len(keep)
+        begins = np.zeros(starts + depth + 2)
+        begins[0] = 1.0
+        self.reached = np.zeros((2, depth + 1))
+        for t in range(starts):
+            through = begins[t] * np.cumprod(np.concatenate([[1.0], keep[t]]))  # (K + 1,) keeps >= j
+            ends = through - np.append(through[1:], 0.0)  # keeps exactly j
+            begins[t + 1 : t + depth + 2] += ends
+            whole = ends[: starts - t]  # a round that keeps all that is left is cut
+            self.reached[0, : len(whole)] += whole[::-1].cumsum()[::-1]
+            self.reached[1] += whole.sum()
+        self.count = float(begins[:starts].sum())
+
+
+def agreement(decoder: Counts, replayed: Counts) -> list[float]:
+    """Interval of the difference of the taus of the same prompts, at `CONFIDENCE`.
+
+    Student's, over prompts, of the ratios' linearised difference; infinite for a single prompt.
+    """
+    n = len(decoder.tokens)
+    parts = []
+    for counts in (decoder, replayed):
+        rounds = np.array(counts.rounds)
+        parts.append((np.array(counts.tokens) - counts.tau * rounds) / max(rounds.mean(), 1e-300))
+    difference = decoder.tau - replayed.tau
+    if n < 2:
+        return [-math.inf, math.inf]
+    error = (parts[0] - parts[1]).std(ddof=1) / math.sqrt(n)
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * error)
+    return [difference - reach, difference + reach]

@@ -1,0 +1,93 @@
+"""What the target answers to the held-out prompts, once for every law that is scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from decode.errors import UserError
+from decode.load import stop_tokens
+from decode.replay import Rollout
+from decode.sampling import Sampler
+from decode.target import Target
+from distill.progress import bar
+from distill.prompts import Chat, Prompt
+from distill.provenance import digest
+from distill.rollouts import RolloutPlan, RolloutStore, Writer
+
+SHARD = 32  # prompts decoded side by side
+
+
+def held_out_answers(
+    target: Target,
+    chat: Chat,
+    prompts: Sequence[Prompt],
+    sampler: Sampler,
+    max_new_tokens: int,
+    seed: int,
+    root: Path,
+) -> list[Rollout]:
+    """Make the answers, or read them where they were made before.
+
+    Args:
+        target: answers.
+        chat: renders.
+        prompts: held out.
+        sampler: the law.
+        max_new_tokens: per answer.
+        seed: of all draws; a decoder with the same seed that matches draws the same text.
+        root: folder of the stores.
+
+    Raises:
+        UserError: the store there holds answers of another law or target.
+    """
+    plan = RolloutPlan(
+        target=target.fingerprint(),
+        tokenizer=chat.fingerprint(),
+        dtype=str(target.dtype).removeprefix("torch."),
+        stop=stop_tokens(target),
+        template=chat.template,
+        answers="write",
+        prompts=digest(json.dumps(prompts)),
+        self_prompts=0,
+        until="answer",
+        sampler=asdict(sampler),
+        prompt_sampler={},
+        max_prompt_tokens=target.max_positions or 2**31,
+        max_new_tokens=max_new_tokens,
+        shard_size=SHARD,
+        seed=seed,
+    )
+    store = RolloutStore(root, plan, prompts)
+    if not store.complete:
+        label = f"held-out answers at T={sampler.temperature:g}"
+        with bar(store.shards, label, "shards", store.shards - len(store.missing()), leave=False) as shown:
+
+            def done(missing: int) -> None:
+                shown.update(store.shards - missing - shown.n)
+
+            store.fill(Writer(target, chat, plan), done)
+    store.check()
+    return read_answers(store)
+
+
+def read_answers(store: RolloutStore) -> list[Rollout]:
+    """The rows of a store, which must have been drawn from the law of its plan.
+
+    Raises:
+        UserError: they were not.
+    """
+    drawn = store.manifest()["plan"]
+    for name, wanted in asdict(store.plan).items():
+        if drawn[name] != wanted:
+            raise UserError(
+                f"{store.folder}: drawn with {name}={drawn[name]}, but {wanted} is scored; replay on answers "
+                "of another law would be wrong: remove the folder"
+            )
+    rows = [row for shard in range(store.shards) for row in pq.read_table(store.path(shard)).to_pylist()]
+    starts = [row["loss_mask"].index(1) for row in rows]
+    return [Rollout(row["tokens"][:n], row["tokens"][n:]) for row, n in zip(rows, starts, strict=True)]

@@ -1,0 +1,152 @@
+"""Replay in the scorecard: it agrees with the decoder, chooses the best and settles `decode=auto`."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+from exact import Grown
+
+from decode import auto as module
+from decode.acceptance import acceptance
+from decode.auto import Auto
+from decode.errors import UserError
+from decode.generate import generate
+from decode.plan import Plan
+from decode.replay import Rollout
+from decode.sampling import Sampler
+from decode.score import Setting, score
+from distill.callbacks import ScoreCheckpoint
+from distill.report import settings_table
+
+VOCAB, LENGTH, STOP = 6, 12, [5]
+WARM = Sampler(0.8)
+TREE, CHAIN = Plan(3, 2, 6), Plan(2, proposal="sampled")
+HYBRID = Plan(2, 2, 4, proposal="hybrid")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target(vocab=VOCAB)
+
+
+def rollouts(target, sampler, count=24, seed=0):
+    dice = random.Random(1)
+    prompts = [[dice.randrange(VOCAB) for _ in range(dice.randint(1, 5))] for _ in range(count)]
+    run = generate(target, None, prompts, max_new_tokens=LENGTH, sampler=sampler, stop=STOP, seed=seed)
+    return [Rollout(p, o.tokens) for p, o in zip(prompts, run.outputs, strict=True)]
+
+
+def scored(target, drafter, plans, samplers, **options):
+    answers = {sampler: rollouts(target, sampler) for sampler in samplers}
+    prompts = [r.prompt for r in answers[samplers[0]]][:10]
+    settings = [Setting(s, plan) for s in samplers for plan in plans]
+    options = {"max_new_tokens": LENGTH, "stop": STOP, "audit_prompts": 2} | options
+    return score(target, drafter, prompts, settings, rollouts=answers, **options)
+
+
+def test_every_row_is_replayed_and_agrees(target):
+    card = scored(target, Grown(VOCAB), [TREE, CHAIN, HYBRID], [Sampler(0.0), WARM])
+    assert card["replay_agrees"] is True
+    for row in card["rows"]:
+        replay = row["replay"]
+        assert replay["prompts"] == 24 > card["prompts"]
+        assert replay["tau_interval"][0] <= replay["tau"] <= replay["tau_interval"][1]
+        assert len(replay["survival"]) == len(row["survival"])
+        inexact = row["temperature"] and row["decode"].startswith("hybrid")
+        assert replay["method"].startswith("estimate (" if inexact else "exact")
+        assert (replay["difference_interval"] is None) == bool(inexact)
+    assert card["replay"] == card["rows"][0]["replay"]
+    text = settings_table(card)
+    assert f"{card['replay']['tau']:.2f}" in text
+    assert f"{card['rows'][-1]['replay']['tau']:.2f}~" in text, "an estimate is marked"
+
+
+def test_a_matching_decoder_is_told_to_the_round(target):
+    """Seed and names say which text is drawn, and `match` draws the text that was stored."""
+    card = scored(target, Grown(VOCAB), [TREE], [WARM])
+    low, high = card["replay"]["difference_interval"]
+    assert low == pytest.approx(0, abs=1e-9)
+    assert high == pytest.approx(0, abs=1e-9)
+    other = scored(target, Grown(VOCAB), [TREE], [WARM], seed=1)
+    assert other["replay"]["difference_interval"][0] < 0 < other["replay"]["difference_interval"][1]
+
+
+def test_the_best_is_chosen_by_prompts_that_it_is_not_reported_on(target):
+    card = scored(target, Grown(VOCAB), [TREE], [WARM])
+    answers = rollouts(target, WARM)
+    options = {"max_new_tokens": LENGTH, "stop": STOP}
+    (rest,) = acceptance(target, Grown(VOCAB), answers[10:], [TREE], WARM, **options)
+    assert card["replay"]["chosen_by"] == pytest.approx(rest.counts.tau)
+    assert card["replay"]["chosen_by"] != pytest.approx(card["replay"]["tau"])
+    (same,) = acceptance(target, Grown(VOCAB), answers[:10], [TREE], WARM, **options)
+    assert card["tau"] == pytest.approx(same.counts.tau)
+
+
+def test_a_disagreement_is_an_error_in_the_log(tmp_path, caplog):
+    """And the checkpoint that is better on the prompts not reported is `best`."""
+    replay = {"agrees": False, "tau": 3.0, "difference_interval": [0.1, 0.4], "chosen_by": 2.5}
+    row = {"decode": "chain-2", "temperature": 0.7, "tau": 3.2, "replay": replay}
+    cards = {
+        10: row | {"rows": [row], "audit_passed": True, "survival": []},
+        20: row
+        | {"tau": 9.0, "rows": [], "audit_passed": True, "survival": [], "replay": replay | {"chosen_by": 2}},
+    }
+    saver = ScoreCheckpoint(tmp_path, 10, lambda folder, step: cards[step], "")
+    trainer = type("Trainer", (), {"loggers": []})()
+    with caplog.at_level(logging.ERROR):
+        for step in (10, 20):
+            (saver.root / str(step)).mkdir(parents=True)
+            (saver.root / str(step) / "config.json").write_text("{}")
+            saver._score(trainer, saver.root / str(step))
+    (line,) = caplog.messages
+    assert "step 10, chain-2, T=0.7: replay and decoder disagree, tau 3.000 and 3.200" in line
+    assert "0.100 to 0.400" in line
+    assert (saver.root / "best").resolve().name == "10"
+
+
+def test_a_lossy_plan_is_labelled_and_never_heads_the_table(target):
+    lossy = Plan(3, 2, 6, rule="typical", lossy=True)
+    card = scored(target, Grown(VOCAB), [TREE, lossy], [WARM])
+    assert [row["lossy"] for row in card["rows"]] == [False, True]
+    assert card["rows"][1]["decode"].endswith("typical LOSSY")
+    assert card["rows"][1]["replay"] is None
+    with pytest.raises(UserError, match="cannot be the headline"):
+        scored(target, Grown(VOCAB), [lossy, TREE], [WARM])
+
+
+# -- decode=auto -------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_most_tokens_a_second(target, monkeypatch):
+    auto = Auto([{"depth": 1}, {"depth": 3, "width": 2, "nodes": 6}, {"depth": 2, "proposal": "sampled"}])
+    answers = rollouts(target, WARM)
+    options = {"max_new_tokens": LENGTH, "stop": STOP, "seed": 0}
+    for cost in ([1, 1, 1, 1], [1, 9, 9, 9], [1, 1.01, 9, 9], [1, 9, 9, 1.01]):
+        monkeypatch.setattr(module, "_seconds", lambda *_, cost=cost: cost)
+        plan, curve = auto.choose(target, Grown(VOCAB), answers, WARM, 1, **options)
+        assert [row["decode"] for row in curve] == [p.name for p in auto.plans]
+        assert curve[0]["tau"] == 1
+        speeds = [row["tau"] / c for row, c in zip(curve, cost, strict=True)]
+        assert [row["tokens_per_second"] for row in curve] == pytest.approx(speeds)
+        assert plan == auto.plans[speeds.index(max(speeds))]
+    assert plan == auto.plans[3], "the last curve makes the sampled chain the fastest"
+
+
+def test_auto_times_every_candidate(target):
+    auto = Auto([{"depth": 1}, {"depth": 3}], prompts=3)
+    plan, curve = auto.choose(
+        target, Grown(VOCAB), rollouts(target, WARM), WARM, 2, max_new_tokens=LENGTH, stop=STOP, seed=0
+    )
+    assert all(row["round_seconds"] > 0 for row in curve)
+    assert plan in auto.plans
+
+
+@pytest.mark.parametrize(
+    ("plans", "word"),
+    [([], "give decode.plans"), ([{"depth": 2, "rule": "typical", "lossy": True}], "lossless")],
+)
+def test_auto_refuses_what_it_cannot_choose_from(plans, word):
+    with pytest.raises(UserError, match=word):
+        Auto(plans)

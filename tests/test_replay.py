@@ -1,0 +1,184 @@
+"""Replay knows, without a coin, what a real decoder does on the same text."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from exact import EXACT, EnumeratingCoin, Grown, exact_law, target_law
+
+from decode.generate import generate
+from decode.plan import Plan
+from decode.replay import Counts, Rollout, agreement, inexact, replay
+from decode.sampling import Sampler
+
+CHAIN, SAMPLED = Plan(depth=2), Plan(depth=2, proposal="sampled")
+DYNAMIC = Plan(depth=2, width=2, nodes=4)
+STATIC = Plan(tree=((0,), (1,), (0, 0)))
+HYBRID = Plan(tree=((0,), (1,), (1, 0)), proposal="hybrid")
+PROMPT = [1, 2, 0, 1]
+
+
+def decoded_exactly(target, drafter, plan, sampler, length, stop) -> dict:
+    """Law of (text, tokens kept in each round) by enumeration of the production decoder."""
+
+    def play(tapes):
+        runs = generate(
+            target,
+            drafter,
+            [PROMPT] * len(tapes),
+            max_new_tokens=length,
+            sampler=sampler,
+            plan=plan,
+            stop=stop,
+            coin=EnumeratingCoin(tapes),
+        )
+        return [(tuple(o.tokens), tuple(o.emitted), tuple(o.accepted)) for o in runs.outputs]
+
+    return exact_law(play, abreast=64)
+
+
+@pytest.mark.parametrize(
+    "sampler", [Sampler(0.0), Sampler(0.7), Sampler(1.0, repetition_penalty=1.4)], ids=str
+)
+@pytest.mark.parametrize("plan", [CHAIN, SAMPLED, DYNAMIC, STATIC, HYBRID], ids=lambda p: p.name)
+def test_expected_rounds_and_survival_are_those_of_the_decoders_exact_law(tiny_target, plan, sampler):
+    target, drafter, stop = tiny_target(), Grown(3, 1), [2]
+    length = 4 if plan.proposal == "fixed" else 3
+    assert not inexact(plan, sampler)
+    rounds, kept, whole = 0.0, np.zeros(plan.depth), 0.0
+    for (_, emitted, accepted), chance in decoded_exactly(
+        target, drafter, plan, sampler, length, stop
+    ).items():
+        rounds += chance * len(emitted)
+        for e, a in zip(emitted, accepted, strict=True):
+            if e == a + 1:
+                whole += chance
+                kept[:a] += chance
+    texts = target_law(target.model, PROMPT, length, sampler, stop)
+    rollouts = [Rollout(PROMPT, list(text)) for text in texts]
+    expected, through, starts = 0.0, np.zeros(plan.depth), 0.0
+    for rollout, chance in zip(rollouts, texts.values(), strict=True):
+        (one,) = replay(target, drafter, [rollout], [plan], sampler)
+        expected += chance * one.counts.rounds[0]
+        through += chance * np.array(one.reached[0, 1:])
+        starts += chance * one.reached[1, 0]
+    assert abs(expected - rounds) < EXACT
+    assert abs(starts - whole) < EXACT
+    np.testing.assert_allclose(through, kept, rtol=0, atol=EXACT)
+    if sampler.temperature:  # something was kept
+        assert rounds < sum(chance * (len(t) - 1) for t, chance in texts.items()) - 0.02
+
+
+def test_rollouts_of_different_lengths_are_replayed_side_by_side_as_alone(tiny_target):
+    target, drafter, dice = tiny_target(vocab=5), Grown(5), random.Random(3)
+    prompts = [[dice.randrange(5) for _ in range(dice.randint(1, 6))] for _ in range(9)]
+    sampler = Sampler(0.8)
+    outputs = generate(target, None, prompts, max_new_tokens=12, sampler=sampler, stop=[4]).outputs
+    rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, outputs, strict=True)]
+    assert len({len(r.answer) for r in rollouts}) > 3
+    plans = [SAMPLED, Plan(depth=3, width=2, nodes=6), HYBRID]
+    together = replay(target, drafter, rollouts, plans, sampler, batch_size=4)
+    for n, plan in enumerate(plans):
+        alone = [replay(target, drafter, [r], [plan], sampler)[0] for r in rollouts]
+        assert together[n].counts.tokens == [len(r.answer) - 1 for r in rollouts]
+        for i, one in enumerate(alone):
+            assert together[n].counts.rounds[i] == pytest.approx(one.counts.rounds[0], abs=EXACT)
+        assert 1 < together[n].counts.tau < plan.depth + 1
+        assert together[n].survival == sorted(together[n].survival, reverse=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(3),
+        Plan(3, proposal="sampled"),
+        Plan(3, 3, 8),
+        Plan(tree=((0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0)), proposal="hybrid"),
+    ],
+    ids=lambda p: p.name,
+)
+def test_replay_and_decoder_agree_for_every_drafter(
+    tiny_target, make_drafter, drafter_name, plan, temperature
+):
+    target = tiny_target(vocab=12)
+    drafter = make_drafter(drafter_name, target)
+    sampler, dice = Sampler(temperature), random.Random(5)
+    prompts = [[dice.randrange(12) for _ in range(dice.randint(2, 9))] for _ in range(48)]
+    names, options = list(range(48)), {"max_new_tokens": 16, "sampler": sampler, "stop": [11], "seed": 3}
+    plain = generate(target, None, prompts, requests=names, **options).outputs
+    rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, plain, strict=True)]
+    (replayed,) = replay(target, drafter, rollouts, [plan], sampler)
+    run = generate(target, drafter, prompts, requests=names, plan=plan, **options).outputs
+    decoder = Counts([sum(o.emitted) for o in run], [float(len(o.emitted)) for o in run])
+    low, high = agreement(decoder, replayed.counts)
+    assert low <= 0 <= high
+    if plan.rule == "match":  # the same text, so the same rounds
+        assert decoder.rounds == pytest.approx(replayed.counts.rounds)
+
+
+def test_a_decoder_that_drafts_otherwise_disagrees(tiny_target):
+    """What the check is for: a drafter whose state goes wrong in decoding alone."""
+    target, dice = tiny_target(vocab=12), random.Random(5)
+
+    class Knowing(Grown):
+        def logits(self, text):
+            return target.head(target.read(torch.tensor([text])).last)[0, -1]
+
+    class Forgetful(Knowing):
+        def advance(self, state, target, tokens, taps, counts, root):
+            super().advance(state, target, tokens, taps, counts, root)
+            self.joined = any(count > 1 for count in counts)  # which replay never sees past the prompt
+
+        def logits(self, text):
+            return super().logits(text[:1] if self.joined else text)
+
+    prompts = [[dice.randrange(12) for _ in range(4)] for _ in range(16)]
+    options = {"max_new_tokens": 12, "sampler": Sampler(0.7)}
+    plain = generate(target, None, prompts, **options).outputs
+    rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, plain, strict=True)]
+
+    def difference(drafter):
+        run = generate(target, drafter, prompts, plan=SAMPLED, **options).outputs
+        decoder = Counts([sum(o.emitted) for o in run], [float(len(o.emitted)) for o in run])
+        return agreement(decoder, replay(target, drafter, rollouts, [SAMPLED], Sampler(0.7))[0].counts)
+
+    low, high = difference(Knowing(12))
+    assert low <= 0 <= high
+    _, high = difference(Forgetful(12))
+    assert high < 0
+
+
+def test_plans_whose_rounds_depend_on_more_than_the_text_are_named():
+    warm = Sampler(1.0)
+    for plan, word in [
+        (Plan(2, proposal="sampled", rule="block"), "block"),
+        (Plan(tree=HYBRID.tree, proposal="hybrid", rule="traversal"), "traversal"),
+        (Plan(3, 2, 6, proposal="hybrid"), "shape"),
+        (Plan(tree=STATIC.tree, proposal="sampled"), "siblings"),
+        (Plan(2, rule="typical", lossy=True), "law"),
+    ]:
+        assert word in inexact(plan, warm)
+    assert not inexact(Plan(3, 2, 6, proposal="hybrid"), Sampler(0.0))
+
+
+def test_a_single_prompt_says_nothing_about_agreement():
+    assert agreement(Counts([9], [3.0]), Counts([9], [4.0])) == [-float("inf"), float("inf")]
+
+
+def test_an_answer_of_one_token_has_no_rounds(tiny_target):
+    target = tiny_target()
+    (one,) = replay(target, Grown(3), [Rollout([1, 2], [0])], [CHAIN], Sampler(0.0))
+    assert one.counts == Counts([0], [0.0])
+    assert one.counts.tau == 0
+    assert torch.isfinite(torch.tensor(one.survival)).all()
+
+
+def test_plain_decoding_settles_one_token_a_round(tiny_target):
+    rollouts = [Rollout([1, 2], [0, 1, 2]), Rollout([1], [2])]
+    (one,) = replay(tiny_target(), Grown(3), rollouts, [Plan()], Sampler(0.0))
+    assert one.counts == Counts([2, 0], [2.0, 0.0])
+    assert one.survival == []

@@ -1,0 +1,439 @@
+"""The tests of sampled tokens: by hand, calibrated where all is right, and failing what is wrong."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from decode import verify
+from decode.audit import CHANCE, audit
+from decode.audit import steps as audit_steps
+from decode.coin import Key, Purpose
+from decode.draft import PAD, Draft, Laws
+from decode.generate import generate
+from decode.plan import Plan
+from decode.rounds import Round
+from decode.sampling import Sampler
+from decode.uniformity import BINS, TILTS, Uniformity, _chi_square
+from decode.verify import Verdict, match
+from drafters.expand import expand
+
+VOCAB, ONE = 23, Sampler(1.0)
+FIXED, TREE = Plan(depth=3), Plan(depth=3, width=2, nodes=6)
+SAMPLED, BLOCK = Plan(depth=3, proposal="sampled"), Plan(depth=3, proposal="sampled", rule="block")
+HYBRID = Plan(depth=3, width=2, nodes=6, proposal="hybrid")
+PLANS = [FIXED, TREE, SAMPLED, BLOCK, HYBRID]
+
+
+# -- by hand -------------------------------------------------------------------------------------
+
+
+def one(p, x, draft=None, sampler=ONE):
+    """The tests after one token x from a row of law p, with half of what is level with x."""
+    tests = Uniformity(sampler, len(p))
+    tests.dice = type("Halves", (), {"random": lambda self, n: torch.full((n,), 0.5).double().numpy()})()
+    zero = torch.zeros(1, 1, dtype=torch.long)
+    draft = draft or Draft.empty(1, torch.device("cpu"))
+    verdict = Verdict(torch.tensor([[x]]), zero, zero[0])
+    tests.watch([[0]])(Round([0], torch.tensor([[p]]).double().log(), draft, verdict, [[x]]))
+    return tests
+
+
+def bins(tests):
+    """(place, order) -> bin."""
+    return {(place, order): b for place, order, b in tests.counts.nonzero().tolist()}
+
+
+def at(u):
+    return int(u * BINS)
+
+
+def test_the_transform_by_hand():
+    free = one([0.48, 0.22, 0.3], 0)
+    assert bins(free) == {(0, 0): at(0.52 + 0.24), (0, 1): at(0.24), (0, 2): at(0.52 + 0.24)}
+    assert free.impossible == 0
+    level = one([0.18, 0.32, 0.32, 0.18], 1)
+    assert bins(level)[0, 0] == at(0.36 + 0.32), "halfway through the two that are level"
+
+
+def test_chosen_children_come_first():
+    draft = Draft(torch.tensor([[2, 0, 1]]), torch.tensor([[-1, 0, -1]]), depth=2)
+    child, other = one([0.18, 0.48, 0.34], 2, draft), one([0.18, 0.48, 0.34], 0, draft)
+    assert bins(child)[1, 2] == at(0.17)
+    assert bins(other)[1, 2] == at(0.82 + 0.09), "a grandchild is no child"
+
+
+def test_drawn_children_do_not():
+    """Their order is p / q whatever was drawn, and what q cannot draw comes last, level."""
+    q = torch.tensor([[[0.5, 0.5, 0.0, 0.0]]]).double()
+    p = [0.14, 0.4, 0.18, 0.28]
+    for drawn in (0, 1):
+        draft = Draft.chain(torch.tensor([[drawn]]), q)
+        places = [bins(one(p, x, draft))[1, 2] for x in range(4)]
+        assert places == [at(0.07), at(0.14 + 0.2), at(0.54 + 0.23), at(0.54 + 0.23)]
+    laws = Laws(q, torch.tensor([[0]]), (1,), torch.tensor([[True, False]]))
+    hybrid = Draft(torch.tensor([[0, 2]]), torch.tensor([[-1, -1]]), depth=1, laws=laws)
+    assert [bins(one(p, x, hybrid))[1, 2] for x in range(4)] == places
+    # Where q belongs to another slot, the chosen one comes first and the drawn one where it belongs.
+    elsewhere = replace(hybrid, laws=replace(laws, owner=torch.tensor([[1]])))
+    assert [bins(one(p, x, elsewhere))[1, 2] for x in (2, 0)] == [at(0.09), at(0.18 + 0.07)]
+
+
+def test_nothing_is_drafted_where_all_is_padding():
+    draft = Draft(torch.tensor([[PAD, PAD]]), torch.tensor([[-1, -1]]), depth=1)
+    assert {place for place, _ in bins(one([0.5, 0.5], 1, draft))} == {0}
+
+
+def test_surprisal_by_hand():
+    p = torch.tensor([0.5, 0.2, 0.3, 0.0]).double()
+    seen = [one(p.tolist(), x) for x in range(3)]
+    entropy = -sum(m * math.log(m) for m in (0.5, 0.2, 0.3))
+    variance = sum(m * math.log(m) ** 2 for m in (0.5, 0.2, 0.3)) - entropy**2
+    assert seen[1].result("").surprisal_z == pytest.approx((-math.log(0.2) - entropy) / variance**0.5)
+    ratios = torch.stack([tests.ratios[0] for tests in seen]).exp()  # (x, tilt)
+    assert torch.allclose(p[:3] @ ratios, torch.ones(len(TILTS)).double()), "a ratio's mean is 1"
+    hot = p[:3] ** (1 - TILTS[0]) / (p[:3] ** (1 - TILTS[0])).sum()
+    assert torch.allclose(ratios[:, 0], hot / p[:3])
+
+
+@pytest.mark.parametrize("p", [[0.5, 0.0, 0.5], [math.nan] * 3])
+def test_a_token_without_mass_is_impossible(p):
+    found = one(p, 1).result("chain")
+    assert (found.tokens, found.impossible, found.pit) == (1, 1, {})
+    assert (found.surprisal_z, found.surprisal_p) == (0, 1)
+
+
+CHI_60 = 3.869826300664181e-06  # scipy.stats.chi2.sf(60, 19)
+
+
+def test_chi_square_by_hand():
+    counts = torch.full((BINS,), 10)
+    assert _chi_square(counts) == 1
+    counts[0], counts[1], counts[2] = 30, 0, 0
+    assert _chi_square(counts) == pytest.approx(CHI_60)
+    assert _chi_square(torch.full((BINS,), 4)) == 1  # 10 bins
+    few = torch.zeros(BINS, dtype=torch.long)
+    few[:3] = 3
+    assert _chi_square(few) is None
+    few[3] = 1  # 10 tokens, 2 bins: a statistic of 10 with one degree
+    assert _chi_square(few) == pytest.approx(math.erfc(5**0.5))
+
+
+# -- where all is right --------------------------------------------------------------------------
+
+
+def test_p_values_are_uniform_even_for_peaked_rows():
+    """300 runs of 240 tokens each: chi-square and the ratio hold where the normal law of z does not."""
+    torch.manual_seed(1)
+    logits = torch.randn(240, 1, VOCAB).double() * 6
+    law = logits[:, 0].softmax(-1)
+    draft, zero = Draft.empty(240, logits.device), torch.zeros(240, 1, dtype=torch.long)
+    found = []
+    for run in range(300):
+        tests = Uniformity(ONE, VOCAB)
+        tests.dice = np.random.default_rng(run)
+        x = law.multinomial(1)
+        tests.watch([[0]] * 240)(
+            Round(list(range(240)), logits, draft, Verdict(x, zero, zero[:, 0]), x.tolist())
+        )
+        found.append(tests.result(""))
+    for order in ("free by p", "free by id"):
+        p = torch.tensor([f.pit[order] for f in found])
+        assert 5 <= int((p < 0.05).sum()) <= 28
+        assert abs(float((p < 0.5).double().mean()) - 0.5) < 0.12
+    assert sum(f.surprisal_p < 0.05 for f in found) <= 15
+
+
+class Bigram:
+    """Drafts from a table of what the target says after each token alone, as `plan` wishes."""
+
+    def __init__(self, target, spoil=lambda draft: draft):
+        ids = torch.arange(VOCAB)[:, None]
+        with torch.no_grad():
+            self.table = target.model(input_ids=ids, use_cache=False).logits[:, -1]
+        self.spoil, self.asked = spoil, {}
+
+    def new_state(self, rows):
+        return {}
+
+    def advance(self, state, target, tokens, taps, counts, root):
+        state["root"] = root
+
+    def select(self, state, rows):
+        state.update({name: kept[list(rows)] for name, kept in state.items()})
+
+    def propose(self, state, target, sampler, coin, plan):
+        self.asked[sampler, plan] = True
+        step = lambda token, parent: self.table[token]  # noqa: E731
+        return self.spoil(expand(self.table[state["root"]], step, sampler, coin, plan))
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    """Heeds its last token most, so that a table of bigrams drafts well."""
+    target = tiny_target(vocab=VOCAB, hidden=16, seed=3)
+    for layer in target.model.model.layers:
+        layer.self_attn.o_proj.weight.data.mul_(0.3)
+    return target
+
+
+PROMPTS = [[i % VOCAB, i // VOCAB % VOCAB] for i in range(256)]
+
+
+def watched(
+    target, plan, sampler=ONE, spoil=lambda draft: draft, seed=0, prompts=PROMPTS, length=25, **options
+):
+    tests = Uniformity(sampler, VOCAB)
+    options |= {"sampler": sampler, "plan": plan, "max_new_tokens": length, "seed": seed}
+    drafter = Bigram(target, spoil)
+    made = generate(target, drafter, prompts, on_round=tests.watch(prompts), **options)
+    found = tests.result(plan.name)
+    assert found.tokens == sum(len(o.tokens) for o in made.outputs), "all of them, and none that was cut"
+    return found
+
+
+def corrected(found):
+    """P-values times the number of tests."""
+    tests = found.pit | {"surprisal": found.surprisal_p}
+    return {name: len(tests) * p for name, p in tests.items()}
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+@pytest.mark.parametrize("sampler", [ONE, Sampler(0.7, top_p=0.9)], ids=["T=1", "T=0.7, top_p=0.9"])
+def test_what_is_lossless_passes(target, plan, sampler):
+    for seed in range(2):
+        found = watched(target, plan, sampler, seed=seed, stop=[4], length=16)
+        assert found.tokens > 1500
+        assert found.impossible == 0
+        assert set(found.pit) == {f"{p} by {o}" for p in ("free", "drafted") for o in ("p", "id")} | {
+            "drafted by draft"
+        }
+        assert min(corrected(found).values()) > 1e-3
+        assert abs(found.surprisal_z) < 4
+
+
+def test_the_tests_ask_for_the_laws_that_tokens_were_drawn_from(target, monkeypatch):
+    """Rows, slots and what a penalty has seen, against plain passes over the text."""
+    sampler = Sampler(0.8, repetition_penalty=1.7)
+    real, found, asked = Uniformity._see, [[] for _ in PROMPTS[:5]], []
+    monkeypatch.setattr(
+        Uniformity, "_test", lambda self, p, token, *_: asked.extend(zip(token.tolist(), p, strict=True))
+    )
+
+    def see(self, history, seen):
+        real(self, history, seen)
+        rows = [(i, r) for i in range(4) for r, tokens in enumerate(seen.emitted) if i < len(tokens)]
+        for _, row in rows:
+            found[seen.requests[row]].append(asked.pop(0))
+
+    monkeypatch.setattr(Uniformity, "_see", see)
+    tests = Uniformity(sampler, VOCAB)
+    options = {"sampler": sampler, "plan": TREE, "max_new_tokens": 9, "on_round": tests.watch(PROMPTS[:5])}
+    outputs = generate(target, Bigram(target), PROMPTS[:5], **options).outputs
+    assert any(len(o.emitted) < 8 for o in outputs)
+    for prompt, output, rows in zip(PROMPTS, outputs, found, strict=False):
+        assert [token for token, _ in rows] == output.tokens
+        for i, (_, law) in enumerate(rows):
+            text = prompt + output.tokens[:i]
+            seen = torch.zeros(1, VOCAB, dtype=torch.bool)
+            seen[0, text] = True
+            logits = target.model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1]
+            assert torch.allclose(law, sampler.law(logits, seen)[0], atol=1e-9)
+
+
+# -- wrong decoders ------------------------------------------------------------------------------
+
+
+def heated(p, temperature):
+    p = p ** (1 / temperature)
+    return p / p.sum(-1, keepdim=True)
+
+
+def chain(
+    draft,
+    rows,
+    coin,
+    row=lambda depth: depth,
+    residual=lambda p, q: (p - q).clamp_min(0),
+    bonus=lambda p: p,
+    toss=Purpose.ACCEPT,
+    extra=lambda coin, law, accepted, every: coin.draw(law, Key(Purpose.RESIDUAL, 0), every),
+):
+    """The token rule in its plainest form, with places for bugs."""
+    q, count = draft.laws.q, draft.tokens.shape[0]
+    every = active = torch.ones(count, dtype=torch.bool)
+    accepted = torch.zeros(count, dtype=torch.long)
+    law = torch.zeros_like(q[:, 0])
+    for depth in range(draft.depth):
+        p, x = rows.law(torch.full_like(accepted, row(depth))), draft.tokens[:, depth]
+        at, real = x.clamp_min(0)[:, None], x != PAD
+        left = residual(p, q[:, depth] * real[:, None])
+        law = torch.where(active[:, None], left, law)
+        keep = coin.flip(p.gather(1, at)[:, 0], q[:, depth].gather(1, at)[:, 0], Key(toss, depth), active)
+        active = active & keep & real
+        accepted = accepted + active
+    law = torch.where(active[:, None], bonus(rows.law(torch.full_like(accepted, row(draft.depth)))), law)
+    steps = torch.arange(draft.depth + 1)
+    tokens = torch.where(steps < accepted[:, None], pad(draft.tokens, (0, 1), value=PAD), PAD)
+    tokens = tokens.scatter(1, accepted[:, None], extra(coin, law, accepted, every)[:, None])
+    return Verdict(tokens, steps * (tokens != PAD), accepted)
+
+
+def same_coin(coin, law, accepted, every):
+    """Draws the last token with the coin that rejected a draft token."""
+    draws = [coin.draw(law, Key(Purpose.ACCEPT, depth), every) for depth in range(4)]
+    return torch.stack(draws, 1).gather(1, accepted[:, None])[:, 0]
+
+
+def claimed(temperature):
+    """Says that tokens were drawn from a law of another temperature than they were."""
+    return lambda draft: replace(draft, laws=replace(draft.laws, q=heated(draft.laws.q, temperature)))
+
+
+def timid(draft):
+    """Drops what it was not sure of after it was drawn."""
+    sure = draft.laws.q.gather(2, draft.tokens[..., None])[..., 0] > 0.2
+    return replace(draft, tokens=draft.tokens.where(sure.cumprod(1).bool(), PAD))
+
+
+def undrawn(draft):
+    """Takes the likeliest, but says it drew them."""
+    return replace(draft, tokens=draft.laws.q.argmax(-1))
+
+
+def believing(draft, rows, coin):
+    """Takes a first child that is not too unlikely."""
+    verdict = match(draft, rows, coin)
+    if draft.depth:
+        p = rows.law(torch.zeros(len(draft.tokens), dtype=torch.long)).gather(1, draft.tokens[:, :1])[:, 0]
+        taken = (verdict.accepted == 0) & (p > 0.2)
+        verdict.tokens[:, 0] = torch.where(taken, draft.tokens[:, 0], verdict.tokens[:, 0])
+    return verdict
+
+
+def late(draft, rows, coin):
+    """Draws from the row before."""
+    law = rows.law
+    rows.law = lambda slot: law((slot - 1).clamp_min(0))
+    return match(draft, rows, coin)
+
+
+# bug: plan, rule (its own where None), what is done to drafts, the test that must see it
+WRONG = {
+    "bonus too hot": (SAMPLED, partial(chain, bonus=lambda p: heated(p, 2.0)), None, "free by p"),
+    "p for the residual": (SAMPLED, partial(chain, residual=lambda p, q: p), None, "drafted by draft"),
+    "the row before, token": (SAMPLED, partial(chain, row=lambda d: max(d - 1, 0)), None, "drafted by p"),
+    "the row before, match": (TREE, late, None, "drafted by p"),
+    "drawn colder than said": (SAMPLED, None, claimed(1.5), "surprisal"),
+    "drawn hotter than said": (SAMPLED, None, claimed(0.7), "surprisal"),
+    "a coin rejects and draws": (SAMPLED, partial(chain, extra=same_coin), None, "drafted by id"),
+    "a coin proposes and accepts": (SAMPLED, partial(chain, toss=Purpose.PROPOSE), None, "drafted by id"),
+    "unsure tokens dropped": (SAMPLED, None, timid, "surprisal"),
+    "likeliest said to be drawn": (SAMPLED, None, undrawn, "drafted by p"),
+    "typical acceptance": (TREE, believing, None, "drafted by draft"),
+}
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    def install(rule):
+        if rule:
+            monkeypatch.setitem(verify.RULES, "token", verify.RULES["token"]._replace(run=rule))
+            monkeypatch.setattr(verify, "match", rule)  # of drafts that were not drawn
+
+    return install
+
+
+def test_the_plainest_token_rule_passes(target, broken):
+    broken(chain)
+    assert min(corrected(watched(target, SAMPLED)).values()) > 1e-3
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_wrong_decoder_is_found(target, broken, bug):
+    plan, rule, spoil, name = WRONG[bug]
+    broken(rule)
+    found = watched(target, plan, spoil=spoil or (lambda draft: draft))
+    assert corrected(found)[name] < CHANCE, corrected(found)
+
+
+def test_a_warper_forgotten_on_one_path_is_impossible(target, broken):
+    """The bonus token is drawn from all of p, the others from its nucleus."""
+
+    def careless(draft, rows, coin):
+        whole = rows._logits[:, draft.depth].softmax(-1)
+        return chain(draft, rows, coin, bonus=lambda p: whole)
+
+    broken(careless)
+    assert watched(target, SAMPLED, Sampler(1.0, top_p=0.8), length=8).impossible > 10
+
+
+def test_one_uniform_for_all_requests_is_found(target):
+    """Every token is a draw from its row, but all rows toss one coin."""
+    found = watched(target, TREE, prompts=PROMPTS[:1] * 64, requests=[0] * 64)
+    assert min(corrected(found).values()) < CHANCE
+
+
+# -- the audit -----------------------------------------------------------------------------------
+
+
+def audited(target, spoil=lambda draft: draft, **options):
+    options = {"plan": SAMPLED, "max_new_tokens": 12, "drafter": Bigram(target, spoil)} | options
+    return audit(target, prompts=PROMPTS[:20], **options)
+
+
+def test_the_audit_draws_at_temperature_one_where_nothing_is_said(target):
+    found = audited(target)
+    assert found.passed
+    assert [(run.temperature, run.decode, run.tokens) for run in found.sampled] == [(1.0, SAMPLED.name, 240)]
+    assert found.report()["sampled_tokens"] == 240
+    again = audited(target, seed=1)
+    assert again.report()["surprisal_z"] != found.report()["surprisal_z"]
+    assert again.tokens == found.tokens
+
+
+def test_an_error_in_draws_fails_an_audit_whose_greedy_half_is_well(target, monkeypatch):
+    monkeypatch.setattr("decode.audit.ROWS", 240)
+    found = audited(target, claimed(0.5), samples=12)
+    report = found.report()
+    assert found.own_row == found.tokens
+    assert found.mismatches == 0
+    assert not found.passed
+    assert report["passed"] is False
+    assert min(report["pit_p"], report["surprisal_p"]) < CHANCE
+    assert report["impossible"] == 0
+    assert report["sampled"][0]["tokens"] == report["sampled_tokens"] == 12 * 240
+
+
+def test_samples_are_texts_of_their_own(target):
+    seen = []
+    real = Uniformity.watch
+
+    class Spy(Uniformity):
+        def watch(self, prompts):
+            watch = real(self, prompts)
+            return lambda round_: (seen.extend(map(tuple, round_.emitted)), watch(round_))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decode.audit.Uniformity", Spy)
+        audited(target, samples=3, max_new_tokens=1)
+    assert len(seen) == 60
+    assert len(set(zip(seen[::3], seen[1::3], seen[2::3], strict=True))) > 10
+
+
+def test_other_cases_are_audited_as_they_are_named(target):
+    steps, drafter = [], Bigram(target)
+    also = [(Sampler(0.0), TREE), (Sampler(0.7), TREE), (Sampler(1.3, top_k=5), SAMPLED)]
+    found = audited(target, drafter=drafter, also=also, samples=2, advanced=lambda: steps.append(1))
+    assert list(drafter.asked) == [(Sampler(0.0), SAMPLED), *also]
+    assert found.passed
+    assert found.tokens == 2 * 240, "greedily with two plans"
+    assert [(run.temperature, run.decode, run.tokens) for run in found.sampled] == [
+        (0.7, TREE.name, 480),
+        (1.3, SAMPLED.name, 480),
+    ]
+    assert len(steps) == audit_steps(20, also, 2) == 3 * 2 + 2 * 3
