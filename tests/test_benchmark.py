@@ -1,0 +1,179 @@
+"""The race between our loop and Hugging Face's: what it counts, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from scripts.benchmark import run
+from workbench import Bench, command, make_target
+
+from decode import race as race_module
+from decode.load import load_target
+from decode.plan import Plan
+from decode.race import Contender, Text, hugging_face, ours, race
+from decode.sampling import Sampler
+from drafters.eagle import Eagle
+from drafters.hub import save
+from drafters.lm import DraftLM
+
+GREEDY = Sampler(0.0)
+EVERYBODY = ["ours-plain", "hf-generate", "hf-assisted", "hf-prompt-lookup", "ours-lm-chain"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("race"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(bench):
+    """An EAGLE nobody trained."""
+    target = load_target(str(bench.target))
+    torch.manual_seed(0)
+    folder = bench.root / "eagle"
+    folder.mkdir()
+    save(Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0), target, folder)
+    return folder
+
+
+def benchmark(bench: Bench, *more: str):
+    """`python scripts/benchmark.py` in this process, on the tiny target as its own draft model."""
+    given = [a for a in bench.command if a.startswith(("target=", "prompts"))]
+    given = [a for a in given if a != "prompts.self=0"]
+    quick = ["score.prompts=3", "score.max_new_tokens=9", "score.repeats=2"]
+    if "drafter=eagle" not in more:
+        given.append(f"drafter.path={bench.target}")
+    argv = ["benchmark.py", "decode", *given, *quick, f"out={bench.root / 'race.json'}", *more]
+    return command(run, argv)
+
+
+def test_a_race_writes_a_row_for_everybody(bench, checkpoint):
+    done = benchmark(bench, f"checkpoint={checkpoint}", "plans.tree.depth=3")
+    assert done.code == 0, done.err
+    card = json.loads((bench.root / "race.json").read_text())
+    rows = {row["name"]: row for row in card["rows"]}
+    assert list(rows) == [*EVERYBODY, *(f"ours-eagle-{plan}" for plan in ("chain", "tree", "hybrid"))]
+    for name, row in rows.items():
+        assert row["spread"][0] <= row["tokens_per_second"] <= row["spread"][1]
+        assert row["ratio_spread"][0] <= row["ratio"] <= row["ratio_spread"][1]
+        assert row["differ"] == 0, name
+        assert row["tokens"] == rows["ours-plain"]["tokens"]
+    assert rows["ours-plain"]["ratio"] == rows["ours-plain"]["tau"] == rows["hf-generate"]["tau"] == 1.0
+    assert rows["ours-lm-chain"]["tau"] > 2
+    assert {"load_average", "hardware", "threads", "commit", "dtype", "timed"} <= card.keys()
+    assert (card["prompts"], card["repeats"], card["threads"], len(card["load_average"])) == (3, 2, 1, 2)
+    said = done.out.splitlines()
+    assert [line.split()[0] for line in said[1 : 1 + len(rows)]] == list(rows)
+    assert "whole calls" in done.out
+
+
+def test_at_a_temperature_everybody_draws_and_no_texts_are_compared(bench):
+    done = benchmark(bench, "temperature=0.8", "score.repeats=1", "ends=false")
+    assert done.code == 0, done.err
+    rows = json.loads((bench.root / "race.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == EVERYBODY
+    assert {row["differ"] for row in rows} == {None}
+    assert {row["tokens"] for row in rows} == {3 * 9}, "nobody stopped"
+    assert rows[EVERYBODY.index("ours-lm-chain")]["tau"] > 2, "the target as its own draft model"
+    assert rows[EVERYBODY.index("hf-assisted")]["tau"] > 2
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["drafter=eagle"], "drafter=lm is what Hugging Face can use too"),
+        (["checkpoint=/nowhere"], "no config.json there"),
+        (["plans.tree.width=0"], "must be >= 0 and >= 1"),
+        (["score.repeats=0"], "score.repeats=0: must be at least 1"),
+        (["temperature=-1.0"], "temperature=-1.0 is out of range"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line(bench, more, reason):
+    done = benchmark(bench, *more)
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert reason in done.err
+
+
+@pytest.mark.parametrize("words", [[], ["speed"], ["checkpoint=x"]], ids=str)
+def test_an_unknown_word_is_answered_with_the_known_ones(words):
+    done = command(run, ["benchmark.py", *words])
+    assert done.code == 2
+    assert done.err.startswith("error: benchmark")
+    assert "choose one of decode" in done.err
+    assert sys.argv[0] != "benchmark.py"
+
+
+# -- what is counted -----------------------------------------------------------------------------
+
+
+class Clock:
+    """Everybody's calls take a known time, and their order is noted."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.calls = 0.0, []
+        monkeypatch.setattr(race_module.time, "perf_counter", lambda: self.now)
+
+    def contender(self, name: str, seconds: float, tokens: int, emitted=()) -> Contender:
+        def decode(prompt, longest):
+            self.calls.append((name, tuple(prompt), longest))
+            self.now += seconds * (1 + prompt[0])  # a slower prompt for everybody
+            return Text(list(range(tokens)), list(emitted))
+
+        return Contender(name, decode)
+
+
+def test_speeds_are_tokens_over_whole_calls_and_the_first_place_goes_round(monkeypatch):
+    clock = Clock(monkeypatch)
+    who = [clock.contender("a", 1.0, 4), clock.contender("b", 0.5, 4, [2, 1]), clock.contender("c", 2.0, 5)]
+    a, b, c = race(who, [[0], [1]], max_new_tokens=20, repeats=3)
+    assert [row["tokens_per_second"] for row in (a, b, c)] == pytest.approx([8 / 3, 16 / 3, 10 / 6])
+    assert [row["ratio"] for row in (a, b, c)] == pytest.approx([1, 2, 10 / 16])
+    assert [row["tokens"] for row in (a, b, c)] == [8, 8, 10]
+    assert [row["differ"] for row in (a, b, c)] == [0, 0, 2]
+    assert [row["tau"] for row in (a, b, c)] == [0.0, 1.5, 0.0]
+    warm, timed = clock.calls[:3], clock.calls[3:]
+    assert [call[2] for call in warm] == [8, 8, 8]
+    firsts = [name for name, *_ in timed[::3]]
+    assert firsts == ["a", "b", "b", "c", "c", "a"]
+    assert all(sorted(n for n, *_ in timed[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(timed), 3))
+
+
+def test_hugging_faces_passes_are_counted_as_ours_are(tmp_path):
+    """The target as its own draft model: every pass but the last settles all of the draft and one more."""
+    folder = str(make_target(tmp_path / "target"))
+    target = load_target(folder, "float64")
+    drafter = DraftLM.for_target(target, path=folder).to(target.dtype).eval()
+    prompt, depth = [7, 8, 9], 3
+    passes = []
+    hook = target.model.register_forward_hook(lambda *_: passes.append(1))
+    both = {
+        "assisted": hugging_face(target, GREEDY, assistant=drafter.model, depth=depth),
+        "plain": hugging_face(target, GREEDY),
+    }
+    for name, decode in both.items():
+        passes.clear()
+        text = decode(prompt, 20)
+        assert len(text.tokens) == 20
+        assert len(text.emitted) + 1 == len(passes)
+        assert set(text.emitted[:-1]) == {depth + 1 if name == "assisted" else 1}
+    hook.remove()
+    own = ours(target, drafter, Plan(depth=depth), GREEDY)(prompt, 20)
+    assert own.tokens == text.tokens
+    assert set(own.emitted[:-1]) == {depth + 1}
+
+
+def test_end_tokens_and_the_context_end_a_text_alike(tmp_path):
+    folder = str(make_target(tmp_path / "target"))
+    target = load_target(folder, "float64")
+    free = ours(target, None, Plan(), GREEDY)([7, 8, 9], 20).tokens
+    stop = [free[5]]
+    for options in [{"stop": stop}, {}]:
+        mine, theirs = ours(target, None, Plan(), GREEDY, **options), hugging_face(target, GREEDY, **options)
+        assert mine([7, 8, 9], 20).tokens == theirs([7, 8, 9], 20).tokens
+    long = [7] * 250  # of 256 positions
+    assert len(theirs(long, 20).tokens) == len(mine(long, 20).tokens) == 6
