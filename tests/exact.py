@@ -502,10 +502,12 @@ class Trees(Scripted):
             below = []
             for parent, path in level:
                 dice = self.dice(path)
-                law, taken, children = self.law(dice), [], []
-                if dice.random() < 0.15:
-                    children.append(Node(PAD, parent, law))  # not there, but the law is
-                for _ in range(dice.choice(self.drawn)):
+                law, taken, children, drawn = self.law(dice), [], [], dice.choice(self.drawn)
+                # Not there, but the law is. At the root there always is one: a batch without any draws
+                # as plain decoding does.
+                if dice.random() < 0.15 or (parent < 0 and not drawn):
+                    children.append(Node(PAD, parent, law))
+                for _ in range(drawn):
                     left = law if self.replacement else struck(law, *taken)
                     taken.append((yield left) if sum(left) else PAD)
                     children.append(Node(taken[-1], parent, law))
