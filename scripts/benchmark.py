@@ -1,14 +1,18 @@
-"""Time things against one another: python scripts/benchmark.py decode [overrides]."""
+"""Time things against one another: python scripts/benchmark.py decode|batch|context [overrides]."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from distill.cli import main
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+# what is measured -> what measures it; its configuration is conf/benchmark_<word>.yaml
 WORDS = {
-    "decode": "decoders"
-}  # what is measured -> the function in distill.benchmark; conf/benchmark_<word>.yaml
+    "decode": "distill.benchmark:decoders",
+    "batch": "distill.sweeps:batch_sizes",
+    "context": "distill.sweeps:context_lengths",
+}
 
 
 def run() -> None:
@@ -17,10 +21,9 @@ def run() -> None:
     if word not in WORDS:
         print(f"error: benchmark {word}: choose one of {', '.join(WORDS)}", file=sys.stderr)
         raise SystemExit(2)
-    from distill import benchmark
-
+    module, _, function = WORDS[word].partition(":")
     del sys.argv[1]
-    main(getattr(benchmark, WORDS[word]), CONF, f"benchmark_{word}")
+    main(getattr(import_module(module), function), CONF, f"benchmark_{word}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from decode.errors import UserError
 
 LEAST = {
     "batch_size": 1,
+    "batch_sizes": 1,
+    "contexts": 1,
+    "new_tokens": 2,
     "max_tokens": 3,
     "drafter.depth": 1,
     "prompts.self": 0,

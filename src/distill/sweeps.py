@@ -71,11 +71,11 @@ def context_lengths(cfg: DictConfig, folder: Path) -> float:
     """
     del folder
     target, drafter, prompts, plans = _read(cfg)
-    longest = max(cfg.contexts) + max(cfg.answers)
+    longest = max(cfg.contexts) + max(cfg.new_tokens)
     if target.max_positions is not None and longest > target.max_positions:
         raise UserError(
-            f"contexts={list(cfg.contexts)} with answers={list(cfg.answers)}: up to {longest} tokens, and "
-            f"the target's context is {target.max_positions}"
+            f"contexts={list(cfg.contexts)} with new_tokens={list(cfg.new_tokens)}: up to {longest} tokens, "
+            f"and the target's context is {target.max_positions}"
         )
 
     def measure(advanced: Callable[[], None]) -> list[dict[str, Any]]:
@@ -85,13 +85,13 @@ def context_lengths(cfg: DictConfig, folder: Path) -> float:
         before = [p + o.tokens for p, o in zip(prompts, own, strict=True)]
         for length in cfg.contexts:
             part = [b[: max(length - len(p), 0)] + p for b, p in zip(before, prompts, strict=True)]
-            for answer in cfg.answers:
+            for answer in cfg.new_tokens:
                 tallies = _race(cfg, target, drafter, plans, part, 1, answer)
                 rows += [{"context": length, "answer": answer} | row for row in _rows(plans, tallies)]
                 advanced()
         return rows
 
-    count = len(cfg.contexts) * len(cfg.answers)
+    count = len(cfg.contexts) * len(cfg.new_tokens)
     return _publish(cfg, target, "context", ["context", "answer"], count, measure)
 
 
