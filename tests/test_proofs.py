@@ -28,7 +28,7 @@ from drafters.lm import DraftLM
 
 ROOT = Path(__file__).parents[1]
 POCKET = str(ROOT / "data" / "pocket")
-pytestmark = pytest.mark.proof
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]  # a loaded machine trains slowly
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

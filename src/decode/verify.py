@@ -89,6 +89,9 @@ def match(draft: Draft, rows: Rows, coin: Coin) -> Verdict:
     if not draft.depth:
         return Verdict(y, torch.zeros_like(y), torch.zeros_like(y[:, 0]))
     hit = draft.tokens == y.gather(1, draft.parents + 1)  # (B, N)
+    # Of twins the first is the child, as in the walk.
+    twin = (draft.parents[:, :, None] == draft.parents[:, None]) & hit[:, :, None] & hit[:, None]
+    hit = hit & ~twin.tril(-1).any(-1)
     return _longest(draft, hit, lambda row, end: y[row, end])
 
 
