@@ -8,7 +8,7 @@ output is wrong. What the rules and the plan can refuse, they refuse.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from exact import (
     grow,
     struck,
 )
+from torch import Tensor
 
 from decode.draft import Draft
 from decode.errors import UserError
@@ -102,14 +103,14 @@ def small(table: Table, path: Path) -> Law:
     return struck(table.q(path), 2)
 
 
-def argmax(law: Law | None):
+def argmax(drawn: bool):
     """The likeliest tokens, told to be drawn or to be chosen."""
 
     def story(table: Table) -> Story:
         nodes = []
         for parent in range(-1, 1):
             q = table.q([node.token for node in nodes])
-            nodes.append(Node(q.index(max(q)), parent, q if law else None))
+            nodes.append(Node(q.index(max(q)), parent, q if drawn else None))
         yield from ()
         return nodes
 
@@ -128,12 +129,12 @@ def restricted(plan: Plan, draft: Draft, rows: Rows, coin) -> Verdict:
     return verify(plan, draft, Cut(rows._logits, rows._sampler, rows._seen), coin)
 
 
-def swapped(name: str, wrong: Callable[..., Any]) -> Callable[..., Verdict]:
-    """The rules with one of their parts replaced."""
+def after_rejection(wrong: Callable[..., Tensor]) -> Callable[..., Verdict]:
+    """The rules with another idea of what is left."""
 
     def judge(plan, draft, rows, coin):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"decode.verify.{name}", lambda *a: wrong(rows, *a))
+            patch.setattr("decode.verify._without", lambda *a: wrong(rows, *a))
             return verify(plan, draft, rows, coin)
 
     return judge
@@ -364,16 +365,19 @@ PAIRS: dict[str, tuple[Way, list[Way]]] = {
     ),
     "q of another temperature, by block": (Way(chain(cold, honest), "block"), [Way(chain(honest), "block")]),
     "argmax with the whole of q": (
-        Way(argmax("q")),
-        [Way(argmax(None), "match"), Way(argmax(None), "recursive")],
+        Way(argmax(drawn=True)),
+        [Way(argmax(drawn=False), "match"), Way(argmax(drawn=False), "recursive")],
     ),
-    "argmax with the whole of q, by block": (Way(argmax("q"), "block"), [Way(argmax(None), "traversal")]),
+    "argmax with the whole of q, by block": (
+        Way(argmax(drawn=True), "block"),
+        [Way(argmax(drawn=False), "traversal")],
+    ),
     "p where the residual belongs": (
-        Way(chain(honest), judge=swapped("_without", no_residual)),
+        Way(chain(honest), judge=after_rejection(no_residual)),
         [Way(chain(honest))],
     ),
     "residual of the raw law": (
-        Way(chain(honest, depth=1), judge=swapped("_without", raw_residual), sampler=WARPED),
+        Way(chain(honest, depth=1), judge=after_rejection(raw_residual), sampler=WARPED),
         [Way(chain(rule), name, sampler=WARPED) for rule in (honest, cold) for name in ("token", "block")],
     ),
     "p cut to the draft's vocabulary": (
