@@ -147,22 +147,22 @@ def feed(monkeypatch, change):
     def extend(self, tokens, draft=None):
         if draft is None:
             return real(self, tokens)
-        forward = self.base.forward
-        self.base.forward = lambda **inputs: forward(**inputs | change(inputs["position_ids"]))
+        body = self._body
+        self._body = lambda tokens, positions, *rest: body(tokens, change(positions), *rest)
         try:
             return real(self, tokens, draft)
         finally:
-            del self.base.forward
+            del self._body
 
     monkeypatch.setattr(Target, "extend", extend)
 
 
 def nodes_one_late(monkeypatch):
-    feed(monkeypatch, lambda p: {"position_ids": torch.cat([p[:, :1], p[:, 1:] + 1], 1)})
+    feed(monkeypatch, lambda p: torch.cat([p[:, :1], p[:, 1:] + 1], 1))
 
 
 def slots_as_positions(monkeypatch):
-    feed(monkeypatch, lambda p: {"position_ids": p[:, :1] + torch.arange(p.shape[1])})
+    feed(monkeypatch, lambda p: p[:, :1] + torch.arange(p.shape[1]))
 
 
 def cousins_are_seen(monkeypatch):
@@ -193,7 +193,7 @@ def rejected_stay(monkeypatch):
 
 def all_late_after_the_prompt(monkeypatch):
     """Plain decoding has this error too, and must not excuse it by calling wide gaps near ties."""
-    feed(monkeypatch, lambda p: {"position_ids": p + 1})
+    feed(monkeypatch, lambda p: p + 1)
 
 
 def wrong_row(monkeypatch):
@@ -275,8 +275,8 @@ def test_nan_is_a_mismatch(single, monkeypatch):
 
 def test_a_target_of_nan_fails(single, monkeypatch):
     """Its tokens are the argmax of their own rows, which says nothing; and none of them has a chance."""
-    norm = single.target.base.norm
-    monkeypatch.setattr(norm, "forward", lambda x: x * torch.nan)
+    body = single.target._body
+    monkeypatch.setattr(single.target, "_body", lambda *inputs: body(*inputs) * torch.nan)
     found = single.audit(drafter=Oracle([], 61, branches=0), plan=CHAIN, also=None)
     counts_add_up(found)
     assert found.mismatches == found.tokens

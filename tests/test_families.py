@@ -415,34 +415,24 @@ def test_an_unknown_dtype(tmp_path):
 
 
 def feed(monkeypatch, change):
-    """Alter what the model is given."""
-    real = CausalLM.forward
+    """Alter the positions that the model is given."""
+    real = CausalLM._body
 
-    def altered(self, tokens, block=None, scratch=0):
-        forward = self.base.forward
-        self.base.forward = lambda **inputs: forward(**inputs | change(self, inputs))
-        try:
-            return real(self, tokens, block, scratch)
-        finally:
-            del self.base.forward
+    def altered(self, tokens, positions, *rest):
+        return real(self, tokens, change(self, positions), *rest)
 
-    monkeypatch.setattr(CausalLM, "forward", altered)
+    monkeypatch.setattr(CausalLM, "_body", altered)
 
 
 def slots_as_positions(monkeypatch):
-    def change(target, inputs):
-        first = inputs["position_ids"][:, :1]
-        return {"position_ids": first + torch.arange(inputs["input_ids"].shape[1])}
-
-    feed(monkeypatch, change)
+    feed(monkeypatch, lambda lm, positions: positions[:, :1] + torch.arange(positions.shape[1]))
 
 
 def one_length_for_all(monkeypatch):
     """Positions of a batch whose rows are all as long as the longest."""
 
-    def change(target, inputs):
-        shift = max(target.lengths) - torch.tensor(target.lengths)
-        return {"position_ids": inputs["position_ids"] + shift[:, None]}
+    def change(lm, positions):
+        return positions + (max(lm.lengths) - torch.tensor(lm.lengths))[:, None]
 
     feed(monkeypatch, change)
 

@@ -207,9 +207,11 @@ def test_the_context_is_filled_to_the_last_token(target, plan, monkeypatch):
     assert [POSITIONS - len(p) for p in prompts] == [1, 3, 8, 46]
     mine = [greedy(target.model, p, POSITIONS - len(p)) for p in prompts]
     seen = []
-    forward = target.base.forward
+    body = target._body
     monkeypatch.setattr(
-        target.base, "forward", lambda **i: seen.append(int(i["position_ids"].max())) or forward(**i)
+        target,
+        "_body",
+        lambda tokens, positions, *i: seen.append(int(positions.max())) or body(tokens, positions, *i),
     )
     wanted = [m + [1] * 9 for m in mine]  # the drafter would go on
     outputs = run(target, oracle(wanted, plan, 0.9, prompts), prompts, plan, max_new_tokens=1000)

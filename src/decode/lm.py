@@ -5,7 +5,8 @@ What a target and an independent draft model have in common.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.cache import KVCache, attention_mask
 from decode.errors import UserError
+from decode.fused import Fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class CausalLM:
         self.max_positions = _max_positions(self.config)
         self._kinds = set(getattr(self.config, "layer_types", None) or ())
         self._window: int | None = getattr(self.config, "sliding_window", None)
-        self._fused = self.config._attn_implementation == "sdpa"
+        self._sdpa = self.config._attn_implementation == "sdpa"
+        self._fused: Fused | None = None
         self._cache: KVCache | None = None
         self._compiled = False
         self._behind: Tensor | None = None  # (B, scratch + n) positions of the unsettled slots, for a window
@@ -80,6 +83,7 @@ class CausalLM:
     def start(self, rows: int, capacity: int) -> None:
         """Forget everything and make room for `capacity` tokens in each of `rows` rows."""
         self._cache = KVCache(len(self.layers), rows, capacity, self._compiled)
+        self._fused = None if self._compiled else Fused.of(self.base, self.layers, self.config)
 
     def compile(self) -> None:
         """Compile the decoder layers (torch.compile), for all batch sizes and lengths.
@@ -105,7 +109,13 @@ class CausalLM:
         assert self._cache is not None, "call start() first"
         return self._cache
 
-    def forward(self, tokens: Tensor, block: Tensor | None = None, scratch: int = 0) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        block: Tensor | None = None,
+        scratch: int = 0,
+        inputs: dict[int, Tensor] | None = None,
+    ) -> Tensor:
         """Read tokens behind each row's settled and scratch ones; `keep` decides what stays.
 
         Args:
@@ -113,6 +123,7 @@ class CausalLM:
             block: (B, n, scratch + n) bool, which of the slots behind the settled ones each token
                 sees, itself included; None: all up to itself.
             scratch: slots that earlier calls have written behind the settled ones.
+            inputs: its keys are layer ids; filled with the values that enter them, (B, n, D).
 
         Returns:
             (B, n, D) the head's input. Padding entries mean nothing.
@@ -129,13 +140,26 @@ class CausalLM:
         if self._window is not None:
             before = [self._behind[:, :scratch]] if scratch and self._behind is not None else []
             self._behind = torch.cat([*before, positions], 1)
-        return self.base(
-            input_ids=tokens,
-            attention_mask=self._mask(block, tokens),
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
+        return self._body(tokens, positions, self._mask(block, tokens), {} if inputs is None else inputs)
+
+    def _body(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | dict[str, Tensor] | None,
+        inputs: dict[int, Tensor],
+    ) -> Tensor:
+        if self._fused is not None:
+            assert not isinstance(mask, dict)
+            return self._fused(tokens, positions, mask, self.cache.store, inputs)
+        with recorded(self.layers, inputs):
+            return self.base(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state
 
     def keep(self, counts: Sequence[int], slots: Tensor | None = None) -> None:
         """Settle `counts[b]` of the slots behind the settled ones: the first, or (B, M) `slots`."""
@@ -151,7 +175,7 @@ class CausalLM:
         if block is None:
             # One token that sees all there is, or a prompt: the kernel's own causality will do.
             simple = len(set(store.lengths)) == 1 and (new == 1 or new == store.width)
-            if self._fused and simple and (window is None or store.width < window):
+            if self._sdpa and simple and (window is None or store.width < window):
                 return None
             behind = store.width - max(store.lengths)
             block = torch.ones(new, behind, dtype=torch.bool, device=tokens.device).tril(behind - new)
@@ -168,6 +192,25 @@ class CausalLM:
             return {kind: build(named[kind]) for kind in self._kinds}
         # Without layer types, a window (Mistral's) holds for every layer.
         return build(None if self._kinds else window)
+
+
+@contextmanager
+def recorded(layers: nn.ModuleList, inputs: dict[int, Tensor]) -> Iterator[None]:
+    """Fill in what enters these layers in one forward pass; hooks on them only, and only for it."""
+
+    def hook(index: int):
+        def keep_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            del module
+            inputs[index] = args[0] if args else kwargs["hidden_states"]
+
+        return keep_input
+
+    handles = [layers[i].register_forward_pre_hook(hook(i), with_kwargs=True) for i in inputs]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _max_positions(config: Any) -> int | None:

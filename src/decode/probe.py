@@ -22,6 +22,7 @@ import transformers
 
 from decode import cache as cache_module
 from decode import draft as draft_module
+from decode import fused as fused_module
 from decode import lm as lm_module
 from decode.draft import Draft
 from decode.errors import UserError
@@ -96,7 +97,7 @@ def _twin(lm: CausalLM) -> CausalLM:
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
-        twin = type(lm.model)(config).float()
+        twin = type(lm.model)(config).float().requires_grad_(False)
     finally:
         torch.random.set_rng_state(state)
     for weight in twin.parameters():  # default inits are so small that errors would hide
@@ -154,7 +155,10 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
 def _memory(lm: CausalLM) -> Path:
     """A marker for this class, configuration and code; the second run of a model skips the probe."""
     config: dict[str, Any] = lm.model.config.to_diff_dict()
-    sources = [inspect.getsource(m) for m in (cache_module, draft_module, lm_module, sys.modules[__name__])]
+    sources = [
+        inspect.getsource(m)
+        for m in (cache_module, draft_module, fused_module, lm_module, sys.modules[__name__])
+    ]
     kernel = lm.config._attn_implementation  # not in the diff, and another kernel reads another mask
     versions = (transformers.__version__, torch.__version__)
     facts = [type(lm.model).__qualname__, *versions, kernel, config, sources]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.lm import CausalLM
+from decode.lm import CausalLM, recorded
 
 LAST = "last"  # the name of the head's input, after the final norm; never a number
 Tap = int | str
@@ -67,9 +66,10 @@ class Target(CausalLM):
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Read:
         """One causal pass over (B, T) right-padded tokens."""
-        with self._record() as taps:
+        found = self._wanted()
+        with recorded(self.layers, found):
             out = self.base(input_ids=tokens, use_cache=False)
-        return self._pack(out.last_hidden_state, taps)
+        return self._pack(out.last_hidden_state, found)
 
     # -- with the row cache: decoding --------------------------------------------------------
 
@@ -87,33 +87,15 @@ class Target(CausalLM):
         if draft is not None and draft.depth:
             tokens = torch.cat([tokens, draft.tokens.clamp_min(0)], 1)  # (B, S)
             block = draft.ancestors()  # (B, S, S)
-        with self._record() as taps:
-            last = self.forward(tokens, block)
-        return self._pack(last, taps)
+        found = self._wanted()
+        last = self.forward(tokens, block, inputs=found)
+        return self._pack(last, found)
 
     # -- internals ---------------------------------------------------------------------------
 
-    @contextmanager
-    def _record(self) -> Iterator[dict[int, Tensor]]:
-        """Hooks on the tapped layers only, for one forward pass."""
-        found: dict[int, Tensor] = {}
-
-        def hook(index: int):
-            def keep_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                del module
-                found[index] = args[0] if args else kwargs["hidden_states"]
-
-            return keep_input
-
-        handles = [
-            self.layers[i].register_forward_pre_hook(hook(i), with_kwargs=True)
-            for i in {t for t in self.taps if isinstance(t, int)}
-        ]
-        try:
-            yield found
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _wanted(self) -> dict[int, Tensor]:
+        """Layers to record; what entered them is filled in."""
+        return dict.fromkeys((t for t in self.taps if isinstance(t, int)), torch.empty(0))
 
     def _pack(self, last: Tensor, found: dict[int, Tensor]) -> Read:
         taps = [last if t == LAST else found[t] for t in self.taps]  # type: ignore[index]

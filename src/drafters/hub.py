@@ -55,7 +55,7 @@ def save(drafter: Drafter, target: Target, folder: Path, target_name: str = "") 
 
 
 def load(folder: str | Path, target: Target) -> Drafter:
-    """Read a drafter saved by `save`, in the target's dtype and on its device.
+    """Read a drafter saved by `save`, frozen, in the target's dtype and on its device.
 
     Raises:
         UserError: no checkpoint there, a damaged one, or one made for another target.
@@ -75,7 +75,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
         drafter.load_state_dict(weights)
     except (OSError, SafetensorError, RuntimeError, TypeError) as error:
         raise UserError(f"{folder}: damaged checkpoint ({str(error).splitlines()[0]})") from None
-    return drafter.to(target.device, target.dtype).eval()
+    return drafter.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
 def _tied(drafter: Drafter) -> dict[str, str]:

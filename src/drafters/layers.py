@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from decode.fused import rotate
+
 
 class Rotary(nn.Module):
     """Rotary position embedding (Su et al., arXiv:2104.09864), half-split as in Llama.
@@ -35,13 +37,6 @@ class Rotary(nn.Module):
                 table = torch.stack([angles.cos(), angles.sin()], 1).to(like.dtype)
             self._tables[key] = table
         return table
-
-
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate (..., heads, dim) by its position's (..., 2, 1, dim) cosine and sine."""
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return torch.addcmul(x * angles[..., 0, :, :], turned, angles[..., 1, :, :])
 
 
 class RMSNorm(nn.RMSNorm):
