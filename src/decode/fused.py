@@ -108,7 +108,7 @@ class Fused:
         if not _fits(base, layers, config):
             return None
         made = _MADE.get(base)
-        first = layers[0].self_attn.q_proj.weight
+        first = base.layers[0].self_attn.q_proj.weight
         # Casting or moving a model gives its parameters storage of their own again.
         if made is None or made.layers[0].qkv.weight.data_ptr() != first.data_ptr():
             with torch.inference_mode(False):  # the weights may be read by autograd yet
