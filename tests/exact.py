@@ -25,7 +25,8 @@ from decode.draft import PAD, Draft, Laws
 from decode.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verify import Rows, Verdict, verify
+from decode.verdict import Rows, Verdict
+from decode.verify import verify
 from drafters.expand import expand
 
 Law = dict[tuple[int, ...], float]

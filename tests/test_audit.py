@@ -11,6 +11,7 @@ from scripted import Oracle
 from decode import verify
 from decode.audit import Audit, audit
 from decode.cache import RowStore
+from decode.descent import match
 from decode.draft import Draft
 from decode.generate import generate
 from decode.load import load_target, load_tokenizer, stop_tokens
@@ -18,7 +19,6 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
 from decode.uniformity import Uniform
-from decode.verify import match
 
 ROOT = Path(__file__).parents[1]
 POCKET = str(ROOT / "data" / "pocket")

@@ -590,7 +590,7 @@ def test_10_000_random_cases_are_decoded_as_without_a_cache(bench):
         assert min(SEEN[f"{drafts} {rule} {does}"] for does in ("accepts", "rejects")) >= 100
 
 
-ROUND, SETTLE, RULES = "decode.loop:Loop.round", "decode.loop:Loop._settle", "decode.verify:"
+ROUND, SETTLE = "decode.loop:Loop.round", "decode.loop:Loop._settle"
 BUGS = {
     "cropped, not compacted": (ROUND, "None if draft.is_chain else verdict.slots", "None"),
     "compacted one slot off": (ROUND, "else verdict.slots", "else (verdict.slots - 1).clamp_min(0)"),
@@ -601,10 +601,18 @@ BUGS = {
     "rows mixed up as some leave": ("decode.cache:RowStore.select", "list(rows)]", ": len(rows)]"),
     "another row's coins": ("decode.coin:KeyedCoin.select", "self._key[index]", "self._key[: len(index)]"),
     "every round the same coins": (SETTLE, "(0 if first else 1)", "0"),
-    "p instead of the residual": (RULES + "_try_sampled", "law = _without(law, q, trying & ~keep)", "pass"),
-    "from the leaves, p instead of the rest": (RULES + "_fail_sampled", "chance[..., None] * law - q", "law"),
+    "p instead of the residual": (
+        "decode.descent:_try_sampled",
+        "law = _without(law, q, trying & ~keep)",
+        "pass",
+    ),
+    "from the leaves, p instead of the rest": (
+        "decode.traversal:_fail_sampled",
+        "chance[..., None] * law - q",
+        "law",
+    ),
     "younger siblings first": ("decode.draft:Draft.leaf_first", "[:, None] < order", "[:, None] > order"),
-    "chosen siblings unaware": (RULES + "_leaf_chances", "1 - above * elders", "1 - 0 * elders"),
+    "chosen siblings unaware": ("decode.traversal:_leaf_chances", "1 - above * elders", "1 - 0 * elders"),
 }
 
 

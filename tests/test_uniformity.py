@@ -13,13 +13,14 @@ from decode import verify
 from decode.audit import CHANCE, audit
 from decode.audit import steps as audit_steps
 from decode.coin import Key, Purpose
+from decode.descent import match
 from decode.draft import PAD, Draft, Laws
 from decode.generate import generate
 from decode.plan import Plan
 from decode.rounds import Round
 from decode.sampling import Sampler
 from decode.uniformity import BINS, TILTS, Uniformity, _chi_square
-from decode.verify import Verdict, match
+from decode.verdict import Verdict
 from drafters.expand import expand
 
 VOCAB, ONE = 23, Sampler(1.0)

@@ -37,7 +37,9 @@ from decode.draft import PAD, Draft, Laws
 from decode.errors import UserError
 from decode.plan import LOSSLESS, LOSSY, Plan
 from decode.sampling import Sampler
-from decode.verify import RULES, Rows, _leaf_chances, verify
+from decode.traversal import _leaf_chances
+from decode.verdict import Rows
+from decode.verify import RULES, verify
 from drafters.expand import expand
 
 V = 3

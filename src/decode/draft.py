@@ -106,6 +106,9 @@ class Draft:
     @cached_property
     def levels(self) -> Tensor:
         """(B, S) distance of each slot from the root."""
+        if self.is_chain:
+            rows, nodes = self.tokens.shape
+            return torch.arange(nodes + 1, device=self.tokens.device).expand(rows, -1)
         return self.ancestors().sum(-1) - 1
 
     def offered(self) -> Tensor:

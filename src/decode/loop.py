@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from decode.coin import KeyedCoin
+from decode.descent import match
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.rounds import Output, Piece, Proposer, Round, Times, Until
 from decode.sampling import Sampler
 from decode.target import Target
-from decode.verify import Rows, Verdict, match, verify
+from decode.verdict import Rows, Verdict
+from decode.verify import verify
 
 
 class _Batch:

@@ -13,7 +13,7 @@ from decode.draft import Draft
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
-from decode.verify import Verdict
+from decode.verdict import Verdict
 
 # Makes a request's own test: told every token the request emits, in order, True ends it there.
 Until = Callable[[], Callable[[int], bool]]
