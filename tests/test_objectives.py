@@ -1,24 +1,27 @@
 """The loss: gradients against finite differences and autograd, chunks, weights, auxiliary losses."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from decode.lm import Head
-from distill.objectives import Objective, ce, constant, decay, kl
+from distill.divergences import ce, kl
+from distill.objectives import Objective, constant, decay
 from drafters.base import DraftStep
 
 B, T, D, V = 2, 7, 6, 11
 DIVERGENCES = {"kl": kl, "ce": ce}
+REDUCED = [7, 2, 9, 4, 0]  # the target's ids of a draft vocabulary
 
 
-def reference(name: str, logits, teacher):
-    """(M, V), (M, V) -> (M,) by the book, for autograd."""
+def reference(name: str, logits, teacher, d2t=None):
+    """(M, V'), (M, V) -> (M,) by the book, for autograd."""
+    ids = torch.arange(V) if d2t is None else d2t
+    p, q = teacher.softmax(-1)[:, ids], logits.softmax(-1)
     if name == "ce":
-        return F.cross_entropy(logits, teacher.argmax(-1), reduction="none")
-    p, q = teacher.softmax(-1), logits.softmax(-1)
+        return -(q.log() * (ids == teacher.argmax(-1, keepdim=True))).sum(-1)
     return (p * (p.log() - q.log())).sum(-1)
 
 
@@ -98,6 +101,59 @@ def test_auxiliary_losses_are_weighted_like_their_depth(case):
     total, _ = objective(steps(head, anchors, hidden, aux), last, head, {"feature": 3.0})
     want = 3.0 * 2 * sum(0.5**i * len(a) for i, a in enumerate(anchors))
     assert (total - plain).item() == pytest.approx(want, abs=1e-12)
+
+
+def loss_by_the_book(name, heads, last, target, anchors, hidden, rate=0.7):
+    """Every row at once, the teacher cut to each head's tokens; for autograd."""
+    total = torch.zeros((), dtype=torch.float64)
+    for depth, (head, anchor, h) in enumerate(zip(heads, anchors, hidden, strict=True), 1):
+        teacher = target(last.flatten(0, 1)[anchor + depth])
+        total = total + rate ** (depth - 1) * reference(name, head(h), teacher, head.d2t).sum()
+    return total
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("vocabulary", ["full", "reduced"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("chunk", [2, 0])
+def test_heads_that_train_get_the_gradient_of_the_whole_loss(name, vocabulary, shared, chunk, case):
+    target, last, anchors, hidden = case
+    leaf = lambda *shape: torch.randn(*shape, dtype=torch.float64).requires_grad_()  # noqa: E731
+    torch.manual_seed(3)
+    d2t = torch.tensor(REDUCED) if vocabulary == "reduced" else None
+    size = V if d2t is None else len(d2t)
+    heads = [Head(leaf(size, D), leaf(size), 0.7, 5.0, d2t) for _ in anchors]
+    heads = [heads[0]] * len(anchors) if shared else heads
+    frozen = dataclasses.replace(target, weight=target.weight.clone().requires_grad_())
+    leaves = [h.clone().requires_grad_() for h in hidden]
+    weights = list({id(w): w for head in heads for w in (head.weight, head.bias)}.values())
+    given = [
+        DraftStep(h, a, j, g, {}) for j, (h, a, g) in enumerate(zip(leaves, anchors, heads, strict=True), 1)
+    ]
+    total, _ = Objective(DIVERGENCES[name], partial(decay, rate=0.7), chunk)(given, last, frozen, {})
+    want = loss_by_the_book(name, heads, last, target, anchors, leaves)
+    torch.testing.assert_close(total, want, rtol=0, atol=1e-12)
+    got = torch.autograd.grad(total, leaves + weights)
+    torch.testing.assert_close(got, torch.autograd.grad(want, leaves + weights), rtol=0, atol=1e-12)
+    (2 * Objective(DIVERGENCES[name], constant, chunk)(given, last, frozen, {})[0]).backward()
+    assert frozen.weight.grad is None
+    assert all(w.grad is not None for w in weights)
+
+
+def test_a_token_outside_the_draft_vocabulary_is_a_miss(case):
+    target, last, anchors, _ = case
+    ids = torch.tensor(REDUCED)
+    teachers = [target(last.flatten(0, 1)[a + j]) for j, a in enumerate(anchors, 1)]
+    # Logits are the hidden states: the draft that is the target's own row, cut to what it knows.
+    head = Head(torch.eye(len(REDUCED), dtype=torch.float64), d2t=ids)
+    given = steps(head, anchors, [t[:, ids] for t in teachers])
+    _, scored = Objective(kl, constant)(given, last, target, {})
+    for row, teacher in zip(scored, teachers, strict=True):
+        p = teacher.softmax(-1)
+        known = sum(best in REDUCED for best in p.argmax(-1).tolist())
+        assert row.agreed == known
+        assert row.alpha == pytest.approx(p[:, ids].sum().item(), abs=1e-12)  # never more than p's own mass
+    assert sum(row.agreed for row in scored) < sum(row.rows for row in scored)
 
 
 def test_a_perfect_draft_costs_nothing(case):
