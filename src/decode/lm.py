@@ -24,20 +24,41 @@ class Head:
     """A linear map to logits with what families put behind it.
 
     Target and drafter heads are one class, so Gemma's soft cap or Cohere's scale are right in
-    both. `softcap`: z -> c tanh(z / c), after `scale`.
+    both. A head trains where its `weight` (or `bias`) requires a gradient.
+
+    Attributes:
+        weight: (V, D); (V', D) of a reduced draft vocabulary.
+        bias: (V,).
+        scale: z -> scale z.
+        softcap: z -> c tanh(z / c), after `scale`.
+        d2t: (V',) the target's id of every draft id, each once; None: the target's vocabulary.
     """
 
-    weight: Tensor  # (V, D)
+    weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    d2t: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., V) logits."""
-        z = nn.functional.linear(hidden, self.weight, self.bias)
+        """(..., D) -> (..., V) logits; (..., V') over its own ids where there is a `d2t`."""
+        return self.shape(nn.functional.linear(hidden, self.weight, self.bias))
+
+    def shape(self, z: Tensor) -> Tensor:
+        """What is behind the linear map."""
         if self.scale != 1.0:
             z = z * self.scale
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
+
+    def slope(self, logits: Tensor) -> Tensor | float | None:
+        """Derivative of `shape` from its values; None where it is 1."""
+        if self.softcap is None:
+            return None if self.scale == 1.0 else self.scale
+        return (1 - (logits / self.softcap) ** 2) * self.scale
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """The target's ids of the head's own."""
+        return ids if self.d2t is None else self.d2t[ids]
 
 
 class CausalLM:

@@ -46,7 +46,7 @@ class DistillModule(L.LightningModule):
         self._target = (target,)  # in a tuple, so that nothing registers it
         self.drafter, self.objective, self.optimizer = drafter, objective, optimizer
         self.warmup, self.final_lr = warmup, final_lr
-        self._sums: Tensor | None = None  # (1 + DEPTHS, 3) of this optimizer step so far
+        self._sums: Tensor | None = None  # (1 + DEPTHS, 4) of this optimizer step so far
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
 
     @property
@@ -70,10 +70,10 @@ class DistillModule(L.LightningModule):
         return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     def _add(self, loss: Tensor, scored: list[Scored]) -> None:
-        sums = torch.zeros(1 + DEPTHS, 3, device=loss.device)
+        sums = torch.zeros(1 + DEPTHS, 4, device=loss.device)
         sums[0, 0] = loss.detach()
         for row in scored:
-            sums[row.depth] = torch.tensor([row.rows, row.divergence, row.agreed])
+            sums[row.depth] = torch.tensor(row[1:])
         self._sums = sums if self._sums is None else self._sums + sums
 
     @override
@@ -90,10 +90,11 @@ class DistillModule(L.LightningModule):
                 "look at the rollouts. The last checkpoint is untouched"
             )
         values = {"train/loss": self.loss}
-        for depth, (rows, divergence, agreed) in enumerate(depths, 1):
+        for depth, (rows, divergence, agreed, alpha) in enumerate(depths, 1):
             if rows:
                 values[f"train/divergence_{depth}"] = divergence / rows
                 values[f"train/top1_{depth}"] = agreed / rows
+                values[f"train/alpha_{depth}"] = alpha / rows
         self.log_dict(values)
 
     @override

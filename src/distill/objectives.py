@@ -1,64 +1,30 @@
 """Loss = divergence x step weights, for every drafter.
 
 Logits exist only in chunks: the target's rows of a few positions are made once, every depth that
-answers them is scored against them and differentiated down to its hidden states, and all of it is
-dropped before the next few. Memory never holds more than one chunk of (rows, V), and a chunk that
-fits the cache is also the fastest.
+answers them is scored against them and differentiated down to its hidden states and its head, and
+all of it is dropped before the next few. Memory never holds more than a few (rows, V) blocks, and
+a chunk that fits the cache is also the fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decode.lm import Head
+from distill.divergences import Divergence
+from distill.laws import Sweep
+from distill.weighting import RowWeights, Weights
 from drafters.base import DraftStep
 
-CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**27}  # of one (rows, V) block; on a CPU it should fit the cache
-
-
-class Teacher(NamedTuple):
-    """The target's law at M rows."""
-
-    p: Tensor  # (M, V)
-    negentropy: Tensor  # (M,) sum of p log p, in nats
-    best: Tensor  # (M,) likeliest token
-
-
-# Takes (M, V) log q, which it may overwrite, and the teacher; returns the (M,) values in nats and
-# their (M, V) gradients with respect to the draft's logits.
-Divergence = Callable[[Tensor, Teacher], tuple[Tensor, Tensor]]
-Weights = Callable[[int], float]
-
-
-def kl(log_q: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """KL(p || q); gradient q - p."""
-    value = teacher.negentropy - (teacher.p * log_q).sum(-1)
-    return value, log_q.exp_().sub_(teacher.p)
-
-
-def ce(log_q: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """Cross-entropy to the target's likeliest token; gradient q - onehot."""
-    at = teacher.best[:, None]
-    value = -log_q.gather(1, at)[:, 0]
-    q = log_q.exp_()
-    return value, q.scatter_(1, at, q.gather(1, at) - 1)
-
-
-def constant(depth: int) -> float:
-    """Every depth counts the same."""
-    del depth
-    return 1.0
-
-
-def decay(depth: int, rate: float) -> float:
-    """rate^(depth - 1); Medusa and EAGLE-3 use 0.8 (arXiv:2401.10774, arXiv:2503.01840)."""
-    return rate ** (depth - 1)
+CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # of one (rows, V) block; on a CPU it should fit the cache
+# Below this, a product mostly reads the head. 128 rows of a vocabulary of 128k are 64 MB, some five
+# of which exist at a time: rows suffice, and no logit is made twice for a normaliser.
+LEAST_ROWS = 128
 
 
 class Scored(NamedTuple):
@@ -68,6 +34,7 @@ class Scored(NamedTuple):
     rows: int
     divergence: float
     agreed: float  # rows whose likeliest tokens agree
+    alpha: float  # sum of min(p, q): the chance that a token drawn from q is accepted
 
 
 @dataclass(frozen=True)
@@ -76,8 +43,8 @@ class Objective:
 
     Args:
         divergence: per row, with its gradient.
-        weights: what a depth counts.
-        chunk: rows whose logits exist at one time; 0 chooses by `CHUNK_BYTES`.
+        weights: what a row counts.
+        chunk: teacher rows whose logits exist at one time; 0 chooses by `CHUNK_BYTES`.
     """
 
     divergence: Divergence
@@ -85,85 +52,133 @@ class Objective:
     chunk: int = 0
 
     def __call__(
-        self, steps: Iterable[DraftStep], last: Tensor, head: Head, aux_weights: Mapping[str, float]
+        self,
+        steps: Iterable[DraftStep],
+        last: Tensor,
+        head: Head,
+        aux_weights: Mapping[str, float],
+        progress: float = 1.0,
     ) -> tuple[Tensor, list[Scored]]:
         """The undivided sum and what to log.
 
         Args:
-            steps: of `Drafter.unroll`, anchors ascending.
+            steps: of `Drafter.unroll`, depths and anchors ascending.
             last: (B, T, D) the target head's input; the teacher row of anchor a at depth j is
                 `head(last[a + j])`.
-            head: the target's.
+            head: the target's; it never trains.
             aux_weights: name -> weight of auxiliary losses.
+            progress: share of the training steps that are done, for weights that warm up.
         """
         taken = list(steps)
         if not taken:
             return last.new_zeros((), dtype=torch.promote_types(last.dtype, torch.float32)), []
-        hidden = [step.hidden for step in taken]
-        total, sums = _Chunked.apply(self, taken, last.flatten(0, 1), head, *hidden)
-        for step in taken:
+        learned = {id(w): w for step in taken for w in (step.head.weight, step.head.bias) if _learns(w)}
+        inputs = [step.hidden for step in taken] + list(learned.values())
+        total, sums, *weights = _Chunked.apply(self, taken, last.flatten(0, 1), head, progress, *inputs)
+        for step, weight in zip(taken, weights, strict=True):
             for name, rows in step.aux.items():
-                total = total + self.weights(step.depth) * aux_weights[name] * rows.to(total.dtype).sum()
+                total = total + aux_weights[name] * (weight * rows.to(total.dtype)).sum()
         scored = [
             Scored(step.depth, len(step.anchor), *row) for step, row in zip(taken, sums.tolist(), strict=True)
         ]
         return total, scored
 
     def rows(self, head: Head) -> int:
-        """Rows of a chunk."""
+        """Teacher rows of a chunk."""
         budget = CHUNK_BYTES.get(head.weight.device.type, CHUNK_BYTES["cuda"])
-        return self.chunk or max(32, budget // (4 * head.weight.shape[0]))
+        return self.chunk or max(LEAST_ROWS, budget // (4 * head.weight.shape[0]))
+
+    def weigh(self, steps: Sequence[DraftStep], alphas: Sequence[Tensor], progress: float) -> list[Tensor]:
+        """(M,) weights of every step's rows, from their alphas where the weights read them."""
+        if not isinstance(self.weights, RowWeights):
+            return [torch.full_like(a, self.weights(s.depth)) for s, a in zip(steps, alphas, strict=True)]
+        anchors = torch.cat([step.anchor for step in steps]).unique()
+        alpha = alphas[0].new_zeros(len(anchors), len(steps))  # (A, K)
+        present = torch.zeros_like(alpha, dtype=torch.bool)
+        places = [torch.searchsorted(anchors, step.anchor) for step in steps]
+        for k, (place, own) in enumerate(zip(places, alphas, strict=True)):
+            alpha[place, k], present[place, k] = own, True
+        weights = self.weights(alpha, present, progress)
+        return [weights[place, k] for k, place in enumerate(places)]
+
+
+def _learns(weight: Tensor | None) -> bool:
+    return weight is not None and weight.requires_grad
 
 
 class _Chunked(torch.autograd.Function):
-    """Weighted sum of divergences; the gradients are made in the forward pass, chunk by chunk."""
+    """Weighted sum of divergences; the gradients are made in the forward pass, chunk by chunk.
+
+    A row's weight only scales its gradient, so hidden states are differentiated first and weighted
+    after. A head's gradient adds rows up: where it trains and weights need the alphas of all
+    depths, a sweep of its own, without a gradient, makes these first.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, objective: Objective, steps: Sequence[DraftStep], last: Tensor, head: Head, *hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(hidden[0].dtype, torch.float32)
-        gradients = [torch.empty_like(h) for h in hidden]
-        sums = torch.zeros(len(steps), 2, dtype=wide, device=last.device)
-        # Teacher rows in order, each once; the rows of a step are a run of them.
-        answered = [step.anchor + step.depth for step in steps]
-        positions = torch.cat(answered).unique()
-        places = [torch.searchsorted(positions, a) for a in answered]
-        size = objective.rows(head)
-        for start in range(0, len(positions), size):
-            teacher = _teach(head, last[positions[start : start + size]], wide)
-            bounds = torch.tensor([start, start + size], device=last.device)
-            for i, (step, place) in enumerate(zip(steps, places, strict=True)):
-                low, high = torch.searchsorted(place, bounds).tolist()
-                if low == high:
-                    continue
-                part, where = slice(low, high), place[low:high] - start
-                rows = teacher if len(where) == len(teacher.best) else Teacher(*(t[where] for t in teacher))
-                with torch.enable_grad():
-                    leaf = hidden[i][part].detach().requires_grad_()
-                    logits = step.head(leaf.to(step.head.weight.dtype)).to(wide)
-                log_q = F.log_softmax(logits.detach(), -1)
-                agreed = (log_q.argmax(-1) == rows.best).sum()
-                value, slope = objective.divergence(log_q, rows)
-                (gradients[i][part],) = torch.autograd.grad(logits, leaf, slope)
-                sums[i] += torch.stack([value.sum(), agreed.to(wide)])
-        weights = [objective.weights(step.depth) for step in steps]
-        for gradient, weight in zip(gradients, weights, strict=True):
-            gradient.mul_(weight)
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(sums)
-        # A product and a sum: autocast would round a matrix product to bfloat16.
-        return (sums[:, 0] * torch.tensor(weights, dtype=wide, device=last.device)).sum(), sums
+        ctx: Any,
+        objective: Objective,
+        steps: Sequence[DraftStep],
+        last: Tensor,
+        head: Head,
+        progress: float,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        count, wide = len(steps), torch.promote_types(inputs[0].dtype, torch.float32)
+        hidden, learned = inputs[:count], inputs[count:]
+        needed = [torch.empty_like(h) if h.requires_grad else None for h in hidden]
+        into = {
+            id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in learned
+        }
+        # Per row: divergence, agreement, alpha.
+        rows = [torch.zeros(3, len(h), dtype=wide, device=h.device) for h in hidden]
+        sweep = Sweep(steps, last, head, wide, objective.rows(head))
+        late = isinstance(objective.weights, RowWeights)
+        # What autocast would do to products, the sweep does.
+        with torch.autocast(last.device.type, enabled=False):
+            if late and learned:
+                for piece in sweep:
+                    rows[piece.step][2, piece.rows] = piece.student.alpha
+            weights = objective.weigh(steps, [r[2] for r in rows], progress)
+            for i, part, states, student, teacher in sweep:
+                own, agreed = steps[i].head, student.best == teacher.best
+                behind = own.slope(student.logits)
+                value, slope = objective.divergence(student, teacher)
+                rows[i][:, part] = torch.stack([value, agreed.to(wide), student.alpha])
+                if behind is not None:
+                    slope *= behind
+                slope = slope.to(states.dtype)
+                if (gradient := needed[i]) is not None:
+                    gradient[part] = slope @ sweep.weight(own)
+                _add_to_head(into, own, slope, states, weights[i][part, None])
+            if late and not learned:
+                weights = objective.weigh(steps, [r[2] for r in rows], progress)
+        for gradient, weight in zip(needed, weights, strict=True):
+            if gradient is not None:
+                gradient.mul_(weight[:, None])
+        ctx.save_for_backward(*needed, *(into[id(w)].to(w.dtype) for w in learned))
+        sums = torch.stack([r.sum(1) for r in rows])  # (K, 3)
+        ctx.mark_non_differentiable(sums, *weights)
+        # Products and sums: autocast would round a matrix product to bfloat16.
+        total = torch.stack([(w * r[0]).sum() for w, r in zip(weights, rows, strict=True)]).sum()
+        return total, sums, *weights
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        del grad_sums
-        gradients = ctx.saved_tensors
-        return None, None, None, None, *(g * grad_total.to(g.dtype) for g in gradients)
+    def backward(ctx: Any, grad_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        del unused
+        scaled = (None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors)
+        return None, None, None, None, None, *scaled
 
 
-def _teach(head: Head, last: Tensor, dtype: torch.dtype) -> Teacher:
-    log_p = F.log_softmax(head(last).to(dtype), -1)
-    p = log_p.exp()
-    # A token of probability zero adds nothing: 0 log 0 = 0.
-    return Teacher(p, torch.xlogy(p, p).sum(-1), log_p.argmax(-1))
+def _add_to_head(
+    into: Mapping[int, Tensor], head: Head, slope: Tensor, hidden: Tensor, weight: Tensor
+) -> None:
+    """Add a chunk's share to what trains of a head: (M, V') slopes, (M, D) states, (M, 1) weights."""
+    if (total := into.get(id(head.weight))) is not None:
+        hidden = hidden * weight.to(hidden.dtype)  # the narrower side
+        if total.dtype == slope.dtype:
+            total.addmm_(slope.mT, hidden)
+        else:
+            total.add_(slope.mT @ hidden)
+    if head.bias is not None and (total := into.get(id(head.bias))) is not None:
+        total.add_((slope.to(total.dtype) * weight).sum(0))
