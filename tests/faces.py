@@ -5,6 +5,7 @@ A drafter that does not train here is a model of its own: its plain forward stan
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from decode.coin import Purpose
@@ -132,6 +133,26 @@ def laws_below(drafter, target, prefix, path) -> list[torch.Tensor]:
     text = torch.tensor([[*prefix, *path, 0]])
     laws = unrolled(drafter, target, text)
     return [laws[(0, len(prefix) - 2, depth)] for depth in range(1, len(path) + 2)]
+
+
+def plans_of(drafter) -> list[Plan]:
+    """Those of a sampled chain, a chosen chain and a tree that a drafter can make."""
+    return [plan for plan in (SAMPLED, CHAIN, TREE) if plan.proposal in drafter.proposals]
+
+
+def able(drafter, plan):
+    """The drafter, if it can make such a plan's nodes; that it refuses the others is tested."""
+    if plan.proposal not in drafter.proposals:
+        pytest.skip(f"makes no {plan.proposal} nodes")
+    return drafter
+
+
+def alike(one: Draft, row: int, other: Draft, place: int) -> bool:
+    """Whether row `row` of one draft is row `place` of another, but for padding and rounding of q."""
+    if (one.q is None) != (other.q is None):
+        return False
+    laws = one.q is None or bool((one.q[row] - other.q[place]).abs().max() <= ROUNDING)
+    return laws and paths(one, row) == paths(other, place)
 
 
 def paths(draft: Draft, row: int) -> dict[tuple[int, ...], int]:

@@ -21,6 +21,7 @@ CLASSES = {
     "bigram": "drafters.bigram:Bigram",
     "eagle": "drafters.eagle:Eagle",
     "lm": "drafters.lm:DraftLM",
+    "ngram": "drafters.ngram:Ngram",
 }
 
 
