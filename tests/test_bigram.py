@@ -119,7 +119,7 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("counted"))
 
 
-COUNTED = ["bigram"]
+COUNTED = ["bigram", "suffix"]
 
 
 def quick(bench: Bench, name: str, *more: str) -> list[str]:

@@ -22,6 +22,7 @@ CLASSES = {
     "eagle": "drafters.eagle:Eagle",
     "lm": "drafters.lm:DraftLM",
     "ngram": "drafters.ngram:Ngram",
+    "suffix": "drafters.suffix:Suffix",
 }
 
 
