@@ -5,6 +5,7 @@ A drafter that does not train here is a model of its own: its plain forward stan
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from decode.coin import Purpose
@@ -12,7 +13,7 @@ from decode.draft import PAD, Draft
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
-from drafters.base import Batch
+from drafters.base import Batch, Text
 
 K = 3
 V = 40
@@ -33,6 +34,14 @@ def both(tiny_target, make_drafter, name):
 
 def random_texts(rows=2, length=24, seed=1) -> torch.Tensor:
     return torch.randint(V, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def random_rollouts(vocab, rows=40, length=60) -> list[Text]:
+    """Texts in which a few tokens are frequent, the same wherever they are asked for."""
+    dice = torch.Generator().manual_seed(4)
+    weights = 1 / torch.arange(3, vocab + 3)[torch.randperm(vocab, generator=dice)]
+    texts = torch.multinomial(weights.expand(rows, -1), length, replacement=True, generator=dice)
+    return [Text(text, [0] * 5 + [1] * (length - 5)) for text in texts.tolist()]
 
 
 def batch_of(target: Target, texts: torch.Tensor, mask=None) -> Batch:
@@ -56,7 +65,10 @@ def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
 
 def plainly(drafter, texts) -> dict[tuple[int, int, int], torch.Tensor]:
     """(row, anchor, depth) -> the law of token anchor + 1 + depth, from one pass without a cache."""
-    rows = drafter.model(input_ids=texts, use_cache=False).logits.softmax(-1)
+    if hasattr(drafter, "model"):
+        rows = drafter.model(input_ids=texts, use_cache=False).logits.softmax(-1)
+    else:
+        rows = drafter.logits(texts, torch.float32).softmax(-1)
     return {
         (row, t, depth): rows[row, t + depth]
         for row in range(texts.shape[0])
@@ -121,6 +133,26 @@ def laws_below(drafter, target, prefix, path) -> list[torch.Tensor]:
     text = torch.tensor([[*prefix, *path, 0]])
     laws = unrolled(drafter, target, text)
     return [laws[(0, len(prefix) - 2, depth)] for depth in range(1, len(path) + 2)]
+
+
+def plans_of(drafter) -> list[Plan]:
+    """Those of a sampled chain, a chosen chain and a tree that a drafter can make."""
+    return [plan for plan in (SAMPLED, CHAIN, TREE) if plan.proposal in drafter.proposals]
+
+
+def able(drafter, plan):
+    """The drafter, if it can make such a plan's nodes; that it refuses the others is tested."""
+    if plan.proposal not in drafter.proposals:
+        pytest.skip(f"makes no {plan.proposal} nodes")
+    return drafter
+
+
+def alike(one: Draft, row: int, other: Draft, place: int) -> bool:
+    """Whether row `row` of one draft is row `place` of another, but for padding and rounding of q."""
+    if (one.q is None) != (other.q is None):
+        return False
+    laws = one.q is None or bool((one.q[row] - other.q[place]).abs().max() <= ROUNDING)
+    return laws and paths(one, row) == paths(other, place)
 
 
 def paths(draft: Draft, row: int) -> dict[tuple[int, ...], int]:

@@ -21,18 +21,22 @@ from faces import (
     Follower,
     K,
     V,
+    alike,
     batch_of,
     best_paths,
     equal,
     laws_below,
     paths,
+    plans_of,
     random_texts,
     unrolled,
 )
 
 from decode.draft import Draft
+from decode.errors import UserError
 from decode.generate import generate
 from decode.lm import Head
+from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
 from drafters.base import Batch, supervised
@@ -41,8 +45,15 @@ from drafters.expand import expand
 # -- one model with two faces ------------------------------------------------------------------
 
 
+def lawful(pair):
+    """A pair whose drafter has laws to draw from."""
+    if "sampled" not in pair[1].proposals:
+        pytest.skip("has no law")
+    return pair
+
+
 def test_decoding_computes_the_laws_that_training_taught(pair):
-    target, drafter = pair
+    target, drafter = lawful(pair)
     texts = random_texts()
     laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
     compared = 0
@@ -61,16 +72,22 @@ def test_decoding_computes_the_laws_that_training_taught(pair):
 
 def test_the_laws_depend_on_the_context_and_the_depth(pair):
     """Else the test above could not fail."""
-    target, drafter = pair
-    laws = unrolled(drafter, target, random_texts())
+    target, drafter = lawful(pair)
+    texts = random_texts()
+    laws = unrolled(drafter, target, texts)
+    compared = 0
     for (row, anchor, depth), law in laws.items():
         assert law.max() < 0.5
         for other in [(1 - row, anchor, depth), (row, anchor - 1, depth), (row, anchor, depth - 1)]:
-            assert other not in laws or (laws[other] - law).abs().max() > 100 * ROUNDING
+            newest = texts[other[0], other[1] + other[2]]  # a drafter may look at no other token
+            if other in laws and newest != texts[row, anchor + depth]:
+                assert (laws[other] - law).abs().max() > 100 * ROUNDING
+                compared += 1
+    assert compared > len(laws)
 
 
 def test_a_sampled_chains_laws_are_warped_as_the_sampler_says(pair):
-    target, drafter = pair
+    target, drafter = lawful(pair)
     follower = Follower(drafter, target, random_texts())
     follower.advance((6, 4))
     plain = follower.propose(SAMPLED).q
@@ -80,7 +97,7 @@ def test_a_sampled_chains_laws_are_warped_as_the_sampler_says(pair):
 
 
 def test_a_sampled_chain_is_drawn_from_the_laws_it_carries(pair):
-    target, drafter = pair
+    target, drafter = lawful(pair)
     follower = Follower(drafter, target, random_texts())
     follower.advance((6, 4))
     coin, drawn = EnumeratingCoin([Script(0), Script(1)]), []
@@ -101,7 +118,7 @@ def test_a_sampled_chain_is_drawn_from_the_laws_it_carries(pair):
 
 def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch):
     """Drive the step of `expand` along arbitrary beams, which scores would seldom choose."""
-    target, drafter = pair
+    target, drafter = lawful(pair)
     follower = Follower(drafter, target, random_texts())
     dice = torch.Generator().manual_seed(3)
     grown = []
@@ -133,7 +150,7 @@ def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monk
 
 
 def test_a_chosen_chain_holds_the_likeliest_token_of_every_law(pair):
-    target, drafter = pair
+    target, drafter = lawful(pair)
     follower = Follower(drafter, target, random_texts())
     for counts in CHUNKS:
         follower.advance(counts)
@@ -147,7 +164,7 @@ def test_a_chosen_chain_holds_the_likeliest_token_of_every_law(pair):
 
 
 def test_a_trees_siblings_are_the_likeliest_tokens_below_their_parent(pair):
-    target, drafter = pair
+    target, drafter = lawful(pair)
     follower = Follower(drafter, target, random_texts())
     for counts in CHUNKS[:4]:
         follower.advance(counts)
@@ -167,7 +184,7 @@ def test_a_trees_siblings_are_the_likeliest_tokens_below_their_parent(pair):
 
 def test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at(pair):
     """EAGLE-2's rerank (arXiv:2406.16858, section 4.2), scored by the training face."""
-    target, drafter = pair
+    target, drafter = lawful(pair)
     follower = Follower(drafter, target, random_texts())
     for counts in CHUNKS[:3]:
         follower.advance(counts)
@@ -184,26 +201,39 @@ def test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at(pair):
 # -- proposing and selecting -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [SAMPLED, CHAIN, TREE], ids=lambda p: p.name)
-def test_proposing_twice_gives_the_same_draft(pair, plan):
+def test_proposing_twice_gives_the_same_draft(pair):
     target, drafter = pair
     follower = Follower(drafter, target, random_texts())
     for counts in CHUNKS[:3]:
         follower.advance(counts)
-        assert equal(follower.propose(plan), follower.propose(plan))
+        for plan in plans_of(drafter):
+            assert equal(follower.propose(plan), follower.propose(plan))
 
 
 def test_proposing_changes_nothing_for_later_rounds(pair):
     target, drafter = pair
     texts = random_texts()
     quiet, busy = Follower(drafter, target, texts), Follower(drafter, target, texts)
+    plans = plans_of(drafter)
     for counts in CHUNKS:
         quiet.advance(counts)
         busy.advance(counts)
-        for plan in (TREE, SAMPLED, CHAIN):
+        for plan in reversed(plans):
             busy.propose(plan)
-    for plan in (TREE, SAMPLED, CHAIN):
+    for plan in reversed(plans):
         assert equal(quiet.propose(plan), busy.propose(plan), atol=ROUNDING)
+
+
+def test_a_text_may_come_in_any_pieces(pair):
+    target, drafter = pair
+    texts = random_texts()
+    once, pieces = Follower(drafter, target, texts), Follower(drafter, target, texts)
+    once.advance([sum(counts[row] for counts in CHUNKS) for row in range(2)])
+    for counts in CHUNKS:
+        pieces.advance(counts)
+    for plan in plans_of(drafter):
+        drafts = once.propose(plan), pieces.propose(plan)
+        assert all(alike(drafts[0], row, drafts[1], row) for row in range(2))
 
 
 @pytest.mark.parametrize("rows", [[0, 2], [2, 0], [1], [2, 1, 0]], ids=str)
@@ -216,9 +246,9 @@ def test_select_keeps_these_rows_in_this_order(pair, rows):
         follower.advance((2, 1, 4))
     part.select(rows)
     for _ in range(2):
-        want, got = whole.propose(SAMPLED), part.propose(SAMPLED)
-        torch.testing.assert_close(got.q, want.q[rows], rtol=0, atol=ROUNDING)
-        assert part.propose(TREE).tokens.tolist() == whole.propose(TREE).tokens[rows].tolist()
+        for plan in plans_of(drafter):
+            want, got = whole.propose(plan), part.propose(plan)
+            assert all(alike(got, place, want, row) for place, row in enumerate(rows))
         whole.advance((1, 2, 3))
         part.advance([(1, 2, 3)[r] for r in rows])
 
@@ -231,7 +261,8 @@ def test_rows_may_be_dropped_before_anything_was_absorbed(pair):
     part.select([2, 1])
     for follower in (part, alone):
         follower.advance((3, 5))
-    torch.testing.assert_close(part.propose(SAMPLED).q, alone.propose(SAMPLED).q, rtol=0, atol=ROUNDING)
+    for plan in plans_of(drafter):
+        assert equal(part.propose(plan), alone.propose(plan), atol=ROUNDING)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(pair):
@@ -241,9 +272,20 @@ def test_a_row_does_not_depend_on_its_neighbours(pair):
     for counts in [(7, 3, 1), (1, 2, 3), (2, 4, 1)]:
         batch.advance(counts)
         alone.advance(counts[1:2])
-        torch.testing.assert_close(
-            batch.propose(SAMPLED).q[1:2], alone.propose(SAMPLED).q, rtol=0, atol=ROUNDING
-        )
+        for plan in plans_of(drafter):
+            assert alike(batch.propose(plan), 1, alone.propose(plan), 0)
+
+
+@pytest.mark.parametrize("plan", [SAMPLED, Plan(K, 3, 8, proposal="hybrid")], ids=lambda p: p.name)
+def test_a_plan_of_nodes_that_it_cannot_make_is_refused(pair, plan):
+    target, drafter = pair
+    if plan.proposal in drafter.proposals:
+        drafter.check(plan)
+        return
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((6, 4))
+    with pytest.raises(UserError, match=r"set decode\.proposal=fixed"):
+        follower.propose(plan)
 
 
 def test_nothing_is_kept_on_the_module(pair):
@@ -455,6 +497,8 @@ def test_the_target_as_its_own_drafter_is_accepted_whole(tiny_target, plan, samp
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
 def test_an_untrained_drafter_is_hardly_ever_right(pocket, make_drafter, drafter_name, plan):
     drafter = make_drafter(drafter_name, pocket, depth=K)
+    if "sampled" not in drafter.proposals:
+        pytest.skip("copies what the target wrote, which needs no training")
     prompts = [[5 + 7 * i, 300 + i, 41, 1000 - i] for i in range(4)]
     run = generate(pocket, drafter, prompts, max_new_tokens=24, sampler=Sampler(0.0), plan=plan)
     rounds = sum(len(o.emitted) for o in run.outputs)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from exact import EXACT, EnumeratingCoin, Grown, exact_law, target_law
+from faces import able
 
 from decode.generate import generate
 from decode.plan import Plan
@@ -105,7 +106,7 @@ def test_replay_and_decoder_agree_for_every_drafter(
     tiny_target, make_drafter, drafter_name, plan, temperature
 ):
     target = tiny_target(vocab=12)
-    drafter = make_drafter(drafter_name, target)
+    drafter = able(make_drafter(drafter_name, target), plan)
     sampler, dice = Sampler(temperature), random.Random(5)
     prompts = [[dice.randrange(12) for _ in range(dice.randint(2, 9))] for _ in range(48)]
     names, options = list(range(48)), {"max_new_tokens": 16, "sampler": sampler, "stop": [11], "seed": 3}

@@ -211,6 +211,8 @@ class _Dictate:
 
 def _kept(draft: Draft, ahead: Tensor, mass: Tensor) -> np.ndarray:
     """(B, K) chance that each token of `ahead` is kept if those before are; 0 where there is no node."""
+    if not draft.depth:  # no row was offered anything
+        return np.zeros(ahead.shape)
     rows = torch.arange(ahead.shape[0], device=ahead.device)
     slot, alive = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
     keeps = []

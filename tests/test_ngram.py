@@ -1,0 +1,256 @@
+"""Prompt lookup against a matcher that tries everything, and against texts written by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from exact import check_lossless
+from faces import paths
+from hypothesis import given
+from hypothesis import strategies as st
+from workbench import Bench, train
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.generate import generate
+from decode.plan import Plan
+from decode.replay import Rollout, replay
+from decode.sampling import Sampler
+from distill.runs import checkpoints
+from drafters.lookup import draft_of, grow
+from drafters.ngram import Ngram
+
+STATIC = Plan(tree=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target):
+    return tiny_target(vocab=30, dtype=torch.float32)
+
+
+def feed(drafter, target, texts, cuts=()):
+    """A state that has read the texts (their last token is the root), in pieces that end at `cuts`."""
+    state, known = drafter.new_state(len(texts)), [0] * len(texts)
+    for cut in [*cuts, max(map(len, texts))]:
+        ends = [max(min(cut, len(text)), k + 2) for text, k in zip(texts, known, strict=True)]
+        if any(end > len(text) for end, text in zip(ends, texts, strict=True)):
+            continue  # a row settles a token every time; give it its rest at once
+        counts = [end - 1 - k for end, k in zip(ends, known, strict=True)]
+        tokens = torch.full((len(texts), max(counts) + 1), 7)  # padding is ignored
+        for row, (text, k, n) in enumerate(zip(texts, known, counts, strict=True)):
+            tokens[row, :n] = torch.tensor(text[k : k + n])
+        root = torch.tensor([text[end - 1] for text, end in zip(texts, ends, strict=True)])
+        drafter.advance(state, target, tokens, torch.empty(*tokens.shape, 0, 8), counts, root)
+        known = [k + n for k, n in zip(known, counts, strict=True)]
+    return state
+
+
+def propose(drafter, target, state, plan) -> Draft:
+    return drafter.propose(state, target, Sampler(0.0), None, plan)
+
+
+def chains(drafter, target, texts, depth, cuts=()) -> list[list[int]]:
+    draft = propose(drafter, target, feed(drafter, target, texts, cuts), Plan(depth))
+    return [[t for t in row if t >= 0] for row in draft.tokens.tolist()]
+
+
+# -- by hand -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "ns", "want"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2], (1, 3), [3, 4, 5, 1]),
+        ([1, 2, 3, 9, 2, 4, 8, 2], (1, 3), [4, 8, 2, 4]),  # the most recent of equals, then round again
+        ([1, 2, 3, 9, 9, 2, 5, 1, 2], (1, 3), [3, 9, 9, 2]),  # the longer before the more recent
+        ([1, 2, 3, 9, 9, 2, 5, 1, 2], (1, 1), [5, 1, 2, 5]),  # not longer than max_n
+        ([1, 2, 3, 9, 2], (2, 3), []),  # shorter than min_n
+        ([1, 2, 1, 2, 6, 1, 2, 1, 2], (2, 2), [1, 2, 1, 2]),  # the match overlaps what it is matched with
+        ([6, 6], (1, 3), [6, 6, 6, 6]),
+        ([1, 2, 3], (1, 3), []),
+        ([5, 1], (1, 3), []),
+    ],
+    ids=str,
+)
+def test_a_chain_is_what_followed_the_longest_and_newest_match(target, text, ns, want):
+    assert chains(Ngram(*ns), target, [text], 4) == [want]
+
+
+def test_a_tree_holds_the_matches_one_after_the_other(target):
+    text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 2, 6, 7, 9, 1, 2]
+    state = feed(Ngram(1, 3), target, [text])
+    draft = propose(Ngram(1, 3), target, state, Plan(2, 2, 8))
+    assert set(paths(draft, 0)) - {()} == {(3,), (3, 5), (3, 4), (6,), (6, 7)}
+    assert [draft.tokens[0, i] for i in range(3)] == [3, 5, 4]
+    # Nodes are spent on the longest, newest match first.
+    assert set(paths(propose(Ngram(1, 3), target, state, Plan(2, 2, 3)), 0)) - {()} == {(3,), (3, 5), (3, 4)}
+    narrow = propose(Ngram(1, 3), target, state, Plan(tree=((0,), (0, 0), (1,))))
+    assert set(paths(narrow, 0)) - {()} == {(3,), (3, 5), (6,)}
+
+
+def test_rows_of_a_batch_may_have_nothing(target):
+    texts = [[1, 2, 3], [4, 5, 4], [6, 7]]
+    draft = propose(Ngram(1, 3), target, feed(Ngram(1, 3), target, texts), Plan(2))
+    assert draft.tokens.tolist() == [[-1, -1], [5, 4], [-1, -1]]
+    assert draft.offered().tolist() == [0, 2, 0]
+    none = propose(Ngram(1, 3), target, feed(Ngram(1, 3), target, texts[::2]), Plan(2))
+    assert none.tokens.shape == (2, 0)
+    assert none.offered().tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("ns", [(0, 3), (3, 2)])
+def test_lengths_that_make_no_sense_are_refused(ns):
+    with pytest.raises(UserError, match="must be 1 <= min_n <= max_n"):
+        Ngram(*ns)
+
+
+# -- against a matcher that tries everything -------------------------------------------------------
+
+texts = st.lists(st.integers(0, 3), min_size=2, max_size=24)
+bounds = st.tuples(st.integers(1, 4), st.integers(0, 3)).map(lambda p: (p[0], p[0] + p[1]))
+
+
+def places(text, low, high) -> list[int]:
+    """Every place that follows a match, the longest first, then the most recent."""
+    end, found = len(text), []
+    for n in range(high, low - 1, -1):
+        for place in range(end - 1, n - 1, -1):
+            if text[place - n : place] == text[end - n :] and place not in found:
+                found.append(place)
+    return found
+
+
+def copied(text, place, depth) -> list[int]:
+    longer = list(text)
+    for i in range(depth):
+        longer.append(longer[place + i])
+    return longer[len(text) :]
+
+
+@given(texts, bounds, st.integers(1, 6))
+def test_chains_equal_those_of_the_brute_matcher(target, text, ns, depth):
+    want = [copied(text, place, depth) for place in places(text, *ns)[:1]] or [[]]
+    assert chains(Ngram(*ns), target, [text], depth) == want
+
+
+@given(texts, bounds, st.integers(1, 4), st.integers(2, 4), st.integers(0, 8))
+def test_trees_equal_those_of_the_brute_matcher(target, text, ns, depth, width, more):
+    plan = Plan(depth, width, depth + more)
+    children: dict[tuple[int, ...], list[int]] = {(): []}
+    for place in places(text, *ns):
+        path = ()
+        for token in copied(text, place, depth):
+            if token not in children[path]:
+                if len(children[path]) == width or len(children) > plan.nodes:
+                    break
+                children[path].append(token)
+                children[(*path, token)] = []
+            path = (*path, token)
+    draft = propose(Ngram(*ns), target, feed(Ngram(*ns), target, [text]), plan)
+    assert set(paths(draft, 0)) == set(children)
+
+
+@given(texts, texts, st.lists(st.integers(2, 23), max_size=6))
+def test_pieces_of_a_text_are_the_text(target, one, other, cuts):
+    drafter, length = Ngram(1, 3), min(len(one), len(other))
+    both = [one[:length], other[:length]]
+    assert chains(drafter, target, both, 3, sorted(cuts)) == chains(drafter, target, both, 3)
+    assert chains(drafter, target, both, 3) == [chains(drafter, target, [t], 3)[0] for t in both]
+
+
+weighted = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(1, 9)), min_size=1, max_size=8
+)
+
+
+@given(weighted, st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.sampled_from([0.0, 0.2, 0.5]))
+def test_a_tree_is_the_heaviest_there_is(pool, depth, width, more, floor):
+    plan = Plan(depth, width, depth + more)
+    nodes = grow([c for c, _ in pool], [w for _, w in pool], plan, floor)
+    mass: dict[tuple[int, ...], int] = {}
+    for line, weight in pool:
+        for n in range(1, min(len(line), depth) + 1):
+            mass[tuple(line[:n])] = mass.get(tuple(line[:n]), 0) + weight
+    found = paths(draft_of([nodes], torch.device("cpu")), 0)
+    found.pop(())
+    assert found.keys() <= mass.keys()
+    assert len(found) <= plan.nodes
+    least = floor * sum(w for _, w in pool)
+    open_ = [
+        path
+        for path in mass
+        if path not in found
+        and mass[path] >= least
+        and (path[:-1] in found or len(path) == 1)
+        and sum(p[:-1] == path[:-1] for p in found) < width
+    ]
+    assert all(mass[path] >= least for path in found)
+    for path in found:  # nothing that could have been taken outweighs what was
+        assert all(mass[path] >= mass[p] for p in open_ if len(found) == plan.nodes)
+        younger = [p for p in mass if p[:-1] == path[:-1] and p not in found]
+        assert all(mass[path] >= mass[p] for p in younger)
+    assert not open_ or len(found) == plan.nodes
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [Plan(3), Plan(2, 2, 5), STATIC], ids=lambda p: p.name)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_it_drafts_is_verified_losslessly(tiny_target, plan, temperature):
+    check_lossless(tiny_target(), Ngram(1, 2), plan, Sampler(temperature))
+
+
+def test_prompts_of_one_token_and_empty_drafts_decode_and_replay(target):
+    prompts = [[3], [4, 5], [6, 7, 6, 7, 6]]
+    plain = generate(target, None, prompts, max_new_tokens=20, sampler=Sampler(0.0)).outputs
+    for plan in (Plan(3), Plan(3, 2, 6)):
+        run = generate(target, Ngram(1, 3), prompts, max_new_tokens=20, sampler=Sampler(0.0), plan=plan)
+        assert [o.tokens for o in run.outputs] == [o.tokens for o in plain]
+        assert 0 in run.outputs[0].offered  # the first token is new, so nothing was offered
+        rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, plain, strict=True)]
+        (replayed,) = replay(target, Ngram(1, 3), rollouts, [plan], Sampler(0.0))
+        assert replayed.counts.rounds == [len(o.emitted) for o in run.outputs]
+        # Alone, so that no row of the batch is offered anything.
+        (alone,) = replay(target, Ngram(6, 6), rollouts[:1], [plan], Sampler(0.0))
+        assert alone.counts.tokens == [19]
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("ngram"))
+
+
+def quick(bench, *more):
+    kept = [a for a in bench.command if not a.startswith("drafter.depth")]
+    return [*kept, "drafter=ngram", *more]
+
+
+def test_a_run_makes_no_rollouts_and_scores_checkpoint_0(bench):
+    done = train(quick(bench, "score.temperatures=[0.0,0.7]", "score.plans=[{depth: 3, width: 2, nodes: 6}]"))
+    assert done.code == 0, done.err
+    assert not (bench.root / "outputs" / "rollouts").exists()
+    (checkpoint,) = checkpoints(done.folder)
+    card = json.loads((checkpoint / "score.json").read_text())
+    assert card["audit_passed"]
+    assert card["replay_agrees"]
+    assert card["drafter"] == "ngram"
+    assert {row["replay"]["method"] for row in card["rows"]} == {"exact"}
+
+
+@pytest.mark.parametrize("plan", ["decode.proposal=sampled", "decode=hybrid", "decode=auto"])
+def test_a_plan_that_draws_is_refused_before_work_starts(bench, plan):
+    before = bench.runs()
+    argv = quick(bench)
+    if plan == "decode=auto":
+        argv = [a for a in argv if not a.startswith("decode")]
+    done = train([a for a in argv if plan != "decode=hybrid" or not a.startswith("decode")] + [plan])
+    assert done.code == 2
+    (line,) = done.err.splitlines()
+    assert "set decode.proposal=fixed" in line
+    assert bench.runs() == before
