@@ -11,7 +11,7 @@ import torch
 from faces import both, random_rollouts
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -20,6 +20,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from decode.lm import Head
 from decode.target import LAST, Target
 from drafters.base import Drafter
 
@@ -138,3 +139,17 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
 def pair(tiny_target, make_drafter, drafter_name) -> tuple[Target, Drafter]:
     """A target and a drafter in fp32, for the contract every drafter keeps."""
     return both(tiny_target, make_drafter, drafter_name)
+
+
+@pytest.fixture
+def ragged() -> tuple[Head, Tensor, list[Tensor], list[Tensor]]:
+    """The target's head, its input, and ragged anchors and hidden states of three depths, in fp64."""
+    dice = torch.Generator().manual_seed(0)
+    rows, length, width, vocab = 2, 7, 6, 11
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=dice, dtype=torch.float64)
+
+    head = Head(draw(vocab, width), draw(vocab), scale=0.7, softcap=5.0)
+    anchors = [torch.tensor(a) for a in ([0, 1, 2, 3, 8, 9], [0, 1, 2, 9], [1])]
+    return head, draw(rows, length, width), anchors, [draw(len(a), width) for a in anchors]

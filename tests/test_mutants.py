@@ -95,6 +95,17 @@ def drawn(path: str) -> tuple[str, dict[str, Any]]:
     return EXACT + "every_rule_is_lossless_on_what_is_drawn", {"path": path, "temperature": 0.7}
 
 
+def weighted(name: str, vocabulary: str) -> tuple[str, dict[str, Any]]:
+    test = "test_objectives:test_the_loss_is_the_weighted_sum_of_divergences_at_the_right_rows"
+    return test, {"name": name, "vocabulary": vocabulary}
+
+
+def differentiated(name: str, weights: str = "decay", heads: str = "frozen") -> tuple[str, dict[str, Any]]:
+    test = "test_objectives:test_every_gradient_is_that_of_the_whole_loss"
+    rest = {"vocabulary": "reduced", "heads": heads, "chunk": 2}
+    return test, {"name": name, "weights": weights, **rest}
+
+
 def refused(name: str) -> tuple[str, dict[str, Any]]:
     return "test_wrong_variants:test_what_would_not_be_lossless_is_refused_and_why", {"name": name}
 
@@ -995,6 +1006,96 @@ MUTANTS = {
     "children beyond a node's own number": Mutant(
         FORM, "sum(path[:-1] == up for path in tree)", "3", *form("hybrid")
     ),
+    # -- the loss
+    "a teacher renormalised on the draft's tokens": Mutant(
+        "distill.laws:Law.__init__",
+        "self.log_p.exp()",
+        "self.log_p.softmax(-1)",
+        "test_objectives:test_a_token_outside_the_draft_vocabulary_is_a_miss",
+        {},
+    ),
+    "the target's likeliest token in the draft's numbers": Mutant(
+        "distill.laws:Law.__init__", "self._draft_ids(best)", "best", *weighted("tv", "reduced")
+    ),
+    "the teacher's row one too early": Mutant(
+        "distill.laws:Sweep.__iter__",
+        "step.anchor + step.depth)",
+        "step.anchor + step.depth - 1)",
+        *weighted("kl", "full"),
+    ),
+    "depths share the first one's rows": Mutant(
+        "distill.laws:Sweep.__iter__",
+        "self._where(place[rows] - start)",
+        "slice(0, rows.stop - rows.start)",
+        *weighted("kl", "full"),
+    ),
+    "a teacher's mass of 1": Mutant(
+        "distill.divergences:kl", "if teacher.whole", "if True", *differentiated("kl")
+    ),
+    "total variation upside down": Mutant(
+        "distill.divergences:tv",
+        "student.q.mul_(mass).sub_(below)",
+        "below.sub_(student.q.mul_(mass))",
+        *differentiated("tv"),
+    ),
+    "total variation without its softmax": Mutant(
+        "distill.divergences:tv", "student.q.mul_(mass).sub_(below)", "-below", *differentiated("tv")
+    ),
+    "likelihood of acceptance without its alpha": Mutant(
+        "distill.divergences:lk", "least.add_(value[:, None]).exp_()", "least.exp_()", *differentiated("lk")
+    ),
+    "reverse KL without a floor": Mutant(
+        "distill.divergences:ReverseKL.__call__",
+        "teacher.log_p.clamp_min(math.log(self.floor))",
+        "teacher.log_p",
+        "test_divergences:test_reverse_kl_takes_no_probability_below_its_floor",
+        {},
+    ),
+    "misses are free": Mutant(
+        "distill.divergences:JSD.__call__",
+        " - beta * math.log(beta) * (1 - teacher.mass)",
+        "",
+        "test_divergences:test_jensen_shannon_is_bounded_and_a_miss_costs_its_share",
+        {},
+    ),
+    "a missed top token is the draft's first": Mutant(
+        "distill.divergences:TopK.__call__", "p * (ids >= 0)", "p", *differentiated("topk")
+    ),
+    "no slope behind the linear map": Mutant(
+        "distill.objectives:_Chunked.forward", "if behind is not None:", "if False:", *differentiated("kl")
+    ),
+    "a head's gradient without weights": Mutant(
+        "distill.objectives:_add_to_head",
+        "(hidden * weight)",
+        "hidden",
+        *differentiated("kl", heads="own"),
+    ),
+    "a head weighted before the alphas are known": Mutant(
+        "distill.objectives:_Chunked.forward",
+        "if late and learned:",
+        "if False:",
+        *differentiated("kl", "streak", "shared"),
+    ),
+    "alphas aligned by rank, not by anchor": Mutant(
+        "distill.objectives:Objective.weigh",
+        "torch.searchsorted(anchors, step.anchor)",
+        "torch.arange(len(step.anchor))",
+        *differentiated("kl", "streak"),
+    ),
+    "streak counts its own alpha": Mutant(
+        "distill.weighting:Streak._weigh",
+        "_before(alpha) * _after(alpha)",
+        "_before(alpha) * alpha * _after(alpha)",
+        "test_weighting:test_streak_and_dpace_are_the_gradient_of_the_expected_accepted_length",
+        {"name": "tv with streak"},
+    ),
+    "smoothing brings anchors back that have left": Mutant(
+        "distill.weighting:RowWeights.__call__",
+        "(alpha * (1 - s) + s) * present",
+        "alpha * present * (1 - s) + s",
+        *differentiated("kl", "dpace"),
+    ),
+    # -- files
     "another target's drafter is loaded": Mutant(
         "drafters.hub:load",
         'made_for.get("fingerprint") != target.fingerprint()',

@@ -61,7 +61,13 @@ class DistillModule(L.LightningModule):
         read = batch.read or self.target.read(batch.tokens)
         rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed)
         steps = self.drafter.unroll(rows, self.target)
-        total, scored = self.objective(steps, read.last, self.target.head, self.drafter.aux_weights)
+        total, scored = self.objective(
+            steps,
+            read.last,
+            self.target.head,
+            self.drafter.aux_weights,
+            batch.step / self.trainer.max_steps,
+        )
         loss = total / batch.anchors
         self._step = batch.step
         self._add(loss, scored)
