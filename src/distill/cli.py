@@ -53,7 +53,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
     def job(cfg: DictConfig) -> float:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        with _one_line_errors(run):
+        with one_line_errors(run):
             result = task(cfg, folder)
         if run:
             run.finish()
@@ -61,7 +61,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
             print(folder, flush=True)
         return result
 
-    with _one_line_errors(None):
+    with one_line_errors():
         argv = rewrite(sys.argv[1:], config_dir)
         # Flags are Hydra's own; a rank that Lightning started has its folder in argv already.
         flags = any(a.startswith("-") for a in argv)
@@ -85,7 +85,8 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
 
 @contextmanager
-def _one_line_errors(run: Run | None) -> Iterator[None]:
+def one_line_errors(run: Run | None = None) -> Iterator[None]:
+    """Turn what a user can mend into a line and exit code 2, a full disk into a line and 1."""
     try:
         yield
     except UserError as error:

@@ -114,5 +114,5 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def parameters(drafter: torch.nn.Module) -> int:
-    """Number of trainable weights."""
-    return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    """Number of weights."""
+    return sum(p.numel() for p in drafter.parameters())
