@@ -361,3 +361,11 @@ def test_the_estimate_is_an_upper_bound_of_what_is_made(parts, writer, tmp_path)
 def test_the_target_says_where_answers_end(parts):
     assert stop_tokens(parts[0]) == PLAN.stop
     assert json.dumps(PLAN.stop)
+
+
+def test_texts_are_the_rows_of_all_shards_in_order(parts, writer, tmp_path):
+    store = RolloutStore(tmp_path, PLAN, parts[2])
+    fill(store, writer)
+    rows = [row for shard in rows_of(store) for row in shard]
+    assert [(t.tokens, t.loss_mask) for t in store.texts()] == [(r["tokens"], r["loss_mask"]) for r in rows]
+    assert len(rows) > 8

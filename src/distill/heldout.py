@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from decode.errors import UserError
 from decode.load import stop_tokens
 from decode.replay import Rollout
@@ -88,6 +86,5 @@ def read_answers(store: RolloutStore) -> list[Rollout]:
                 f"{store.folder}: drawn with {name}={drawn[name]}, but {wanted} is scored; replay on answers "
                 "of another law would be wrong: remove the folder"
             )
-    rows = [row for shard in range(store.shards) for row in pq.read_table(store.path(shard)).to_pylist()]
-    starts = [row["loss_mask"].index(1) for row in rows]
-    return [Rollout(row["tokens"][:n], row["tokens"][n:]) for row, n in zip(rows, starts, strict=True)]
+    texts = ((list(text.tokens), text.loss_mask.index(1)) for text in store.texts())
+    return [Rollout(tokens[:start], tokens[start:]) for tokens, start in texts]

@@ -22,6 +22,7 @@ from decode.sampling import Sampler
 from decode.target import Target
 from distill.files import clean, publish, write_json
 from distill.prompts import Chat, Prompt
+from drafters.base import Text
 
 SCHEMA = 1
 COLUMNS = pa.schema(
@@ -182,6 +183,12 @@ class RolloutStore:
     def manifest(self) -> dict[str, Any]:
         """Counts and hashes, once every shard is there."""
         return json.loads((self.folder / "manifest.json").read_text())
+
+    def texts(self) -> Iterator[Text]:
+        """All rows, in the order of the prompts."""
+        for shard in range(self.shards):
+            table = pq.read_table(self.path(shard), columns=["tokens", "loss_mask"])
+            yield from (Text(**row) for row in table.to_pylist())
 
     def check(self) -> None:
         """Compare the shards with the manifest.

@@ -65,14 +65,16 @@ def run(cfg: DictConfig, folder: Path) -> float:
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     for prompt in held:
         _check_fits(chat.encode(prompt.messages), prompt, target)
-    kept = Path(cfg.output_dir)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
         drafter = build_drafter(cfg, target)
         objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights))
         optimizer = instantiate(cfg.optimizer.optimizer)
         optimizer([torch.nn.Parameter(torch.zeros(1))])
-        scorer = Scorer(cfg, target, chat, held, kept / "heldout") if cfg.score.enabled else None
+        answers = Path(cfg.output_dir) / "heldout"
+        scorer = Scorer(cfg, target, chat, held, answers) if cfg.score.enabled else None
+        for candidate in scorer.candidates if scorer else ():
+            drafter.check(candidate)
         saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
         trainer: L.Trainer = instantiate(
             cfg.trainer,
@@ -81,16 +83,17 @@ def run(cfg: DictConfig, folder: Path) -> float:
             default_root_dir=str(folder),
             enable_progress_bar=False,  # TrainingBar counts optimizer steps
         )
-    if not drafter.trains:
-        say(f"drafter={hub.short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
+    name = f"drafter={hub.short_name(drafter)}"
+    if not (drafter.trains or drafter.fits):
+        say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, folder)
-    plan = _rollout_plan(cfg, target, chat, train)
-    store = RolloutStore(kept / "rollouts", plan, train)
-    writer = Writer(target, chat, plan)
-    _same_rollouts(folder, plan)
-    target.tap(drafter.taps)
-    _roll_out(store, writer, estimate(store, target, drafter))
+    store = _rollouts(cfg, target, chat, train, drafter, folder)
+    if drafter.fits:
+        say(f"{name}: {drafter.fit(store.texts())}")
+    if not drafter.trains:
+        _keep(trainer, saver, drafter, target)
+        return _finish(trainer, folder)
 
     if scorer:
         scorer.prepare()
@@ -242,6 +245,19 @@ def _rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Pro
         shard_size=rollout.shard_size,
         seed=cfg.seed,
     )
+
+
+def _rollouts(
+    cfg: DictConfig, target: Target, chat: Chat, train: list[Prompt], drafter: Drafter, folder: Path
+) -> RolloutStore:
+    """The target's answers to the training prompts: made, or found."""
+    plan = _rollout_plan(cfg, target, chat, train)
+    store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, train)
+    writer = Writer(target, chat, plan)
+    _same_rollouts(folder, plan)
+    target.tap(drafter.taps)
+    _roll_out(store, writer, estimate(store, target, drafter))
+    return store
 
 
 def _roll_out(store: RolloutStore, writer: Writer, cost: str) -> None:

@@ -60,6 +60,12 @@ class Scorer:
         ]
         self.rollouts: dict[Sampler, list[Rollout]] = {}
 
+    @property
+    def candidates(self) -> list[Plan]:
+        """Every plan that a checkpoint may be scored with."""
+        plans = [plan.plans if isinstance(plan, Auto) else [plan] for plan in self.plans]
+        return [plan for group in plans for plan in group]  # pyright: ignore[reportReturnType]
+
     def prepare(self) -> None:
         """Have the target answer the held-out prompts once at every law; later runs read the answers."""
         if self.replayed and not self.rollouts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from decode.coin import KeyedCoin
 from decode.draft import Draft
+from decode.errors import UserError
 from decode.lm import Head
-from decode.plan import Plan
+from decode.plan import RULES_OF, Plan
 from decode.sampling import Sampler
 from decode.target import Tap, Target
 
@@ -49,6 +50,13 @@ class DraftStep(NamedTuple):
     aux: Mapping[str, Tensor]
 
 
+class Text(NamedTuple):
+    """One stored rollout."""
+
+    tokens: Sequence[int]
+    loss_mask: Sequence[int]  # 1 where the target wrote token i
+
+
 def supervised(loss_mask: Tensor, depth: int) -> Tensor:
     """(B, T) bool: anchors that are still in the unroll at `depth`.
 
@@ -71,10 +79,12 @@ class Drafter(nn.Module, ABC):
     Attributes:
         taps: layer ids (inputs of decoder layers) or "last" that the drafter reads.
         aux_weights: weight of each named auxiliary loss.
+        proposals: where its tokens may come from, as `Plan.proposal` has it.
     """
 
     taps: tuple[Tap, ...] = ()
     aux_weights: Mapping[str, float] = {}
+    proposals: tuple[str, ...] = tuple(RULES_OF)
     settings: dict[str, Any]
 
     @classmethod
@@ -93,7 +103,40 @@ class Drafter(nn.Module, ABC):
         """Whether there is anything to fit; one without an `unroll` is scored as it is."""
         return type(self).unroll is not Drafter.unroll
 
+    # -- what is counted rather than trained ---------------------------------------------------
+
+    def fit(self, texts: Iterable[Text]) -> str:
+        """Learn what takes no gradient from the rollouts, before the first step and save point.
+
+        A function of the rollouts alone: a resumed run fits again. Sizes that follow from it belong
+        into `settings`, everything else into buffers.
+
+        Args:
+            texts: the training rollouts, read once; never a held-out prompt.
+
+        Returns:
+            One line on what was learned.
+        """
+        raise NotImplementedError(f"{type(self).__name__} learns nothing without a gradient")
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is something to count before the first save point."""
+        return type(self).fit is not Drafter.fit
+
     # -- decoding face: satisfies decode.rounds.Proposer -------------------------------------
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan whose nodes this drafter cannot make.
+
+        Raises:
+            UserError: its proposal is none of `proposals`.
+        """
+        if plan.depth and plan.proposal not in self.proposals:
+            raise UserError(
+                f"decode.proposal={plan.proposal}: this drafter has no law to draw from; "
+                f"set decode.proposal={' or '.join(self.proposals)}"
+            )
 
     @abstractmethod
     def new_state(self, rows: int) -> Any:
