@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from faces import both
+from faces import both, random_rollouts
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torch import nn
@@ -125,6 +125,8 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
         torch.manual_seed(seed)
         drafter = instantiate(known[name], **settings)(target).to(target.dtype).eval()
         target.tap(drafter.taps)
+        if drafter.fits:
+            drafter.fit(random_rollouts(target.vocab_size))
         for weight in drafter.parameters():  # a fresh drafter may leave out whole blocks
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5)
         return drafter

@@ -12,7 +12,7 @@ from decode.draft import PAD, Draft
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
-from drafters.base import Batch
+from drafters.base import Batch, Text
 
 K = 3
 V = 40
@@ -33,6 +33,14 @@ def both(tiny_target, make_drafter, name):
 
 def random_texts(rows=2, length=24, seed=1) -> torch.Tensor:
     return torch.randint(V, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def random_rollouts(vocab, rows=40, length=60) -> list[Text]:
+    """Texts in which a few tokens are frequent, the same wherever they are asked for."""
+    dice = torch.Generator().manual_seed(4)
+    weights = 1 / torch.arange(3, vocab + 3)[torch.randperm(vocab, generator=dice)]
+    texts = torch.multinomial(weights.expand(rows, -1), length, replacement=True, generator=dice)
+    return [Text(text, [0] * 5 + [1] * (length - 5)) for text in texts.tolist()]
 
 
 def batch_of(target: Target, texts: torch.Tensor, mask=None) -> Batch:
@@ -56,7 +64,10 @@ def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
 
 def plainly(drafter, texts) -> dict[tuple[int, int, int], torch.Tensor]:
     """(row, anchor, depth) -> the law of token anchor + 1 + depth, from one pass without a cache."""
-    rows = drafter.model(input_ids=texts, use_cache=False).logits.softmax(-1)
+    if hasattr(drafter, "model"):
+        rows = drafter.model(input_ids=texts, use_cache=False).logits.softmax(-1)
+    else:
+        rows = drafter.logits(texts, torch.float32).softmax(-1)
     return {
         (row, t, depth): rows[row, t + depth]
         for row in range(texts.shape[0])

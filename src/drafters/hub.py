@@ -17,7 +17,11 @@ from drafters.base import Drafter
 
 FORMAT = 1
 # A closed table: what a downloaded config names is looked up here and nowhere else.
-CLASSES = {"eagle": "drafters.eagle:Eagle", "lm": "drafters.lm:DraftLM"}
+CLASSES = {
+    "bigram": "drafters.bigram:Bigram",
+    "eagle": "drafters.eagle:Eagle",
+    "lm": "drafters.lm:DraftLM",
+}
 
 
 def drafter_class(name: str) -> type[Drafter]:
