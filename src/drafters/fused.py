@@ -140,128 +140,146 @@ def blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[Block]
 class _Attention(torch.autograd.Function):
     """Softmax attention over the first step's keys and one key of every later step.
 
-    A block's weights over all it sees are made in one buffer, and made again for the gradient.
+    A block's weights over all it sees stand in one buffer, and are made again for the gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, look: Look, q: Tensor, *keys_values: Tensor) -> Tensor:
         ctx.look = look
         ctx.save_for_backward(q, *keys_values)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         with torch.autocast(q.device.type, enabled=False):
-            for part in _parts(look, q, keys_values):
-                weight, n = part.weights(), part.seen  # (G, m, n + steps)
-                mixed = torch.bmm(weight[..., :n], part.values)
-                for i, v in enumerate(part.own_values):
-                    mixed.addcmul_(weight[..., n + i, None], v)
-                part.put(out, mixed)
-        return out
+            heads = _Heads(look, q, keys_values)
+            out, own = torch.empty_like(heads.queries), torch.empty_like(heads.own)
+            for part in heads:
+                weight = part.weights(0)
+                torch.mm(weight[:, : part.seen], part.values, out=out[part.rows])
+                own[part.rows] = weight[:, part.seen :]
+            for i, v in enumerate(heads.own_values):
+                out.addcmul_(own[..., i, None], v)
+        return heads.whole(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        q, *keys_values = ctx.saved_tensors
-        grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-        grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in keys_values]
-        half = len(grads) // 2
-        for part in _parts(ctx.look, q, keys_values):
-            weight, n, scale = part.weights(), part.seen, part.scale
-            back = part.take(grad)  # (G, m, dim)
-            slope = part.buffer(1)
-            slope[..., :n].baddbmm_(back, part.values.mT, beta=0)
-            for i, v in enumerate(part.own_values):
-                torch.sum(back * v, -1, out=slope[..., n + i])
+        heads = _Heads(ctx.look, *_first(ctx.saved_tensors))
+        back = heads.by_head(grad)
+        to_q, to_k, to_v = torch.empty_like(back), torch.zeros_like(heads.keys), torch.zeros_like(heads.values)
+        own, slopes = torch.empty_like(heads.own), heads.with_own(back, heads.own_values)
+        for part in heads:
+            n, rows, keys = part.seen, part.rows, part.columns
+            weight, slope = part.weights(0), part.buffer(1)
+            torch.mm(back[rows], part.values.mT, out=slope[:, :n])
+            slope[:, n:] = slopes[rows]
             torch._softmax_backward_data(slope, weight, -1, weight.dtype, grad_input=slope)
-            to_q = torch.bmm(slope[..., :n], part.keys).mul_(scale)
-            part.first(grads[0]).baddbmm_(slope[..., :n].mT, part.queries, alpha=scale)
-            part.first(grads[half]).baddbmm_(weight[..., :n].mT, back)
-            for i, k in enumerate(part.own_keys):
-                to_q.addcmul_(slope[..., n + i, None], k, value=scale)
-                part.put_own(grads[1 + i], i, slope[..., n + i, None] * part.queries * scale)
-                part.put_own(grads[half + 1 + i], i, weight[..., n + i, None] * back)
-            part.put(grad_q, to_q)
-        return None, grad_q, *grads
+            torch.mm(slope[:, :n], part.keys, out=to_q[rows])
+            to_k[keys].addmm_(slope[:, :n].mT, heads.queries[rows])
+            to_v[keys].addmm_(weight[:, :n].mT, back[rows])
+            own[rows], slopes[rows] = weight[:, n:], slope[:, n:]
+        grads_k, grads_v = [to_k.transpose(0, 1)], [to_v.transpose(0, 1)]
+        for i, k in enumerate(heads.own_keys):
+            to_q.addcmul_(slopes[..., i, None], k)
+            grads_k.append(heads.to_own(slopes[..., i, None] * heads.queries, i))
+            grads_v.append(heads.to_own(own[..., i, None] * back, i))
+        return None, heads.whole(to_q.mul_(heads.scale)), *grads_k, *grads_v
 
 
-def _parts(look: Look, q: Tensor, keys_values: Sequence[Tensor]) -> Iterator[_Part]:
-    """Block after block; what one had in the buffers is lost to the next."""
-    steps = len(keys_values) // 2
-    most = max((b.last - b.first) * (b.end - b.begin + steps - 1) for b in look.blocks)
-    buffers = q.new_empty(2, q.shape[1] * most)  # new memory costs as much as a pass over it
-    for block in look.blocks:
-        yield _Part(look, block, buffers, q, keys_values[:steps], keys_values[steps:])
+def _first(saved: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    return saved[0], saved[1:]
+
+
+class _Heads:
+    """Everything head by head: G key heads, and Q = queries x query heads of each, in that order.
+
+    Iterating gives one block of one key head after the other; what one had in the buffers is lost to
+    the next.
+
+    Attributes:
+        queries: (G, Q, dim), scaled.
+        keys: (G, N, dim) of the first step; `values` alike.
+        own_keys: for each later step (G, Q, dim), the key of every query's anchor; `own_values` alike.
+        own: (G, Q, steps) their scores.
+    """
+
+    def __init__(self, look: Look, q: Tensor, keys_values: Sequence[Tensor]) -> None:
+        steps = len(keys_values) // 2
+        keys, values = keys_values[:steps], keys_values[steps:]
+        self.look, self.scale, self.group = look, q.shape[-1] ** -0.5, keys[0].shape[1]
+        self.each = q.shape[1] // self.group  # query heads of a key head
+        self._sizes = [len(k) for k in keys[1:]]
+        self.queries = self.by_head(q) * self.scale
+        self.keys, self.values = (t[0].transpose(0, 1).contiguous() for t in (keys, values))
+        self.own_keys = [self._own(k, i) for i, k in enumerate(keys[1:])]
+        self.own_values = [self._own(v, i) for i, v in enumerate(values[1:])]
+        self.own = self.with_own(self.queries, self.own_keys)
+        most = max((b.last - b.first) * (b.end - b.begin + steps - 1) for b in look.blocks)
+        self.buffers = q.new_empty(2, self.each * most)  # new memory costs as much as a pass over it
+
+    def __iter__(self) -> Iterator[_Part]:
+        for block in self.look.blocks:
+            mask = self._mask(block)
+            for g in range(self.group):
+                yield _Part(self, block, g, mask)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(M, heads, dim) -> (G, Q, dim)."""
+        return x.unflatten(1, (self.group, -1)).transpose(0, 1).flatten(1, 2)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The inverse of `by_head`."""
+        return x.unflatten(1, (-1, self.each)).transpose(0, 1).flatten(1, 2)
+
+    def _own(self, x: Tensor, i: int) -> Tensor:
+        """(M', G, dim) of a later step -> (G, Q, dim)."""
+        return x.index_select(0, self.look.places[1 + i]).transpose(0, 1).repeat_interleave(self.each, 1)
+
+    def to_own(self, grad: Tensor, i: int) -> Tensor:
+        """The gradient's way back through `_own`: what several queries read gets the sum."""
+        rows = grad.unflatten(1, (-1, self.each)).sum(2).transpose(0, 1)  # (M, G, dim)
+        whole = rows.new_zeros(self._sizes[i], *rows.shape[1:])
+        return whole.index_copy_(0, self.look.places[1 + i], rows)
+
+    def with_own(self, x: Tensor, own: Sequence[Tensor]) -> Tensor:
+        """(G, Q, dim) -> (G, Q, steps) products with what belongs to each query."""
+        products = [(x * other).sum(-1) for other in own]
+        return torch.stack(products, -1) if products else x.new_empty(*x.shape[:2], 0)
+
+    def _mask(self, block: Block) -> Tensor | None:
+        """(c, 1, some) added to scores of keys that may be after a query's own."""
+        if block.full == block.end:
+            return None
+        place = self.look.places[0][block.first : block.last]
+        after = torch.arange(block.full, block.end, device=place.device) > place[:, None]
+        return torch.zeros(after.shape, dtype=self.keys.dtype, device=place.device).masked_fill_(
+            after, -torch.inf
+        )[:, None]
 
 
 class _Part:
-    """One block of queries as (G, m, dim): G key heads, m = queries x query heads of each."""
+    """One block of one key head: m = queries x query heads of it, n keys of the first step.
 
-    def __init__(
-        self,
-        look: Look,
-        block: Block,
-        buffers: Tensor,
-        q: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-    ) -> None:
-        self.look, self.block, self.buffers, self.group = look, block, buffers, keys[0].shape[1]
-        self.scale = q.shape[-1] ** -0.5
-        self.seen = block.end - block.begin
-        self.queries = self.take(q)
-        self.keys, self.values = self.first(keys[0]), self.first(values[0])
-        self.own_keys = [self._own(k, i) for i, k in enumerate(keys[1:])]
-        self.own_values = [self._own(v, i) for i, v in enumerate(values[1:])]
+    Attributes:
+        rows: of `_Heads.queries`; `columns` of `_Heads.keys`.
+    """
 
-    def take(self, x: Tensor) -> Tensor:
-        """(M, heads, dim) -> (G, m, dim) of this block."""
-        part = x[self.block.first : self.block.last].unflatten(1, (self.group, -1))  # (c, G, g, dim)
-        return part.transpose(0, 1).flatten(1, 2)
-
-    def put(self, out: Tensor, part: Tensor) -> None:
-        """The inverse of `take`."""
-        view = out[self.block.first : self.block.last].unflatten(1, (self.group, -1))
-        view.copy_(part.unflatten(1, (len(view), -1)).transpose(0, 1))
-
-    def first(self, x: Tensor) -> Tensor:
-        """(N, G, dim) -> (G, n, dim) of the first step's keys or values, a view."""
-        return x[self.block.begin : self.block.end].transpose(0, 1)
-
-    def _rows(self, i: int) -> Tensor:
-        return self.look.places[1 + i][self.block.first : self.block.last]
-
-    def _own(self, x: Tensor, i: int) -> Tensor:
-        """(M', G, dim) of a later step -> (G, m, dim)."""
-        rows = x.index_select(0, self._rows(i)).transpose(0, 1)  # (G, c, dim)
-        heads = self.queries.shape[1] // rows.shape[1]
-        return rows if heads == 1 else rows.repeat_interleave(heads, 1)
-
-    def put_own(self, out: Tensor, i: int, part: Tensor) -> None:
-        """The inverse of `_own`: a key that several query heads read gets the sum."""
-        rows = self._rows(i)
-        out.index_copy_(0, rows, part.unflatten(1, (len(rows), -1)).sum(2).transpose(0, 1))
+    def __init__(self, heads: _Heads, block: Block, g: int, mask: Tensor | None) -> None:
+        self._heads, self._mask = heads, mask
+        self.rows = g, slice(block.first * heads.each, block.last * heads.each)
+        self.columns = g, slice(block.begin, block.end)
+        self._full, self.seen = block.full - block.begin, block.end - block.begin
+        self.keys, self.values = heads.keys[self.columns], heads.values[self.columns]
 
     def buffer(self, which: int) -> Tensor:
-        """(G, m, n + steps), with anything in it."""
-        group, rows, width = *self.queries.shape[:2], self.seen + len(self.own_keys)
-        return self.buffers[which, : group * rows * width].view(group, rows, width)
+        """(m, n + steps), with anything in it."""
+        rows, width = self.rows[1].stop - self.rows[1].start, self.seen + len(self._heads.own_keys)
+        return self._heads.buffers[which, : rows * width].view(rows, width)
 
-    def weights(self) -> Tensor:
-        """(G, m, n + steps) that sum to 1."""
-        n, score = self.seen, self.buffer(0)
-        score[..., :n].baddbmm_(self.queries, self.keys.mT, beta=0, alpha=self.scale)
-        for i, k in enumerate(self.own_keys):
-            torch.sum(self.queries * k, -1, out=score[..., n + i]).mul_(self.scale)
-        self._hide(score)
+    def weights(self, which: int) -> Tensor:
+        """(m, n + steps) that sum to 1, in a buffer."""
+        score, n = self.buffer(which), self.seen
+        torch.mm(self._heads.queries[self.rows], self.keys.mT, out=score[:, :n])
+        score[:, n:] = self._heads.own[self.rows]
+        if self._mask is not None:
+            score[:, self._full : n].unflatten(0, (len(self._mask), -1)).add_(self._mask)
         return torch.softmax(score, -1, out=score)
-
-    def _hide(self, score: Tensor) -> None:
-        """Keys after a query's own; most of a block's keys come before them all."""
-        block = self.block
-        if block.full == block.end:
-            return
-        place = self.look.places[0][block.first : block.last]
-        hidden = torch.arange(block.full, block.end, device=place.device) > place[:, None]  # (c, some)
-        view = score[..., block.full - block.begin : self.seen].unflatten(1, (len(place), -1))
-        view.masked_fill_(hidden[:, None], -torch.inf)
 
 
 def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], look: Look) -> Tensor:
