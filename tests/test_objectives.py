@@ -1,28 +1,62 @@
 """The loss: gradients against finite differences and autograd, chunks, weights, auxiliary losses."""
 
 import dataclasses
+import math
 from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.lm import Head
-from distill.divergences import ce, kl
-from distill.objectives import Objective, constant, decay
+from distill.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, tv
+from distill.objectives import Objective
+from distill.weighting import DPace, Streak, constant, decay
 from drafters.base import DraftStep
 
 B, T, D, V = 2, 7, 6, 11
-DIVERGENCES = {"kl": kl, "ce": ce}
 REDUCED = [7, 2, 9, 4, 0]  # the target's ids of a draft vocabulary
+FLOOR, BETA, K, FADE = 1e-10, 0.3, 3, 3.0
+DIVERGENCES = {
+    "kl": kl,
+    "ce": ce,
+    "topk": TopK(K),
+    "reverse_kl": ReverseKL(FLOOR),
+    "jsd": JSD(BETA),
+    "tv": tv,
+    "lk": lk,
+    "lk_hybrid": LKHybrid(FADE),
+}
+WEIGHTS = {"decay": partial(decay, rate=0.7), "streak": Streak(0.1, 0.0), "dpace": DPace(0.5, 0.0)}
 
 
 def reference(name: str, logits, teacher, d2t=None):
-    """(M, V'), (M, V) -> (M,) by the book, for autograd."""
+    """(M, V'), (M, V) -> (M,) by the book and over the target's whole vocabulary, for autograd."""
     ids = torch.arange(V) if d2t is None else d2t
-    p, q = teacher.softmax(-1)[:, ids], logits.softmax(-1)
+    p, known = teacher.softmax(-1), logits.softmax(-1)
+    q = torch.zeros_like(p).index_copy(1, ids, known)  # 0 where the draft has no token
+    alpha = torch.minimum(p, q).sum(-1)
+    log_q = torch.zeros_like(p).index_copy(1, ids, known.log())  # misses left out
+    m = BETA * p + (1 - BETA) * q
+    log_ratio = lambda a, b: torch.where(a > 0, (a.clamp_min(1e-300) / b).log(), 0.0)  # noqa: E731
+    forward = (p[:, ids] * (p[:, ids] / known).log()).sum(-1)
+    if name == "kl":
+        return forward
     if name == "ce":
-        return -(q.log() * (ids == teacher.argmax(-1, keepdim=True))).sum(-1)
-    return (p * (p.log() - q.log())).sum(-1)
+        return -log_q.gather(1, teacher.argmax(-1, keepdim=True))[:, 0]
+    if name == "topk":
+        top = p.topk(K).indices
+        return -(p * log_q).gather(1, top).sum(-1)
+    if name == "reverse_kl":
+        return (q * log_ratio(q, p.clamp_min(FLOOR))).sum(-1)
+    if name == "jsd":
+        return BETA * (p * log_ratio(p, m)).sum(-1) + (1 - BETA) * (q * log_ratio(q, m)).sum(-1)
+    if name == "tv":
+        return (p - q).abs().sum(-1) / 2
+    if name == "lk":
+        return -alpha.log()
+    w = (-FADE * alpha.detach()).exp()
+    return w * forward + (1 - w) * (1 - alpha)
 
 
 @pytest.fixture
@@ -42,26 +76,49 @@ def steps(head, anchors, hidden, aux=None):
     ]
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+def drafted(head, vocabulary: str):
+    """The target's head, or one that reads but five of its tokens."""
+    if vocabulary == "full":
+        return head
+    ids = torch.tensor(REDUCED)
+    return dataclasses.replace(head, weight=head.weight[ids], bias=head.bias[ids], d2t=ids)
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGENCES.keys() - {"lk_hybrid"}))  # one factor is held constant
+@pytest.mark.parametrize("vocabulary", ["full", "reduced"])
 @pytest.mark.parametrize("chunk", [2, 0])
-def test_gradients_are_those_of_finite_differences(name, chunk, case):
+def test_gradients_are_those_of_finite_differences(name, vocabulary, chunk, case):
     head, last, anchors, hidden = case
     objective = Objective(DIVERGENCES[name], lambda depth: decay(depth, 0.8), chunk)
+    own = drafted(head, vocabulary)
 
-    def loss(*hidden):
-        return objective(steps(head, anchors, hidden), last, head, {})[0]
+    def loss(h):
+        return objective(steps(own, anchors, h), last, head, {})[0]
 
     leaves = [h.clone().requires_grad_() for h in hidden]
-    assert torch.autograd.gradcheck(loss, leaves, eps=1e-6, atol=1e-7)
+    got = torch.autograd.grad(loss(leaves), leaves)
+    step = 1e-5
+    for leaf, gradient in zip(leaves, got, strict=True):
+        values = leaf.detach().view(-1)
+        for i, slope in enumerate(gradient.flatten().tolist()):
+            kept = values[i].item()
+            ends = []
+            for end in (kept + step, kept - step):
+                values[i] = end
+                ends.append(loss(leaves).item())
+            values[i] = kept
+            assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-8)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_the_loss_is_the_weighted_sum_of_divergences_at_the_right_rows(name, case):
+@pytest.mark.parametrize("vocabulary", ["full", "reduced"])
+def test_the_loss_is_the_weighted_sum_of_divergences_at_the_right_rows(name, vocabulary, case):
     head, last, anchors, hidden = case
+    own = drafted(head, vocabulary)
     rate = 0.6
     leaves = [h.clone().requires_grad_() for h in hidden]
     objective = Objective(DIVERGENCES[name], lambda depth: decay(depth, rate))
-    total, scored = objective(steps(head, anchors, leaves), last, head, {})
+    total, scored = objective(steps(own, anchors, leaves), last, head, {})
     got = torch.autograd.grad(total, leaves)
 
     again = [h.clone().requires_grad_() for h in hidden]
@@ -69,23 +126,26 @@ def test_the_loss_is_the_weighted_sum_of_divergences_at_the_right_rows(name, cas
     flat = last.flatten(0, 1)
     for depth, (anchor, h) in enumerate(zip(anchors, again, strict=True), 1):
         teacher = head(flat[anchor + depth])  # depth j at anchor t is judged by row t + j
-        rows = reference(name, head(h), teacher)
+        rows = reference(name, own(h), teacher, own.d2t)
         want = want + rate ** (depth - 1) * rows.sum()
         log = scored[depth - 1]
         assert (log.depth, log.rows) == (depth, len(anchor))
         assert log.divergence == pytest.approx(rows.sum().item(), abs=1e-12)
-        assert log.agreed == (head(h).argmax(-1) == teacher.argmax(-1)).sum()
+        assert log.agreed == (own.target_ids(own(h).argmax(-1)) == teacher.argmax(-1)).sum()
+        alpha = 1 - reference("tv", own(h), teacher, own.d2t)
+        assert log.alpha == pytest.approx(alpha.sum().item(), abs=1e-12)
     torch.testing.assert_close(total, want, rtol=0, atol=1e-12)
     torch.testing.assert_close(got, torch.autograd.grad(want, again), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_chunks_do_not_change_the_result(name, case):
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_chunks_do_not_change_the_result(name, weights, case):
     head, last, anchors, hidden = case
     results = []
     for chunk in (1, 2, 3, 100, 0):
         leaves = [h.clone().requires_grad_() for h in hidden]
-        objective = Objective(DIVERGENCES[name], constant, chunk)
+        objective = Objective(DIVERGENCES[name], WEIGHTS[weights], chunk)
         total, scored = objective(steps(head, anchors, leaves), last, head, {})
         results.append((total, *torch.autograd.grad(total, leaves), torch.tensor(scored)))
     for result in results[1:]:
@@ -103,41 +163,119 @@ def test_auxiliary_losses_are_weighted_like_their_depth(case):
     assert (total - plain).item() == pytest.approx(want, abs=1e-12)
 
 
-def loss_by_the_book(name, heads, last, target, anchors, hidden, rate=0.7):
-    """Every row at once, the teacher cut to each head's tokens; for autograd."""
-    total = torch.zeros((), dtype=torch.float64)
+def loss_by_the_book(name, weights, heads, last, target, anchors, hidden):
+    """Every row at once, the weights by hand; for autograd."""
+    values, alphas = {}, {}
     for depth, (head, anchor, h) in enumerate(zip(heads, anchors, hidden, strict=True), 1):
         teacher = target(last.flatten(0, 1)[anchor + depth])
-        total = total + rate ** (depth - 1) * reference(name, head(h), teacher, head.d2t).sum()
-    return total
+        rows = reference(name, head(h), teacher, head.d2t)
+        accepted = 1 - reference("tv", head(h), teacher, head.d2t).detach()
+        for a, value, alpha in zip(anchor.tolist(), rows, accepted.tolist(), strict=True):
+            values[a, depth], alphas[a, depth] = value, alpha
+    return sum(weight_by_hand(weights, alphas, a, depth) * value for (a, depth), value in values.items())
+
+
+def weight_by_hand(weights, alphas, anchor, depth) -> float:
+    """Sum over the depths from this one on of the product up to there."""
+    if weights == "decay":
+        return 0.7 ** (depth - 1)
+    s = {"streak": 0.1, "dpace": 0.5}[weights]
+    last = max(j for a, j in alphas if a == anchor)
+    smooth = {j: (1 - s) * alphas[anchor, j] + s for j in range(1, last + 1)}
+    if weights == "streak":
+        smooth[depth] = 1.0  # the derivative with respect to its own
+    return sum(math.prod(smooth[i] for i in range(1, j + 1)) for j in range(depth, last + 1))
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("vocabulary", ["full", "reduced"])
+@pytest.mark.parametrize("heads", ["frozen", "shared", "own"])
+@pytest.mark.parametrize("chunk", [2, 0])
+def test_every_gradient_is_that_of_the_whole_loss(name, weights, vocabulary, heads, chunk, case):
+    target, last, anchors, hidden = case
+    torch.manual_seed(3)
+    own = [drafted(target, vocabulary) for _ in anchors]
+    if heads != "frozen":
+        leaf = lambda t: torch.randn_like(t).requires_grad_()  # noqa: E731
+        own = [dataclasses.replace(g, weight=leaf(g.weight), bias=leaf(g.bias)) for g in own]
+    if heads == "shared":
+        own = own[:1] * len(anchors)
+    leaves = [h.clone().requires_grad_() for h in hidden]
+    if heads != "frozen":
+        leaves += list({id(w): w for head in own for w in (head.weight, head.bias)}.values())
+    given = [
+        DraftStep(h, a, j, g, {}) for j, (h, a, g) in enumerate(zip(leaves, anchors, own, strict=False), 1)
+    ]
+    total, _ = Objective(DIVERGENCES[name], WEIGHTS[weights], chunk)(given, last, target, {})
+    want = loss_by_the_book(name, weights, own, last, target, anchors, leaves[:3])
+    torch.testing.assert_close(total, want, rtol=0, atol=1e-12)
+    got = torch.autograd.grad(total, leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(want, leaves), rtol=0, atol=1e-12)
+
+
+def test_a_head_that_trains_leaves_the_targets_alone(case):
+    """Nor does what is upstream of frozen hidden states get anything."""
+    target, last, anchors, hidden = case
+    mine = dataclasses.replace(target, weight=target.weight.clone().requires_grad_(), bias=None)
+    theirs = dataclasses.replace(target, weight=target.weight.clone().requires_grad_())
+    total, _ = Objective(kl, constant)(steps(mine, anchors, hidden), last, theirs, {})
+    (2 * total).backward()
+    assert mine.weight.grad.abs().max() > 1e-3
+    assert theirs.weight.grad is None
+    assert all(h.grad is None for h in hidden)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("vocabulary", ["full", "reduced"])
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("chunk", [2, 0])
-def test_heads_that_train_get_the_gradient_of_the_whole_loss(name, vocabulary, shared, chunk, case):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lower_precision_rounds_and_no_more(name, vocabulary, dtype, case):
+    """Against full precision on the same, rounded numbers."""
     target, last, anchors, hidden = case
-    leaf = lambda *shape: torch.randn(*shape, dtype=torch.float64).requires_grad_()  # noqa: E731
-    torch.manual_seed(3)
-    d2t = torch.tensor(REDUCED) if vocabulary == "reduced" else None
-    size = V if d2t is None else len(d2t)
-    heads = [Head(leaf(size, D), leaf(size), 0.7, 5.0, d2t) for _ in anchors]
-    heads = [heads[0]] * len(anchors) if shared else heads
-    frozen = dataclasses.replace(target, weight=target.weight.clone().requires_grad_())
-    leaves = [h.clone().requires_grad_() for h in hidden]
-    weights = list({id(w): w for head in heads for w in (head.weight, head.bias)}.values())
-    given = [
-        DraftStep(h, a, j, g, {}) for j, (h, a, g) in enumerate(zip(leaves, anchors, heads, strict=True), 1)
-    ]
-    total, _ = Objective(DIVERGENCES[name], partial(decay, rate=0.7), chunk)(given, last, frozen, {})
-    want = loss_by_the_book(name, heads, last, target, anchors, leaves)
-    torch.testing.assert_close(total, want, rtol=0, atol=1e-12)
-    got = torch.autograd.grad(total, leaves + weights)
-    torch.testing.assert_close(got, torch.autograd.grad(want, leaves + weights), rtol=0, atol=1e-12)
-    (2 * Objective(DIVERGENCES[name], constant, chunk)(given, last, frozen, {})[0]).backward()
-    assert frozen.weight.grad is None
-    assert all(w.grad is not None for w in weights)
+    low = lambda t: t.to(dtype)  # noqa: E731
+    results = []
+    for cast in (low, lambda t: t.to(dtype).double()):
+        head = dataclasses.replace(target, weight=cast(target.weight), bias=cast(target.bias))
+        own = drafted(head, vocabulary)
+        own = dataclasses.replace(own, weight=own.weight.clone().requires_grad_())
+        leaves = [cast(h).requires_grad_() for h in hidden]
+        total, _ = Objective(DIVERGENCES[name], WEIGHTS["dpace"], 3)(
+            steps(own, anchors, leaves), cast(last), head, {}
+        )
+        total.backward()
+        assert all(w.grad.dtype == w.dtype for w in (*leaves, own.weight))
+        results.append((total, own.weight.grad, *(h.grad for h in leaves)))
+    limit = 1e-5 if dtype == torch.float32 else 0.06
+    for got, want in zip(*results, strict=True):
+        assert (got.double() - want).abs().max() <= limit * want.abs().max().clamp_min(0.1)
+
+
+def test_no_block_is_larger_than_a_chunk():
+    """Neither logits nor a head's gradient are ever made for all rows at once."""
+    tokens, width, vocab, chunk = 96, 8, 160, 12
+    target = Head(torch.randn(vocab, width))
+    own = Head(torch.randn(vocab, width).requires_grad_(), torch.zeros(vocab, requires_grad=True))
+    anchors = [torch.arange(tokens - j) for j in (1, 2, 3)]
+    hidden = [torch.randn(len(a), width, requires_grad=True) for a in anchors]
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    self.numel = max(self.numel, tensor.numel())
+            return out
+
+    for name in DIVERGENCES:
+        for weights in WEIGHTS.values():
+            with Largest() as seen:
+                objective = Objective(DIVERGENCES[name], weights, chunk)
+                objective(steps(own, anchors, hidden), torch.randn(1, tokens, width), target, {})[
+                    0
+                ].backward()
+            assert seen.numel == chunk * vocab, name
 
 
 def test_a_token_outside_the_draft_vocabulary_is_a_miss(case):
@@ -147,7 +285,7 @@ def test_a_token_outside_the_draft_vocabulary_is_a_miss(case):
     # Logits are the hidden states: the draft that is the target's own row, cut to what it knows.
     head = Head(torch.eye(len(REDUCED), dtype=torch.float64), d2t=ids)
     given = steps(head, anchors, [t[:, ids] for t in teachers])
-    _, scored = Objective(kl, constant)(given, last, target, {})
+    _, scored = Objective(tv, constant)(given, last, target, {})
     for row, teacher in zip(scored, teachers, strict=True):
         p = teacher.softmax(-1)
         known = sum(best in REDUCED for best in p.argmax(-1).tolist())
@@ -166,14 +304,16 @@ def test_a_perfect_draft_costs_nothing(case):
     assert all(g.abs().max() < 1e-12 for g in torch.autograd.grad(total, perfect))
 
 
-def test_a_token_the_target_rules_out_adds_nothing(case):
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_token_the_target_rules_out_leaves_all_finite(name, dtype, case):
     _, last, anchors, hidden = case
-    bias = torch.zeros(V, dtype=torch.float64)
+    bias = torch.zeros(V, dtype=dtype)
     bias[3] = -torch.inf
-    head = Head(torch.ones(V, D, dtype=torch.float64), bias)
-    plain = dataclasses.replace(head, bias=torch.zeros(V, dtype=torch.float64))
-    leaves = [h.clone().requires_grad_() for h in hidden]
-    total, _ = Objective(kl, constant)(steps(plain, anchors, leaves), last, head, {})
+    head = Head(torch.ones(V, D, dtype=dtype), bias)
+    plain = dataclasses.replace(head, bias=torch.zeros(V, dtype=dtype))
+    leaves = [h.to(dtype).requires_grad_() for h in hidden]
+    total, _ = Objective(DIVERGENCES[name], constant)(steps(plain, anchors, leaves), last.to(dtype), head, {})
     assert torch.isfinite(total)
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(total, leaves))
 
@@ -195,8 +335,3 @@ def test_autocast_leaves_the_sum_in_full_precision(case):
     assert total.dtype == torch.float32
     want = sum(decay(row.depth, 0.8) * row.divergence for row in scored)
     assert total.item() == pytest.approx(want, rel=1e-6)
-
-
-def test_weights():
-    assert [constant(j) for j in (1, 2, 3)] == [1.0, 1.0, 1.0]
-    assert [decay(j, 0.5) for j in (1, 2, 3)] == [1.0, 0.5, 0.25]

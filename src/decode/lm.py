@@ -48,10 +48,10 @@ class Head:
             z = z * self.scale
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of `shape`, from its values."""
+    def slope(self, logits: Tensor) -> Tensor | float | None:
+        """Derivative of `shape` from its values; None where it is 1."""
         if self.softcap is None:
-            return self.scale
+            return None if self.scale == 1.0 else self.scale
         return (1 - (logits / self.softcap) ** 2) * self.scale
 
     def target_ids(self, ids: Tensor) -> Tensor:

@@ -1,94 +1,25 @@
 """How far a draft's law is from the target's: values, and gradients with respect to the logits.
 
-p is the target's law, q the draft's. A draft may know fewer tokens than the target; V' are its
-own. p is then p on these tokens, never renormalised: it sums to `mass` < 1, and what is left over
-are misses, which the draft can neither propose nor be taught.
+p is the target's law, q the draft's, alpha = sum min(p, q) the chance that a token drawn from q is
+accepted. Sums run over the draft's tokens. A draft may know fewer than the target: p is then p on
+those it knows, never renormalised. Its sum, `mass`, is below 1, and the rest are misses: the draft
+can neither propose nor be taught them. For logits z and g = dL/dq, dL/dz = q (g - sum q g).
+
+Gradients are closed formulas because the blocks are large: each pass over one counts, and what a
+divergence was given it overwrites.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Where = slice | Tensor  # which rows of a chunk
-
-
-class Law:
-    """The target's law at the rows of a chunk, seen from one draft vocabulary.
-
-    Args:
-        logits: (R, V) the target's.
-        p: (R, V) their softmax.
-        norm: (R,) their logarithmic normaliser.
-        best: (R,) the likeliest token.
-        d2t: (V',) the target's id of each draft token, or None where the vocabularies are one.
-    """
-
-    def __init__(self, logits: Tensor, p: Tensor, norm: Tensor, best: Tensor, d2t: Tensor | None) -> None:
-        self._logits, self._norm, self._d2t = logits, norm, d2t
-        self.whole = d2t is None
-        self.p = p if d2t is None else p.index_select(1, d2t)  # (R, V')
-        self.mass = self.p.sum(-1)  # (R,)
-        self.best = self._draft_ids(best)
-
-    def _draft_ids(self, ids: Tensor) -> Tensor:
-        """The draft's ids of the target's; -1 where it has none."""
-        if self._d2t is None:
-            return ids
-        t2d = self._logits.new_full((self._logits.shape[1],), -1, dtype=torch.long)
-        t2d[self._d2t] = torch.arange(len(self._d2t), device=t2d.device)
-        return t2d[ids]
-
-    @cached_property
-    def negentropy(self) -> Tensor:
-        """(R,) sum over the draft's tokens of p log p."""
-        # A token of probability zero adds nothing: 0 log 0 = 0.
-        return torch.xlogy(self.p, self.p).sum(-1)
-
-
-class Teacher:
-    """Some rows of a `Law`; M of them.
-
-    Attributes:
-        whole: the draft knows all of the target's tokens.
-    """
-
-    def __init__(self, law: Law, where: Where) -> None:
-        self._law, self._where, self.whole = law, where, law.whole
-
-    @cached_property
-    def p(self) -> Tensor:
-        """(M, V') not to be written to."""
-        return self._law.p[self._where]
-
-    @cached_property
-    def mass(self) -> Tensor:
-        """(M,) sum of p."""
-        return self._law.mass[self._where]
-
-    @cached_property
-    def best(self) -> Tensor:
-        """(M,) draft id of the target's likeliest token, -1 for a miss."""
-        return self._law.best[self._where]
-
-    @property
-    def negentropy(self) -> Tensor:
-        """(M,) sum of p log p."""
-        return self._law.negentropy[self._where]
-
-
-class Student(NamedTuple):
-    """The draft's law at M rows; the blocks may be overwritten."""
-
-    logits: Tensor  # (M, V')
-    q: Tensor  # (M, V') their softmax
-    norm: Tensor  # (M,) their logarithmic normaliser
-    alpha: Tensor  # (M,) sum of min(p, q)
-
+from decode.errors import UserError
+from distill.laws import Student, Teacher
 
 # Returns the (M,) values in nats and their (M, V') gradients with respect to the draft's logits.
 Divergence = Callable[[Student, Teacher], tuple[Tensor, Tensor]]
@@ -111,3 +42,125 @@ def ce(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     value = (student.norm - student.logits.gather(1, at)[:, 0]) * known
     q = student.q if teacher.whole else student.q.mul_(known[:, None])
     return value, q.scatter_add_(1, at, -known[:, None])
+
+
+@dataclass(frozen=True)
+class TopK:
+    """- sum over the target's `k` likeliest tokens of p log q; gradient q sum p - p on them.
+
+    HASS's harmonised objective (arXiv:2408.15766, equation 4). Those of the k that the draft does
+    not know are misses and add nothing.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise UserError(f"objective.k={self.k}: must be at least 1")
+
+    def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        p, ids = teacher.top(self.k)  # (M, k)
+        p, at = p * (ids >= 0), ids.clamp_min(0)
+        value = (p * (student.norm[:, None] - student.logits.gather(1, at))).sum(-1)
+        return value, student.q.mul_(p.sum(-1, keepdim=True)).scatter_add_(1, at, -p)
+
+
+@dataclass(frozen=True)
+class ReverseKL:
+    """KL(q || p) = sum q log(q / p); gradient q (log(q / p) - KL). Exact in a reduced vocabulary.
+
+    It is infinite where p has zeros, as masked tokens do, so p counts as `floor` at least.
+    """
+
+    floor: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.floor < 1:
+            raise UserError(f"objective.floor={self.floor}: a probability between 0 and 1")
+
+    def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        gap = student.logits.sub_(student.norm[:, None])
+        gap -= teacher.log_p.clamp_min(math.log(self.floor))
+        value = (student.q * gap).sum(-1)
+        return value, student.q.mul_(gap.sub_(value[:, None]))
+
+
+@dataclass(frozen=True)
+class JSD:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
+
+    Generalised Jensen-Shannon divergence (GKD, arXiv:2306.13649; DistillSpec, arXiv:2310.08461);
+    gradient q (G - sum q G), G = (1 - beta) log(q / m). A miss costs beta log(1 / beta) p, as in
+    the whole vocabulary, where q = 0 there.
+    """
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < 1:
+            raise UserError(f"objective.beta={self.beta}: between 0 and 1; its ends are kl and reverse_kl")
+
+    def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        q, beta = student.q, self.beta
+        log_m = torch.lerp(q, teacher.p, beta).clamp_min_(torch.finfo(q.dtype).tiny).log_()
+        value = beta * (teacher.p * (teacher.log_p - log_m)).sum(-1)
+        gap = student.logits.sub_(student.norm[:, None]).sub_(log_m)
+        from_q = (q * gap).sum(-1)
+        value += (1 - beta) * from_q - beta * math.log(beta) * (1 - teacher.mass)
+        return value, q.mul_(gap.sub_(from_q[:, None])).mul_(1 - beta)
+
+
+def tv(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """Total variation, 1 - alpha, misses included; gradient -q (1[q < p] - sum q 1[q < p]).
+
+    What the token rule rejects, but nearly flat while q is far from p: the gradient carries q.
+    """
+    below, mass = _below(student, teacher, student.logits)
+    return 1 - student.alpha, student.q.mul_(mass).sub_(below)
+
+
+def lk(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """- log alpha; the gradient of `tv` over alpha, whose shares of alpha are at most 1.
+
+    In logarithms throughout: neither value nor gradient is lost where q and p hardly overlap. With
+    a one-hot p it is the cross-entropy.
+    """
+    log_q, log_p = student.logits.sub_(student.norm[:, None]), teacher.log_p
+    below = torch.lt(log_q, log_p, out=torch.empty_like(log_q))
+    least = torch.minimum(log_q, log_p, out=log_q)
+    value = -least.logsumexp(-1)
+    below *= least.add_(value[:, None]).exp_()
+    return value, student.q.mul_(below.sum(-1, keepdim=True)).sub_(below)
+
+
+@dataclass(frozen=True)
+class LKHybrid:
+    """w KL(p || q) + (1 - w) (1 - alpha) with w = exp(-decay alpha), held constant.
+
+    KL teaches a draft that is far off, total variation one that is near. As in vLLM's speculators
+    (`lk_hybrid`, decay 3).
+    """
+
+    decay: float
+
+    def __post_init__(self) -> None:
+        if self.decay < 0:
+            raise UserError(f"objective.decay={self.decay}: must be at least 0")
+
+    def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        w = (-self.decay * student.alpha).exp()
+        below, mass = _below(student, teacher, torch.empty_like(student.q))
+        near = below.sub_(student.q * mass).mul_((w - 1)[:, None])
+        value, slope = kl(student, teacher)
+        return w * value + (1 - w) * (1 - student.alpha), slope.mul_(w[:, None]).add_(near)
+
+
+def _below(student: Student, teacher: Teacher, out: Tensor) -> tuple[Tensor, Tensor]:
+    """(M, V') q where it is below p, else 0, and its sum (M, 1)."""
+    # Into floating point: a comparison to bool and a `where` each cost several times as much.
+    below = torch.lt(student.q, teacher.p, out=out).mul_(student.q)
+    return below, below.sum(-1, keepdim=True)

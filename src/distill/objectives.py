@@ -2,13 +2,13 @@
 
 Logits exist only in chunks: the target's rows of a few positions are made once, every depth that
 answers them is scored against them and differentiated down to its hidden states and its head, and
-all of it is dropped before the next few. Memory never holds more than a few (rows, V) blocks, in
-buffers that are made once, and a chunk that fits the cache is also the fastest.
+all of it is dropped before the next few. Memory never holds more than a few (rows, V) blocks, and
+a chunk that fits the cache is also the fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,26 +16,15 @@ import torch
 from torch import Tensor
 
 from decode.lm import Head
-from distill.divergences import Divergence, Law, Student, Teacher
+from distill.divergences import Divergence
+from distill.laws import Sweep
+from distill.weighting import RowWeights, Weights
 from drafters.base import DraftStep
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # of one (rows, V) block; on a CPU it should fit the cache
-# With fewer, a product spends its time on reading the head: 128 rows of a vocabulary of 128k make
-# 64 MB, and that is why the vocabulary itself is never cut.
+# Below this, a product mostly reads the head. 128 rows of a vocabulary of 128k are 64 MB, some five
+# of which exist at a time: rows suffice, and no logit is made twice for a normaliser.
 LEAST_ROWS = 128
-
-Weights = Callable[[int], float]
-
-
-def constant(depth: int) -> float:
-    """Every depth counts the same."""
-    del depth
-    return 1.0
-
-
-def decay(depth: int, rate: float) -> float:
-    """rate^(depth - 1); Medusa and EAGLE-3 use 0.8 (arXiv:2401.10774, arXiv:2503.01840)."""
-    return rate ** (depth - 1)
 
 
 class Scored(NamedTuple):
@@ -54,8 +43,8 @@ class Objective:
 
     Args:
         divergence: per row, with its gradient.
-        weights: what a depth counts.
-        chunk: rows whose logits exist at one time; 0 chooses by `CHUNK_BYTES`.
+        weights: what a row counts.
+        chunk: teacher rows whose logits exist at one time; 0 chooses by `CHUNK_BYTES`.
     """
 
     divergence: Divergence
@@ -63,186 +52,133 @@ class Objective:
     chunk: int = 0
 
     def __call__(
-        self, steps: Iterable[DraftStep], last: Tensor, head: Head, aux_weights: Mapping[str, float]
+        self,
+        steps: Iterable[DraftStep],
+        last: Tensor,
+        head: Head,
+        aux_weights: Mapping[str, float],
+        progress: float = 1.0,
     ) -> tuple[Tensor, list[Scored]]:
         """The undivided sum and what to log.
 
         Args:
-            steps: of `Drafter.unroll`, anchors ascending.
+            steps: of `Drafter.unroll`, depths and anchors ascending.
             last: (B, T, D) the target head's input; the teacher row of anchor a at depth j is
                 `head(last[a + j])`.
-            head: the target's.
+            head: the target's; it never trains.
             aux_weights: name -> weight of auxiliary losses.
+            progress: share of the training steps that are done, for weights that warm up.
         """
         taken = list(steps)
         if not taken:
             return last.new_zeros((), dtype=torch.promote_types(last.dtype, torch.float32)), []
-        learned = {id(w): w for step in taken for w in _learned(step.head)}
+        learned = {id(w): w for step in taken for w in (step.head.weight, step.head.bias) if _learns(w)}
         inputs = [step.hidden for step in taken] + list(learned.values())
-        total, sums = _Chunked.apply(self, taken, last.flatten(0, 1), head, *inputs)
-        for step in taken:
+        total, sums, *weights = _Chunked.apply(self, taken, last.flatten(0, 1), head, progress, *inputs)
+        for step, weight in zip(taken, weights, strict=True):
             for name, rows in step.aux.items():
-                total = total + self.weights(step.depth) * aux_weights[name] * rows.to(total.dtype).sum()
+                total = total + aux_weights[name] * (weight * rows.to(total.dtype)).sum()
         scored = [
             Scored(step.depth, len(step.anchor), *row) for step, row in zip(taken, sums.tolist(), strict=True)
         ]
         return total, scored
 
     def rows(self, head: Head) -> int:
-        """Rows of a chunk."""
+        """Teacher rows of a chunk."""
         budget = CHUNK_BYTES.get(head.weight.device.type, CHUNK_BYTES["cuda"])
         return self.chunk or max(LEAST_ROWS, budget // (4 * head.weight.shape[0]))
 
+    def weigh(self, steps: Sequence[DraftStep], alphas: Sequence[Tensor], progress: float) -> list[Tensor]:
+        """(M,) weights of every step's rows, from their alphas where the weights read them."""
+        if not isinstance(self.weights, RowWeights):
+            return [torch.full_like(a, self.weights(s.depth)) for s, a in zip(steps, alphas, strict=True)]
+        anchors = torch.cat([step.anchor for step in steps]).unique()
+        alpha = alphas[0].new_zeros(len(anchors), len(steps))  # (A, K)
+        present = torch.zeros_like(alpha, dtype=torch.bool)
+        places = [torch.searchsorted(anchors, step.anchor) for step in steps]
+        for k, (place, own) in enumerate(zip(places, alphas, strict=True)):
+            alpha[place, k], present[place, k] = own, True
+        weights = self.weights(alpha, present, progress)
+        return [weights[place, k] for k, place in enumerate(places)]
 
-def _learned(head: Head) -> list[Tensor]:
-    return [w for w in (head.weight, head.bias) if w is not None and w.requires_grad]
+
+def _learns(weight: Tensor | None) -> bool:
+    return weight is not None and weight.requires_grad
 
 
 class _Chunked(torch.autograd.Function):
-    """Weighted sum of divergences; the gradients are made in the forward pass, chunk by chunk."""
+    """Weighted sum of divergences; the gradients are made in the forward pass, chunk by chunk.
+
+    A row's weight only scales its gradient, so hidden states are differentiated first and weighted
+    after. A head's gradient adds rows up: where it trains and weights need the alphas of all
+    depths, a sweep of its own, without a gradient, makes these first.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, objective: Objective, steps: Sequence[DraftStep], last: Tensor, head: Head, *inputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(steps[0].hidden.dtype, torch.float32)
-        gradients = [torch.empty_like(h) for h in inputs[: len(steps)]]
-        learned = {
-            id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
-            for w in inputs[len(steps) :]
+        ctx: Any,
+        objective: Objective,
+        steps: Sequence[DraftStep],
+        last: Tensor,
+        head: Head,
+        progress: float,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        count, wide = len(steps), torch.promote_types(inputs[0].dtype, torch.float32)
+        hidden, learned = inputs[:count], inputs[count:]
+        needed = [torch.empty_like(h) if h.requires_grad else None for h in hidden]
+        into = {
+            id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in learned
         }
-        sums = torch.zeros(len(steps), 3, dtype=wide, device=last.device)
-        weights = [objective.weights(step.depth) for step in steps]
-        sweep = _Sweep(steps, last, head, objective.rows(head), wide)
-        # What autocast would do is done by hand, once for a whole head.
+        # Per row: divergence, agreement, alpha.
+        rows = [torch.zeros(3, len(h), dtype=wide, device=h.device) for h in hidden]
+        sweep = Sweep(steps, last, head, wide, objective.rows(head))
+        late = isinstance(objective.weights, RowWeights)
+        # What autocast would do to products, the sweep does.
         with torch.autocast(last.device.type, enabled=False):
-            for i, part, hidden, student, teacher in sweep:
-                own = steps[i].head
-                agreed = sweep.best(student.logits) == teacher.best
+            if late and learned:
+                for piece in sweep:
+                    rows[piece.step][2, piece.rows] = piece.student.alpha
+            weights = objective.weigh(steps, [r[2] for r in rows], progress)
+            for i, part, states, student, teacher in sweep:
+                own, agreed = steps[i].head, student.best == teacher.best
                 behind = own.slope(student.logits)
                 value, slope = objective.divergence(student, teacher)
-                slope = slope if isinstance(behind, float) and behind == 1.0 else slope.mul_(behind)
-                sums[i] += torch.stack([value.sum(), agreed.sum().to(wide), student.alpha.sum()])
-                slope = slope.to(hidden.dtype)
-                torch.mul(slope @ sweep.weight(own), weights[i], out=gradients[i][part])
-                if id(own.weight) in learned:
-                    _add_product(learned[id(own.weight)], slope, hidden * weights[i])
-                if id(own.bias) in learned:
-                    learned[id(own.bias)].add_(slope.sum(0), alpha=weights[i])
-        gradients += [learned[id(w)].to(w.dtype) for w in inputs[len(steps) :]]
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(sums)
-        # A product and a sum: autocast would round a matrix product to bfloat16.
-        return (sums[:, 0] * torch.tensor(weights, dtype=wide, device=last.device)).sum(), sums
+                rows[i][:, part] = torch.stack([value, agreed.to(wide), student.alpha])
+                if behind is not None:
+                    slope *= behind
+                slope = slope.to(states.dtype)
+                if (gradient := needed[i]) is not None:
+                    gradient[part] = slope @ sweep.weight(own)
+                _add_to_head(into, own, slope, states, weights[i][part, None])
+            if late and not learned:
+                weights = objective.weigh(steps, [r[2] for r in rows], progress)
+        for gradient, weight in zip(needed, weights, strict=True):
+            if gradient is not None:
+                gradient.mul_(weight[:, None])
+        ctx.save_for_backward(*needed, *(into[id(w)].to(w.dtype) for w in learned))
+        sums = torch.stack([r.sum(1) for r in rows])  # (K, 3)
+        ctx.mark_non_differentiable(sums, *weights)
+        # Products and sums: autocast would round a matrix product to bfloat16.
+        total = torch.stack([(w * r[0]).sum() for w, r in zip(weights, rows, strict=True)]).sum()
+        return total, sums, *weights
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        del grad_sums
-        gradients = ctx.saved_tensors
-        return None, None, None, None, *(g * grad_total.to(g.dtype) for g in gradients)
+    def backward(ctx: Any, grad_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        del unused
+        scaled = (None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors)
+        return None, None, None, None, None, *scaled
 
 
-def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
-    """`total` (V', D) += slope (M, V')^T hidden (M, D)."""
-    if total.dtype == slope.dtype:
-        total.addmm_(slope.mT, hidden)
-    else:
-        total.add_(slope.mT @ hidden)
-
-
-class _Sweep:
-    """Both laws at the rows of every step, chunk by chunk.
-
-    Args:
-        steps: whose rows are scored.
-        last: (B * T, D) the target head's input.
-        head: the target's.
-        size: teacher rows of a chunk.
-        dtype: of the laws.
-    """
-
-    def __init__(
-        self, steps: Sequence[DraftStep], last: Tensor, head: Head, size: int, dtype: torch.dtype
-    ) -> None:
-        self._steps, self._last, self._head, self._size, self._dtype = steps, last, head, size, dtype
-        self._weights: dict[int, Tensor] = {}
-        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        kind = last.device.type
-        self._product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-    def __iter__(self) -> Iterator[tuple[int, slice, Tensor, Student, Teacher]]:
-        """(step, its rows, their hidden states, the draft's law, the target's)."""
-        # Teacher rows in order, each once; the rows of a step are a run of them.
-        answered = [step.anchor + step.depth for step in self._steps]
-        positions = torch.cat(answered).unique()
-        places = [torch.searchsorted(positions, a) for a in answered]
-        starts = torch.arange(0, len(positions), self._size, device=positions.device)
-        bounds = torch.cat([starts, starts.new_tensor([len(positions)])])
-        cuts = torch.stack([torch.searchsorted(place, bounds) for place in places]).tolist()
-        for n, start in enumerate(starts.tolist()):
-            logits, p, norm, best = self._teach(positions[start : start + self._size])
-            laws: dict[int, Law] = {}
-            for i, (step, place) in enumerate(zip(self._steps, places, strict=True)):
-                part = slice(cuts[i][n], cuts[i][n + 1])
-                if part.start == part.stop:
-                    continue
-                d2t = step.head.d2t
-                if id(d2t) not in laws:
-                    laws[id(d2t)] = Law(logits, p, norm, best, d2t)
-                where = slice(None) if part.stop - part.start == len(p) else place[part] - start
-                teacher = Teacher(laws[id(d2t)], where)
-                hidden = step.hidden[part].to(self.weight(step.head).dtype)
-                yield i, part, hidden, self._learn(step.head, hidden, teacher), teacher
-
-    def _teach(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        weight = self.weight(self._head)
-        logits = self._logits("p", self._head, self._last[positions].to(weight.dtype))
-        p = torch.softmax(logits, -1, out=self._buffer("law p", logits))
-        return logits, p, _norm(logits, p), self.best(logits)
-
-    def _learn(self, head: Head, hidden: Tensor, teacher: Teacher) -> Student:
-        logits = self._logits("q", head, hidden)
-        q = torch.softmax(logits, -1, out=self._buffer("law q", logits))
-        alpha = torch.minimum(teacher.p, q, out=self._buffer("least", logits)).sum(-1)
-        return Student(logits, q, _norm(logits, q), alpha)
-
-    def weight(self, head: Head) -> Tensor:
-        """A head's weight, as products read it."""
-        key = id(head.weight)
-        if key not in self._weights:
-            self._weights[key] = head.weight.detach().to(self._product or head.weight.dtype)
-        return self._weights[key]
-
-    def _logits(self, name: str, head: Head, hidden: Tensor) -> Tensor:
-        weight = self.weight(head)
-        out = self._buffer(name, hidden, len(weight))
-        if head.bias is None:
-            torch.mm(hidden, weight.mT, out=out)
+def _add_to_head(
+    into: Mapping[int, Tensor], head: Head, slope: Tensor, hidden: Tensor, weight: Tensor
+) -> None:
+    """Add a chunk's share to what trains of a head: (M, V') slopes, (M, D) states, (M, 1) weights."""
+    if (total := into.get(id(head.weight))) is not None:
+        hidden = hidden * weight.to(hidden.dtype)  # the narrower side
+        if total.dtype == slope.dtype:
+            total.addmm_(slope.mT, hidden)
         else:
-            torch.addmm(head.bias.detach().to(hidden.dtype), hidden, weight.mT, out=out)
-        return head.shape(out).to(self._dtype)
-
-    def _buffer(self, name: str, like: Tensor, width: int = 0) -> Tensor:
-        """Memory for as many rows: new blocks cost as much as a pass over them."""
-        width = width or like.shape[1]
-        key = (name, width, like.dtype)
-        if key not in self._buffers:
-            self._buffers[key] = like.new_empty(self._size, width)
-        return self._buffers[key][: len(like)]
-
-    @staticmethod
-    def best(rows: Tensor) -> Tensor:
-        """(M, V) -> (M,) the first of the largest. By blocks: argmax alone costs more than a softmax."""
-        vocab, width = rows.shape[1], 64
-        whole = vocab - vocab % width
-        tops = [rows[:, :whole].unflatten(1, (-1, width)).amax(-1)] if whole else []
-        if whole < vocab:
-            tops.append(rows[:, whole:].amax(-1, keepdim=True))
-        block = torch.cat(tops, 1).argmax(-1, keepdim=True)  # (M, 1)
-        inside = (block * width + torch.arange(width, device=rows.device)).clamp_max(vocab - 1)
-        return inside.gather(1, rows.gather(1, inside).argmax(-1, keepdim=True))[:, 0]
-
-
-def _norm(logits: Tensor, law: Tensor) -> Tensor:
-    """(M,) logsumexp, from the softmax: it is 1 / sum exp(z - max) at the maximum."""
-    return logits.amax(-1) - law.amax(-1).log()
+            total.add_(slope.mT @ hidden)
+    if head.bias is not None and (total := into.get(id(head.bias))) is not None:
+        total.add_((slope.to(total.dtype) * weight).sum(0))

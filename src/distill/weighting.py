@@ -1,0 +1,104 @@
+"""What a supervised (anchor, depth) counts: by its depth alone, or by how far the draft gets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+
+DepthWeights = Callable[[int], float]
+
+
+def constant(depth: int) -> float:
+    """Every depth counts the same."""
+    del depth
+    return 1.0
+
+
+def decay(depth: int, rate: float) -> float:
+    """rate^(depth - 1); Medusa and EAGLE-3 use 0.8 (arXiv:2401.10774, arXiv:2503.01840)."""
+    return rate ** (depth - 1)
+
+
+@dataclass(frozen=True)
+class RowWeights(ABC):
+    """Weights from the acceptance alpha_j of all depths of the same anchor, held constant.
+
+    Products of alphas vanish while a draft is poor, and then nothing past depth 1 learns. So they
+    are made of (1 - s) alpha + s, and s falls from 1 (each depth counts as many depths as follow
+    it, itself included) to `smoothing` during the first `warmup` of the steps.
+
+    Args:
+        smoothing: s after the warm-up, from 0 (exact) to 1.
+        warmup: share of the training steps.
+    """
+
+    smoothing: float
+    warmup: float
+
+    def __post_init__(self) -> None:
+        for name in ("smoothing", "warmup"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"weights.{name}={getattr(self, name)}: must be from 0 to 1")
+
+    def __call__(self, alpha: Tensor, present: Tensor, progress: float) -> Tensor:
+        """Weigh the anchors' depths.
+
+        Args:
+            alpha: (A, K) of every anchor, depth 1 first.
+            present: (A, K) bool; an anchor's streak ends before a depth that it lacks.
+            progress: share of the training steps that are done.
+        """
+        s = self.smoothing
+        if progress < self.warmup:
+            s = 1 - (1 - s) * progress / self.warmup
+        return self._weigh((alpha * (1 - s) + s) * present)
+
+    @abstractmethod
+    def _weigh(self, alpha: Tensor) -> Tensor:
+        """(A, K) smoothed alphas, 0 where there is no depth -> (A, K) weights."""
+
+
+class Streak(RowWeights):
+    """w_i = d/d alpha_i of sum_j prod_{l <= j} alpha_l, the expected accepted length.
+
+    Streak-distillation (SpecDiff-2, arXiv:2511.00606), with the acceptance of the token rule in
+    place of q(x): with objective `tv` and no smoothing the gradient is exactly that of
+    - sum_j prod_{l <= j} alpha_l. Where p is one-hot, alpha is q(x), and it is the paper's.
+    """
+
+    def _weigh(self, alpha: Tensor) -> Tensor:
+        return _before(alpha) * _after(alpha)
+
+
+class DPace(RowWeights):
+    """w_i = sum_{j >= i} prod_{l <= j} alpha_l, for an objective that is a logarithm (`lk`, `ce`, `kl`).
+
+    D-PACE (arXiv:2605.18810; smoothing 0.5), with the acceptance of the token rule in place of the
+    label's probability. It is `Streak` times alpha_i: with `lk`, whose gradient is that of `tv`
+    over alpha, and no smoothing, the gradients are the same.
+    """
+
+    def _weigh(self, alpha: Tensor) -> Tensor:
+        return _before(alpha) * alpha * _after(alpha)
+
+
+Weights = DepthWeights | RowWeights
+
+
+def _before(alpha: Tensor) -> Tensor:
+    """(A, K) product of the alphas before each."""
+    return torch.cat([torch.ones_like(alpha[:, :1]), alpha[:, :-1]], 1).cumprod(1)
+
+
+def _after(alpha: Tensor) -> Tensor:
+    """(A, K) 1 + a_{i+1} + a_{i+1} a_{i+2} + ...; no division, so zeros are safe."""
+    sums = [torch.ones_like(alpha[:, 0])]
+    for following in alpha[:, 1:].unbind(1)[::-1]:
+        sums.append(1 + following * sums[-1])
+    return torch.stack(sums[::-1], 1)

@@ -1,0 +1,104 @@
+"""Corners of the divergences; their formulas are checked through the objective, in test_objectives."""
+
+import math
+
+import pytest
+import torch
+
+from decode.errors import UserError
+from distill.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, tv
+from distill.laws import Law, Student, Teacher, argmax
+
+
+def laws(p_logits, q_logits, d2t=None):
+    """Both laws of (M, V) and (M, V') logits."""
+    d2t = None if d2t is None else torch.tensor(d2t)
+    law = Law(p_logits, p_logits.softmax(-1), p_logits.logsumexp(-1), p_logits.argmax(-1), d2t)
+    q = q_logits.softmax(-1)
+    alpha = torch.minimum(law.p, q).sum(-1)
+    student = Student(q_logits.clone(), q, q_logits.logsumexp(-1), q_logits.argmax(-1), alpha)
+    return student, Teacher(law, slice(None))
+
+
+def far(dtype):
+    """Laws that all but exclude one another: e^-200 is no number in fp32."""
+    p = torch.tensor([[0.0, -1.0, -200.0, -201.0]], dtype=dtype)
+    return p, p.flip(-1)
+
+
+def test_likelihood_of_acceptance_is_lost_at_no_distance():
+    want = lk(*laws(*far(torch.float64)))
+    value, slope = lk(*laws(*far(torch.float32)))
+    assert value.item() == pytest.approx(want[0].item(), rel=1e-6)
+    assert slope.tolist()[0] == pytest.approx(want[1].tolist()[0], abs=1e-6)
+    assert slope.abs().sum() > 0.5
+    assert tv(*laws(*far(torch.float32)))[1].abs().max() == 0  # where tv teaches nothing
+
+
+def test_likelihood_of_acceptance_is_cross_entropy_to_one_hot_targets():
+    p = torch.full((2, 5), -torch.inf, dtype=torch.float64)
+    p[0, 1] = p[1, 4] = 0.0
+    q = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for got, want in zip(lk(*laws(p, q)), ce(*laws(p, q)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_reverse_kl_takes_no_probability_below_its_floor():
+    p = torch.tensor([[0.0, -torch.inf]])
+    value, slope = ReverseKL(1e-6)(*laws(p, torch.zeros(1, 2)))
+    want = 0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-6)
+    assert value.item() == pytest.approx(want, rel=1e-6)
+    assert slope[0, 1].item() == pytest.approx(0.5 * (math.log(0.5 / 1e-6) - want), rel=1e-6)
+
+
+def test_jensen_shannon_is_bounded_and_a_miss_costs_its_share():
+    p, q = far(torch.float32)
+    value, _ = JSD(0.5)(*laws(p, q))
+    assert value.item() == pytest.approx(math.log(2), rel=1e-6)
+    value, _ = JSD(0.5)(*laws(p, q[:, 2:], d2t=[2, 3]))  # the draft knows none of what is likely
+    assert value.item() == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_the_hybrid_is_kl_at_a_distance_and_total_variation_nearby():
+    p, q = far(torch.float64)
+    for hybrid, plain in zip(LKHybrid(3.0)(*laws(p, q)), kl(*laws(p, q)), strict=True):
+        torch.testing.assert_close(hybrid, plain)
+    near = p + torch.tensor([[0.0, 0.1, 0.0, 0.0]], dtype=torch.float64)
+    for hybrid, plain in zip(LKHybrid(1e3)(*laws(p, near)), tv(*laws(p, near)), strict=True):
+        torch.testing.assert_close(hybrid, plain)
+
+
+def test_a_top_k_longer_than_the_vocabulary_is_all_of_it():
+    p, q = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole, slope = TopK(100)(*laws(p, q))
+    student, teacher = laws(p, q)
+    torch.testing.assert_close(whole, kl(student, teacher)[0] - laws(p, q)[1].negentropy)
+    torch.testing.assert_close(slope, kl(*laws(p, q))[1])
+
+
+def test_where_the_likeliest_token_is_a_miss_nothing_is_taught():
+    p, q = far(torch.float64)
+    value, slope = ce(*laws(p, q[:, 2:], d2t=[2, 3]))
+    assert value.tolist() == [0.0]
+    assert slope.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 64, 65, 128, 1000])
+def test_argmax_by_blocks_is_the_first_of_the_largest(vocab):
+    dice = torch.Generator().manual_seed(vocab)
+    rows = torch.randint(7, (50, vocab), generator=dice).float()  # with many ties
+    assert argmax(rows).tolist() == [row.index(max(row)) for row in rows.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: JSD(1.0), r"objective\.beta=1\.0"),
+        (lambda: TopK(0), r"objective\.k=0"),
+        (lambda: ReverseKL(0.0), r"objective\.floor=0\.0"),
+        (lambda: LKHybrid(-1.0), r"objective\.decay=-1\.0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make, said):
+    with pytest.raises(UserError, match=said):
+        make()
