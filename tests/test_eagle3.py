@@ -10,9 +10,9 @@ from dense import dense
 from faces import K, V, both, random_rollouts, random_texts
 
 from decode.errors import UserError
+from drafters import unrolled
 from drafters.base import Batch, Text
 from drafters.eagle3 import Eagle3
-from drafters.fused import blocks
 
 OPTIONS = {
     "plain": {},
@@ -73,8 +73,8 @@ def test_an_unroll_of_supervised_anchors_is_the_dense_unroll(
     tiny_target, make_drafter, name, masks, monkeypatch
 ):
     """Values and gradients of all weights, with blocks of a few queries."""
-    monkeypatch.setattr("drafters.fused.LEAST", 3)
-    monkeypatch.setitem(blocks.__globals__["SCORES"], "cpu", 1)
+    monkeypatch.setattr("drafters.unrolled.LEAST", 3)
+    monkeypatch.setitem(unrolled.SCORES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter(name if name == "eagle" else "eagle3", target, depth=K, **OPTIONS.get(name, {}))
     mask = torch.tensor([[c == "1" for c in text] for text in masks])
@@ -195,3 +195,22 @@ def test_default_taps_are_a_low_a_middle_and_a_high_layer(tiny_target):
     for layers, want in [(7, (2, 3, 4)), (12, (2, 6, 9)), (32, (2, 16, 29))]:
         target = tiny_target(vocab=V, layers=layers, hidden=8)
         assert Eagle3.for_target(target, **SETTINGS | {"taps": None}).taps == want
+
+
+# -- HASS --------------------------------------------------------------------------------------
+
+
+def test_a_detached_depth_teaches_no_depth_before_it(tiny_target, make_drafter):
+    """The last depth's loss reaches the first depth's keys, but no further."""
+    slopes = {}
+    for name in ("eagle", "hass"):
+        target = tiny_target(vocab=V, layers=4, hidden=16)
+        drafter = make_drafter(name, target, depth=2)
+        texts = random_texts(1, 12)
+        read = target.read(texts)
+        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), read.taps, read.last)
+        first, second = drafter.unroll(batch, target)
+        torch.testing.assert_close(second.hidden, list(drafter.unroll(batch, target))[1].hidden)
+        (slopes[name],) = torch.autograd.grad(second.hidden.sum(), first.hidden, allow_unused=True)
+    assert slopes["eagle"] is not None
+    assert slopes["hass"] is None

@@ -37,6 +37,7 @@ EAGLE = {"drafter_name": "eagle"}
 EAGLE3 = {"drafter_name": "eagle3"}
 DENSE = "test_eagle3:test_an_unroll_of_supervised_anchors_is_the_dense_unroll"
 PATCHY = {"masks": ["010111011101", "111011000000"]}
+PLAINLY = PATCHY | {"name": "plain"}
 LM = {"drafter_name": "lm"}
 CHAIN = Plan(depth=3)
 BUSHY = {"drafter": FixedTrees(3), "plan": Plan(2, 2, 5)}
@@ -818,7 +819,7 @@ MUTANTS = {
         EAGLE,
     ),
     "an anchor forgets its own steps": Mutant(
-        "drafters.fused:_Attention.forward", "weight[..., n + i, None]", "weight[..., n, None]", FACES, EAGLE
+        "drafters.unrolled:_Attention.forward", "own[..., i, None]", "own[..., 0, None]", FACES, EAGLE
     ),
     "teacher row off by one": Mutant(
         "drafters.recurrent:Recurrent.unroll",
@@ -842,61 +843,57 @@ MUTANTS = {
         EAGLE | {"mask": "turns"},
     ),
     "an unrolled query sees past itself": Mutant(
-        "drafters.fused:_Part._hide",
-        "> place[:, None]",
-        "> 1 + place[:, None]",
-        DENSE,
-        PATCHY | {"name": "plain"},
+        "drafters.unrolled:_Heads._mask", "> place[:, None]", "> 1 + place[:, None]", DENSE, PLAINLY
     ),
     "a block's queries see what its first sees": Mutant(
-        "drafters.fused:blocks", "seen[last - 1] + 1,", "seen[first] + 1,", DENSE, PATCHY | {"name": "plain"}
+        "drafters.unrolled:blocks", "seen[last - 1] + 1,", "seen[first] + 1,", DENSE, PLAINLY
     ),
     "one text's keys are another's": Mutant(
-        "drafters.recurrent:_Route.__init__",
+        "drafters.walk:Route.__init__",
         "(sizes.cumsum(0) - sizes)",
         "(0 * sizes)",
         DENSE,
-        PATCHY | {"name": "plain"},
+        PLAINLY,
     ),
     "keys of anchors that left stay in the row": Mutant(
-        "drafters.recurrent:_Walk._look",
+        "drafters.walk:Walk._look",
         "torch.searchsorted(self._route.anchors[d - 1], now)",
         "torch.arange(len(now))",
         DENSE,
-        PATCHY | {"name": "plain"},
+        PLAINLY,
     ),
     "features of anchors that left stay in the row": Mutant(
-        "drafters.recurrent:_Walk.kept",
+        "drafters.walk:Walk.kept",
         "torch.searchsorted(before, now)",
         "torch.arange(len(now))",
         DENSE,
-        PATCHY | {"name": "plain"},
+        PLAINLY,
     ),
     "positions without an anchor ask as well": Mutant(
-        "drafters.recurrent:_Walk.step",
+        "drafters.walk:Walk.step",
         "x = x.index_select(0, asking)",
         "x = x[: len(asking)]",
         DENSE,
-        PATCHY | {"name": "plain"},
+        PLAINLY,
     ),
     "a key is read by one query head": Mutant(
-        "drafters.fused:_Part.put_own", ".sum(2)", "[:, :, 0]", DENSE, PATCHY | {"name": "plain"}
+        "drafters.unrolled:_Heads.to_own", ".sum(2)", "[:, :, 0]", DENSE, PLAINLY
     ),
     "no gradient into a step's own key": Mutant(
-        "drafters.fused:_Attention.backward",
-        "slope[..., n + i, None] * part.queries * scale",
-        "0 * slope[..., n + i, None] * part.queries",
+        "drafters.unrolled:_Attention.backward",
+        "slopes[..., i, None] * heads.queries",
+        "0 * slopes[..., i, None] * heads.queries",
         DENSE,
-        PATCHY | {"name": "plain"},
+        PLAINLY,
     ),
     "a turn's gradient is turned on, not back": Mutant(
-        "drafters.fused:_Rotate.backward", "sign=-1", "sign=1", DENSE, PATCHY | {"name": "plain"}
+        "drafters.fused:_Rotate.backward", "sign=-1", "sign=1", DENSE, PLAINLY
     ),
     "the norm's gradient forgets its length": Mutant(
-        "drafters.fused:_RMSNorm.backward", "value=-1", "value=0", DENSE, PATCHY | {"name": "plain"}
+        "drafters.fused:_RMSNorm.backward", "value=-1", "value=0", DENSE, PLAINLY
     ),
     "the gate's gradient is the product's": Mutant(
-        "drafters.fused:_SwiGLU.backward", "grad * up, gate", "grad, gate", DENSE, PATCHY | {"name": "plain"}
+        "drafters.fused:_SwiGLU.backward", "grad * up, gate", "grad, gate", DENSE, PLAINLY
     ),
     "the embedding is not normalised": Mutant(
         "drafters.eagle3:Eagle3.token_share", "F.linear(unit,", "F.linear(embedded,", FACES, EAGLE3
@@ -906,7 +903,7 @@ MUTANTS = {
         "hidden if self.norm_output else x",
         "hidden",
         DENSE,
-        PATCHY | {"name": "plain"},
+        PLAINLY,
     ),
     "the residual is the plain feature": Mutant(
         "drafters.eagle3:Eagle3.first_input",

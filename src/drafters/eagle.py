@@ -14,7 +14,8 @@ from decode.lm import Head
 from decode.target import LAST, Target
 from drafters.base import Batch
 from drafters.layers import DecoderLayer, Rotary, shape_of
-from drafters.recurrent import FirstInput, Recurrent
+from drafters.recurrent import Recurrent
+from drafters.walk import FirstInput
 
 
 class Eagle(Recurrent):

@@ -16,7 +16,8 @@ from decode.load import stop_tokens
 from decode.target import Tap, Target
 from drafters.base import Text
 from drafters.layers import DecoderLayer, RMSNorm, Rotary, shape_of
-from drafters.recurrent import FirstInput, Recurrent
+from drafters.recurrent import Recurrent
+from drafters.walk import FirstInput
 
 LEAST_LAYERS = 7  # with fewer, two of the three default taps are the same layer
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.cache import RowStore, attention_mask
@@ -23,10 +21,10 @@ from decode.lm import Head
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
-from drafters.base import Batch, Drafter, DraftStep, supervised
+from drafters.base import Batch, Drafter, DraftStep
 from drafters.expand import Vocabulary, expand
-from drafters.fused import Look, attend_unrolled, blocks
 from drafters.layers import DecoderLayer, Rotary, attend, descend
+from drafters.walk import FirstInput, Route, Walk
 
 
 @dataclass(slots=True)
@@ -35,20 +33,6 @@ class RecurrentState:
 
     store: RowStore
     newest: Tensor | None = None  # (B, 1, D)
-
-
-class FirstInput(NamedTuple):
-    """What goes into the first layer while unrolling.
-
-    Attributes:
-        residual: (n, D) that the layer adds to.
-        x: (n, D) that `Recurrent.first_weight` is applied to, for queries, keys and values.
-        rest: (n, P) what else is in them, or None.
-    """
-
-    residual: Tensor
-    x: Tensor
-    rest: Tensor | None
 
 
 class Recurrent(Drafter):
@@ -112,30 +96,29 @@ class Recurrent(Drafter):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Only supervised anchors ask; the other positions give keys and values to the first step."""
-        route = _Route(batch.loss_mask, self.depth)
+        route = Route(batch.loss_mask, self.depth)
         if not route.anchors:
             return
-        device = batch.tokens.device
-        places = route.places.to(device)
+        places = route.places.to(batch.tokens.device)
         dtype = next(self.parameters()).dtype
         feature = self.fuse(self.noisy(batch).flatten(0, 1)[places].to(dtype))  # (N, D)
         # The last token needed follows the last position that gives keys, whatever the depth.
         tokens = batch.tokens.flatten()[places + 1]
         shares = self.token_share(target.embed(tokens).to(dtype))
         times = places % batch.tokens.shape[1]
-        walk = _Walk(self, route, device)
+        weights = [self.first_weight(), *(layer.qkv_proj.weight for layer in self.stack[1:])]
+        walk = Walk(self.stack, weights, self.rotary, route, places.device)
         head, last = self.head(target), batch.last.flatten(0, 1)
         for depth, anchors in enumerate(route.anchors, 1):
-            if depth == 1:
-                share, when = shares, times
-            else:
-                slots = walk.slots(depth)
-                kept = walk.kept(depth)
-                feature = feature if kept is None else feature.index_select(0, kept)
+            share, when = shares, times
+            if depth > 1:
+                if (kept := walk.kept(depth)) is not None:
+                    feature = feature.index_select(0, kept)
                 # Anchor t enters step `depth` with the token at t + depth.
+                slots = walk.slots(depth)
                 share, when = shares.index_select(0, slots + (depth - 1)), times[slots] + (depth - 1)
             hidden, feature = self.emit(walk.step(depth, self.first_input(share, feature), when))
-            anchor = anchors.to(device)
+            anchor = anchors.to(places.device)
             yield DraftStep(hidden, anchor, depth, head, self.losses(hidden, last[anchor + depth]))
 
     # -- decoding face -----------------------------------------------------------------------
@@ -212,103 +195,3 @@ class Recurrent(Drafter):
 
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
         return expand(head(hidden)[:, 0], step, sampler, coin, plan, vocabulary)
-
-
-class _Route:
-    """Who takes part in an unroll, found on the host: it is known from the masks alone.
-
-    Args:
-        loss_mask: (B, T) bool.
-        depth: the most.
-
-    Attributes:
-        anchors: of each depth, (M,) flat indices b * T + t, until none is left.
-        places: (N,) flat indices of all positions up to the last anchor of their text.
-        text: (N,) where in `places` the text of each begins.
-        longest: a bound on positions.
-    """
-
-    def __init__(self, loss_mask: Tensor, depth: int) -> None:
-        mask = loss_mask.cpu()
-        alive = [supervised(mask, d) for d in range(1, depth + 1)]
-        self.anchors = [a.flatten().nonzero()[:, 0] for a in alive if a.any()]
-        seen = alive[0].flip(1).cumsum(1).flip(1) > 0  # (B, T)
-        self.places = seen.flatten().nonzero()[:, 0]
-        sizes = seen.sum(1)
-        self.longest = mask.shape[1] + depth
-        self.text = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-
-    def slots(self, depth: int) -> Tensor:
-        """(M,) where in `places` the anchors of a depth are."""
-        return torch.searchsorted(self.places, self.anchors[depth - 1])
-
-
-class _Walk:
-    """The layers of one unroll, and the keys and values they have made so far."""
-
-    def __init__(self, drafter: Recurrent, route: _Route, device: torch.device) -> None:
-        self._drafter, self._route, self._device = drafter, route, device
-        # Slices made once: every depth adds to one gradient of each.
-        self._weights = [drafter.first_weight(), *(layer.qkv_proj.weight for layer in drafter.stack[1:])]
-        self._keys: list[list[Tensor]] = [[] for _ in drafter.stack]
-        self._values: list[list[Tensor]] = [[] for _ in drafter.stack]
-
-    def slots(self, depth: int) -> Tensor:
-        """(M,) where in the first step's rows the anchors of a depth are."""
-        return self._route.slots(depth).to(self._device)
-
-    def kept(self, depth: int) -> Tensor | None:
-        """(M,) which rows of the step before go on; None: all."""
-        before, now = self._route.anchors[depth - 2 : depth]
-        if len(before) == len(now):
-            return None
-        return torch.searchsorted(before, now).to(self._device)
-
-    def _look(self, depth: int, asking: Tensor, like: Tensor) -> Look:
-        """What queries see whose anchors are `asking`, (M,) on the host in the first step's rows."""
-        now = self._route.anchors[depth - 1]
-        own = [torch.searchsorted(self._route.anchors[d - 1], now) for d in range(2, depth + 1)]
-        found = blocks(asking, self._route.text[asking], self._drafter.stack[0].heads, like)
-        return Look([place.to(self._device) for place in (asking, *own)], found)
-
-    def step(self, depth: int, first: FirstInput, when: Tensor) -> Tensor:
-        """One depth -> (M, D) of its anchors, or of the rows that went in where those are no more."""
-        x, y, rest = first
-        anchors = self._route.slots(depth)
-        angles = self._drafter.rotary.table(self._route.longest, x)[when]
-        look = None
-        for i, (layer, weight) in enumerate(zip(self._drafter.stack, self._weights, strict=True)):
-            y = y if i == 0 else layer.input_layernorm(x)
-            fewer = depth == 1 and i + 1 == len(self._weights) and len(anchors) < len(x)
-            if fewer:  # the rest give keys and values
-                asking = anchors.to(self._device)
-                q, k, v = self._ask(layer, weight, y, rest, angles, asking)
-                x = x.index_select(0, asking)
-            else:
-                q, k, v = layer.split(_product(y, weight, rest), angles)
-            rest = None
-            if look is None or fewer:
-                everyone = depth == 1 and not fewer
-                look = self._look(depth, torch.arange(len(x)) if everyone else anchors, k)
-            self._keys[i].append(k)
-            self._values[i].append(v)
-            x = layer.finish(x, attend_unrolled(q, self._keys[i], self._values[i], look).flatten(1))
-        return x
-
-    @staticmethod
-    def _ask(
-        layer: DecoderLayer, weight: Tensor, y: Tensor, rest: Tensor | None, angles: Tensor, asking: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of `asking` rows, keys and values of all."""
-        sizes = [layer.queries, len(weight) - layer.queries]
-        to_q, to_kv = weight.split(sizes)
-        rest_q, rest_kv = (None, None) if rest is None else rest.split(sizes, -1)
-        if rest_q is not None:
-            rest_q = rest_q.index_select(0, asking)
-        _, k, v = layer.split(_product(y, to_kv, rest_kv), angles)
-        q = layer.turn(_product(y.index_select(0, asking), to_q, rest_q), angles[asking])
-        return q, k, v
-
-
-def _product(y: Tensor, weight: Tensor, rest: Tensor | None) -> Tensor:
-    return F.linear(y, weight) if rest is None else torch.addmm(rest, y, weight.mT)
