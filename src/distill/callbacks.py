@@ -138,7 +138,7 @@ class ScoreCheckpoint(L.Callback):
         if self.scorer is None or (path / "score.json").exists():
             return
         with torch.random.fork_rng():  # loading a drafter first makes a random one
-            card = self.scorer(path, int(path.name)) | {"train_seconds": self.trained}
+            card: dict[str, Any] = self.scorer(path, int(path.name)) | {"train_seconds": self.trained}
         write_json(path / "score.json", card)
         if not card["audit_passed"]:
             log.error("audit failed at step %s: %s", path.name, card["audit"])

@@ -57,6 +57,7 @@ def _card(path: Path) -> dict[str, Any]:
     place = next((p for p in tried if p.is_file()), None)
     if place is None:
         raise UserError(f"{path}: no score.json there; give a run's folder, a checkpoint or a scorecard")
+    card: Any = None
     try:
         card = json.loads(place.read_text())
         version = card["schema"]
