@@ -11,6 +11,7 @@ import torch
 from faces import both, random_rollouts
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -119,7 +120,8 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
     def make(name: str, target: Target, seed: int = 0, depth: int = 3, **options: Any) -> Drafter:
         if name not in known:
             with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-                known[name] = compose("config", overrides=[f"drafter={name}"]).drafter
+                drafter = compose("config", overrides=[f"drafter={name}"]).drafter
+            known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key != "init_from"])
         settings: dict[str, Any] = {"depth": depth} if "depth" in known[name] else {}
         if "taps" in known[name] and len(target.layers) < 7:
             settings["taps"] = [0, 1, len(target.layers) - 1]
