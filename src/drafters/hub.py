@@ -21,6 +21,7 @@ CLASSES = {
     "bigram": "drafters.bigram:Bigram",
     "eagle": "drafters.eagle:Eagle",
     "lm": "drafters.lm:DraftLM",
+    "medusa": "drafters.medusa:Medusa",
     "ngram": "drafters.ngram:Ngram",
     "suffix": "drafters.suffix:Suffix",
 }
