@@ -21,7 +21,9 @@ CLASSES = {
     "bigram": "drafters.bigram:Bigram",
     "eagle": "drafters.eagle:Eagle",
     "lm": "drafters.lm:DraftLM",
+    "lstm": "drafters.mlp:Lstm",
     "medusa": "drafters.medusa:Medusa",
+    "mlp": "drafters.mlp:Mlp",
     "ngram": "drafters.ngram:Ngram",
     "suffix": "drafters.suffix:Suffix",
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -13,20 +13,13 @@ from typing_extensions import override
 
 from decode.coin import KeyedCoin
 from decode.draft import Draft
-from decode.errors import UserError
 from decode.lm import Head
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.target import LAST, Target
-from drafters.base import Batch, Drafter, DraftStep, supervised
+from decode.target import Target
+from drafters.base import Batch, DraftStep, supervised
 from drafters.expand import expand
-
-
-@dataclass(slots=True)
-class MedusaState:
-    """All that the heads look at."""
-
-    feature: Tensor | None = None  # (B, D) the target's last, before the root
+from drafters.newest import Newest, NewestDrafter, at_least_one
 
 
 class ResBlock(nn.Module):
@@ -45,7 +38,7 @@ class ResBlock(nn.Module):
         return x
 
 
-class Medusa(Drafter):
+class Medusa(NewestDrafter):
     """Head j reads the feature f_t and predicts x_{t+1+j}; it sees no token, the root included.
 
     Depths are independent given the context: q at depth 2 is the same below every token of depth 1,
@@ -63,13 +56,10 @@ class Medusa(Drafter):
         UserError: no head, or a head without a layer.
     """
 
-    taps = (LAST,)
-
     def __init__(self, hidden_size: int, vocab_size: int, depth: int, layers: int, own_head: bool) -> None:
         super().__init__()
         self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        if depth < 1 or layers < 1:
-            raise UserError(f"drafter: depth={depth} and layers={layers} must be at least 1")
+        at_least_one(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(ResBlock(hidden_size, layers) for _ in range(depth))
         heads = depth if own_head else 0
@@ -86,15 +76,6 @@ class Medusa(Drafter):
             for head in drafter.lm_heads:
                 head.weight.copy_(target.head.weight)
         return drafter
-
-    @override
-    def check(self, plan: Plan) -> None:
-        super().check(plan)
-        if plan.depth > self.depth:
-            raise UserError(
-                f"decode.depth={plan.depth}: this drafter has {self.depth} heads; "
-                f"set decode.depth={self.depth} or less, or train with drafter.depth={plan.depth}"
-            )
 
     def _head(self, depth: int, target: Target) -> Head:
         """The head of `depth`, with what the target's family puts behind the linear map."""
@@ -117,31 +98,7 @@ class Medusa(Drafter):
     # -- decoding face -----------------------------------------------------------------------
 
     @override
-    def new_state(self, rows: int) -> MedusaState:
-        return MedusaState()
-
-    @override
-    def advance(
-        self,
-        state: MedusaState,
-        target: Target,
-        tokens: Tensor,
-        taps: Tensor,
-        counts: Sequence[int],
-        root: Tensor,
-    ) -> None:
-        end = torch.tensor(counts).to(taps.device) - 1  # (B,)
-        state.feature = taps[torch.arange(len(end), device=taps.device), end, 0]
-
-    @override
-    def select(self, state: MedusaState, rows: Sequence[int]) -> None:
-        if state.feature is not None:
-            state.feature = state.feature[list(rows)]
-
-    @override
-    def propose(
-        self, state: MedusaState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
-    ) -> Draft:
+    def propose(self, state: Newest, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         assert state.feature is not None
         self.check(plan)
         hidden = [block(state.feature) for block in self.blocks[: plan.depth]]  # K of (B, D)
