@@ -48,8 +48,8 @@ class Speculator(NewestDrafter):
     """A small recurrent cell: its first state is the feature f_t, at depth j it reads x_{t+j}, and
     the depth's own output head reads x_{t+1+j} off the new state.
 
-    Token and state enter as a weighted sum whose two parts would have variances 1 - s^2 and s^2,
-    s^(2 K) = 1/2, were a state's 1 and an embedding's 2 / S: the feature fades to half over K depths.
+    Token and state enter as a sum in which the state has the share s^2 of the power, s^(2 K) = 1/2, as
+    long as its elements have mean square 1/2 and the embedding's the initial 1 / S.
 
     Args:
         hidden_size: D of the target.
