@@ -67,7 +67,6 @@ def test_nodes_that_nothing_reaches_are_left_out():
     assert best_tree({}, 9) == ()
 
 
-@pytest.fixture(scope="module")
 def written(tiny_target):
     target, dice = tiny_target(vocab=VOCAB), random.Random(2)
     prompts = [[dice.randrange(VOCAB) for _ in range(dice.randint(1, 5))] for _ in range(20)]
@@ -88,8 +87,8 @@ def by_hand(drafter, rollouts, depth):
     return lines
 
 
-def test_ranks_are_counted_along_the_answers(written):
-    target, rollouts = written
+def test_ranks_are_counted_along_the_answers(tiny_target):
+    target, rollouts = written(tiny_target)
     drafter = Grown(VOCAB)
     lines = by_hand(drafter, rollouts, DEPTH)
     reached = Counter()
@@ -108,9 +107,9 @@ def test_ranks_are_counted_along_the_answers(written):
     assert plan.depth > 1
 
 
-def test_no_other_tree_of_as_many_nodes_keeps_more_of_these_answers(written):
+def test_no_other_tree_of_as_many_nodes_keeps_more_of_these_answers(tiny_target):
     """What the counts promise, replay finds: tokens kept, summed over every start."""
-    target, rollouts = written
+    target, rollouts = written(tiny_target)
     plan, _ = Calibrated(4, 2, WIDTH).choose(target, Grown(VOCAB), rollouts, WARM, 1)
     paths = [(r,) for r in range(WIDTH)] + list(product(range(WIDTH), repeat=2))
     rivals = [Plan(tree=some) for some in combinations(paths, 4) if is_tree(some)]

@@ -95,7 +95,7 @@ def best_tree(reached: Mapping[Path, float], nodes: int) -> tuple[Path, ...]:
         nodes: most that it has; nodes that nothing reached are not added.
     """
     tree: list[Path] = []
-    heap = [(-reached.get((0,), 0), 1, (0,))]
+    heap: list[tuple[float, int, Path]] = [(-reached.get((0,), 0), 1, (0,))]
     while heap and len(tree) < nodes:
         value, _, path = heappop(heap)
         if not value:

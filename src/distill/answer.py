@@ -48,8 +48,8 @@ def answer(cfg: DictConfig) -> float:
         sampler = instantiate(cfg.sampling)
     if not isinstance(plan, Plan):
         raise UserError(
-            "decode=auto and decode=calibrated are settled where a checkpoint is scored, and its "
-            "score.json says how; name a plan here"
+            "decode=auto and decode=calibrated find their plans where a checkpoint is scored, and leave them "
+            "in its score.json; name one here"
         )
     target = build_target(cfg)
     drafter = hub.load(cfg.checkpoint, target) if cfg.checkpoint else None

@@ -28,8 +28,8 @@ class ResBlock(nn.Module):
     def __init__(self, hidden_size: int, layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(layers))
-        for layer in self.layers:
-            nn.init.zeros_(layer.weight)
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -73,15 +73,15 @@ class Medusa(NewestDrafter):
     def for_target(cls, target: Target, **options: Any) -> Self:
         drafter = cls(target.hidden_size, target.vocab_size, **options)
         with torch.no_grad():
-            for head in drafter.lm_heads:
-                head.weight.copy_(target.head.weight)
+            for weight in drafter.lm_heads.parameters():
+                weight.copy_(target.head.weight)
         return drafter
 
     def _head(self, depth: int, target: Target) -> Head:
         """The head of `depth`, with what the target's family puts behind the linear map."""
         if not self.lm_heads:
             return target.head
-        return replace(target.head, weight=self.lm_heads[depth - 1].weight)
+        return replace(target.head, weight=self.get_parameter(f"lm_heads.{depth - 1}.weight"))
 
     # -- training face -----------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class Medusa(NewestDrafter):
             anchor = supervised(batch.loss_mask, depth).flatten().nonzero()[:, 0]  # (M,)
             if not len(anchor):
                 return
-            hidden = block(features[anchor].to(block.layers[0].weight.dtype))
+            hidden = block(features[anchor].to(self.dtype))
             yield DraftStep(hidden, anchor, depth, self._head(depth, target), {})
 
     # -- decoding face -----------------------------------------------------------------------

@@ -93,7 +93,7 @@ class Speculator(NewestDrafter):
 
     def begin(self, feature: Tensor) -> Tensor:
         """(..., D) features -> what the cell of depth 1 takes."""
-        feature = feature.to(self.head[0].weight.dtype)
+        feature = feature.to(self.dtype)
         if not self.scale_input:
             return feature
         return F.rms_norm(feature, feature.shape[-1:], eps=EPS) / math.sqrt(2)
@@ -115,7 +115,8 @@ class Speculator(NewestDrafter):
             if not len(anchor):
                 return
             state = self.cell(state, tokens[anchor + depth], depth - 1)
-            yield DraftStep(state[:, : self.inner], anchor, depth, Head(self.head[depth - 1].weight), {})
+            head = Head(self.get_parameter(f"head.{depth - 1}.weight"))
+            yield DraftStep(state[:, : self.inner], anchor, depth, head, {})
 
     # -- decoding face -----------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ class NewestDrafter(Drafter):
     taps = (LAST,)
     depth: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.parameters()).dtype
+
     @override
     def check(self, plan: Plan) -> None:
         super().check(plan)
