@@ -134,6 +134,7 @@ def test_the_prompt_may_come_from_stdin(bench, monkeypatch):
         (["prompt=x", "colour=always"], "did you mean color?"),
         (["prompt=x", "sampling.top_p=0"], "top_p=0"),
         (["prompt=x", "checkpoint=/", "decode=auto"], "name one here"),
+        (["prompt=x", "checkpoint=/", "decode=calibrated"], "name one here"),
         (["prompt=x", "stop=['']"], "an empty string"),
         (["prompt=x", "stop=a"], "stop=a: must be like []"),
         (["prompt=x", "prompts.template=jinja"], "prompts.template=jinja"),

@@ -133,7 +133,8 @@ def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monk
             logits = step(tokens, parents)
             lines = [zip(t, p, strict=True) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
             entries = [[(*old[p], t) for t, p in line] for old, line in zip(entries, lines, strict=True)]
-            found += [((entries[0][w], entries[1][w]), logits[:, w]) for w in range(4)]
+            each = logits.expand(-1, 4, -1)  # one row stands for all where they are alike
+            found += [((entries[0][w], entries[1][w]), each[:, w]) for w in range(4)]
         ids = None if vocabulary is None else vocabulary.ids
         grown.append([(names, named(ids, rows.softmax(-1), V)) for names, rows in found])
         return Draft.chain(torch.zeros(2, K, dtype=torch.long))

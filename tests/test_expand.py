@@ -17,6 +17,7 @@ from decode.sampling import Sampler
 from drafters.expand import expand
 
 V = 6
+PROPOSALS = ("fixed", "sampled", "hybrid")
 Path = tuple[int, ...]
 
 
@@ -99,6 +100,41 @@ def test_drawn_laws_ignore_the_repetition_penalty(plan):
         law = law.scatter(1, law.argmax(1, keepdim=True), 0.0)
         law = law / law.sum(1, keepdim=True)
     torch.testing.assert_close(draft.q[:, 0], law)
+
+
+LEVEL_PLANS = [
+    Plan(3),
+    Plan(3, proposal="sampled"),
+    Plan(3, 3, 8),
+    Plan(3, 3, 8, proposal="hybrid"),
+    Plan(2, 9, 20),
+    *(Plan(tree=[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)], proposal=p) for p in PROPOSALS),
+]
+
+
+@pytest.mark.parametrize("plan", LEVEL_PLANS, ids=lambda p: p.name)
+def test_one_row_stands_for_all_nodes_of_a_level(plan):
+    """A drafter that sees no token may say once what follows all of them."""
+
+    def level(seed, row, path):
+        return table_logits(seed, row, [len(path)])
+
+    def once() -> Draft:
+        depth = 0
+
+        def step(token, parent):
+            nonlocal depth
+            depth += 1
+            return torch.stack([table_logits(4, row, [depth]) for row in range(2)])[:, None]
+
+        first = torch.stack([table_logits(4, row, [0]) for row in range(2)])
+        return expand(first, step, ONE, EnumeratingCoin([Script(0), Script(1)]), plan)
+
+    want, got = grow(4, 2, plan, table=level), once()
+    assert torch.equal(want.tokens, got.tokens)
+    assert torch.equal(want.parents, got.parents)
+    if want.q is not None:
+        torch.testing.assert_close(got.q, want.q, rtol=0, atol=0)
 
 
 # -- trees that are drawn, in whole or in part ---------------------------------------------------

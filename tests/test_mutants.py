@@ -21,6 +21,7 @@ from decode.coin import Purpose
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.sampling import Sampler
+from drafters.mlp import Lstm, Mlp
 
 
 class Mutant(NamedTuple):
@@ -40,6 +41,7 @@ DENSE = "test_eagle3:test_an_unroll_of_supervised_anchors_is_the_dense_unroll"
 PATCHY = {"masks": ["010111011101", "111011000000"]}
 PLAINLY = PATCHY | {"name": "plain"}
 LM = {"drafter_name": "lm"}
+MEDUSA, MLP, LSTM = ({"drafter_name": name} for name in ("medusa", "mlp", "lstm"))
 CHAIN = Plan(depth=3)
 BUSHY = {"drafter": FixedTrees(3), "plan": Plan(2, 2, 5)}
 EXACT = "test_exact_decoding:test_"
@@ -1198,6 +1200,125 @@ MUTANTS = {
         *differentiated("kl", "dpace"),
     ),
     # -- files
+    # -- heads on the newest feature, and recurrent cells
+    "a head of the depth above": Mutant(
+        "drafters.medusa:Medusa._head",
+        "{depth - 1}",
+        "{max(depth - 2, 0)}",
+        "test_medusa:test_what_the_targets_family_puts_behind_its_head_stays",
+        {},
+    ),
+    "heads in decoding are one": Mutant(
+        "drafters.medusa:Medusa.propose", "self._head(j, target)", "self._head(1, target)", FACES, MEDUSA
+    ),
+    "an own head forgets the target's soft cap": Mutant(
+        "drafters.medusa:Medusa._head",
+        "replace(target.head, weight=",
+        "type(target.head)(weight=",
+        "test_medusa:test_what_the_targets_family_puts_behind_its_head_stays",
+        {},
+    ),
+    "own heads begin at random": Mutant(
+        "drafters.medusa:Medusa.for_target",
+        "weight.copy_(target.head.weight)",
+        "weight.normal_()",
+        "test_medusa:test_a_fresh_drafter_says_at_every_depth_what_the_target_says_next",
+        {"form": {"own_head": True, "layers": 1}},
+    ),
+    "a medusa head answers one token early": Mutant(
+        "drafters.medusa:Medusa.unroll",
+        "DraftStep(hidden, anchor, depth,",
+        "DraftStep(hidden, anchor + 1, depth,",
+        GOLDEN,
+        MEDUSA | {"mask": "all"},
+    ),
+    "every level of a product begins anew": Mutant(
+        "drafters.medusa:Medusa.propose", "next(below)[:, None]", "levels[0][:, None]", LEVELS, MEDUSA
+    ),
+    "the newest feature is that of the padding": Mutant(
+        "drafters.newest:NewestDrafter.advance", "end, 0]", "-1, 0]", FACES, MEDUSA
+    ),
+    "rows keep the feature of others": Mutant(
+        "drafters.newest:NewestDrafter.select",
+        "state.feature[list(rows)]",
+        "state.feature[: len(rows)]",
+        "test_drafters:test_select_keeps_these_rows_in_this_order",
+        MEDUSA | {"rows": [2, 0]},
+    ),
+    "rows keep the root of others": Mutant(
+        "drafters.newest:NewestDrafter.select",
+        "state.root[list(rows)]",
+        "state.root[: len(rows)]",
+        "test_drafters:test_select_keeps_these_rows_in_this_order",
+        MLP | {"rows": [2, 0]},
+    ),
+    "a cell reads the token after": Mutant(
+        "drafters.mlp:Speculator.unroll", "tokens[anchor + depth]", "tokens[anchor + depth - 1]", FACES, MLP
+    ),
+    "anchors leave but their states stay": Mutant(
+        "drafters.mlp:Speculator.unroll",
+        "anchor, state = anchor[stay], state[stay]",
+        "anchor, state = anchor[stay], state[: stay.sum()]",
+        FACES,
+        LSTM,
+    ),
+    "a level's states are not its parents'": Mutant(
+        "drafters.mlp:Speculator.propose",
+        "parent[..., None]",
+        "torch.zeros_like(parent)[..., None]",
+        LEVELS,
+        MLP,
+    ),
+    "a level is computed as the first": Mutant(
+        "drafters.mlp:Speculator.propose",
+        "depth += 1",
+        "depth = 1",
+        "test_mlp:test_both_faces_agree_in_every_form",
+        {"kind": Mlp, "options": {"tie_weights": False, "scale_input": False, "inner_size": 24}},
+    ),
+    "a memory cell is dropped": Mutant(
+        "drafters.mlp:Lstm.cell",
+        "memory * forget + ",
+        "",
+        "test_mlp:test_every_law_is_that_of_the_formula",
+        {"kind": Lstm, "options": {"scale_input": True, "inner_size": 0}},
+    ),
+    "siblings' nodes are ranked apart from their levels": Mutant(
+        "drafters.expand:_Growth.children",
+        "law = law.expand(-1, len(fans), -1)",
+        "pass",
+        "test_expand:test_one_row_stands_for_all_nodes_of_a_level",
+        {"plan": Plan(tree=FORKED, proposal="sampled")},
+    ),
+    # -- calibration
+    "the longest paths first": Mutant(
+        "decode.calibrate:best_tree",
+        "-reached.get(other, 0)",
+        "-len(other)",
+        "test_calibrate:test_the_greedy_tree_is_the_best_of_all_trees",
+        {"seed": 0, "nodes": 3},
+    ),
+    "a tree without siblings": Mutant(
+        "decode.calibrate:best_tree",
+        "((*path[:-1], path[-1] + 1), (*path, 0))",
+        "((*path, 0),)",
+        "test_calibrate:test_the_greedy_tree_is_the_best_of_all_trees",
+        {"seed": 0, "nodes": 3},
+    ),
+    "ranks of the next token": Mutant(
+        "decode.calibrate:_ranks",
+        "place : place + plan.depth",
+        "place - 1 : place - 1 + plan.depth",
+        "test_calibrate:test_ranks_are_counted_along_the_answers",
+        {},
+    ),
+    "a path goes on past a miss": Mutant(
+        "decode.calibrate:Calibrated.choose",
+        "0 <= rank < self.width",
+        "0 <= rank",
+        "test_calibrate:test_ranks_are_counted_along_the_answers",
+        {},
+    ),
     "another target's drafter is loaded": Mutant(
         "drafters.hub:load",
         'made_for.get("fingerprint") != target.fingerprint()',

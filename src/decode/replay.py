@@ -12,28 +12,21 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
 
-from decode.coin import Key
 from decode.draft import PAD, Draft
 from decode.plan import Plan
 from decode.rounds import Proposer
 from decode.sampling import Sampler
+from decode.starts import Dictate, Rollout, Texts
 from decode.target import Target
 
 CONFIDENCE = 0.99  # of the interval in which replay and decoder have to agree
-
-
-class Rollout(NamedTuple):
-    """A prompt and what the target made of it, an end token included."""
-
-    prompt: list[int]
-    answer: list[int]
 
 
 class Counts(NamedTuple):
@@ -139,38 +132,19 @@ def _keeps(
     target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plans: Sequence[Plan], sampler: Sampler
 ) -> list[np.ndarray]:
     """(B, starts, K) of each plan: chance that y's token i past a start is kept if those before are."""
-    rows, longest = len(rollouts), len(rollouts[0].answer)
+    longest = len(rollouts[0].answer)
     deepest = max((plan.depth for plan in plans), default=0)
-    texts = [r.prompt + r.answer for r in rollouts]
-    tokens = torch.zeros(rows, max(map(len, texts)), dtype=torch.long)
-    answers = torch.full((rows, longest + deepest), PAD)
-    for row, (text, rollout) in enumerate(zip(texts, rollouts, strict=True)):
-        tokens[row, : len(text)] = torch.tensor(text)
-        answers[row, : len(rollout.answer)] = torch.tensor(rollout.answer)
-    read = target.read(tokens.to(target.device))
-    masses = _masses(target, read.last, rollouts, sampler, longest + deepest)
-    tokens, answers = tokens.to(target.device), answers.to(target.device)
-    keeps = [np.zeros((rows, max(longest - 1, 0), plan.depth)) for plan in plans]
-    state: Any = drafter.new_state(rows)
-    lengths = [len(r.prompt) for r in rollouts]
-    counts, width = lengths, max(lengths)
-    settled, taps = tokens[:, :width], read.taps[:, :width]
-    begin = torch.tensor(lengths, device=target.device)
-    row = torch.arange(rows, device=target.device)
-    for start in range(1, longest):
-        alive = sum(len(r.answer) > start for r in rollouts)
-        if alive < len(row):
-            drafter.select(state, list(range(alive)))
-            settled, taps, counts, row = settled[:alive], taps[:alive], counts[:alive], row[:alive]
-        drafter.advance(state, target, settled, taps, counts, answers[row, start - 1])
+    texts = Texts(target, rollouts, deepest)
+    masses = _masses(target, texts.read.last, rollouts, sampler, longest + deepest)
+    keeps = [np.zeros((len(rollouts), max(longest - 1, 0), plan.depth)) for plan in plans]
+    for place, rows, state in texts.starts(drafter):
         for n, plan in enumerate(plans):
             if not plan.depth:
                 continue
-            ahead = slice(start, start + plan.depth)
-            draft = drafter.propose(state, target, sampler, _Dictate(answers[row, ahead]), plan)  # pyright: ignore[reportArgumentType]
-            keeps[n][:alive, start - 1] = _kept(draft, answers[row, ahead], masses[row, ahead])
-        at = (begin[row] + start - 1)[:, None]  # the root's place: it is settled next
-        settled, taps, counts = tokens[row[:, None], at], read.taps[row[:, None], at], [1] * alive
+            here = slice(None, rows), slice(place, place + plan.depth)
+            ahead = texts.answers[here]
+            draft = drafter.propose(state, target, sampler, Dictate(ahead), plan)  # pyright: ignore[reportArgumentType]
+            keeps[n][:rows, place - 1] = _kept(draft, ahead, masses[here])
     return keeps
 
 
@@ -193,20 +167,6 @@ def _masses(
         y = torch.tensor(answer, device=target.device)[:, None]
         masses[row, : len(answer)] = sampler.law(rows, seen).gather(1, y)[:, 0]
     return masses
-
-
-class _Dictate:
-    """A coin that draws the rollout's own token at every level of a draft, wherever it is asked."""
-
-    def __init__(self, ahead: Tensor) -> None:
-        self.ahead, self.level = ahead, 0
-
-    def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
-        """(B,) or (B, n): drafts are grown level by level, a draw for each."""
-        del weights, key
-        token = self.ahead[:, self.level].clamp_min(0)
-        self.level += 1
-        return token if active.ndim == 1 else token[:, None].expand(active.shape)
 
 
 def _kept(draft: Draft, ahead: Tensor, mass: Tensor) -> np.ndarray:

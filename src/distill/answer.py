@@ -47,7 +47,10 @@ def answer(cfg: DictConfig) -> float:
         plan = instantiate(cfg.decode) if cfg.checkpoint else Plan()
         sampler = instantiate(cfg.sampling)
     if not isinstance(plan, Plan):
-        raise UserError("decode=auto measures its plans where a checkpoint is scored; name one here")
+        raise UserError(
+            "decode=auto and decode=calibrated find their plans where a checkpoint is scored, and leave them "
+            "in its score.json; name one here"
+        )
     target = build_target(cfg)
     drafter = hub.load(cfg.checkpoint, target) if cfg.checkpoint else None
     if drafter:

@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from decode.auto import Auto
+from decode.calibrate import Calibrated
 from decode.errors import UserError
 from decode.load import stop_tokens
 from decode.plan import Plan
@@ -38,7 +39,8 @@ class Scorer:
         rollouts: folder in which the target's answers to them are kept.
 
     Raises:
-        UserError: a headline that is not lossless, or `decode=auto` with nothing to measure it on.
+        UserError: a headline that is not lossless, or a `decode` that is settled by acceptance, with
+            nothing to measure it on.
     """
 
     def __init__(
@@ -49,9 +51,13 @@ class Scorer:
         self.replayed = list(prompts[: options.replay_prompts])
         self.prompts = list(prompts[: options.prompts])
         self.ids = [chat.encode(p.messages) for p in self.prompts]
-        self.plans: list[Plan | Auto] = [instantiate(cfg.decode), *(Plan(**plan) for plan in options.plans)]
-        if isinstance(self.plans[0], Auto) and not self.replayed:
-            raise UserError("decode=auto measures acceptance on replayed prompts; raise score.replay_prompts")
+        self.plans: list[Plan | Auto | Calibrated] = [instantiate(cfg.decode)]
+        self.plans += [Plan(**plan) for plan in options.plans]
+        if not isinstance(self.plans[0], Plan) and not self.replayed:
+            raise UserError(
+                "decode=auto and decode=calibrated measure acceptance on replayed prompts; "
+                "raise score.replay_prompts"
+            )
         if isinstance(self.plans[0], Plan):
             check(self.ids, self.plans[0])
         warpers = ("top_k", "top_p", "min_p", "repetition_penalty")
@@ -63,7 +69,7 @@ class Scorer:
     @property
     def candidates(self) -> list[Plan]:
         """Every plan that a checkpoint may be scored with."""
-        plans = [plan.plans if isinstance(plan, Auto) else [plan] for plan in self.plans]
+        plans = [[plan] if isinstance(plan, Plan) else plan.plans for plan in self.plans]
         return [plan for group in plans for plan in group]  # pyright: ignore[reportReturnType]
 
     def prepare(self) -> None:
@@ -124,22 +130,24 @@ class Scorer:
         return drafter.kv_bytes_per_token(state)
 
     def _settings(self, drafter: Drafter) -> tuple[list[Setting], list[dict[str, Any]]]:
-        """All rows of the scorecard; `decode=auto` is settled for each law and batch size."""
+        """All rows of the scorecard; what is no plan yet is settled for each law and batch size."""
         settings, curves = [], []
         for sampler in self.samplers:
             for batch in self.cfg.score.batch_sizes:
                 for plan in self.plans:
-                    if isinstance(plan, Auto):
+                    if not isinstance(plan, Plan):
                         options = {
                             "max_new_tokens": self.cfg.score.max_new_tokens,
                             "stop": stop_tokens(self.target),
                             "seed": self.cfg.seed,
                         }
                         answers = self.rollouts[sampler]
+                        if isinstance(plan, Calibrated):  # as `best`, by what it is not reported on
+                            answers = answers[len(self.prompts) :] or answers
                         plan, curve = plan.choose(self.target, drafter, answers, sampler, batch, **options)
                         curves.append(
                             {"temperature": sampler.temperature, "batch_size": batch, "chosen": plan.name}
-                            | {"curve": curve}
+                            | {"tree": [list(path) for path in plan.tree], "curve": curve}
                         )
                     settings.append(Setting(sampler, plan, batch))
         return list(dict.fromkeys(settings)), curves

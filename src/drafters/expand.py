@@ -45,7 +45,8 @@ def expand(
         logits: (B, V) of the root's children; (B, V') over a reduced vocabulary.
         step: (tokens (B, W), parent (B, W)) -> (B, W, V) logits of the tokens' children, where
             `parent` indexes the W entries of the previous call (in the first call all are 0).
-            Tokens are the target's, whatever the vocabulary.
+            Tokens are the target's, whatever the vocabulary. (B, 1, V) where the
+            children of all of them are the same.
         sampler: the law that sampled nodes are drawn from.
         coin: draws them.
         plan: shape.
@@ -123,7 +124,7 @@ class _Growth:
         return 1 if self.plan.proposal == "hybrid" else self.plan.width
 
     def children(self, logits: Tensor, fans: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """(B, W, V or V') logits -> (B, W, C) tokens and log-scores of the W nodes' children.
+        """(B, W, V or V') or (B, 1, V) logits -> (B, W, C) tokens and log-scores of the nodes' children.
 
         A score is the drafter's own estimate that the child will be the one accepted. A sampled
         child's is a function of its parent's law, never of the token drawn, so ranking and cutting
@@ -131,7 +132,7 @@ class _Growth:
 
         Args:
             logits: of the nodes that are grown from.
-            fans: children that each of them is to have; C is the most, ranks past a node's own
+            fans: children that each of the W is to have; C is the most, ranks past a node's own
                 number mean nothing.
         """
         wanted, vocab = max(fans), logits.shape[-1]
@@ -141,7 +142,7 @@ class _Growth:
             token = _names(token, self.vocabulary)
         else:
             law = _law(logits.flatten(0, 1), self.warp, self.vocabulary)
-            law = law.unflatten(0, logits.shape[:2])  # (B, W, V)
+            law = law.unflatten(0, logits.shape[:2]).expand(-1, len(fans), -1)  # (B, W, V)
             if self.plan.proposal == "sampled":
                 token = self._draw(law, count)
                 score = torch.zeros_like(token, dtype=law.dtype)
@@ -150,7 +151,7 @@ class _Growth:
         if count < wanted:  # a vocabulary smaller than a node's children
             token = F.pad(token, (0, wanted - count), value=PAD)
             score = F.pad(score, (0, wanted - count), value=-torch.inf)
-        return token, score
+        return token.expand(-1, len(fans), -1), score.expand(-1, len(fans), -1)
 
     def _one_drawn(self, law: Tensor, fans: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
         """One child drawn from what the node's likeliest tokens leave over, then those."""

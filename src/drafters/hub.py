@@ -24,6 +24,9 @@ CLASSES = {
     "eagle": "drafters.eagle:Eagle",
     "eagle3": "drafters.eagle3:Eagle3",
     "lm": "drafters.lm:DraftLM",
+    "lstm": "drafters.mlp:Lstm",
+    "medusa": "drafters.medusa:Medusa",
+    "mlp": "drafters.mlp:Mlp",
     "ngram": "drafters.ngram:Ngram",
     "suffix": "drafters.suffix:Suffix",
 }

@@ -1,0 +1,162 @@
+"""decode=calibrated: ranks counted by hand, the tree against brute force, and a run that scores it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from itertools import combinations, product
+
+import pytest
+import torch
+from exact import Grown
+from workbench import Bench, train
+
+from decode.calibrate import Calibrated, best_tree
+from decode.errors import UserError
+from decode.generate import generate
+from decode.plan import Plan
+from decode.replay import Rollout, replay
+from decode.sampling import Sampler
+from distill.runs import checkpoints
+
+VOCAB, DEPTH, WIDTH = 6, 3, 3
+WARM = Sampler(0.8)
+
+
+def is_tree(paths) -> bool:
+    known = {(), *paths}
+    return all(path[:-1] in known and (not path[-1] or (*path[:-1], path[-1] - 1) in known) for path in paths)
+
+
+def values(seed: int) -> dict[tuple[int, ...], float]:
+    """A likelier sibling is reached more often, and a child no more often than its parent."""
+    dice = random.Random(seed)
+    found = {(): 1.0}
+    for depth in range(1, DEPTH + 1):
+        for parent in product(range(WIDTH), repeat=depth - 1):
+            share = sorted([dice.random() for _ in range(WIDTH)], reverse=True)
+            found |= {(*parent, r): found[parent] * share[r] / sum(share) for r in range(WIDTH)}
+    del found[()]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+def test_the_greedy_tree_is_the_best_of_all_trees(seed, nodes):
+    reached = values(seed)
+    tree = best_tree(reached, nodes)
+    assert len(tree) == nodes
+    assert is_tree(tree)
+    best = max(sum(map(reached.get, some)) for some in combinations(reached, nodes) if is_tree(some))
+    assert sum(map(reached.get, tree)) == pytest.approx(best, rel=1e-12)
+
+
+def test_the_product_of_accuracies_gives_medusas_tree():
+    """Independent depths, by hand: .6, .36, .3, .216, .18, .18, ..., of which the shortest first."""
+    accuracy = [0.6, 0.3, 0.1]
+    reached = {}
+    for depth in (1, 2, 3):
+        for path in product(range(3), repeat=depth):
+            reached[path] = torch.tensor([accuracy[r] for r in path], dtype=torch.float64).prod().item()
+    assert best_tree(reached, 6) == ((0,), (0, 0), (1,), (0, 0, 0), (0, 1), (1, 0))
+
+
+def test_nodes_that_nothing_reaches_are_left_out():
+    assert best_tree({(0,): 3, (1,): 1}, 9) == ((0,), (1,))
+    assert best_tree({}, 9) == ()
+
+
+def written(tiny_target):
+    target, dice = tiny_target(vocab=VOCAB), random.Random(2)
+    prompts = [[dice.randrange(VOCAB) for _ in range(dice.randint(1, 5))] for _ in range(20)]
+    run = generate(target, None, prompts, max_new_tokens=10, sampler=WARM, stop=[5])
+    return target, [Rollout(p, o.tokens) for p, o in zip(prompts, run.outputs, strict=True)]
+
+
+def by_hand(drafter, rollouts, depth):
+    """Ranks along every answer, from the law of every prefix."""
+    lines = []
+    for prompt, answer in rollouts:
+        for start in range(1, len(answer)):
+            line = []
+            for j, token in enumerate(answer[start : start + depth]):
+                law = drafter.logits([*prompt, *answer[: start + j]])
+                line.append(int((law > law[token]).sum()))
+            lines.append(line)
+    return lines
+
+
+def test_ranks_are_counted_along_the_answers(tiny_target):
+    target, rollouts = written(tiny_target)
+    drafter = Grown(VOCAB)
+    lines = by_hand(drafter, rollouts, DEPTH)
+    reached = Counter()
+    for line in lines:
+        cut = next((j for j, rank in enumerate(line) if rank >= WIDTH), len(line))
+        reached.update(tuple(line[:j]) for j in range(1, cut + 1))
+    plan, table = Calibrated(7, DEPTH, WIDTH).choose(target, drafter, rollouts, WARM, 1)
+    assert plan == Plan(tree=best_tree(reached, 7))
+    for j, row in enumerate(table):
+        column = [line[j] for line in lines if len(line) > j]
+        assert row == {
+            "depth": j + 1,
+            "accuracy": pytest.approx([column.count(r) / len(column) for r in range(WIDTH)]),
+        }
+    assert len({path[0] for path in plan.tree}) > 1
+    assert plan.depth > 1
+
+
+def test_no_other_tree_of_as_many_nodes_keeps_more_of_these_answers(tiny_target):
+    """What the counts promise, replay finds: tokens kept, summed over every start."""
+    target, rollouts = written(tiny_target)
+    plan, _ = Calibrated(4, 2, WIDTH).choose(target, Grown(VOCAB), rollouts, WARM, 1)
+    paths = [(r,) for r in range(WIDTH)] + list(product(range(WIDTH), repeat=2))
+    rivals = [Plan(tree=some) for some in combinations(paths, 4) if is_tree(some)]
+    rows = by_hand(Grown(VOCAB), rollouts, 2)
+
+    def kept(tree) -> int:
+        return sum(tuple(line[:j]) in tree for line in rows for j in range(1, len(line) + 1))
+
+    assert kept(plan.tree) == max(kept(rival.tree) for rival in rivals)
+    (own,) = replay(target, Grown(VOCAB), rollouts, [plan], WARM)
+    (worst,) = replay(target, Grown(VOCAB), rollouts, [min(rivals, key=lambda rival: kept(rival.tree))], WARM)
+    assert own.counts.tau > worst.counts.tau
+
+
+@pytest.mark.parametrize("changes", [{"nodes": 0}, {"depth": 0}, {"width": 0}], ids=str)
+def test_a_tree_of_nothing_is_refused(changes):
+    with pytest.raises(UserError, match=f"decode.{next(iter(changes))}=0"):
+        Calibrated(**{"nodes": 4, "depth": 2, "width": 2} | changes)
+
+
+# -- a run ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("calibrate"))
+
+
+def test_a_run_is_scored_with_its_own_tree(bench):
+    argv = [a for a in bench.command if not a.startswith("decode")]
+    argv += ["drafter=medusa", "drafter.depth=2", "decode=calibrated", "decode.depth=2", "decode.nodes=5"]
+    done = train([*argv, "score.replay_prompts=4"])
+    assert done.code == 0, done.err
+    card = json.loads((checkpoints(done.folder)[-1] / "score.json").read_text())
+    (chosen,) = card["auto"]
+    assert chosen["chosen"] == card["decode"]
+    plan = Plan(tree=tuple(map(tuple, chosen["tree"])))
+    assert plan.name == card["decode"]
+    assert plan.nodes <= 5
+    assert [row["depth"] for row in chosen["curve"]] == [1, 2]
+    assert card["audit_passed"]
+    assert card["replay_agrees"]
+
+
+def test_a_tree_deeper_than_the_heads_is_refused_first(bench):
+    argv = [a for a in bench.command if not a.startswith("decode")]
+    done = train([*argv, "drafter=medusa", "drafter.depth=2", "decode=calibrated"])
+    assert done.code == 2
+    assert "set decode.depth=2 or less" in done.err
+    assert len(done.err.splitlines()) == 1

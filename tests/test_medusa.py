@@ -1,0 +1,193 @@
+"""Medusa: it begins as the target's own head, its drafts are products of depths, and a run trains it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from faces import (
+    CHAIN,
+    CHUNKS,
+    ROUNDING,
+    SAMPLED,
+    TREE,
+    Follower,
+    K,
+    V,
+    batch_of,
+    paths,
+    random_texts,
+    unrolled,
+)
+from torch import nn
+from workbench import Bench, final, train
+
+from decode.errors import UserError
+from decode.lm import Head
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.target import LAST
+from drafters.medusa import Medusa
+
+STATIC = Plan(tree=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 0, 0), (1, 0, 1)))
+FORMS = [{"own_head": True, "layers": 1}, {"own_head": False, "layers": 1}, {"own_head": True, "layers": 3}]
+
+
+def fresh(tiny_target, depth=K, layers=1, own_head=True):
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    target.tap([LAST])
+    return target, Medusa.for_target(target, depth=depth, layers=layers, own_head=own_head).eval()
+
+
+def trained(tiny_target, **options):
+    """As if: every weight is random and matters."""
+    target, drafter = fresh(tiny_target, **options)
+    for weight in drafter.parameters():
+        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    target.model.lm_head.weight.data.mul_(0.3)
+    return target, drafter
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_fresh_drafter_says_at_every_depth_what_the_target_says_next(tiny_target, form):
+    target, drafter = fresh(tiny_target, **form)
+    texts = random_texts()
+    rows = target.head(target.read(texts).last).softmax(-1)  # (B, T, V)
+    found = unrolled(drafter, target, texts)
+    assert {depth for _, _, depth in found} == set(range(1, K + 1))
+    for (row, t, _), law in found.items():
+        torch.testing.assert_close(law, rows[row, t], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("own_head", [True, False])
+def test_own_heads_are_copies_and_train(tiny_target, own_head):
+    target, drafter = fresh(tiny_target, own_head=own_head)
+    names = dict(drafter.named_parameters())
+    assert sorted(n for n in names if n.startswith("lm_heads")) == (
+        [f"lm_heads.{i}.weight" for i in range(K)] if own_head else []
+    )
+    places = {w.data_ptr() for n, w in names.items() if n.startswith("lm_heads")}
+    assert len(places) == K * own_head
+    assert target.head.weight.data_ptr() not in places
+    for step in drafter.unroll(batch_of(target, random_texts()), target):
+        assert step.head.weight.requires_grad is own_head
+
+
+def test_what_the_targets_family_puts_behind_its_head_stays(tiny_target):
+    target, drafter = trained(tiny_target)
+    target.head = replace(target.head, scale=0.5, softcap=3.0, bias=torch.randn(V))
+    for step in drafter.unroll(batch_of(target, random_texts()), target):
+        own = drafter.lm_heads[step.depth - 1].weight
+        want = torch.tanh((step.hidden @ own.T + target.head.bias) * 0.5 / 3.0) * 3.0
+        torch.testing.assert_close(step.head(step.hidden), want)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_both_faces_agree_in_every_form(tiny_target, form):
+    target, drafter = trained(tiny_target, **form)
+    texts = random_texts()
+    laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
+    for counts in CHUNKS:
+        follower.advance(counts)
+        q = follower.propose(SAMPLED).q
+        for row, anchor in enumerate(follower.anchors):
+            for depth in range(1, K + 1):
+                want = laws[(row, anchor, depth)]
+                torch.testing.assert_close(q[row, depth - 1], want, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("plan", [STATIC, replace(STATIC, proposal="hybrid")], ids=lambda p: p.proposal)
+def test_a_static_tree_is_made_of_each_depths_best_tokens(tiny_target, plan):
+    target, drafter = trained(tiny_target)
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((6, 4))
+    laws = follower.propose(SAMPLED).q  # of every depth, whatever is above
+    draft = follower.propose(plan) if plan.proposal == "fixed" else None
+    if draft is None:  # rank 0 is drawn; the likeliest come after it
+        coin = torch.Generator().manual_seed(0)
+
+        class Dice:
+            def draw(self, weights, key, active):
+                shape = weights.shape[:-1]
+                return torch.multinomial(weights.flatten(0, -2), 1, generator=coin).view(shape)
+
+        with torch.no_grad():
+            draft = drafter.propose(follower.state, target, Sampler(1.0), Dice(), plan)
+    for row in range(2):
+        best = laws[row].argsort(-1, descending=True)
+        for node, path in enumerate(plan.tree):
+            rank = path[-1] - (plan.proposal == "hybrid")
+            if rank >= 0:
+                assert draft.tokens[row, node] == best[len(path) - 1, rank]
+
+
+def test_a_dynamic_tree_is_the_best_of_the_product(tiny_target):
+    target, drafter = trained(tiny_target)
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((6, 4))
+    logs = follower.propose(SAMPLED).q.log()  # (B, K, V)
+    draft = follower.propose(TREE)
+    for row in range(2):
+        one, two = (logs[row, j].topk(TREE.width) for j in (0, 1))
+        pairs = {
+            (int(a), int(b)): float(x + y)
+            for a, x in zip(one.indices, one.values, strict=True)
+            for b, y in zip(two.indices, two.values, strict=True)
+        }
+        kept = [path for path in paths(draft, row) if len(path) == 2]
+        assert set(kept) == set(sorted(pairs, key=lambda p: -pairs[p])[: len(kept)])
+        assert kept
+
+
+@pytest.mark.parametrize(
+    ("own_head", "plan", "products"),
+    [(True, TREE, K), (False, TREE, 1), (True, Plan(2), 2), (False, CHAIN, 1), (False, STATIC, 1)],
+    ids=str,
+)
+def test_heads_are_read_once_a_draft(tiny_target, monkeypatch, own_head, plan, products):
+    target, drafter = trained(tiny_target, own_head=own_head)
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((6, 4))
+    calls, call = [], Head.__call__
+    monkeypatch.setattr(Head, "__call__", lambda self, hidden: calls.append(0) or call(self, hidden))
+    follower.propose(plan)
+    assert len(calls) == products
+
+
+@pytest.mark.parametrize("changes", [{"depth": 0}, {"layers": 0}], ids=str)
+def test_a_drafter_of_nothing_is_refused(tiny_target, changes):
+    with pytest.raises(UserError, match=f"drafter.{next(iter(changes))}=0 must be at least 1"):
+        fresh(tiny_target, **changes)
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("medusa"))
+
+
+@pytest.mark.parametrize("own_head", [True, False])
+@pytest.mark.parametrize("objective", ["kl", "ce"])
+def test_a_run_trains_and_scores_it(bench, own_head, objective):
+    done = bench.train("drafter=medusa", f"drafter.own_head={own_head}", f"objective={objective}")
+    assert done.code == 0, done.err
+    moved = final(done.folder)
+    assert moved["blocks.0.layers.0.weight"].abs().max() > 0
+    assert ("lm_heads.0.weight" in moved) is own_head
+    card = json.loads((done.folder / "checkpoints" / "6" / "score.json").read_text())
+    assert card["audit_passed"]
+    assert card["replay_agrees"]
+    assert card["drafter"] == "medusa"
+
+
+def test_a_draft_deeper_than_the_heads_is_refused_before_work_starts(bench):
+    before = sorted((bench.root / "outputs").rglob("*"))
+    done = train([*bench.command, "drafter=medusa", "drafter.depth=1", "seed=77"])
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "this drafter predicts 1 tokens; set decode.depth=1 or less" in done.err
+    assert not [p for p in sorted((bench.root / "outputs").rglob("run.json")) if p not in before]
