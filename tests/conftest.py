@@ -120,7 +120,7 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
             with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
                 known[name] = compose("config", overrides=[f"drafter={name}"]).drafter
         settings: dict[str, Any] = {"depth": depth} if "depth" in known[name] else {}
-        if "path" in known[name]:
+        if known[name].get("path"):
             settings["path"] = draft_folder(target.vocab_size)
         torch.manual_seed(seed)
         drafter = instantiate(known[name], **settings)(target).to(target.dtype).eval()
