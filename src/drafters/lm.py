@@ -85,6 +85,7 @@ class DraftLM(Drafter):
         layers: int = 2,
         train: bool = True,
         lora: dict[str, Any] | None = None,
+        **options: Any,
     ) -> Self:
         """A model that lies somewhere, or one cut from the target.
 
@@ -95,6 +96,7 @@ class DraftLM(Drafter):
             layers: of the target's, that a cut keeps; see `models.cut`.
             train: in fp32, whatever the folder's dtype; else it stays as it lies there.
             lora: keyword arguments of `models.adapt`; None trains all weights.
+            **options: none.
 
         Raises:
             UserError: no usable causal LM, one of another vocabulary, or a target that cannot be cut.
@@ -107,7 +109,7 @@ class DraftLM(Drafter):
             probe(CausalLM(model), OPTION)
         else:
             model = cut(target, layers)
-        drafter = cls(json.loads(model.config.to_json_string()), model, lora)
+        drafter = cls(json.loads(model.config.to_json_string()), model, lora, **options)
         return drafter.to(wide(model.dtype)) if train else drafter.requires_grad_(False)
 
     # -- training face -----------------------------------------------------------------------

@@ -97,7 +97,8 @@ def cut(target: Target, count: int) -> PreTrainedModel:
                 continue
             name = f"{stack}{kept.index(int(number))}.{rest}"
         weights[name] = value
-    model = build(config).to(wide(target.dtype))
+    model: Any = build(config)
+    model.to(wide(target.dtype))
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -105,7 +106,7 @@ def cut(target: Target, count: int) -> PreTrainedModel:
     return model.eval()
 
 
-def adapt(model: PreTrainedModel, r: int, alpha: float, targets: str | list[str] = "all-linear") -> None:
+def adapt(model: PreTrainedModel, r: int, alpha: int, targets: str | list[str] = "all-linear") -> None:
     """Put low-rank adapters beside a model's linear maps; they alone train (LoRA, arXiv:2106.09685).
 
     Args:
