@@ -26,8 +26,8 @@ class Law:
         p: (R, V) their softmax.
         norm: (R,) their logarithmic normaliser.
         best: (R,) the likeliest token.
-        written: (R,) the text's own token; None where the text is not known.
         d2t: (V',) the target's id of each draft token; None where the vocabularies are one.
+        written: (R,) the text's own token; None where the text is not known.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Law:
         p: Tensor,
         norm: Tensor,
         best: Tensor,
-        written: Tensor | None,
         d2t: Tensor | None,
+        written: Tensor | None = None,
     ) -> None:
         self._logits, self._norm, self._d2t, self.whole = logits, norm, d2t, d2t is None
         self._tops: dict[int, tuple[Tensor, Tensor]] = {}
@@ -181,14 +181,15 @@ class Sweep:
         bounds = torch.tensor([*starts, len(positions)])
         cuts = [torch.searchsorted(place, bounds).tolist() for place in places]
         for n, start in enumerate(starts):
-            chunk = self._teach(self._where(positions[start : start + self._size]))
+            where = self._where(positions[start : start + self._size])
+            chunk, written = self._teach(where), None if self._following is None else self._following[where]
             laws: dict[int, Law] = {}
             for i, (step, place) in enumerate(zip(self._steps, places, strict=True)):
                 rows = slice(cuts[i][n], cuts[i][n + 1])
                 if rows.start == rows.stop:
                     continue
                 if id(step.head.d2t) not in laws:
-                    laws[id(step.head.d2t)] = Law(*chunk, step.head.d2t)
+                    laws[id(step.head.d2t)] = Law(*chunk, step.head.d2t, written)
                 teacher = Teacher(laws[id(step.head.d2t)], self._where(place[rows] - start))
                 hidden = step.hidden[rows].to(self.weight(step.head).dtype)
                 yield Piece(i, rows, hidden, self._learn(step.head, hidden, teacher), teacher)
@@ -197,14 +198,13 @@ class Sweep:
         first, last = int(rows[0]), int(rows[-1])
         return slice(first, last + 1) if last - first + 1 == len(rows) else rows.to(self._last.device)
 
-    def _teach(self, where: Where) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """(R, V) logits and law of the target, (R,) normaliser, likeliest and written token."""
+    def _teach(self, where: Where) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(R, V) logits and law of the target, (R,) normaliser and likeliest token."""
         hidden = self._last[where].to(self.weight(self._head).dtype)
         logits = self._logits("target", self._head, hidden)
         p = torch.softmax(logits, -1, out=self._buffer("p", logits))
         best = argmax(logits)
-        written = None if self._following is None else self._following[where]
-        return logits, p, _norm(logits, p, best), best, written
+        return logits, p, _norm(logits, p, best), best
 
     def _learn(self, head: Head, hidden: Tensor, teacher: Teacher) -> Student:
         logits = self._logits("draft", head, hidden)
