@@ -11,7 +11,8 @@ import torch
 from faces import both, random_rollouts
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from torch import nn
+from omegaconf import OmegaConf
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -20,6 +21,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from decode.lm import Head
 from decode.target import LAST, Target
 from drafters.base import Drafter
 
@@ -115,15 +117,18 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
     """Builds a drafter from its yaml for a target, with random weights, all of which matter."""
     known: dict[str, Any] = {}
 
-    def make(name: str, target: Target, seed: int = 0, depth: int = 3) -> Drafter:
+    def make(name: str, target: Target, seed: int = 0, depth: int = 3, **options: Any) -> Drafter:
         if name not in known:
             with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-                known[name] = compose("config", overrides=[f"drafter={name}"]).drafter
+                drafter = compose("config", overrides=[f"drafter={name}"]).drafter
+            known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key != "init_from"])
         settings: dict[str, Any] = {"depth": depth} if "depth" in known[name] else {}
+        if "taps" in known[name] and len(target.layers) < 7:
+            settings["taps"] = [0, 1, len(target.layers) - 1]
         if known[name].get("path"):
             settings["path"] = draft_folder(target.vocab_size)
         torch.manual_seed(seed)
-        drafter = instantiate(known[name], **settings)(target).to(target.dtype).eval()
+        drafter = instantiate(known[name], **settings | options)(target).to(target.dtype).eval()
         target.tap(drafter.taps)
         if drafter.fits:
             drafter.fit(random_rollouts(target.vocab_size))
@@ -138,3 +143,17 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
 def pair(tiny_target, make_drafter, drafter_name) -> tuple[Target, Drafter]:
     """A target and a drafter in fp32, for the contract every drafter keeps."""
     return both(tiny_target, make_drafter, drafter_name)
+
+
+@pytest.fixture
+def ragged() -> tuple[Head, Tensor, list[Tensor], list[Tensor]]:
+    """The target's head, its input, and ragged anchors and hidden states of three depths, in fp64."""
+    dice = torch.Generator().manual_seed(0)
+    rows, length, width, vocab = 2, 7, 6, 11
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=dice, dtype=torch.float64)
+
+    head = Head(draw(vocab, width), draw(vocab), scale=0.7, softcap=5.0)
+    anchors = [torch.tensor(a) for a in ([0, 1, 2, 3, 8, 9], [0, 1, 2, 9], [1])]
+    return head, draw(rows, length, width), anchors, [draw(len(a), width) for a in anchors]

@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from safetensors.torch import load_file
 from scripts.score import rescore
 from workbench import (
     CONF,
@@ -64,6 +65,12 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench):
     assert not (folder / "checkpoints" / "3" / "trainer").exists()
     assert (folder / "checkpoints" / "6" / "trainer" / "state.ckpt").exists()
     assert (folder / "checkpoints" / "last").readlink() == Path("6")
+    cards = [json.loads((p / "score.json").read_text()) for p in checkpoints(folder)]
+    assert 0 < cards[0]["train_seconds"] < cards[1]["train_seconds"]
+    weights = load_file(folder / "checkpoints" / "6" / "model.safetensors")
+    assert cards[1]["parameters"] == sum(w.numel() for w in weights.values()) > 0
+    # Keys and values of one layer, of the target's two.
+    assert 2 * cards[1]["drafter_kv_bytes_per_token"] == cards[1]["kv_bytes_per_token"] > 0
     taus = {p.name: tau(p) for p in checkpoints(folder)}
     assert taus[str((folder / "checkpoints" / "best").readlink())] == max(taus.values())
     assert not leftovers(bench.root)

@@ -328,6 +328,7 @@ def test_a_run_saves_and_scores_the_model_as_it_is(bench, tmp_path):
     assert card["audit_passed"]
     assert card["step"] == 0
     assert card["drafter"] == "lm"
+    assert card["drafter_kv_bytes_per_token"] == card["kv_bytes_per_token"] > 0  # it is the target's twin
 
 
 def test_its_checkpoint_is_scored_again_without_the_folder_it_came_from(bench, tmp_path):

@@ -12,6 +12,7 @@ from workbench import Bench, same, weights
 from decode.errors import UserError
 from distill.objectives import Objective
 from distill.runs import checkpoints
+from distill.weighting import Streak
 
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
 # One plain step in full precision. Padding differs between ways of sharing rows out, and noise with it.
@@ -50,7 +51,7 @@ def test_accumulated_micro_batches_step_like_one_large_batch(clip, bench, tmp_pa
     whole, parts = (tmp_path / name / "checkpoints" / "1" for name in ("whole", "parts"))
     assert difference(whole, parts) < 1e-6
     assert difference(whole, tmp_path / "other" / "checkpoints" / "1") > 1e-3
-    for name in ("train/loss", "train/divergence_1", "train/divergence_2", "train/top1_1"):
+    for name in ("train/loss", "train/divergence_1", "train/divergence_2", "train/top1_1", "train/alpha_1"):
         (one,), (four,) = (logged(tmp_path / f, name) for f in ("whole", "parts"))
         assert four == pytest.approx(one, abs=1e-6), name
 
@@ -68,6 +69,21 @@ def test_the_step_moves_the_weights_by_the_gradient_of_the_logged_loss(bench, tm
     bench.run(tmp_path, **PLAIN, batch_size=2, trainer__accumulate_grad_batches=3)
     total, anchors = (sum(column) for column in zip(*seen, strict=True))
     assert logged(tmp_path, "train/loss") == [pytest.approx(total / anchors, rel=1e-6)]
+
+
+def test_weights_warm_up_with_the_training_steps(bench, tmp_path, monkeypatch):
+    seen = []
+    weigh = Streak.__call__
+
+    def record(self, alpha, present, progress):
+        seen.append(progress)
+        return weigh(self, alpha, present, progress)
+
+    monkeypatch.setattr(Streak, "__call__", record)
+    streak = {"_target_": "distill.weighting.Streak", "smoothing": 0.0, "warmup": 0.2}
+    run = {**PLAIN, "trainer__max_steps": 4, "weights": streak}
+    bench.run(tmp_path, **run, trainer__accumulate_grad_batches=2)
+    assert seen == [0.0, 0.0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

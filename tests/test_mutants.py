@@ -35,6 +35,10 @@ class Mutant(NamedTuple):
 
 ONE = Sampler(1.0)
 EAGLE = {"drafter_name": "eagle"}
+EAGLE3 = {"drafter_name": "eagle3"}
+DENSE = "test_eagle3:test_an_unroll_of_supervised_anchors_is_the_dense_unroll"
+PATCHY = {"masks": ["010111011101", "111011000000"]}
+PLAINLY = PATCHY | {"name": "plain"}
 LM = {"drafter_name": "lm"}
 CHAIN = Plan(depth=3)
 BUSHY = {"drafter": FixedTrees(3), "plan": Plan(2, 2, 5)}
@@ -93,6 +97,17 @@ def chosen(tree: str) -> tuple[str, dict[str, Any]]:
 
 def drawn(path: str) -> tuple[str, dict[str, Any]]:
     return EXACT + "every_rule_is_lossless_on_what_is_drawn", {"path": path, "temperature": 0.7}
+
+
+def weighted(name: str, vocabulary: str) -> tuple[str, dict[str, Any]]:
+    test = "test_objectives:test_the_loss_is_the_weighted_sum_of_divergences_at_the_right_rows"
+    return test, {"name": name, "vocabulary": vocabulary}
+
+
+def differentiated(name: str, weights: str = "decay", heads: str = "frozen") -> tuple[str, dict[str, Any]]:
+    test = "test_objectives:test_every_gradient_is_that_of_the_whole_loss"
+    rest = {"vocabulary": "reduced", "heads": heads, "chunk": 2}
+    return test, {"name": name, "weights": weights, **rest}
 
 
 def refused(name: str) -> tuple[str, dict[str, Any]]:
@@ -729,25 +744,25 @@ MUTANTS = {
     ),
     # -- drafters
     "token not shifted": Mutant(
-        "drafters.eagle:Eagle.advance",
+        "drafters.recurrent:Recurrent.advance",
         "tokens.roll(-1, 1).scatter(1, end, root[:, None])",
         "tokens",
         FACES,
         EAGLE,
     ),
     "the last pair wraps around": Mutant(
-        "drafters.eagle:Eagle.advance", ".scatter(1, end, root[:, None])", "", FACES, EAGLE
+        "drafters.recurrent:Recurrent.advance", ".scatter(1, end, root[:, None])", "", FACES, EAGLE
     ),
     "features of wrong rows": Mutant(
-        "drafters.eagle:Eagle.advance", "taps[:, :, 0]", "taps[:, :, 0].roll(1, 1)", FACES, EAGLE
+        "drafters.recurrent:Recurrent.advance", "self.fuse(taps)", "self.fuse(taps.roll(1, 1))", FACES, EAGLE
     ),
     "stale drafter cache": Mutant(
-        "drafters.eagle:Eagle.advance", "state.store.keep(counts)", "pass", FACES, EAGLE
+        "drafters.recurrent:Recurrent.advance", "state.store.keep(counts)", "pass", FACES, EAGLE
     ),
     "the prediction at the padding": Mutant(
-        "drafters.eagle:Eagle.advance",
-        "feature.gather(1, end[..., None].expand(-1, -1, feature.shape[-1]))",
-        "feature[:, -1:]",
+        "drafters.recurrent:Recurrent.advance",
+        "x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))",
+        "x[:, -1:]",
         FACES,
         EAGLE,
     ),
@@ -773,16 +788,16 @@ MUTANTS = {
         EAGLE,
     ),
     "a child of another's feature": Mutant(
-        "drafters.eagle:Eagle.propose",
+        "drafters.recurrent:Recurrent.propose",
         "feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))",
         "feature.expand(-1, parent.shape[1], -1)",
         LEVELS,
         EAGLE,
     ),
     "positions are slots in a drafter's tree": Mutant(
-        "drafters.eagle:Eagle._forward",
+        "drafters.recurrent:Recurrent._forward",
         "block.sum(-1) - 1",
-        "scratch + torch.arange(block.shape[1])",
+        "block.shape[2] - block.shape[1] + torch.arange(block.shape[1])",
         LEVELS,
         EAGLE,
     ),
@@ -827,20 +842,20 @@ MUTANTS = {
         {},
     ),
     "the unroll does not move on": Mutant(
-        "drafters.eagle:Eagle.unroll", "[depth - 1 : length + depth - 1]", "[:length]", FACES, EAGLE
+        "drafters.recurrent:Recurrent.unroll", "times[slots] + (depth - 1)", "times[slots]", FACES, EAGLE
     ),
     "the unroll's tokens do not move on": Mutant(
-        "drafters.eagle:Eagle.unroll", "roll(-depth, 1)", "roll(-1, 1)", FACES, EAGLE
-    ),
-    "an anchor forgets its own steps": Mutant(
-        "drafters.layers:attend_unrolled",
-        "weight[..., length + step, None]",
-        "weight[..., length, None]",
+        "drafters.recurrent:Recurrent.unroll",
+        "shares.index_select(0, slots + (depth - 1))",
+        "shares.index_select(0, slots)",
         FACES,
         EAGLE,
     ),
+    "an anchor forgets its own steps": Mutant(
+        "drafters.unrolled:_Attention.forward", "(own)[..., i, None]", "(own)[..., 0, None]", FACES, EAGLE
+    ),
     "teacher row off by one": Mutant(
-        "drafters.eagle:Eagle.unroll",
+        "drafters.recurrent:Recurrent.unroll",
         "[anchor + depth]",
         "[anchor + depth - 1]",
         GOLDEN,
@@ -860,10 +875,108 @@ MUTANTS = {
         GOLDEN,
         EAGLE | {"mask": "turns"},
     ),
+    "an unrolled query sees past itself": Mutant(
+        "drafters.unrolled:_Heads._mask", "> place[:, None]", "> 1 + place[:, None]", DENSE, PLAINLY
+    ),
+    "a block's queries see what its first sees": Mutant(
+        "drafters.unrolled:blocks", "seen[last - 1] + 1,", "seen[first] + 1,", DENSE, PLAINLY
+    ),
+    "one text's keys are another's": Mutant(
+        "drafters.walk:Route.__init__",
+        "(sizes.cumsum(0) - sizes)",
+        "(0 * sizes)",
+        DENSE,
+        PLAINLY,
+    ),
+    "keys of anchors that left stay in the row": Mutant(
+        "drafters.walk:Walk._look",
+        "torch.searchsorted(self._route.anchors[d - 1], now)",
+        "torch.arange(len(now))",
+        DENSE,
+        PLAINLY,
+    ),
+    "features of anchors that left stay in the row": Mutant(
+        "drafters.walk:Walk.kept",
+        "torch.searchsorted(before, now)",
+        "torch.arange(len(now))",
+        DENSE,
+        PLAINLY,
+    ),
+    "positions without an anchor ask as well": Mutant(
+        "drafters.walk:Walk.step",
+        "x = x.index_select(0, asking)",
+        "x = x[: len(asking)]",
+        DENSE,
+        PLAINLY,
+    ),
+    "a key is read by one query head": Mutant(
+        "drafters.unrolled:_Heads.to_own", ".sum(2)", "[:, :, 0]", DENSE, PLAINLY
+    ),
+    "no gradient into a step's own key": Mutant(
+        "drafters.unrolled:_Attention.backward",
+        "slopes[..., i, None] * heads.queries",
+        "0 * slopes[..., i, None] * heads.queries",
+        DENSE,
+        PLAINLY,
+    ),
+    "a turn's gradient is turned on, not back": Mutant(
+        "drafters.gradients:_Rotate.backward", "sign=-1", "sign=1", DENSE, PLAINLY
+    ),
+    "the norm's gradient forgets its length": Mutant(
+        "drafters.gradients:_RMSNorm.backward", "value=-1", "value=0", DENSE, PLAINLY
+    ),
+    "the gate's gradient is the product's": Mutant(
+        "drafters.gradients:_SwiGLU.backward", "grad * up, gate", "grad, gate", DENSE, PLAINLY
+    ),
+    "the embedding is not normalised": Mutant(
+        "drafters.eagle3:Eagle3.token_share", "F.linear(unit,", "F.linear(embedded,", FACES, EAGLE3
+    ),
+    "the feature fed back has passed the norm": Mutant(
+        "drafters.eagle3:Eagle3.emit",
+        "hidden if self.norm_output else x",
+        "hidden",
+        DENSE,
+        PLAINLY,
+    ),
+    "the residual is the plain feature": Mutant(
+        "drafters.eagle3:Eagle3.first_input",
+        "normed if self.norm_before_residual else feature",
+        "feature",
+        DENSE,
+        PATCHY | {"name": "norm_before_residual"},
+    ),
+    "a draft id is taken for the target's": Mutant(
+        "drafters.expand:_names",
+        "vocabulary.ids[token]",
+        "token",
+        "test_drafters:test_a_chosen_chain_holds_the_likeliest_token_of_every_law",
+        EAGLE3,
+    ),
+    "a draft law is taken for one over the target's vocabulary": Mutant(
+        "drafters.expand:_law",
+        ".index_copy_(1, vocabulary.ids, law)",
+        ".index_copy_(1, torch.arange(law.shape[1]), law)",
+        FACES,
+        EAGLE3,
+    ),
+    "end tokens are counted like others": Mutant(
+        "drafters.eagle3:Eagle3.fit",
+        "rank[stop_tokens(target)]",
+        "rank[[]]",
+        "test_eagle3:test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens",
+        {},
+    ),
+    "the prompt is counted": Mutant(
+        "drafters.eagle3:Eagle3.fit",
+        "torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]",
+        "torch.tensor(text.tokens)",
+        "test_eagle3:test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens",
+        {},
+    ),
     "the selected features are the first": Mutant(
-        "drafters.eagle:Eagle.select",
-        "state.feature[list(rows)]",
-        "state.feature[: len(rows)]",
+        "drafters.recurrent:Recurrent.select",
+        "state.newest[list(rows)]",
+        "state.newest[: len(rows)]",
         "test_drafters:test_select_keeps_these_rows_in_this_order",
         EAGLE | {"rows": [2, 0]},
     ),
@@ -1012,6 +1125,96 @@ MUTANTS = {
     "children beyond a node's own number": Mutant(
         FORM, "sum(path[:-1] == up for path in tree)", "3", *form("hybrid")
     ),
+    # -- the loss
+    "a teacher renormalised on the draft's tokens": Mutant(
+        "distill.laws:Law.__init__",
+        "self.log_p.exp()",
+        "self.log_p.softmax(-1)",
+        "test_objectives:test_a_token_outside_the_draft_vocabulary_is_a_miss",
+        {},
+    ),
+    "the target's likeliest token in the draft's numbers": Mutant(
+        "distill.laws:Law.__init__", "self._draft_ids(best)", "best", *weighted("tv", "reduced")
+    ),
+    "the teacher's row one too early": Mutant(
+        "distill.laws:Sweep.__iter__",
+        "step.anchor + step.depth)",
+        "step.anchor + step.depth - 1)",
+        *weighted("kl", "full"),
+    ),
+    "depths share the first one's rows": Mutant(
+        "distill.laws:Sweep.__iter__",
+        "self._where(place[rows] - start)",
+        "slice(0, rows.stop - rows.start)",
+        *weighted("kl", "full"),
+    ),
+    "a teacher's mass of 1": Mutant(
+        "distill.divergences:kl", "if teacher.whole", "if True", *differentiated("kl")
+    ),
+    "total variation upside down": Mutant(
+        "distill.divergences:tv",
+        "student.q.mul_(mass).sub_(below)",
+        "below.sub_(student.q.mul_(mass))",
+        *differentiated("tv"),
+    ),
+    "total variation without its softmax": Mutant(
+        "distill.divergences:tv", "student.q.mul_(mass).sub_(below)", "-below", *differentiated("tv")
+    ),
+    "likelihood of acceptance without its alpha": Mutant(
+        "distill.divergences:lk", "least.add_(value[:, None]).exp_()", "least.exp_()", *differentiated("lk")
+    ),
+    "reverse KL without a floor": Mutant(
+        "distill.divergences:ReverseKL.__call__",
+        "teacher.log_p.clamp_min(math.log(self.floor))",
+        "teacher.log_p",
+        "test_divergences:test_reverse_kl_takes_no_probability_below_its_floor",
+        {},
+    ),
+    "misses are free": Mutant(
+        "distill.divergences:JSD.__call__",
+        " - beta * math.log(beta) * (1 - teacher.mass)",
+        "",
+        "test_divergences:test_jensen_shannon_is_bounded_and_a_miss_costs_its_share",
+        {},
+    ),
+    "a missed top token is the draft's first": Mutant(
+        "distill.divergences:TopK.__call__", "p * (ids >= 0)", "p", *differentiated("topk")
+    ),
+    "no slope behind the linear map": Mutant(
+        "distill.objectives:_Chunked.forward", "if behind is not None:", "if False:", *differentiated("kl")
+    ),
+    "a head's gradient without weights": Mutant(
+        "distill.objectives:_add_to_head",
+        "(hidden * weight)",
+        "hidden",
+        *differentiated("kl", heads="own"),
+    ),
+    "a head weighted before the alphas are known": Mutant(
+        "distill.objectives:_Chunked.forward",
+        "if late and learned:",
+        "if False:",
+        *differentiated("kl", "streak", "shared"),
+    ),
+    "alphas aligned by rank, not by anchor": Mutant(
+        "distill.objectives:Objective.weigh",
+        "torch.searchsorted(anchors, step.anchor)",
+        "torch.arange(len(step.anchor))",
+        *differentiated("kl", "streak"),
+    ),
+    "streak counts its own alpha": Mutant(
+        "distill.weighting:Streak._weigh",
+        "_before(alpha) * _after(alpha)",
+        "_before(alpha) * alpha * _after(alpha)",
+        "test_weighting:test_streak_and_dpace_are_the_gradient_of_the_expected_accepted_length",
+        {"name": "tv with streak"},
+    ),
+    "smoothing brings anchors back that have left": Mutant(
+        "distill.weighting:RowWeights.__call__",
+        "(alpha * (1 - s) + s) * present",
+        "alpha * present * (1 - s) + s",
+        *differentiated("kl", "dpace"),
+    ),
+    # -- files
     "another target's drafter is loaded": Mutant(
         "drafters.hub:load",
         'made_for.get("fingerprint") != target.fingerprint()',

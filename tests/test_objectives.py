@@ -14,7 +14,7 @@ from distill.objectives import Objective
 from distill.weighting import DPace, Streak, constant, decay
 from drafters.base import DraftStep
 
-B, T, D, V = 2, 7, 6, 11
+V = 11
 REDUCED = [7, 2, 9, 4, 0]  # the target's ids of a draft vocabulary
 FLOOR, BETA, K, FADE = 1e-10, 0.3, 3, 3.0
 DIVERGENCES = {
@@ -59,16 +59,6 @@ def reference(name: str, logits, teacher, d2t=None):
     return w * forward + (1 - w) * (1 - alpha)
 
 
-@pytest.fixture
-def case():
-    """Head, last hidden states and three depths of hidden states with ragged anchors, in fp64."""
-    dice = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=dice, dtype=torch.float64)  # noqa: E731
-    head = Head(draw(V, D), draw(V), scale=0.7, softcap=5.0)
-    anchors = [torch.tensor(a) for a in ([0, 1, 2, 3, 8, 9], [0, 1, 2, 9], [1])]
-    return head, draw(B, T, D), anchors, [draw(len(a), D) for a in anchors]
-
-
 def steps(head, anchors, hidden, aux=None):
     return [
         DraftStep(h, a, depth, head, aux[depth - 1] if aux else {})
@@ -87,8 +77,8 @@ def drafted(head, vocabulary: str):
 @pytest.mark.parametrize("name", sorted(DIVERGENCES.keys() - {"lk_hybrid"}))  # one factor is held constant
 @pytest.mark.parametrize("vocabulary", ["full", "reduced"])
 @pytest.mark.parametrize("chunk", [2, 0])
-def test_gradients_are_those_of_finite_differences(name, vocabulary, chunk, case):
-    head, last, anchors, hidden = case
+def test_gradients_are_those_of_finite_differences(name, vocabulary, chunk, ragged):
+    head, last, anchors, hidden = ragged
     objective = Objective(DIVERGENCES[name], lambda depth: decay(depth, 0.8), chunk)
     own = drafted(head, vocabulary)
 
@@ -112,8 +102,8 @@ def test_gradients_are_those_of_finite_differences(name, vocabulary, chunk, case
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("vocabulary", ["full", "reduced"])
-def test_the_loss_is_the_weighted_sum_of_divergences_at_the_right_rows(name, vocabulary, case):
-    head, last, anchors, hidden = case
+def test_the_loss_is_the_weighted_sum_of_divergences_at_the_right_rows(name, vocabulary, ragged):
+    head, last, anchors, hidden = ragged
     own = drafted(head, vocabulary)
     rate = 0.6
     leaves = [h.clone().requires_grad_() for h in hidden]
@@ -140,8 +130,8 @@ def test_the_loss_is_the_weighted_sum_of_divergences_at_the_right_rows(name, voc
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_chunks_do_not_change_the_result(name, weights, case):
-    head, last, anchors, hidden = case
+def test_chunks_do_not_change_the_result(name, weights, ragged):
+    head, last, anchors, hidden = ragged
     results = []
     for chunk in (1, 2, 3, 100, 0):
         leaves = [h.clone().requires_grad_() for h in hidden]
@@ -153,8 +143,8 @@ def test_chunks_do_not_change_the_result(name, weights, case):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12, check_dtype=False)
 
 
-def test_auxiliary_losses_are_weighted_like_their_depth(case):
-    head, last, anchors, hidden = case
+def test_auxiliary_losses_are_weighted_like_their_depth(ragged):
+    head, last, anchors, hidden = ragged
     aux = [{"feature": torch.ones(len(a), dtype=torch.float64) * 2} for a in anchors]
     objective = Objective(kl, lambda depth: decay(depth, 0.5))
     plain, _ = objective(steps(head, anchors, hidden), last, head, {})
@@ -192,8 +182,8 @@ def weight_by_hand(weights, alphas, anchor, depth) -> float:
 @pytest.mark.parametrize("vocabulary", ["full", "reduced"])
 @pytest.mark.parametrize("heads", ["frozen", "shared", "own"])
 @pytest.mark.parametrize("chunk", [2, 0])
-def test_every_gradient_is_that_of_the_whole_loss(name, weights, vocabulary, heads, chunk, case):
-    target, last, anchors, hidden = case
+def test_every_gradient_is_that_of_the_whole_loss(name, weights, vocabulary, heads, chunk, ragged):
+    target, last, anchors, hidden = ragged
     torch.manual_seed(3)
     own = [drafted(target, vocabulary) for _ in anchors]
     if heads != "frozen":
@@ -214,9 +204,9 @@ def test_every_gradient_is_that_of_the_whole_loss(name, weights, vocabulary, hea
     torch.testing.assert_close(got, torch.autograd.grad(want, leaves), rtol=0, atol=1e-12)
 
 
-def test_a_head_that_trains_leaves_the_targets_alone(case):
+def test_a_head_that_trains_leaves_the_targets_alone(ragged):
     """Nor does what is upstream of frozen hidden states get anything."""
-    target, last, anchors, hidden = case
+    target, last, anchors, hidden = ragged
     mine = dataclasses.replace(target, weight=target.weight.clone().requires_grad_(), bias=None)
     theirs = dataclasses.replace(target, weight=target.weight.clone().requires_grad_())
     total, _ = Objective(kl, constant)(steps(mine, anchors, hidden), last, theirs, {})
@@ -229,9 +219,9 @@ def test_a_head_that_trains_leaves_the_targets_alone(case):
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("vocabulary", ["full", "reduced"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lower_precision_rounds_and_no_more(name, vocabulary, dtype, case):
+def test_lower_precision_rounds_and_no_more(name, vocabulary, dtype, ragged):
     """Against full precision on the same, rounded numbers."""
-    target, last, anchors, hidden = case
+    target, last, anchors, hidden = ragged
     low = lambda t: t.to(dtype)  # noqa: E731
     results = []
     for cast in (low, lambda t: t.to(dtype).double()):
@@ -278,8 +268,8 @@ def test_no_block_is_larger_than_a_chunk():
             assert seen.numel == chunk * vocab, name
 
 
-def test_a_token_outside_the_draft_vocabulary_is_a_miss(case):
-    target, last, anchors, _ = case
+def test_a_token_outside_the_draft_vocabulary_is_a_miss(ragged):
+    target, last, anchors, _ = ragged
     ids = torch.tensor(REDUCED)
     teachers = [target(last.flatten(0, 1)[a + j]) for j, a in enumerate(anchors, 1)]
     # Logits are the hidden states: the draft that is the target's own row, cut to what it knows.
@@ -294,8 +284,8 @@ def test_a_token_outside_the_draft_vocabulary_is_a_miss(case):
     assert sum(row.agreed for row in scored) < sum(row.rows for row in scored)
 
 
-def test_a_perfect_draft_costs_nothing(case):
-    head, last, anchors, _ = case
+def test_a_perfect_draft_costs_nothing(ragged):
+    head, last, anchors, _ = ragged
     flat = last.flatten(0, 1)
     perfect = [flat[a + depth].clone().requires_grad_() for depth, a in enumerate(anchors, 1)]
     total, scored = Objective(kl, constant)(steps(head, anchors, perfect), last, head, {})
@@ -306,11 +296,11 @@ def test_a_perfect_draft_costs_nothing(case):
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_token_the_target_rules_out_leaves_all_finite(name, dtype, case):
-    _, last, anchors, hidden = case
+def test_a_token_the_target_rules_out_leaves_all_finite(name, dtype, ragged):
+    _, last, anchors, hidden = ragged
     bias = torch.zeros(V, dtype=dtype)
     bias[3] = -torch.inf
-    head = Head(torch.ones(V, D, dtype=dtype), bias)
+    head = Head(torch.ones(V, last.shape[-1], dtype=dtype), bias)
     plain = dataclasses.replace(head, bias=torch.zeros(V, dtype=dtype))
     leaves = [h.to(dtype).requires_grad_() for h in hidden]
     total, _ = Objective(DIVERGENCES[name], constant)(steps(plain, anchors, leaves), last.to(dtype), head, {})
@@ -318,15 +308,15 @@ def test_a_token_the_target_rules_out_leaves_all_finite(name, dtype, case):
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(total, leaves))
 
 
-def test_nothing_supervised_is_zero(case):
-    head, last, _, _ = case
+def test_nothing_supervised_is_zero(ragged):
+    head, last, _, _ = ragged
     total, scored = Objective(kl, constant)([], last, head, {})
     assert total.item() == 0.0
     assert scored == []
 
 
-def test_autocast_leaves_the_sum_in_full_precision(case):
-    head, last, anchors, hidden = case
+def test_autocast_leaves_the_sum_in_full_precision(ragged):
+    head, last, anchors, hidden = ragged
     head = Head(head.weight.float(), head.bias.float())
     leaves = [h.float().requires_grad_() for h in hidden]
     objective = Objective(kl, lambda depth: decay(depth, 0.8))

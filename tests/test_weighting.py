@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_objectives import case, steps  # noqa: F401
+from test_objectives import steps
 
 from decode.errors import UserError
 from distill.divergences import lk, tv
@@ -23,8 +23,8 @@ def test_by_depth():
 
 
 @pytest.mark.parametrize("name", ["tv with streak", "lk with dpace"])
-def test_streak_and_dpace_are_the_gradient_of_the_expected_accepted_length(name, case):  # noqa: F811
-    head, last, anchors, hidden = case
+def test_streak_and_dpace_are_the_gradient_of_the_expected_accepted_length(name, ragged):
+    head, last, anchors, hidden = ragged
     divergence, weights = {"tv with streak": (tv, Streak(**EXACT)), "lk with dpace": (lk, DPace(**EXACT))}[
         name
     ]
@@ -76,8 +76,8 @@ def test_a_warm_up_falls_from_counting_depths_to_the_smoothing(kind):
     assert kind(**EXACT)(alpha, present, 1.0)[0, 2] < 1e-5  # what the warm-up is there for
 
 
-def test_auxiliary_losses_take_their_rows_weight(case):  # noqa: F811
-    head, last, anchors, hidden = case
+def test_auxiliary_losses_take_their_rows_weight(ragged):
+    head, last, anchors, hidden = ragged
     aux = [{"feature": torch.arange(len(a), dtype=torch.float64)} for a in anchors]
     weights = Streak(1.0, 0.0)  # of anchors that reach depths 2, 3, 2, 1, 1, 2: their depths still to come
     objective = Objective(tv, weights)

@@ -24,7 +24,7 @@ from decode.sampling import Sampler
 from decode.tally import Prompts, Tally, compete
 from decode.target import Target
 
-SCHEMA = 2
+SCHEMA = 3
 SAMPLES = 8  # texts a prompt is given in a full audit
 
 
@@ -229,6 +229,7 @@ def _replay(accepted: Acceptance, decoded: Counts, shared: int) -> dict[str, Any
     same, others = accepted.counts.part(0, shared), accepted.counts.part(shared)
     low, high = (-math.inf, math.inf) if accepted.estimate else agreement(decoded, same)
     return accepted.report() | {
+        "counts": accepted.counts._asdict(),
         "difference_interval": [low, high] if math.isfinite(low) else None,
         "agrees": low <= 0 <= high,
         "chosen_by": others.tau if others.tokens else accepted.counts.tau,

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,21 @@ class ScoreCheckpoint(L.Callback):
     def __init__(self, folder: Path, every: int, scorer: Scorer | None, target_name: str) -> None:
         self.root = folder / "checkpoints"
         self.every, self.scorer, self.target_name = every, scorer, target_name
+        self.trained = 0.0  # seconds in training steps, whatever was scored between them
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"trained": self.trained}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.trained = state_dict["trained"]
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._begin = time.monotonic()
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -65,6 +81,7 @@ class ScoreCheckpoint(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.trained += time.monotonic() - self._begin
         step = trainer.global_step
         due = step > 0 and (step % self.every == 0 or step == trainer.max_steps)
         # Micro-batches of the next step come with the same number.
@@ -121,7 +138,7 @@ class ScoreCheckpoint(L.Callback):
         if self.scorer is None or (path / "score.json").exists():
             return
         with torch.random.fork_rng():  # loading a drafter first makes a random one
-            card = self.scorer(path, int(path.name))
+            card: dict[str, Any] = self.scorer(path, int(path.name)) | {"train_seconds": self.trained}
         write_json(path / "score.json", card)
         if not card["audit_passed"]:
             log.error("audit failed at step %s: %s", path.name, card["audit"])

@@ -28,7 +28,7 @@ from distill.runs import Run, claim, join
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
 RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out")
-PATHS = ("target.path", "drafter.path", "prompts.path", "prompts.heldout", *RUN_PATHS)
+PATHS = ("target.path", "drafter.path", "drafter.init_from", "prompts.path", "prompts.heldout", *RUN_PATHS)
 TEXTS = ("prompt",)  # anything at all; never split by a sweep
 EMPTY_GROUPS = ("experiment",)  # that may be null
 # What a disk does to a correct program: one line, exit code 1.
@@ -53,7 +53,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
     def job(cfg: DictConfig) -> float:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        with _one_line_errors(run):
+        with one_line_errors(run):
             result = task(cfg, folder)
         if run:
             run.finish()
@@ -61,7 +61,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
             print(folder, flush=True)
         return result
 
-    with _one_line_errors(None):
+    with one_line_errors():
         argv = rewrite(sys.argv[1:], config_dir)
         # Flags are Hydra's own; a rank that Lightning started has its folder in argv already.
         flags = any(a.startswith("-") for a in argv)
@@ -85,7 +85,8 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
 
 @contextmanager
-def _one_line_errors(run: Run | None) -> Iterator[None]:
+def one_line_errors(run: Run | None = None) -> Iterator[None]:
+    """Turn what a user can mend into a line and exit code 2, a full disk into a line and 1."""
     try:
         yield
     except UserError as error:

@@ -68,7 +68,12 @@ class DistillModule(L.LightningModule):
         rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed)
         steps = self.drafter.unroll(rows, self.target)
         total, scored = self.objective(
-            steps, read.last, self.target.head, self.drafter.aux_weights, tokens=batch.tokens
+            steps,
+            read.last,
+            self.target.head,
+            self.drafter.aux_weights,
+            batch.step / self.trainer.max_steps,
+            batch.tokens,
         )
         loss = total / batch.anchors
         self._step = batch.step

@@ -160,14 +160,15 @@ class _Chunked(torch.autograd.Function):
         }
         # Per row: divergence, agreement, alpha.
         rows = [torch.zeros(3, len(h), dtype=wide, device=h.device) for h in hidden]
+        alphas = [r[2] for r in rows]
         sweep = Sweep(steps, last, head, wide, objective.rows(head), following)
         late = isinstance(objective.weights, RowWeights)
         # What autocast would do to products, the sweep does.
         with torch.autocast(last.device.type, enabled=False):
             if late and learned:
                 for piece in sweep:
-                    rows[piece.step][2, piece.rows] = piece.student.alpha
-            weights = objective.weigh(steps, [r[2] for r in rows], progress)
+                    alphas[piece.step][piece.rows] = piece.student.alpha
+            weights = [] if late and not learned else objective.weigh(steps, alphas, progress)
             for i, part, states, student, teacher in sweep:
                 own, agreed = steps[i].head, student.best == teacher.best
                 behind = own.slope(student.logits)
@@ -178,9 +179,9 @@ class _Chunked(torch.autograd.Function):
                 slope = slope.to(states.dtype)
                 if (gradient := needed[i]) is not None:
                     gradient[part] = slope @ sweep.weight(own)
-                _add_to_head(into, own, slope, states, weights[i][part, None])
-            if late and not learned:
-                weights = objective.weigh(steps, [r[2] for r in rows], progress)
+                if learned:
+                    _add_to_head(into, own, slope, states, weights[i][part, None])
+            weights = weights or objective.weigh(steps, alphas, progress)
         for gradient, weight in zip(needed, weights, strict=True):
             if gradient is not None:
                 gradient.mul_(weight[:, None])
@@ -203,7 +204,7 @@ def _add_to_head(
 ) -> None:
     """Add a chunk's share to what trains of a head: (M, V') slopes, (M, D) states, (M, 1) weights."""
     if (total := into.get(id(head.weight))) is not None:
-        hidden = hidden * weight.to(hidden.dtype)  # the narrower side
+        hidden = (hidden * weight).to(slope.dtype)  # the narrower side
         if total.dtype == slope.dtype:
             total.addmm_(slope.mT, hidden)
         else:

@@ -87,13 +87,15 @@ def run(cfg: DictConfig, folder: Path) -> float:
             default_root_dir=str(folder),
             enable_progress_bar=False,  # TrainingBar counts optimizer steps
         )
+    counted = _begin(cfg, drafter)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, folder)
     store = _rollouts(cfg, target, chat, train, drafter, folder)
-    if drafter.fits:
+    # What was counted for another run, a draft vocabulary say, is kept with its weights.
+    if drafter.fits and not counted:
         say(f"{name}: {drafter.fit(store.texts())}")
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
@@ -244,7 +246,26 @@ def build_target(cfg: DictConfig) -> Target:
 def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
     """The drafter that cfg.drafter names; a `path` in it is meant as the target's is."""
     where = {"path": str(local(cfg.drafter.path))} if cfg.drafter.get("path") else {}
-    return instantiate(cfg.drafter, **where)(target)
+    own = OmegaConf.masked_copy(cfg.drafter, [k for k in cfg.drafter if k != "init_from"])
+    return instantiate(own, **where)(target)
+
+
+def _begin(cfg: DictConfig, drafter: Drafter) -> bool:
+    """Take over what `drafter.init_from` has; whether that includes all that would be counted."""
+    source = cfg.drafter.init_from
+    if not source:
+        return False
+    if not drafter.trains:
+        raise UserError(
+            f"drafter.init_from={source}: this drafter has no weights that training could go on with"
+        )
+    left = hub.warm_start(drafter, hub.fetch(source))
+    say(
+        f"drafter.init_from={source}: "
+        + (f"all but {', '.join(left)}" if left else "every tensor taken over")
+    )
+    buffers = {name for name, _ in drafter.named_buffers()}
+    return not any(name.split(" ")[0] in buffers for name in left)
 
 
 def _rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt]) -> RolloutPlan:

@@ -112,7 +112,16 @@ class Scorer:
             "target": self.cfg.target.path,
             "drafter": hub.short_name(drafter),
             "parameters": hub.parameters(drafter),
+            "drafter_kv_bytes_per_token": self._kv_bytes(drafter),
         }
+
+    @torch.inference_mode()
+    def _kv_bytes(self, drafter: Drafter) -> int:
+        """Of a drafter that has read one token."""
+        token = torch.tensor([self.ids[0][:1]], device=self.target.device)  # (1, 1)
+        state = drafter.new_state(1)
+        drafter.advance(state, self.target, token, self.target.read(token).taps, [1], token[:, 0])
+        return drafter.kv_bytes_per_token(state)
 
     def _settings(self, drafter: Drafter) -> tuple[list[Setting], list[dict[str, Any]]]:
         """All rows of the scorecard; `decode=auto` is settled for each law and batch size."""

@@ -173,3 +173,8 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         """Draft below the root without changing what `advance` built."""
+
+    def kv_bytes_per_token(self, state: Any) -> int:
+        """Bytes of keys and values that a settled token holds in `state`; none unless said."""
+        del state
+        return 0

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +22,7 @@ FORMAT = 1
 CLASSES = {
     "bigram": "drafters.bigram:Bigram",
     "eagle": "drafters.eagle:Eagle",
+    "eagle3": "drafters.eagle3:Eagle3",
     "lm": "drafters.lm:DraftLM",
     "ngram": "drafters.ngram:Ngram",
     "suffix": "drafters.suffix:Suffix",
@@ -80,8 +83,70 @@ def load(folder: str | Path, target: Target) -> Drafter:
         weights |= {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
         drafter.load_state_dict(weights)
     except (OSError, SafetensorError, RuntimeError, TypeError) as error:
-        raise UserError(f"{folder}: damaged checkpoint ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
     return drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def fetch(source: str) -> Path:
+    """The local folder of a drafter: `source` itself, or the hub repository of that name, fetched.
+
+    Only `config.json` and `model.safetensors` are ever downloaded.
+
+    Raises:
+        UserError: neither a folder nor a repository that can be had.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(snapshot_download(source, allow_patterns=["config.json", "model.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"{source}: no such folder, and not to be had from the hub ({_first(error)})"
+        ) from None
+
+
+def warm_start(drafter: Drafter, folder: Path) -> list[str]:
+    """Begin with another drafter's weights and buffers where names and shapes agree.
+
+    It may have been made for another target: that is what one warm-starts for.
+
+    Args:
+        drafter: fresh; changed in place.
+        folder: of a drafter of the same class, saved by `save`.
+
+    Returns:
+        What stays as it was: "name (its shape here, there)", or "name (not there)".
+
+    Raises:
+        UserError: no checkpoint there, a damaged one, another class, or nothing that fits.
+    """
+    config, kind = _config(folder), short_name(drafter)
+    if config["drafter"] != kind:
+        raise UserError(f"drafter.init_from={folder}: drafter {config['drafter']!r}, not {kind!r}")
+    try:
+        found = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
+    found |= {name: found[first] for name, first in _tied(drafter).items() if first in found}
+    own = drafter.state_dict()
+    fits = {
+        name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape
+    }
+    if not fits:
+        raise UserError(f"drafter.init_from={folder}: none of its {len(found)} tensors fits this drafter")
+    drafter.load_state_dict(fits, strict=False)
+    return [
+        f"{name} ({tuple(value.shape)} here, {tuple(found[name].shape)} there)"
+        if name in found
+        else f"{name} (not there)"
+        for name, value in own.items()
+        if name not in fits
+    ]
+
+
+def _first(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def _tied(drafter: Drafter) -> dict[str, str]:
@@ -114,5 +179,5 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def parameters(drafter: torch.nn.Module) -> int:
-    """Number of trainable weights."""
-    return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    """Number of weights."""
+    return sum(p.numel() for p in drafter.parameters())

@@ -206,6 +206,10 @@ class DraftLM(Drafter):
         return expand(state.logits, step, sampler, coin, plan)
 
     @override
+    def kv_bytes_per_token(self, state: LMState) -> int:
+        return state.lm.cache.store.bytes_per_token
+
+    @override
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Casts weights alone: rotary wavelengths rounded to bf16 would be other positions."""
         buffers = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]

@@ -1,0 +1,201 @@
+"""drafter.init_from: going on from another drafter's weights."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from faces import V, random_texts
+from safetensors.torch import load_file, save_file
+from workbench import CONF, Bench, command, weights
+
+from decode.errors import UserError
+from distill import run
+from distill.cli import main
+from drafters import hub
+from drafters.base import Text
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def saved(tiny_target, make_drafter, tmp_path):
+    """Makes the folder of a drafter, and gives the drafter."""
+
+    def make(name, **options):
+        target = tiny_target(vocab=V)
+        drafter = make_drafter(name, target, seed=1, **options)
+        if drafter.fits:
+            texts = [row.tolist() for row in random_texts()]
+            drafter.fit([Text(text, [1] * len(text)) for text in texts])
+        folder = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        hub.save(drafter, target, folder)
+        return drafter, folder, target
+
+    return make
+
+
+def test_every_tensor_is_taken_over_what_was_counted_too(saved, make_drafter):
+    old, folder, target = saved("eagle3", draft_vocab_size=7)
+    new = make_drafter("eagle3", target, seed=2, draft_vocab_size=7)
+    assert not new.d2t.equal(old.d2t)
+    assert hub.warm_start(new, folder) == []
+    assert all(value.equal(old.state_dict()[name]) for name, value in new.state_dict().items())
+
+
+def test_other_shapes_are_listed_and_left_alone(saved, make_drafter):
+    old, folder, target = saved("eagle3", draft_vocab_size=7)
+    new = make_drafter("eagle3", target, seed=2, draft_vocab_size=9)
+    before = {name: value.clone() for name, value in new.state_dict().items()}
+    left = hub.warm_start(new, folder)
+    assert "d2t ((9,) here, (7,) there)" in left
+    names = {line.split(" ")[0] for line in left}
+    for name, value in new.state_dict().items():
+        assert value.equal(before[name] if name in names else old.state_dict()[name])
+    assert 0 < len(names) < len(before)
+
+
+def test_what_is_not_there_is_listed(saved, make_drafter):
+    _, folder, target = saved("eagle3", draft_vocab_size=7)
+    new = make_drafter("eagle3", target, seed=2, draft_vocab_size=7, fc_norm=True)
+    left = hub.warm_start(new, folder)
+    assert left
+    assert all(line.endswith(" (not there)") for line in left)
+
+
+def test_what_cannot_be_gone_on_from_is_refused(saved, make_drafter, tmp_path):
+    _, folder, target = saved("eagle")
+    with pytest.raises(UserError, match="drafter 'eagle', not 'eagle3'"):
+        hub.warm_start(make_drafter("eagle3", target), folder)
+    with pytest.raises(UserError, match=r"no config\.json there"):
+        hub.warm_start(make_drafter("eagle", target), tmp_path)
+    (folder / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(UserError, match="damaged checkpoint"):
+        hub.warm_start(make_drafter("eagle", target), folder)
+    other, elsewhere, _ = saved("eagle")
+    save_file({"nothing": torch.zeros(1)}, elsewhere / "model.safetensors")
+    with pytest.raises(UserError, match="none of its 1 tensors fits this drafter"):
+        hub.warm_start(other, elsewhere)
+
+
+# -- a whole run ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("warm"))
+
+
+def test_a_run_goes_on_from_anothers_checkpoint(bench):
+    """With no step to speak of, what it saves is what it was given."""
+    first = bench.train("seed=21")
+    assert first.code == 0, first.err
+    start = first.folder / "checkpoints" / "6"
+    second = bench.train("seed=22", f"drafter.init_from={start}", "optimizer.optimizer.lr=1e-12")
+    assert second.code == 0, second.err
+    assert f"drafter.init_from={start}: every tensor taken over" in second.out
+    was, now = weights(start), weights(second.folder / "checkpoints" / "3")
+    for name, value in now.items():
+        torch.testing.assert_close(value, was[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrong_start_is_one_line_and_leaves_nothing(bench, tmp_path):
+    done = bench.train("seed=23", f"drafter.init_from={tmp_path}")
+    assert done.code == 2
+    assert done.err.strip().splitlines()[-1].startswith(f"error: checkpoint={tmp_path}: no config.json there")
+
+
+def test_a_drafter_that_is_counted_has_nothing_to_start_from(bench, tmp_path):
+    kept = [a for a in bench.command if not a.startswith("drafter.depth")]
+    done = command(
+        lambda: main(run.run, CONF), ["train.py", *kept, "drafter=bigram", f"drafter.init_from={tmp_path}"]
+    )
+    assert done.code == 2
+    assert "this drafter has no weights that training could go on with" in done.err
+
+
+# -- from a hub ------------------------------------------------------------------------------------
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the Hub's interface that a download uses."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    asked: ClassVar[list[str]] = []
+    commit = "a" * 40
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/me/drafter/tree"):
+            entries = [
+                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                for name, body in self.files.items()
+            ]
+            return self.reply(json.dumps(entries).encode())
+        if path.startswith("/api/models/me/drafter"):
+            listing = {
+                "id": "me/drafter",
+                "sha": self.commit,
+                "siblings": [{"rfilename": n} for n in self.files],
+            }
+            return self.reply(json.dumps(listing).encode())
+        name = path.rsplit("/", 1)[-1]
+        if path.startswith("/me/drafter/resolve/") and name in self.files:
+            return self.reply(self.files[name])
+        return self.reply(b"{}", 404, "RepoNotFound")
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def reply(self, body, code=200, error=None):
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.commit)
+        if error:
+            self.send_header("X-Error-Code", error)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_hub_id_is_fetched_and_nothing_but_the_two_files(saved, tmp_path):
+    _, folder, _ = saved("eagle")
+    Hub.files = {p.name: p.read_bytes() for p in folder.iterdir()} | {"evil.py": b"raise SystemExit(9)"}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    code = "import sys; from drafters.hub import fetch; print(fetch(sys.argv[1]))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "me/drafter"], env=environment, capture_output=True, text=True
+        )
+        wrong = subprocess.run(
+            [sys.executable, "-c", code, "me/other"], env=environment, capture_output=True, text=True
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0, done.stderr
+    there = Path(done.stdout.strip())
+    assert sorted(p.name for p in there.iterdir()) == ["config.json", "model.safetensors"]
+    assert load_file(there / "model.safetensors").keys() == weights(folder).keys()
+    assert not any("evil" in path for path in Hub.asked)
+    assert "UserError: me/other: no such folder, and not to be had from the hub" in wrong.stderr
