@@ -125,7 +125,7 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
         settings: dict[str, Any] = {"depth": depth} if "depth" in known[name] else {}
         if "taps" in known[name] and len(target.layers) < 7:
             settings["taps"] = [0, 1, len(target.layers) - 1]
-        if "path" in known[name]:
+        if known[name].get("path"):
             settings["path"] = draft_folder(target.vocab_size)
         torch.manual_seed(seed)
         drafter = instantiate(known[name], **settings | options)(target).to(target.dtype).eval()

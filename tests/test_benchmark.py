@@ -84,7 +84,7 @@ def test_at_a_temperature_everybody_draws_and_no_texts_are_compared(bench):
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (["drafter=eagle"], "drafter=lm is what Hugging Face can use too"),
+        (["drafter=eagle"], "Hugging Face can use drafter=lm_given too"),
         (["checkpoint=/nowhere"], "no config.json there"),
         (["plans.tree.width=0"], "must be >= 0 and >= 1"),
         (["score.repeats=0"], "score.repeats=0: must be at least 1"),

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from decode.errors import UserError
-from distill.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, tv
+from distill.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, nll, tv
 from distill.laws import Law, Student, Teacher, argmax
 
 
-def laws(p_logits, q_logits, d2t=None):
+def laws(p_logits, q_logits, d2t=None, written=None):
     """Both laws of (M, V) and (M, V') logits."""
     d2t = None if d2t is None else torch.tensor(d2t)
-    law = Law(p_logits, p_logits.softmax(-1), p_logits.logsumexp(-1), p_logits.argmax(-1), d2t)
+    law = Law(p_logits, p_logits.softmax(-1), p_logits.logsumexp(-1), p_logits.argmax(-1), d2t, written)
     q = q_logits.softmax(-1)
     alpha = torch.minimum(law.p, q).sum(-1)
     student = Student(q_logits.clone(), q, q_logits.logsumexp(-1), q_logits.argmax(-1), alpha)
@@ -102,3 +102,15 @@ def test_argmax_by_blocks_is_the_first_of_the_largest(vocab):
 def test_numbers_out_of_range_are_refused(make, said):
     with pytest.raises(UserError, match=said):
         make()
+
+
+def test_likelihood_of_the_text_takes_its_own_tokens_and_passes_over_those_it_does_not_know():
+    dice = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(3, n, dtype=torch.float64, generator=dice) for n in (5, 3))
+    value, slope = nll(*laws(p, q, d2t=[4, 0, 2], written=torch.tensor([2, 1, 4])))
+    labels = torch.tensor([2, -100, 0])  # 1 is a miss
+    want = q.clone().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(want, labels, reduction="none", ignore_index=-100)
+    losses.sum().backward()
+    torch.testing.assert_close(value, losses.detach())
+    torch.testing.assert_close(slope, want.grad)

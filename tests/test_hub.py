@@ -15,6 +15,7 @@ from drafters import hub
 
 def saved(pair, folder):
     target, drafter = pair
+    drafter.requires_grad_(False)  # as the loaded one is, for the same kernels
     hub.save(drafter, target, folder, "some/target")
     return target, drafter, folder
 

@@ -296,7 +296,7 @@ def bench(tmp_path_factory) -> Bench:
 def quick(bench: Bench, *more: str) -> list[str]:
     """The quick run's overrides for a copy of the target as draft model."""
     kept = [a for a in bench.command if not a.startswith("drafter.depth")]
-    return [*kept, "drafter=lm", f"drafter.path={bench.target}", "score.max_new_tokens=7", *more]
+    return [*kept, "drafter=lm_given", f"drafter.path={bench.target}", "score.max_new_tokens=7", *more]
 
 
 def train(*argv: str):

@@ -60,8 +60,8 @@ def test_the_step_moves_the_weights_by_the_gradient_of_the_logged_loss(bench, tm
     seen = []
     call = Objective.__call__
 
-    def record(self, *args):
-        total, scored = call(self, *args)
+    def record(self, *args, **options):
+        total, scored = call(self, *args, **options)
         seen.append((total.item(), sum(row.rows for row in scored if row.depth == 1)))
         return total, scored
 
@@ -92,8 +92,8 @@ def test_a_loss_that_is_no_number_ends_training_and_keeps_the_last_checkpoint(
 ):
     call, calls = Objective.__call__, []
 
-    def spoil(self, *args):
-        total, scored = call(self, *args)
+    def spoil(self, *args, **options):
+        total, scored = call(self, *args, **options)
         calls.append(1)
         return (total * bad if len(calls) == 5 else total), scored
 

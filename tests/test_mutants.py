@@ -826,6 +826,23 @@ MUTANTS = {
         "test_drafters:test_select_keeps_these_rows_in_this_order",
         LM | {"rows": [2, 0]},
     ),
+    "a draft model is taught a row early": Mutant(
+        "drafters.lm:DraftLM.unroll", "last[row, t + 1]", "last[row, t]", FACES, LM
+    ),
+    "a draft model is taught past its answer": Mutant(
+        "drafters.lm:DraftLM.unroll",
+        "supervised(batch.loss_mask, 1)",
+        "batch.loss_mask.roll(-1, 1)",
+        GOLDEN,
+        LM | {"mask": "turns"},
+    ),
+    "an on-policy answer ends before the token that loses the target": Mutant(
+        "distill.on_policy:reached",
+        "[accepted.new_ones(1), accepted[:-1]]",
+        "[accepted]",
+        "test_on_policy:test_an_answer_ends_after_the_token_that_loses_the_target",
+        {},
+    ),
     "the unroll does not move on": Mutant(
         "drafters.recurrent:Recurrent.unroll", "times[slots] + (depth - 1)", "times[slots]", FACES, EAGLE
     ),

@@ -95,8 +95,8 @@ def _contenders(cfg: DictConfig, target: Target) -> list[Contender]:
     sampler, stop = Sampler(cfg.temperature), stop_tokens(target) if cfg.ends else []
     draft = build_drafter(cfg, target)
     if not isinstance(draft, DraftLM):
-        raise UserError("benchmark: drafter=lm is what Hugging Face can use too; give others as checkpoint=")
-    draft = draft.to(target.device, target.dtype).eval()
+        raise UserError("benchmark: Hugging Face can use drafter=lm_given too; give others as checkpoint=")
+    draft = draft.to(target.device, target.dtype).eval().requires_grad_(False)
     chain = Plan(depth=cfg.depth, proposal="sampled" if cfg.temperature else "fixed")
     plans = {str(name): Plan(**shape) for name, shape in cfg.plans.items()}
     law = {"sampler": sampler, "stop": stop}

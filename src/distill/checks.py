@@ -18,6 +18,8 @@ LEAST = {
     "new_tokens": 2,
     "max_tokens": 3,
     "drafter.depth": 1,
+    "drafter.layers": 1,
+    "drafter.lora.r": 1,
     "prompts.self": 0,
     "rollout.max_prompt_tokens": 1,
     "rollout.max_new_tokens": 1,

@@ -31,6 +31,7 @@ class Micro(NamedTuple):
         step: optimizer step.
         seed: of the drafter's noise; the same rows get the same, however ranks share them out.
         read: what the target says of these tokens, where it is kept in memory.
+        on_policy: supervised anchors in answers of the drafter's own.
     """
 
     tokens: Tensor
@@ -39,6 +40,7 @@ class Micro(NamedTuple):
     step: int
     seed: int
     read: Read | None = None
+    on_policy: int = 0
 
 
 class RolloutBatches(Dataset[Micro]):
@@ -163,7 +165,7 @@ class RolloutData(L.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         assert isinstance(self.rows, datasets.Dataset)
-        batches = RolloutBatches(
+        self.batches = RolloutBatches(
             self.rows,
             self.batch_size,
             trainer.max_steps,
@@ -176,7 +178,12 @@ class RolloutData(L.LightningDataModule):
         )
         # A resumed run goes on at its step, which Lightning has restored by now.
         start = trainer.global_step * trainer.accumulate_grad_batches
-        return DataLoader(batches, batch_size=None, sampler=From(start, len(batches)))
+        return DataLoader(self.batches, batch_size=None, sampler=From(start, len(self.batches)))
+
+    def micros(self, step: int) -> list[Micro]:
+        """This rank's micro-batches of an optimizer step."""
+        first = step * self.batches.accumulate
+        return [self.batches[first + i] for i in range(self.batches.accumulate)]
 
 
 class From(Sampler[int]):

@@ -38,7 +38,19 @@ def kl(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 
 def ce(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """Cross-entropy to the target's likeliest token; gradient q - onehot. A miss is 0."""
-    at, known = teacher.best.clamp_min(0)[:, None], (teacher.best >= 0).to(student.q.dtype)
+    return _to(teacher.best, student, teacher)
+
+
+def nll(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """Cross-entropy to the token that the text goes on with; a miss is 0.
+
+    Sequence-level distillation (SeqKD, arXiv:1606.07947) where the target wrote the text.
+    """
+    return _to(teacher.written, student, teacher)
+
+
+def _to(labels: Tensor, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    at, known = labels.clamp_min(0)[:, None], (labels >= 0).to(student.q.dtype)
     value = (student.norm - student.logits.gather(1, at)[:, 0]) * known
     q = student.q if teacher.whole else student.q.mul_(known[:, None])
     return value, q.scatter_add_(1, at, -known[:, None])

@@ -27,15 +27,25 @@ class Law:
         norm: (R,) their logarithmic normaliser.
         best: (R,) the likeliest token.
         d2t: (V',) the target's id of each draft token; None where the vocabularies are one.
+        written: (R,) the text's own token; None where the text is not known.
     """
 
-    def __init__(self, logits: Tensor, p: Tensor, norm: Tensor, best: Tensor, d2t: Tensor | None) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        p: Tensor,
+        norm: Tensor,
+        best: Tensor,
+        d2t: Tensor | None,
+        written: Tensor | None = None,
+    ) -> None:
         self._logits, self._norm, self._d2t, self.whole = logits, norm, d2t, d2t is None
         self._tops: dict[int, tuple[Tensor, Tensor]] = {}
         # One look-up of columns, which is slow: of the logits.
         self.p = p if d2t is None else self.log_p.exp()  # (R, V')
         self.mass = self.p.sum(-1)  # (R,)
         self.best = self._draft_ids(best)  # (R,)
+        self.written = None if written is None else self._draft_ids(written)
 
     def _draft_ids(self, ids: Tensor) -> Tensor:
         """The draft's ids of the target's; -1 where it has none."""
@@ -99,6 +109,12 @@ class Teacher:
         """(M,) draft id of the target's likeliest token; -1 for a miss."""
         return self._law.best[self._where]
 
+    @property
+    def written(self) -> Tensor:
+        """(M,) draft id of the text's own token; -1 for a miss."""
+        assert self._law.written is not None, "the objective was not given the text"
+        return self._law.written[self._where]
+
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """(M, k) probability and draft id of the target's likeliest tokens; -1 for a miss."""
         p, ids = self._law.top(k)
@@ -136,12 +152,20 @@ class Sweep:
         head: the target's.
         dtype: of the laws.
         size: target rows of a chunk.
+        following: (B * T,) the text's token after each position, if it is known.
     """
 
     def __init__(
-        self, steps: Sequence[DraftStep], last: Tensor, head: Head, dtype: torch.dtype, size: int
+        self,
+        steps: Sequence[DraftStep],
+        last: Tensor,
+        head: Head,
+        dtype: torch.dtype,
+        size: int,
+        following: Tensor | None = None,
     ) -> None:
         self._steps, self._last, self._head, self._dtype, self._size = steps, last, head, dtype, size
+        self._following = following
         self._weights: dict[int, Tensor] = {}
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         # What autocast would do to the products is done by hand, once for a whole head.
@@ -157,14 +181,15 @@ class Sweep:
         bounds = torch.tensor([*starts, len(positions)])
         cuts = [torch.searchsorted(place, bounds).tolist() for place in places]
         for n, start in enumerate(starts):
-            chunk = self._teach(self._where(positions[start : start + self._size]))
+            where = self._where(positions[start : start + self._size])
+            chunk, written = self._teach(where), None if self._following is None else self._following[where]
             laws: dict[int, Law] = {}
             for i, (step, place) in enumerate(zip(self._steps, places, strict=True)):
                 rows = slice(cuts[i][n], cuts[i][n + 1])
                 if rows.start == rows.stop:
                     continue
                 if id(step.head.d2t) not in laws:
-                    laws[id(step.head.d2t)] = Law(*chunk, step.head.d2t)
+                    laws[id(step.head.d2t)] = Law(*chunk, step.head.d2t, written)
                 teacher = Teacher(laws[id(step.head.d2t)], self._where(place[rows] - start))
                 hidden = step.hidden[rows].to(self.weight(step.head).dtype)
                 yield Piece(i, rows, hidden, self._learn(step.head, hidden, teacher), teacher)

@@ -15,8 +15,9 @@ from decode.errors import UserError
 from decode.target import Target
 from distill.data import Micro
 from distill.objectives import Objective, Scored
+from distill.on_policy import OnPolicy
 from distill.schedule import warm_up_and_decay
-from drafters.base import Batch, Drafter
+from drafters.base import Batch, Drafter, supervised
 
 DEPTHS = 32  # rows of the table of sums that ranks add up, more than any drafter unrolls
 
@@ -31,6 +32,7 @@ class DistillModule(L.LightningModule):
         optimizer: called with the trainable parameters.
         warmup: share of the steps over which the learning rate rises.
         final_lr: share of the learning rate that the cosine ends at.
+        on_policy: replaces answers by the drafter's own; None: none.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class DistillModule(L.LightningModule):
         optimizer: Callable[..., torch.optim.Optimizer],
         warmup: float,
         final_lr: float,
+        on_policy: OnPolicy | None = None,
     ) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple, so that nothing registers it
         self.drafter, self.objective, self.optimizer = drafter, objective, optimizer
-        self.warmup, self.final_lr = warmup, final_lr
+        self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
+        self._mixed: list[Micro] = []  # micro-batches of this optimizer step that are still to come
         self._sums: Tensor | None = None  # (1 + DEPTHS, 4) of this optimizer step so far
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
 
@@ -58,6 +62,8 @@ class DistillModule(L.LightningModule):
     def training_step(self, batch: Micro, batch_idx: int) -> Tensor:
         """One micro-batch; the sum of losses over the anchors of the whole optimizer step."""
         del batch_idx
+        if self.on_policy:
+            batch = self._mix(batch, self.on_policy)
         read = batch.read or self.target.read(batch.tokens)
         rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed)
         steps = self.drafter.unroll(rows, self.target)
@@ -67,17 +73,29 @@ class DistillModule(L.LightningModule):
             self.target.head,
             self.drafter.aux_weights,
             batch.step / self.trainer.max_steps,
+            batch.tokens,
         )
         loss = total / batch.anchors
         self._step = batch.step
-        self._add(loss, scored)
+        self._add(loss, scored, batch.on_policy / batch.anchors)
         # One denominator per optimizer step: Lightning divides by the accumulation and DDP by
         # the processes, and this is the one place that undoes both.
         return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
-    def _add(self, loss: Tensor, scored: list[Scored]) -> None:
+    def _mix(self, batch: Micro, on_policy: OnPolicy) -> Micro:
+        """The drafter answers before the first backward of a step: only then are its anchors known."""
+        if not self._mixed:
+            trainer: Any = self.trainer
+            micros = [trainer.strategy.batch_to_device(m) for m in trainer.datamodule.micros(batch.step)]
+            micros = on_policy(micros, self.drafter, self.target)
+            own = torch.stack([supervised(m.loss_mask, 1).sum() for m in micros]).sum()
+            anchors = int(trainer.strategy.reduce(own, reduce_op="sum"))
+            self._mixed = [m._replace(anchors=anchors) for m in micros]
+        return self._mixed.pop(0)
+
+    def _add(self, loss: Tensor, scored: list[Scored], on_policy: float) -> None:
         sums = torch.zeros(1 + DEPTHS, 4, device=loss.device)
-        sums[0, 0] = loss.detach()
+        sums[0, 0], sums[0, 1] = loss.detach(), on_policy
         for row in scored:
             sums[row.depth] = torch.tensor(row[1:])
         self._sums = sums if self._sums is None else self._sums + sums
@@ -89,13 +107,15 @@ class DistillModule(L.LightningModule):
         assert self._sums is not None
         sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
         assert isinstance(sums, Tensor)
-        (self.loss, *_), *depths = sums.tolist()
+        (self.loss, on_policy, *_), *depths = sums.tolist()
         if not math.isfinite(self.loss):
             raise UserError(
                 f"training: the loss is {self.loss} at step {self._step}; lower optimizer.lr, or "
                 "look at the rollouts. The last checkpoint is untouched"
             )
         values = {"train/loss": self.loss}
+        if self.on_policy:
+            values["train/on_policy"] = on_policy
         for depth, (rows, divergence, agreed, alpha) in enumerate(depths, 1):
             if rows:
                 values[f"train/divergence_{depth}"] = divergence / rows

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from decode.errors import UserError
 from decode.lm import Head
 from distill.divergences import Divergence
 from distill.laws import Sweep
 from distill.weighting import RowWeights, Weights
-from drafters.base import DraftStep
+from drafters.base import Drafter, DraftStep
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # of one (rows, V) block; on a CPU it should fit the cache
 # Below this, a product mostly reads the head. 128 rows of a vocabulary of 128k are 64 MB, some five
@@ -58,6 +59,7 @@ class Objective:
         head: Head,
         aux_weights: Mapping[str, float],
         progress: float = 1.0,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, list[Scored]]:
         """The undivided sum and what to log.
 
@@ -68,13 +70,16 @@ class Objective:
             head: the target's; it never trains.
             aux_weights: name -> weight of auxiliary losses.
             progress: share of the training steps that are done, for weights that warm up.
+            tokens: (B, T) the text, for a divergence that reads it (`nll`).
         """
         taken = list(steps)
         if not taken:
             return last.new_zeros((), dtype=torch.promote_types(last.dtype, torch.float32)), []
         learned = {id(w): w for step in taken for w in (step.head.weight, step.head.bias) if _learns(w)}
         inputs = [step.hidden for step in taken] + list(learned.values())
-        total, sums, *weights = _Chunked.apply(self, taken, last.flatten(0, 1), head, progress, *inputs)
+        following = None if tokens is None else tokens.roll(-1, 1).flatten()  # (B * T,)
+        taught = _Taught(last.flatten(0, 1), head, following)
+        total, sums, *weights = _Chunked.apply(self, taken, taught, progress, *inputs)
         for step, weight in zip(taken, weights, strict=True):
             for name, rows in step.aux.items():
                 total = total + aux_weights[name] * (weight * rows.to(total.dtype)).sum()
@@ -82,6 +87,21 @@ class Objective:
             Scored(step.depth, len(step.anchor), *row) for step, row in zip(taken, sums.tolist(), strict=True)
         ]
         return total, scored
+
+    def check(self, drafter: Drafter) -> None:
+        """Refuse weights that mean nothing for a drafter.
+
+        All rows of a shifted one are depth 1, so weights by depth are 1. An anchor then has one
+        alpha, and no streak.
+
+        Raises:
+            UserError: a shifted drafter, and weights from the alphas of several depths.
+        """
+        if drafter.shifted and isinstance(self.weights, RowWeights):
+            raise UserError(
+                "weights: this drafter's depths are one and the same row shifted, so there is no streak to "
+                "weigh; set weights=constant"
+            )
 
     def rows(self, head: Head) -> int:
         """Teacher rows of a chunk."""
@@ -102,6 +122,14 @@ class Objective:
         return [weights[place, k] for k, place in enumerate(places)]
 
 
+class _Taught(NamedTuple):
+    """What the steps are taught: the target's rows and, where it is known, the text."""
+
+    last: Tensor  # (B * T, D)
+    head: Head
+    following: Tensor | None  # (B * T,) the token after each position
+
+
 def _learns(weight: Tensor | None) -> bool:
     return weight is not None and weight.requires_grad
 
@@ -119,11 +147,11 @@ class _Chunked(torch.autograd.Function):
         ctx: Any,
         objective: Objective,
         steps: Sequence[DraftStep],
-        last: Tensor,
-        head: Head,
+        taught: _Taught,
         progress: float,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
+        last, head, following = taught
         count, wide = len(steps), torch.promote_types(inputs[0].dtype, torch.float32)
         hidden, learned = inputs[:count], inputs[count:]
         needed = [torch.empty_like(h) if h.requires_grad else None for h in hidden]
@@ -133,7 +161,7 @@ class _Chunked(torch.autograd.Function):
         # Per row: divergence, agreement, alpha.
         rows = [torch.zeros(3, len(h), dtype=wide, device=h.device) for h in hidden]
         alphas = [r[2] for r in rows]
-        sweep = Sweep(steps, last, head, wide, objective.rows(head))
+        sweep = Sweep(steps, last, head, wide, objective.rows(head), following)
         late = isinstance(objective.weights, RowWeights)
         # What autocast would do to products, the sweep does.
         with torch.autocast(last.device.type, enabled=False):
@@ -168,7 +196,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         del unused
         scaled = (None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors)
-        return None, None, None, None, None, *scaled
+        return None, None, None, None, *scaled
 
 
 def _add_to_head(

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from decode.load import load_config, load_target, load_tokenizer, stop_tokens
+from decode.sampling import Sampler
 from decode.target import Target
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.checks import check_ranges, refused
@@ -30,6 +31,7 @@ from distill.estimate import estimate
 from distill.files import write_json
 from distill.module import DistillModule
 from distill.objectives import Objective
+from distill.on_policy import OnPolicy
 from distill.progress import bar, first_rank, say, switch
 from distill.prompts import Chat, Prompt, held_out, read_prompts, split
 from distill.provenance import digest, local
@@ -69,6 +71,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
     with refused():
         drafter = build_drafter(cfg, target)
         objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights))
+        objective.check(drafter)
+        on_policy = _on_policy(cfg, target, drafter)
         optimizer = instantiate(cfg.optimizer.optimizer)
         optimizer([torch.nn.Parameter(torch.zeros(1))])
         answers = Path(cfg.output_dir) / "heldout"
@@ -100,17 +104,34 @@ def run(cfg: DictConfig, folder: Path) -> float:
     if scorer:
         scorer.prepare()
     files = [store.folder / shard["file"] for shard in store.manifest()["shards"] if shard["rows"]]
-    longest = min(cfg.max_tokens, target.max_positions or cfg.max_tokens)
-    data = RolloutData(files, store.folder / "cache", cfg.batch_size, longest, cfg.seed)
+    data = RolloutData(files, store.folder / "cache", cfg.batch_size, _longest(cfg, target), cfg.seed)
     batches = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size
     data.keep_taps(target, cfg.taps, cfg.taps_gb, batches)
     module = DistillModule(
-        target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr
+        target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr, on_policy
     )
     if newest:
         say(f"resuming from step {newest.name}")
     fit(trainer, module, data, str(newest / STATE) if newest else None)
     return _finish(trainer, folder)
+
+
+def _longest(cfg: DictConfig, target: Target) -> int:
+    """Tokens of a training row."""
+    return min(cfg.max_tokens, target.max_positions or cfg.max_tokens)
+
+
+def _on_policy(cfg: DictConfig, target: Target, drafter: Drafter) -> OnPolicy | None:
+    """Answers of the drafter's own, under the law that the rollouts have; None where none are wanted."""
+    rollout = cfg.rollout
+    sampler = Sampler(rollout.temperature, rollout.top_k, rollout.top_p)
+    stop = stop_tokens(target) if rollout.until == "answer" else []
+    options = (sampler, rollout.max_new_tokens, _longest(cfg, target), stop)
+    made = OnPolicy(cfg.on_policy.share, cfg.on_policy.cut, *options)
+    if not made.share:
+        return None
+    drafter.alone(target)  # refuses what cannot be
+    return made
 
 
 def _check_given(chat: Chat, prompts: list[Prompt]) -> None:
@@ -224,7 +245,7 @@ def build_target(cfg: DictConfig) -> Target:
 
 def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
     """The drafter that cfg.drafter names; a `path` in it is meant as the target's is."""
-    where = {"path": str(local(cfg.drafter.path))} if "path" in cfg.drafter else {}
+    where = {"path": str(local(cfg.drafter.path))} if cfg.drafter.get("path") else {}
     own = OmegaConf.masked_copy(cfg.drafter, [k for k in cfg.drafter if k != "init_from"])
     return instantiate(own, **where)(target)
 

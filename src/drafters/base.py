@@ -80,11 +80,14 @@ class Drafter(nn.Module, ABC):
         taps: layer ids (inputs of decoder layers) or "last" that the drafter reads.
         aux_weights: weight of each named auxiliary loss.
         proposals: where its tokens may come from, as `Plan.proposal` has it.
+        shifted: its row for depth j at anchor t is its row for depth 1 at anchor t + j - 1, as in
+            any model that reads the text alone; `unroll` then yields depth 1 and nothing else.
     """
 
     taps: tuple[Tap, ...] = ()
     aux_weights: Mapping[str, float] = {}
     proposals: tuple[str, ...] = tuple(RULES_OF)
+    shifted: bool = False
     settings: dict[str, Any]
 
     @classmethod
@@ -102,6 +105,15 @@ class Drafter(nn.Module, ABC):
     def trains(self) -> bool:
         """Whether there is anything to fit; one without an `unroll` is scored as it is."""
         return type(self).unroll is not Drafter.unroll
+
+    def alone(self, target: Target) -> Target:
+        """A frozen copy that writes texts by itself, in the target's dtype: for on-policy training.
+
+        Raises:
+            UserError: a drafter that has nothing to say without the target.
+        """
+        del target
+        raise UserError("on_policy: this drafter writes no text without the target; set on_policy.share=0")
 
     # -- what is counted rather than trained ---------------------------------------------------
 

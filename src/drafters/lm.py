@@ -1,46 +1,41 @@
-"""An independent draft model (Leviathan et al., arXiv:2211.17192): any LM of the target's vocabulary."""
+"""An independent draft model (Leviathan et al., arXiv:2211.17192): any LM of the target's vocabulary.
+
+Trained as in DistillSpec (arXiv:2310.08461) and Online Speculative Decoding (arXiv:2310.07177), or
+used as it is.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.coin import KeyedCoin
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.lm import CausalLM
-from decode.load import kernels, load_model, load_tokenizer
+from decode.lm import CausalLM, Head
+from decode.load import load_model, load_tokenizer
 from decode.plan import Plan
 from decode.probe import probe
 from decode.sampling import Sampler
 from decode.target import Target
-from drafters.base import Drafter
+from drafters.base import Batch, Drafter, DraftStep, supervised
 from drafters.expand import expand
 from drafters.layers import descend
+from drafters.models import adapt, build, cut, merged, own, wide
 
 OPTION = "drafter.path"
 # Ids by which two heads, padded to round sizes, may differ where no tokenizers say more; llama.cpp's bound.
 PADDING = 128
 RENAMED = 0.01  # share of ids with other names that still is one vocabulary: siblings rename special tokens
-# In a configuration these name code to fetch, or belong to the place it came from.
-FOREIGN = {
-    "auto_map",
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-    "_name_or_path",
-    "transformers_version",
-}
 
 
 @dataclass(slots=True)
@@ -59,34 +54,103 @@ class DraftLM(Drafter):
     Args:
         config: of the model as transformers writes it, `model_type` included.
         model: of that configuration; without one, random weights.
+        lora: keyword arguments of `models.adapt`. A model that is given gets adapters; one that is
+            not takes weights that are saved with them, and merges them when it loads.
 
     Raises:
-        UserError: a configuration that gives no causal LM.
+        UserError: a configuration that gives no causal LM, or adapters that it cannot have.
     """
 
-    def __init__(self, config: dict[str, Any], model: PreTrainedModel | None = None) -> None:
+    shifted = True  # a row depends on the text before it alone, however much of that was drafted
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        model: PreTrainedModel | None = None,
+        lora: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__()
-        self.settings = {"config": _own(config)}
-        self.model: Any = _build(_own(config)) if model is None else model
+        self.settings = {"config": own(config), "lora": lora}
+        self.model: Any = build(config) if model is None else model
+        if model is not None and lora:
+            adapt(model, **lora)
 
     @override
     @classmethod
-    def for_target(cls, target: Target, path: str = "", revision: str | None = None, **options: Any) -> Self:
-        """The model as it lies there, in its own dtype.
+    def for_target(
+        cls,
+        target: Target,
+        path: str | None = None,
+        revision: str | None = None,
+        layers: int = 2,
+        train: bool = True,
+        lora: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A model that lies somewhere, or one cut from the target.
 
         Args:
             target: whose vocabulary it has to share.
-            path: folder or hub id; code that comes with it is never run.
+            path: folder or hub id, code that comes with it is never run; None: cut.
             revision: of a hub id.
+            layers: of the target's, that a cut keeps; see `models.cut`.
+            train: in fp32, whatever the folder's dtype; else it stays as it lies there.
+            lora: keyword arguments of `models.adapt`; None trains all weights.
             **options: none.
 
         Raises:
-            UserError: no usable causal LM, or one of another vocabulary.
+            UserError: no usable causal LM, one of another vocabulary, or a target that cannot be cut.
         """
-        model = load_model(path, revision=revision, what=OPTION)
-        check_vocabulary(model, target, path, revision)
-        probe(CausalLM(model), OPTION)
-        return cls(json.loads(model.config.to_json_string()), model, **options)
+        if lora and not train:
+            raise UserError("drafter.lora: adapters are trained; leave drafter.train=true")
+        if path:
+            model = load_model(path, revision=revision, what=OPTION)
+            check_vocabulary(model, target, path, revision)
+            probe(CausalLM(model), OPTION)
+        else:
+            model = cut(target, layers)
+        drafter = cls(json.loads(model.config.to_json_string()), model, lora, **options)
+        return drafter.to(wide(model.dtype)) if train else drafter.requires_grad_(False)
+
+    # -- training face -----------------------------------------------------------------------
+
+    @property
+    @override
+    def trains(self) -> bool:
+        return any(weight.requires_grad for weight in self.parameters())
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        """Never with dropout: its noise would be no function of (seed, step)."""
+        del mode
+        return super().train(False)
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        """One causal pass; anchors whose row lies past the model's own context are left out."""
+        lm = CausalLM(self.model)
+        length = batch.tokens.shape[1]
+        reach = min(length, lm.max_positions or length)
+        anchors = supervised(batch.loss_mask, 1)
+        anchors[:, reach - 1 :] = False
+        if not anchors.any():
+            return
+        row, t = anchors.nonzero(as_tuple=True)  # (M,)
+        tokens = batch.tokens[:, :reach].clamp_max(lm.vocab_size - 1)
+        last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state  # (B, reach, D')
+        yield DraftStep(last[row, t + 1], row * length + t, 1, _shared(lm.head, target), {})
+
+    @override
+    def alone(self, target: Target) -> Target:
+        twin = copy.deepcopy(self).to(target.device, target.dtype)
+        return Target(twin.model)
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """See `nn.Module`; adapters that were saved are merged into a model that has none."""
+        if (lora := self.settings["lora"]) and not any(".lora_" in name for name in self.state_dict()):
+            state_dict = merged(state_dict, self, lora["alpha"] / lora["r"])
+        return super().load_state_dict(state_dict, *args, **options)
 
     # -- decoding face -----------------------------------------------------------------------
 
@@ -166,24 +230,13 @@ def _fit(logits: Tensor, target: Target) -> Tensor:
     return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
-def _own(value: Any) -> Any:
-    """A configuration without what is foreign to the model, however deep."""
-    if isinstance(value, dict):
-        return {k: _own(v) for k, v in value.items() if k not in FOREIGN}
-    return [_own(v) for v in value] if isinstance(value, list) else value
-
-
-def _build(config: dict[str, Any]) -> PreTrainedModel:
-    """A model with random weights, of a class in transformers' own table."""
-    try:
-        full = AutoConfig.for_model(**config)
-        return AutoModelForCausalLM.from_config(full, trust_remote_code=False, **kernels(full))
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"drafter: its config gives no causal language model ({_brief(error)})") from None
-
-
-def _brief(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+def _shared(head: Head, target: Target) -> Head:
+    """The head over the ids that the target has too: those past the target's are padding."""
+    theirs, known = target.vocab_size, len(head.weight)
+    if known < theirs:
+        return replace(head, d2t=torch.arange(known, device=head.weight.device))
+    bias = None if head.bias is None else head.bias[:theirs]
+    return head if known == theirs else replace(head, weight=head.weight[:theirs], bias=bias)
 
 
 def check_vocabulary(model: PreTrainedModel, target: Target, path: str, revision: str | None) -> None:

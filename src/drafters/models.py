@@ -1,0 +1,153 @@
+"""Hugging Face models as parts of drafters: built from a configuration, cut from a target, adapted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from decode.errors import UserError
+from decode.load import kernels
+from decode.target import Target
+
+# In a configuration these name code to fetch, belong to the place it came from, or say what the
+# weights were stored in there: ours are.
+FOREIGN = {
+    "auto_map",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+}
+BASE, DOWN, UP = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"  # peft's names
+
+
+def own(value: Any) -> Any:
+    """A configuration without what is foreign to the model, however deep."""
+    if isinstance(value, dict):
+        return {k: own(v) for k, v in value.items() if k not in FOREIGN}
+    return [own(v) for v in value] if isinstance(value, list) else value
+
+
+def build(config: dict[str, Any]) -> PreTrainedModel:
+    """A model with random weights in fp32, of a class in transformers' own table.
+
+    Raises:
+        UserError: a configuration that gives no causal LM.
+    """
+    try:
+        full = AutoConfig.for_model(**own(config))
+        return AutoModelForCausalLM.from_config(full, trust_remote_code=False, **kernels(full))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise UserError(f"drafter: its config gives no causal language model ({_brief(error)})") from None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What weights train in: fp32, or what is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def kept_layers(total: int, count: int) -> list[int]:
+    """Evenly spaced, the first and the last among them; of a single one, the first.
+
+    Raises:
+        UserError: more layers than there are.
+    """
+    if not 1 <= count <= total:
+        raise UserError(f"drafter.layers={count}: the target has {total}; choose 1 to {total}")
+    return [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
+
+
+def cut(target: Target, count: int) -> PreTrainedModel:
+    """A copy of the target with `count` of its layers, in fp32 or wider.
+
+    Embedding, final norm and head are copied. Lists in the configuration that have an entry for
+    each layer (`layer_types`) are cut alike. Where a layer's form follows from its number in some
+    other way, its weights do not fit, and the model is refused.
+
+    Raises:
+        UserError: more layers than there are, or a class that cannot be cut.
+    """
+    source, total = target.model, len(target.layers)
+    kept = kept_layers(total, count)
+    refusal = f"drafter.path=null: a {type(source).__name__} cannot be cut; set drafter.path to a model"
+    if target.config is not source.config or not type(source).__module__.startswith("transformers."):
+        raise UserError(refusal)
+    config = json.loads(source.config.to_json_string(use_diff=False))
+    for name, value in config.items():
+        if "layer" in name and isinstance(value, list) and len(value) == total:
+            config[name] = [value[i] for i in kept]
+    config[source.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
+    stack = next(name for name, module in source.named_modules() if module is target.layers) + "."
+    weights = {}
+    for name, value in source.state_dict().items():
+        if name.startswith(stack):
+            number, _, rest = name.removeprefix(stack).partition(".")
+            if int(number) not in kept:
+                continue
+            name = f"{stack}{kept.index(int(number))}.{rest}"
+        weights[name] = value
+    model: Any = build(config)
+    model.to(wide(target.dtype))
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{refusal} ({_brief(error)})") from None
+    return model.eval()
+
+
+def adapt(model: PreTrainedModel, r: int, alpha: int, targets: str | list[str] = "all-linear") -> None:
+    """Put low-rank adapters beside a model's linear maps; they alone train (LoRA, arXiv:2106.09685).
+
+    Args:
+        model: changed in place.
+        r: rank.
+        alpha: the product of the two factors counts alpha / r.
+        targets: ends of the modules' names, or `all-linear`: all but the head.
+
+    Raises:
+        UserError: targets that it does not have.
+    """
+    from peft import LoraConfig, inject_adapter_in_model  # only who trains adapters needs it
+
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    config = LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise UserError(f"drafter.lora: {_brief(error)}") from None
+
+
+def merged(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> dict[str, Tensor]:
+    """Weights of an adapted model as those of the plain one: W + scale B A, in fp32 or wider.
+
+    Args:
+        weights: of a module that holds both; plain ones pass as they are.
+        model: of the plain form, to tell which way a map's weight lies.
+        scale: alpha / r.
+    """
+    plain: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if name.endswith((DOWN, UP)):
+            continue
+        stem, base, end = name.rpartition(BASE)
+        if base and end == ".weight":
+            down, up = (weights[stem + part].to(wide(value.dtype)) for part in (DOWN, UP))
+            delta = scale * (up @ down)
+            value = value + (delta.mT if isinstance(model.get_submodule(stem), Conv1D) else delta)
+        plain[stem + end if base else name] = value
+    return plain
+
+
+def _brief(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
