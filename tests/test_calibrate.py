@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 import torch
 from exact import Grown
 from workbench import Bench, train
 
-from decode.calibrate import Calibrated, best_tree
+from decode import calibrate
+from decode.calibrate import Calibrated, best_tree, rounds
 from decode.errors import UserError
 from decode.generate import generate
 from decode.plan import Plan
@@ -91,12 +92,7 @@ def test_ranks_are_counted_along_the_answers(tiny_target):
     target, rollouts = written(tiny_target)
     drafter = Grown(VOCAB)
     lines = by_hand(drafter, rollouts, DEPTH)
-    reached = Counter()
-    for line in lines:
-        cut = next((j for j, rank in enumerate(line) if rank >= WIDTH), len(line))
-        reached.update(tuple(line[:j]) for j in range(1, cut + 1))
     plan, table = Calibrated(7, DEPTH, WIDTH).choose(target, drafter, rollouts, WARM, 1)
-    assert plan == Plan(tree=best_tree(reached, 7))
     for j, row in enumerate(table):
         column = [line[j] for line in lines if len(line) > j]
         assert row == {
@@ -107,21 +103,35 @@ def test_ranks_are_counted_along_the_answers(tiny_target):
     assert plan.depth > 1
 
 
-def test_no_other_tree_of_as_many_nodes_keeps_more_of_these_answers(tiny_target):
-    """What the counts promise, replay finds: tokens kept, summed over every start."""
+def test_rounds_by_ranks_are_those_of_replay(tiny_target):
+    target, rollouts = written(tiny_target)
+    for tree in [((0,),), ((0,), (1,), (0, 0), (1, 0)), ((0,), (0, 0), (0, 0, 0), (0, 1))]:
+        (replayed,) = replay(target, Grown(VOCAB), rollouts, [Plan(tree=tree)], WARM)
+        for rollout, count in zip(rollouts, replayed.counts.rounds, strict=True):
+            (lines,) = [by_hand(Grown(VOCAB), [rollout], DEPTH)]
+            assert len(rounds(lines, set(tree))) == pytest.approx(count, abs=1e-9)
+
+
+def test_no_other_tree_of_as_many_nodes_needs_fewer_rounds_on_these_answers(tiny_target):
     target, rollouts = written(tiny_target)
     plan, _ = Calibrated(4, 2, WIDTH).choose(target, Grown(VOCAB), rollouts, WARM, 1)
     paths = [(r,) for r in range(WIDTH)] + list(product(range(WIDTH), repeat=2))
     rivals = [Plan(tree=some) for some in combinations(paths, 4) if is_tree(some)]
-    rows = by_hand(Grown(VOCAB), rollouts, 2)
-
-    def kept(tree) -> int:
-        return sum(tuple(line[:j]) in tree for line in rows for j in range(1, len(line) + 1))
-
-    assert kept(plan.tree) == max(kept(rival.tree) for rival in rivals)
+    taus = [found.counts.tau for found in replay(target, Grown(VOCAB), rollouts, rivals, WARM)]
     (own,) = replay(target, Grown(VOCAB), rollouts, [plan], WARM)
-    (worst,) = replay(target, Grown(VOCAB), rollouts, [min(rivals, key=lambda rival: kept(rival.tree))], WARM)
-    assert own.counts.tau > worst.counts.tau
+    assert own.counts.tau == pytest.approx(max(taus), abs=1e-9)
+    assert max(taus) > min(taus) + 0.1
+
+
+def test_what_counts_is_where_rounds_begin(monkeypatch):
+    """Six easy tokens, four of rank 1: most starts lie before easy ones, most rounds do not."""
+    ranks = [*([0] * 6 + [1] * 4) * 3, 9]
+    lines = [list(pair) for pair in pairwise(ranks)]
+    assert best_tree(Counter(tuple(x[: j + 1]) for x in lines for j in (0, 1)), 2) == ((0,), (0, 0))
+    assert [len(rounds(lines, tree)) for tree in (((0,), (0, 0)), ((0,), (1,)))] == [18, 15]
+    monkeypatch.setattr(calibrate, "_ranks", lambda *_: [lines])
+    plan, _ = Calibrated(2, 2, 2).choose(*[None] * 5)
+    assert plan.tree == ((0,), (1,))
 
 
 @pytest.mark.parametrize("changes", [{"nodes": 0}, {"depth": 0}, {"width": 0}], ids=str)

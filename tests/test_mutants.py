@@ -1329,11 +1329,18 @@ MUTANTS = {
         "test_calibrate:test_ranks_are_counted_along_the_answers",
         {},
     ),
-    "a path goes on past a miss": Mutant(
+    "a round emits no token of its own": Mutant(
+        "decode.calibrate:rounds",
+        "kept + 1",
+        "max(kept, 1)",
+        "test_calibrate:test_what_counts_is_where_rounds_begin",
+        {},
+    ),
+    "rounds begin everywhere": Mutant(
         "decode.calibrate:Calibrated.choose",
-        "0 <= rank < self.width",
-        "0 <= rank",
-        "test_calibrate:test_ranks_are_counted_along_the_answers",
+        "rounds(answer, set(tree))",
+        "answer",
+        "test_calibrate:test_what_counts_is_where_rounds_begin",
         {},
     ),
     "another target's drafter is loaded": Mutant(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
@@ -18,15 +18,20 @@ from decode.sampling import Sampler
 from decode.starts import Dictate, Rollout, Texts
 from decode.target import Target
 
+TREES = 8  # most that are tried; they seldom change after three
+Line = list[int]
+
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """The tree of at most so many nodes that keeps the most tokens of stored answers.
+    """The tree of at most so many nodes that needs the fewest rounds on stored answers.
 
     Medusa (arXiv:2401.10774, section 2.3.3) multiplies the accuracies of the depths, as if these
     were independent, and adds the best node until there are enough. Here whole paths are counted:
-    how often an answer took the rank-2 token and then the rank-1 one, which is exact for any
-    drafter, and needs no more than the ranks.
+    how often an answer took the rank-2 token and then the rank-1 one, which holds for a drafter
+    that reads its own tokens as well. What counts is where rounds begin, which the tree itself
+    decides: they skip what was easy. So rounds are played with the tree, paths are counted again
+    where they began, and the best of the trees met is taken.
 
     Args:
         nodes: most that the tree has.
@@ -71,17 +76,41 @@ class Calibrated:
             options: of the decoder; they change nothing either.
         """
         del sampler, batch_size, options
-        ranks = np.concatenate([*_ranks(target, drafter, rollouts, self.plans[0])])  # (starts, K)
+        answers = _ranks(target, drafter, rollouts, self.plans[0])
+        everywhere = [line for answer in answers for line in answer]
+        begun, met = everywhere, {}
+        while True:
+            tree = best_tree(self._reached(begun), self.nodes) or ((0,),)
+            if tree in met or len(met) == TREES:
+                break
+            begun = [line for answer in answers for line in rounds(answer, set(tree))]
+            met[tree] = len(begun)
+        table = []
+        for depth in range(self.depth):
+            column = np.array([line[depth] for line in everywhere if line[depth] >= 0], dtype=np.int64)
+            share = np.bincount(column, minlength=self.width)[: self.width] / max(len(column), 1)
+            table.append({"depth": depth + 1, "accuracy": share.tolist()})
+        return Plan(tree=min(met, key=lambda tree: met[tree])), table
+
+    def _reached(self, lines: Sequence[Line]) -> Counter[Path]:
+        """How often each path of ranks was taken."""
         reached: Counter[Path] = Counter()
-        for line in ranks.tolist():
+        for line in lines:
             stop = next((j for j, rank in enumerate(line) if not 0 <= rank < self.width), self.depth)
             reached.update(tuple(line[:j]) for j in range(1, stop + 1))
-        table = []
-        for depth, column in enumerate(ranks.T, 1):
-            there = column[column >= 0]
-            share = np.bincount(there, minlength=self.width)[: self.width] / max(len(there), 1)
-            table.append({"depth": depth, "accuracy": share.tolist()})
-        return Plan(tree=best_tree(reached, self.nodes) or ((0,),)), table
+        return reached
+
+
+def rounds(answer: Sequence[Line], tree: Collection[Path]) -> list[Line]:
+    """Where rounds begin on an answer that is drafted with a tree: as `replay` has it, by ranks."""
+    begun: list[Line] = []
+    place = 0
+    while place < len(answer):
+        line = answer[place]
+        begun.append(line)
+        kept = next((j for j in range(len(line)) if tuple(line[: j + 1]) not in tree), len(line))
+        place += kept + 1
+    return begun
 
 
 def best_tree(reached: Mapping[Path, float], nodes: int) -> tuple[Path, ...]:
@@ -109,17 +138,22 @@ def best_tree(reached: Mapping[Path, float], nodes: int) -> tuple[Path, ...]:
 @torch.inference_mode()
 def _ranks(
     target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plan: Plan, batch_size: int = 32
-) -> Iterator[np.ndarray]:
-    """(B, K) of every start: how many tokens the drafter holds likelier than the answer's own, told
-    those before it; -1 past the answer's end."""
+) -> list[list[Line]]:
+    """A line for every start of every answer: K numbers, how many tokens the drafter holds likelier
+    than the answer's own, told those before it; -1 past the answer's end."""
     order = sorted(rollouts, key=lambda r: -len(r.answer))
-    yield np.zeros((0, plan.depth), dtype=np.int64)
+    found: list[list[Line]] = []
     for first in range(0, len(order), batch_size):
-        texts = Texts(target, order[first : first + batch_size], plan.depth)
+        part = order[first : first + batch_size]
+        lines: list[list[Line]] = [[] for _ in part]
+        texts = Texts(target, part, plan.depth)
         for place, rows, state in texts.starts(drafter):
             ahead = texts.answers[:rows, place : place + plan.depth]  # (B, K)
             draft = drafter.propose(state, target, Sampler(1.0), Dictate(ahead), plan)  # pyright: ignore[reportArgumentType]
             assert draft.q is not None
             own = draft.q.gather(2, ahead.clamp_min(0)[..., None])
-            rank = (draft.q > own).sum(-1)
-            yield torch.where(ahead >= 0, rank, -1).cpu().numpy()
+            rank = (draft.q > own).sum(-1).masked_fill(ahead < 0, -1)
+            for row, line in enumerate(rank.tolist()):
+                lines[row].append(line)
+        found += lines
+    return found
