@@ -57,6 +57,8 @@ def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
         return plainly(drafter, texts)
     laws = {}
     for step in drafter.unroll(batch_of(target, texts), target):
+        if not step.depth:  # no draft, but the tuned target's own law
+            continue
         rows = named(step.head.d2t, step.head(step.hidden).softmax(-1), target.vocab_size)
         for flat, law in zip(step.anchor.tolist(), rows, strict=True):
             laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
@@ -105,8 +107,8 @@ class Follower:
     """Feeds known texts to a drafter's decoding face, as the loop would."""
 
     def __init__(self, drafter, target, texts) -> None:
-        self.drafter, self.target, self.texts = drafter, target, texts
-        self.taps = target.read(texts).taps
+        self.drafter, self.target, self.texts = drafter, drafter.verifier(target), texts
+        self.taps = self.target.read(texts).taps
         self.state = drafter.new_state(len(texts))
         self.settled = [0] * len(texts)
 

@@ -42,6 +42,7 @@ from decode.sampling import Sampler
 from decode.target import Target
 from drafters.base import Batch, supervised
 from drafters.expand import expand
+from drafters.medusa import Medusa, Medusa2
 
 # -- one model with two faces ------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ def test_the_laws_depend_on_the_context_and_the_depth(pair):
     laws = unrolled(drafter, target, texts)
     compared = 0
     for (row, anchor, depth), law in laws.items():
-        assert law.max() < 0.5
+        assert law.max() < 0.6  # else there is little left to differ in
         for other in [(1 - row, anchor, depth), (row, anchor - 1, depth), (row, anchor, depth - 1)]:
             newest = texts[other[0], other[1] + other[2]]  # a drafter may look at no other token
             if other in laws and newest != texts[row, anchor + depth]:
@@ -384,13 +385,15 @@ def check_golden(drafter, target, masks):
     left = {(row, t): True for row in range(len(masks)) for t in range(length)}
     depths = []
     for step in drafter.unroll(batch, target):
-        depths.append(step.depth)
+        depths += [step.depth] * (step.depth > 0)
         want = []
         for row, text in enumerate(masks):
             for t in range(length):
                 here = t + 1 + step.depth
-                left[row, t] = left[row, t] and here < length and text[here] == "1"
-                if left[row, t]:
+                alive = here < length and text[here] == "1"
+                if step.depth:  # an anchor drafts from depth 1 on
+                    alive = left[row, t] = left[row, t] and alive
+                if alive:
                     want.append(row * length + t)
         assert step.anchor.tolist() == want
         assert step.hidden.shape[0] == len(want)
@@ -421,8 +424,12 @@ def test_an_anchor_leaves_at_its_first_unsupervised_depth():
 
 
 def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
-    """Perturb one position: what may not see it does not change, what is nearest to it does."""
+    """Perturb one position: what may not see it does not change, what is nearest to it does.
+
+    Medusa's heads look at the feature alone, and Medusa-2's make it themselves, from tokens up to t.
+    """
     target, drafter = taught(pair)
+    heads, makes = isinstance(drafter, Medusa), isinstance(drafter, Medusa2)
     texts = random_texts(rows=1, length=12)
     batch = batch_of(target, texts)
 
@@ -439,14 +446,14 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
         tokens[0, i] = (tokens[0, i] + 1) % V
         taps[0, i] += 1
         for (t, depth), value in hidden(tokens, batch.taps).items():
-            if i > t + depth:
+            if i > (t if heads else t + depth):
                 assert torch.equal(value, before[t, depth])
-            elif i == t + depth:
+            elif i == (t if heads else t + depth) and (makes or not heads):
                 assert (value - before[t, depth]).abs().max() > 1e-4
         for (t, depth), value in hidden(texts, taps).items():
             if i > t:
                 assert torch.equal(value, before[t, depth])
-            elif i == t and drafter.taps:
+            elif i == t and drafter.taps and not makes:
                 assert (value - before[t, depth]).abs().max() > 1e-4
 
 

@@ -69,6 +69,7 @@ class CausalLM:
 
     Attributes:
         max_positions: longest sequence, in tokens, that the model was built for.
+        compiled: see `compile`.
 
     Raises:
         UserError: no decoder layers to be found, or no output head.
@@ -88,7 +89,7 @@ class CausalLM:
         self._sdpa = self.config._attn_implementation == "sdpa"
         self._fused: Fused | None = None
         self._cache: KVCache | None = None
-        self._compiled = False
+        self.compiled = False
         self._behind: Tensor | None = None  # (B, scratch + n) positions of the unsettled slots, for a window
 
     @property
@@ -103,8 +104,8 @@ class CausalLM:
 
     def start(self, rows: int, capacity: int) -> None:
         """Forget everything and make room for `capacity` tokens in each of `rows` rows."""
-        self._cache = KVCache(len(self.layers), rows, capacity, self._compiled)
-        self._fused = None if self._compiled else Fused.of(self.base, self.layers, self.config)
+        self._cache = KVCache(len(self.layers), rows, capacity, self.compiled)
+        self._fused = None if self.compiled else Fused.of(self.base, self.layers, self.config)
 
     def compile(self) -> None:
         """Compile the decoder layers (torch.compile), for all batch sizes and lengths.
@@ -117,7 +118,7 @@ class CausalLM:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
         for layer in self.layers:
             layer.compile(dynamic=True)
-        self._compiled = True
+        self.compiled = True
 
     @property
     def lengths(self) -> list[int]:

@@ -19,7 +19,7 @@ from distill.on_policy import OnPolicy
 from distill.schedule import warm_up_and_decay
 from drafters.base import Batch, Drafter, supervised
 
-DEPTHS = 32  # rows of the table of sums that ranks add up, more than any drafter unrolls
+DEPTHS = 33  # rows of the table of sums that ranks add up, depth 0 first; no drafter unrolls more
 
 
 class DistillModule(L.LightningModule):
@@ -97,7 +97,7 @@ class DistillModule(L.LightningModule):
         sums = torch.zeros(1 + DEPTHS, 4, device=loss.device)
         sums[0, 0], sums[0, 1] = loss.detach(), on_policy
         for row in scored:
-            sums[row.depth] = torch.tensor(row[1:])
+            sums[1 + row.depth] = torch.tensor(row[1:])
         self._sums = sums if self._sums is None else self._sums + sums
 
     @override
@@ -116,7 +116,7 @@ class DistillModule(L.LightningModule):
         values = {"train/loss": self.loss}
         if self.on_policy:
             values["train/on_policy"] = on_policy
-        for depth, (rows, divergence, agreed, alpha) in enumerate(depths, 1):
+        for depth, (rows, divergence, agreed, alpha) in enumerate(depths):
             if rows:
                 values[f"train/divergence_{depth}"] = divergence / rows
                 values[f"train/top1_{depth}"] = agreed / rows
@@ -126,6 +126,13 @@ class DistillModule(L.LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         """AdamW or what the yaml says, with a linear warm-up and a cosine."""
-        optimizer = self.optimizer([p for p in self.drafter.parameters() if p.requires_grad])
-        schedule = warm_up_and_decay(optimizer, self.trainer.max_steps, self.warmup, self.final_lr)
+        groups = self.drafter.groups()
+        optimizer = self.optimizer([{"params": group.weights} for group in groups])
+        schedule = warm_up_and_decay(
+            optimizer,
+            self.trainer.max_steps,
+            self.warmup,
+            self.final_lr,
+            factors=[group.rate for group in groups],
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -109,9 +109,25 @@ class Objective:
         return self.chunk or max(LEAST_ROWS, budget // (4 * head.weight.shape[0]))
 
     def weigh(self, steps: Sequence[DraftStep], alphas: Sequence[Tensor], progress: float) -> list[Tensor]:
-        """(M,) weights of every step's rows, from their alphas where the weights read them."""
+        """(M,) weights of every step's rows, from their alphas where the weights read them.
+
+        Depth 0 is no draft: nothing is in the way of it, and nothing depends on it.
+        """
+        drafts = [i for i, step in enumerate(steps) if step.depth]
+        whole = [torch.full_like(a, step.weight) for step, a in zip(steps, alphas, strict=True)]
+        own = self._by_draft([steps[i] for i in drafts], [alphas[i] for i in drafts], progress)
+        for i, weight in zip(drafts, own, strict=True):
+            whole[i] *= weight
+        return whole
+
+    def _by_draft(
+        self, steps: Sequence[DraftStep], alphas: Sequence[Tensor], progress: float
+    ) -> list[Tensor]:
+        """What the objective's weights give the rows of drafts."""
         if not isinstance(self.weights, RowWeights):
             return [torch.full_like(a, self.weights(s.depth)) for s, a in zip(steps, alphas, strict=True)]
+        if not steps:
+            return []
         anchors = torch.cat([step.anchor for step in steps]).unique()
         alpha = alphas[0].new_zeros(len(anchors), len(steps))  # (A, K)
         present = torch.zeros_like(alpha, dtype=torch.bool)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -38,9 +38,10 @@ class DraftStep(NamedTuple):
     Attributes:
         hidden: (M, D') of the supervised anchors.
         anchor: (M,) flat index b * T + t.
-        depth: j >= 1.
+        depth: j >= 1; 0 for the target's own law of x_{t+1}, from a drafter that tunes the target.
         head: turns hidden into logits.
         aux: named (M,) losses beside the divergence, unweighted.
+        weight: of all its rows, times what the objective gives each.
     """
 
     hidden: Tensor
@@ -48,6 +49,20 @@ class DraftStep(NamedTuple):
     depth: int
     head: Head
     aux: Mapping[str, Tensor]
+    weight: float = 1.0
+
+
+def whole(done: float) -> float:
+    """The run's own learning rate, at every step."""
+    del done
+    return 1.0
+
+
+class Group(NamedTuple):
+    """Weights that share a learning rate."""
+
+    weights: list[nn.Parameter]
+    rate: Callable[[float], float] = whole  # share of the steps that are done -> factor of optimizer.lr
 
 
 class Text(NamedTuple):
@@ -106,6 +121,10 @@ class Drafter(nn.Module, ABC):
         """Whether there is anything to fit; one without an `unroll` is scored as it is."""
         return type(self).unroll is not Drafter.unroll
 
+    def groups(self) -> list[Group]:
+        """What trains, by learning rate; none is left out."""
+        return [Group([weight for weight in self.parameters() if weight.requires_grad])]
+
     def alone(self, target: Target) -> Target:
         """A frozen copy that writes texts by itself, in the target's dtype: for on-policy training.
 
@@ -137,6 +156,10 @@ class Drafter(nn.Module, ABC):
         return type(self).fit is not Drafter.fit
 
     # -- decoding face: satisfies decode.rounds.Proposer -------------------------------------
+
+    def verifier(self, target: Target) -> Target:
+        """Whose law the output keeps: the target, or what a drafter that tunes it has made of it."""
+        return target
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan whose nodes this drafter cannot make.

@@ -26,6 +26,7 @@ CLASSES = {
     "lm": "drafters.lm:DraftLM",
     "lstm": "drafters.mlp:Lstm",
     "medusa": "drafters.medusa:Medusa",
+    "medusa2": "drafters.medusa:Medusa2",
     "mlp": "drafters.mlp:Mlp",
     "ngram": "drafters.ngram:Ngram",
     "suffix": "drafters.suffix:Suffix",

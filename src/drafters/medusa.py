@@ -1,4 +1,7 @@
-"""Medusa (Cai et al., arXiv:2401.10774): one head for every depth, all on the same feature."""
+"""Medusa (Cai et al., arXiv:2401.10774): one head for every depth, all on the same feature.
+
+Medusa-1 leaves the target as it is; Medusa-2 tunes it together with the heads.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ from typing_extensions import override
 
 from decode.coin import KeyedCoin
 from decode.draft import Draft
+from decode.errors import UserError
 from decode.lm import Head
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
-from drafters.base import Batch, DraftStep, supervised
+from drafters.base import Batch, DraftStep, Group, supervised
 from drafters.expand import expand
 from drafters.newest import Newest, NewestDrafter, at_least_one
+from drafters.tuned import Lora
 
 
 class ResBlock(nn.Module):
@@ -71,7 +76,7 @@ class Medusa(NewestDrafter):
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        drafter = cls(target.hidden_size, target.vocab_size, **options)
+        drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
         with torch.no_grad():
             for weight in drafter.lm_heads.parameters():
                 weight.copy_(target.head.weight)
@@ -87,9 +92,13 @@ class Medusa(NewestDrafter):
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        features = batch.taps[:, :, 0].flatten(0, 1)  # (B * T, D)
+        return self._unroll(batch.taps[:, :, 0], batch.loss_mask, target)
+
+    def _unroll(self, features: Tensor, loss_mask: Tensor, target: Target) -> Iterator[DraftStep]:
+        """Every head on (B, T, D) features."""
+        features = features.flatten(0, 1)  # (B * T, D)
         for depth, block in enumerate(self.blocks, 1):
-            anchor = supervised(batch.loss_mask, depth).flatten().nonzero()[:, 0]  # (M,)
+            anchor = supervised(loss_mask, depth).flatten().nonzero()[:, 0]  # (M,)
             if not len(anchor):
                 return
             hidden = block(features[anchor].to(self.dtype))
@@ -113,3 +122,73 @@ class Medusa(NewestDrafter):
             return next(below)[:, None]
 
         return expand(next(below), step, sampler, coin, plan)
+
+
+class Medusa2(Medusa):
+    """Medusa-2: the heads and a LoRA of the target learn together (sections 2.2.2 and 2.3.2).
+
+    The target that is given stays as it was: what is tuned are copies. The rows of the original
+    teach the tuned one (self-distillation), at depth 0, as they teach the heads:
+
+        loss = divergence(original, tuned) + heads * sum_j w_j divergence(original, head j).
+
+    Output is lossless with respect to the tuned target, `verifier`, and no longer to the original.
+
+    Args:
+        lora: of `tuned.Lora`.
+        heads: weight of the heads' loss; the tuned target's own has weight 1.
+        warmup: share of the steps in which the heads learn alone; over as long again, the LoRA's
+            learning rate rises.
+        lora_lr: the LoRA's learning rate over the heads'.
+        **options: of `Medusa`.
+
+    Raises:
+        UserError: see `Medusa`; a number out of range.
+    """
+
+    def __init__(
+        self, lora: dict[str, Any], heads: float, warmup: float, lora_lr: float, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.lora = Lora(**lora)
+        self.heads, self.warmup, self.lora_lr = heads, warmup, lora_lr
+        self.settings |= {"lora": lora, "heads": heads, "warmup": warmup, "lora_lr": lora_lr}
+        if not 0 <= warmup < 1:
+            raise UserError(f"drafter.warmup={warmup}: must be from 0 to less than 1")
+        for name in ("heads", "lora_lr"):
+            if self.settings[name] <= 0:
+                raise UserError(f"drafter.{name}={self.settings[name]}: must be more than 0")
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        fresh = Lora.for_target(target, **options["lora"])
+        lora = {"r": fresh.r, "alpha": fresh.alpha, "targets": fresh.shapes}
+        return super().for_target(target, **options | {"lora": lora})
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        features = self.lora.read(target, batch.tokens)  # (B, T, D)
+        written = F.pad(batch.loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]  # (M,)
+        if len(written):
+            yield DraftStep(features.flatten(0, 1)[written], written, 0, target.head, {})
+        for step in self._unroll(features, batch.loss_mask, target):
+            yield step._replace(weight=self.heads)
+
+    @override
+    def groups(self) -> list[Group]:
+        tuned = [weight for weight in self.lora.parameters() if weight.requires_grad]
+        ids = {id(weight) for weight in tuned}
+        (every,) = super().groups()
+        return [
+            every._replace(weights=[weight for weight in every.weights if id(weight) not in ids]),
+            Group(tuned, self._lora_rate),
+        ]
+
+    def _lora_rate(self, done: float) -> float:
+        risen = min(1.0, max(0.0, done / self.warmup - 1)) if self.warmup else 1.0
+        return self.lora_lr * risen
+
+    @override
+    def verifier(self, target: Target) -> Target:
+        return self.lora.merge(target)

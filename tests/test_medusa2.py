@@ -1,0 +1,266 @@
+"""Medusa-2: the target that is given stays as it was, and what is tuned is told apart from it."""
+
+from __future__ import annotations
+
+import csv
+import sys
+
+import pytest
+import torch
+from faces import K, V, batch_of, random_texts
+from torch import nn
+from workbench import Bench, final
+
+from decode.errors import UserError
+from decode.fused import Fused
+from decode.generate import generate
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.target import LAST
+from distill.objectives import Objective
+from distill.schedule import warm_up_and_decay
+from distill.weighting import Streak, decay
+from drafters import hub, tuned
+from drafters.medusa import Medusa2
+
+LORA = {"r": 2, "alpha": 4, "targets": "all-linear"}
+OPTIONS = {"depth": K, "layers": 1, "own_head": True, "heads": 0.2, "warmup": 0.25, "lora_lr": 0.25}
+
+
+def fresh(tiny_target, lora=LORA, dtype=torch.float64, **changes):
+    target = tiny_target(vocab=V, layers=3, hidden=16, dtype=dtype)
+    target.tap([LAST])
+    return target, Medusa2.for_target(target, **{"lora": lora, **OPTIONS, **changes}).to(dtype)
+
+
+def moved(tiny_target, **changes):
+    """As if trained: every weight is random and matters."""
+    target, drafter = fresh(tiny_target, **changes)
+    for weight in drafter.parameters():
+        nn.init.normal_(weight, std=0.5 * weight.shape[-1] ** -0.5)
+    return target, drafter
+
+
+def weights_of(target):
+    return {name: weight.clone() for name, weight in target.model.state_dict().items()}
+
+
+def unchanged(target, before):
+    after = target.model.state_dict()
+    return after.keys() == before.keys() and all(torch.equal(before[name], after[name]) for name in after)
+
+
+# -- the original and the tuned one ----------------------------------------------------------------
+
+
+def test_a_fresh_one_is_the_target_and_adapts_every_linear_map_but_the_head(tiny_target):
+    target, drafter = fresh(tiny_target)
+    texts = random_texts()
+    assert torch.equal(drafter.lora.read(target, texts), target.read(texts).last)
+    assert torch.equal(drafter.verifier(target).read(texts).last, target.read(texts).last)
+    linear = {name for name, module in target.model.named_modules() if isinstance(module, nn.Linear)}
+    assert set(drafter.lora.shapes) == linear - {"lm_head"}
+    assert len(linear) == 3 * 7 + 1
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=str)
+def test_merged_and_unmerged_are_one_model(tiny_target, targets):
+    target, drafter = moved(tiny_target, lora=LORA | {"targets": targets})
+    texts = random_texts()
+    beside, merged = drafter.lora.read(target, texts), drafter.verifier(target).read(texts).last
+    torch.testing.assert_close(merged, beside, rtol=0, atol=1e-12)
+    assert (merged - target.read(texts).last).abs().max() > 0.1
+
+
+def test_the_product_counts_alpha_over_r(tiny_target):
+    target, drafter = moved(tiny_target)
+    verifier, name = drafter.verifier(target), "model.layers.1.self_attn.q_proj"
+    pair = drafter.lora.pairs[name.replace(".", "/")]
+    delta = verifier.model.get_submodule(name).weight - target.model.get_submodule(name).weight
+    torch.testing.assert_close(delta, 2.0 * (pair.up.weight @ pair.down.weight), rtol=0, atol=1e-14)
+
+
+def test_the_target_stays_bit_for_bit_as_it_was(tiny_target):
+    """Through the fused pass too, which stacks weights in place."""
+    target, drafter = moved(tiny_target, dtype=torch.float32)
+    generate(target, None, [[1, 2, 3]], max_new_tokens=4, sampler=Sampler(0.0))
+    assert Fused.of(target.base, target.layers, target.config) is not None
+    before, rows = weights_of(target), target.read(random_texts()).last
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.1)
+    for _ in range(2):
+        steps = drafter.unroll(batch_of(target, random_texts()), target)
+        sum(step.head(step.hidden).log_softmax(-1)[:, 0].sum() for step in steps).backward()
+        optimizer.step()
+    verifier = drafter.verifier(target)
+    run = generate(verifier, drafter, [[1, 2, 3]], max_new_tokens=8, sampler=Sampler(0.0), plan=Plan(depth=2))
+    again = generate(verifier, None, [[1, 2, 3]], max_new_tokens=8, sampler=Sampler(0.0))
+    assert run.outputs[0].tokens == again.outputs[0].tokens
+    assert Fused.of(verifier.base, verifier.layers, verifier.config) is not None
+    assert unchanged(target, before)
+    assert torch.equal(target.read(random_texts()).last, rows)
+    assert not any(weight.requires_grad for weight in target.model.parameters())
+    assert not any(hasattr(module, "lora_A") for module in target.model.modules())
+
+
+def test_layers_of_the_tuned_target_share_no_memory_with_the_original(tiny_target):
+    target, drafter = moved(tiny_target)
+    theirs = {weight.data_ptr() for weight in target.layers.parameters()}
+    verifier = drafter.verifier(target)
+    assert not any(weight.data_ptr() in theirs for weight in verifier.layers.parameters())
+    assert verifier.head.weight.data_ptr() == target.head.weight.data_ptr()
+
+
+def test_the_tuned_target_has_a_fingerprint_of_its_own(tiny_target):
+    """Samples of the weights would not show a change elsewhere, nor one below bf16's rounding."""
+    target, drafter = moved(tiny_target, lora=LORA | {"targets": ["down_proj"]})
+    names = [target.fingerprint(), drafter.verifier(target).fingerprint()]
+    assert drafter.verifier(target).fingerprint() == names[1]
+    with torch.no_grad():
+        next(iter(drafter.lora.pairs.values())).up.weight[0, 0] += 1e-4
+    names.append(drafter.verifier(target).fingerprint())
+    assert len(set(names)) == 3
+
+
+def test_other_drafters_leave_the_target_alone(pair):
+    target, drafter = pair
+    assert (drafter.verifier(target) is target) is not isinstance(drafter, Medusa2)
+
+
+@pytest.mark.parametrize(
+    "targets", [["lm_head"], ["q_proj", "lm_head"], ["nowhere"], ["embed_tokens"]], ids=str
+)
+def test_targets_that_cannot_be_tuned_are_refused(tiny_target, targets):
+    with pytest.raises(UserError, match=r"drafter\.lora") as error:
+        fresh(tiny_target, lora=LORA | {"targets": targets})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"heads": 0}, {"lora_lr": -1}, {"warmup": 1.0}, {"warmup": -0.1}], ids=str
+)
+def test_numbers_out_of_range_are_refused(tiny_target, changes):
+    with pytest.raises(UserError, match=f"drafter.{next(iter(changes))}="):
+        fresh(tiny_target, **changes)
+
+
+def test_a_saved_one_makes_the_same_tuned_target(tiny_target, tmp_path):
+    target, drafter = moved(tiny_target, dtype=torch.float32)
+    hub.save(drafter, target, tmp_path)
+    loaded, texts = hub.load(tmp_path, target), random_texts()
+    ours, theirs = drafter.verifier(target), loaded.verifier(target)
+    assert torch.equal(ours.read(texts).last, theirs.read(texts).last)
+    assert ours.fingerprint() == theirs.fingerprint()
+    assert loaded.settings == drafter.settings
+
+
+def test_a_loaded_one_decodes_without_peft(tiny_target, tmp_path, monkeypatch):
+    target, drafter = moved(tiny_target, dtype=torch.float32)
+    hub.save(drafter, target, tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    loaded = hub.load(tmp_path, target)
+    options = {"max_new_tokens": 4, "sampler": Sampler(0.0), "plan": Plan(depth=2)}
+    run = generate(loaded.verifier(target), loaded, [[1, 2]], **options)
+    assert len(run.outputs[0].tokens) == 4
+
+
+def test_copies_with_adapters_go_with_their_drafter(tiny_target):
+    target, drafter = moved(tiny_target)
+    before = len(tuned._ADAPTED)
+    drafter.lora.read(target, random_texts())
+    drafter.lora.read(target, random_texts())
+    assert len(tuned._ADAPTED) == before + 1
+    del drafter
+    assert len(tuned._ADAPTED) == before
+
+
+# -- the loss --------------------------------------------------------------------------------------
+
+
+def test_depth_zero_is_the_tuned_targets_own_law_taught_by_the_original(tiny_target):
+    target, drafter = moved(tiny_target)
+    texts, mask = random_texts(1, 8), torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1]], dtype=torch.bool)
+    steps = list(drafter.unroll(batch_of(target, texts, mask), target))
+    assert [(step.depth, step.weight) for step in steps] == [(0, 1.0), (1, 0.2), (2, 0.2)]
+    first = steps[0]
+    assert first.anchor.tolist() == [1, 2, 5, 6]  # the rows that predict what the target wrote
+    want = drafter.verifier(target).read(texts).last[0, first.anchor]
+    torch.testing.assert_close(first.hidden, want, rtol=0, atol=1e-12)
+    assert first.head is target.head
+
+
+class Squared:
+    """A divergence of which everything is known: (z_0)^2 / 2."""
+
+    def __call__(self, student, teacher):
+        slope = torch.zeros_like(student.logits)
+        slope[:, 0] = student.logits[:, 0]
+        return student.logits[:, 0] ** 2 / 2, slope
+
+
+@pytest.mark.parametrize(
+    "weights", [lambda depth: decay(depth, 0.5), Streak(1.0, 0.0)], ids=["decay", "streak"]
+)
+def test_the_loss_is_the_targets_own_and_the_heads_times_their_weight(tiny_target, weights):
+    target, drafter = moved(tiny_target)
+    batch = batch_of(target, random_texts())
+    steps = list(drafter.unroll(batch, target))
+    total, scored = Objective(Squared(), weights)(steps, batch.last, target.head, {})
+    each = [(step.head(step.hidden)[:, 0] ** 2 / 2).double() for step in steps]
+    if isinstance(weights, Streak):  # smoothed to the end: a depth counts those that follow it, and itself
+        length = batch.tokens.shape[1]
+        reach = torch.zeros(batch.tokens.numel())
+        for step in steps[1:]:
+            reach[step.anchor] += 1
+        assert length * 2 == len(reach)
+        factors = [reach[step.anchor] - (step.depth - 1) for step in steps[1:]]
+    else:
+        factors = [0.5 ** (step.depth - 1) for step in steps[1:]]
+    want = each[0].sum() + 0.2 * sum((f * e).sum() for f, e in zip(factors, each[1:], strict=True))
+    torch.testing.assert_close(total, want.to(total.dtype))
+    assert [row.depth for row in scored] == list(range(K + 1))
+    names = dict(drafter.named_parameters())
+    found = torch.autograd.grad(total, list(names.values()), retain_graph=True)
+    for name, one, two in zip(names, found, torch.autograd.grad(want, list(names.values())), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9, msg=name)
+        assert one.abs().max() > 0, name
+
+
+def test_heads_learn_alone_at_first_and_faster_than_the_target_after(tiny_target):
+    _, drafter = fresh(tiny_target)
+    heads, lora = drafter.groups()
+    assert {id(w) for w in lora.weights} == {id(w) for w in drafter.lora.parameters()}
+    assert len(heads.weights) + len(lora.weights) == len(list(drafter.parameters()))
+    assert not {id(w) for w in heads.weights} & {id(w) for w in lora.weights}
+    optimizer = torch.optim.SGD([{"params": g.weights} for g in (heads, lora)], lr=2.0)
+    schedule = warm_up_and_decay(optimizer, 8, 0.0, 1.0, factors=[heads.rate, lora.rate])
+    rates = []
+    for _ in range(8):
+        rates.append(tuple(group["lr"] for group in optimizer.param_groups))
+        optimizer.step()
+        schedule.step()
+    assert [rate for rate, _ in rates] == [2.0] * 8
+    assert [rate for _, rate in rates] == [0, 0, 0, 0.25, 0.5, 0.5, 0.5, 0.5]
+    assert fresh(tiny_target, warmup=0.0)[1].groups()[1].rate(0.0) == 0.25
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("medusa2"))
+
+
+def test_a_run_tunes_the_target_and_leaves_its_folder_alone(bench):
+    before = {p.name: p.read_bytes() for p in bench.target.iterdir()}
+    done = bench.train("drafter=medusa2", "drafter.lora.r=4", "score.enabled=false")
+    assert done.code == 0, done.err
+    assert {p.name: p.read_bytes() for p in bench.target.iterdir()} == before
+    ups = [w for name, w in final(done.folder).items() if name.endswith(".up.weight")]
+    assert len(ups) == 2 * 7
+    assert all(w.abs().max() > 0 for w in ups)
+    with (done.folder / "csv" / "metrics.csv").open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["train/divergence_0"]]
+    first, *_, last = [float(row["train/divergence_0"]) for row in rows]
+    assert abs(first) < 1e-6 < last
+    assert rows[0]["train/divergence_1"]
