@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import json
+import math
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from faces import K, V, batch_of, random_texts
 from torch import nn
-from workbench import Bench, final
+from workbench import CONF, Bench, command, final
 
 from decode.errors import UserError
 from decode.fused import Fused
 from decode.generate import generate
+from decode.load import load_target, load_tokenizer
 from decode.plan import Plan
+from decode.replay import Rollout
 from decode.sampling import Sampler
 from decode.target import LAST
+from distill.answer import answer as say
+from distill.cli import main
+from distill.compare import read, table
+from distill.moved import moved as how_far
+from distill.moved import only_untuned
 from distill.objectives import Objective
+from distill.prompts import Chat, read_prompts
+from distill.report import settings_table
 from distill.schedule import warm_up_and_decay
+from distill.scoring import Scorer
 from distill.weighting import Streak, decay
 from drafters import hub, tuned
 from drafters.medusa import Medusa2
@@ -264,3 +279,132 @@ def test_a_run_tunes_the_target_and_leaves_its_folder_alone(bench):
     first, *_, last = [float(row["train/divergence_0"]) for row in rows]
     assert abs(first) < 1e-6 < last
     assert rows[0]["train/divergence_1"]
+
+
+@pytest.fixture(scope="module")
+def scored(bench) -> Path:
+    done = bench.train(
+        "drafter=medusa2", "drafter.lora.r=4", "drafter.lora_lr=1", "score.temperatures=[0.0,1.0]"
+    )
+    assert done.code == 0, done.err
+    (bench.root / "said.txt").write_text(done.out)
+    return done.folder
+
+
+def card_of(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "score.json").read_text())
+
+
+def test_a_scorecard_says_what_is_lossless_to_what(bench, scored):
+    for step in ("3", "6"):
+        card = card_of(scored / "checkpoints" / step)
+        assert card["audit_passed"]
+        assert card["replay_agrees"]
+        assert card["lossless_to"] == "tuned target"
+        far = card["target_moved"]
+        assert far["prompts"] == 4
+        assert far["kl"] > 0
+        assert far["reverse_kl"] > 0
+    said = (bench.root / "said.txt").read_text()
+    assert said.count("lossless to the tuned target, which is no longer the original") == 2
+    assert "target moved by KL" in said
+    with (scored / "csv" / "metrics.csv").open() as lines:
+        assert [row for row in csv.DictReader(lines) if row["score/target_moved_kl"] == str(far["kl"])]
+
+
+def test_the_tuned_targets_answers_are_drawn_anew_at_every_save_point(bench, scored):
+    kept = {
+        json.loads(p.read_text())["plan"]["target"]
+        for p in (bench.root / "outputs" / "heldout").rglob("manifest.json")
+    }
+    original = load_target(str(bench.target))
+    names = {original.fingerprint()}
+    for step in ("3", "6"):
+        loaded = hub.load(scored / "checkpoints" / step, original)
+        names.add(loaded.verifier(original).fingerprint())
+    assert names <= kept
+    assert len(names) == 3
+
+
+def test_while_the_heads_learn_alone_the_target_has_moved_by_exactly_nothing(bench):
+    done = bench.train("drafter=medusa2", "drafter.warmup=0.99", "score.replay_prompts=0")
+    assert done.code == 0, done.err
+    card = card_of(done.folder / "checkpoints" / "6")
+    assert final(done.folder)["blocks.0.layers.0.weight"].abs().max() > 0
+    far = card["target_moved"]
+    assert (far["kl"], far["reverse_kl"], far["top1_agreement"], far["greedy_prefix"]) == (0, 0, 1, 1)
+    assert far["prompts"] == 2  # the decoded ones, as none are replayed
+    assert card["lossless_to"] == "tuned target"
+
+
+def test_other_drafters_move_nothing(bench):
+    done = bench.train("drafter=medusa")
+    card = card_of(done.folder / "checkpoints" / "6")
+    assert (card["lossless_to"], card["target_moved"]) == ("target", None)
+    assert "lossless to" not in done.out
+    assert "moved" not in done.out
+
+
+def test_a_checkpoint_scored_again_says_the_same(bench, scored):
+    cfg = copy.deepcopy(bench.base)
+    cfg.score.temperatures = [0.0, 1.0]
+    target = load_target(str(bench.target), "float32")
+    chat = Chat(load_tokenizer(str(bench.target)), "chat")
+    scorer = Scorer(cfg, target, chat, read_prompts(bench.heldout), bench.root / "outputs" / "heldout")
+    before, card = weights_of(target), scorer(scored / "checkpoints" / "6", 6)
+    saved = card_of(scored / "checkpoints" / "6")
+    assert card["target_moved"] == saved["target_moved"]
+    assert [row["tau"] for row in card["rows"]] == [row["tau"] for row in saved["rows"]]
+    assert unchanged(target, before)
+    assert "lossless to the tuned target" in settings_table(card)
+
+
+def test_a_table_over_runs_names_the_one_with_another_target(bench, scored):
+    other = bench.train("drafter=medusa", "score.temperatures=[0.0,1.0]")
+    found = read([str(scored), str(other.folder)])
+    text = table(found, [0.0], against="medusa")
+    assert text.count("lossless to the tuned target") == 1
+    assert "medusa2: lossless to the tuned target" in text
+    line = next(line for line in text.splitlines() if line.split()[0] == "medusa2")
+    assert "other target" in line
+
+
+def test_how_far_it_moved_is_the_mean_over_the_originals_answers(tiny_target):
+    target, drafter = moved(tiny_target)
+    verifier = drafter.verifier(target)
+    rollouts = [Rollout([1, 2, 3], [4, 5, 6, 7]), Rollout([8], [9, 10, 11])]
+    kl, reverse, same, prefixes = 0.0, 0.0, 0, []
+    for prompt, answer in rollouts:
+        equal = []
+        for i in range(len(answer)):
+            text = torch.tensor([prompt + answer[:i]])
+            p, q = (t.head(t.read(text).last[0, -1]).softmax(-1).tolist() for t in (target, verifier))
+            kl += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+            reverse += sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+            equal.append(p.index(max(p)) == q.index(max(q)))
+        same += sum(equal)
+        prefixes.append(equal.index(False) / len(answer) if False in equal else 1.0)
+    found = how_far(target, verifier, rollouts)
+    assert found["kl"] == pytest.approx(kl / 7, rel=1e-9)
+    assert found["reverse_kl"] == pytest.approx(reverse / 7, rel=1e-9)
+    assert found["top1_agreement"] == same / 7
+    assert found["greedy_prefix"] == pytest.approx(sum(prefixes) / 2)
+    assert 0 < same < 7
+    assert (found["prompts"], found["tokens"]) == (2, 7)
+
+
+def test_an_answer_says_whose_it_is(bench, scored):
+    call = ["prompt=say 3", f"target={bench.target}", "max_new_tokens=6", "decode=chain", "decode.depth=2"]
+    checkpoint = f"checkpoint={scored / 'checkpoints' / '6'}"
+    done = command(
+        lambda: main(lambda cfg, folder: say(cfg), CONF, "generate"), ["generate.py", *call, checkpoint]
+    )
+    assert done.code == 0, done.err
+    assert "lossless to the tuned target" in done.err
+
+
+def test_what_races_on_the_original_is_not_compared_with_it(tiny_target):
+    target, drafter = moved(tiny_target)
+    only_untuned(target, target, "checkpoint")
+    with pytest.raises(UserError, match="a target of its own"):
+        only_untuned(target, drafter.verifier(target), "checkpoint")

@@ -21,6 +21,7 @@ from decode.coin import Purpose
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill.weighting import Streak
 from drafters.mlp import Lstm, Mlp
 
 
@@ -41,7 +42,7 @@ DENSE = "test_eagle3:test_an_unroll_of_supervised_anchors_is_the_dense_unroll"
 PATCHY = {"masks": ["010111011101", "111011000000"]}
 PLAINLY = PATCHY | {"name": "plain"}
 LM = {"drafter_name": "lm"}
-MEDUSA, MLP, LSTM = ({"drafter_name": name} for name in ("medusa", "mlp", "lstm"))
+MEDUSA, MEDUSA2, MLP, LSTM = ({"drafter_name": name} for name in ("medusa", "medusa2", "mlp", "lstm"))
 CHAIN = Plan(depth=3)
 BUSHY = {"drafter": FixedTrees(3), "plan": Plan(2, 2, 5)}
 EXACT = "test_exact_decoding:test_"
@@ -1243,11 +1244,70 @@ MUTANTS = {
         {"form": {"own_head": True, "layers": 1}},
     ),
     "a medusa head answers one token early": Mutant(
-        "drafters.medusa:Medusa.unroll",
+        "drafters.medusa:Medusa._unroll",
         "DraftStep(hidden, anchor, depth,",
         "DraftStep(hidden, anchor + 1, depth,",
         GOLDEN,
         MEDUSA | {"mask": "all"},
+    ),
+    "a tuned target's row is taught as the one before": Mutant(
+        "drafters.medusa:Medusa2.unroll",
+        "batch.loss_mask[:, 1:], (0, 1)",
+        "batch.loss_mask[:, :-1], (0, 1)",
+        GOLDEN,
+        MEDUSA2 | {"mask": "answer"},
+    ),
+    "the heads' loss has its weight on the target's own": Mutant(
+        "drafters.medusa:Medusa2.unroll",
+        "step._replace(weight=self.heads)",
+        "step",
+        "test_medusa2:test_depth_zero_is_the_tuned_targets_own_law_taught_by_the_original",
+        {},
+    ),
+    "a tuned target learns from the first step": Mutant(
+        "drafters.medusa:Medusa2._lora_rate",
+        "done / self.warmup - 1",
+        "done / self.warmup",
+        "test_medusa2:test_heads_learn_alone_at_first_and_faster_than_the_target_after",
+        {},
+    ),
+    "a draft that reads the tuned target is verified by the original": Mutant(
+        "drafters.medusa:Medusa2.verifier", "self.lora.merge(target)", "target", FACES, MEDUSA2
+    ),
+    "merged weights count the product once": Mutant(
+        "drafters.tuned:Lora.merge",
+        "self.alpha / self.r",
+        "1.0",
+        "test_medusa2:test_merged_and_unmerged_are_one_model",
+        {"targets": "all-linear"},
+    ),
+    "what is tuned are the target's own layers": Mutant(
+        "drafters.tuned:Lora.merge",
+        "id(weight) for weight in target.layers.parameters()",
+        "0",
+        "test_medusa2:test_layers_of_the_tuned_target_share_no_memory_with_the_original",
+        {},
+    ),
+    "a tuned target is taken for the original": Mutant(
+        "drafters.tuned:Lora._digest",
+        "digest.update(weight.float().cpu().contiguous().numpy().tobytes())",
+        "pass",
+        "test_medusa2:test_the_tuned_target_has_a_fingerprint_of_its_own",
+        {},
+    ),
+    "how far a target moved is measured one row late": Mutant(
+        "distill.moved:_laws",
+        "len(prompt) - 1 :",
+        "len(prompt) :",
+        "test_medusa2:test_how_far_it_moved_is_the_mean_over_the_originals_answers",
+        {},
+    ),
+    "depth 0 counts as a depth that drafts": Mutant(
+        "distill.objectives:Objective.weigh",
+        "if step.depth]",
+        "if True]",
+        "test_medusa2:test_the_loss_is_the_targets_own_and_the_heads_times_their_weight",
+        {"weights": Streak(1.0, 0.0)},
     ),
     "every level of a product begins anew": Mutant(
         "drafters.medusa:Medusa.propose", "next(below)[:, None]", "levels[0][:, None]", LEVELS, MEDUSA

@@ -53,7 +53,9 @@ def answer(cfg: DictConfig) -> float:
         )
     target = build_target(cfg)
     drafter = hub.load(cfg.checkpoint, target) if cfg.checkpoint else None
+    original = target
     if drafter:
+        target = drafter.verifier(target)
         target.tap(drafter.taps)
     ids = chat.encode([{"role": "user", "content": prompt}])
     strings = [str(s).replace("\\n", "\n") for s in cfg.stop]
@@ -75,6 +77,7 @@ def answer(cfg: DictConfig) -> float:
             target.tap(())  # plain decoding reads none
             plain = generate(target, None, [ids], **options)
             line += versus(speed(last.output, last.times), speed(plain.outputs[0], plain.times))
+    line += "; lossless to the tuned target" if target is not original else ""
     print(line, file=sys.stderr, flush=True)
     return last.output.tau
 

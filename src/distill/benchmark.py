@@ -19,6 +19,7 @@ from decode.score import hardware
 from decode.target import Target
 from distill.checks import check_ranges, refused
 from distill.files import write_json
+from distill.moved import only_untuned
 from distill.progress import bar
 from distill.provenance import commit
 from distill.report import grid
@@ -109,6 +110,7 @@ def _contenders(cfg: DictConfig, target: Target) -> list[Contender]:
     ]
     if cfg.checkpoint:
         trained = hub.load(cfg.checkpoint, target)
+        only_untuned(target, trained.verifier(target), "checkpoint")
         for name, plan in plans.items():
             decode = ours(target, trained, plan, **law, taps=trained.taps, seed=cfg.seed)
             contenders.append(Contender(f"ours-{hub.short_name(trained)}-{name}", decode))

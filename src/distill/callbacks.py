@@ -157,6 +157,7 @@ class ScoreCheckpoint(L.Callback):
             numbers["replay_tau"] = card["replay"]["tau"]
         for j, value in enumerate(card["survival"], 1):
             numbers[f"survival_{j}"] = value
+        numbers |= {f"target_moved_{name}": value for name, value in (card.get("target_moved") or {}).items()}
         for logger in trainer.loggers:
             logger.log_metrics({f"score/{k}": v for k, v in numbers.items()}, step=int(path.name))
 
@@ -173,7 +174,9 @@ def _line(step: int, steps: int, loss: float, checkpoint: Path) -> str:
         return text
     card = json.loads((checkpoint / "score.json").read_text())
     verdict = "pass" if card["audit_passed"] else "FAIL"
-    return f"{text}  tau {card['tau']:.2f}  speedup {card['speedup']:.2f}x  audit {verdict}"
+    moved = card.get("target_moved")
+    far = f"  target moved by KL {moved['kl']:.2g}" if moved else ""
+    return f"{text}  tau {card['tau']:.2f}  speedup {card['speedup']:.2f}x  audit {verdict}{far}"
 
 
 def _point(link: Path, to: Path) -> None:

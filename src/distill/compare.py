@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from decode.errors import UserError
 from decode.replay import Counts, agreement
 from decode.score import SCHEMA
+from distill.moved import describe
 from distill.report import grid
 
 LEVELS = 4
@@ -97,6 +98,7 @@ def table(scored: Sequence[Scored], temperatures: Sequence[float], against: str 
         f"T={first:g} where nothing else is said. tau: replayed on the target's answers to "
         f"{'/'.join(map(str, prompts))} held-out prompts (~: counted by the decoder), with its 95 % interval",
         "speedup: over plain decoding at batch 1. draft: the drafter's share of a round, and in ms",
+        *(f"{s.name}: {far}" for s in ordered if (far := describe(s.card))),
         *hardware,
     ]
     return "\n".join([grid(head, lines), *notes])
@@ -108,13 +110,13 @@ def _line(scored: Scored, temperatures: Sequence[float], base: Scored | None) ->
     survival = [f"{s:.2f}" for s in _accepted(row)["survival"][:LEVELS]]
     survival += ["-"] * (LEVELS - len(survival))
     differences = (
-        [difference(r, base.row(t)) for r, t in zip(rows, temperatures, strict=True)] if base else []
+        [_less(scored, base, r, base.row(t)) for r, t in zip(rows, temperatures, strict=True)] if base else []
     )
     return [
         scored.name,
         row["decode"],
         *(_tau(r) for r in rows),
-        *("-" if scored is base else _signed(d) for d in differences),
+        *("-" if scored is base else d for d in differences),
         *survival,
         f"{row['speedup']:.2f}x",
         f"{100 * row['draft_share']:.0f}%",
@@ -156,5 +158,8 @@ def difference(row: dict[str, Any], other: dict[str, Any]) -> tuple[float, float
     return mine.tau - theirs.tau, low, high
 
 
-def _signed(found: tuple[float, float, float] | None) -> str:
+def _less(scored: Scored, base: Scored, row: dict[str, Any], other: dict[str, Any]) -> str:
+    if any(s.card.get("target_moved") for s in (scored, base)):
+        return "other target"  # whose answers may be as long, and say something else
+    found = difference(row, other)
     return "other prompts" if found is None else "{:+.2f} ({:+.2f}..{:+.2f})".format(*found)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from distill.moved import describe
 from distill.runs import checkpoints
 
 LEVELS = 5
@@ -20,7 +21,10 @@ def table(folder: Path) -> str:
     head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other", "audit"]
     lines = [[str(c["step"]), *_cells(c), "pass" if c["audit_passed"] else "FAIL"] for c in cards]
     last = cards[-1]
-    text = f"headline: {_setting(last)}\n" + grid(head, lines)
+    far = describe(last)
+    text = (
+        f"headline: {_setting(last)}\n" + grid(head, lines) + (f"\nstep {last['step']}: {far}" if far else "")
+    )
     return text if len(last["rows"]) == 1 else f"{text}\n\nstep {last['step']}, {settings_table(last)}"
 
 
@@ -28,7 +32,8 @@ def settings_table(card: dict) -> str:
     """One line a setting of one scorecard."""
     head = ["decode", "T", "batch", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other"]
     lines = [[r["decode"], f"{r['temperature']:g}", str(r["batch_size"]), *_cells(r)] for r in card["rows"]]
-    return f"all settings:\n{grid(head, lines)}\n{_audit(card['audit'])}"
+    notes = [note for note in (describe(card), _audit(card["audit"])) if note]
+    return "\n".join([f"all settings:\n{grid(head, lines)}", *notes])
 
 
 def _audit(audit: dict) -> str:

@@ -21,6 +21,7 @@ from decode.sampling import Sampler
 from decode.score import Setting, check, score
 from decode.target import Target
 from distill.heldout import held_out_answers
+from distill.moved import moved
 from distill.progress import bar
 from distill.prompts import Chat, Prompt
 from distill.provenance import commit
@@ -33,7 +34,8 @@ class Scorer:
 
     Args:
         cfg: with `score`, `decode`, `target` and `seed`.
-        target: to decode with; its taps are set to what the checkpoint reads.
+        target: to decode with, if the checkpoint has not tuned it; its taps are set to what the checkpoint
+            reads.
         chat: renders the prompts.
         prompts: held out: the first `score.prompts` are decoded, `score.replay_prompts` replayed.
         rollouts: folder in which the target's answers to them are kept.
@@ -75,40 +77,54 @@ class Scorer:
     def prepare(self) -> None:
         """Have the target answer the held-out prompts once at every law; later runs read the answers."""
         if self.replayed and not self.rollouts:
-            new = self.cfg.score.max_new_tokens
-            self.rollouts = {
-                sampler: held_out_answers(
-                    self.target, self.chat, self.replayed, sampler, new, self.cfg.seed, self.root
-                )
-                for sampler in self.samplers
-            }
+            self.rollouts = self._answers(self.target)
+
+    def _answers(self, target: Target) -> dict[Sampler, list[Rollout]]:
+        """Of a target, to what is replayed, at every law."""
+        if not self.replayed:
+            return {}
+        return {sampler: self._answered(target, self.replayed, sampler) for sampler in self.samplers}
+
+    def _answered(self, target: Target, prompts: Sequence[Prompt], sampler: Sampler) -> list[Rollout]:
+        new = self.cfg.score.max_new_tokens
+        return held_out_answers(target, self.chat, prompts, sampler, new, self.cfg.seed, self.root)
+
+    def _moved(self, tuned: Target) -> dict[str, Any]:
+        """How far a tuned target is from the original, on the latter's answers at the headline's law."""
+        answers = self.rollouts.get(self.samplers[0])
+        return moved(
+            self.target, tuned, answers or self._answered(self.target, self.prompts, self.samplers[0])
+        )
 
     def __call__(self, folder: Path, step: int) -> dict[str, Any]:
-        """The scorecard of one checkpoint."""
+        """The scorecard of one checkpoint: of the target that verifies, against that target alone."""
         options = self.cfg.score
         drafter = hub.load(folder, self.target)
-        self.target.tap(drafter.taps)
+        target = drafter.verifier(self.target)
+        target.tap(drafter.taps)
         self.prepare()
+        tuned = target is not self.target
+        answers = self._answers(target) if tuned else self.rollouts
         with threads(options.threads), bar(1, f"scoring step {step}", "batches", leave=False) as shown:
 
             def progress(done: int, total: int) -> None:
                 shown.total = total
                 shown.update(done - shown.n)
 
-            settings, curves = self._settings(drafter)
+            settings, curves = self._settings(target, drafter, answers)
             card = score(
-                self.target,
+                target,
                 drafter,
                 self.ids,
                 settings,
                 max_new_tokens=options.max_new_tokens,
-                stop=stop_tokens(self.target),
+                stop=stop_tokens(target),
                 seed=self.cfg.seed,
                 repeats=options.repeats,
                 audit_prompts=options.audit_prompts,
                 full_audit=OmegaConf.select(self.cfg, "audit") == "full",  # a training run has no such key
                 names=[p.id for p in self.prompts],
-                rollouts=self.rollouts,
+                rollouts=answers,
                 progress=progress,
             )
         return card | {
@@ -116,20 +132,24 @@ class Scorer:
             "step": step,
             "commit": commit(),
             "target": self.cfg.target.path,
+            "lossless_to": "tuned target" if tuned else "target",
+            "target_moved": self._moved(target) if tuned else None,
             "drafter": hub.short_name(drafter),
             "parameters": hub.parameters(drafter),
-            "drafter_kv_bytes_per_token": self._kv_bytes(drafter),
+            "drafter_kv_bytes_per_token": self._kv_bytes(target, drafter),
         }
 
     @torch.inference_mode()
-    def _kv_bytes(self, drafter: Drafter) -> int:
+    def _kv_bytes(self, target: Target, drafter: Drafter) -> int:
         """Of a drafter that has read one token."""
-        token = torch.tensor([self.ids[0][:1]], device=self.target.device)  # (1, 1)
+        token = torch.tensor([self.ids[0][:1]], device=target.device)  # (1, 1)
         state = drafter.new_state(1)
-        drafter.advance(state, self.target, token, self.target.read(token).taps, [1], token[:, 0])
+        drafter.advance(state, target, token, target.read(token).taps, [1], token[:, 0])
         return drafter.kv_bytes_per_token(state)
 
-    def _settings(self, drafter: Drafter) -> tuple[list[Setting], list[dict[str, Any]]]:
+    def _settings(
+        self, target: Target, drafter: Drafter, rollouts: dict[Sampler, list[Rollout]]
+    ) -> tuple[list[Setting], list[dict[str, Any]]]:
         """All rows of the scorecard; what is no plan yet is settled for each law and batch size."""
         settings, curves = [], []
         for sampler in self.samplers:
@@ -138,13 +158,13 @@ class Scorer:
                     if not isinstance(plan, Plan):
                         options = {
                             "max_new_tokens": self.cfg.score.max_new_tokens,
-                            "stop": stop_tokens(self.target),
+                            "stop": stop_tokens(target),
                             "seed": self.cfg.seed,
                         }
-                        answers = self.rollouts[sampler]
+                        answers = rollouts[sampler]
                         if isinstance(plan, Calibrated):  # as `best`, by what it is not reported on
                             answers = answers[len(self.prompts) :] or answers
-                        plan, curve = plan.choose(self.target, drafter, answers, sampler, batch, **options)
+                        plan, curve = plan.choose(target, drafter, answers, sampler, batch, **options)
                         curves.append(
                             {"temperature": sampler.temperature, "batch_size": batch, "chosen": plan.name}
                             | {"tree": [list(path) for path in plan.tree], "curve": curve}

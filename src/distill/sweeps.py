@@ -22,6 +22,7 @@ from decode.tally import Tally, compete
 from decode.target import Target
 from distill.checks import check_ranges
 from distill.files import write_json
+from distill.moved import only_untuned
 from distill.progress import bar
 from distill.provenance import commit
 from distill.report import grid
@@ -102,6 +103,7 @@ def _read(cfg: DictConfig) -> tuple[Target, Drafter, list[Ids], list[Plan]]:
     plans = [Plan(**shape) for shape in cfg.plans.values()]
     target = build_target(cfg)
     drafter = hub.load(cfg.checkpoint, target)
+    only_untuned(target, drafter.verifier(target), "checkpoint")
     target.tap(drafter.taps)
     return target, drafter, [chat.encode(p.messages) for p in held[: cfg.score.prompts]], plans
 
