@@ -1199,7 +1199,7 @@ MUTANTS = {
         *differentiated("kl", "streak", "shared"),
     ),
     "alphas aligned by rank, not by anchor": Mutant(
-        "distill.objectives:Objective.weigh",
+        "distill.objectives:Objective._by_draft",
         "torch.searchsorted(anchors, step.anchor)",
         "torch.arange(len(step.anchor))",
         *differentiated("kl", "streak"),
@@ -1362,8 +1362,8 @@ MUTANTS = {
     ),
     "siblings' nodes are ranked apart from their levels": Mutant(
         "drafters.expand:_Growth.children",
-        "law = law.expand(-1, len(fans), -1)",
-        "pass",
+        "unflatten(0, logits.shape[:2]).expand(-1, len(fans), -1)",
+        "unflatten(0, logits.shape[:2])",
         "test_expand:test_one_row_stands_for_all_nodes_of_a_level",
         {"plan": Plan(tree=FORKED, proposal="sampled")},
     ),
