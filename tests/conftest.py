@@ -115,15 +115,17 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
     """Builds a drafter from its yaml for a target, with random weights, all of which matter."""
     known: dict[str, Any] = {}
 
-    def make(name: str, target: Target, seed: int = 0, depth: int = 3) -> Drafter:
+    def make(name: str, target: Target, seed: int = 0, depth: int = 3, **options: Any) -> Drafter:
         if name not in known:
             with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
                 known[name] = compose("config", overrides=[f"drafter={name}"]).drafter
         settings: dict[str, Any] = {"depth": depth} if "depth" in known[name] else {}
+        if "taps" in known[name] and len(target.layers) < 7:
+            settings["taps"] = [0, 1, len(target.layers) - 1]
         if "path" in known[name]:
             settings["path"] = draft_folder(target.vocab_size)
         torch.manual_seed(seed)
-        drafter = instantiate(known[name], **settings)(target).to(target.dtype).eval()
+        drafter = instantiate(known[name], **settings | options)(target).to(target.dtype).eval()
         target.tap(drafter.taps)
         if drafter.fits:
             drafter.fit(random_rollouts(target.vocab_size))

@@ -24,9 +24,9 @@ ROUNDING = 1e-5  # of fp32, where shapes differ
 CHUNKS = [(5, 3), (1, 4), (3, 1), (2, 2), (1, 1), (4, 3)]  # tokens settled by each of two rows
 
 
-def both(tiny_target, make_drafter, name):
+def both(tiny_target, make_drafter, name, **options):
     target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
-    drafter = make_drafter(name, target, depth=K)
+    drafter = make_drafter(name, target, depth=K, **options)
     # A random drafter's hidden states are large: softer rows leave every token a visible mass.
     target.model.lm_head.weight.data.mul_(0.3)
     return target, drafter
@@ -57,10 +57,15 @@ def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
         return plainly(drafter, texts)
     laws = {}
     for step in drafter.unroll(batch_of(target, texts), target):
-        rows = step.head(step.hidden).softmax(-1)
+        rows = named(step.head.d2t, step.head(step.hidden).softmax(-1), target.vocab_size)
         for flat, law in zip(step.anchor.tolist(), rows, strict=True):
             laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
     return laws
+
+
+def named(ids: torch.Tensor | None, law: torch.Tensor, size: int) -> torch.Tensor:
+    """A law over a draft vocabulary -> (..., V) over the target's."""
+    return law if ids is None else law.new_zeros(*law.shape[:-1], size).index_copy_(-1, ids, law)
 
 
 def plainly(drafter, texts) -> dict[tuple[int, int, int], torch.Tensor]:

@@ -35,6 +35,10 @@ class Mutant(NamedTuple):
 
 ONE = Sampler(1.0)
 EAGLE = {"drafter_name": "eagle"}
+EAGLE3 = {"drafter_name": "eagle3"}
+DENSE = "test_eagle3:test_an_unroll_of_supervised_anchors_is_the_dense_unroll"
+PATCHY = {"masks": ["010111011101", "111011000000"]}
+PLAINLY = PATCHY | {"name": "plain"}
 LM = {"drafter_name": "lm"}
 CHAIN = Plan(depth=3)
 BUSHY = {"drafter": FixedTrees(3), "plan": Plan(2, 2, 5)}
@@ -729,25 +733,25 @@ MUTANTS = {
     ),
     # -- drafters
     "token not shifted": Mutant(
-        "drafters.eagle:Eagle.advance",
+        "drafters.recurrent:Recurrent.advance",
         "tokens.roll(-1, 1).scatter(1, end, root[:, None])",
         "tokens",
         FACES,
         EAGLE,
     ),
     "the last pair wraps around": Mutant(
-        "drafters.eagle:Eagle.advance", ".scatter(1, end, root[:, None])", "", FACES, EAGLE
+        "drafters.recurrent:Recurrent.advance", ".scatter(1, end, root[:, None])", "", FACES, EAGLE
     ),
     "features of wrong rows": Mutant(
-        "drafters.eagle:Eagle.advance", "taps[:, :, 0]", "taps[:, :, 0].roll(1, 1)", FACES, EAGLE
+        "drafters.recurrent:Recurrent.advance", "self.fuse(taps)", "self.fuse(taps.roll(1, 1))", FACES, EAGLE
     ),
     "stale drafter cache": Mutant(
-        "drafters.eagle:Eagle.advance", "state.store.keep(counts)", "pass", FACES, EAGLE
+        "drafters.recurrent:Recurrent.advance", "state.store.keep(counts)", "pass", FACES, EAGLE
     ),
     "the prediction at the padding": Mutant(
-        "drafters.eagle:Eagle.advance",
-        "feature.gather(1, end[..., None].expand(-1, -1, feature.shape[-1]))",
-        "feature[:, -1:]",
+        "drafters.recurrent:Recurrent.advance",
+        "x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))",
+        "x[:, -1:]",
         FACES,
         EAGLE,
     ),
@@ -773,16 +777,16 @@ MUTANTS = {
         EAGLE,
     ),
     "a child of another's feature": Mutant(
-        "drafters.eagle:Eagle.propose",
+        "drafters.recurrent:Recurrent.propose",
         "feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))",
         "feature.expand(-1, parent.shape[1], -1)",
         LEVELS,
         EAGLE,
     ),
     "positions are slots in a drafter's tree": Mutant(
-        "drafters.eagle:Eagle._forward",
+        "drafters.recurrent:Recurrent._forward",
         "block.sum(-1) - 1",
-        "scratch + torch.arange(block.shape[1])",
+        "block.shape[2] - block.shape[1] + torch.arange(block.shape[1])",
         LEVELS,
         EAGLE,
     ),
@@ -810,20 +814,20 @@ MUTANTS = {
         LM | {"rows": [2, 0]},
     ),
     "the unroll does not move on": Mutant(
-        "drafters.eagle:Eagle.unroll", "[depth - 1 : length + depth - 1]", "[:length]", FACES, EAGLE
+        "drafters.recurrent:Recurrent.unroll", "times[slots] + (depth - 1)", "times[slots]", FACES, EAGLE
     ),
     "the unroll's tokens do not move on": Mutant(
-        "drafters.eagle:Eagle.unroll", "roll(-depth, 1)", "roll(-1, 1)", FACES, EAGLE
-    ),
-    "an anchor forgets its own steps": Mutant(
-        "drafters.layers:attend_unrolled",
-        "weight[..., length + step, None]",
-        "weight[..., length, None]",
+        "drafters.recurrent:Recurrent.unroll",
+        "shares.index_select(0, slots + (depth - 1))",
+        "shares.index_select(0, slots)",
         FACES,
         EAGLE,
     ),
+    "an anchor forgets its own steps": Mutant(
+        "drafters.unrolled:_Attention.forward", "own[..., i, None]", "own[..., 0, None]", FACES, EAGLE
+    ),
     "teacher row off by one": Mutant(
-        "drafters.eagle:Eagle.unroll",
+        "drafters.recurrent:Recurrent.unroll",
         "[anchor + depth]",
         "[anchor + depth - 1]",
         GOLDEN,
@@ -843,10 +847,108 @@ MUTANTS = {
         GOLDEN,
         EAGLE | {"mask": "turns"},
     ),
+    "an unrolled query sees past itself": Mutant(
+        "drafters.unrolled:_Heads._mask", "> place[:, None]", "> 1 + place[:, None]", DENSE, PLAINLY
+    ),
+    "a block's queries see what its first sees": Mutant(
+        "drafters.unrolled:blocks", "seen[last - 1] + 1,", "seen[first] + 1,", DENSE, PLAINLY
+    ),
+    "one text's keys are another's": Mutant(
+        "drafters.walk:Route.__init__",
+        "(sizes.cumsum(0) - sizes)",
+        "(0 * sizes)",
+        DENSE,
+        PLAINLY,
+    ),
+    "keys of anchors that left stay in the row": Mutant(
+        "drafters.walk:Walk._look",
+        "torch.searchsorted(self._route.anchors[d - 1], now)",
+        "torch.arange(len(now))",
+        DENSE,
+        PLAINLY,
+    ),
+    "features of anchors that left stay in the row": Mutant(
+        "drafters.walk:Walk.kept",
+        "torch.searchsorted(before, now)",
+        "torch.arange(len(now))",
+        DENSE,
+        PLAINLY,
+    ),
+    "positions without an anchor ask as well": Mutant(
+        "drafters.walk:Walk.step",
+        "x = x.index_select(0, asking)",
+        "x = x[: len(asking)]",
+        DENSE,
+        PLAINLY,
+    ),
+    "a key is read by one query head": Mutant(
+        "drafters.unrolled:_Heads.to_own", ".sum(2)", "[:, :, 0]", DENSE, PLAINLY
+    ),
+    "no gradient into a step's own key": Mutant(
+        "drafters.unrolled:_Attention.backward",
+        "slopes[..., i, None] * heads.queries",
+        "0 * slopes[..., i, None] * heads.queries",
+        DENSE,
+        PLAINLY,
+    ),
+    "a turn's gradient is turned on, not back": Mutant(
+        "drafters.fused:_Rotate.backward", "sign=-1", "sign=1", DENSE, PLAINLY
+    ),
+    "the norm's gradient forgets its length": Mutant(
+        "drafters.fused:_RMSNorm.backward", "value=-1", "value=0", DENSE, PLAINLY
+    ),
+    "the gate's gradient is the product's": Mutant(
+        "drafters.fused:_SwiGLU.backward", "grad * up, gate", "grad, gate", DENSE, PLAINLY
+    ),
+    "the embedding is not normalised": Mutant(
+        "drafters.eagle3:Eagle3.token_share", "F.linear(unit,", "F.linear(embedded,", FACES, EAGLE3
+    ),
+    "the feature fed back has passed the norm": Mutant(
+        "drafters.eagle3:Eagle3.emit",
+        "hidden if self.norm_output else x",
+        "hidden",
+        DENSE,
+        PLAINLY,
+    ),
+    "the residual is the plain feature": Mutant(
+        "drafters.eagle3:Eagle3.first_input",
+        "normed if self.norm_before_residual else feature",
+        "feature",
+        DENSE,
+        PATCHY | {"name": "norm_before_residual"},
+    ),
+    "a draft id is taken for the target's": Mutant(
+        "drafters.expand:_names",
+        "vocabulary.ids[token]",
+        "token",
+        "test_drafters:test_a_chosen_chain_holds_the_likeliest_token_of_every_law",
+        EAGLE3,
+    ),
+    "a draft law is taken for one over the target's vocabulary": Mutant(
+        "drafters.expand:_law",
+        ".index_copy_(1, vocabulary.ids, law)",
+        ".index_copy_(1, torch.arange(law.shape[1]), law)",
+        FACES,
+        EAGLE3,
+    ),
+    "end tokens are counted like others": Mutant(
+        "drafters.eagle3:Eagle3.fit",
+        "rank[stop_tokens(target)]",
+        "rank[[]]",
+        "test_eagle3:test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens",
+        {},
+    ),
+    "the prompt is counted": Mutant(
+        "drafters.eagle3:Eagle3.fit",
+        "torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]",
+        "torch.tensor(text.tokens)",
+        "test_eagle3:test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens",
+        {},
+    ),
     "the selected features are the first": Mutant(
-        "drafters.eagle:Eagle.select",
-        "state.feature[list(rows)]",
-        "state.feature[: len(rows)]",
+        "drafters.recurrent:Recurrent.select",
+        "state.newest[list(rows)]",
+        "state.newest[: len(rows)]",
         "test_drafters:test_select_keeps_these_rows_in_this_order",
         EAGLE | {"rows": [2, 0]},
     ),

@@ -19,36 +19,79 @@ from decode.sampling import Sampler
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def expand(logits: Tensor, step: Step, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
+class Vocabulary(NamedTuple):
+    """A reduced draft vocabulary.
+
+    Attributes:
+        ids: (V',) the target's id of every draft id, ascending: ties stay in order.
+        size: V of the target.
+    """
+
+    ids: Tensor
+    size: int
+
+
+def expand(
+    logits: Tensor,
+    step: Step,
+    sampler: Sampler,
+    coin: Coin,
+    plan: Plan,
+    vocabulary: Vocabulary | None = None,
+) -> Draft:
     """Draft from the logits below the root.
 
     Args:
-        logits: (B, V) of the root's children.
+        logits: (B, V) of the root's children; (B, V') over a reduced vocabulary.
         step: (tokens (B, W), parent (B, W)) -> (B, W, V) logits of the tokens' children, where
             `parent` indexes the W entries of the previous call (in the first call all are 0).
+            Tokens are the target's, whatever the vocabulary.
         sampler: the law that sampled nodes are drawn from.
         coin: draws them.
         plan: shape.
+        vocabulary: of the logits, if it is not the target's. Tokens are chosen in it and then
+            named; a law that tokens are drawn from is 0 outside, which no rule minds.
     """
     # The drafter's own warpers may be anything; a penalty would need the history it has not.
     warp = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)
     # A hybrid node at temperature 0 would have nothing left to draw from.
     fixed = plan.proposal == "fixed" or (plan.proposal == "hybrid" and not sampler.temperature)
     if plan.width == 1:
-        return _chain(logits, step, None if fixed else warp, coin, plan.depth)
-    grow = _Growth(coin, None if fixed else warp, plan)
+        return _chain(logits, step, None if fixed else warp, coin, plan.depth, vocabulary)
+    grow = _Growth(coin, None if fixed else warp, plan, vocabulary)
     return _static(logits, step, grow, plan) if plan.tree else _dynamic(logits, step, grow, plan)
 
 
-def _chain(logits: Tensor, step: Step, warp: Sampler | None, coin: Coin, depth: int) -> Draft:
+def _names(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    """The target's ids of draft ids."""
+    return token if vocabulary is None else vocabulary.ids[token]
+
+
+def _law(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Tensor:
+    """(R, V) or (R, V') logits -> (R, V) law."""
+    law = warp.law(logits)
+    if vocabulary is None:
+        return law
+    return law.new_zeros(len(law), vocabulary.size).index_copy_(1, vocabulary.ids, law)
+
+
+def _chain(
+    logits: Tensor,
+    step: Step,
+    warp: Sampler | None,
+    coin: Coin,
+    depth: int,
+    vocabulary: Vocabulary | None,
+) -> Draft:
     first = torch.zeros(logits.shape[0], 1, dtype=torch.long, device=logits.device)
     everyone = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
     tokens, laws = [], []
     for level in range(depth):
         if warp is None:
-            token = logits.max(-1).indices  # `argmax` takes twice as long on a CPU
+            # `argmax` takes twice as long on a CPU
+            token = _names(logits.max(-1).indices, vocabulary)
         else:
-            laws.append(warp.law(logits))
+            laws.append(_law(logits, warp, vocabulary))
             token = coin.draw(laws[-1], Key(Purpose.PROPOSE, level), everyone)
         tokens.append(token)
         if level + 1 < depth:
@@ -64,11 +107,13 @@ class _Growth:
         coin: draws.
         warp: the law of sampled children; None where all are fixed.
         plan: proposal and width.
+        vocabulary: of the logits, if it is not the target's.
     """
 
     coin: Coin
     warp: Sampler | None
     plan: Plan
+    vocabulary: Vocabulary | None = None
     laws: list[Tensor] = field(default_factory=list)  # (B, W, V) of each level
 
     @property
@@ -79,7 +124,7 @@ class _Growth:
         return 1 if self.plan.proposal == "hybrid" else self.plan.width
 
     def children(self, logits: Tensor, fans: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """(B, W, V) logits -> (B, W, C) tokens and log-scores of the W nodes' children.
+        """(B, W, V or V') logits -> (B, W, C) tokens and log-scores of the W nodes' children.
 
         A score is the drafter's own estimate that the child will be the one accepted. A sampled
         child's is a function of its parent's law, never of the token drawn, so ranking and cutting
@@ -94,8 +139,10 @@ class _Growth:
         count = min(wanted, vocab)
         if self.warp is None:
             score, token = logits.log_softmax(-1, dtype=torch.float32).topk(count)
+            token = _names(token, self.vocabulary)
         else:
-            law = self.warp.law(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])  # (B, W, V)
+            law = _law(logits.flatten(0, 1), self.warp, self.vocabulary)
+            law = law.unflatten(0, logits.shape[:2])  # (B, W, V)
             if self.plan.proposal == "sampled":
                 token = self._draw(law, count)
                 score = torch.zeros_like(token, dtype=law.dtype)

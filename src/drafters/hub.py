@@ -20,6 +20,7 @@ FORMAT = 1
 CLASSES = {
     "bigram": "drafters.bigram:Bigram",
     "eagle": "drafters.eagle:Eagle",
+    "eagle3": "drafters.eagle3:Eagle3",
     "lm": "drafters.lm:DraftLM",
     "ngram": "drafters.ngram:Ngram",
     "suffix": "drafters.suffix:Suffix",

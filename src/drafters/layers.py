@@ -1,13 +1,16 @@
-"""Blocks that several drafters share: rotary positions, the decoder layer, its two attentions."""
+"""Blocks that several drafters share: rotary positions, the decoder layer, attention."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from decode.fused import rotate
+from decode.lm import CausalLM
+from drafters.fused import rms_norm, rotate, swiglu
 
 
 class Rotary(nn.Module):
@@ -40,11 +43,12 @@ class Rotary(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Under autocast the input is bf16 and the weight fp32, which no fused kernel takes."""
+    """With `fused.rms_norm`."""
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -58,6 +62,7 @@ class DecoderLayer(nn.Module):
         intermediate_size: of the SwiGLU MLP.
         eps: of the RMS norms.
         input_norm: whether the attention input is normalised (EAGLE-1's is not).
+        inputs: vectors of size D side by side that make the attention input.
     """
 
     def __init__(
@@ -69,31 +74,64 @@ class DecoderLayer(nn.Module):
         intermediate_size: int,
         eps: float,
         input_norm: bool = True,
+        inputs: int = 1,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
         # One product each for q, k, v and for gate, up: at draft sizes a call costs more than its work.
-        self.qkv_proj = nn.Linear(hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
+        self.qkv_proj = nn.Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def project(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, n, D) -> queries (B, heads, n, dim), keys and values (B, kv_heads, n, dim)."""
-        qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
-        turning = self.heads + self.kv_heads
-        qk = rotate(qkv[..., :turning, :], angles).transpose(1, 2)
-        v = qkv[..., turning:, :].transpose(1, 2)
-        return qk[:, : self.heads], qk[:, self.heads :], v
+    @property
+    def queries(self) -> int:
+        """Rows of `qkv_proj` that make queries; the others make keys and values."""
+        return self.heads * self.head_dim
+
+    def split(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., n) of `qkv_proj` -> queries (..., heads, dim), keys and values (..., kv_heads, dim).
+
+        Without the rows of the queries: no queries.
+        """
+        rows = qkv.unflatten(-1, (-1, self.head_dim))
+        asking = rows.shape[-2] - 2 * self.kv_heads
+        qk, v = rows.split([asking + self.kv_heads, self.kv_heads], -2)
+        q, k = rotate(qk, angles).split([asking, self.kv_heads], -2)
+        return q, k, v
+
+    def turn(self, q: Tensor, angles: Tensor) -> Tensor:
+        """(..., n) queries of `qkv_proj` alone -> (..., heads, dim)."""
+        return rotate(q.unflatten(-1, (-1, self.head_dim)), angles)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """(B, n, D) input and (B, heads, n, dim) attention output -> (B, n, D)."""
-        x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
-        y = self.post_attention_layernorm(x)
-        gate, up = self.gate_up_proj(y).chunk(2, -1)
-        return x + self.down_proj(F.silu(gate) * up)
+        """(..., D) input and (..., heads * dim) attention output -> (..., D)."""
+        x = _add_product(x, attended, self.o_proj)
+        y = self.gate_up_proj(self.post_attention_layernorm(x))
+        return _add_product(x, swiglu(y), self.down_proj)
+
+
+def _add_product(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+    """Add linear(y) to x in one pass."""
+    return torch.addmm(x.flatten(0, -2), y.flatten(0, -2), linear.weight.mT).view_as(x)
+
+
+def shape_of(target: CausalLM) -> dict[str, Any]:
+    """Sizes of a decoder layer that is like the target's own, and its rotary base."""
+    config = target.config
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "hidden_size": target.hidden_size,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or target.hidden_size // heads,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+        "eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rope_theta": rope.get("rope_theta", 10_000.0),
+    }
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -101,33 +139,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: 
     groups = q.shape[1] // k.shape[1]
     mask = None if mask is None else mask[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
-
-
-def attend_unrolled(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of unroll step k (EAGLE-3's training-time test, arXiv:2503.01840).
-
-    Query t belongs to anchor t. It sees the keys of step 0 up to its anchor, and of every later
-    step its own anchor's key alone: a diagonal, so memory grows by (B, heads, T) a step and no
-    (T, T + k) mask exists.
-
-    Args:
-        q: (B, heads, T, dim).
-        keys: of steps 0 .. k, each (B, kv_heads, T, dim).
-        values: alike.
-    """
-    groups = q.shape[1] // keys[0].shape[1]
-    keys = [k.repeat_interleave(groups, 1) for k in keys]
-    values = [v.repeat_interleave(groups, 1) for v in values]
-    scale = q.shape[-1] ** -0.5
-    length = q.shape[2]
-    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    scores = (q @ keys[0].transpose(-1, -2) * scale).masked_fill(~causal, -torch.inf)  # (B,h,T,T)
-    own = [(q * k).sum(-1, keepdim=True) * scale for k in keys[1:]]  # each (B, h, T, 1)
-    weight = torch.cat([scores, *own], -1).softmax(-1)
-    out = weight[..., :length] @ values[0]
-    for step, v in enumerate(values[1:]):
-        out = out + weight[..., length + step, None] * v
-    return out
 
 
 def descend(reach: Tensor, parent: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""Pieces of an unroll with gradients written by hand: fewer passes over memory, less kept of them.
+
+On a CPU what is not a matrix product costs a pass over memory each, and autograd would make two or
+three times as many; on a GPU each would be a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decode import fused
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean.add_(eps).rsqrt_()  # (..., 1)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        size = x.shape[-1]
+        unit = x * scale
+        product = grad * unit
+        along = (product @ weight).div_(size)[..., None]
+        grad_x = torch.addcmul(grad * weight, unit, along, value=-1).mul_(scale)
+        return grad_x, product.view(-1, size).sum(0), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Zhang & Sennrich, arXiv:1910.07467."""
+    weight = weight.to(x.dtype)  # under autocast the input is bf16 and the weight fp32
+    # torch's own is one kernel on a GPU, and wide inside where its input is narrow.
+    if x.device.type != "cpu" or x.dtype.itemsize < 4 or not torch.is_grad_enabled():
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        result = torch.empty_like(gate_up)
+        grad_gate, grad_up = result.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return result
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """(..., 2 I) -> (..., I) silu of the first half times the second (Shazeer, arXiv:2002.05202)."""
+    return _SwiGLU.apply(gate_up)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
+        ctx.save_for_backward(angles)
+        return fused.rotate(x, angles)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return fused.rotate(grad, *ctx.saved_tensors, sign=-1), None  # a turn's transpose is the turn back
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """`decode.fused.rotate`, with a gradient."""
+    return _Rotate.apply(x, angles)

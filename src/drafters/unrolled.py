@@ -1,0 +1,224 @@
+"""Attention of an unroll, in memory that does not grow with the square of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SCORES = {"cpu": 2**20, "cuda": 2**27}  # bytes of one block of attention weights; on a CPU it should fit L2
+LEAST = 32  # queries of a block: with fewer, a product spends its time on reading the keys
+
+
+class Block(NamedTuple):
+    """Queries of one text that are worked on together, and the keys of the first step they see."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    full: int  # keys from here on are hidden from some of these queries
+
+
+class Look(NamedTuple):
+    """What the queries of one step of an unroll see.
+
+    Attributes:
+        places: for the first step and each one since, (M,) rows of its keys. Of the first, the last
+            key that a query sees; of later ones, the only one: its own anchor's.
+        blocks: from `blocks`.
+    """
+
+    places: Sequence[Tensor]
+    blocks: Sequence[Block]
+
+
+def blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[Block]:
+    """Cut queries into blocks.
+
+    Args:
+        place: (M,) ascending, on the host: the last key that each query sees.
+        text: (M,) on the host: the first key of each query's text.
+        heads: of the queries.
+        like: something in the dtype and place of the keys.
+    """
+    budget = SCORES.get(like.device.type, SCORES["cuda"]) // (heads * like.itemsize)
+    found = []
+    starts, counts = text.unique_consecutive(return_counts=True)
+    seen = place.tolist()
+    at = 0
+    for begin, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        stop = at + count
+        size = max(LEAST, budget // (seen[stop - 1] + 1 - begin))
+        for first in range(at, stop, size):
+            last = min(first + size, stop)
+            found.append(Block(first, last, begin, seen[last - 1] + 1, seen[first] + 1))
+        at = stop
+    return found
+
+
+class _Attention(torch.autograd.Function):
+    """Softmax attention over the first step's keys and one key of every later step.
+
+    A block's weights over all it sees stand in one buffer, and are made again for the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, look: Look, q: Tensor, *keys_values: Tensor) -> Tensor:
+        ctx.look = look
+        ctx.save_for_backward(q, *keys_values)
+        with torch.autocast(q.device.type, enabled=False):
+            heads = _Heads(look, q, keys_values)
+            out, own = torch.empty_like(heads.queries), torch.empty_like(heads.own)
+            for part in heads:
+                weight = part.weights(0)
+                torch.mm(weight[:, : part.seen], part.values, out=out[part.rows])
+                own[part.rows] = weight[:, part.seen :]
+            for i, v in enumerate(heads.own_values):
+                out.addcmul_(own[..., i, None], v)
+        return heads.whole(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        q, *keys_values = ctx.saved_tensors
+        heads = _Heads(ctx.look, q, keys_values)
+        back = heads.by_head(grad)
+        to_q, to_k, to_v = (
+            torch.empty_like(back),
+            torch.zeros_like(heads.keys),
+            torch.zeros_like(heads.values),
+        )
+        own, slopes = torch.empty_like(heads.own), heads.with_own(back, heads.own_values)
+        for part in heads:
+            n, rows, keys = part.seen, part.rows, part.columns
+            weight, slope = part.weights(0), part.buffer(1)
+            torch.mm(back[rows], part.values.mT, out=slope[:, :n])
+            slope[:, n:] = slopes[rows]
+            torch._softmax_backward_data(slope, weight, -1, weight.dtype, grad_input=slope)
+            torch.mm(slope[:, :n], part.keys, out=to_q[rows])
+            to_k[keys].addmm_(slope[:, :n].mT, heads.queries[rows])
+            to_v[keys].addmm_(weight[:, :n].mT, back[rows])
+            own[rows], slopes[rows] = weight[:, n:], slope[:, n:]
+        grads_k, grads_v = [to_k.transpose(0, 1)], [to_v.transpose(0, 1)]
+        for i, k in enumerate(heads.own_keys):
+            to_q.addcmul_(slopes[..., i, None], k)
+            grads_k.append(heads.to_own(slopes[..., i, None] * heads.queries, i))
+            grads_v.append(heads.to_own(own[..., i, None] * back, i))
+        return None, heads.whole(to_q.mul_(heads.scale)), *grads_k, *grads_v
+
+
+class _Heads:
+    """Everything head by head: G key heads, and Q = queries x query heads of each, in that order.
+
+    Iterating gives one block of one key head after the other; what one had in the buffers is lost to
+    the next.
+
+    Attributes:
+        queries: (G, Q, dim), scaled.
+        keys: (G, N, dim) of the first step; `values` alike.
+        own_keys: for each later step (G, Q, dim), the key of every query's anchor; `own_values` alike.
+        own: (G, Q, steps) their scores.
+    """
+
+    def __init__(self, look: Look, q: Tensor, keys_values: Sequence[Tensor]) -> None:
+        steps = len(keys_values) // 2
+        keys, values = keys_values[:steps], keys_values[steps:]
+        self.look, self.scale, self.group = look, q.shape[-1] ** -0.5, keys[0].shape[1]
+        self.each = q.shape[1] // self.group  # query heads of a key head
+        self._sizes = [len(k) for k in keys[1:]]
+        self.queries = self.by_head(q) * self.scale
+        self.keys, self.values = (t[0].transpose(0, 1).contiguous() for t in (keys, values))
+        self.own_keys = [self._own(k, i) for i, k in enumerate(keys[1:])]
+        self.own_values = [self._own(v, i) for i, v in enumerate(values[1:])]
+        self.own = self.with_own(self.queries, self.own_keys)
+        most = max((b.last - b.first) * (b.end - b.begin + steps - 1) for b in look.blocks)
+        self.buffers = q.new_empty(2, self.each * most)  # new memory costs as much as a pass over it
+
+    def __iter__(self) -> Iterator[_Part]:
+        for block in self.look.blocks:
+            mask = self._mask(block)
+            for g in range(self.group):
+                yield _Part(self, block, g, mask)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(M, heads, dim) -> (G, Q, dim)."""
+        return x.unflatten(1, (self.group, -1)).transpose(0, 1).flatten(1, 2)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The inverse of `by_head`."""
+        return x.unflatten(1, (-1, self.each)).transpose(0, 1).flatten(1, 2)
+
+    def _own(self, x: Tensor, i: int) -> Tensor:
+        """(M', G, dim) of a later step -> (G, Q, dim)."""
+        return x.index_select(0, self.look.places[1 + i]).transpose(0, 1).repeat_interleave(self.each, 1)
+
+    def to_own(self, grad: Tensor, i: int) -> Tensor:
+        """The gradient's way back through `_own`: what several queries read gets the sum."""
+        rows = grad.unflatten(1, (-1, self.each)).sum(2).transpose(0, 1)  # (M, G, dim)
+        whole = rows.new_zeros(self._sizes[i], *rows.shape[1:])
+        return whole.index_copy_(0, self.look.places[1 + i], rows)
+
+    def with_own(self, x: Tensor, own: Sequence[Tensor]) -> Tensor:
+        """(G, Q, dim) -> (G, Q, steps) products with what belongs to each query."""
+        products = [(x * other).sum(-1) for other in own]
+        return torch.stack(products, -1) if products else x.new_empty(*x.shape[:2], 0)
+
+    def _mask(self, block: Block) -> Tensor | None:
+        """(c, 1, some) added to scores of keys that may be after a query's own."""
+        if block.full == block.end:
+            return None
+        place = self.look.places[0][block.first : block.last]
+        after = torch.arange(block.full, block.end, device=place.device) > place[:, None]
+        return torch.zeros(after.shape, dtype=self.keys.dtype, device=place.device).masked_fill_(
+            after, -torch.inf
+        )[:, None]
+
+
+class _Part:
+    """One block of one key head: m = queries x query heads of it, n keys of the first step.
+
+    Attributes:
+        rows: of `_Heads.queries`; `columns` of `_Heads.keys`.
+    """
+
+    def __init__(self, heads: _Heads, block: Block, g: int, mask: Tensor | None) -> None:
+        self._heads, self._mask = heads, mask
+        self.rows = g, slice(block.first * heads.each, block.last * heads.each)
+        self.columns = g, slice(block.begin, block.end)
+        self._full, self.seen = block.full - block.begin, block.end - block.begin
+        self.keys, self.values = heads.keys[self.columns], heads.values[self.columns]
+
+    def buffer(self, which: int) -> Tensor:
+        """(m, n + steps), with anything in it."""
+        rows, width = self.rows[1].stop - self.rows[1].start, self.seen + len(self._heads.own_keys)
+        return self._heads.buffers[which, : rows * width].view(rows, width)
+
+    def weights(self, which: int) -> Tensor:
+        """(m, n + steps) that sum to 1, in a buffer."""
+        score, n = self.buffer(which), self.seen
+        torch.mm(self._heads.queries[self.rows], self.keys.mT, out=score[:, :n])
+        score[:, n:] = self._heads.own[self.rows]
+        if self._mask is not None:
+            score[:, self._full : n].unflatten(0, (len(self._mask), -1)).add_(self._mask)
+        return torch.softmax(score, -1, out=score)
+
+
+def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], look: Look) -> Tensor:
+    """Attention of a step of an unroll (EAGLE-3's training-time test, arXiv:2503.01840).
+
+    A query belongs to an anchor. It sees the keys of the first step up to its anchor, and of every
+    later step its own anchor's key alone. Only supervised anchors ask; all texts lie behind one
+    another, so nothing is padded, and no (T, T) or (T, T + k) tensor exists.
+
+    Args:
+        q: (M, heads, dim).
+        keys: of the first step (N, kv_heads, dim), then of the later ones (M', kv_heads, dim).
+        values: alike.
+        look: who sees what.
+
+    Returns:
+        (M, heads, dim).
+    """
+    return _Attention.apply(look, q, *keys, *values)
