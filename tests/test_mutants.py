@@ -824,7 +824,7 @@ MUTANTS = {
         EAGLE,
     ),
     "an anchor forgets its own steps": Mutant(
-        "drafters.unrolled:_Attention.forward", "own[..., i, None]", "own[..., 0, None]", FACES, EAGLE
+        "drafters.unrolled:_Attention.forward", "(own)[..., i, None]", "(own)[..., 0, None]", FACES, EAGLE
     ),
     "teacher row off by one": Mutant(
         "drafters.recurrent:Recurrent.unroll",

@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
                 torch.mm(weight[:, : part.seen], part.values, out=out[part.rows])
                 own[part.rows] = weight[:, part.seen :]
             for i, v in enumerate(heads.own_values):
-                out.addcmul_(own[..., i, None], v)
+                heads.apart(out).addcmul_(heads.apart(own)[..., i, None], v)
         return heads.whole(out)
 
     @staticmethod
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
             own[rows], slopes[rows] = weight[:, n:], slope[:, n:]
         grads_k, grads_v = [to_k.transpose(0, 1)], [to_v.transpose(0, 1)]
         for i, k in enumerate(heads.own_keys):
-            to_q.addcmul_(slopes[..., i, None], k)
+            heads.apart(to_q).addcmul_(heads.apart(slopes)[..., i, None], k)
             grads_k.append(heads.to_own(slopes[..., i, None] * heads.queries, i))
             grads_v.append(heads.to_own(own[..., i, None] * back, i))
         return None, heads.whole(to_q.mul_(heads.scale)), *grads_k, *grads_v
@@ -118,7 +118,7 @@ class _Heads:
     Attributes:
         queries: (G, Q, dim), scaled.
         keys: (G, N, dim) of the first step; `values` alike.
-        own_keys: for each later step (G, Q, dim), the key of every query's anchor; `own_values` alike.
+        own_keys: for each later step (G, M, 1, dim), the key of every anchor; `own_values` alike.
         own: (G, Q, steps) their scores.
     """
 
@@ -148,21 +148,25 @@ class _Heads:
 
     def whole(self, x: Tensor) -> Tensor:
         """The inverse of `by_head`."""
-        return x.unflatten(1, (-1, self.each)).transpose(0, 1).flatten(1, 2)
+        return self.apart(x).transpose(0, 1).flatten(1, 2)
 
     def _own(self, x: Tensor, i: int) -> Tensor:
-        """(M', G, dim) of a later step -> (G, Q, dim)."""
-        return x.index_select(0, self.look.places[1 + i]).transpose(0, 1).repeat_interleave(self.each, 1)
+        """(M', G, dim) of a later step -> (G, M, 1, dim)."""
+        return x.index_select(0, self.look.places[1 + i]).transpose(0, 1)[:, :, None]
+
+    def apart(self, x: Tensor) -> Tensor:
+        """(G, Q, ...) -> (G, M, query heads of a key head, ...), a view."""
+        return x.unflatten(1, (-1, self.each))
 
     def to_own(self, grad: Tensor, i: int) -> Tensor:
         """The gradient's way back through `_own`: what several queries read gets the sum."""
-        rows = grad.unflatten(1, (-1, self.each)).sum(2).transpose(0, 1)  # (M, G, dim)
+        rows = self.apart(grad).sum(2).transpose(0, 1)  # (M, G, dim)
         whole = rows.new_zeros(self._sizes[i], *rows.shape[1:])
         return whole.index_copy_(0, self.look.places[1 + i], rows)
 
     def with_own(self, x: Tensor, own: Sequence[Tensor]) -> Tensor:
         """(G, Q, dim) -> (G, Q, steps) products with what belongs to each query."""
-        products = [(x * other).sum(-1) for other in own]
+        products = [(self.apart(x) * other).sum(-1).flatten(1) for other in own]
         return torch.stack(products, -1) if products else x.new_empty(*x.shape[:2], 0)
 
     def _mask(self, block: Block) -> Tensor | None:
