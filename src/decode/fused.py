@@ -23,11 +23,11 @@ LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen
 STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # of the others, angles depend on the length
 
 
-def rotate(x: Tensor, angles: Tensor, sign: int = 1) -> Tensor:
-    """Rotate (..., heads, dim) by its position's (..., 2, 1, dim) cosine and sine; -1: back."""
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate (..., heads, dim) by its position's (..., 2, 1, dim) cosine and sine."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return torch.addcmul(x * angles[..., 0, :, :], turned, angles[..., 1, :, :], value=sign)
+    return torch.addcmul(x * angles[..., 0, :, :], turned, angles[..., 1, :, :])
 
 
 class _Product(NamedTuple):

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decode import fused
-
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
@@ -66,17 +64,27 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up)
 
 
+def _turn(x: Tensor, angles: Tensor, sign: int) -> Tensor:
+    # In halves: to put the other half in place first costs several times as much.
+    cosine, sine = angles[..., 0, :, :], angles[..., 1, :, :]
+    half = x.shape[-1] // 2
+    turned = x * cosine
+    turned[..., :half].addcmul_(x[..., half:], sine[..., :half], value=-sign)
+    turned[..., half:].addcmul_(x[..., :half], sine[..., half:], value=sign)
+    return turned
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
         ctx.save_for_backward(angles)
-        return fused.rotate(x, angles)
+        return _turn(x, angles, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return fused.rotate(grad, *ctx.saved_tensors, sign=-1), None  # a turn's transpose is the turn back
+        return _turn(grad, *ctx.saved_tensors, sign=-1), None  # a turn's transpose is the turn back
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """`decode.fused.rotate`, with a gradient."""
+    """Rotate (..., heads, dim) by its position's (..., 2, 1, dim) cosine and sine."""
     return _Rotate.apply(x, angles)
