@@ -38,7 +38,7 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
     drafter.lm_head.requires_grad_(case["train_head"])
     objective = Objective(kl, partial(decay, rate=case["decay"]))
     trained = [p for p in drafter.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=case["lr"], betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trained, **case["optimizer"])
 
     def prepare(loss_mask: Sequence[int]) -> Callable[[], float]:
         size, width = len(loss_mask), shape["hidden_size"]

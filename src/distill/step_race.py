@@ -26,7 +26,7 @@ from distill.step_workers import HERE, Contender, rates, working
 OURS, THEIRS, GEMM = HERE / "step_ours.py", HERE / "step_speculators.py", HERE / "step_gemm.py"
 HOW = "python -m venv spec && spec/bin/pip install speculators, then speculators=spec/bin/python"
 # What both sides train with; no number here changes the work of a step.
-RECIPE = {"decay": 0.8, "clip": 0.5, "lr": 1e-4}
+RECIPE = {"decay": 0.8, "clip": 0.5}
 
 
 def training(cfg: DictConfig, folder: Path) -> float:
@@ -58,7 +58,10 @@ def turns(tokens: int, turn: int) -> list[int]:
 def _case(cfg: DictConfig, loss_mask: Sequence[int]) -> dict[str, Any]:
     shape = OmegaConf.to_container(cfg.shape)
     chosen = {"shape": shape, "train_head": cfg.train_head, "seed": cfg.seed, "peak": True}
-    return RECIPE | chosen | {"loss_mask": list(loss_mask)}
+    options = OmegaConf.to_container(cfg.optimizer.optimizer)
+    assert isinstance(options, dict)
+    options = {name: value for name, value in options.items() if not str(name).startswith("_")}
+    return RECIPE | chosen | {"optimizer": options, "loss_mask": list(loss_mask)}
 
 
 def _product(cfg: DictConfig, dtype: str) -> Contender:

@@ -28,7 +28,7 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
     shape = case["shape"]
     model = _model(shape).train()
     model.lm_head.weight.requires_grad_(case["train_head"])
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=case["lr"], weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=case["optimizer"]["lr"], weight_decay=0.01)
     options = {
         "ttt_steps": shape["depth"],
         "ttt_step_loss_decay": case["decay"],
