@@ -420,7 +420,7 @@ def test_an_anchor_leaves_at_its_first_unsupervised_depth():
     assert alive == [[0, 1, 3, 4], [0, 3], []]
 
 
-def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
+def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair, drafter_name):
     """Perturb one position: what may not see it does not change, what is nearest to it does."""
     target, drafter = taught(pair)
     texts = random_texts(rows=1, length=12)
@@ -441,7 +441,7 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
         for (t, depth), value in hidden(tokens, batch.taps).items():
             if i > t + depth:
                 assert torch.equal(value, before[t, depth])
-            elif i == t + depth:
+            elif i == t + depth and drafter_name != "medusa":  # which sees no token at all
                 assert (value - before[t, depth]).abs().max() > 1e-4
         for (t, depth), value in hidden(texts, taps).items():
             if i > t:
