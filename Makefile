@@ -19,7 +19,7 @@ check:  ## Lint, format, types, import contracts: CI's first half
 	lint-imports
 
 test:  ## CI's second half
-	OMP_NUM_THREADS=1 python -m pytest
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
 
 proofs:  ## Minutes-long proofs; keeps their output and the commit in docs/proofs.md
 	python scripts/proofs.py

@@ -35,7 +35,9 @@ def checkpoint(bench):
     torch.manual_seed(0)
     folder = bench.root / "eagle"
     folder.mkdir()
-    save(Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0), target, folder)
+    save(
+        Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0, detach=False), target, folder
+    )
     return folder
 
 

@@ -1362,8 +1362,8 @@ MUTANTS = {
     ),
     "siblings' nodes are ranked apart from their levels": Mutant(
         "drafters.expand:_Growth.children",
-        "unflatten(0, logits.shape[:2]).expand(-1, len(fans), -1)",
-        "unflatten(0, logits.shape[:2])",
+        "logits.shape[:2]).expand(-1, len(fans), -1)",
+        "logits.shape[:2])",
         "test_expand:test_one_row_stands_for_all_nodes_of_a_level",
         {"plan": Plan(tree=FORKED, proposal="sampled")},
     ),

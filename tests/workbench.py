@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -197,6 +198,8 @@ def fork(body: Callable[[], int]) -> int:
     if child:
         return os.waitpid(child, 0)[1]
     code = 70
+    # A shell's background jobs ignore it, and so would the child.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = body()
     except BaseException:

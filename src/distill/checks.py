@@ -34,6 +34,17 @@ LEAST = {
     "score.threads": 0,
     "max_new_tokens": 1,
     "threads": 0,
+    "tokens": 3,
+    "turn": 1,
+    "steps": 1,
+    "repeats": 1,
+    "gemm": 1,
+    **{
+        f"shape.{name}": 1
+        for name in ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "layers", "taps")
+    },
+    "shape.depth": 1,
+    "memory.tokens": 3,
     "trainer.max_steps": 1,
     "trainer.accumulate_grad_batches": 1,
 }
@@ -43,6 +54,7 @@ CHOICES = {
     "rollout.until": ("answer", "length"),
     "taps": ("auto", "online", "memory"),
     "audit": ("quick", "full"),
+    "case": ("speed", "memory"),
 }
 
 

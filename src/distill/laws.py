@@ -64,7 +64,10 @@ class Law:
     @cached_property
     def negentropy(self) -> Tensor:
         """(R,) sum over the draft's tokens of p log p."""
-        return (self.p * self.log_p).sum(-1)
+        if self._d2t is not None:
+            return (self.p * self.log_p).sum(-1)
+        # With one block fewer: logarithms of p are not kept, and nothing is as small as to matter.
+        return self._logits.clamp_min(LEAST).mul_(self.p).sum(-1) - self._norm * self.mass
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """(R, k) probability and draft id of the target's likeliest tokens."""

@@ -124,6 +124,14 @@ class DistillModule(L.LightningModule):
         self.log_dict(values)
 
     @override
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Lightning would keep the gradients until the objective has made the next ones."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()
+
+    @override
     def configure_optimizers(self) -> Any:
         """AdamW or what the yaml says, with a linear warm-up and a cosine."""
         groups = self.drafter.groups()

@@ -201,7 +201,7 @@ class _Chunked(torch.autograd.Function):
         for gradient, weight in zip(needed, weights, strict=True):
             if gradient is not None:
                 gradient.mul_(weight[:, None])
-        ctx.save_for_backward(*needed, *(into[id(w)].to(w.dtype) for w in learned))
+        ctx.gradients = [*needed, *(into[id(w)].to(w.dtype) for w in learned)]
         sums = torch.stack([r.sum(1) for r in rows])  # (K, 3)
         ctx.mark_non_differentiable(sums, *weights)
         # Products and sums: autocast would round a matrix product to bfloat16.
@@ -211,7 +211,9 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         del unused
-        scaled = (None if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors)
+        # In place, and once: a head's gradient may be as large as everything else.
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [None if g is None else g.mul_(grad_total.to(g.dtype)) for g in gradients]
         return None, None, None, None, *scaled
 
 

@@ -50,9 +50,9 @@ class Eagle(Recurrent):
         eps: float,
         rope_theta: float,
         depth: int,
-        detach: bool,
         feature_noise: float,
         feature_weight: float,
+        detach: bool = False,  # what checkpoints have that were saved before there was a choice
     ) -> None:
         super().__init__()
         self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}

@@ -64,23 +64,27 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up)
 
 
-def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
+def _turn(x: Tensor, angles: Tensor, sign: int) -> Tensor:
+    # In halves: to put the other half in place first costs several times as much.
+    cosine, sine = angles[..., 0, :, :], angles[..., 1, :, :]
     half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return torch.addcmul(x * cosine, turned, sine, value=sign)
+    turned = x * cosine
+    turned[..., :half].addcmul_(x[..., half:], sine[..., :half], value=-sign)
+    turned[..., half:].addcmul_(x[..., :half], sine[..., half:], value=sign)
+    return turned
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        return _turn(x, cosine, sine, 1)
+    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
+        ctx.save_for_backward(angles)
+        return _turn(x, angles, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _turn(grad, *ctx.saved_tensors, sign=-1), None, None  # a turn's transpose is the turn back
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _turn(grad, *ctx.saved_tensors, sign=-1), None  # a turn's transpose is the turn back
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate (..., heads, dim) by its position's (..., 2, 1, dim) cosine and sine."""
-    return _Rotate.apply(x, angles[..., 0, :, :], angles[..., 1, :, :])
+    return _Rotate.apply(x, angles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -74,8 +75,8 @@ class _Attention(torch.autograd.Function):
             out, own = torch.empty_like(heads.queries), torch.empty_like(heads.own)
             for part in heads:
                 weight = part.weights(0)
-                torch.mm(weight[:, : part.seen], part.values, out=out[part.rows])
-                own[part.rows] = weight[:, part.seen :]
+                torch.bmm(weight[..., : part.seen], part.values, out=out[:, part.rows])
+                own[:, part.rows] = weight[..., part.seen :]
             for i, v in enumerate(heads.own_values):
                 heads.apart(out).addcmul_(heads.apart(own)[..., i, None], v)
         return heads.whole(out)
@@ -94,13 +95,13 @@ class _Attention(torch.autograd.Function):
         for part in heads:
             n, rows, keys = part.seen, part.rows, part.columns
             weight, slope = part.weights(0), part.buffer(1)
-            torch.mm(back[rows], part.values.mT, out=slope[:, :n])
-            slope[:, n:] = slopes[rows]
+            torch.bmm(back[:, rows], part.values.mT, out=slope[..., :n])
+            slope[..., n:] = slopes[:, rows]
             torch._softmax_backward_data(slope, weight, -1, weight.dtype, grad_input=slope)
-            torch.mm(slope[:, :n], part.keys, out=to_q[rows])
-            to_k[keys].addmm_(slope[:, :n].mT, heads.queries[rows])
-            to_v[keys].addmm_(weight[:, :n].mT, back[rows])
-            own[rows], slopes[rows] = weight[:, n:], slope[:, n:]
+            torch.bmm(slope[..., :n], part.keys, out=to_q[:, rows])
+            to_k[:, keys].baddbmm_(slope[..., :n].mT, heads.queries[:, rows])
+            to_v[:, keys].baddbmm_(weight[..., :n].mT, back[:, rows])
+            own[:, rows], slopes[:, rows] = weight[..., n:], slope[..., n:]
         grads_k, grads_v = [to_k.transpose(0, 1)], [to_v.transpose(0, 1)]
         for i, k in enumerate(heads.own_keys):
             heads.apart(to_q).addcmul_(heads.apart(slopes)[..., i, None], k)
@@ -112,8 +113,7 @@ class _Attention(torch.autograd.Function):
 class _Heads:
     """Everything head by head: G key heads, and Q = queries x query heads of each, in that order.
 
-    Iterating gives one block of one key head after the other; what one had in the buffers is lost to
-    the next.
+    Iterating gives one block after the other; what one had in the buffers is lost to the next.
 
     Attributes:
         queries: (G, Q, dim), scaled.
@@ -134,13 +134,12 @@ class _Heads:
         self.own_values = [self._own(v, i) for i, v in enumerate(values[1:])]
         self.own = self.with_own(self.queries, self.own_keys)
         most = max((b.last - b.first) * (b.end - b.begin + steps - 1) for b in look.blocks)
-        self.buffers = q.new_empty(2, self.each * most)  # new memory costs as much as a pass over it
+        # New memory costs as much as a pass over it.
+        self.buffers = q.new_empty(2, self.group * self.each * most)
 
     def __iter__(self) -> Iterator[_Part]:
         for block in self.look.blocks:
-            mask = self._mask(block)
-            for g in range(self.group):
-                yield _Part(self, block, g, mask)
+            yield _Part(self, block, self._mask(block))
 
     def by_head(self, x: Tensor) -> Tensor:
         """(M, heads, dim) -> (G, Q, dim)."""
@@ -181,31 +180,31 @@ class _Heads:
 
 
 class _Part:
-    """One block of one key head: m = queries x query heads of it, n keys of the first step.
+    """One block of all heads: m = queries x query heads of a key head, n keys of the first step.
 
     Attributes:
         rows: of `_Heads.queries`; `columns` of `_Heads.keys`.
     """
 
-    def __init__(self, heads: _Heads, block: Block, g: int, mask: Tensor | None) -> None:
+    def __init__(self, heads: _Heads, block: Block, mask: Tensor | None) -> None:
         self._heads, self._mask = heads, mask
-        self.rows = g, slice(block.first * heads.each, block.last * heads.each)
-        self.columns = g, slice(block.begin, block.end)
+        self.rows = slice(block.first * heads.each, block.last * heads.each)
+        self.columns = slice(block.begin, block.end)
         self._full, self.seen = block.full - block.begin, block.end - block.begin
-        self.keys, self.values = heads.keys[self.columns], heads.values[self.columns]
+        self.keys, self.values = heads.keys[:, self.columns], heads.values[:, self.columns]
 
     def buffer(self, which: int) -> Tensor:
-        """(m, n + steps), with anything in it."""
-        rows, width = self.rows[1].stop - self.rows[1].start, self.seen + len(self._heads.own_keys)
-        return self._heads.buffers[which, : rows * width].view(rows, width)
+        """(G, m, n + steps), with anything in it."""
+        shape = self._heads.group, self.rows.stop - self.rows.start, self.seen + len(self._heads.own_keys)
+        return self._heads.buffers[which, : math.prod(shape)].view(shape)
 
     def weights(self, which: int) -> Tensor:
-        """(m, n + steps) that sum to 1, in a buffer."""
+        """(G, m, n + steps) that sum to 1, in a buffer."""
         score, n = self.buffer(which), self.seen
-        torch.mm(self._heads.queries[self.rows], self.keys.mT, out=score[:, :n])
-        score[:, n:] = self._heads.own[self.rows]
+        torch.bmm(self._heads.queries[:, self.rows], self.keys.mT, out=score[..., :n])
+        score[..., n:] = self._heads.own[:, self.rows]
         if self._mask is not None:
-            score[:, self._full : n].unflatten(0, (len(self._mask), -1)).add_(self._mask)
+            score[..., self._full : n].unflatten(1, (len(self._mask), -1)).add_(self._mask)
         return torch.softmax(score, -1, out=score)
 
 

@@ -1,0 +1,26 @@
+"""One square matrix product, for `step_worker`: the ceiling of everything that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]]:
+    """See `step_worker`."""
+    size, dtype = case["size"], getattr(torch, case["dtype"])
+    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+
+    def prepare(loss_mask: Sequence[int]) -> Callable[[], float]:
+        del loss_mask
+
+        def step() -> float:
+            torch.mm(left, right, out=out)
+            return 0.0
+
+        return step
+
+    return prepare
