@@ -6,7 +6,6 @@ import json
 import sys
 
 import pytest
-import torch
 from scripts.benchmark import run
 from workbench import Bench, command, make_target
 
@@ -15,8 +14,6 @@ from decode.load import load_target
 from decode.plan import Plan
 from decode.race import Contender, Text, hugging_face, ours, race
 from decode.sampling import Sampler
-from drafters.eagle import Eagle
-from drafters.hub import save
 from drafters.lm import DraftLM
 
 GREEDY = Sampler(0.0)
@@ -31,14 +28,7 @@ def bench(tmp_path_factory) -> Bench:
 @pytest.fixture(scope="module")
 def checkpoint(bench):
     """An EAGLE nobody trained."""
-    target = load_target(str(bench.target))
-    torch.manual_seed(0)
-    folder = bench.root / "eagle"
-    folder.mkdir()
-    save(
-        Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0, detach=False), target, folder
-    )
-    return folder
+    return bench.untrained_eagle()
 
 
 def benchmark(bench: Bench, *more: str):

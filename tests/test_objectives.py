@@ -38,7 +38,10 @@ def reference(name: str, logits, teacher, d2t=None):
     alpha = torch.minimum(p, q).sum(-1)
     log_q = torch.zeros_like(p).index_copy(1, ids, known.log())  # misses left out
     m = BETA * p + (1 - BETA) * q
-    log_ratio = lambda a, b: torch.where(a > 0, (a.clamp_min(1e-300) / b).log(), 0.0)  # noqa: E731
+
+    def log_ratio(a, b):
+        return torch.where(a > 0, (a.clamp_min(1e-300) / b).log(), 0.0)
+
     forward = (p[:, ids] * (p[:, ids] / known).log()).sum(-1)
     if name == "kl":
         return forward
@@ -187,8 +190,11 @@ def test_every_gradient_is_that_of_the_whole_loss(name, weights, vocabulary, hea
     torch.manual_seed(3)
     own = [drafted(target, vocabulary) for _ in anchors]
     if heads != "frozen":
-        leaf = lambda t: torch.randn_like(t).requires_grad_()  # noqa: E731
-        own = [dataclasses.replace(g, weight=leaf(g.weight), bias=leaf(g.bias)) for g in own]
+        drawn = [(torch.randn_like(g.weight), torch.randn_like(g.bias)) for g in own]
+        own = [
+            dataclasses.replace(g, weight=w.requires_grad_(), bias=b.requires_grad_())
+            for g, (w, b) in zip(own, drawn, strict=True)
+        ]
     if heads == "shared":
         own = own[:1] * len(anchors)
     leaves = [h.clone().requires_grad_() for h in hidden]
@@ -222,9 +228,8 @@ def test_a_head_that_trains_leaves_the_targets_alone(ragged):
 def test_lower_precision_rounds_and_no_more(name, vocabulary, dtype, ragged):
     """Against full precision on the same, rounded numbers."""
     target, last, anchors, hidden = ragged
-    low = lambda t: t.to(dtype)  # noqa: E731
     results = []
-    for cast in (low, lambda t: t.to(dtype).double()):
+    for cast in (lambda t: t.to(dtype), lambda t: t.to(dtype).double()):
         head = dataclasses.replace(target, weight=cast(target.weight), bias=cast(target.bias))
         own = drafted(head, vocabulary)
         own = dataclasses.replace(own, weight=own.weight.clone().requires_grad_())

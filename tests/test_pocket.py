@@ -53,9 +53,7 @@ class Bench:
         self.target = load_target(POCKET, dtype)
         self.stop = stop_tokens(self.target)
         torch.manual_seed(1)
-        self.eagle = Eagle.for_target(
-            self.target, depth=3, feature_noise=0.1, feature_weight=1.0, detach=False
-        )
+        self.eagle = Eagle.for_target(self.target, depth=3, feature_noise=0.1, feature_weight=1.0)
         self.eagle.to(self.target.dtype).eval()
         self.target.tap(self.eagle.taps)
         self.plain = []

@@ -92,9 +92,7 @@ def test_the_keyed_coins_own_samples_have_the_targets_law(tiny_target, plan):
     """Chi-square of 40,000 texts of three tokens: the enumerator shows the rules right, this the coin."""
     target = tiny_target(vocab=3)
     torch.manual_seed(3)
-    eagle = (
-        Eagle.for_target(target, depth=2, feature_noise=0.0, feature_weight=1.0, detach=False).double().eval()
-    )
+    eagle = Eagle.for_target(target, depth=2, feature_noise=0.0, feature_weight=1.0).double().eval()
     for weight in eagle.parameters():
         weight.data.normal_(std=0.5)
     target.tap(eagle.taps)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from scripts.benchmark import run
 from workbench import Bench, command
-
-from decode.load import load_target
-from drafters.eagle import Eagle
-from drafters.hub import save
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +16,7 @@ def bench(tmp_path_factory) -> Bench:
 
 @pytest.fixture(scope="module")
 def checkpoint(bench):
-    target = load_target(str(bench.target))
-    torch.manual_seed(0)
-    folder = bench.root / "eagle"
-    folder.mkdir()
-    save(
-        Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0, detach=False), target, folder
-    )
-    return folder
+    return bench.untrained_eagle()
 
 
 def sweep(bench, word, *more):

@@ -169,8 +169,9 @@ class Bigram:
 
     def propose(self, state, target, sampler, coin, plan):
         self.asked[sampler, plan] = True
-        step = lambda token, parent: self.table[token]  # noqa: E731
-        return self.spoil(expand(self.table[state["root"]], step, sampler, coin, plan))
+        return self.spoil(
+            expand(self.table[state["root"]], lambda token, _: self.table[token], sampler, coin, plan)
+        )
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,10 @@ def test_a_warm_up_falls_from_counting_depths_to_the_smoothing(kind):
     alpha, present = rows([[1e-3, 1e-3, 1e-3]])
     weights = kind(smoothing=0.1, warmup=0.5)
     assert weights(alpha, present, 0.0)[0].tolist() == [3.0, 2.0, 1.0]
-    plain = lambda s: kind(s, 0.0)(alpha, present, 0.0)  # noqa: E731
+
+    def plain(smoothing):
+        return kind(smoothing, 0.0)(alpha, present, 0.0)
+
     torch.testing.assert_close(weights(alpha, present, 0.25), plain(0.55))
     torch.testing.assert_close(weights(alpha, present, 0.5), plain(0.1))
     torch.testing.assert_close(weights(alpha, present, 1.0), plain(0.1))

@@ -7,7 +7,8 @@ output is wrong. What the rules and the plan can refuse, they refuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -49,7 +50,7 @@ class Way(NamedTuple):
 
     story: Callable[[Table], Story]
     rule: str = "token"
-    flags: dict[str, bool] = {}  # noqa: RUF012
+    flags: Mapping[str, bool] = MappingProxyType({})
     judge: Callable[..., Verdict] = verify
     sampler: Sampler = Sampler(1.0)
 

@@ -21,8 +21,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from decode.load import load_target
 from distill.cli import compose, main, rewrite
 from distill.run import run
+from drafters.eagle import Eagle
+from drafters.hub import save
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -167,6 +170,15 @@ class Bench:
     def fork(self, *more: str, before: Callable[[], Any] = lambda: None) -> int:
         """The same in a forked process, after `before`; returns its wait status."""
         return fork(lambda: (before(), self.train(*more))[1].code)
+
+    def untrained_eagle(self) -> Path:
+        """Folder of an EAGLE for the target that nobody trained."""
+        target = load_target(str(self.target))
+        torch.manual_seed(0)
+        folder = self.root / "eagle"
+        folder.mkdir()
+        save(Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0), target, folder)
+        return folder
 
     def runs(self) -> list[Path]:
         """Run folders."""

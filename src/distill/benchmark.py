@@ -15,13 +15,12 @@ from decode.load import stop_tokens
 from decode.plan import Plan
 from decode.race import Contender, hugging_face, ours, race
 from decode.sampling import Sampler
-from decode.score import hardware
 from decode.target import Target
 from distill.checks import check_ranges, refused
 from distill.files import write_json
 from distill.moved import only_untuned
 from distill.progress import bar
-from distill.provenance import commit
+from distill.provenance import conditions
 from distill.report import grid
 from distill.run import build_drafter, build_target, quiet, read_inputs
 from distill.scoring import threads
@@ -70,20 +69,10 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
         "timed": "whole calls, the pass over the prompt included, batch 1",
         "rows": rows,
         "depth": cfg.depth,
-        "temperature": cfg.temperature,
         "ends": cfg.ends,
         "prompts": len(prompts),
-        "max_new_tokens": options.max_new_tokens,
-        "repeats": options.repeats,
-        "target": cfg.target.path,
         "draft_model": cfg.drafter.path,
-        "checkpoint": cfg.checkpoint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": used,
-        "hardware": hardware(target.device),
-        "load_average": load,
-        "seed": cfg.seed,
-        "commit": commit(),
+        **conditions(cfg, target, used, load),
     }
     write_json(Path(cfg.out), card)
     print(_table(card))

@@ -47,7 +47,7 @@ class Worker:
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the worker runs)
         command = [contender.python or sys.executable, str(HERE / "step_worker.py"), str(contender.builder)]
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
         environment["OMP_NUM_THREADS"] = "1"

@@ -17,14 +17,13 @@ from decode.generate import generate
 from decode.load import stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.score import hardware
 from decode.tally import Tally, compete
 from decode.target import Target
 from distill.checks import check_ranges
 from distill.files import write_json
 from distill.moved import only_untuned
 from distill.progress import bar
-from distill.provenance import commit
+from distill.provenance import conditions
 from distill.report import grid
 from distill.run import build_target, quiet, read_inputs
 from distill.scoring import threads
@@ -157,18 +156,8 @@ def _publish(
     card = {
         "what": what,
         "rows": rows,
-        "temperature": cfg.temperature,
         "prompts": cfg.score.prompts,
-        "max_new_tokens": cfg.score.max_new_tokens,
-        "repeats": cfg.score.repeats,
-        "target": cfg.target.path,
-        "checkpoint": cfg.checkpoint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": used,
-        "hardware": hardware(target.device),
-        "load_average": load,
-        "seed": cfg.seed,
-        "commit": commit(),
+        **conditions(cfg, target, used, load),
     }
     write_json(Path(cfg.out), card)
     head = [*columns, "decode", "tau", "tokens/s", "speedup", "with prefill", "draft", "verify"]

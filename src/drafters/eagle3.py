@@ -150,7 +150,7 @@ class Eagle3(Recurrent):
     @property
     @override
     def stack(self) -> Sequence[DecoderLayer]:
-        return list(self.layers)  # type: ignore[arg-type]
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
     @override
     def fuse(self, taps: Tensor) -> Tensor:
