@@ -185,8 +185,8 @@ def test_one_step_at_the_sizes_of_memory(tmp_path):
         (["repeats=0"], "repeats=0: must be at least 1"),
         (["shape.depth=0"], "shape.depth=0: must be at least 1"),
         (
-            ["shape.draft_vocab_size=65", f"speculators={sys.executable}"],
-            "draft_vocab_size=65: the target has",
+            ["shape.draft_vocab_size=0", f"speculators={sys.executable}"],
+            "draft_vocab_size=0: give at least 1",
         ),
     ],
 )

@@ -144,8 +144,8 @@ MUTANTS = {
     ),
     "ancestors stop at the grandparent": Mutant(
         "decode.draft:Draft._ancestors",
-        "range(self.depth.bit_length())",
-        "range(self.depth.bit_length() - 1)",
+        "range((self.depth - 1).bit_length())",
+        "range((self.depth - 1).bit_length() - 1)",
         ROWS,
         {"window": None},
     ),

@@ -163,14 +163,20 @@ def answers(target, chats, sampler, new=64) -> list[Rollout]:
     return found
 
 
-def decoded(target, drafter, chats, plan, sampler, new=64) -> Counts:
+def decoded(target, drafter, chats, plan, sampler, new=64, samples=1) -> Counts:
+    """Tokens and rounds of each prompt, of all its samples together."""
     options = {"max_new_tokens": new, "sampler": sampler, "stop": stop_tokens(target), "plan": plan}
-    outputs = []
-    for start in range(0, len(chats), 25):
-        part = chats[start : start + 25]
-        names = list(range(start, start + len(part)))
-        outputs += generate(target, drafter, part, requests=names, **options).outputs
-    return counted(outputs)
+    tokens, rounds = [0] * len(chats), [0.0] * len(chats)
+    for sample in range(samples):
+        for start in range(0, len(chats), 25):
+            part = chats[start : start + 25]
+            names = list(range(start, start + len(part)))
+            run = generate(target, drafter, part, requests=names, samples=[sample] * len(part), **options)
+            one = counted(run.outputs)
+            for row, name in enumerate(names):
+                tokens[name] += one.tokens[row]
+                rounds[name] += one.rounds[row]
+    return Counts(tokens, rounds)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -201,7 +207,7 @@ def test_hybrid_accepts_more_than_fixed_and_block_no_less_than_token(drafters, c
         "token": Plan(**chain),
         "block": Plan(**chain, rule="block"),
     }
-    counts = {name: decoded(target, eagle, chats, plan, sampler) for name, plan in plans.items()}
+    counts = {name: decoded(target, eagle, chats, plan, sampler, samples=4) for name, plan in plans.items()}
     print(f"T={temperature:g} " + ", ".join(f"{name} {c.tau:.3f}" for name, c in counts.items()))
     low, _ = agreement(counts["hybrid"], counts["fixed"])
     assert low > 0, "more, and not by chance"

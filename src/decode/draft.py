@@ -99,7 +99,7 @@ class Draft:
             return self.reach.expand(rows, -1, -1)
         reach = torch.eye(nodes + 1, device=self.tokens.device).repeat(rows, 1, 1)  # (B, S, S)
         reach[:, 1:].scatter_(2, self.parents[..., None] + 1, 1.0)
-        for _ in range(self.depth.bit_length()):  # each product doubles the steps followed
+        for _ in range((self.depth - 1).bit_length()):  # each product doubles the steps followed
             reach = (reach @ reach).clamp_max_(1.0)
         return reach.bool()
 

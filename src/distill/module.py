@@ -16,6 +16,7 @@ from decode.target import Target
 from distill.data import Micro
 from distill.objectives import Objective, Scored
 from distill.on_policy import OnPolicy
+from distill.optimizers import is_hidden_matrix
 from distill.schedule import warm_up_and_decay
 from drafters.base import Batch, Drafter, supervised
 
@@ -135,12 +136,18 @@ class DistillModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW or what the yaml says, with a linear warm-up and a cosine."""
         groups = self.drafter.groups()
-        optimizer = self.optimizer([{"params": group.weights} for group in groups])
+        hidden = {id(w) for name, w in self.drafter.named_parameters() if is_hidden_matrix(name, w)}
+        parts = []
+        for number, group in enumerate(groups):
+            for kind in (True, False):
+                if weights := [w for w in group.weights if (id(w) in hidden) == kind]:
+                    parts.append({"params": weights, "hidden": kind, "group": number})
+        optimizer = self.optimizer(parts)
         schedule = warm_up_and_decay(
             optimizer,
             self.trainer.max_steps,
             self.warmup,
             self.final_lr,
-            factors=[group.rate for group in groups],
+            factors=[groups[part["group"]].rate for part in optimizer.param_groups],
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from distill.callbacks import STATE
 from distill.corpus import Document, pack
 from distill.data import From
 from distill.files import sync
+from distill.optimizers import Joint
 from distill.progress import say
 from distill.runs import checkpoints
 from distill.schedule import warm_up_and_decay
@@ -100,32 +100,6 @@ class TextData(L.LightningDataModule):
     @override
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.held, batch_size=None)  # pyright: ignore[reportArgumentType]
-
-
-class Joint(torch.optim.Optimizer):
-    """Optimizers that share out a model's parameters, stepped, scheduled and saved as one."""
-
-    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
-
-    @override
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = closure() if closure else None
-        for part in self.parts:
-            part.step()
-        return loss
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        # The parts have new groups now; schedule and clipping are to act on those.
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 class PretrainModule(L.LightningModule):

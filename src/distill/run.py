@@ -70,11 +70,13 @@ def run(cfg: DictConfig, folder: Path) -> float:
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
         drafter = build_drafter(cfg, target)
+        if cfg.gradient_checkpointing:
+            drafter.checkpoint_gradients()
         objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights))
         objective.check(drafter)
         on_policy = _on_policy(cfg, target, drafter)
         optimizer = instantiate(cfg.optimizer.optimizer)
-        optimizer([torch.nn.Parameter(torch.zeros(1))])
+        optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))], "hidden": False}])
         answers = Path(cfg.output_dir) / "heldout"
         scorer = Scorer(cfg, target, chat, held, answers) if cfg.score.enabled else None
         for candidate in scorer.candidates if scorer else ():

@@ -125,6 +125,14 @@ class Drafter(nn.Module, ABC):
         """What trains, by learning rate; none is left out."""
         return [Group([weight for weight in self.parameters() if weight.requires_grad])]
 
+    def checkpoint_gradients(self) -> None:
+        """Make activations again in the backward pass instead of keeping them (arXiv:1604.06174).
+
+        Raises:
+            UserError: a drafter that keeps too little for it to help.
+        """
+        raise UserError("gradient_checkpointing: this drafter keeps next to nothing; leave it false")
+
     def alone(self, target: Target) -> Target:
         """A frozen copy that writes texts by itself, in the target's dtype: for on-policy training.
 

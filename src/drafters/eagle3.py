@@ -77,8 +77,8 @@ class Eagle3(Recurrent):
             raise UserError(f"drafter: taps={list(taps)} and layers={layers}; give at least one of each")
         if not 1 <= draft_vocab_size <= vocab_size:
             raise UserError(
-                f"drafter.draft_vocab_size={draft_vocab_size}: the target has {vocab_size} tokens; "
-                "give no more, a share of them below 1, or null for all"
+                f"drafter.draft_vocab_size={draft_vocab_size}: give at least 1, and no more than the "
+                f"target's {vocab_size} tokens"
             )
         if norm_before_fc and fc_norm:
             raise UserError("drafter: norm_before_fc and fc_norm both normalise the taps; choose one")
@@ -103,10 +103,7 @@ class Eagle3(Recurrent):
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         options["taps"] = _taps(options["taps"], len(target.layers))
-        size = options["draft_vocab_size"]
-        if size is None:
-            size = target.vocab_size
-        options["draft_vocab_size"] = round(size * target.vocab_size) if 0 < size < 1 else size
+        options["draft_vocab_size"] = min(options["draft_vocab_size"], target.vocab_size)
         sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
         drafter._source = (target,)

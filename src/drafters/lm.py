@@ -10,11 +10,13 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -113,6 +115,12 @@ class DraftLM(Drafter):
         return drafter.to(wide(model.dtype)) if train else drafter.requires_grad_(False)
 
     # -- training face -----------------------------------------------------------------------
+
+    @override
+    def checkpoint_gradients(self) -> None:
+        # Not transformers' own switch: it works in training mode alone, which this model is never in.
+        for layer in CausalLM(self.model).layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     @property
     @override

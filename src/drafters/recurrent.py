@@ -40,10 +40,12 @@ class Recurrent(Drafter):
 
     Attributes:
         depth: depths unrolled in training.
+        checkpointing: whether the backward pass makes activations of MLPs again.
         rotary: positions.
     """
 
     depth: int
+    checkpointing = False
     rotary: Rotary
 
     @property
@@ -94,6 +96,10 @@ class Recurrent(Drafter):
     # -- training face -----------------------------------------------------------------------
 
     @override
+    def checkpoint_gradients(self) -> None:
+        self.checkpointing = True
+
+    @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Only supervised anchors ask; the other positions give keys and values to the first step."""
         route = Route(batch.loss_mask, self.depth)
@@ -107,7 +113,7 @@ class Recurrent(Drafter):
         shares = self.token_share(target.embed(tokens).to(dtype))
         times = places % batch.tokens.shape[1]
         weights = [self.first_weight(), *(layer.qkv_proj.weight for layer in self.stack[1:])]
-        walk = Walk(self.stack, weights, self.rotary, route, places.device)
+        walk = Walk(self.stack, weights, self.rotary, route, places.device, self.checkpointing)
         head, last = self.head(target), batch.last.flatten(0, 1)
         for depth, anchors in enumerate(route.anchors, 1):
             share, when = shares, times

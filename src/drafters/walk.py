@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from drafters.base import supervised
 from drafters.layers import DecoderLayer, Rotary
@@ -67,6 +68,8 @@ class Walk:
         rotary: positions.
         route: who takes part.
         device: of the rows.
+        checkpointing: keep of each layer's MLP its input alone. Keys and values stay: later depths
+            read them.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class Walk:
         rotary: Rotary,
         route: Route,
         device: torch.device,
+        checkpointing: bool = False,
     ) -> None:
+        self._checkpointing = checkpointing
         self._stack, self._weights, self._rotary = stack, weights, rotary
         self._route, self._device = route, device
         self._keys: list[list[Tensor]] = [[] for _ in stack]
@@ -130,7 +135,11 @@ class Walk:
                 look = self._look(depth, anchors if fewer or depth > 1 else torch.arange(len(x)), k)
             self._keys[i].append(k)
             self._values[i].append(v)
-            x = layer.finish(x, attend_unrolled(q, self._keys[i], self._values[i], look).flatten(1))
+            attended = attend_unrolled(q, self._keys[i], self._values[i], look).flatten(1)
+            if self._checkpointing:
+                x = checkpoint(layer.finish, x, attended, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer.finish(x, attended)
         return x
 
     @staticmethod
