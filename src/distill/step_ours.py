@@ -36,6 +36,8 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
     if drafter.fits:
         drafter.fit([Text(list(range(shape["vocab_size"])), [1] * shape["vocab_size"])])
     drafter.lm_head.requires_grad_(case["train_head"])
+    if case["gradient_checkpointing"]:
+        drafter.checkpoint_gradients()
     objective = Objective(kl, partial(decay, rate=case["decay"]))
     trained = [p for p in drafter.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **case["optimizer"])

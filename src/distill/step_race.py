@@ -56,8 +56,13 @@ def turns(tokens: int, turn: int) -> list[int]:
 
 
 def _case(cfg: DictConfig, loss_mask: Sequence[int]) -> dict[str, Any]:
-    shape = OmegaConf.to_container(cfg.shape)
-    chosen = {"shape": shape, "train_head": cfg.train_head, "seed": cfg.seed, "peak": True}
+    chosen = {
+        "shape": OmegaConf.to_container(cfg.shape),
+        "train_head": cfg.train_head,
+        "gradient_checkpointing": cfg.gradient_checkpointing,
+        "seed": cfg.seed,
+        "peak": True,
+    }
     options = OmegaConf.to_container(cfg.optimizer.optimizer)
     assert isinstance(options, dict)
     options = {name: value for name, value in options.items() if not str(name).startswith("_")}
@@ -157,6 +162,7 @@ def _card(cfg: DictConfig, what: str, rows: list[dict[str, Any]], load: list[flo
         "shape": OmegaConf.to_container(cfg.shape),
         "tokens": cfg.tokens,
         "train_head": cfg.train_head,
+        "gradient_checkpointing": cfg.gradient_checkpointing,
         "dtype": "float32",
         "threads": 1,
         "python": sys.version.split()[0],
