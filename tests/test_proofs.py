@@ -20,6 +20,7 @@ from decode.plan import Plan
 from decode.replay import Counts, Rollout, agreement, replay
 from decode.sampling import Sampler
 from decode.target import Target
+from distill.control import Strangers
 from distill.prompts import Chat, read_prompts
 from drafters import hub
 from drafters.base import Drafter
@@ -194,6 +195,23 @@ def test_replay_and_decoder_agree_on_the_pocket_target(drafters, chats, name, te
             f"{decoder.tau:.3f}, 99 % interval of the difference {low:+.3f}..{high:+.3f}"
         )
         assert low <= 0 <= high
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_hidden_states_of_other_places_it_is_worse(drafters, chats, temperature):
+    """It reads the target, then."""
+    target, eagle = drafters["eagle"]
+    sampler = Sampler(temperature)
+    rollouts = answers(target, chats[:48], sampler)
+    (own,) = replay(target, eagle, rollouts, [Plan(4, 4, 16)], sampler)
+    try:
+        Strangers(target, chats[:48], 0)
+        (strange,) = replay(target, eagle, rollouts, [Plan(4, 4, 16)], sampler)
+    finally:
+        target.disguise = None
+    print(f"T={temperature:g}: replay {own.counts.tau:.3f}, with shuffled taps {strange.counts.tau:.3f}")
+    low, _ = agreement(own.counts, strange.counts)
+    assert low > 0
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

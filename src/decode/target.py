@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ class Target(CausalLM):
     def __init__(self, model: PreTrainedModel, taps: Sequence[Tap] = ()) -> None:
         super().__init__(model.eval().requires_grad_(False))
         self.embed = model.get_input_embeddings()
+        self.disguise: Callable[[Tensor], Tensor] | None = None  # of (B, n, L, D) taps: for controls
         self.tap(taps)
 
     def tap(self, taps: Sequence[Tap]) -> None:
@@ -98,5 +99,6 @@ class Target(CausalLM):
         return dict.fromkeys((t for t in self.taps if isinstance(t, int)), torch.empty(0))
 
     def _pack(self, last: Tensor, found: dict[int, Tensor]) -> Read:
-        taps = [last if t == LAST else found[t] for t in self.taps]  # type: ignore[index]
-        return Read(last, torch.stack(taps, 2) if taps else last[:, :, None][:, :, :0])
+        parts = [last if t == LAST else found[t] for t in self.taps]  # type: ignore[index]
+        taps = torch.stack(parts, 2) if parts else last[:, :, None][:, :, :0]
+        return Read(last, taps if self.disguise is None else self.disguise(taps))

@@ -54,6 +54,7 @@ CHOICES = {
     "rollout.until": ("answer", "length"),
     "taps": ("auto", "online", "memory"),
     "audit": ("quick", "full"),
+    "control": ("none", "shuffled_taps"),
     "case": ("speed", "memory"),
 }
 

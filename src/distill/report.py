@@ -32,7 +32,8 @@ def settings_table(card: dict) -> str:
     """One line a setting of one scorecard."""
     head = ["decode", "T", "batch", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other"]
     lines = [[r["decode"], f"{r['temperature']:g}", str(r["batch_size"]), *_cells(r)] for r in card["rows"]]
-    notes = [note for note in (describe(card), _audit(card["audit"])) if note]
+    control = "" if card.get("control", "none") == "none" else f"control={card['control']}: no real score"
+    notes = [note for note in (control, describe(card), _audit(card["audit"])) if note]
     return "\n".join([f"all settings:\n{grid(head, lines)}", *notes])
 
 

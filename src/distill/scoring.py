@@ -20,6 +20,7 @@ from decode.replay import Rollout
 from decode.sampling import Sampler
 from decode.score import Setting, check, score
 from decode.target import Target
+from distill.control import Strangers
 from distill.heldout import held_out_answers
 from distill.moved import moved
 from distill.progress import bar
@@ -99,9 +100,13 @@ class Scorer:
     def __call__(self, folder: Path, step: int) -> dict[str, Any]:
         """The scorecard of one checkpoint: of the target that verifies, against that target alone."""
         options = self.cfg.score
+        # A training run has neither `control` nor `audit`.
         drafter = hub.load(folder, self.target)
         target = drafter.verifier(self.target)
         target.tap(drafter.taps)
+        control = OmegaConf.select(self.cfg, "control") or "none"
+        if control == "shuffled_taps":
+            Strangers(target, self.ids, self.cfg.seed)
         self.prepare()
         tuned = target is not self.target
         answers = self._answers(target) if tuned else self.rollouts
@@ -122,7 +127,7 @@ class Scorer:
                 seed=self.cfg.seed,
                 repeats=options.repeats,
                 audit_prompts=options.audit_prompts,
-                full_audit=OmegaConf.select(self.cfg, "audit") == "full",  # a training run has no such key
+                full_audit=OmegaConf.select(self.cfg, "audit") == "full",
                 names=[p.id for p in self.prompts],
                 rollouts=answers,
                 progress=progress,
@@ -132,6 +137,7 @@ class Scorer:
             "step": step,
             "commit": commit(),
             "target": self.cfg.target.path,
+            "control": control,
             "lossless_to": "tuned target" if tuned else "target",
             "target_moved": self._moved(target) if tuned else None,
             "drafter": hub.short_name(drafter),

@@ -1,0 +1,71 @@
+"""scripts/score.py control=shuffled_taps: what a drafter is shown, and what the score says of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from scripts.score import rescore
+from workbench import CONF, Bench, command
+
+from decode.errors import UserError
+from distill.cli import main
+from distill.control import Strangers
+
+PROMPTS = [[5, 9, 2, 7], [4, 3, 3, 8, 1], [6, 6]]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("control"))
+
+
+def score(bench, *more: str):
+    argv = [f"target={bench.target}", f"prompts={bench.heldout}", f"answers={bench.root / 'heldout'}", *more]
+    small = ["score.prompts=3", "score.replay_prompts=4", "score.max_new_tokens=12", "decode=chain"]
+    small += ["decode.proposal=sampled", "score.temperatures=[1]"]  # its replay is never the same by chance
+    return command(lambda: main(rescore, CONF, "score_checkpoint"), ["score.py", *argv, *small])
+
+
+def test_every_tap_is_that_of_some_other_place(tiny_target):
+    target = tiny_target(vocab=23, layers=4, hidden=16)
+    target.tap((1, "last"))
+    tokens = torch.randint(23, (2, 20), generator=torch.Generator().manual_seed(0))
+    real = target.read(tokens)
+    known = torch.cat([target.read(torch.tensor([p])).taps[0] for p in PROMPTS])
+    Strangers(target, PROMPTS, 0)
+    shown = target.read(tokens)
+    assert torch.equal(shown.last, real.last), "the verifier sees its own"
+    assert shown.taps.shape == real.taps.shape
+    places = [next(i for i, k in enumerate(known) if torch.equal(k, t)) for t in shown.taps.flatten(0, 1)]
+    assert len(set(places)) > 6, "of the 11 there are"
+    other = target.read(tokens).taps
+    assert not torch.equal(other, shown.taps), "the draws go on"
+
+
+def test_a_drafter_without_taps_has_nothing_to_shuffle(tiny_target):
+    target = tiny_target(vocab=23, layers=4, hidden=16)
+    target.tap(())
+    with pytest.raises(UserError, match="reads none of the target's hidden states"):
+        Strangers(target, PROMPTS, 0)
+
+
+def test_the_score_is_marked_and_output_is_still_the_targets(bench, tmp_path):
+    folder = bench.untrained_eagle()
+    cards = []
+    for control in ("none", "shuffled_taps"):
+        out = tmp_path / f"{control}.json"
+        done = score(bench, f"checkpoint={folder}", f"control={control}", f"out={out}")
+        assert done.code == 0, done.err
+        assert ("control=shuffled_taps: no real score" in done.out) == (control != "none")
+        cards.append(json.loads(out.read_text()))
+    assert [card["control"] for card in cards] == ["none", "shuffled_taps"]
+    assert all(card["audit_passed"] for card in cards)
+    assert cards[0]["replay"]["tau"] != cards[1]["replay"]["tau"]
+
+
+def test_an_unknown_control_is_refused(bench):
+    done = score(bench, "checkpoint=/nowhere", "control=taps")
+    assert done.code == 2
+    assert "control=taps: choose none or shuffled_taps" in done.err
