@@ -124,6 +124,12 @@ def test_masks_that_train_nothing_raise():
         RolloutBatches(rows, 1, steps=1)
 
 
+def test_masks_that_say_the_target_wrote_everything_raise():
+    rows = datasets.Dataset.from_list([{"tokens": [1, 2, 3], "loss_mask": m} for m in ([0, 1, 1], [1, 1, 1])])
+    with pytest.raises(UserError, match="row 1 says that the target wrote its first token"):
+        RolloutBatches(rows, 2, steps=1)
+
+
 def test_a_row_without_an_anchor_is_never_served():
     rows = datasets.Dataset.from_list([{"tokens": [i, 2, 3], "loss_mask": [0, 1, i % 2]} for i in range(8)])
     batches = RolloutBatches(rows, 2, steps=8)

@@ -127,7 +127,12 @@ class RolloutBatches(Dataset[Micro]):
 def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Length of each row, and its anchors: t counts where token t + 2 is supervised."""
     length, anchors = [], []
-    for mask in rows["loss_mask"]:
+    for number, mask in enumerate(rows["loss_mask"]):
+        if mask[:1] == [1]:
+            raise UserError(
+                f"rollouts: row {number} says that the target wrote its first token, which nothing comes "
+                "before; check the loss masks"
+            )
         cut = mask[:max_tokens]
         length.append(len(cut))
         anchors.append(sum(cut[2:]))
