@@ -17,15 +17,19 @@ from drafters.eagle3 import Eagle3
 OPTIONS = {
     "plain": {},
     "norm_before_residual": {"norm_before_residual": True},
-    "norm_before_fc": {"norm_before_fc": True},
-    "fc_norm": {"fc_norm": True},
+    "norm_before_fc": {"norm_before_fc": True, "fc_norm": False},
+    "no fc_norm": {"fc_norm": False},
     "norm_output": {"norm_output": True},
-    "speculators": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "speculators": {
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "fc_norm": False,
+        "norm_output": True,
+    },
     "two layers": {"layers": 2},
     "three layers, all norms": {
         "layers": 3,
         "norm_before_residual": True,
-        "fc_norm": True,
         "norm_output": True,
     },
     "whole vocabulary": {"draft_vocab_size": 32000},
@@ -113,6 +117,29 @@ def test_positions_without_a_supervised_anchor_give_keys_and_nothing_more(
     read = target.read(texts)
     steps = list(drafter.unroll(Batch(texts, mask, read.taps, read.last), target))
     assert rows == [len(step.anchor) for step in steps] == [5, 4, 3]
+
+
+# -- how it begins -----------------------------------------------------------------------------
+
+
+def test_it_begins_as_the_targets_head_on_the_highest_tap(tiny_target):
+    """Normalised like the head's own input, but for the weights of the target's last norm."""
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    taps = {"taps": [0, 1, "last"], "fc_norm": True, "draft_vocab_size": V}
+    drafter = Eagle3.for_target(target, **SETTINGS | taps).double()
+    target.tap(drafter.taps)
+    texts = random_texts(1)
+    read = target.read(texts)
+    batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), read.taps, read.last)
+    step = next(iter(drafter.unroll(batch, target)))
+    unit = torch.nn.functional.rms_norm(read.last[0, step.anchor], (16,))
+    with torch.no_grad():  # what `fc` mixes in is small
+        drafter.fc.weight[:, :32] = 0
+        drafter.fc.weight[:, 32:] = torch.eye(16)
+        exact = next(iter(drafter.unroll(batch, target)))
+    torch.testing.assert_close(exact.hidden, unit, rtol=1e-5, atol=1e-5)
+    assert torch.cosine_similarity(step.hidden, unit, dim=-1).min() > 0.9
+    torch.testing.assert_close(step.head(unit), target.head(unit), rtol=1e-6, atol=1e-6)
 
 
 # -- its vocabulary ----------------------------------------------------------------------------

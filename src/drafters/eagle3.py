@@ -112,10 +112,13 @@ class Eagle3(Recurrent):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """The head begins as the target's own rows, the layers add nothing yet."""
+        """The head begins as the target's own rows, and reads the highest tap; the layers add nothing yet."""
         for layer in self.stack:
             layer.o_proj.weight.zero_()
             layer.down_proj.weight.zero_()
+        size = len(self.fc.weight)
+        self.fc.weight.normal_(std=0.02)
+        self.fc.weight[:, -size:] += torch.eye(size)
         (target,) = self._source
         if self.d2t is None:
             self.lm_head.weight.copy_(target.head.weight * target.head.scale)
