@@ -27,7 +27,9 @@ def target():
 def rows():
     random = np.random.default_rng(0)
     tokens = [random.integers(0, 50, n).tolist() for n in (5, 9, 3, 12, 7)]
-    return datasets.Dataset.from_dict({"tokens": tokens, "loss_mask": [[0] + [1] * (len(t) - 1) for t in tokens]})
+    return datasets.Dataset.from_dict(
+        {"tokens": tokens, "loss_mask": [[0] + [1] * (len(t) - 1) for t in tokens]}
+    )
 
 
 @pytest.mark.parametrize("taps", [(LAST,), (0, 2), (LAST, 1)])

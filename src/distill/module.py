@@ -77,6 +77,12 @@ class DistillModule(L.LightningModule):
             batch.tokens,
         )
         loss = total / batch.anchors
+        if self.trainer.world_size > 1:
+            # DDP waits for a gradient of every weight; short answers reach no deep head.
+            loss = (
+                loss
+                + 0.0 * torch.stack([w.sum() for w in self.drafter.parameters() if w.requires_grad]).sum()
+            )
         self._step = batch.step
         self._add(loss, scored, batch.on_policy / batch.anchors)
         # One denominator per optimizer step: Lightning divides by the accumulation and DDP by
