@@ -190,10 +190,8 @@ def test_one_step_at_the_sizes_of_memory(tmp_path):
         (["tokens=2"], "tokens=2: must be at least 3"),
         (["repeats=0"], "repeats=0: must be at least 1"),
         (["shape.depth=0"], "shape.depth=0: must be at least 1"),
-        (
-            ["shape.draft_vocab_size=0", f"speculators={sys.executable}"],
-            "draft_vocab_size=0: give at least 1",
-        ),
+        (["shape.draft_vocab_size=65"], "shape.draft_vocab_size=65: the target has shape.vocab_size=64"),
+        (["optimizer=muon"], "both sides step with AdamW; leave optimizer=adamw"),
     ],
 )
 def test_what_is_wrong_takes_one_line(tmp_path, given, said):

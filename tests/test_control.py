@@ -40,8 +40,10 @@ def test_every_tap_is_that_of_some_other_place(tiny_target):
     assert shown.taps.shape == real.taps.shape
     places = [next(i for i, k in enumerate(known) if torch.equal(k, t)) for t in shown.taps.flatten(0, 1)]
     assert len(set(places)) > 6, "of the 11 there are"
-    other = target.read(tokens).taps
-    assert not torch.equal(other, shown.taps), "the draws go on"
+    assert torch.equal(target.read(tokens).taps, shown.taps), "a function of the taps and the seed"
+    assert torch.equal(target.read(tokens[:1, :5]).taps, shown.taps[:1, :5]), "each by itself"
+    Strangers(target, PROMPTS, 1)
+    assert not torch.equal(target.read(tokens).taps, shown.taps)
 
 
 def test_a_drafter_without_taps_has_nothing_to_shuffle(tiny_target):

@@ -126,7 +126,7 @@ def test_masks_that_train_nothing_raise():
 
 def test_masks_that_say_the_target_wrote_everything_raise():
     rows = datasets.Dataset.from_list([{"tokens": [1, 2, 3], "loss_mask": m} for m in ([0, 1, 1], [1, 1, 1])])
-    with pytest.raises(UserError, match="row 1 says that the target wrote its first token"):
+    with pytest.raises(UserError, match="row 1 says that the target wrote all of it"):
         RolloutBatches(rows, 2, steps=1)
 
 

@@ -27,6 +27,7 @@ from workbench import (
     write_prompts,
 )
 
+from decode.load import load_target
 from distill import run
 from distill.cli import main
 from distill.files import clean, publish
@@ -298,6 +299,9 @@ def test_ranks_that_torchrun_starts_share_one_run(bench):
     assert [p.name for p in checkpoints(folder)] == ["2"]
     assert done.stdout.count("run folder:") == 1
     assert done.stdout.splitlines()[-1] == str(folder)
+    trained, start = weights(folder / "checkpoints" / "2"), load_target(str(bench.target)).head.weight
+    moved = [not torch.equal(trained[f"lm_heads.{depth}.weight"], start.float()) for depth in range(5)]
+    assert moved == [True] * 4 + [False], "a head that no answer reached stays as it was"
 
 
 def _losses(folder: Path) -> list[float]:

@@ -14,6 +14,7 @@ OPTIONS = {
     "eagle3": {"layers": 2, "draft_vocab_size": 10},
     "lm": {},
     "lm with adapters": {"lora": {"r": 2, "alpha": 4}},
+    "medusa2": {},
 }
 REFUSE = ["medusa", "mlp", "lstm"]
 
@@ -41,22 +42,25 @@ def kept_and_slopes(drafter, batch, target) -> tuple[int, list[Tensor]]:
 def test_gradients_are_the_same_and_less_is_kept(name, tiny_target, make_drafter):
     target = tiny_target(vocab=40, layers=4, hidden=16)  # float64
     tokens = torch.randint(40, (2, 24), generator=torch.Generator().manual_seed(0))
-    drafter = make_drafter(name.split()[0], target, **OPTIONS[name]).train()
+    drafter, other = (make_drafter(name.split()[0], target, **OPTIONS[name]).train() for _ in range(2))
     read = target.read(tokens)
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), read.taps, read.last)
     much, want = kept_and_slopes(drafter, batch, target)
-    drafter.checkpoint_gradients()
-    little, found = kept_and_slopes(drafter, batch, target)
+    other.checkpoint_gradients()
+    little, found = kept_and_slopes(other, batch, target)
     assert little < 0.8 * much
     for mine, other in zip(found, want, strict=True):
         assert other.abs().max() > 0
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
-def test_a_run_trains_with_it(tmp_path):
+@pytest.mark.parametrize("drafter", ["eagle", "lm"])
+def test_a_run_trains_with_it(drafter, tmp_path):
+    """In mixed precision, as is the default."""
     bench = Bench(tmp_path)
-    more = ["score.enabled=false", "trainer.precision=32-true"]
-    taken = [bench.train(*more, f"gradient_checkpointing={on}") for on in ("false", "true")]
+    more = [option for option in bench.command if drafter == "eagle" or option != "drafter.depth=2"]
+    more += [f"drafter={drafter}", "score.enabled=false"]
+    taken = [train([*more, f"gradient_checkpointing={on}"]) for on in ("false", "true")]
     assert [done.code for done in taken] == [0, 0]
     losses = [done.out.split("loss ")[-1].split()[0] for done in taken]
     assert losses[0] == losses[1]

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_resume import kill_in_training
+from transformers import AutoModelForCausalLM, FalconConfig, OPTConfig
 from workbench import Bench, final, same
 
 from distill.divergences import kl
 from distill.module import DistillModule
 from distill.objectives import Objective
-from distill.optimizers import muon
+from distill.optimizers import hidden_matrices, muon
 from distill.weighting import constant
 
 RATE = 0.01
@@ -55,6 +56,17 @@ def test_muon_gets_the_hidden_matrices_and_adamw_the_rest(name, tiny_target, mak
     assert sorted(parts["Muon"] + parts["AdamW"]) == sorted(every)
 
 
+def test_embeddings_are_found_whatever_their_name():
+    """Falcon's are `word_embeddings`; its head is tied to them."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for config in (FalconConfig(**sizes), OPTConfig(**sizes, ffn_dim=24, word_embed_proj_dim=16)):
+        model = AutoModelForCausalLM.from_config(config)
+        found = {id(weight) for weight in hidden_matrices(model)}
+        names = {name for name, weight in model.named_parameters() if id(weight) in found}
+        assert names
+        assert not [name for name in names if "embed" in name or "head" in name]
+
+
 def test_a_group_keeps_its_own_rate(tiny_target, make_drafter):
     """Medusa-2's adapters wait for the heads, whichever optimizer has them."""
     target = tiny_target(vocab=40, layers=4, hidden=16)
@@ -74,7 +86,7 @@ def test_an_orthogonal_step_has_the_size_of_adamws():
     """0.2 sqrt(max(n, m)) times a matrix whose singular values are near 1."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(64, 16))
-    optimizer = muon([{"params": [weight], "hidden": True}], RATE, 0.95, (0.9, 0.95), 0.0)
+    optimizer = muon([{"params": [weight], "hidden": [True]}], RATE, 0.95, (0.9, 0.95), 0.0)
     weight.grad = torch.randn(64, 16)
     optimizer.step()
     values = torch.linalg.svdvals(weight.detach()) / (RATE * 0.2 * 64**0.5)
@@ -92,3 +104,12 @@ def test_a_killed_run_with_muon_ends_as_if_nothing_had_happened(tmp_path, tmp_pa
     resumed = bench.train(*more, f"output_dir={tmp_path / 'b'}")
     assert "resuming from step 2" in resumed.out
     assert same(final(straight.folder), final(resumed.folder))
+
+
+def test_what_muon_refuses_is_found_before_any_work(tmp_path):
+    bench = Bench(tmp_path)
+    done = bench.train("optimizer=muon", "optimizer.optimizer.momentum=-1")
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "momentum" in done.err
+    assert not bench.runs()

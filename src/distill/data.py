@@ -128,10 +128,10 @@ def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.nd
     """Length of each row, and its anchors: t counts where token t + 2 is supervised."""
     length, anchors = [], []
     for number, mask in enumerate(rows["loss_mask"]):
-        if mask[:1] == [1]:
+        if all(mask):
             raise UserError(
-                f"rollouts: row {number} says that the target wrote its first token, which nothing comes "
-                "before; check the loss masks"
+                f"rollouts: row {number} says that the target wrote all of it, its first token included; "
+                "check the loss masks"
             )
         cut = mask[:max_tokens]
         length.append(len(cut))

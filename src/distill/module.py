@@ -16,7 +16,8 @@ from decode.target import Target
 from distill.data import Micro
 from distill.objectives import Objective, Scored
 from distill.on_policy import OnPolicy
-from distill.optimizers import is_hidden_matrix
+from distill.optimizers import hidden_matrices
+from distill.reached import Reached
 from distill.schedule import warm_up_and_decay
 from drafters.base import Batch, Drafter, supervised
 
@@ -52,6 +53,7 @@ class DistillModule(L.LightningModule):
         self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
         self._mixed: list[Micro] = []  # micro-batches of this optimizer step that are still to come
         self._sums: Tensor | None = None  # (1 + DEPTHS, 4) of this optimizer step so far
+        self._reached: Reached | None = None  # in one process of several
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
 
     @property
@@ -78,11 +80,9 @@ class DistillModule(L.LightningModule):
         )
         loss = total / batch.anchors
         if self.trainer.world_size > 1:
-            # DDP waits for a gradient of every weight; short answers reach no deep head.
-            loss = (
-                loss
-                + 0.0 * torch.stack([w.sum() for w in self.drafter.parameters() if w.requires_grad]).sum()
-            )
+            if self._reached is None:
+                self._reached = Reached(w for w in self.drafter.parameters() if w.requires_grad)
+            loss = self._reached.join(loss)
         self._step = batch.step
         self._add(loss, scored, batch.on_policy / batch.anchors)
         # One denominator per optimizer step: Lightning divides by the accumulation and DDP by
@@ -112,6 +112,8 @@ class DistillModule(L.LightningModule):
         """Check and log the step's loss: the same number on every rank, before any weight moves."""
         del optimizer
         assert self._sums is not None
+        if self._reached:
+            self._reached.leave_out(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
         sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
         assert isinstance(sums, Tensor)
         (self.loss, on_policy, *_), *depths = sums.tolist()
@@ -142,13 +144,13 @@ class DistillModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW or what the yaml says, with a linear warm-up and a cosine."""
         groups = self.drafter.groups()
-        hidden = {id(w) for name, w in self.drafter.named_parameters() if is_hidden_matrix(name, w)}
-        parts = []
-        for number, group in enumerate(groups):
-            for kind in (True, False):
-                if weights := [w for w in group.weights if (id(w) in hidden) == kind]:
-                    parts.append({"params": weights, "hidden": kind, "group": number})
-        optimizer = self.optimizer(parts)
+        hidden = {id(w) for w in hidden_matrices(self.drafter)}
+        optimizer = self.optimizer(
+            [
+                {"params": g.weights, "hidden": [id(w) in hidden for w in g.weights], "group": number}
+                for number, g in enumerate(groups)
+            ]
+        )
         schedule = warm_up_and_decay(
             optimizer,
             self.trainer.max_steps,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from typing_extensions import override
 
-# Components of names, as drafters and Hugging Face models have them, that read or write tokens.
-OUTER = {"lm_head", "lm_heads", "head", "emb", "embed_tokens", "embed_in", "embed_out", "wte", "wpe"}
+HEADS = {"lm_head", "lm_heads", "head", "embed_out"}  # components of their names
 
 
 class Joint(torch.optim.Optimizer):
@@ -38,9 +38,12 @@ class Joint(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
-def is_hidden_matrix(name: str, weight: torch.Tensor) -> bool:
-    """Whether a weight is a matrix from hidden states to hidden states: what Muon is for."""
-    return weight.ndim == 2 and not OUTER & set(name.split("."))
+def hidden_matrices(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Matrices from hidden states to hidden states, which Muon is for: no embedding and no head."""
+    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    for name, weight in module.named_parameters():
+        if weight.ndim == 2 and id(weight) not in embeddings and not HEADS & set(name.split(".")):
+            yield weight
 
 
 def muon(
@@ -53,15 +56,21 @@ def muon(
     """Muon (Jordan et al., 2024) for hidden matrices, AdamW for norms, embeddings and heads.
 
     Args:
-        groups: of parameters; those with a true "hidden" are Muon's.
+        groups: of parameters; "hidden" says of each whether it is Muon's.
         lr: of both: an orthogonal update is scaled to the size that AdamW's has (Moonlight,
             arXiv:2502.16982, section 2.2).
         momentum: Muon's.
         betas: AdamW's.
         weight_decay: of both.
     """
-    hidden = [group for group in groups if group["hidden"]]
-    rest = [group for group in groups if not group["hidden"]]
+    hidden, rest = (
+        [
+            group | {"params": some, "hidden": [kind] * len(some)}
+            for group in groups
+            if (some := [w for w, own in zip(group["params"], group["hidden"], strict=True) if own == kind])
+        ]
+        for kind in (True, False)
+    )
     parts: list[torch.optim.Optimizer] = []
     if hidden:
         parts.append(

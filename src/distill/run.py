@@ -76,7 +76,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
         objective.check(drafter)
         on_policy = _on_policy(cfg, target, drafter)
         optimizer = instantiate(cfg.optimizer.optimizer)
-        optimizer([{"params": [torch.nn.Parameter(torch.zeros(1))], "hidden": False}])
+        weights = [torch.nn.Parameter(torch.zeros(1, 1)) for _ in range(2)]
+        optimizer([{"params": weights, "hidden": [True, False]}])
         answers = Path(cfg.output_dir) / "heldout"
         scorer = Scorer(cfg, target, chat, held, answers) if cfg.score.enabled else None
         for candidate in scorer.candidates if scorer else ():

@@ -100,11 +100,10 @@ class Scorer:
     def __call__(self, folder: Path, step: int) -> dict[str, Any]:
         """The scorecard of one checkpoint: of the target that verifies, against that target alone."""
         options = self.cfg.score
-        # A training run has neither `control` nor `audit`.
         drafter = hub.load(folder, self.target)
         target = drafter.verifier(self.target)
         target.tap(drafter.taps)
-        control = OmegaConf.select(self.cfg, "control") or "none"
+        control = OmegaConf.select(self.cfg, "control") or "none"  # a training run has none, and no `audit`
         if control == "shuffled_taps":
             Strangers(target, self.ids, self.cfg.seed)
         self.prepare()

@@ -47,6 +47,11 @@ def training(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     if not Path("/proc/self/clear_refs").exists():
         raise UserError("benchmark train: memory is read from Linux's /proc, which is not here")
+    drafted, known = cfg.shape.draft_vocab_size, cfg.shape.vocab_size
+    if drafted > known:
+        raise UserError(f"shape.draft_vocab_size={drafted}: the target has shape.vocab_size={known}")
+    if cfg.optimizer.optimizer._target_ != "torch.optim.AdamW":
+        raise UserError("benchmark train: both sides step with AdamW; leave optimizer=adamw")
     return _memory(cfg) if cfg.case == "memory" else _speed(cfg)
 
 

@@ -129,7 +129,7 @@ class Drafter(nn.Module, ABC):
         """Make activations again in the backward pass instead of keeping them (arXiv:1604.06174).
 
         Raises:
-            UserError: a drafter that keeps too little for it to help.
+            UserError: a drafter of heads alone, which keeps too little for it to help.
         """
         raise UserError("gradient_checkpointing: this drafter keeps next to nothing; leave it false")
 

@@ -70,7 +70,7 @@ class Eagle(Recurrent):
         """Begin as "the next feature is this one, nudged by the token": the layer adds nothing yet."""
         self.layer.o_proj.weight.zero_()
         self.layer.down_proj.weight.zero_()
-        self.fc.weight.normal_(std=0.02)
+        self.fc.weight.normal_(std=0.32 * hidden_size**-0.5)  # as much beside the feature at any size
         self.fc.weight[:, hidden_size:] += torch.eye(hidden_size)
         self.fc.bias.zero_()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.lm import Head
 from decode.load import stop_tokens
-from decode.target import Tap, Target
+from decode.target import LAST, Tap, Target
 from drafters.base import Text
 from drafters.layers import DecoderLayer, RMSNorm, Rotary, shape_of
 from drafters.recurrent import Recurrent
@@ -112,13 +113,15 @@ class Eagle3(Recurrent):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """The head begins as the target's own rows, and reads the highest tap; the layers add nothing yet."""
+        """The head begins as the target's own rows, and reads the highest tap, nudged by the others; the
+        layers add nothing yet.
+        """
         for layer in self.stack:
             layer.o_proj.weight.zero_()
             layer.down_proj.weight.zero_()
-        size = len(self.fc.weight)
-        self.fc.weight.normal_(std=0.02)
-        self.fc.weight[:, -size:] += torch.eye(size)
+        size, highest = len(self.fc.weight), max(range(len(self.taps)), key=lambda i: _height(self.taps[i]))
+        self.fc.weight.normal_(std=0.32 * size**-0.5)
+        self.fc.weight[:, highest * size : (highest + 1) * size] += torch.eye(size)
         (target,) = self._source
         if self.d2t is None:
             self.lm_head.weight.copy_(target.head.weight * target.head.scale)
@@ -150,7 +153,7 @@ class Eagle3(Recurrent):
     @property
     @override
     def stack(self) -> Sequence[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return cast("list[DecoderLayer]", list(self.layers))
 
     @override
     def fuse(self, taps: Tensor) -> Tensor:
@@ -192,6 +195,10 @@ class Eagle3(Recurrent):
     @override
     def head(self, target: Target) -> Head:
         return Head(self.lm_head.weight, d2t=self.d2t)
+
+
+def _height(tap: Tap) -> float:
+    return math.inf if tap == LAST else float(tap)
 
 
 def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:

@@ -120,7 +120,7 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
         folder: of a drafter of the same class, saved by `save`.
 
     Returns:
-        What stays as it was: "name (its shape here, there)", or "name (not there)".
+        What stays as it was: "name (its shape here, there)", "name (not there)" or "name (not here)".
 
     Raises:
         UserError: no checkpoint there, a damaged one, another class, or nothing that fits.
@@ -140,13 +140,14 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
     if not fits:
         raise UserError(f"drafter.init_from={folder}: none of its {len(found)} tensors fits this drafter")
     drafter.load_state_dict(fits, strict=False)
-    return [
+    left = [
         f"{name} ({tuple(value.shape)} here, {tuple(found[name].shape)} there)"
         if name in found
         else f"{name} (not there)"
         for name, value in own.items()
         if name not in fits
     ]
+    return left + [f"{name} (not here)" for name in found if name not in own]
 
 
 def _first(error: Exception) -> str:

@@ -10,13 +10,11 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -32,7 +30,7 @@ from decode.target import Target
 from drafters.base import Batch, Drafter, DraftStep, supervised
 from drafters.expand import expand
 from drafters.layers import descend
-from drafters.models import adapt, build, cut, merged, own, wide
+from drafters.models import adapt, build, checkpoint_layers, cut, merged, own, wide
 
 OPTION = "drafter.path"
 # Ids by which two heads, padded to round sizes, may differ where no tokenizers say more; llama.cpp's bound.
@@ -118,9 +116,7 @@ class DraftLM(Drafter):
 
     @override
     def checkpoint_gradients(self) -> None:
-        # Not transformers' own switch: it works in training mode alone, which this model is never in.
-        for layer in CausalLM(self.model).layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        checkpoint_layers(CausalLM(self.model))
 
     @property
     @override

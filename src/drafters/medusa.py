@@ -176,6 +176,10 @@ class Medusa2(Medusa):
             yield step._replace(weight=self.heads)
 
     @override
+    def checkpoint_gradients(self) -> None:
+        self.lora.checkpointing = True
+
+    @override
     def groups(self) -> list[Group]:
         tuned = [weight for weight in self.lora.parameters() if weight.requires_grad]
         ids = {id(weight) for weight in tuned}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.errors import UserError
+from decode.lm import CausalLM
 from decode.load import kernels
 from decode.target import Target
 
@@ -151,3 +154,10 @@ def merged(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> 
 
 def _brief(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
+
+
+def checkpoint_layers(lm: CausalLM) -> None:
+    """Keep the inputs of decoder layers alone for the backward pass."""
+    # Not transformers' own switch: it works in training mode alone, where there may be dropout.
+    for layer in lm.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -17,7 +17,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.lm import CausalLM
 from decode.target import Target
-from drafters.models import BASE, DOWN, UP, adapt, merged
+from drafters.models import BASE, DOWN, UP, adapt, checkpoint_layers, merged
 
 
 class Pair(nn.Module):
@@ -37,7 +37,12 @@ class Lora(nn.Module):
         r: rank.
         alpha: the product of a pair counts alpha / r.
         targets: name of each map in the model -> [inputs, outputs].
+
+    Attributes:
+        checkpointing: set before the first `read`: keep the inputs of decoder layers alone.
     """
+
+    checkpointing = False
 
     def __init__(self, r: int, alpha: int, targets: Mapping[str, Sequence[int]]) -> None:
         super().__init__()
@@ -92,6 +97,8 @@ class Lora(nn.Module):
                 # The modules, not their weights: what a strategy does to a trained module holds here.
                 layer.lora_A["default"], layer.lora_B["default"] = pair.down, pair.up
             adapted = CausalLM(twin)
+            if self.checkpointing:
+                checkpoint_layers(adapted)
             _ADAPTED[self] = target.model, adapted
         return adapted
 

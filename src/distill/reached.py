@@ -1,0 +1,58 @@
+"""Which weights an optimizer step's losses reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class Reached:
+    """Makes weights that no answer reaches the same to several processes as to one.
+
+    Answers may be too short for a deep head. One process then has no gradient for it, and its optimizer
+    leaves it alone. DDP waits for one from every process; given a zero, an optimizer would step on its
+    momentum, Muon at full size.
+
+    Args:
+        weights: all that train.
+    """
+
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+        self.weights = list(weights)
+        self.marks = torch.zeros(len(self.weights))
+
+    def join(self, loss: Tensor) -> Tensor:
+        """The loss of a micro-batch, which now reaches every weight: those that it did not, with zero."""
+        known = _leaves(loss)
+        hit = torch.tensor([id(weight) in known for weight in self.weights])
+        self.marks += hit
+        missed = [w.sum() for w, there in zip(self.weights, hit.tolist(), strict=True) if not there]
+        return loss + 0.0 * torch.stack(missed).sum() if missed else loss
+
+    def leave_out(self, add_up: Callable[[Tensor], Tensor]) -> None:
+        """Take the gradient from weights that no process reached in this optimizer step.
+
+        Args:
+            add_up: sums a tensor over processes.
+        """
+        device = self.weights[0].device
+        total = add_up(self.marks.to(device)).tolist()
+        self.marks.zero_()
+        for weight, count in zip(self.weights, total, strict=True):
+            if not count:
+                weight.grad = None
+
+
+def _leaves(loss: Tensor) -> set[int]:
+    """Ids of the leaves that a backward pass would reach."""
+    waiting, seen, found = [loss.grad_fn], set(), set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))  # what accumulates gradients has one
+        waiting += [below for below, _ in node.next_functions]
+    return found
