@@ -68,8 +68,8 @@ class Walk:
         rotary: positions.
         route: who takes part.
         device: of the rows.
-        checkpointing: keep of each layer's MLP its input alone. Keys and values stay: later depths
-            read them.
+        checkpointing: make what follows attention in a layer again for the gradient. Keys and values
+            stay: later depths read them.
     """
 
     def __init__(
