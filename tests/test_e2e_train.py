@@ -21,7 +21,6 @@ from workbench import (
     leftovers,
     make_target,
     same,
-    tau,
     train,
     weights,
     write_prompts,
@@ -72,8 +71,9 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench):
     assert cards[1]["parameters"] == sum(w.numel() for w in weights.values()) > 0
     # Keys and values of one layer, of the target's two.
     assert 2 * cards[1]["drafter_kv_bytes_per_token"] == cards[1]["kv_bytes_per_token"] > 0
-    taus = {p.name: tau(p) for p in checkpoints(folder)}
-    assert taus[str((folder / "checkpoints" / "best").readlink())] == max(taus.values())
+    # By the answers that the headline's tau is not reported on.
+    chosen = {str(card["step"]): card["replay"]["chosen_by"] for card in cards}
+    assert chosen[str((folder / "checkpoints" / "best").readlink())] == max(chosen.values())
     assert not leftovers(bench.root)
     assert not list(folder.glob("*.log"))
 
