@@ -126,7 +126,7 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
         if "taps" in known[name] and len(target.layers) < 7:
             settings["taps"] = [0, 1, len(target.layers) - 1]
         if "draft_vocab_size" in known[name]:  # these targets have fewer tokens than the yaml's drafter
-            settings["draft_vocab_size"] = target.vocab_size // 4
+            settings["draft_vocab_size"] = max(1, target.vocab_size // 4)
         if known[name].get("path"):
             settings["path"] = draft_folder(target.vocab_size)
         torch.manual_seed(seed)
