@@ -16,6 +16,7 @@ def main() -> int:
     import torch
 
     command = [sys.executable, "-m", "pytest", "-m", "proof", "-v", "--durations=0", "-p", "no:cacheprovider"]
+    command += ["--no-header", "--disable-warnings"]  # both have paths of this machine
     at = commit()
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True

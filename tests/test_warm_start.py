@@ -153,7 +153,7 @@ class Hub(BaseHTTPRequestHandler):
             return self.reply(self.files[name])
         return self.reply(b"{}", 404, "RepoNotFound")
 
-    do_HEAD = do_GET  # noqa: N815
+    do_HEAD = do_GET  # noqa: N815  (http.server calls it by this name)
 
     def reply(self, body, code=200, error=None):
         self.send_response(code)

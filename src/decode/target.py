@@ -99,6 +99,6 @@ class Target(CausalLM):
         return dict.fromkeys((t for t in self.taps if isinstance(t, int)), torch.empty(0))
 
     def _pack(self, last: Tensor, found: dict[int, Tensor]) -> Read:
-        parts = [last if t == LAST else found[t] for t in self.taps]  # type: ignore[index]
+        parts = [found[t] if isinstance(t, int) else last for t in self.taps]
         taps = torch.stack(parts, 2) if parts else last[:, :, None][:, :, :0]
         return Read(last, taps if self.disguise is None else self.disguise(taps))
