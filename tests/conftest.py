@@ -127,6 +127,8 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
             settings["taps"] = [0, 1, len(target.layers) - 1]
         if "draft_vocab_size" in known[name]:  # these targets have fewer tokens than the yaml's drafter
             settings["draft_vocab_size"] = max(1, target.vocab_size // 4)
+        if "reuse" in known[name]:  # a draft with memory is tested apart
+            settings["reuse"] = {**known[name].reuse, "mode": "none"}
         if known[name].get("path"):
             settings["path"] = draft_folder(target.vocab_size)
         torch.manual_seed(seed)

@@ -798,7 +798,7 @@ MUTANTS = {
         EAGLE,
     ),
     "positions are slots in a drafter's tree": Mutant(
-        "drafters.recurrent:Recurrent._forward",
+        "drafters.recurrent:Recurrent.read_pairs",
         "block.sum(-1) - 1",
         "block.shape[2] - block.shape[1] + torch.arange(block.shape[1])",
         LEVELS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,24 @@ from decode.errors import UserError
 from decode.fused import Fused
 
 
+class Side(NamedTuple):
+    """A low-rank part of the logits, from its own few columns of the hidden state."""
+
+    weight: Tensor  # (V_s, r)
+    ids: Tensor | None = None  # (V_s,) the head's own ids of its rows; None: all, in order
+
+    def add(self, logits: Tensor, low: Tensor) -> Tensor:
+        """(..., V') logits and (..., r) -> their sum."""
+        own = nn.functional.linear(low, self.weight)
+        return logits + own if self.ids is None else logits.index_add(-1, self.ids, own)
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """A linear map to logits with what families put behind it.
 
     Target and drafter heads are one class, so Gemma's soft cap or Cohere's scale are right in
-    both. A head trains where its `weight` (or `bias`) requires a gradient.
+    both. A head trains where its `weight` (or `bias`, or `side.weight`) requires a gradient.
 
     Attributes:
         weight: (V, D); (V', D) of a reduced draft vocabulary.
@@ -32,6 +44,7 @@ class Head:
         scale: z -> scale z.
         softcap: z -> c tanh(z / c), after `scale`.
         d2t: (V',) the target's id of every draft id, each once; None: the target's vocabulary.
+        side: a second part, which reads the columns of the hidden state behind the first D.
     """
 
     weight: Tensor
@@ -39,10 +52,19 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     d2t: Tensor | None = None
+    side: Side | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(..., D) -> (..., V) logits; (..., V') over its own ids where there is a `d2t`."""
-        return self.shape(nn.functional.linear(hidden, self.weight, self.bias))
+        """(..., D + r) -> (..., V) logits; (..., V') over its own ids where there is a `d2t`."""
+        if self.side is None:
+            return self.shape(nn.functional.linear(hidden, self.weight, self.bias))
+        states, low = self.parts(hidden)
+        return self.shape(self.side.add(nn.functional.linear(states, self.weight, self.bias), low))
+
+    def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(..., D + r) -> (..., D) that `weight` reads and (..., r) that `side` does."""
+        size = self.weight.shape[1]
+        return hidden[..., :size], hidden[..., size:]
 
     def shape(self, z: Tensor) -> Tensor:
         """What is behind the linear map."""

@@ -49,6 +49,16 @@ def nll(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     return _to(teacher.written, student, teacher)
 
 
+def hit(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """1 - q(x) of the token x that the text goes on with; gradient q(x) (q - onehot). A miss is 1.
+
+    Over texts of the target, the chance that the match rule rejects a token drawn from q.
+    """
+    at, known = teacher.written.clamp_min(0)[:, None], (teacher.written >= 0).to(student.q.dtype)
+    mass = student.q.gather(1, at)[:, 0] * known
+    return 1 - mass, student.q.mul_(mass[:, None]).scatter_add_(1, at, -mass[:, None])
+
+
 def _to(labels: Tensor, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     at, known = labels.clamp_min(0)[:, None], (labels >= 0).to(student.q.dtype)
     value = (student.norm - student.logits.gather(1, at)[:, 0]) * known

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.lm import Head
+from decode.lm import Head, Side
 from drafters.base import DraftStep
 
 Where = slice | Tensor  # which rows; a slice is a view, a tensor makes a copy
@@ -169,7 +169,7 @@ class Sweep:
     ) -> None:
         self._steps, self._last, self._head, self._dtype, self._size = steps, last, head, dtype, size
         self._following = following
-        self._weights: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}  # as products read them
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         # What autocast would do to the products is done by hand, once for a whole head.
         kind = last.device.type
@@ -216,20 +216,36 @@ class Sweep:
         alpha = torch.minimum(teacher.p, q, out=self._buffer("least", logits)).sum(-1)
         return Student(logits, q, _norm(logits, q, best), best, alpha)
 
-    def weight(self, head: Head) -> Tensor:
+    def weight(self, head: Head | Side) -> Tensor:
         """A head's weight as products read it."""
         key = id(head.weight)
         if key not in self._weights:
             self._weights[key] = head.weight.detach().to(self._product or head.weight.dtype)
         return self._weights[key]
 
+    def back(self, head: Head, slope: Tensor, out: Tensor) -> None:
+        """From (M, V') gradients of the logits to (M, D' + r) of the hidden states."""
+        if head.side is None:
+            out.copy_(slope @ self.weight(head))
+            return
+        states, low = head.parts(out)
+        states.copy_(slope @ self.weight(head))
+        low.copy_(columns(slope, head.side.ids) @ self.weight(head.side))
+
     def _logits(self, name: str, head: Head, hidden: Tensor) -> Tensor:
         weight = self.weight(head)
+        states, low = head.parts(hidden)
         out = self._buffer(name, hidden, len(weight))
         if head.bias is None:
-            torch.mm(hidden, weight.mT, out=out)
+            torch.mm(states, weight.mT, out=out)
         else:
-            torch.addmm(head.bias.detach().to(hidden.dtype), hidden, weight.mT, out=out)
+            torch.addmm(head.bias.detach().to(hidden.dtype), states, weight.mT, out=out)
+        if head.side is not None:
+            own = self.weight(head.side).mT
+            if head.side.ids is None:
+                out.addmm_(low, own)
+            else:
+                out.index_add_(1, head.side.ids, low @ own)
         return head.shape(out).to(self._dtype)
 
     def _buffer(self, name: str, like: Tensor, width: int = 0) -> Tensor:
@@ -251,6 +267,11 @@ def argmax(rows: Tensor) -> Tensor:
     block = torch.cat(tops, 1).argmax(-1, keepdim=True)  # (M, 1)
     inside = (block * width + torch.arange(width, device=rows.device)).clamp_max(vocab - 1)  # (M, width)
     return inside.gather(1, rows.gather(1, inside).argmax(-1, keepdim=True))[:, 0]
+
+
+def columns(block: Tensor, ids: Tensor | None) -> Tensor:
+    """(M, V') -> (M, V_s), those that a `Side` knows."""
+    return block if ids is None else block.index_select(1, ids)
 
 
 def _norm(logits: Tensor, law: Tensor, best: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class DistillModule(L.LightningModule):
         self.drafter, self.objective, self.optimizer = drafter, objective, optimizer
         self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
         self._mixed: list[Micro] = []  # micro-batches of this optimizer step that are still to come
-        self._sums: Tensor | None = None  # (1 + DEPTHS, 4) of this optimizer step so far
+        self._sums: Tensor | None = None  # (1 + DEPTHS, 5) of this optimizer step so far
         self._reached: Reached | None = None  # in one process of several
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
 
@@ -68,14 +68,15 @@ class DistillModule(L.LightningModule):
         if self.on_policy:
             batch = self._mix(batch, self.on_policy)
         read = batch.read or self.target.read(batch.tokens)
-        rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed)
+        progress = batch.step / self.trainer.max_steps
+        rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed, progress)
         steps = self.drafter.unroll(rows, self.target)
         total, scored = self.objective(
             steps,
             read.last,
             self.target.head,
-            self.drafter.aux_weights,
-            batch.step / self.trainer.max_steps,
+            self.drafter.weigh_aux(progress),
+            progress,
             batch.tokens,
         )
         loss = total / batch.anchors
@@ -101,7 +102,7 @@ class DistillModule(L.LightningModule):
         return self._mixed.pop(0)
 
     def _add(self, loss: Tensor, scored: list[Scored], on_policy: float) -> None:
-        sums = torch.zeros(1 + DEPTHS, 4, device=loss.device)
+        sums = torch.zeros(1 + DEPTHS, 5, device=loss.device)
         sums[0, 0], sums[0, 1] = loss.detach(), on_policy
         for row in scored:
             sums[1 + row.depth] = torch.tensor(row[1:])
@@ -125,11 +126,14 @@ class DistillModule(L.LightningModule):
         values = {"train/loss": self.loss}
         if self.on_policy:
             values["train/on_policy"] = on_policy
-        for depth, (rows, divergence, agreed, alpha) in enumerate(depths):
+        first = max((rows for rows, *_ in depths[1:]), default=0.0)
+        for depth, (rows, divergence, agreed, alpha, kept) in enumerate(depths):
             if rows:
                 values[f"train/divergence_{depth}"] = divergence / rows
                 values[f"train/top1_{depth}"] = agreed / rows
                 values[f"train/alpha_{depth}"] = alpha / rows
+                if depth:
+                    values[f"train/survival_{depth}"] = kept / first
         self.log_dict(values)
 
     @override

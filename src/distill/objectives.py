@@ -18,7 +18,7 @@ from torch import Tensor
 from decode.errors import UserError
 from decode.lm import Head
 from distill.divergences import Divergence
-from distill.laws import Sweep
+from distill.laws import Student, Sweep, Teacher, columns
 from distill.weighting import RowWeights, Weights
 from drafters.base import Drafter, DraftStep
 
@@ -36,6 +36,7 @@ class Scored(NamedTuple):
     divergence: float
     agreed: float  # rows whose likeliest tokens agree
     alpha: float  # sum of min(p, q): the chance that a token drawn from q is accepted
+    kept: float  # the chance that this depth and all before it are, by what the weights call one
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,16 @@ class Objective:
         taken = list(steps)
         if not taken:
             return last.new_zeros((), dtype=torch.promote_types(last.dtype, torch.float32)), []
-        learned = {id(w): w for step in taken for w in (step.head.weight, step.head.bias) if _learns(w)}
+        learned = {id(w): w for step in taken for w in _parts(step.head) if w.requires_grad}
         inputs = [step.hidden for step in taken] + list(learned.values())
         following = None if tokens is None else tokens.roll(-1, 1).flatten()  # (B * T,)
         taught = _Taught(last.flatten(0, 1), head, following)
-        total, sums, *weights = _Chunked.apply(self, taken, taught, progress, *inputs)
+        total, *found = _Chunked.apply(self, taken, taught, progress, *inputs)
+        weights, rows = found[: len(taken)], found[len(taken) :]
         for step, weight in zip(taken, weights, strict=True):
-            for name, rows in step.aux.items():
-                total = total + aux_weights[name] * (weight * rows.to(total.dtype)).sum()
-        scored = [
-            Scored(step.depth, len(step.anchor), *row) for step, row in zip(taken, sums.tolist(), strict=True)
-        ]
-        return total, scored
+            for name, values in step.aux.items():
+                total = total + aux_weights[name] * (weight * values.to(total.dtype)).sum()
+        return total, _scored(taken, rows)
 
     def check(self, drafter: Drafter) -> None:
         """Refuse weights that mean nothing for a drafter.
@@ -108,34 +107,35 @@ class Objective:
         budget = CHUNK_BYTES.get(head.weight.device.type, CHUNK_BYTES["cuda"])
         return self.chunk or max(LEAST_ROWS, budget // (4 * head.weight.shape[0]))
 
-    def weigh(self, steps: Sequence[DraftStep], alphas: Sequence[Tensor], progress: float) -> list[Tensor]:
-        """(M,) weights of every step's rows, from their alphas where the weights read them.
+    def weigh(self, steps: Sequence[DraftStep], chances: Sequence[Tensor], progress: float) -> list[Tensor]:
+        """(M,) weights of every step's rows, from their chances where the weights read them.
 
         Depth 0 is no draft: nothing is in the way of it, and nothing depends on it.
         """
-        drafts = [i for i, step in enumerate(steps) if step.depth]
-        whole = [torch.full_like(a, step.weight) for step, a in zip(steps, alphas, strict=True)]
-        own = self._by_draft([steps[i] for i in drafts], [alphas[i] for i in drafts], progress)
-        for i, weight in zip(drafts, own, strict=True):
-            whole[i] *= weight
-        return whole
+        drafts = _drafts(steps)
+        own = self._by_draft([steps[i] for i in drafts], [chances[i] for i in drafts], progress)
+        of_depth = {steps[i].depth: weight for i, weight in zip(drafts, own, strict=True)}
+        return [
+            torch.full_like(a, step.weight) * of_depth.get(step.depth, 1.0)
+            for step, a in zip(steps, chances, strict=True)
+        ]
 
     def _by_draft(
-        self, steps: Sequence[DraftStep], alphas: Sequence[Tensor], progress: float
+        self, steps: Sequence[DraftStep], chances: Sequence[Tensor], progress: float
     ) -> list[Tensor]:
         """What the objective's weights give the rows of drafts."""
         if not isinstance(self.weights, RowWeights):
-            return [torch.full_like(a, self.weights(s.depth)) for s, a in zip(steps, alphas, strict=True)]
+            return [torch.full_like(a, self.weights(s.depth)) for s, a in zip(steps, chances, strict=True)]
         if not steps:
             return []
-        anchors = torch.cat([step.anchor for step in steps]).unique()
-        alpha = alphas[0].new_zeros(len(anchors), len(steps))  # (A, K)
-        present = torch.zeros_like(alpha, dtype=torch.bool)
-        places = [torch.searchsorted(anchors, step.anchor) for step in steps]
-        for k, (place, own) in enumerate(zip(places, alphas, strict=True)):
-            alpha[place, k], present[place, k] = own, True
-        weights = self.weights(alpha, present, progress)
+        places, chance, present = _table(steps, chances)
+        weights = self.weights(chance, present, progress)
         return [weights[place, k] for k, place in enumerate(places)]
+
+    @property
+    def by_token(self) -> bool:
+        """Whether weights read the chance of the text's own token, and not alpha."""
+        return isinstance(self.weights, RowWeights) and self.weights.acceptance == "token"
 
 
 class _Taught(NamedTuple):
@@ -146,8 +146,37 @@ class _Taught(NamedTuple):
     following: Tensor | None  # (B * T,) the token after each position
 
 
-def _learns(weight: Tensor | None) -> bool:
-    return weight is not None and weight.requires_grad
+def _parts(head: Head) -> list[Tensor]:
+    """Whatever of a head may train."""
+    return [w for w in (head.weight, head.bias, head.side and head.side.weight) if w is not None]
+
+
+def _drafts(steps: Sequence[DraftStep]) -> list[int]:
+    """Which of the steps are drafted from."""
+    return [i for i, step in enumerate(steps) if step.depth and not step.aside]
+
+
+def _table(steps: Sequence[DraftStep], chances: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """By anchor: where in the table each step's rows are, (A, K) chances, (A, K) whether there is one."""
+    anchors = torch.cat([step.anchor for step in steps]).unique()
+    chance = chances[0].new_zeros(len(anchors), len(steps))  # (A, K)
+    present = torch.zeros_like(chance, dtype=torch.bool)
+    places = [torch.searchsorted(anchors, step.anchor) for step in steps]
+    for k, (place, own) in enumerate(zip(places, chances, strict=True)):
+        chance[place, k], present[place, k] = own, True
+    return places, chance, present
+
+
+def _scored(steps: Sequence[DraftStep], rows: Sequence[Tensor]) -> list[Scored]:
+    """What to log of the steps that are drafted from, and of depth 0."""
+    drafts = _drafts(steps)
+    kept = dict.fromkeys(range(len(steps)), torch.zeros(()))
+    if drafts:
+        _, chance, _ = _table([steps[i] for i in drafts], [rows[i][3] for i in drafts])
+        kept |= dict(zip(drafts, chance.cumprod(1).sum(0), strict=True))
+    shown = [i for i, step in enumerate(steps) if not step.aside]
+    sums = torch.stack([torch.cat([rows[i][:3].sum(1), kept[i].to(rows[i])[None]]) for i in shown]).tolist()
+    return [Scored(steps[i].depth, len(steps[i].anchor), *row) for i, row in zip(shown, sums, strict=True)]
 
 
 class _Chunked(torch.autograd.Function):
@@ -174,39 +203,38 @@ class _Chunked(torch.autograd.Function):
         into = {
             id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in learned
         }
-        # Per row: divergence, agreement, alpha.
-        rows = [torch.zeros(3, len(h), dtype=wide, device=h.device) for h in hidden]
-        alphas = [r[2] for r in rows]
+        # Per row: divergence, agreement, alpha, and the chance that weights read.
+        rows = [torch.zeros(4, len(h), dtype=wide, device=h.device) for h in hidden]
+        chances = [r[3] for r in rows]
         sweep = Sweep(steps, last, head, wide, objective.rows(head), following)
         late = isinstance(objective.weights, RowWeights)
         # What autocast would do to products, the sweep does.
         with torch.autocast(last.device.type, enabled=False):
             if late and learned:
                 for piece in sweep:
-                    alphas[piece.step][piece.rows] = piece.student.alpha
-            weights = [] if late and not learned else objective.weigh(steps, alphas, progress)
+                    chances[piece.step][piece.rows] = _chance(objective, piece.student, piece.teacher)
+            weights = [] if late and not learned else objective.weigh(steps, chances, progress)
             for i, part, states, student, teacher in sweep:
                 own, agreed = steps[i].head, student.best == teacher.best
-                behind = own.slope(student.logits)
+                behind, chance = own.slope(student.logits), _chance(objective, student, teacher)
                 value, slope = objective.divergence(student, teacher)
-                rows[i][:, part] = torch.stack([value, agreed.to(wide), student.alpha])
+                rows[i][:, part] = torch.stack([value, agreed.to(wide), student.alpha, chance])
                 if behind is not None:
                     slope *= behind
                 slope = slope.to(states.dtype)
                 if (gradient := needed[i]) is not None:
-                    gradient[part] = slope @ sweep.weight(own)
+                    sweep.back(own, slope, gradient[part])
                 if learned:
                     _add_to_head(into, own, slope, states, weights[i][part, None])
-            weights = weights or objective.weigh(steps, alphas, progress)
+            weights = weights or objective.weigh(steps, chances, progress)
         for gradient, weight in zip(needed, weights, strict=True):
             if gradient is not None:
                 gradient.mul_(weight[:, None])
         ctx.gradients = [*needed, *(into[id(w)].to(w.dtype) for w in learned)]
-        sums = torch.stack([r.sum(1) for r in rows])  # (K, 3)
-        ctx.mark_non_differentiable(sums, *weights)
+        ctx.mark_non_differentiable(*weights, *rows)
         # Products and sums: autocast would round a matrix product to bfloat16.
         total = torch.stack([(w * r[0]).sum() for w, r in zip(weights, rows, strict=True)]).sum()
-        return total, sums, *weights
+        return total, *weights, *rows
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -217,15 +245,31 @@ class _Chunked(torch.autograd.Function):
         return None, None, None, None, *scaled
 
 
+def _chance(objective: Objective, student: Student, teacher: Teacher) -> Tensor:
+    """(M,) what the objective's weights take for the chance that a row is accepted."""
+    if not objective.by_token:
+        return student.alpha
+    at = teacher.written[:, None]
+    return student.q.gather(1, at.clamp_min(0))[:, 0] * (at[:, 0] >= 0)
+
+
 def _add_to_head(
     into: Mapping[int, Tensor], head: Head, slope: Tensor, hidden: Tensor, weight: Tensor
 ) -> None:
-    """Add a chunk's share to what trains of a head: (M, V') slopes, (M, D) states, (M, 1) weights."""
-    if (total := into.get(id(head.weight))) is not None:
-        hidden = (hidden * weight).to(slope.dtype)  # the narrower side
-        if total.dtype == slope.dtype:
-            total.addmm_(slope.mT, hidden)
-        else:
-            total.add_(slope.mT @ hidden)
+    """Add a chunk's share to what trains of a head: (M, V') slopes, (M, D + r) states, (M, 1) weights."""
+    states, low = head.parts(hidden)
+    _add_product(into.get(id(head.weight)), slope, states, weight)
+    if head.side is not None and (total := into.get(id(head.side.weight))) is not None:
+        _add_product(total, columns(slope, head.side.ids), low, weight)
     if head.bias is not None and (total := into.get(id(head.bias))) is not None:
         total.add_((slope.to(total.dtype) * weight).sum(0))
+
+
+def _add_product(total: Tensor | None, slope: Tensor, states: Tensor, weight: Tensor) -> None:
+    if total is None:
+        return
+    states = (states * weight).to(slope.dtype)  # the narrower side
+    if total.dtype == slope.dtype:
+        total.addmm_(slope.mT, states)
+    else:
+        total.add_(slope.mT @ states)

@@ -29,6 +29,10 @@ def decay(depth: int, rate: float) -> float:
 class RowWeights(ABC):
     """Weights from the acceptance alpha_j of all depths of the same anchor, held constant.
 
+    By `overlap` alpha is sum min(p, q), what the token rule accepts of a token drawn from q. By
+    `token` it is q(x) of the text's own token x: over texts that the target wrote, the chance that
+    the match rule accepts one drawn from q.
+
     Products of alphas vanish while a draft is poor, and then nothing past depth 1 learns. So they
     are made of (1 - s) alpha + s, and s falls from 1 (each depth counts as many depths as follow
     it, itself included) to `smoothing` during the first `warmup` of the steps.
@@ -36,12 +40,16 @@ class RowWeights(ABC):
     Args:
         smoothing: s after the warm-up, from 0 (exact) to 1.
         warmup: share of the training steps.
+        acceptance: `overlap` or `token`.
     """
 
     smoothing: float
     warmup: float
+    acceptance: str = "overlap"
 
     def __post_init__(self) -> None:
+        if self.acceptance not in ("overlap", "token"):
+            raise UserError(f"weights.acceptance={self.acceptance}: choose overlap or token")
         for name in ("smoothing", "warmup"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"weights.{name}={getattr(self, name)}: must be from 0 to 1")
@@ -67,9 +75,9 @@ class RowWeights(ABC):
 class Streak(RowWeights):
     """w_i = d/d alpha_i of sum_j prod_{l <= j} alpha_l, the expected accepted length.
 
-    Streak-distillation (SpecDiff-2, arXiv:2511.00606), with the acceptance of the token rule in
-    place of q(x): with objective `tv` and no smoothing the gradient is exactly that of
-    - sum_j prod_{l <= j} alpha_l. Where p is one-hot, alpha is q(x), and it is the paper's.
+    Without smoothing the gradient is exactly that of - sum_j prod_{l <= j} alpha_l: with objective
+    `hit` and acceptance `token`, streak-distillation (SpecDiff-2, arXiv:2511.00606); with objective
+    `tv` and acceptance `overlap` the same for the token rule.
     """
 
     def _weigh(self, alpha: Tensor) -> Tensor:
@@ -79,9 +87,9 @@ class Streak(RowWeights):
 class DPace(RowWeights):
     """w_i = sum_{j >= i} prod_{l <= j} alpha_l, for an objective that is a logarithm (`lk`, `ce`, `kl`).
 
-    D-PACE (arXiv:2605.18810; smoothing 0.5), with the acceptance of the token rule in place of the
-    label's probability. It is `Streak` times alpha_i: with `lk`, whose gradient is that of `tv`
-    over alpha, and no smoothing, the gradients are the same.
+    D-PACE (arXiv:2605.18810; smoothing 0.5, acceptance `token`, objective `nll`). It is `Streak` times
+    alpha_i: without smoothing `nll` with it has the gradient of `hit` with streak weights, and `lk`
+    by `overlap` that of `tv`.
     """
 
     def _weigh(self, alpha: Tensor) -> Tensor:

@@ -30,18 +30,21 @@ class Batch(NamedTuple):
     taps: Tensor  # (B, T, L, D)
     last: Tensor  # (B, T, D) the target head's input: teacher rows are head(last)
     seed: int = 0  # of whatever noise the drafter adds: a function of the optimizer step
+    progress: float = 1.0  # share of the training steps that are done, for what changes over a run
 
 
 class DraftStep(NamedTuple):
     """Predictions at one depth.
 
     Attributes:
-        hidden: (M, D') of the supervised anchors.
+        hidden: (M, D') of the supervised anchors; (M, D' + r) where the head has a `side`.
         anchor: (M,) flat index b * T + t.
         depth: j >= 1; 0 for the target's own law of x_{t+1}, from a drafter that tunes the target.
         head: turns hidden into logits.
         aux: named (M,) losses beside the divergence, unweighted.
         weight: of all its rows, times what the objective gives each.
+        aside: taught beside the draft of the same depth and anchors, with that one's weights, but
+            never drafted from: no alpha of it counts.
     """
 
     hidden: Tensor
@@ -50,6 +53,7 @@ class DraftStep(NamedTuple):
     head: Head
     aux: Mapping[str, Tensor]
     weight: float = 1.0
+    aside: bool = False
 
 
 def whole(done: float) -> float:
@@ -93,7 +97,7 @@ class Drafter(nn.Module, ABC):
 
     Attributes:
         taps: layer ids (inputs of decoder layers) or "last" that the drafter reads.
-        aux_weights: weight of each named auxiliary loss.
+        aux_weights: weight of each named auxiliary loss, unless `weigh_aux` says otherwise.
         proposals: where its tokens may come from, as `Plan.proposal` has it.
         shifted: its row for depth j at anchor t is its row for depth 1 at anchor t + j - 1, as in
             any model that reads the text alone; `unroll` then yields depth 1 and nothing else.
@@ -120,6 +124,11 @@ class Drafter(nn.Module, ABC):
     def trains(self) -> bool:
         """Whether there is anything to fit; one without an `unroll` is scored as it is."""
         return type(self).unroll is not Drafter.unroll
+
+    def weigh_aux(self, progress: float) -> Mapping[str, float]:
+        """Weights of the named auxiliary losses, when a share `progress` of the steps is done."""
+        del progress
+        return self.aux_weights
 
     def groups(self) -> list[Group]:
         """What trains, by learning rate; none is left out."""

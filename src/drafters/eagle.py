@@ -14,7 +14,7 @@ from decode.lm import Head
 from decode.target import LAST, Target
 from drafters.base import Batch
 from drafters.layers import DecoderLayer, Rotary, shape_of
-from drafters.recurrent import Recurrent
+from drafters.recurrent import Recurrent, with_noise
 from drafters.walk import FirstInput
 
 
@@ -116,11 +116,7 @@ class Eagle(Recurrent):
 
     @override
     def noisy(self, batch: Batch) -> Tensor:
-        if not (self.training and self.feature_noise):
-            return batch.taps
-        generator = torch.Generator(batch.taps.device).manual_seed(batch.seed)
-        noise = torch.rand(batch.taps.shape, generator=generator, device=batch.taps.device) - 0.5
-        return batch.taps + noise * (2 * self.feature_noise * 512 / batch.taps.shape[1])
+        return with_noise(batch, self.feature_noise) if self.training and self.feature_noise else batch.taps
 
     @override
     def losses(self, hidden: Tensor, truth: Tensor) -> Mapping[str, Tensor]:

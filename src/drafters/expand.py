@@ -198,9 +198,48 @@ class _Growth:
 def _dynamic(logits: Tensor, step: Step, grow: _Growth, plan: Plan) -> Draft:
     """EAGLE-2's tree (arXiv:2406.16858, section 4): expand the best, then keep the best of all.
 
+    What a drawn token changes, the scores below it, ranks below it, so it decides nothing about the
+    token itself.
+    """
+    best = _beam(logits, step, grow, plan)
+    return grow.draft(best.tokens, best.parents, best.owner, best.rank, plan.depth)
+
+
+class Beam(NamedTuple):
+    """The best nodes of those that were looked at, parents before children.
+
+    Attributes:
+        tokens: (B, N), `PAD` where there were fewer.
+        parents: (B, N), -1 for the root.
+        score: (B, N) log-probability of the path; -inf where there were fewer.
+        rank: (B, N) among its siblings.
+        owner: (B, Q) slots that were grown from; -1: left out.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    score: Tensor
+    rank: Tensor
+    owner: Tensor
+
+
+def best_nodes(logits: Tensor, step: Step, coin: Coin, plan: Plan, limit: Tensor) -> Beam:
+    """`_beam` of chosen tokens in the target's vocabulary."""
+    return _beam(logits, step, _Growth(coin, None, plan), plan, limit)
+
+
+def _beam(logits: Tensor, step: Step, grow: _Growth, plan: Plan, limit: Tensor | None = None) -> Beam:
+    """Grow level by level from the best of each, then keep the best of all.
+
     Scores are log-probabilities of whole paths, so a child never outranks its parent and the kept
-    set is a tree; ties go to the older candidate. What a drawn token changes, the scores below it,
-    ranks below it, so it decides nothing about the token itself.
+    set is a tree; ties go to the older candidate.
+
+    Args:
+        logits: as in `expand`.
+        step: as in `expand`.
+        grow: makes children.
+        plan: depth, width and nodes.
+        limit: (B,) levels of each row; None: all.
     """
     rows, width = logits.shape[0], plan.width
     beam = torch.zeros(rows, 1, dtype=torch.long, device=logits.device)  # candidate, counted from 1
@@ -208,7 +247,10 @@ def _dynamic(logits: Tensor, step: Step, grow: _Growth, plan: Plan) -> Draft:
     child, gain = grow.children(logits[:, None], (width,))  # (B, W, C)
     scores, tokens, beams, total = [], [], [beam], 0
     for level in range(plan.depth):
-        scores.append((score[..., None] + gain).flatten(1))
+        reached = (score[..., None] + gain).flatten(1)
+        if limit is not None:
+            reached = reached.masked_fill((limit <= level)[:, None], -torch.inf)
+        scores.append(reached)
         tokens.append(child.flatten(1))
         if level + 1 < plan.depth:
             score, best = _best(scores[-1], width)
@@ -225,7 +267,7 @@ def _dynamic(logits: Tensor, step: Step, grow: _Growth, plan: Plan) -> Draft:
     # Candidates come in groups of siblings, one for each node grown from, in its order.
     node = slot.gather(1, kept // width) - 1
     slot[:, 1:].masked_fill_(slot[:, 1:] == 0, -1)  # it was left out
-    return grow.draft(token.gather(1, kept), node, slot, kept % width, plan.depth)
+    return Beam(token.gather(1, kept), node, score.gather(1, kept), kept % width, slot)
 
 
 def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ CLASSES = {
     "eagle": "drafters.eagle:Eagle",
     "eagle3": "drafters.eagle3:Eagle3",
     "lm": "drafters.lm:DraftLM",
+    "lyanna": "drafters.lyanna:Lyanna",
     "lstm": "drafters.mlp:Lstm",
     "medusa": "drafters.medusa:Medusa",
     "medusa2": "drafters.medusa:Medusa2",

@@ -27,6 +27,13 @@ from drafters.layers import DecoderLayer, Rotary, attend, descend
 from drafters.walk import FirstInput, Route, Walk
 
 
+def with_noise(batch: Batch, width: float) -> Tensor:
+    """(B, T, L, D) taps with uniform noise of half-width width * 512 / T: a function of the batch's seed."""
+    generator = torch.Generator(batch.taps.device).manual_seed(batch.seed)
+    noise = torch.rand(batch.taps.shape, generator=generator, device=batch.taps.device) - 0.5
+    return batch.taps + noise * (2 * width * 512 / batch.taps.shape[1])
+
+
 @dataclass(slots=True)
 class RecurrentState:
     """Keys and values of the settled pairs, and what the layers made of the newest one."""
@@ -84,6 +91,10 @@ class Recurrent(Drafter):
     def head(self, target: Target) -> Head:
         """From hidden states to logits."""
 
+    def drafted_share(self, shares: Tensor, rows: Tensor) -> Tensor:
+        """(M, P) shares of the tokens that go in beside the drafter's own features."""
+        return shares.index_select(0, rows)
+
     def noisy(self, batch: Batch) -> Tensor:
         """(B, T, L, D) taps to train on."""
         return batch.taps
@@ -122,7 +133,7 @@ class Recurrent(Drafter):
                     feature = feature.index_select(0, kept)
                 # Anchor t enters step `depth` with the token at t + depth.
                 slots = walk.slots(depth)
-                share, when = shares.index_select(0, slots + (depth - 1)), times[slots] + (depth - 1)
+                share, when = self.drafted_share(shares, slots + (depth - 1)), times[slots] + (depth - 1)
             hidden, feature = self.emit(walk.step(depth, self.first_input(share, feature), when))
             anchor = anchors.to(places.device)
             yield DraftStep(hidden, anchor, depth, head, self.losses(hidden, last[anchor + depth]))
@@ -149,7 +160,7 @@ class Recurrent(Drafter):
         n = tokens.shape[1]
         step = torch.arange(n, device=tokens.device)
         block = (step[:, None] >= step)[None].expand(len(counts), -1, -1)
-        x = self._forward(state.store, target, following, self.fuse(taps), block)
+        x = self.read_pairs(state.store, target.embed(following), self.fuse(taps), block)
         state.store.keep(counts)
         state.newest = x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))
 
@@ -163,15 +174,13 @@ class Recurrent(Drafter):
     def kv_bytes_per_token(self, state: RecurrentState) -> int:
         return state.store.bytes_per_token
 
-    def _forward(
-        self, store: RowStore, target: Target, token: Tensor, feature: Tensor, block: Tensor
-    ) -> Tensor:
-        """Run (B, n) tokens and (B, n, D) features behind the settled pairs.
+    def read_pairs(self, store: RowStore, embedded: Tensor, feature: Tensor, block: Tensor) -> Tensor:
+        """Run (B, n, D) embeddings and features behind the settled pairs.
 
         `block` (B, n, m) says which of the m newest slots each input sees, itself included; the
         m - n before them are scratch of earlier calls.
         """
-        x, qkv = self.pair(target.embed(token).to(feature.dtype), feature)
+        x, qkv = self.pair(embedded.to(feature.dtype), feature)
         store.begin(block.shape[1], block.shape[2] - block.shape[1])
         settled = torch.tensor(store.lengths).to(x.device)
         positions = settled[:, None] + block.sum(-1) - 1  # (B, n)
@@ -200,7 +209,7 @@ class Recurrent(Drafter):
             nonlocal feature, reach
             above = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
             reach = descend(reach, parent)  # (B, W, m) which scratch slots each of them sees
-            hidden, feature = self.emit(self._forward(state.store, target, token, above, reach))
+            hidden, feature = self.emit(self.read_pairs(state.store, target.embed(token), above, reach))
             return head(hidden)
 
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
