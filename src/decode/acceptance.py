@@ -66,7 +66,7 @@ def acceptance(
         batch_size: rollouts side by side.
         progress: called with the rollouts done, each counted once a plan.
     """
-    exact = [plan for plan in plans if not inexact(plan, sampler)]
+    exact = [plan for plan in plans if not inexact(plan, sampler, drafter)]
     done = 0
 
     def advanced(rollouts_done: int) -> None:
@@ -97,7 +97,8 @@ def acceptance(
             ).outputs
             done += len(part)
             advanced(0)
-        found[plan] = Acceptance(counted(outputs), survival(outputs, plan.depth), inexact(plan, sampler))
+        why = inexact(plan, sampler, drafter)
+        found[plan] = Acceptance(counted(outputs), survival(outputs, plan.depth), why)
     return [found[plan] for plan in plans]
 
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from decode.draft import PAD, Draft
 from decode.plan import Plan
-from decode.rounds import Proposer
+from decode.rounds import Proposer, remembers
 from decode.sampling import Sampler
 from decode.starts import Dictate, Rollout, Texts
 from decode.target import Target
+from decode.walked import walk
 
 CONFIDENCE = 0.99  # of the interval in which replay and decoder have to agree
 
@@ -75,12 +76,14 @@ class Replayed:
         return [float(x) for x in self.reached[0, 1:] / max(self.reached[1, 0], 1e-300)]
 
 
-def inexact(plan: Plan, sampler: Sampler) -> str:
+def inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> str:
     """Why a plan's acceptance is not a function of the rollout alone; empty if it is."""
     if plan.lossy:
         return f"rule {plan.rule} does not keep the target's law"
     if plan.proposal == "fixed" or not plan.depth or (plan.proposal == "hybrid" and not sampler.temperature):
         return ""
+    if drafter is not None and remembers(drafter):
+        return "drafts depend on earlier rounds"
     if plan.rule in ("block", "traversal"):
         return f"rule {plan.rule} weighs whole paths"
     if plan.proposal == "sampled":
@@ -103,13 +106,15 @@ def replay(
 
     Args:
         target: that wrote the rollouts.
-        drafter: what is scored.
+        drafter: what is scored; of one that remembers earlier rounds, these are walked through.
         rollouts: drawn by plain decoding with `sampler`.
         plans: each with an empty `inexact`.
         sampler: the law.
         batch_size: rollouts side by side.
         progress: called with the rollouts done.
     """
+    if remembers(drafter):
+        return _walked(target, drafter, rollouts, plans, sampler, batch_size, progress)
     forwards = [[0.0] * len(rollouts) for _ in plans]
     reached = [np.zeros((2, plan.depth + 1)) for plan in plans]
     # Longest first, so that those still running are always the first of a batch.
@@ -126,6 +131,25 @@ def replay(
             progress(start + len(part))
     tokens = [len(r.answer) - 1 for r in rollouts]
     return [Replayed(Counts(tokens, f), r) for f, r in zip(forwards, reached, strict=True)]
+
+
+def _walked(
+    target: Target,
+    drafter: Proposer,
+    rollouts: Sequence[Rollout],
+    plans: Sequence[Plan],
+    sampler: Sampler,
+    batch_size: int,
+    progress: Callable[[int], None] | None,
+) -> list[Replayed]:
+    """`replay` of drafts with a memory."""
+    tokens, found = [len(r.answer) - 1 for r in rollouts], []
+    for n, plan in enumerate(plans, 1):
+        rounds, reached = walk(target, drafter, rollouts, plan, sampler, batch_size)
+        found.append(Replayed(Counts(tokens, [float(r) for r in rounds]), reached))
+        if progress:
+            progress(len(rollouts) * n // len(plans))
+    return found
 
 
 def _keeps(

@@ -20,7 +20,11 @@ Until = Callable[[], Callable[[int], bool]]
 
 
 class Proposer(Protocol):
-    """All that the decoder knows of a drafter. State lives in an object, never on the module."""
+    """All that the decoder knows of a drafter. State lives in an object, never on the module.
+
+    One whose drafts depend on where earlier rounds began, and not on the text alone, has a true
+    attribute `remembers`.
+    """
 
     def new_state(self, rows: int) -> Any:
         """State for `rows` fresh sequences."""
@@ -48,6 +52,11 @@ class Proposer(Protocol):
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         """Draft below the root. Proposing twice gives the same draft."""
         ...
+
+
+def remembers(drafter: Proposer) -> bool:
+    """Whether its drafts depend on where earlier rounds began."""
+    return getattr(drafter, "remembers", False)
 
 
 @dataclass(slots=True)
