@@ -101,12 +101,14 @@ class Drafter(nn.Module, ABC):
         proposals: where its tokens may come from, as `Plan.proposal` has it.
         shifted: its row for depth j at anchor t is its row for depth 1 at anchor t + j - 1, as in
             any model that reads the text alone; `unroll` then yields depth 1 and nothing else.
+        deepest: levels that it can draft; None: any number.
     """
 
     taps: tuple[Tap, ...] = ()
     aux_weights: Mapping[str, float] = {}
     proposals: tuple[str, ...] = tuple(RULES_OF)
     shifted: bool = False
+    deepest: int | None = None
     settings: dict[str, Any]
 
     @classmethod
@@ -182,8 +184,13 @@ class Drafter(nn.Module, ABC):
         """Refuse a plan whose nodes this drafter cannot make.
 
         Raises:
-            UserError: its proposal is none of `proposals`.
+            UserError: its proposal is none of `proposals`, or it is deeper than `deepest`.
         """
+        if self.deepest is not None and plan.depth > self.deepest:
+            raise UserError(
+                f"decode: a draft of depth {plan.depth}, but this drafter predicts {self.deepest} tokens; "
+                f"set decode.depth={self.deepest} or less, or train with drafter.depth={plan.depth}"
+            )
         if plan.depth and plan.proposal not in self.proposals:
             raise UserError(
                 f"decode.proposal={plan.proposal}: this drafter has no law to draw from; "

@@ -21,6 +21,7 @@ FORMAT = 1
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
     "bigram": "drafters.bigram:Bigram",
+    "diffusion": "drafters.diffusion:Diffusion",
     "eagle": "drafters.eagle:Eagle",
     "eagle3": "drafters.eagle3:Eagle3",
     "lm": "drafters.lm:DraftLM",

@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.plan import Plan
 from decode.target import LAST, Target
 from drafters.base import Drafter
 
@@ -25,7 +24,7 @@ class Newest:
 
 
 class NewestDrafter(Drafter):
-    """Its state, and the refusal of drafts deeper than it has been trained for.
+    """Their state.
 
     Attributes:
         depth: levels that it can draft, K.
@@ -35,18 +34,14 @@ class NewestDrafter(Drafter):
     depth: int
 
     @property
+    def deepest(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A head for each, and no more."""
+        return self.depth
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return next(self.parameters()).dtype
-
-    @override
-    def check(self, plan: Plan) -> None:
-        super().check(plan)
-        if plan.depth > self.depth:
-            raise UserError(
-                f"decode: a draft of depth {plan.depth}, but this drafter predicts {self.depth} tokens; "
-                f"set decode.depth={self.depth} or less, or train with drafter.depth={plan.depth}"
-            )
 
     @override
     def new_state(self, rows: int) -> Newest:
