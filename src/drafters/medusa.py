@@ -6,7 +6,6 @@ Medusa-1 leaves the target as it is; Medusa-2 tunes it together with the heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -17,30 +16,14 @@ from typing_extensions import override
 from decode.coin import KeyedCoin
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.lm import Head
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
 from drafters.base import Batch, DraftStep, Group, supervised
-from drafters.expand import expand
+from drafters.expand import expand, product
+from drafters.heads import OwnHeads, ResBlock
 from drafters.newest import Newest, NewestDrafter, at_least_one
 from drafters.tuned import Lora
-
-
-class ResBlock(nn.Module):
-    """x + SiLU(W x), layer after layer; W begins at 0, so that a fresh block changes nothing."""
-
-    def __init__(self, hidden_size: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(layers))
-        for weight in self.parameters():
-            nn.init.zeros_(weight)
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + F.silu(layer(x))
-        return x
 
 
 class Medusa(NewestDrafter):
@@ -67,26 +50,14 @@ class Medusa(NewestDrafter):
         at_least_one(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(ResBlock(hidden_size, layers) for _ in range(depth))
-        heads = depth if own_head else 0
-        # Not worth a random start: `for_target` or a checkpoint fills them in.
-        self.lm_heads = nn.ModuleList(
-            nn.utils.skip_init(nn.Linear, hidden_size, vocab_size, bias=False) for _ in range(heads)
-        )
+        self.lm_heads = OwnHeads(hidden_size, vocab_size, depth if own_head else 0)
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        with torch.no_grad():
-            for weight in drafter.lm_heads.parameters():
-                weight.copy_(target.head.weight)
+        drafter.lm_heads.begin(target)
         return drafter
-
-    def _head(self, depth: int, target: Target) -> Head:
-        """The head of `depth`, with what the target's family puts behind the linear map."""
-        if not self.lm_heads:
-            return target.head
-        return replace(target.head, weight=self.get_parameter(f"lm_heads.{depth - 1}.weight"))
 
     # -- training face -----------------------------------------------------------------------
 
@@ -102,7 +73,7 @@ class Medusa(NewestDrafter):
             if not len(anchor):
                 return
             hidden = block(features[anchor].to(self.dtype))
-            yield DraftStep(hidden, anchor, depth, self._head(depth, target), {})
+            yield DraftStep(hidden, anchor, depth, self.lm_heads.of(depth, target), {})
 
     # -- decoding face -----------------------------------------------------------------------
 
@@ -112,16 +83,10 @@ class Medusa(NewestDrafter):
         self.check(plan)
         hidden = [block(state.feature) for block in self.blocks[: plan.depth]]  # K of (B, D)
         if self.lm_heads:
-            levels = [self._head(j, target)(h) for j, h in enumerate(hidden, 1)]  # K of (B, V)
+            levels = [self.lm_heads.of(j, target)(h) for j, h in enumerate(hidden, 1)]  # K of (B, V)
         else:
             levels = list(target.head(torch.stack(hidden, 1)).unbind(1))  # one product for all
-        below = iter(levels)
-
-        def step(token: Tensor, parent: Tensor) -> Tensor:
-            del token, parent  # every token of a level has the same children
-            return next(below)[:, None]
-
-        return expand(next(below), step, sampler, coin, plan)
+        return expand(*product(levels), sampler, coin, plan)
 
 
 class Medusa2(Medusa):
