@@ -48,11 +48,7 @@ class NewestDrafter(Drafter):
     @override
     def check(self, plan: Plan) -> None:
         super().check(plan)
-        if plan.depth > self.depth:
-            raise UserError(
-                f"decode: a draft of depth {plan.depth}, but this drafter predicts {self.depth} tokens; "
-                f"set decode.depth={self.depth} or less, or train with drafter.depth={plan.depth}"
-            )
+        no_deeper(plan, self.depth)
 
     @override
     def new_state(self, rows: int) -> Newest:
@@ -130,6 +126,19 @@ class Chained(NewestDrafter):
 
         root = state.root[:, None]
         return expand(step(root, torch.zeros_like(root))[:, 0], step, sampler, coin, plan)
+
+
+def no_deeper(plan: Plan, depth: int) -> None:
+    """Refuse a plan of more levels than a drafter predicts.
+
+    Raises:
+        UserError: one.
+    """
+    if plan.depth > depth:
+        raise UserError(
+            f"decode: a draft of depth {plan.depth}, but this drafter predicts {depth} tokens; "
+            f"set decode.depth={depth} or less, or train with drafter.depth={plan.depth}"
+        )
 
 
 def at_least_one(**settings: Any) -> None:
