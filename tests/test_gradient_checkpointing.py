@@ -16,7 +16,7 @@ OPTIONS = {
     "lm with adapters": {"lora": {"r": 2, "alpha": 4}},
     "medusa2": {},
 }
-REFUSE = ["medusa", "mlp", "lstm"]
+REFUSE = ["medusa", "hydra", "mlp", "lstm"]
 
 
 def kept_and_slopes(drafter, batch, target) -> tuple[int, list[Tensor]]:

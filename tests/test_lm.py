@@ -24,7 +24,8 @@ from distill import run as run_module
 from distill.cli import main
 from distill.runs import checkpoints
 from drafters import hub
-from drafters.lm import PADDING, DraftLM
+from drafters.lm import DraftLM
+from drafters.whole import PADDING
 
 BASE = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 LLAMA = BASE | {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}

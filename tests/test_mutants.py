@@ -43,6 +43,7 @@ PATCHY = {"masks": ["010111011101", "111011000000"]}
 PLAINLY = PATCHY | {"name": "plain"}
 LM = {"drafter_name": "lm"}
 MEDUSA, MEDUSA2, MLP, LSTM = ({"drafter_name": name} for name in ("medusa", "medusa2", "mlp", "lstm"))
+FORMULA = ("test_hydra:test_every_law_is_that_of_the_formula", {"form": {"own_head": True, "layers": 1}})
 CHAIN = Plan(depth=3)
 BUSHY = {"drafter": FixedTrees(3), "plan": Plan(2, 2, 5)}
 EXACT = "test_exact_decoding:test_"
@@ -1220,24 +1221,24 @@ MUTANTS = {
     # -- files
     # -- heads on the newest feature, and recurrent cells
     "a head of the depth above": Mutant(
-        "drafters.medusa:Medusa._head",
+        "drafters.heads:OwnHeads.of",
         "{depth - 1}",
         "{max(depth - 2, 0)}",
         "test_medusa:test_what_the_targets_family_puts_behind_its_head_stays",
         {},
     ),
     "heads in decoding are one": Mutant(
-        "drafters.medusa:Medusa.propose", "self._head(j, target)", "self._head(1, target)", FACES, MEDUSA
+        "drafters.medusa:Medusa.propose", "heads.of(j, target)", "heads.of(1, target)", FACES, MEDUSA
     ),
     "an own head forgets the target's soft cap": Mutant(
-        "drafters.medusa:Medusa._head",
+        "drafters.heads:OwnHeads.of",
         "replace(target.head, weight=",
         "type(target.head)(weight=",
         "test_medusa:test_what_the_targets_family_puts_behind_its_head_stays",
         {},
     ),
     "own heads begin at random": Mutant(
-        "drafters.medusa:Medusa.for_target",
+        "drafters.heads:OwnHeads.begin",
         "weight.copy_(target.head.weight)",
         "weight.normal_()",
         "test_medusa:test_a_fresh_drafter_says_at_every_depth_what_the_target_says_next",
@@ -1310,7 +1311,7 @@ MUTANTS = {
         {"weights": Streak(1.0, 0.0)},
     ),
     "every level of a product begins anew": Mutant(
-        "drafters.medusa:Medusa.propose", "next(below)[:, None]", "levels[0][:, None]", LEVELS, MEDUSA
+        "drafters.expand:product", "next(below)[:, None]", "levels[0][:, None]", LEVELS, MEDUSA
     ),
     "the newest feature is that of the padding": Mutant(
         "drafters.newest:NewestDrafter.advance", "end, 0]", "-1, 0]", FACES, MEDUSA
@@ -1330,24 +1331,24 @@ MUTANTS = {
         MLP | {"rows": [2, 0]},
     ),
     "a cell reads the token after": Mutant(
-        "drafters.mlp:Speculator.unroll", "tokens[anchor + depth]", "tokens[anchor + depth - 1]", FACES, MLP
+        "drafters.newest:Chained.unroll", "tokens[anchor + depth]", "tokens[anchor + depth - 1]", FACES, MLP
     ),
     "anchors leave but their states stay": Mutant(
-        "drafters.mlp:Speculator.unroll",
+        "drafters.newest:Chained.unroll",
         "anchor, state = anchor[stay], state[stay]",
         "anchor, state = anchor[stay], state[: stay.sum()]",
         FACES,
         LSTM,
     ),
     "a level's states are not its parents'": Mutant(
-        "drafters.mlp:Speculator.propose",
+        "drafters.newest:Chained.propose",
         "parent[..., None]",
         "torch.zeros_like(parent)[..., None]",
         LEVELS,
         MLP,
     ),
     "a level is computed as the first": Mutant(
-        "drafters.mlp:Speculator.propose",
+        "drafters.newest:Chained.propose",
         "depth += 1",
         "depth = 1",
         "test_mlp:test_both_faces_agree_in_every_form",
@@ -1359,6 +1360,16 @@ MUTANTS = {
         "",
         "test_mlp:test_every_law_is_that_of_the_formula",
         {"kind": Lstm, "options": {"scale_input": True, "inner_size": 0}},
+    ),
+    "a hydra head reads its newest token alone": Mutant(
+        "drafters.hydra:Hydra.cell",
+        "torch.cat([state, target.embed(token).to(state.dtype)], -1)",
+        "torch.cat([state[..., : target.hidden_size], *[target.embed(token)] * (index + 1)], -1)",
+        "test_hydra:test_the_children_of_a_node_depend_on_its_whole_path",
+        {},
+    ),
+    "a hydra head has the head of another depth": Mutant(
+        "drafters.hydra:Hydra.output", "of(depth, target)", "of(1, target)", *FORMULA
     ),
     "siblings' nodes are ranked apart from their levels": Mutant(
         "drafters.expand:_Growth.children",

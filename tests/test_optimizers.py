@@ -24,6 +24,7 @@ HIDDEN = {
     "eagle": {"fc", *LAYER},
     "eagle3": {"fc", *LAYER},
     "medusa": {"0"},
+    "hydra": {"skip", "linear"},
     "medusa2": {"0", "up", "down"},
     "mlp": {"0", "1", "2"},
     "lm": LLAMA,

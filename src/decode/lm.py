@@ -56,10 +56,13 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(..., D + r) -> (..., V) logits; (..., V') over its own ids where there is a `d2t`."""
-        if self.side is None:
-            return self.shape(nn.functional.linear(hidden, self.weight, self.bias))
         states, low = self.parts(hidden)
-        return self.shape(self.side.add(nn.functional.linear(states, self.weight, self.bias), low))
+        z = self.product(states)
+        return self.shape(z if self.side is None else self.side.add(z, low))
+
+    def product(self, states: Tensor) -> Tensor:
+        """(..., D) -> (..., V) of the linear map alone."""
+        return nn.functional.linear(states, self.weight, self.bias)
 
     def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(..., D + r) -> (..., D) that `weight` reads and (..., r) that `side` does."""

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
 )
@@ -32,7 +33,11 @@ DTYPES = {
 
 
 def load_config(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, what: str = "target"
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    what: str = "target",
+    masked: bool = False,
 ) -> Any:
     """A model's configuration, checked before any weight is read.
 
@@ -41,9 +46,10 @@ def load_config(
         revision: of a hub id.
         trust_remote_code: runs Python that comes with the model; off unless asked for.
         what: the option that names the model, for errors.
+        masked: a masked LM, which reads in both directions, will do as well.
 
     Raises:
-        UserError: nothing there, no causal LM, or a quantised model.
+        UserError: nothing there, no such LM, or a quantised model.
     """
     folder = Path(name).expanduser()
     local = folder.is_dir()
@@ -58,8 +64,9 @@ def load_config(
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{what}={name}: {_first_line(error)}") from None
     remote = trust_remote_code and hasattr(config, "auto_map")
-    if not (remote or _is_causal(config)):
-        raise UserError(f"{what}={name}: a {config.model_type!r} model is no causal language model")
+    if not (remote or _is_causal(config) or (masked and is_masked(config))):
+        kind = "masked or causal" if masked else "causal"
+        raise UserError(f"{what}={name}: a {config.model_type!r} model is no {kind} language model")
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
@@ -72,12 +79,20 @@ def load_config(
 
 def _is_causal(config: Any) -> bool:
     # Encoders are in the causal table too, as the decoders that nobody trained them to be.
-    kind, decoder = config.model_type, getattr(config, "is_decoder", False)
-    if getattr(config, "is_encoder_decoder", False) or (
-        kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decoder
-    ):
+    if getattr(config, "is_encoder_decoder", False) or is_masked(config):
         return False
-    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def is_masked(config: Any) -> bool:
+    """Whether this is a model that fills in masks and reads in both directions."""
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
+
+
+def auto_class(config: Any, masked: bool = False) -> Any:
+    """Transformers' door to a configuration's language model; `masked` as in `load_config`."""
+    return AutoModelForMaskedLM if masked and is_masked(config) else AutoModelForCausalLM
 
 
 def load_target(
@@ -114,18 +129,19 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     what: str = "target",
+    masked: bool = False,
 ) -> Any:
     """Load a causal LM, a transformers model; arguments as in `load_target` and `load_config`.
 
     Raises:
         UserError: see `load_config`; weights that are damaged or not all there.
     """
-    config = load_config(name, revision, trust_remote_code, what)
+    config = load_config(name, revision, trust_remote_code, what, masked)
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"{what}.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
     folder = Path(name).expanduser()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config, masked).from_pretrained(
             folder if folder.is_dir() else name,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -143,7 +159,7 @@ def load_model(
     if lost := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
         raise UserError(
             f"{what}={name}: its weights do not fit config.json ({len(lost)} missing or of another "
-            f"shape, {lost[0]} first); is it a causal language model's checkpoint?"
+            f"shape, {lost[0]} first); is it a language model's checkpoint?"
         )
     return model
 

@@ -8,7 +8,7 @@ arXiv:2605.18810) are settings of `objective` and `weights`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -27,7 +27,7 @@ from decode.target import LAST, Tap, Target
 from drafters.base import Batch, DraftStep, supervised
 from drafters.expand import expand
 from drafters.layers import DecoderLayer, RMSNorm, Rotary, attend, shape_of
-from drafters.token_info import Informed, Levels, Teaching, products
+from drafters.token_info import Informed, Levels, Teaching
 from drafters.unrolled import Look, attend_unrolled, blocks
 
 
@@ -154,7 +154,7 @@ class Diffusion(Informed):
 
     def head(self, target: Target) -> Head:
         """The target's, with the bias where there is one."""
-        return target.head if self.info is None else replace(target.head, side=self.info.side)
+        return self.informed(target.head)
 
     # -- training face -----------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Diffusion(Informed):
         newest = batch.taps.flatten(0, 1)[anchors, -1].to(dtype)
         root = target.embed(batch.tokens.flatten()[anchors + 1]).to(dtype)
         x = self.inputs(root, newest).flatten(0, 1)  # (M, D)
-        table = self.rotary.table(length + width, x)
+        table = self.rotary.table(length + width, feature)
         when = (anchors % length + 1)[:, None] + torch.arange(width, device=device)
         here, there = table[when.flatten()], table[(places % length).to(device)]
         own = torch.arange(len(anchors), device=device).repeat_interleave(width)
@@ -266,32 +266,28 @@ class Diffusion(Informed):
         assert state.root is not None
         assert state.newest is not None
         self.check(plan)
-        x = self.inputs(target.embed(state.root).to(state.newest.dtype), state.newest)
-        states = self._pass(state.store, x)
-        raw = products(target.head, states[:, : plan.depth] if self.denoising == 1 else states)
-        if self.denoising > 1:
-            raw, states = self._denoise(state, target, x, raw, states)
-        levels = Levels(raw, states, self.info, state.root, target.head.shape)
+        logits, states = self._denoise(state, target)
+        levels = Levels(logits[:, : plan.depth].unbind(1), states, self.info, state.root, target.head.shape)
         return expand(levels.first, levels.step, sampler, coin, plan)
 
-    def _denoise(
-        self, state: DiffusionState, target: Target, x: Tensor, raw: Sequence[Tensor], states: Tensor
-    ) -> tuple[Sequence[Tensor], Tensor]:
-        """All passes after the first; what is filled in keeps the logits it was filled in by."""
-        logits = torch.stack(list(raw), 1)  # (B, K, V)
+    def _denoise(self, state: DiffusionState, target: Target) -> tuple[Tensor, Tensor]:
+        """(B, K, V) logits and (B, K, D) states of the masks; what is filled in keeps the former."""
+        assert state.root is not None
+        assert state.newest is not None
+        x = self.inputs(target.embed(state.root).to(state.newest.dtype), state.newest)
+        states = self._pass(state.store, x)
+        logits = target.head.product(states)
         filled = torch.zeros_like(logits[..., 0], dtype=torch.bool)  # (B, K)
-        x = x.clone()
         for _ in range(self.denoising - 1):
             sure = target.head.shape(logits).softmax(-1).amax(-1).masked_fill(filled, -1.0)
             most = sure.topk(-(-self.depth // self.denoising), -1)
             new = torch.zeros_like(filled).scatter_(1, most.indices, most.values > 0)
             token = target.embed(logits.max(-1).indices).to(x.dtype)
-            x[:, 1:] += torch.where(new[..., None], token - self.mask, 0.0)
-            filled |= new
+            masks = x[:, 1:] + torch.where(new[..., None], token - self.mask, 0.0)
+            x, filled = torch.cat([x[:, :1], masks], 1), filled | new
             states = self._pass(state.store, x)
-            fresh = torch.stack(products(target.head, states), 1)
-            logits = torch.where(filled[..., None], logits, fresh)
-        return logits.unbind(1), states
+            logits = torch.where(filled[..., None], logits, target.head.product(states))
+        return logits, states
 
     def _pass(self, store: RowStore, x: Tensor) -> Tensor:
         """(B, K + 1, D) of blocks -> (B, K, D) of their masks; keys and values stay scratch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -61,6 +61,18 @@ def expand(
         return _chain(logits, step, None if fixed else warp, coin, plan.depth, vocabulary)
     grow = _Growth(coin, None if fixed else warp, plan, vocabulary)
     return _static(logits, step, grow, plan) if plan.tree else _dynamic(logits, step, grow, plan)
+
+
+def product(levels: Sequence[Tensor]) -> tuple[Tensor, Step]:
+    """(B, V) logits of every depth -> what `expand` grows from, where all nodes of a level have the same
+    children: those below the root, and the step."""
+    below = iter(levels)
+
+    def step(token: Tensor, parent: Tensor) -> Tensor:
+        del token, parent
+        return next(below)[:, None]
+
+    return next(below), step
 
 
 def _names(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:

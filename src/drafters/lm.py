@@ -8,34 +8,29 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.coin import KeyedCoin
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.lm import CausalLM, Head
-from decode.load import load_model, load_tokenizer
+from decode.lm import CausalLM
+from decode.load import load_model
 from decode.plan import Plan
 from decode.probe import probe
 from decode.sampling import Sampler
 from decode.target import Target
-from drafters.base import Batch, Drafter, DraftStep, supervised
+from drafters.base import Batch, DraftStep, supervised
 from drafters.expand import expand
 from drafters.layers import descend
-from drafters.models import adapt, build, checkpoint_layers, cut, merged, own, wide
-
-OPTION = "drafter.path"
-# Ids by which two heads, padded to round sizes, may differ where no tokenizers say more; llama.cpp's bound.
-PADDING = 128
-RENAMED = 0.01  # share of ids with other names that still is one vocabulary: siblings rename special tokens
+from drafters.models import adapt, build, cut, own, wide
+from drafters.whole import OPTION, WholeModel, check_vocabulary, fitted, shared
 
 
 @dataclass(slots=True)
@@ -46,7 +41,7 @@ class LMState:
     logits: Tensor | None = None  # (B, V) below the root
 
 
-class DraftLM(Drafter):
+class DraftLM(WholeModel):
     """Reads the text as the target does, and says itself how it goes on.
 
     Past its own context it drafts on at its last position: badly, but the output stays the target's.
@@ -115,15 +110,6 @@ class DraftLM(Drafter):
     # -- training face -----------------------------------------------------------------------
 
     @override
-    def checkpoint_gradients(self) -> None:
-        checkpoint_layers(CausalLM(self.model))
-
-    @property
-    @override
-    def trains(self) -> bool:
-        return any(weight.requires_grad for weight in self.parameters())
-
-    @override
     def train(self, mode: bool = True) -> Self:
         """Never with dropout: its noise would be no function of (seed, step)."""
         del mode
@@ -142,19 +128,12 @@ class DraftLM(Drafter):
         row, t = anchors.nonzero(as_tuple=True)  # (M,)
         tokens = batch.tokens[:, :reach].clamp_max(lm.vocab_size - 1)
         last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state  # (B, reach, D')
-        yield DraftStep(last[row, t + 1], row * length + t, 1, _shared(lm.head, target), {})
+        yield DraftStep(last[row, t + 1], row * length + t, 1, shared(lm.head, target), {})
 
     @override
     def alone(self, target: Target) -> Target:
         twin = copy.deepcopy(self).to(target.device, target.dtype)
         return Target(twin.model)
-
-    @override
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """See `nn.Module`; adapters that were saved are merged into a model that has none."""
-        if (lora := self.settings["lora"]) and not any(".lora_" in name for name in self.state_dict()):
-            state_dict = merged(state_dict, self, lora["alpha"] / lora["r"])
-        return super().load_state_dict(state_dict, *args, **options)
 
     # -- decoding face -----------------------------------------------------------------------
 
@@ -182,7 +161,7 @@ class DraftLM(Drafter):
         last = _read(lm, text)
         lm.keep([n + 1 for n in counts])
         last = last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]  # (B, D)
-        state.logits = _fit(lm.head(last), target)
+        state.logits = fitted(lm.head(last), target)
 
     @override
     def select(self, state: LMState, rows: Sequence[int]) -> None:
@@ -205,7 +184,7 @@ class DraftLM(Drafter):
                 reach = descend(reach, parent)
             last = _read(state.lm, token, reach, read)
             read += width
-            return _fit(state.lm.head(last), target)
+            return fitted(state.lm.head(last), target)
 
         return expand(state.logits, step, sampler, coin, plan)
 
@@ -213,61 +192,7 @@ class DraftLM(Drafter):
     def kv_bytes_per_token(self, state: LMState) -> int:
         return state.lm.cache.store.bytes_per_token
 
-    @override
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Casts weights alone: rotary wavelengths rounded to bf16 would be other positions."""
-        buffers = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
-        super()._apply(fn, recurse)
-        for module, name, exact in buffers:
-            setattr(module, name, exact.to(getattr(module, name).device))
-        return self
-
 
 def _read(lm: CausalLM, tokens: Tensor, *where: Any) -> Tensor:
     """See `CausalLM.forward`; ids that only a target with a longer head has become the last one."""
     return lm.forward(tokens.clamp_max(lm.vocab_size - 1), *where)
-
-
-def _fit(logits: Tensor, target: Target) -> Tensor:
-    """(..., V') -> (..., V) of the target: cut, or nothing where the draft model has no token."""
-    missing = target.vocab_size - logits.shape[-1]
-    return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-
-
-def _shared(head: Head, target: Target) -> Head:
-    """The head over the ids that the target has too: those past the target's are padding."""
-    theirs, known = target.vocab_size, len(head.weight)
-    if known < theirs:
-        return replace(head, d2t=torch.arange(known, device=head.weight.device))
-    bias = None if head.bias is None else head.bias[:theirs]
-    return head if known == theirs else replace(head, weight=head.weight[:theirs], bias=bias)
-
-
-def check_vocabulary(model: PreTrainedModel, target: Target, path: str, revision: str | None) -> None:
-    """Refuse a draft model whose ids are not the target's.
-
-    Raises:
-        UserError: tokenizers that name the ids otherwise or, where either has none, heads whose
-            sizes differ by more than padding.
-    """
-    wrong = ""
-    names = _names(path, revision)
-    theirs = _names(target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None))
-    size = model.config.get_text_config().vocab_size
-    if names and theirs:
-        other = sum(theirs.get(i) != name for i, name in names.items())
-        if other > RENAMED * len(names):
-            wrong = f"{other} of its tokenizer's {len(names)} ids are other tokens to the target's"
-    elif abs(size - target.vocab_size) > PADDING:
-        wrong = f"its vocabulary has {size} ids, the target's {target.vocab_size}"
-    if wrong:
-        raise UserError(f"{OPTION}={path}: {wrong}; a draft model must share the target's vocabulary")
-
-
-def _names(path: str, revision: str | None) -> dict[int, str]:
-    """What a model's tokenizer calls each id; empty where there is none."""
-    try:
-        vocabulary = load_tokenizer(path, revision).get_vocab() if path else {}
-    except UserError:
-        vocabulary = {}
-    return {i: token for token, i in vocabulary.items()}

@@ -134,26 +134,14 @@ def _depth(nodes: Sequence[Node]) -> int:
     return max(levels)
 
 
-class Lookup(Drafter):
-    """Proposes what followed where the newest tokens were seen before.
+class TextDrafter(Drafter):
+    """Its state is the rows' texts, roots included.
 
-    Its tokens are chosen, not drawn, and it has no law; a row without a match is offered nothing.
-
-    Args:
-        orders: lengths of the n-grams that are looked up, ascending.
+    Attributes:
+        orders: lengths of the n-grams that are looked up in them, ascending.
     """
 
-    proposals = ("fixed",)
-
-    def __init__(self, orders: Sequence[int]) -> None:
-        super().__init__()
-        self.orders = orders
-
-    @abstractmethod
-    def nodes(self, history: History, plan: Plan) -> list[Node]:
-        """The draft of one row."""
-
-    # -- decoding face -----------------------------------------------------------------------
+    orders: Sequence[int] = ()
 
     @override
     def new_state(self, rows: int) -> list[History]:
@@ -176,6 +164,26 @@ class Lookup(Drafter):
     @override
     def select(self, state: list[History], rows: Sequence[int]) -> None:
         state[:] = [state[row] for row in rows]
+
+
+class Lookup(TextDrafter):
+    """Proposes what followed where the newest tokens were seen before.
+
+    Its tokens are chosen, not drawn, and it has no law; a row without a match is offered nothing.
+
+    Args:
+        orders: lengths of the n-grams that are looked up, ascending.
+    """
+
+    proposals = ("fixed",)
+
+    def __init__(self, orders: Sequence[int]) -> None:
+        super().__init__()
+        self.orders = orders
+
+    @abstractmethod
+    def nodes(self, history: History, plan: Plan) -> list[Node]:
+        """The draft of one row."""
 
     @override
     def propose(

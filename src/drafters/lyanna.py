@@ -7,7 +7,7 @@ docs/lyanna.md says which is which.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -28,7 +28,7 @@ from drafters.expand import expand
 from drafters.layers import DecoderLayer, RMSNorm, Rotary, shape_of
 from drafters.recurrent import Recurrent, RecurrentState, with_noise
 from drafters.reuse import Reuse, cut_off
-from drafters.token_info import Informed, Levels, Teaching, products
+from drafters.token_info import Informed, Levels, Teaching
 from drafters.walk import FirstInput
 
 
@@ -186,7 +186,7 @@ class Lyanna(Informed, Recurrent):
 
     @override
     def head(self, target: Target) -> Head:
-        return target.head if self.info is None else replace(target.head, side=self.info.side)
+        return self.informed(target.head)
 
     # -- training face -----------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class Lyanna(Informed, Recurrent):
         if stale is not None and left is not None:
             stale = stale[:, : plan.depth]
             if self.reuse.mode == "immediate":
-                raw = products(target.head, stale)
+                raw = target.head.product(stale).unbind(1)
                 if self.reuse.suffices(target.head.shape(torch.stack(raw, 1)), left):
                     state.drafted = None  # two rounds old, then
                     levels = Levels(raw, stale, self.info, root, target.head.shape)
@@ -273,9 +273,9 @@ class Lyanna(Informed, Recurrent):
         states = state.drafted = self._states(state, plan.depth)
         mixes = self.reuse.mode == "logit_sum" or self.reuse.merges(plan)
         if stale is None or left is None or not mixes:
-            levels = Levels(products(target.head, states), states, self.info, root, target.head.shape)
+            levels = Levels(target.head.product(states).unbind(1), states, self.info, root, target.head.shape)
             return expand(levels.first, levels.step, sampler, coin, plan)
-        raw = products(target.head, torch.cat([states, stale]))  # K of (2 B, V)
+        raw = target.head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
         if self.reuse.mode == "logit_sum":
             raw = self.reuse.added(raw, left)
             levels = Levels(raw, states, self.info, root, target.head.shape)

@@ -6,7 +6,6 @@ Medusa-1 leaves the target as it is; Medusa-2 tunes it together with the heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -17,37 +16,23 @@ from typing_extensions import override
 from decode.coin import KeyedCoin
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.lm import Head
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
 from drafters.base import Batch, DraftStep, Group, supervised
 from drafters.expand import expand
+from drafters.heads import OwnHeads, ResBlock
 from drafters.newest import Newest, NewestDrafter, at_least_one
+from drafters.token_info import Informed, Levels, Teaching
 from drafters.tuned import Lora
 
 
-class ResBlock(nn.Module):
-    """x + SiLU(W x), layer after layer; W begins at 0, so that a fresh block changes nothing."""
-
-    def __init__(self, hidden_size: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(layers))
-        for weight in self.parameters():
-            nn.init.zeros_(weight)
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + F.silu(layer(x))
-        return x
-
-
-class Medusa(NewestDrafter):
+class Medusa(Informed, NewestDrafter):
     """Head j reads the feature f_t and predicts x_{t+1+j}; it sees no token, the root included.
 
     Depths are independent given the context: q at depth 2 is the same below every token of depth 1,
-    so all laws of a draft are made at once and a tree is the product of the depths' best tokens.
+    so all laws of a draft are made at once and a tree is the product of the depths' best tokens. With
+    `token_info` each token has a bias on the logits of the next, as in DSpark (arXiv:2607.05147).
 
     Args:
         hidden_size: D of the target.
@@ -56,72 +41,72 @@ class Medusa(NewestDrafter):
         layers: residual layers of a head.
         own_head: each depth has an output head of its own, begun as the target's and trained
             (K V D weights); otherwise all share the target's, frozen.
+        token_info: `none`, or a kind of `TokenInfoBias`.
+        info_rank: its rank.
+        hot_tokens: its tokens.
 
     Raises:
         UserError: no head, or a head without a layer.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, depth: int, layers: int, own_head: bool) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        depth: int,
+        layers: int,
+        own_head: bool,
+        token_info: str = "none",  # what checkpoints have that were saved before there was a choice
+        info_rank: int = 1,
+        hot_tokens: int = 1,
+    ) -> None:
         super().__init__()
         self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         at_least_one(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(ResBlock(hidden_size, layers) for _ in range(depth))
-        heads = depth if own_head else 0
-        # Not worth a random start: `for_target` or a checkpoint fills them in.
-        self.lm_heads = nn.ModuleList(
-            nn.utils.skip_init(nn.Linear, hidden_size, vocab_size, bias=False) for _ in range(heads)
-        )
+        self.lm_heads = OwnHeads(hidden_size, vocab_size, depth if own_head else 0)
+        self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        with torch.no_grad():
-            for weight in drafter.lm_heads.parameters():
-                weight.copy_(target.head.weight)
+        drafter.lm_heads.begin(target)
         return drafter
-
-    def _head(self, depth: int, target: Target) -> Head:
-        """The head of `depth`, with what the target's family puts behind the linear map."""
-        if not self.lm_heads:
-            return target.head
-        return replace(target.head, weight=self.get_parameter(f"lm_heads.{depth - 1}.weight"))
 
     # -- training face -----------------------------------------------------------------------
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        return self._unroll(batch.taps[:, :, 0], batch.loss_mask, target)
+        return self._unroll(batch.taps[:, :, 0], batch, target)
 
-    def _unroll(self, features: Tensor, loss_mask: Tensor, target: Target) -> Iterator[DraftStep]:
+    def _unroll(self, features: Tensor, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Every head on (B, T, D) features."""
         features = features.flatten(0, 1)  # (B * T, D)
+        teaching = Teaching(self.info, batch.tokens)
         for depth, block in enumerate(self.blocks, 1):
-            anchor = supervised(loss_mask, depth).flatten().nonzero()[:, 0]  # (M,)
+            anchor = supervised(batch.loss_mask, depth).flatten().nonzero()[:, 0]  # (M,)
             if not len(anchor):
                 return
-            hidden = block(features[anchor].to(self.dtype))
-            yield DraftStep(hidden, anchor, depth, self._head(depth, target), {})
+            hidden = teaching.hidden(block(features[anchor].to(self.dtype)), anchor, depth)
+            yield DraftStep(hidden, anchor, depth, self.informed(self.lm_heads.of(depth, target)), {})
 
     # -- decoding face -----------------------------------------------------------------------
 
     @override
     def propose(self, state: Newest, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         assert state.feature is not None
+        assert state.root is not None
         self.check(plan)
         hidden = [block(state.feature) for block in self.blocks[: plan.depth]]  # K of (B, D)
+        states = torch.stack(hidden, 1)
         if self.lm_heads:
-            levels = [self._head(j, target)(h) for j, h in enumerate(hidden, 1)]  # K of (B, V)
+            raw = [self.lm_heads.of(j, target).product(h) for j, h in enumerate(hidden, 1)]  # K of (B, V)
         else:
-            levels = list(target.head(torch.stack(hidden, 1)).unbind(1))  # one product for all
-        below = iter(levels)
-
-        def step(token: Tensor, parent: Tensor) -> Tensor:
-            del token, parent  # every token of a level has the same children
-            return next(below)[:, None]
-
-        return expand(next(below), step, sampler, coin, plan)
+            raw = target.head.product(states).unbind(1)
+        levels = Levels(raw, states, self.info, state.root, target.head.shape)
+        return expand(levels.first, levels.step, sampler, coin, plan)
 
 
 class Medusa2(Medusa):
@@ -172,7 +157,7 @@ class Medusa2(Medusa):
         written = F.pad(batch.loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]  # (M,)
         if len(written):
             yield DraftStep(features.flatten(0, 1)[written], written, 0, target.head, {})
-        for step in self._unroll(features, batch.loss_mask, target):
+        for step in self._unroll(features, batch, target):
             yield step._replace(weight=self.heads)
 
     @override

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -12,15 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from decode.coin import KeyedCoin
-from decode.draft import Draft
 from decode.lm import Head
-from decode.plan import Plan
-from decode.sampling import Sampler
 from decode.target import Target
-from drafters.base import Batch, DraftStep, supervised
-from drafters.expand import expand
-from drafters.newest import Newest, NewestDrafter, at_least_one
+from drafters.newest import Chained, at_least_one
 
 EPS = 1e-6
 
@@ -44,7 +37,7 @@ def each(depth: int, make: Callable[[int], nn.Module], alike: int) -> nn.ModuleL
     return nn.ModuleList(own[min(i, alike)] for i in range(depth))
 
 
-class Speculator(NewestDrafter):
+class Speculator(Chained):
     """A small recurrent cell: its first state is the feature f_t, at depth j it reads x_{t+j}, and
     the depth's own output head reads x_{t+1+j} off the new state.
 
@@ -91,51 +84,20 @@ class Speculator(NewestDrafter):
     def for_target(cls, target: Target, **options: Any) -> Self:
         return cls(target.hidden_size, target.vocab_size, **options)
 
+    @override
     def begin(self, feature: Tensor) -> Tensor:
-        """(..., D) features -> what the cell of depth 1 takes."""
         feature = feature.to(self.dtype)
         if not self.scale_input:
             return feature
         return F.rms_norm(feature, feature.shape[-1:], eps=EPS) / math.sqrt(2)
 
-    @abstractmethod
-    def cell(self, state: Tensor, token: Tensor, index: int) -> Tensor:
-        """(..., C) states and (...) tokens -> (..., C) states of depth index + 1, the first S to be read."""
-
-    # -- training face -----------------------------------------------------------------------
+    @override
+    def read(self, state: Tensor, index: int) -> Tensor:
+        return state[..., : self.inner]
 
     @override
-    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        tokens = batch.tokens.flatten()
-        anchor = supervised(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (M,)
-        state = self.begin(batch.taps[:, :, 0].flatten(0, 1)[anchor])
-        for depth in range(1, self.depth + 1):
-            stay = supervised(batch.loss_mask, depth).flatten()[anchor]
-            anchor, state = anchor[stay], state[stay]
-            if not len(anchor):
-                return
-            state = self.cell(state, tokens[anchor + depth], depth - 1)
-            head = Head(self.get_parameter(f"head.{depth - 1}.weight"))
-            yield DraftStep(state[:, : self.inner], anchor, depth, head, {})
-
-    # -- decoding face -----------------------------------------------------------------------
-
-    @override
-    def propose(self, state: Newest, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
-        assert state.feature is not None
-        assert state.root is not None
-        self.check(plan)
-        above, depth = self.begin(state.feature)[:, None], 0  # (B, W, C) of the last call's entries
-
-        def step(token: Tensor, parent: Tensor) -> Tensor:
-            nonlocal above, depth
-            above = above.gather(1, parent[..., None].expand(-1, -1, above.shape[-1]))
-            above = self.cell(above, token, depth)
-            depth += 1
-            return self.head[depth - 1](above[..., : self.inner])
-
-        root = state.root[:, None]
-        return expand(step(root, torch.zeros_like(root))[:, 0], step, sampler, coin, plan)
+    def output(self, depth: int, target: Target) -> Head:
+        return Head(self.get_parameter(f"head.{depth - 1}.weight"))
 
 
 class Mlp(Speculator):
@@ -162,7 +124,7 @@ class Mlp(Speculator):
         self._initialise()
 
     @override
-    def cell(self, state: Tensor, token: Tensor, index: int) -> Tensor:
+    def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
         state = self.proj[index](state) + self.token_weight * self.emb[index](token)
         return F.gelu(self.ln[index](state))
 
@@ -194,7 +156,7 @@ class Lstm(Speculator):
         return torch.cat([feature, feature.new_zeros(*feature.shape[:-1], self.inner)], -1)
 
     @override
-    def cell(self, state: Tensor, token: Tensor, index: int) -> Tensor:
+    def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
         state, memory = state[..., : -self.inner], state[..., -self.inner :]
         token_part = self.token_weight * self.emb(token)  # (..., S), the same for all four
         parts = self.proj[min(index, 1)](state).unflatten(-1, (4, -1)) + token_part[..., None, :]

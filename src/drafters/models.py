@@ -11,12 +11,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.errors import UserError
 from decode.lm import CausalLM
-from decode.load import kernels
+from decode.load import auto_class, kernels
 from decode.target import Target
 
 # In a configuration these name code to fetch, belong to the place it came from, or say what the
@@ -42,17 +42,21 @@ def own(value: Any) -> Any:
     return [own(v) for v in value] if isinstance(value, list) else value
 
 
-def build(config: dict[str, Any]) -> PreTrainedModel:
-    """A model with random weights in fp32, of a class in transformers' own table.
+def build(config: dict[str, Any], masked: bool = False) -> PreTrainedModel:
+    """A model with random weights in fp32, of a class in transformers' own tables.
+
+    Args:
+        config: as transformers writes it.
+        masked: as in `decode.load.load_config`.
 
     Raises:
-        UserError: a configuration that gives no causal LM.
+        UserError: a configuration that gives no language model.
     """
     try:
         full = AutoConfig.for_model(**own(config))
-        return AutoModelForCausalLM.from_config(full, trust_remote_code=False, **kernels(full))
+        return auto_class(full, masked).from_config(full, trust_remote_code=False, **kernels(full))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"drafter: its config gives no causal language model ({_brief(error)})") from None
+        raise UserError(f"drafter: its config gives no language model ({_brief(error)})") from None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

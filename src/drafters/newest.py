@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from decode.coin import KeyedCoin
+from decode.draft import Draft
 from decode.errors import UserError
+from decode.lm import Head
+from decode.plan import Plan
+from decode.sampling import Sampler
 from decode.target import LAST, Target
-from drafters.base import Drafter
+from drafters.base import Batch, Drafter, DraftStep, supervised
+from drafters.expand import expand
 
 
 @dataclass(slots=True)
@@ -65,6 +72,60 @@ class NewestDrafter(Drafter):
     def select(self, state: Newest, rows: Sequence[int]) -> None:
         if state.feature is not None and state.root is not None:
             state.feature, state.root = state.feature[list(rows)], state.root[list(rows)]
+
+
+class Chained(NewestDrafter):
+    """Reads the tokens it drafts: its state at depth j is made of that before it and x_{t+j}."""
+
+    @abstractmethod
+    def begin(self, feature: Tensor) -> Tensor:
+        """(..., D) features -> (..., C) states that depth 1 goes on from."""
+
+    @abstractmethod
+    def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
+        """(..., C) states and (...) tokens -> (..., C') states of depth index + 1."""
+
+    @abstractmethod
+    def read(self, state: Tensor, index: int) -> Tensor:
+        """(..., C') states of depth index + 1 -> (..., D') its head's input."""
+
+    @abstractmethod
+    def output(self, depth: int, target: Target) -> Head:
+        """The head of `depth`."""
+
+    # -- training face -----------------------------------------------------------------------
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        tokens = batch.tokens.flatten()
+        anchor = supervised(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (M,)
+        state = self.begin(batch.taps[:, :, 0].flatten(0, 1)[anchor])
+        for depth in range(1, self.depth + 1):
+            stay = supervised(batch.loss_mask, depth).flatten()[anchor]
+            anchor, state = anchor[stay], state[stay]
+            if not len(anchor):
+                return
+            state = self.cell(state, tokens[anchor + depth], depth - 1, target)
+            yield DraftStep(self.read(state, depth - 1), anchor, depth, self.output(depth, target), {})
+
+    # -- decoding face -----------------------------------------------------------------------
+
+    @override
+    def propose(self, state: Newest, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
+        assert state.feature is not None
+        assert state.root is not None
+        self.check(plan)
+        above, depth = self.begin(state.feature)[:, None], 0  # (B, W, C) of the last call's entries
+
+        def step(token: Tensor, parent: Tensor) -> Tensor:
+            nonlocal above, depth
+            above = above.gather(1, parent[..., None].expand(-1, -1, above.shape[-1]))
+            above = self.cell(above, token, depth, target)
+            depth += 1
+            return self.output(depth, target)(self.read(above, depth - 1))
+
+        root = state.root[:, None]
+        return expand(step(root, torch.zeros_like(root))[:, 0], step, sampler, coin, plan)
 
 
 def at_least_one(**settings: Any) -> None:

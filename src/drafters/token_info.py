@@ -7,6 +7,7 @@ corrector (arXiv:2605.29707) are settings of one block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -170,6 +171,10 @@ class Informed(Drafter):
         sizes = (hidden_size, vocab_size, rank, hot_tokens)
         self.info = None if kind == "none" else TokenInfoBias(kind, *sizes)
 
+    def informed(self, head: Head) -> Head:
+        """The head, with the bias as its side."""
+        return head if self.info is None else replace(head, side=self.info.side)
+
     @override
     def fit(self, texts: Iterable[Text]) -> str:
         assert self.info is not None
@@ -210,7 +215,7 @@ class Levels:
     """The bias along the paths of a tree: the decoding face, as `expand` calls it.
 
     Args:
-        raw: K of (B, V): each depth's logits without the bias, short of `Head.shape`; see `products`.
+        raw: K of (B, V): each depth's logits without the bias, `Head.product`.
         states: (B, K, D) they were made from.
         info: the bias, or None: then all tokens of a level have the same children.
         root: (B,).
@@ -242,8 +247,3 @@ class Levels:
             memory = memory.gather(1, parent[..., None].expand(-1, -1, memory.shape[-1]))
         logits, self._memory = self._info.add(logits, token, self._states[:, k, None], memory)
         return self._shape(logits)
-
-
-def products(head: Head, states: Tensor) -> tuple[Tensor, ...]:
-    """(B, K, D) states -> K of (B, V) logits, short of `Head.shape`, in one product."""
-    return F.linear(states, head.weight, head.bias).unbind(1)
