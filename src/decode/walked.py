@@ -31,6 +31,7 @@ class Step(NamedTuple):
     whole: list[bool]  # not cut by the end of the text
 
 
+@torch.inference_mode()
 def walk(
     target: Target,
     drafter: Proposer,
@@ -71,7 +72,7 @@ def walk(
     return rounds, reached
 
 
-_NO_COIN: Any = None  # nothing is drawn
+NO_COIN: Any = None  # nothing is drawn
 
 
 class _Walker:
@@ -108,7 +109,7 @@ class _Walker:
         rows = torch.tensor(self.rows, device=device)[:, None]
         place = torch.tensor([self.place[r] for r in self.rows], device=device)[:, None]
         ahead = self.texts.answers[rows, place + torch.arange(self.plan.depth, device=device)]
-        draft = self.drafter.propose(self.state, self.target, sampler, _NO_COIN, self.plan)
+        draft = self.drafter.propose(self.state, self.target, sampler, NO_COIN, self.plan)
         accepted = matched(draft, ahead)
         whole = [self.place[r] + a < self.length[r] for r, a in zip(self.rows, accepted, strict=True)]
         return Step(self.state, draft, ahead, accepted, whole)

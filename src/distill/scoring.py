@@ -21,13 +21,16 @@ from decode.sampling import Sampler
 from decode.score import Setting, check, score
 from decode.target import Target
 from distill.control import Strangers
+from distill.head_calls import head_calls
 from distill.heldout import held_out_answers
 from distill.moved import moved
 from distill.progress import bar
 from distill.prompts import Chat, Prompt
 from distill.provenance import commit
+from distill.salvage import salvage
 from drafters import hub
 from drafters.base import Drafter
+from drafters.lyanna import Lyanna
 
 
 class Scorer:
@@ -141,8 +144,26 @@ class Scorer:
             "target_moved": self._moved(target) if tuned else None,
             "drafter": hub.short_name(drafter),
             "parameters": hub.parameters(drafter),
+            "head_calls_per_round": head_calls(target, drafter, self.ids[0], settings[0].plan),
+            "reuse": self._reuse(target, drafter, settings, answers),
             "drafter_kv_bytes_per_token": self._kv_bytes(target, drafter),
         }
+
+    def _reuse(
+        self,
+        target: Target,
+        drafter: Drafter,
+        settings: Sequence[Setting],
+        rollouts: dict[Sampler, list[Rollout]],
+    ) -> list[dict[str, Any]]:
+        """At every law, what states that are used again are worth to the headline's plan."""
+        plan = settings[0].plan
+        if not isinstance(drafter, Lyanna) or not drafter.reuse.merges(plan):
+            return []
+        return [
+            {"temperature": sampler.temperature} | salvage(target, drafter, answers, plan, sampler)
+            for sampler, answers in rollouts.items()
+        ]
 
     @torch.inference_mode()
     def _kv_bytes(self, target: Target, drafter: Drafter) -> int:
