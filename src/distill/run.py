@@ -288,7 +288,7 @@ def _rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Pro
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_new_tokens=rollout.max_new_tokens,
         shard_size=rollout.shard_size,
-        seed=cfg.seed,
+        seed=rollout.seed,
     )
 
 
