@@ -23,6 +23,7 @@ CLASSES = {
     "bigram": "drafters.bigram:Bigram",
     "eagle": "drafters.eagle:Eagle",
     "eagle3": "drafters.eagle3:Eagle3",
+    "hf_dllm": "drafters.dllm:Dllm",
     "hydra": "drafters.hydra:Hydra",
     "lm": "drafters.lm:DraftLM",
     "lstm": "drafters.mlp:Lstm",
