@@ -24,6 +24,7 @@ from transformers import (
 from decode.lm import Head
 from decode.target import LAST, Target
 from drafters.base import Drafter
+from drafters.dllm import Dllm
 
 ROOT = Path(__file__).parents[1]
 
@@ -112,6 +113,31 @@ def draft_folder(tmp_path_factory) -> Callable[[int], str]:
     return make
 
 
+def _sizes(yaml: Any, target: Target, depth: int, draft_folder: Callable[[int], str]) -> dict[str, Any]:
+    """What a drafter's yaml says, as it fits a small target."""
+    sizes: dict[str, Any] = {"depth": depth} if "depth" in yaml else {}
+    if "taps" in yaml and len(target.layers) < 7:
+        sizes["taps"] = [0, 1, len(target.layers) - 1]
+    if "draft_vocab_size" in yaml:  # these targets have fewer tokens than the yaml's drafter
+        sizes["draft_vocab_size"] = max(1, target.vocab_size // 4)
+    if "reuse" in yaml:  # a draft with memory is tested apart
+        sizes["reuse"] = {**yaml.reuse, "mode": "none"}
+    if yaml.get("path") or "mask_token" in yaml:
+        sizes["path"] = draft_folder(target.vocab_size)
+    if "mask_token" in yaml:  # the folder names none
+        sizes["mask_token"] = target.vocab_size - 1
+    return sizes
+
+
+def _scatter(drafter: Drafter) -> None:
+    """Random weights; a fresh drafter may leave out whole blocks."""
+    for weight in drafter.parameters():
+        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5)
+    if isinstance(drafter, Dllm):  # masks are alike but for what they attend to, so let that differ
+        for layer in drafter.model.base_model.layers:
+            layer.self_attn.q_proj.weight.data.mul_(9)
+
+
 @pytest.fixture(scope="session")
 def make_drafter(draft_folder) -> Callable[..., Drafter]:
     """Builds a drafter from its yaml for a target, with random weights, all of which matter."""
@@ -122,22 +148,13 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
             with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
                 drafter = compose("config", overrides=[f"drafter={name}"]).drafter
             known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key != "init_from"])
-        settings: dict[str, Any] = {"depth": depth} if "depth" in known[name] else {}
-        if "taps" in known[name] and len(target.layers) < 7:
-            settings["taps"] = [0, 1, len(target.layers) - 1]
-        if "draft_vocab_size" in known[name]:  # these targets have fewer tokens than the yaml's drafter
-            settings["draft_vocab_size"] = max(1, target.vocab_size // 4)
-        if "reuse" in known[name]:  # a draft with memory is tested apart
-            settings["reuse"] = {**known[name].reuse, "mode": "none"}
-        if known[name].get("path"):
-            settings["path"] = draft_folder(target.vocab_size)
+        settings = _sizes(known[name], target, depth, draft_folder)
         torch.manual_seed(seed)
         drafter = instantiate(known[name], **settings | options)(target).to(target.dtype).eval()
         target.tap(drafter.taps)
         if drafter.fits:
             drafter.fit(random_rollouts(target.vocab_size))
-        for weight in drafter.parameters():  # a fresh drafter may leave out whole blocks
-            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.5)
+        _scatter(drafter)
         return drafter
 
     return make

@@ -42,6 +42,7 @@ from decode.sampling import Sampler
 from decode.target import Target
 from drafters.base import Batch, supervised
 from drafters.diffusion import Diffusion
+from drafters.dllm import Dllm
 from drafters.expand import expand
 from drafters.medusa import Medusa, Medusa2
 
@@ -429,10 +430,11 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
     """Perturb one position: what may not see it does not change, what is nearest to it does.
 
     Medusa's heads look at the feature alone, and Medusa-2's make it themselves, from tokens up to t. A
-    block looks at the root, and at no token behind it.
+    diffusion drafter knows the root, and at no depth a token behind it.
     """
     target, drafter = taught(pair)
-    heads, makes, block = (isinstance(drafter, kind) for kind in (Medusa, Medusa2, Diffusion))
+    heads, makes = isinstance(drafter, Medusa), isinstance(drafter, Medusa2)
+    blind = isinstance(drafter, (Diffusion, Dllm))
     texts = random_texts(rows=1, length=12)
     batch = batch_of(target, texts)
 
@@ -449,7 +451,7 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
         tokens[0, i] = (tokens[0, i] + 1) % V
         taps[0, i] += 1
         for (t, depth), value in hidden(tokens, batch.taps).items():
-            newest = t if heads else t + 1 if block else t + depth
+            newest = t if heads else t + 1 if blind else t + depth
             if i > newest:
                 assert torch.equal(value, before[t, depth])
             elif i == newest and (makes or not heads):

@@ -14,6 +14,8 @@ OPTIONS = {
     "eagle3": {"layers": 2, "draft_vocab_size": 10},
     "lm": {},
     "lm with adapters": {"lora": {"r": 2, "alpha": 4}},
+    "hf_dllm": {},
+    "hf_dllm with adapters": {"lora": {"r": 2, "alpha": 4}},
     "medusa2": {},
 }
 REFUSE = ["medusa", "hydra", "mlp", "lstm"]

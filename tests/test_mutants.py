@@ -44,6 +44,11 @@ PLAINLY = PATCHY | {"name": "plain"}
 LM = {"drafter_name": "lm"}
 MEDUSA, MEDUSA2, MLP, LSTM = ({"drafter_name": name} for name in ("medusa", "medusa2", "mlp", "lstm"))
 FORMULA = ("test_hydra:test_every_law_is_that_of_the_formula", {"form": {"own_head": True, "layers": 1}})
+DLLM = {"drafter_name": "hf_dllm"}
+PASS = ("test_dllm:test_every_law_is_that_of_one_plain_pass", {"kind": "llama", "shift": 1})
+SEEN = ("test_dllm:test_every_place_reads_every_other_and_no_padding", {"kind": "llama"})
+SAMPLE = ("test_dllm:test_training_takes_a_sample_that_stands_for_all", {})
+STEPS = ("test_dllm:test_with_more_passes_the_surest_masks_are_filled_first", {"steps": 2})
 CHAIN = Plan(depth=3)
 BUSHY = {"drafter": FixedTrees(3), "plan": Plan(2, 2, 5)}
 EXACT = "test_exact_decoding:test_"
@@ -1370,6 +1375,65 @@ MUTANTS = {
     ),
     "a hydra head has the head of another depth": Mutant(
         "drafters.hydra:Hydra.output", "of(depth, target)", "of(1, target)", *FORMULA
+    ),
+    # -- masks filled in by a whole model
+    "a token is read off its own mask, shift or not": Mutant(
+        "drafters.masked:MaskedModel.read", "window.masks - self.shift", "window.masks", *PASS
+    ),
+    "the root is hidden behind a mask": Mutant(
+        "drafters.masked:MaskedModel.window", "place >= size", "place >= size - 1", *PASS
+    ),
+    "a causal model stays one": Mutant(
+        "drafters.masked:MaskedModel.inputs",
+        '"attention_mask": bias[:, None, None].expand(-1, -1, width, -1),',
+        '"attention_mask": bias[:, None, None].expand(-1, -1, width, -1) + torch.full((width, width), '
+        "torch.finfo(bias.dtype).min).triu(1),",
+        *PASS,
+    ),
+    "padding is shown": Mutant(
+        "drafters.masked:MaskedModel.inputs", "bias.masked_fill(~window.seen", "bias.masked_fill(~True", *SEEN
+    ),
+    "a window is the text's beginning": Mutant(
+        "drafters.masked:MaskedModel.window",
+        "end - size + place",
+        "place + 0 * end",
+        "test_dllm:test_of_a_long_text_it_reads_what_there_is_room_for",
+        {"kind": "llama"},
+    ),
+    "a window shows a token of the draft": Mutant(
+        "drafters.dllm:Dllm.unroll", "anchor % length + 2", "anchor % length + 3", FACES, DLLM
+    ),
+    "masks are as many as the plan is deep": Mutant(
+        "drafters.dllm:Dllm.propose",
+        "masked = [len(history.tokens) for history in state], self.masked",
+        "masked = [len(history.tokens) for history in state], self.masked; masked.masks = plan.depth",
+        "test_dllm:test_a_draft_costs_one_pass_however_deep",
+        {"depth": 5},
+    ),
+    "a sample counts for itself": Mutant(
+        "drafters.dllm:Dllm.unroll", "len(every) / len(anchor)", "1.0", *SAMPLE
+    ),
+    "a sample is of the first anchors": Mutant(
+        "drafters.dllm:Dllm._taken", "chosen.sort().values", "chosen.sort().indices", *SAMPLE
+    ),
+    "a sample is drawn by torch's own dice": Mutant(
+        "drafters.dllm:Dllm._taken", ", generator=torch.Generator().manual_seed(seed)", "", *SAMPLE
+    ),
+    "the masks that it is least sure of are filled": Mutant(
+        "drafters.dllm:Dllm._denoise",
+        "chance.masked_fill(~left, -1)",
+        "(-chance).masked_fill(~left, -9)",
+        *STEPS,
+    ),
+    "a filled mask is read again": Mutant(
+        "drafters.dllm:Dllm._denoise", "torch.where(left[..., None], logits, levels)", "logits", *STEPS
+    ),
+    "a mask is filled with a mask": Mutant(
+        "drafters.dllm:Dllm._denoise",
+        "if masked.mask_token < target.vocab_size:",
+        "if False:",
+        "test_dllm:test_no_mask_is_filled_with_a_mask",
+        {},
     ),
     "siblings' nodes are ranked apart from their levels": Mutant(
         "drafters.expand:_Growth.children",

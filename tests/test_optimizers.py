@@ -28,6 +28,7 @@ HIDDEN = {
     "medusa2": {"0", "up", "down"},
     "mlp": {"0", "1", "2"},
     "lm": LLAMA,
+    "hf_dllm": LLAMA,
 }
 
 

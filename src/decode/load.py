@@ -181,11 +181,15 @@ def load_tokenizer(
     """
     folder = Path(name).expanduser()
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             folder if folder.is_dir() else name, revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{what}={name}: no tokenizer ({_first_line(error)})") from None
+    # For some classes transformers makes up a tokenizer that is not there, with ids that are not the model's.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"{what}={name}: no tokenizer (special tokens and nothing else)")
+    return tokenizer
 
 
 def stop_tokens(target: Target) -> list[int]:

@@ -216,12 +216,18 @@ class Sweep:
         alpha = torch.minimum(teacher.p, q, out=self._buffer("least", logits)).sum(-1)
         return Student(logits, q, _norm(logits, q, best), best, alpha)
 
-    def weight(self, head: Head | Side) -> Tensor:
+    def weight(self, head: Head) -> Tensor:
         """A head's weight as products read it."""
-        key = id(head.weight)
-        if key not in self._weights:
-            self._weights[key] = head.weight.detach().to(self._product or head.weight.dtype)
-        return self._weights[key]
+        return self._as_read(head.weight, self._product or head.weight.dtype)
+
+    def side(self, head: Head, side: Side) -> Tensor:
+        """That of its side, in the dtype of the head's."""
+        return self._as_read(side.weight, self.weight(head).dtype)
+
+    def _as_read(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if id(weight) not in self._weights:
+            self._weights[id(weight)] = weight.detach().to(dtype)
+        return self._weights[id(weight)]
 
     def back(self, head: Head, slope: Tensor, out: Tensor) -> None:
         """From (M, V') gradients of the logits to (M, D' + r) of the hidden states."""
@@ -230,7 +236,7 @@ class Sweep:
             return
         states, low = head.parts(out)
         states.copy_(slope @ self.weight(head))
-        low.copy_(columns(slope, head.side.ids) @ self.weight(head.side))
+        low.copy_(columns(slope, head.side.ids) @ self.side(head, head.side))
 
     def _logits(self, name: str, head: Head, hidden: Tensor) -> Tensor:
         weight = self.weight(head)
@@ -241,7 +247,7 @@ class Sweep:
         else:
             torch.addmm(head.bias.detach().to(hidden.dtype), states, weight.mT, out=out)
         if head.side is not None:
-            own = self.weight(head.side).mT
+            own = self.side(head, head.side).mT
             if head.side.ids is None:
                 out.addmm_(low, own)
             else:

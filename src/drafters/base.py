@@ -89,6 +89,14 @@ def supervised(loss_mask: Tensor, depth: int) -> Tensor:
     return alive
 
 
+def some_of(anchors: Tensor, count: int, seed: int) -> Tensor:
+    """`count` of (N,) anchors, ascending, each as likely as any other; all, if there are no more."""
+    if count >= len(anchors):
+        return anchors
+    chosen = torch.randperm(len(anchors), generator=torch.Generator().manual_seed(seed))[:count]
+    return anchors[chosen.sort().values.to(anchors.device)]
+
+
 class Drafter(nn.Module, ABC):
     """Base class. A new drafter is one file here, one yaml in conf/drafter, one contract row.
 

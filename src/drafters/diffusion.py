@@ -60,7 +60,7 @@ class Diffusion(Informed):
         taps: layer ids (inputs of decoder layers) or "last"; the last of them enters the block.
         layers: decoder layers.
         depth: masks of a block, K; a draft is no deeper, and a shallower one is a block cut off.
-        anchors: blocks of a text in a training batch, chosen anew each time; 0: all.
+        anchors: blocks of a text, on average, in a training batch, chosen anew each time; 0: all.
         denoising: passes over a block; between them the surest masks are filled in. With more than
             one nothing can be drawn: a token's row is no longer the law it is drawn from.
         token_info: `none`, or a kind of `TokenInfoBias`.
@@ -161,38 +161,28 @@ class Diffusion(Informed):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Blocks of all anchors side by side; whatever is supervised of them counts."""
-        chosen = self._chosen(batch)  # (A,) on the host
-        if not len(chosen):
+        mask, device = batch.loss_mask.cpu(), batch.tokens.device
+        every = supervised(mask, 1).flatten().nonzero()[:, 0]  # (N,)
+        if not len(every):
             return
-        device, dtype = batch.tokens.device, self.mask.dtype
+        count = len(mask) * self.anchors if self.training and self.anchors else len(every)
+        chosen = some_of(every, count, batch.seed)  # (A,) on the host
         anchors = chosen.to(device)
-        states = self._blocks(batch, target, chosen, anchors, dtype)  # (A, K, D)
+        states = self._blocks(batch, target, chosen, anchors)  # (A, K, D)
         teaching, head = Teaching(self.info, batch.tokens), self.head(target)
-        mask = batch.loss_mask.cpu()
+        weight = len(every) / len(chosen)  # those that are chosen stand for all
         for depth in range(1, self.depth + 1):
             stay = supervised(mask, depth).flatten()[chosen].to(device)
             if not stay.any():
                 return
             anchor = anchors[stay]
             hidden = teaching.hidden(states[stay, depth - 1], anchor, depth)
-            yield DraftStep(hidden, anchor, depth, head, {})
+            yield DraftStep(hidden, anchor, depth, head, {}, weight)
 
-    def _chosen(self, batch: Batch) -> Tensor:
-        """(A,) ascending flat indices b * T + t, of each text `anchors` at most while training."""
-        alive = supervised(batch.loss_mask.cpu(), 1)
-        if self.training and self.anchors:
-            generator = torch.Generator().manual_seed(batch.seed)
-            place = torch.rand(alive.shape, generator=generator).masked_fill(~alive, 2.0)
-            least = place.sort(1).values[:, min(self.anchors, alive.shape[1]) - 1, None]
-            alive = alive & (place <= least)
-        return alive.flatten().nonzero()[:, 0]
-
-    def _blocks(
-        self, batch: Batch, target: Target, chosen: Tensor, anchors: Tensor, dtype: torch.dtype
-    ) -> Tensor:
+    def _blocks(self, batch: Batch, target: Target, chosen: Tensor, anchors: Tensor) -> Tensor:
         """(A, K, D) of the masks."""
         length, width = batch.tokens.shape[1], self.depth + 1
-        device = anchors.device
+        device, dtype = anchors.device, self.mask.dtype
         # Features up to the last anchor of each text, one text behind the other.
         ends = torch.zeros(len(batch.tokens), dtype=torch.long)
         ends.scatter_reduce_(0, chosen // length, chosen % length + 1, "amax")

@@ -24,6 +24,7 @@ CLASSES = {
     "diffusion": "drafters.diffusion:Diffusion",
     "eagle": "drafters.eagle:Eagle",
     "eagle3": "drafters.eagle3:Eagle3",
+    "hf_dllm": "drafters.dllm:Dllm",
     "hydra": "drafters.hydra:Hydra",
     "lm": "drafters.lm:DraftLM",
     "lyanna": "drafters.lyanna:Lyanna",
