@@ -24,7 +24,7 @@ from decode.lm import Head
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import LAST, Tap, Target
-from drafters.base import Batch, DraftStep, supervised
+from drafters.base import Batch, DraftStep, some_of, supervised
 from drafters.expand import expand
 from drafters.layers import DecoderLayer, RMSNorm, Rotary, attend, shape_of
 from drafters.token_info import Informed, Levels, Teaching
