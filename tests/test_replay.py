@@ -19,6 +19,10 @@ CHAIN, SAMPLED = Plan(depth=2), Plan(depth=2, proposal="sampled")
 DYNAMIC = Plan(depth=2, width=2, nodes=4)
 STATIC = Plan(tree=((0,), (1,), (0, 0)))
 HYBRID = Plan(tree=((0,), (1,), (1, 0)), proposal="hybrid")
+MATCHED = [
+    Plan(depth=2, proposal="sampled", rule="match"),
+    Plan(tree=HYBRID.tree, proposal="hybrid", rule="match"),
+]
 PROMPT = [1, 2, 0, 1]
 
 
@@ -44,7 +48,7 @@ def decoded_exactly(target, drafter, plan, sampler, length, stop) -> dict:
 @pytest.mark.parametrize(
     "sampler", [Sampler(0.0), Sampler(0.7), Sampler(1.0, repetition_penalty=1.4)], ids=str
 )
-@pytest.mark.parametrize("plan", [CHAIN, SAMPLED, DYNAMIC, STATIC, HYBRID], ids=lambda p: p.name)
+@pytest.mark.parametrize("plan", [CHAIN, SAMPLED, DYNAMIC, STATIC, HYBRID, *MATCHED], ids=lambda p: p.name)
 def test_expected_rounds_and_survival_are_those_of_the_decoders_exact_law(tiny_target, plan, sampler):
     target, drafter, stop = tiny_target(), Grown(3, 1), [2]
     length = 4 if plan.proposal == "fixed" else 3
