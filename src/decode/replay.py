@@ -80,10 +80,12 @@ def inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> st
     """Why a plan's acceptance is not a function of the rollout alone; empty if it is."""
     if plan.lossy:
         return f"rule {plan.rule} does not keep the target's law"
-    if plan.proposal == "fixed" or not plan.depth or (plan.proposal == "hybrid" and not sampler.temperature):
+    if not plan.depth or plan.draws_at(sampler.temperature) is None:
         return ""
     if drafter is not None and remembers(drafter):
         return "drafts depend on earlier rounds"
+    if plan.drafts > 1:
+        return f"{plan.drafts} drafts are drawn"
     if plan.rule in ("block", "traversal"):
         return f"rule {plan.rule} weighs whole paths"
     if plan.proposal == "sampled":
