@@ -35,6 +35,10 @@ CHAIN = Plan(depth=2)
 TREE = Plan(depth=2, width=2, nodes=5)
 DEEP = Plan(depth=3, width=2, nodes=9)
 SAMPLED = Plan(depth=2, proposal="sampled")
+UNSURE = {  # some rows end at once, some after a token
+    rule: Plan(depth=2, proposal="sampled", rule=rule, min_confidence=0.55)
+    for rule in ("token", "block", "match")
+}
 PAIR = Plan(depth=1, proposal="sampled")
 BLOCK = Plan(depth=2, proposal="sampled", rule="block")
 TWO_ONE = ((0,), (1,), (0, 0))
@@ -61,6 +65,7 @@ DRAWN = {  # every rule on every kind of draft that is drawn, in whole or in par
     "lopsided hybrid, traversal": Plan(tree=LOPSIDED, proposal="hybrid", rule="traversal"),
     "dynamic hybrid": Plan(2, 2, 3, proposal="hybrid"),
     "wide dynamic hybrid": Plan(2, 3, 5, proposal="hybrid"),
+    **{f"confident chain, {rule}": plan for rule, plan in UNSURE.items()},
     "two drafts": Plan(2, proposal="sampled", drafts=2),
     "two drafts, traversal": Plan(2, proposal="sampled", drafts=2, rule="traversal"),
     "two drafts, matched": Plan(2, proposal="sampled", drafts=2, rule="match"),
@@ -114,6 +119,29 @@ def test_every_rule_is_lossless_on_what_is_drawn(tiny_target, path, temperature)
     once = vocab == 4 or "matched" in path or "drafts" in path
     drafter = Grown(vocab, 1, rounds=1 if once else math.inf)
     check_lossless(tiny_target(vocab=vocab), drafter, DRAWN[path], Sampler(temperature), rows=[0])
+
+
+@pytest.mark.parametrize(
+    "plan", [*UNSURE.values(), replace(CHAIN, min_confidence=0.55)], ids=lambda p: p.name
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_rows_that_end_where_they_are_unsure_are_lossless(tiny_target, temperature, plan):
+    lengths = set()
+
+    class Ended(Grown):
+        def propose(self, *arguments):
+            draft = super().propose(*arguments)
+            lengths.update((draft.tokens != PAD).sum(1).tolist())
+            return draft
+
+    check_lossless(
+        tiny_target(),
+        Ended(3, 1, rounds=2 if plan.rule == "block" else 1),
+        plan,
+        Sampler(temperature),
+        length=4,
+    )
+    assert lengths == {0, 1, 2}
 
 
 @pytest.mark.parametrize("drafts", [2, 3])

@@ -79,6 +79,36 @@ def test_a_chain_conditions_each_token_on_those_before(proposal):
                 torch.testing.assert_close(draft.q[row, depth], logits.softmax(-1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("proposal", ["fixed", "sampled"])
+def test_a_chain_ends_before_the_product_of_its_laws_largest_chances_is_too_small(proposal, temperature):
+    """At temperature 0, and where tokens are chosen, those of the laws at temperature 1."""
+    plan, lengths = Plan(5, proposal=proposal, min_confidence=0.35), []
+    law = Sampler(temperature if proposal == "sampled" and temperature else 1.0)
+    for seed in range(6):
+        draft = grow(seed, 3, plan, Sampler(temperature))
+        for row in range(3):
+            chain = [t for t in draft.tokens[row].tolist() if t != PAD]
+            sure = [law.law(table_logits(seed, row, chain[:n])[None]).max() for n in range(len(chain) + 1)]
+            assert math.prod(sure[:-1]) >= 0.35
+            assert len(chain) == 5 or math.prod(sure) < 0.35
+            assert draft.tokens[row, len(chain) :].eq(PAD).all()
+            lengths.append(len(chain))
+        assert draft.depth == max(lengths[-3:])  # nothing is grown that no row asks for
+        assert draft.offered().tolist() == lengths[-3:]
+    assert {0, 1, 4} <= set(lengths)
+
+
+def test_where_no_row_is_sure_of_anything_nothing_is_drafted():
+    flat = torch.zeros(2, V)
+    for proposal in ("fixed", "sampled"):
+        plan = Plan(3, proposal=proposal, min_confidence=0.5)
+        coin = EnumeratingCoin([Script(0), Script(1)])
+        draft = expand(flat, lambda *_: pytest.fail("nothing is to be grown"), ONE, coin, plan)
+        assert draft.tokens.shape == (2, 0)
+        assert draft.depth == 0
+
+
 @pytest.mark.parametrize(
     "plan",
     [

@@ -68,6 +68,10 @@ FAIL, TRAVERSAL, GROWTH = (
 )
 DYNAMIC, STATIC, FORM = "drafters.expand:_dynamic", "drafters.expand:_static", "drafters.expand:_form"
 SIDE, DRAWS = "drafters.chains:side_by_side", "decode.coin:KeyedCoin._draws"
+UNSURE = (
+    "test_expand:test_a_chain_ends_before_the_product_of_its_laws_largest_chances_is_too_small",
+    {"proposal": "sampled", "temperature": 0.7},
+)
 SHARE = ("test_expand:test_drafts_side_by_side_hang_from_the_first_that_begins_as_they_do", {"count": 5})
 SELECT = ("test_verify:test_select_is_match_on_the_path_that_is_expected_to_keep_most", {"sampler": "1"})
 CLOSED = ("test_verify:test_token_has_the_law_of_its_closed_form", {"sampler": "1", "depth": 2})
@@ -1026,6 +1030,21 @@ MUTANTS = {
         "Key(Purpose.PROPOSE, 0)",
         EXACT + "token_with_a_drafter_is_lossless",
         EAGLE | {"sampler": Sampler(0.5)},
+    ),
+    "an unlikely drawn token is discarded": Mutant(
+        "drafters.chains:chain",
+        "token.masked_fill(~going, PAD)",
+        "token.masked_fill(law.gather(1, token[:, None])[:, 0] < plan.min_confidence, PAD)",
+        *drawn("confident chain, token"),
+    ),
+    "an unlikely drawn token is discarded, by block": Mutant(
+        "drafters.chains:chain",
+        "token.masked_fill(~going, PAD)",
+        "token.masked_fill(law.gather(1, token[:, None])[:, 0] < plan.min_confidence, PAD)",
+        *drawn("confident chain, block"),
+    ),
+    "a level is confident alone": Mutant(
+        "drafters.chains:chain", "sure = sure * _confidence", "sure = _confidence", *UNSURE
     ),
     "the temperature of drafts is the target's": Mutant(
         "decode.plan:Plan.draws_at",

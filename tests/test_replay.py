@@ -19,6 +19,7 @@ CHAIN, SAMPLED = Plan(depth=2), Plan(depth=2, proposal="sampled")
 DYNAMIC = Plan(depth=2, width=2, nodes=4)
 STATIC = Plan(tree=((0,), (1,), (0, 0)))
 HYBRID = Plan(tree=((0,), (1,), (1, 0)), proposal="hybrid")
+UNSURE = [Plan(depth=2, min_confidence=0.3), Plan(depth=2, proposal="sampled", min_confidence=0.3)]
 WARM = Plan(depth=2, proposal="sampled", draft_temperature=1.3)
 MATCHED = [
     Plan(depth=2, proposal="sampled", rule="match"),
@@ -50,7 +51,7 @@ def decoded_exactly(target, drafter, plan, sampler, length, stop) -> dict:
     "sampler", [Sampler(0.0), Sampler(0.7), Sampler(1.0, repetition_penalty=1.4)], ids=str
 )
 @pytest.mark.parametrize(
-    "plan", [CHAIN, SAMPLED, DYNAMIC, STATIC, HYBRID, WARM, *MATCHED], ids=lambda p: p.name
+    "plan", [CHAIN, SAMPLED, DYNAMIC, STATIC, HYBRID, WARM, *UNSURE, *MATCHED], ids=lambda p: p.name
 )
 def test_expected_rounds_and_survival_are_those_of_the_decoders_exact_law(tiny_target, plan, sampler):
     target, drafter, stop = tiny_target(), Grown(3, 1), [2]

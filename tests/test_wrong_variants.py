@@ -271,10 +271,11 @@ def stopping(mode: str):
 
     def story(table: Table) -> Story:
         path: Path = ()
-        nodes = []
+        nodes, sure = [], 1.0
         while len(nodes) < 2:
             q = table.q(path)
-            if mode == "before" and max(q) < LOW:
+            sure *= max(q)
+            if (mode == "before" and max(q) < LOW) or (mode == "product before" and sure < LOW):
                 break
             token = yield q
             if mode == "discard" and q[token] < LOW:
@@ -436,7 +437,11 @@ PAIRS: dict[str, tuple[Way, list[Way]]] = {
     ),
     "an unlikely drawn token discarded": (
         Way(stopping("discard")),
-        [Way(stopping(mode), rule) for mode in ("before", "keep") for rule in ("token", "block")]
+        [
+            Way(stopping(mode), rule)
+            for mode in ("before", "product before", "keep")
+            for rule in ("token", "block")
+        ]
         + [Way(stopping("discard"), "match")],
     ),
     "drawn nodes ranked by their own scores": (
@@ -650,6 +655,16 @@ REFUSED = {
         {"depth": 2, "proposal": "sampled", "rule": "select"},
         "set decode.drafts=2 or more",
     ),
+    "confidence in a dynamic tree": (
+        {"depth": 2, "width": 2, "nodes": 4, "min_confidence": 0.5},
+        "for a single chain",
+    ),
+    "confidence in a static tree": ({"tree": TREE, "min_confidence": 0.5}, "for a single chain"),
+    "confidence in several drafts": (
+        {"depth": 2, "drafts": 2, "proposal": "sampled", "min_confidence": 0.5},
+        "for a single chain",
+    ),
+    "more than certainty": ({"depth": 2, "min_confidence": 1.0}, "from 0 to less than 1"),
     "a temperature of chosen tokens": (
         {"depth": 2, "draft_temperature": 1.0},
         "for tokens that are drawn",

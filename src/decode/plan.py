@@ -30,6 +30,8 @@ class Plan:
             child drawn from what the likeliest leave over, and then the likeliest.
         drafts: chains drawn side by side (SpecDiff-2, arXiv:2511.00606), each of `depth` tokens.
         draft_temperature: that tokens are drawn at; None: the sampler's own.
+        min_confidence: a row's chain ends before the product of its levels' confidences falls below
+            this (SpecDec++, arXiv:2405.19715). They are read off laws, never off drawn tokens.
         rule: acceptance rule; `auto` is `match` for fixed drafts, `token` for a sampled chain and
             `recursive` for everything else.
         tree: a static tree (Medusa, arXiv:2401.10774): the path of child ranks to each node, in
@@ -49,6 +51,7 @@ class Plan:
     proposal: str = "fixed"
     drafts: int = 1
     draft_temperature: float | None = None
+    min_confidence: float = 0.0
     rule: str = "auto"
     tree: tuple[Path, ...] = ()
     replacement: bool = False
@@ -88,6 +91,11 @@ class Plan:
             raise UserError(
                 f"decode.drafts={self.drafts}: chains are drawn side by side; set decode.proposal=sampled "
                 "and width=1, without a tree"
+            )
+        if self.min_confidence and (self.forks or not 0 < self.min_confidence < 1):
+            raise UserError(
+                f"decode.min_confidence={self.min_confidence}: from 0 to less than 1, and for a single "
+                "chain; leave it 0, or set width=1 and drafts=1, without a tree"
             )
         if self.draft_temperature is None:
             return
@@ -165,6 +173,8 @@ class Plan:
             kind = {"fixed": "tree", "sampled": "sampled-tree", "hybrid": "hybrid"}[self.proposal]
             kind = f"static-{kind}" if self.tree else kind
             text = f"{kind}-{self.nodes} (depth {self.depth}, width {self.width})"
+        if self.min_confidence:
+            text += f" (confidence {self.min_confidence:g})"
         if self.draft_temperature is not None:
             text += f" drawn at {self.draft_temperature:g}"
         if self.rule != RULES_OF[self.proposal][self.forks]:

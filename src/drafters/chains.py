@@ -1,4 +1,4 @@
-"""Growing chains: one, or several side by side."""
+"""Growing chains: one, each row's as long as it is confident, or several side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.coin import Coin, Key, Purpose
-from decode.draft import Draft, Laws
+from decode.draft import PAD, Draft, Laws
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.vocabulary import Vocabulary, law_of, names
@@ -19,20 +19,38 @@ Step = Callable[[Tensor, Tensor], Tensor]  # see `expand`
 def chain(
     logits: Tensor, step: Step, warp: Sampler | None, coin: Coin, plan: Plan, vocabulary: Vocabulary | None
 ) -> Draft:
-    """One chain of the likeliest tokens or, with `warp`, of drawn ones."""
+    """One chain of the likeliest tokens or, with `warp`, of drawn ones.
+
+    With `plan.min_confidence` a row ends before the first node at which the product of confidences is
+    lower. What is drawn there has no part in that, so the tokens that are drawn keep their laws.
+    """
     first = torch.zeros(logits.shape[0], 1, dtype=torch.long, device=logits.device)
-    everyone = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-    tokens, laws = [], []
+    going = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+    sure, tokens, laws = going.to(torch.promote_types(logits.dtype, torch.float32)), [], []
     for level in range(plan.depth):
-        if warp is None:
+        law = None if warp is None else law_of(logits, warp, vocabulary)
+        if plan.min_confidence:
+            # At temperature 0 every law is sure of its token; what it was made from is not.
+            sure = sure * _confidence(logits, law if warp and warp.temperature else None)
+            going = going & (sure >= plan.min_confidence)
+            if not going.any():  # asks the device, once a level
+                break
+        if law is None:
             token = names(logits.max(-1).indices, vocabulary)  # `argmax` takes twice as long on a CPU
         else:
-            laws.append(law_of(logits, warp, vocabulary))
-            token = coin.draw(laws[-1], Key(Purpose.PROPOSE, level), everyone)
-        tokens.append(token)
+            laws.append(law)
+            token = coin.draw(law, Key(Purpose.PROPOSE, level), going)
+        tokens.append(token.masked_fill(~going, PAD) if plan.min_confidence else token)
         if level + 1 < plan.depth:
             logits = step(token[:, None], first)[:, 0]
+    if not tokens:
+        return Draft.empty(len(going), going.device)
     return Draft.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+
+
+def _confidence(logits: Tensor, law: Tensor | None) -> Tensor:
+    """(B,) the largest chance in (B, V) laws or, without them, in those of the (B, V') logits."""
+    return (Sampler(1.0).law(logits) if law is None else law).amax(-1)
 
 
 def side_by_side(
