@@ -11,7 +11,7 @@ import importlib
 
 import pytest
 import torch
-from exact import EnumeratingCoin, Script
+from exact import EnumeratingCoin, Script, paths_of
 from faces import (
     CHAIN,
     CHUNKS,
@@ -155,6 +155,25 @@ def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monk
                 prefix = follower.texts[row, : follower.settled[row] + 1].tolist()
                 want = laws_below(drafter, target, prefix, path)[-1]
                 torch.testing.assert_close(laws[row], want, rtol=0, atol=ROUNDING)
+
+
+def test_drafts_side_by_side_carry_the_laws_that_training_taught(pair):
+    plan = Plan(depth=K, proposal="sampled", drafts=5)
+    target, drafter = lawful(pair)
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS[:3]:
+        follower.advance(counts)
+        coin = EnumeratingCoin([Script(sum(counts)), Script(1)])
+        with torch.no_grad():
+            draft = drafter.propose(follower.state, follower.target, Sampler(0.3), coin, plan)
+        for row, end in enumerate(follower.settled):
+            prefix = follower.texts[row, : end + 1].tolist()
+            known = paths_of(draft.tokens[row].tolist(), draft.parents[row].tolist())
+            for entry, slot in enumerate(draft.laws.owner[row].tolist()):
+                if slot >= 0:
+                    law = laws_below(drafter, target, prefix, known[slot])[-1]
+                    want = Sampler(0.3).law(law.log()[None])[0]
+                    torch.testing.assert_close(draft.q[row, entry], want, rtol=0, atol=10 * ROUNDING)
 
 
 def test_a_chosen_chain_holds_the_likeliest_token_of_every_law(pair):

@@ -35,6 +35,10 @@ CHAIN = Plan(depth=2)
 TREE = Plan(depth=2, width=2, nodes=5)
 DEEP = Plan(depth=3, width=2, nodes=9)
 SAMPLED = Plan(depth=2, proposal="sampled")
+UNSURE = {  # some rows end at once, some after a token
+    rule: Plan(depth=2, proposal="sampled", rule=rule, min_confidence=0.55)
+    for rule in ("token", "block", "match")
+}
 PAIR = Plan(depth=1, proposal="sampled")
 BLOCK = Plan(depth=2, proposal="sampled", rule="block")
 TWO_ONE = ((0,), (1,), (0, 0))
@@ -61,6 +65,11 @@ DRAWN = {  # every rule on every kind of draft that is drawn, in whole or in par
     "lopsided hybrid, traversal": Plan(tree=LOPSIDED, proposal="hybrid", rule="traversal"),
     "dynamic hybrid": Plan(2, 2, 3, proposal="hybrid"),
     "wide dynamic hybrid": Plan(2, 3, 5, proposal="hybrid"),
+    **{f"confident chain, {rule}": plan for rule, plan in UNSURE.items()},
+    "two drafts": Plan(2, proposal="sampled", drafts=2),
+    "two drafts, traversal": Plan(2, proposal="sampled", drafts=2, rule="traversal"),
+    "two drafts, matched": Plan(2, proposal="sampled", drafts=2, rule="match"),
+    "two drafts, selected": Plan(2, proposal="sampled", drafts=2, rule="select"),
 }
 WARPERS = {
     "top_p": Sampler(0.5, top_p=0.9),
@@ -107,8 +116,42 @@ def test_every_rule_is_lossless_on_what_is_drawn(tiny_target, path, temperature)
     """Grown by the production `expand` from laws that know nothing of the target."""
     # Of three tokens, two siblings would leave one.
     vocab = 4 if "siblings" in path or DRAWN[path].width > 2 else 3
-    drafter = Grown(vocab, 1, rounds=1 if vocab == 4 or "matched" in path else math.inf)
+    once = vocab == 4 or "matched" in path or "drafts" in path
+    drafter = Grown(vocab, 1, rounds=1 if once else math.inf)
     check_lossless(tiny_target(vocab=vocab), drafter, DRAWN[path], Sampler(temperature), rows=[0])
+
+
+@pytest.mark.parametrize(
+    "plan", [*UNSURE.values(), replace(CHAIN, min_confidence=0.55)], ids=lambda p: p.name
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_rows_that_end_where_they_are_unsure_are_lossless(tiny_target, temperature, plan):
+    lengths = set()
+
+    class Ended(Grown):
+        def propose(self, *arguments):
+            draft = super().propose(*arguments)
+            lengths.update((draft.tokens != PAD).sum(1).tolist())
+            return draft
+
+    check_lossless(
+        tiny_target(),
+        Ended(3, 1, rounds=2 if plan.rule == "block" else 1),
+        plan,
+        Sampler(temperature),
+        length=4,
+    )
+    assert lengths == {0, 1, 2}
+
+
+@pytest.mark.parametrize("drafts", [2, 3])
+@pytest.mark.parametrize("rule", ["match", "recursive", "traversal", "select"])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_drafts_side_by_side_are_lossless(tiny_target, temperature, rule, drafts):
+    """Of two tokens, so that most of them are twins; drawn at one temperature whatever the target's."""
+    plan = Plan(2, proposal="sampled", drafts=drafts, draft_temperature=0.8, rule=rule)
+    prompts, drafter, target = [[1, 0, 0, 1], [1], [0, 0]], Grown(2, 1, rounds=1), tiny_target(vocab=2)
+    check_lossless(target, drafter, plan, Sampler(temperature), length=4, prompts=prompts, abreast=256)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -353,6 +396,22 @@ def test_chosen_drafts_reproduce_plain_sampling_token_for_token(tiny_target, sam
         run = generate(target, FixedTrees(5, seed), prompts, plan=replace(TREE, rule=rule), **options)
         assert [o.tokens for o in run.outputs] == plain
         assert any(sum(o.accepted) for o in run.outputs)
+
+
+@pytest.mark.parametrize("rule", ["match", "select"])
+def test_matched_drafts_reproduce_plain_sampling_token_for_token(
+    tiny_target, make_drafter, drafter_name, rule
+):
+    target = tiny_target(vocab=12)
+    plan = Plan(3, proposal="sampled", drafts=3, rule=rule)
+    drafter = able(make_drafter(drafter_name, target), plan)
+    prompts = [[1, 2, 0, 1], [2], [0, 4, 2], [3, 3]]
+    options = {"max_new_tokens": 24, "sampler": Sampler(0.8), "seed": 5, "stop": [11]}
+    plain = [o.tokens for o in generate(target, None, prompts, **options).outputs]
+    run = generate(target, drafter, prompts, plan=plan, **options)
+    assert [o.tokens for o in run.outputs] == plain
+    assert any(sum(o.accepted) for o in run.outputs)
+    assert {n for o in run.outputs for n in o.drafted} == {9}
 
 
 class Recorder(FixedTrees):

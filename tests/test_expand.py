@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,36 @@ def test_a_chain_conditions_each_token_on_those_before(proposal):
                 torch.testing.assert_close(draft.q[row, depth], logits.softmax(-1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("proposal", ["fixed", "sampled"])
+def test_a_chain_ends_before_the_product_of_its_laws_largest_chances_is_too_small(proposal, temperature):
+    """At temperature 0, and where tokens are chosen, those of the laws at temperature 1."""
+    plan, lengths = Plan(5, proposal=proposal, min_confidence=0.35), []
+    law = Sampler(temperature if proposal == "sampled" and temperature else 1.0)
+    for seed in range(6):
+        draft = grow(seed, 3, plan, Sampler(temperature))
+        for row in range(3):
+            chain = [t for t in draft.tokens[row].tolist() if t != PAD]
+            sure = [law.law(table_logits(seed, row, chain[:n])[None]).max() for n in range(len(chain) + 1)]
+            assert math.prod(sure[:-1]) >= 0.35
+            assert len(chain) == 5 or math.prod(sure) < 0.35
+            assert draft.tokens[row, len(chain) :].eq(PAD).all()
+            lengths.append(len(chain))
+        assert draft.depth == max(lengths[-3:])  # nothing is grown that no row asks for
+        assert draft.offered().tolist() == lengths[-3:]
+    assert {0, 1, 4} <= set(lengths)
+
+
+def test_where_no_row_is_sure_of_anything_nothing_is_drafted():
+    flat = torch.zeros(2, V)
+    for proposal in ("fixed", "sampled"):
+        plan = Plan(3, proposal=proposal, min_confidence=0.5)
+        coin = EnumeratingCoin([Script(0), Script(1)])
+        draft = expand(flat, lambda *_: pytest.fail("nothing is to be grown"), ONE, coin, plan)
+        assert draft.tokens.shape == (2, 0)
+        assert draft.depth == 0
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -102,9 +133,30 @@ def test_drawn_laws_ignore_the_repetition_penalty(plan):
     torch.testing.assert_close(draft.q[:, 0], law)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(3, proposal="sampled", draft_temperature=0.6),
+        Plan(3, proposal="sampled", drafts=2, draft_temperature=0.6),
+        Plan(tree=[(0,), (1,), (0, 0)], proposal="sampled", draft_temperature=0.6),
+        Plan(3, 2, 5, proposal="hybrid", draft_temperature=0.6),
+    ],
+    ids=lambda p: p.name,
+)
+def test_drafts_are_drawn_at_their_own_temperature(plan):
+    """Whatever the target's, 0 included; without one they are drawn at that."""
+    shape = replace(plan, draft_temperature=None, rule="auto")
+    for temperature in (0.0, 1.0):
+        one, other = grow(1, 3, plan, Sampler(temperature)), grow(1, 3, shape, Sampler(0.6))
+        assert one.tokens.equal(other.tokens)
+        assert one.q.equal(other.q)
+    assert not grow(1, 3, plan, Sampler(0.0)).q.equal(grow(1, 3, shape, Sampler(1.0)).q)
+
+
 LEVEL_PLANS = [
     Plan(3),
     Plan(3, proposal="sampled"),
+    Plan(3, proposal="sampled", drafts=3),
     Plan(3, 3, 8),
     Plan(3, 3, 8, proposal="hybrid"),
     Plan(2, 9, 20),
@@ -316,6 +368,34 @@ def test_every_drawn_node_has_the_law_it_was_drawn_from(plan, sampler):
             torch.testing.assert_close(
                 laws.q[row, entry], torch.tensor(q, dtype=torch.float64), rtol=0, atol=1e-12
             )
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_drafts_side_by_side_hang_from_the_first_that_begins_as_they_do(count):
+    """Node level * K + k is of chain k; every slot with children has one law, its own."""
+    plan, sampler, shared = Plan(3, proposal="sampled", drafts=count), Sampler(0.5), 0
+    for seed in range(4):
+        draft = grow(seed, 3, plan, sampler)
+        laws = draft.laws
+        assert laws.sampled.all()
+        assert (laws.replacement, laws.siblings, laws.levels) == (True, count, (1, count, count))
+        for row in range(3):
+            tokens, parents = draft.tokens[row].tolist(), draft.parents[row].tolist()
+            want = []
+            for level in range(3):
+                begun = [tuple(tokens[k : level * count : count]) for k in range(count)]
+                above = [(level - 1) * count + begun.index(path) for path in begun]
+                want += above if level else [-1] * count
+            assert parents == want
+            known = paths_of(tokens, parents)
+            owners = [slot for slot in laws.owner[row].tolist() if slot >= 0]
+            assert sorted(owners) == sorted({parent + 1 for parent in parents})
+            for entry, slot in enumerate(laws.owner[row].tolist()):
+                if slot >= 0:
+                    q = torch.tensor(law_of(seed, row, sampler)(known[slot]), dtype=torch.float64)
+                    torch.testing.assert_close(laws.q[row, entry], q, rtol=0, atol=1e-12)
+            shared += len(parents) - len(set(parents))
+    assert shared
 
 
 @pytest.mark.parametrize("plan", [Plan(2, 3, 6, proposal="hybrid"), Plan(tree=STATIC, proposal="hybrid")])

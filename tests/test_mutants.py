@@ -72,7 +72,13 @@ FAIL, TRAVERSAL, GROWTH = (
     "drafters.expand:_Growth",
 )
 DYNAMIC, STATIC, FORM = "drafters.expand:_dynamic", "drafters.expand:_static", "drafters.expand:_form"
-DRAWS = "decode.coin:KeyedCoin._draws"
+SIDE, DRAWS = "drafters.chains:side_by_side", "decode.coin:KeyedCoin._draws"
+UNSURE = (
+    "test_expand:test_a_chain_ends_before_the_product_of_its_laws_largest_chances_is_too_small",
+    {"proposal": "sampled", "temperature": 0.7},
+)
+SHARE = ("test_expand:test_drafts_side_by_side_hang_from_the_first_that_begins_as_they_do", {"count": 5})
+SELECT = ("test_verify:test_select_is_match_on_the_path_that_is_expected_to_keep_most", {"sampler": "1"})
 CLOSED = ("test_verify:test_token_has_the_law_of_its_closed_form", {"sampler": "1", "depth": 2})
 PADDED = "test_verify:test_padding_matches_no_token_not_even_the_first"
 BEST = ("test_expand:test_a_tree_is_the_best_of_eagle_2s_expansion", {"plan": Plan(3, 3, 7)})
@@ -535,21 +541,21 @@ MUTANTS = {
         *refused("a drawn dynamic tree"),
     ),
     "ranked nodes may be traversed": Mutant(
-        "decode.plan:Plan._choose_rule",
+        "decode.plan:Plan._check_rule",
         'self.rule == "traversal" and self.proposal == "hybrid"',
         "False",
         *refused("traversal of a dynamic hybrid"),
     ),
     "token takes a tree": Mutant(
-        "decode.plan:Plan._choose_rule",
-        'self.width > 1 or self.proposal != "sampled"',
+        "decode.plan:Plan._check_rule",
+        'self.forks or self.proposal != "sampled"',
         'self.proposal != "sampled"',
         *refused("token on a tree"),
     ),
     "block takes chosen nodes": Mutant(
-        "decode.plan:Plan._choose_rule",
-        'self.width > 1 or self.proposal != "sampled"',
-        "self.width > 1",
+        "decode.plan:Plan._check_rule",
+        'self.forks or self.proposal != "sampled"',
+        "self.forks",
         *refused("block on chosen nodes"),
     ),
     "a hybrid may be a chain": Mutant(
@@ -566,6 +572,12 @@ MUTANTS = {
     ),
     "a child may have no elder": Mutant(
         "decode.plan:Plan._fit_tree", " or elder not in known", "", *refused("a child without its elder")
+    ),
+    "token takes several drafts": Mutant(
+        "decode.plan:Plan.forks",
+        "self.width > 1 or self.drafts > 1",
+        "self.width > 1",
+        *refused("token on several drafts"),
     ),
     "lossy rules run unasked": Mutant(
         "decode.plan:Plan._choose_rule",
@@ -955,16 +967,16 @@ MUTANTS = {
         PATCHY | {"name": "norm_before_residual"},
     ),
     "a draft id is taken for the target's": Mutant(
-        "drafters.expand:_names",
+        "drafters.vocabulary:names",
         "vocabulary.ids[token]",
         "token",
         "test_drafters:test_a_chosen_chain_holds_the_likeliest_token_of_every_law",
         EAGLE3,
     ),
     "a draft law is taken for one over the target's vocabulary": Mutant(
-        "drafters.expand:_law",
+        "drafters.vocabulary:law_of",
         ".index_copy_(1, vocabulary.ids, law)",
-        ".index_copy_(1, torch.arange(law.shape[1]), law)",
+        ".index_copy_(1, vocabulary.ids.argsort(), law)",
         FACES,
         EAGLE3,
     ),
@@ -990,7 +1002,7 @@ MUTANTS = {
         EAGLE | {"rows": [2, 0]},
     ),
     "q at another temperature": Mutant(
-        "drafters.expand:_chain",
+        "drafters.chains:chain",
         "coin.draw(laws[-1],",
         "coin.draw(logits.softmax(-1),",
         EXACT + "token_with_a_drafter_is_lossless",
@@ -998,31 +1010,92 @@ MUTANTS = {
     ),
     "q of the sampler's defaults": Mutant(
         "drafters.expand:expand",
-        "Sampler(sampler.temperature,",
+        "Sampler(temperature,",
         "Sampler(1.0,",
         "test_drafters:test_a_sampled_chains_laws_are_warped_as_the_sampler_says",
         EAGLE,
     ),
     "the drafter's law is penalised without its history": Mutant(
         "drafters.expand:expand",
-        "warp = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)",
+        "warp = Sampler(temperature, sampler.top_k, sampler.top_p, sampler.min_p)",
         "warp = sampler",
         "test_expand:test_drawn_laws_ignore_the_repetition_penalty",
         {"plan": Plan(2, proposal="sampled")},
     ),
     "a hybrid draws where nothing can be drawn": Mutant(
-        "drafters.expand:expand",
-        '(plan.proposal == "hybrid" and not sampler.temperature)',
+        "decode.plan:Plan.draws_at",
+        '(self.proposal == "hybrid" and not own)',
         "False",
         "test_expand:test_a_hybrid_at_temperature_zero_is_the_fixed_tree",
         {"plan": Plan(2, 3, 6, proposal="hybrid")},
     ),
     "one key for every drafted token": Mutant(
-        "drafters.expand:_chain",
+        "drafters.chains:chain",
         "Key(Purpose.PROPOSE, level)",
         "Key(Purpose.PROPOSE, 0)",
         EXACT + "token_with_a_drafter_is_lossless",
         EAGLE | {"sampler": Sampler(0.5)},
+    ),
+    "an unlikely drawn token is discarded": Mutant(
+        "drafters.chains:chain",
+        "token.masked_fill(~going, PAD)",
+        "token.masked_fill(law.gather(1, token[:, None])[:, 0] < plan.min_confidence, PAD)",
+        *drawn("confident chain, token"),
+    ),
+    "an unlikely drawn token is discarded, by block": Mutant(
+        "drafters.chains:chain",
+        "token.masked_fill(~going, PAD)",
+        "token.masked_fill(law.gather(1, token[:, None])[:, 0] < plan.min_confidence, PAD)",
+        *drawn("confident chain, block"),
+    ),
+    "a level is confident alone": Mutant(
+        "drafters.chains:chain", "sure = sure * _confidence", "sure = _confidence", *UNSURE
+    ),
+    "the temperature of drafts is the target's": Mutant(
+        "decode.plan:Plan.draws_at",
+        "temperature if self.draft_temperature is None else self.draft_temperature",
+        "temperature",
+        "test_expand:test_drafts_are_drawn_at_their_own_temperature",
+        {"plan": Plan(3, proposal="sampled", draft_temperature=0.6)},
+    ),
+    "one key for every level of drafts": Mutant(
+        SIDE, "Key(Purpose.PROPOSE, level * count)", "Key(Purpose.PROPOSE, 0)", *drawn("two drafts")
+    ),
+    "drafts drawn with replacement, told to be without": Mutant(
+        SIDE, "replacement=True", "replacement=False", *drawn("two drafts")
+    ),
+    "a draft's law is that of another": Mutant(
+        SIDE,
+        "owners.append(torch.where(twin == own,",
+        "owners.append(torch.where(twin != own,",
+        *drawn("two drafts"),
+    ),
+    "drafts hang from others that begin otherwise": Mutant(
+        SIDE, "(twin[:, :, None] == twin[:, None]) & ", "", *SHARE
+    ),
+    "drafts hang from the last of their twins": Mutant(
+        SIDE, "alike.int().argmax(-1)", "count - 1 - alike.int().flip(-1).argmax(-1)", *SHARE
+    ),
+    "drafts grow from the first alone": Mutant(
+        SIDE, "step(tokens[-1], twin)", "step(tokens[-1], 0 * twin)", *SHARE
+    ),
+    "the selected draft is weighed by min(1, p / q)": Mutant(
+        "decode.descent:select",
+        "match(replace(draft, tokens=draft.tokens.masked_fill(~best, PAD), laws=None)",
+        "recursive(replace(draft, tokens=draft.tokens.masked_fill(~best, PAD))",
+        *drawn("two drafts, selected"),
+    ),
+    "all drafts but the best are kept": Mutant(
+        "decode.descent:select", "masked_fill(~best, PAD)", "masked_fill(best, PAD)", *SELECT
+    ),
+    "a draft is as good as its last token": Mutant(
+        "decode.descent:most_expected", "score.argmax(-1)", "mass[:, 0].argmax(-1)", *SELECT
+    ),
+    "a draft is as good as it is likely": Mutant(
+        "decode.descent:most_expected", "score.argmax(-1)", "reached[..., 0].argmax(-1)", *SELECT
+    ),
+    "padding is the best draft": Mutant(
+        "decode.descent:most_expected", "mass.masked_fill(draft.tokens == PAD, 0.0)", "mass", *SELECT
     ),
     "one key for every level": Mutant(
         GROWTH + "._draw",

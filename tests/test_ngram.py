@@ -243,6 +243,13 @@ def test_a_run_makes_no_rollouts_and_scores_checkpoint_0(bench):
     assert {row["replay"]["method"] for row in card["rows"]} == {"exact"}
 
 
+def test_confidence_is_refused_for_want_of_a_law():
+    drafter = Ngram(1, 2)
+    drafter.check(Plan(depth=2))
+    with pytest.raises(UserError, match=r"decode\.min_confidence=0\.3: this drafter has no law"):
+        drafter.check(Plan(depth=2, min_confidence=0.3))
+
+
 @pytest.mark.parametrize("plan", ["decode.proposal=sampled", "decode=hybrid", "decode=auto"])
 def test_a_plan_that_draws_is_refused_before_work_starts(bench, plan):
     before = bench.runs()

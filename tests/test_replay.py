@@ -19,6 +19,12 @@ CHAIN, SAMPLED = Plan(depth=2), Plan(depth=2, proposal="sampled")
 DYNAMIC = Plan(depth=2, width=2, nodes=4)
 STATIC = Plan(tree=((0,), (1,), (0, 0)))
 HYBRID = Plan(tree=((0,), (1,), (1, 0)), proposal="hybrid")
+UNSURE = [Plan(depth=2, min_confidence=0.3), Plan(depth=2, proposal="sampled", min_confidence=0.3)]
+WARM = Plan(depth=2, proposal="sampled", draft_temperature=1.3)
+MATCHED = [
+    Plan(depth=2, proposal="sampled", rule="match"),
+    Plan(tree=HYBRID.tree, proposal="hybrid", rule="match"),
+]
 PROMPT = [1, 2, 0, 1]
 
 
@@ -44,7 +50,9 @@ def decoded_exactly(target, drafter, plan, sampler, length, stop) -> dict:
 @pytest.mark.parametrize(
     "sampler", [Sampler(0.0), Sampler(0.7), Sampler(1.0, repetition_penalty=1.4)], ids=str
 )
-@pytest.mark.parametrize("plan", [CHAIN, SAMPLED, DYNAMIC, STATIC, HYBRID], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "plan", [CHAIN, SAMPLED, DYNAMIC, STATIC, HYBRID, WARM, *UNSURE, *MATCHED], ids=lambda p: p.name
+)
 def test_expected_rounds_and_survival_are_those_of_the_decoders_exact_law(tiny_target, plan, sampler):
     target, drafter, stop = tiny_target(), Grown(3, 1), [2]
     length = 4 if plan.proposal == "fixed" else 3
@@ -71,6 +79,16 @@ def test_expected_rounds_and_survival_are_those_of_the_decoders_exact_law(tiny_t
     np.testing.assert_allclose(through, kept, rtol=0, atol=EXACT)
     if sampler.temperature:  # something was kept
         assert rounds < sum(chance * (len(t) - 1) for t, chance in texts.items()) - 0.02
+
+
+@pytest.mark.parametrize("rule", ["match", "recursive", "traversal", "select"])
+def test_several_drafts_are_counted_by_decoding_and_why(rule):
+    for temperature in (0.0, 1.0):
+        plan = Plan(depth=2, proposal="sampled", drafts=4, rule=rule)
+        assert inexact(plan, Sampler(temperature))
+    hybrid = Plan(2, 2, 4, proposal="hybrid", draft_temperature=1.0)
+    assert inexact(hybrid, Sampler(0.0)), "drawn though the target is greedy"
+    assert not inexact(Plan(2, proposal="sampled", draft_temperature=1.0), Sampler(0.0))
 
 
 def test_rollouts_of_different_lengths_are_replayed_side_by_side_as_alone(tiny_target):

@@ -57,8 +57,9 @@ CHAINS = ("token", "block")
 
 def plan_of(rule: str) -> Plan:
     """A plan that allows a rule; its shape means nothing to the rules."""
-    proposal = "sampled" if rule in CHAINS else "fixed"
-    return Plan(depth=1, proposal=proposal, rule=rule, lossy=rule in LOSSY)
+    several = rule == "select"
+    proposal = "sampled" if several or rule in CHAINS else "fixed"
+    return Plan(depth=1, proposal=proposal, drafts=1 + several, rule=rule, lossy=rule in LOSSY)
 
 
 def law_of(rule: str, nodes: list[Node], table: Table, **flags) -> Law:
@@ -164,6 +165,34 @@ def test_match_has_the_law_of_its_closed_form(sampler, tree):
     for seed in range(3):
         table = Table(seed, SAMPLERS[sampler])
         assert_same_law(law_of("match", nodes, table), match_law(table, tokens, parents))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_select_is_match_on_the_path_that_is_expected_to_keep_most(sampler):
+    best = set()
+    for seed in range(12):
+        table, trees = Table(seed, SAMPLERS[sampler]), Trees(V, seed, drawn=(1, 2, 3), chosen=(0,))
+        nodes = told(trees.story([seed]), seed)
+        chains = [line_of(nodes, end) for end in range(len(nodes))]
+
+        def kept(chain: list[Node], table=table) -> float:
+            tokens = [node.token for node in chain]
+            reached, score = 1.0, 0.0
+            for j, token in enumerate(tokens):
+                reached *= table.p(tokens[:j])[token] if token != PAD else 0.0
+                score += reached
+            return score
+
+        chain = max(chains, key=kept)  # of equals the first
+        want = match_law(table, [n.token for n in chain], range(-1, len(chain) - 1))
+        assert_same_law(law_of("select", nodes, table), want)
+        best.add((len(chain), chains.index(chain)))
+    assert len(best) > 3
+
+
+def line_of(nodes: list[Node], end: int) -> list[Node]:
+    """From the root to a node."""
+    return [*(line_of(nodes, nodes[end].parent) if nodes[end].parent >= 0 else []), nodes[end]]
 
 
 @pytest.mark.parametrize("rule", ["recursive", "traversal"])
@@ -569,7 +598,8 @@ def test_a_rule_that_reads_laws_refuses_nodes_selected_by_their_tokens(rule):
     draft = draft_of([[Node(0, -1, [1 / 3] * 3)]], V, selected=True)
     with pytest.raises(UserError, match=r"kept or dropped by a look at the tokens drawn.*rule=match"):
         verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 2), certain())
-    verify(plan_of("match"), draft, rows_of(*[[1 / 3] * 3] * 2), certain())
+    for other in ("match", "select"):
+        verify(plan_of(other), draft, rows_of(*[[1 / 3] * 3] * 2), certain())
 
 
 def test_traversal_refuses_nodes_ranked_against_one_another():

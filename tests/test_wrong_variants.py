@@ -8,6 +8,7 @@ output is wrong. What the rules and the plan can refuse, they refuse.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ from exact import (
 )
 from torch import Tensor
 
-from decode.draft import Draft
+from decode.descent import most_expected
+from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.plan import LOSSY, Plan
 from decode.sampling import Sampler
@@ -57,7 +59,8 @@ class Way(NamedTuple):
 
 def errors(way: Way) -> list[float]:
     """Of one round, continued by the target, with each of a few tables of laws."""
-    plan = Plan(1, proposal="sampled" if way.rule in ("token", "block") else "fixed", rule=way.rule)
+    drawn, several = way.rule in ("token", "block", "select"), way.rule == "select"
+    plan = Plan(1, proposal="sampled" if drawn else "fixed", drafts=1 + several, rule=way.rule)
     found = []
     for seed in SEEDS:
         table = Table(seed, way.sampler)
@@ -180,6 +183,24 @@ def better_of_two(score: Callable[[Table, Path], Law]):
     return story
 
 
+def drafts_that_share(table: Table) -> Story:
+    """As `expand` grows them: where both begin alike, what either draws next hangs from the first."""
+    q = table.q(())
+    a = yield q
+    b = yield q
+    below = table.q((a,)), table.q((b,))
+    c = yield below[0]
+    d = yield below[1]
+    return [Node(a, -1, q), Node(b, -1, q), Node(c, 0, below[0]), Node(d, int(a != b), below[1])]
+
+
+def selected_and_weighed(plan: Plan, draft: Draft, rows: Rows, coin) -> Verdict:
+    """Self-selection, and then min(1, p / q) on the draft that is kept."""
+    best = most_expected(draft, rows.laws(draft))
+    kept = replace(draft, tokens=draft.tokens.masked_fill(~best, PAD))
+    return verify(Plan(1, rule="recursive"), kept, rows, coin)
+
+
 def target_score(table: Table, path: Path) -> Law:
     return table.p(path)
 
@@ -250,10 +271,11 @@ def stopping(mode: str):
 
     def story(table: Table) -> Story:
         path: Path = ()
-        nodes = []
+        nodes, sure = [], 1.0
         while len(nodes) < 2:
             q = table.q(path)
-            if mode == "before" and max(q) < LOW:
+            sure *= max(q)
+            if (mode == "before" and max(q) < LOW) or (mode == "product before" and sure < LOW):
                 break
             token = yield q
             if mode == "discard" and q[token] < LOW:
@@ -405,13 +427,21 @@ PAIRS: dict[str, tuple[Way, list[Way]]] = {
         Way(better_of_two(target_score), "block"),
         [Way(better_of_two(target_score), "match"), Way(two_chains, "traversal", REPLACED)],
     ),
+    "the best of two drafts by what it is expected to keep": (
+        Way(drafts_that_share, "select", REPLACED, selected_and_weighed),
+        [Way(drafts_that_share, rule, REPLACED) for rule in ("select", "recursive", "traversal", "match")],
+    ),
     "two drafts verified apart, the longer one kept": (
         Way(two_chains, "token", REPLACED, longest_of_two),
         [Way(two_chains, rule, REPLACED) for rule in ("recursive", "traversal", "match")],
     ),
     "an unlikely drawn token discarded": (
         Way(stopping("discard")),
-        [Way(stopping(mode), rule) for mode in ("before", "keep") for rule in ("token", "block")]
+        [
+            Way(stopping(mode), rule)
+            for mode in ("before", "product before", "keep")
+            for rule in ("token", "block")
+        ]
         + [Way(stopping("discard"), "match")],
     ),
     "drawn nodes ranked by their own scores": (
@@ -607,6 +637,42 @@ REFUSED = {
     "typical without consent": ({"depth": 2, "rule": "typical"}, "changes the target's law.*lossy=true"),
     "threshold without consent": ({"depth": 2, "rule": "threshold"}, "changes the target's law.*lossy=true"),
     "consent without need": ({"depth": 2, "lossy": True}, "rule=match is lossless"),
+    "drafts that are chosen": ({"depth": 2, "drafts": 2}, "drawn side by side; set decode.proposal=sampled"),
+    "drafts of a tree": (
+        {"tree": TREE, "drafts": 2, "proposal": "sampled"},
+        "drawn side by side.*without a tree",
+    ),
+    "no draft": ({"depth": 2, "drafts": 0}, "decode.drafts=0 must be at least 1"),
+    "token on several drafts": (
+        {"depth": 2, "drafts": 2, "proposal": "sampled", "rule": "token"},
+        "verifies a chain drawn from laws q",
+    ),
+    "block on several drafts": (
+        {"depth": 2, "drafts": 2, "proposal": "sampled", "rule": "block"},
+        "verifies a chain drawn from laws q",
+    ),
+    "selection among one draft": (
+        {"depth": 2, "proposal": "sampled", "rule": "select"},
+        "set decode.drafts=2 or more",
+    ),
+    "confidence in a dynamic tree": (
+        {"depth": 2, "width": 2, "nodes": 4, "min_confidence": 0.5},
+        "for a single chain",
+    ),
+    "confidence in a static tree": ({"tree": TREE, "min_confidence": 0.5}, "for a single chain"),
+    "confidence in several drafts": (
+        {"depth": 2, "drafts": 2, "proposal": "sampled", "min_confidence": 0.5},
+        "for a single chain",
+    ),
+    "more than certainty": ({"depth": 2, "min_confidence": 1.0}, "from 0 to less than 1"),
+    "a temperature of chosen tokens": (
+        {"depth": 2, "draft_temperature": 1.0},
+        "for tokens that are drawn",
+    ),
+    "a negative draft temperature": (
+        {"depth": 2, "proposal": "sampled", "draft_temperature": -1.0},
+        "must be at least 0",
+    ),
     "repeated siblings that are chosen": (
         {"tree": TREE, "replacement": True},
         "replacement is for sampled trees",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +41,29 @@ def recursive(draft: Draft, rows: Rows, coin: Coin) -> Verdict:
     the fixed children with a draw from r.
     """
     return _walk(draft, rows, coin, Purpose.RESIDUAL)
+
+
+def select(draft: Draft, rows: Rows, coin: Coin) -> Verdict:
+    """Self-selection (SpecDiff-2, arXiv:2511.00606): `match` on the best of several drafts alone.
+
+    A draft that was chosen for its tokens consists of chosen tokens, whatever it was drawn from.
+    """
+    best = most_expected(draft, rows.laws(draft))
+    return match(replace(draft, tokens=draft.tokens.masked_fill(~best, PAD), laws=None), rows, coin)
+
+
+def most_expected(draft: Draft, laws: Tensor) -> Tensor:
+    """(B, N) bool: the path of which `match` keeps most in expectation, the first of equals.
+
+    Along a path that is the sum over j of p(x_1) .. p(x_j); `laws` (B, S, V) are the target's.
+    """
+    row = torch.arange(laws.shape[0], device=laws.device)
+    mass = laws[row[:, None], draft.parents + 1, draft.tokens.clamp_min(0)]  # (B, N)
+    on_path = draft.ancestors()[:, 1:, 1:]  # (B, N, N)
+    mass = mass.masked_fill(draft.tokens == PAD, 0.0)[:, None].expand_as(on_path)
+    reached = mass.masked_fill(~on_path, 1.0).prod(-1, keepdim=True)  # (B, N, 1)
+    score = (on_path.to(reached.dtype) @ reached)[..., 0]
+    return on_path[row, score.argmax(-1)]
 
 
 def _walk(draft: Draft, rows: Rows, coin: Coin, purpose: Purpose) -> Verdict:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from decode.errors import UserError
 
 Path = tuple[int, ...]  # child ranks from the root to a node
-# proposal -> the rule that `auto` stands for on chains and on trees
+# proposal -> the rule that `auto` stands for on a chain, and where nodes may have siblings
 RULES_OF = {
     "fixed": ("match", "match"),
     "sampled": ("token", "recursive"),
     "hybrid": ("recursive", "recursive"),
 }
-LOSSLESS = ("match", "token", "block", "recursive", "traversal")
+LOSSLESS = ("match", "token", "block", "recursive", "traversal", "select")
 LOSSY = ("typical", "threshold")
 
 
@@ -28,7 +28,11 @@ class Plan:
         nodes: nodes that are verified, the best by draft probability; 0 means `depth`.
         proposal: `fixed` takes the likeliest tokens; `sampled` draws them; `hybrid` gives a node one
             child drawn from what the likeliest leave over, and then the likeliest.
-        rule: acceptance rule; `auto` is `match` for fixed drafts, `token` for sampled chains and
+        drafts: chains drawn side by side (SpecDiff-2, arXiv:2511.00606), each of `depth` tokens.
+        draft_temperature: that tokens are drawn at; None: the sampler's own.
+        min_confidence: a row's chain ends before the product of its levels' confidences falls below
+            this (SpecDec++, arXiv:2405.19715). They are read off laws, never off drawn tokens.
+        rule: acceptance rule; `auto` is `match` for fixed drafts, `token` for a sampled chain and
             `recursive` for everything else.
         tree: a static tree (Medusa, arXiv:2401.10774): the path of child ranks to each node, in
             place of depth, width and nodes. Rank 0 is the first child: the likeliest, or the drawn one.
@@ -45,6 +49,9 @@ class Plan:
     width: int = 1
     nodes: int = 0
     proposal: str = "fixed"
+    drafts: int = 1
+    draft_temperature: float | None = None
+    min_confidence: float = 0.0
     rule: str = "auto"
     tree: tuple[Path, ...] = ()
     replacement: bool = False
@@ -61,10 +68,11 @@ class Plan:
             raise UserError(f"decode: depth={self.depth}, width={self.width} must be >= 0 and >= 1")
         if self.proposal == "hybrid" and self.depth and self.width == 1:
             raise UserError("decode: a hybrid node has two children or more; set decode.width=2 or more")
+        self._check_drafts()
         nodes = self.nodes or self.depth
         if nodes < self.depth:
             raise UserError(f"decode.nodes={nodes} is fewer than decode.depth={self.depth}")
-        object.__setattr__(self, "nodes", nodes if self.width > 1 else self.depth)
+        object.__setattr__(self, "nodes", nodes if self.width > 1 else self.drafts * self.depth)
         if self.proposal == "sampled" and self.width > 1 and not self.tree:
             raise UserError(
                 "decode: a dynamic tree keeps the best of its nodes, and a sampled node that is dropped "
@@ -74,6 +82,28 @@ class Plan:
         if self.replacement and not (self.proposal == "sampled" and self.tree):
             raise UserError("decode.replacement is for sampled trees: decode=static proposal=sampled")
         self._choose_rule()
+        self._check_rule()
+
+    def _check_drafts(self) -> None:
+        if self.drafts < 1:
+            raise UserError(f"decode.drafts={self.drafts} must be at least 1")
+        if self.drafts > 1 and (self.proposal != "sampled" or self.width > 1 or self.tree):
+            raise UserError(
+                f"decode.drafts={self.drafts}: chains are drawn side by side; set decode.proposal=sampled "
+                "and width=1, without a tree"
+            )
+        if self.min_confidence and (self.forks or not 0 < self.min_confidence < 1):
+            raise UserError(
+                f"decode.min_confidence={self.min_confidence}: from 0 to less than 1, and for a single "
+                "chain; leave it 0, or set width=1 and drafts=1, without a tree"
+            )
+        if self.draft_temperature is None:
+            return
+        if self.draft_temperature < 0 or self.proposal == "fixed":
+            raise UserError(
+                f"decode.draft_temperature={self.draft_temperature}: must be at least 0, and is for tokens "
+                "that are drawn: decode.proposal=sampled or hybrid"
+            )
 
     def _fit_tree(self) -> None:
         """Read depth, width and nodes off the paths."""
@@ -90,7 +120,7 @@ class Plan:
 
     def _choose_rule(self) -> None:
         if self.rule == "auto":
-            object.__setattr__(self, "rule", RULES_OF[self.proposal][self.width > 1])
+            object.__setattr__(self, "rule", RULES_OF[self.proposal][self.forks])
         if self.rule not in LOSSLESS + LOSSY:
             raise UserError(f"decode.rule={self.rule}: choose one of auto, {', '.join(LOSSLESS + LOSSY)}")
         if (self.rule in LOSSY) != self.lossy:
@@ -99,29 +129,54 @@ class Plan:
                 if self.rule in LOSSY
                 else f"decode.lossy=true, but rule={self.rule} is lossless: choose {' or '.join(LOSSY)}"
             )
+
+    def _check_rule(self) -> None:
+        """Refuse a rule that would not be lossless on such drafts."""
         if self.rule == "traversal" and self.proposal == "hybrid" and self.depth and not self.tree:
             raise UserError(
                 "decode.rule=traversal weighs a subtree before the next one, and in a dynamic tree what is "
                 "drawn in one decides what is kept of another: not lossless. Give decode.tree "
                 "(decode=static), or rule=recursive"
             )
-        if self.rule in ("token", "block") and (self.width > 1 or self.proposal != "sampled"):
+        if self.rule in ("token", "block") and (self.forks or self.proposal != "sampled"):
             raise UserError(
                 f"decode.rule={self.rule} verifies a chain drawn from laws q: a chosen token has no such "
                 f"law, and min(1, p/q) would not be lossless. Set width=1 proposal=sampled, or rule=match"
             )
+        if self.rule == "select" and self.drafts == 1:
+            raise UserError(
+                "decode.rule=select keeps the best of several drafts: set decode.drafts=2 or more "
+                "(decode=drafts), or rule=match"
+            )
+
+    @property
+    def forks(self) -> bool:
+        """Whether a node may have several children."""
+        return self.width > 1 or self.drafts > 1
+
+    def draws_at(self, temperature: float) -> float | None:
+        """Temperature of the laws that tokens are drawn from, at this one of the target; None: none is."""
+        own = temperature if self.draft_temperature is None else self.draft_temperature
+        # A hybrid node at temperature 0 would have nothing left to draw from.
+        return None if self.proposal == "fixed" or (self.proposal == "hybrid" and not own) else own
 
     @property
     def name(self) -> str:
         """As tables show it."""
         if self.depth == 0:
             return "plain"
-        if self.width == 1:
+        if self.drafts > 1:
+            text = f"drafts-{self.drafts}x{self.depth}"
+        elif self.width == 1:
             text = f"chain-{self.depth}" + ("-sampled" if self.proposal == "sampled" else "")
         else:
             kind = {"fixed": "tree", "sampled": "sampled-tree", "hybrid": "hybrid"}[self.proposal]
             kind = f"static-{kind}" if self.tree else kind
             text = f"{kind}-{self.nodes} (depth {self.depth}, width {self.width})"
-        if self.rule != RULES_OF[self.proposal][self.width > 1]:
+        if self.min_confidence:
+            text += f" (confidence {self.min_confidence:g})"
+        if self.draft_temperature is not None:
+            text += f" drawn at {self.draft_temperature:g}"
+        if self.rule != RULES_OF[self.proposal][self.forks]:
             text += f" {self.rule}"
         return f"{text} LOSSY" if self.lossy else text

@@ -1,9 +1,9 @@
 """Exact acceptance, without a coin: what a decoder would do on a stored rollout of the target.
 
 Given that the decoder emits token y, it came from the draft with probability 1 if y is a fixed
-child, and min(1, q(y) / p(y)) if a child is drawn from q; so the places where rounds begin on a
-rollout y ~ p form a Markov chain whose steps are known, and tau is a sum over it (docs/lossless.md).
-The rollout must have been drawn from the very law p that is scored.
+child, and if a child is drawn from q with min(1, q(y) / p(y)), or q(y) where it is matched; so the
+places where rounds begin on a rollout y ~ p form a Markov chain whose steps are known, and tau is a
+sum over it (docs/lossless.md). The rollout must have been drawn from the very law p that is scored.
 """
 
 from __future__ import annotations
@@ -80,10 +80,12 @@ def inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> st
     """Why a plan's acceptance is not a function of the rollout alone; empty if it is."""
     if plan.lossy:
         return f"rule {plan.rule} does not keep the target's law"
-    if plan.proposal == "fixed" or not plan.depth or (plan.proposal == "hybrid" and not sampler.temperature):
+    if not plan.depth or plan.draws_at(sampler.temperature) is None:
         return ""
     if drafter is not None and remembers(drafter):
         return "drafts depend on earlier rounds"
+    if plan.drafts > 1:
+        return f"{plan.drafts} drafts are drawn"
     if plan.rule in ("block", "traversal"):
         return f"rule {plan.rule} weighs whole paths"
     if plan.proposal == "sampled":
@@ -168,7 +170,8 @@ def _keeps(
             here = slice(None, rows), slice(place, place + plan.depth)
             ahead = texts.answers[here]
             draft = drafter.propose(state, target, sampler, Dictate(ahead), plan)  # pyright: ignore[reportArgumentType]
-            keeps[n][:rows, place - 1] = _kept(draft, ahead, masses[here])
+            mass = torch.ones_like(masses[here]) if plan.rule == "match" else masses[here]
+            keeps[n][:rows, place - 1] = _kept(draft, ahead, mass)
     return keeps
 
 
@@ -194,7 +197,11 @@ def _masses(
 
 
 def _kept(draft: Draft, ahead: Tensor, mass: Tensor) -> np.ndarray:
-    """(B, K) chance that each token of `ahead` is kept if those before are; 0 where there is no node."""
+    """(B, K) chance that each token of `ahead` is kept if those before are; 0 where there is no node.
+
+    `mass` (B, K) is what a drawn node's law is held against: p(y), or 1 where it is matched, as it
+    then is y with chance q(y).
+    """
     if not draft.depth:  # no row was offered anything
         return np.zeros(ahead.shape)
     rows = torch.arange(ahead.shape[0], device=ahead.device)

@@ -1,9 +1,10 @@
 """Acceptance rules, each written once against a `Coin`.
 
 `match`, `recursive` and `traversal` are lossless: what they emit, continued by the target, has the
-target's law (docs/lossless.md). `token` and `block` are the latter two on a sampled chain. The
-rules loop over depth and over sampled siblings, for all rows at once, and never ask the device for
-a value. `lenient` is not lossless, and only runs where the plan says `lossy`.
+target's law (docs/lossless.md). `token` and `block` are the latter two on a sampled chain, `select`
+is the first on one of several drafts. The rules loop over depth and over sampled siblings, for all
+rows at once, and never ask the device for a value. `lenient` is not lossless, and only runs where
+the plan says `lossy`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decode.coin import Coin, Key, Purpose
-from decode.descent import match, recursive
+from decode.descent import match, recursive, select
 from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.plan import Plan
@@ -59,6 +60,7 @@ RULES = {
     "block": Rule(traversal, "a chain sampled from laws q that the draft carries", True, True),
     "recursive": Rule(recursive, "any chain or tree whose sampled nodes carry their laws"),
     "traversal": Rule(traversal, "any chain or tree whose sampled nodes carry their laws"),
+    "select": Rule(select, "any chain or tree", reads_laws=False),
     "typical": Rule(lenient, "any chain or tree, with loss", reads_laws=False, lossy=True),
     "threshold": Rule(lenient, "any chain or tree, with loss", reads_laws=False, lossy=True),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,20 +15,8 @@ from decode.coin import Coin, Key, Purpose
 from decode.draft import PAD, Draft, Laws
 from decode.plan import Path, Plan
 from decode.sampling import Sampler
-
-Step = Callable[[Tensor, Tensor], Tensor]
-
-
-class Vocabulary(NamedTuple):
-    """A reduced draft vocabulary.
-
-    Attributes:
-        ids: (V',) the target's id of every draft id, ascending: ties stay in order.
-        size: V of the target.
-    """
-
-    ids: Tensor
-    size: int
+from drafters.chains import Step, chain, side_by_side
+from drafters.vocabulary import Vocabulary, law_of, names
 
 
 def expand(
@@ -53,13 +41,16 @@ def expand(
         vocabulary: of the logits, if it is not the target's. Tokens are chosen in it and then
             named; a law that tokens are drawn from is 0 outside, which no rule minds.
     """
-    # The drafter's own warpers may be anything; a penalty would need the history it has not.
-    warp = Sampler(sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)
-    # A hybrid node at temperature 0 would have nothing left to draw from.
-    fixed = plan.proposal == "fixed" or (plan.proposal == "hybrid" and not sampler.temperature)
+    temperature = plan.draws_at(sampler.temperature)
+    warp = None
+    if temperature is not None:
+        # The drafter's own warpers may be anything; a penalty would need the history it has not.
+        warp = Sampler(temperature, sampler.top_k, sampler.top_p, sampler.min_p)
+    if warp is not None and plan.drafts > 1:
+        return side_by_side(logits, step, warp, coin, plan, vocabulary)
     if plan.width == 1:
-        return _chain(logits, step, None if fixed else warp, coin, plan.depth, vocabulary)
-    grow = _Growth(coin, None if fixed else warp, plan, vocabulary)
+        return chain(logits, step, warp, coin, plan, vocabulary)
+    grow = _Growth(coin, warp, plan, vocabulary)
     return _static(logits, step, grow, plan) if plan.tree else _dynamic(logits, step, grow, plan)
 
 
@@ -73,42 +64,6 @@ def product(levels: Sequence[Tensor]) -> tuple[Tensor, Step]:
         return next(below)[:, None]
 
     return next(below), step
-
-
-def _names(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """The target's ids of draft ids."""
-    return token if vocabulary is None else vocabulary.ids[token]
-
-
-def _law(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Tensor:
-    """(R, V) or (R, V') logits -> (R, V) law."""
-    law = warp.law(logits)
-    if vocabulary is None:
-        return law
-    return law.new_zeros(len(law), vocabulary.size).index_copy_(1, vocabulary.ids, law)
-
-
-def _chain(
-    logits: Tensor,
-    step: Step,
-    warp: Sampler | None,
-    coin: Coin,
-    depth: int,
-    vocabulary: Vocabulary | None,
-) -> Draft:
-    first = torch.zeros(logits.shape[0], 1, dtype=torch.long, device=logits.device)
-    everyone = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-    tokens, laws = [], []
-    for level in range(depth):
-        if warp is None:
-            token = _names(logits.max(-1).indices, vocabulary)  # `argmax` takes twice as long on a CPU
-        else:
-            laws.append(_law(logits, warp, vocabulary))
-            token = coin.draw(laws[-1], Key(Purpose.PROPOSE, level), everyone)
-        tokens.append(token)
-        if level + 1 < depth:
-            logits = step(token[:, None], first)[:, 0]
-    return Draft.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
 
 
 @dataclass
@@ -151,9 +106,9 @@ class _Growth:
         count = min(wanted, vocab)
         if self.warp is None:
             score, token = logits.log_softmax(-1, dtype=torch.float32).topk(count)
-            token = _names(token, self.vocabulary)
+            token = names(token, self.vocabulary)
         else:
-            law = _law(logits.flatten(0, 1), self.warp, self.vocabulary)
+            law = law_of(logits.flatten(0, 1), self.warp, self.vocabulary)
             law = law.unflatten(0, logits.shape[:2]).expand(-1, len(fans), -1)  # (B, W, V)
             if self.plan.proposal == "sampled":
                 token = self._draw(law, count)

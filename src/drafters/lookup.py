@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from decode.coin import KeyedCoin
 from decode.draft import PAD, Draft
+from decode.errors import UserError
 from decode.plan import Path, Plan
 from decode.sampling import Sampler
 from decode.target import Target
@@ -180,6 +181,15 @@ class Lookup(TextDrafter):
     def __init__(self, orders: Sequence[int]) -> None:
         super().__init__()
         self.orders = orders
+
+    @override
+    def check(self, plan: Plan) -> None:
+        super().check(plan)
+        if plan.min_confidence:
+            raise UserError(
+                f"decode.min_confidence={plan.min_confidence}: this drafter has no law to be confident by; "
+                "leave it 0"
+            )
 
     @abstractmethod
     def nodes(self, history: History, plan: Plan) -> list[Node]:
