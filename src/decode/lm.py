@@ -28,7 +28,9 @@ class Side(NamedTuple):
     def add(self, logits: Tensor, low: Tensor) -> Tensor:
         """(..., V') logits and (..., r) -> their sum."""
         own = nn.functional.linear(low, self.weight)
-        return logits + own if self.ids is None else logits.index_add(-1, self.ids, own)
+        if self.ids is None:
+            return logits + own
+        return logits.expand(*own.shape[:-1], -1).index_add(-1, self.ids, own)
 
 
 @dataclass(frozen=True, slots=True)

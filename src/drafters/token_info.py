@@ -140,7 +140,7 @@ class TokenInfoBias(nn.Module):
             own = own * self._gate(self._embed(token)[0], state)
         if self.hot is None:
             return logits + own, None
-        return logits.expand(-1, token.shape[1], -1).index_add(-1, self.hot, own), None
+        return logits.expand(*own.shape[:-1], -1).index_add(-1, self.hot, own), None
 
     def _pairs(self) -> Tensor | None:
         """(V_s + 1, V_s) biases of all hot pairs, then of none; made once for weights that stay."""

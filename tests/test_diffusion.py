@@ -1,0 +1,271 @@
+"""The block diffusion drafter: one pass for any block length, and the objectives of streaks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from exact import check_lossless
+from faces import CHAIN, TREE, Follower, K, V, batch_of, both, random_texts
+
+from decode.errors import UserError
+from decode.lm import Head
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.divergences import hit, nll
+from distill.objectives import Objective
+from distill.weighting import DPace, Streak
+from drafters import hub
+from drafters.base import DraftStep, some_of
+
+# -- the drafter -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [2, 5, 8])
+def test_a_draft_costs_one_pass_and_one_head_product_whatever_the_block(tiny_target, make_drafter, depth):
+    """SD5."""
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    drafter = make_drafter("diffusion", target, depth=depth)
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((5, 3))
+    passes, products = [], []
+    run, product = drafter._pass, Head.product
+    drafter._pass = lambda *a: passes.append(1) or run(*a)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Head, "product", lambda self, s: products.append(s.shape[1]) or product(self, s))
+        draft = follower.propose(Plan(depth, 3, depth + 4))
+    assert len(passes) == len(products) == 1
+    assert draft.offered().max() >= 1
+
+
+def test_a_shallow_draft_is_a_deep_one_cut_off(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "diffusion")
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((5, 3))
+    assert torch.equal(follower.propose(Plan(depth=1)).tokens, follower.propose(CHAIN).tokens[:, :1])
+    with pytest.raises(UserError, match=f"this drafter predicts {K} tokens"):
+        follower.propose(Plan(depth=K + 1))
+
+
+def test_masks_see_one_another_both_ways(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "diffusion")
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((5, 3))
+    before = follower.propose(Plan(depth=K, proposal="sampled")).q
+    with torch.no_grad():
+        drafter.mask[-1] += 1
+    after = follower.propose(Plan(depth=K, proposal="sampled")).q
+    assert (after - before).abs().amax((0, 2)).min() > 1e-4  # the first depth, too
+
+
+def test_features_are_keys_and_values_in_every_layer(tiny_target, make_drafter):
+    """DF2: without them it drafts otherwise; and only those up to the one before the root."""
+    target, drafter = both(tiny_target, make_drafter, "diffusion", layers=2)
+    texts = random_texts()
+    laws = []
+    for change in (None, 0, 1):
+        follower = Follower(drafter, target, texts)
+        if change is not None:  # a layer's values of old features
+            project = drafter.context
+            old = [drafter.layers[change]]
+            drafter.context = lambda layer, f, a, p=project, old=old: tuple(
+                t * (0.0 if layer is old[0] else 1.0) for t in p(layer, f, a)
+            )
+        follower.advance((5, 3))
+        laws.append(follower.propose(Plan(depth=K, proposal="sampled")).q)
+        drafter.__dict__.pop("context", None)
+    assert (laws[1] - laws[0]).abs().max() > 1e-3
+    assert (laws[2] - laws[0]).abs().max() > 1e-3
+
+
+def test_training_takes_some_anchors_that_stand_for_all(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "diffusion", anchors=4)
+    batch = batch_of(target, random_texts())
+    every = next(iter(drafter.unroll(batch, target))).anchor
+    drafter.train()
+    first = next(iter(drafter.unroll(batch._replace(seed=3), target)))
+    assert len(first.anchor) == 2 * 4
+    assert first.weight == len(every) / 8
+    assert set(first.anchor.tolist()) <= set(every.tolist())
+    assert first.anchor.tolist() == sorted(first.anchor.tolist())
+    again = next(iter(drafter.unroll(batch._replace(seed=3), target)))
+    other = next(iter(drafter.unroll(batch._replace(seed=4), target)))
+    assert torch.equal(first.anchor, again.anchor)
+    assert not torch.equal(first.anchor, other.anchor)
+
+
+def test_a_sample_is_fair():
+    counts = torch.zeros(10)
+    for seed in range(600):
+        counts[some_of(torch.arange(10), 3, seed)] += 1
+    assert (counts - 180).abs().max() < 60  # five standard deviations
+    assert some_of(torch.arange(3), 5, 0).tolist() == [0, 1, 2]
+
+
+def test_an_anchors_states_do_not_depend_on_which_others_are_taken(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "diffusion", anchors=4)
+    batch = batch_of(target, random_texts())
+    with torch.no_grad():
+        alone = {
+            (s.depth, a): h
+            for s in drafter.unroll(batch, target)
+            for a, h in zip(s.anchor.tolist(), s.hidden, strict=True)
+        }
+        drafter.train()
+        for step in drafter.unroll(batch, target):
+            for anchor, hidden in zip(step.anchor.tolist(), step.hidden, strict=True):
+                torch.testing.assert_close(hidden, alone[step.depth, anchor], rtol=0, atol=1e-5)
+
+
+# -- more than one denoising step ----------------------------------------------------------------
+
+
+def test_further_passes_fill_in_the_surest_and_keep_them(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "diffusion", denoising=K)
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((5, 3))
+    seen, run = [], drafter._pass
+    drafter._pass = lambda store, x: seen.append(x) or run(store, x)
+    chain = follower.propose(CHAIN)
+    assert len(seen) == K
+    for before, after in itertools.pairwise(seen):
+        moved = (before != after).any(-1)
+        assert not moved[:, 0].any()  # the root is known
+        assert moved.sum(1).tolist() == [1, 1]
+    # What was filled in is what is drafted, however the last pass sees it.
+    filled = (
+        seen[-1][:, 1:]
+        - follower.drafter.inputs(target.embed(follower.state.root), follower.state.newest)[:, 1:]
+    )
+    for row in range(2):
+        for k in range(K):
+            if filled[row, k].any():
+                want = target.embed(chain.tokens[row, k]) - drafter.mask[k]
+                torch.testing.assert_close(filled[row, k], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(2, proposal="sampled"), Plan(2, 2, 4, proposal="hybrid")], ids=lambda p: p.name
+)
+def test_nothing_is_drawn_after_a_second_pass(tiny_target, make_drafter, plan):
+    target, drafter = both(tiny_target, make_drafter, "diffusion", denoising=2)
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((5, 3))
+    with pytest.raises(UserError, match=r"set decode\.proposal=fixed"):
+        follower.propose(plan)
+
+
+@pytest.mark.parametrize("plan", [Plan(2), Plan(2, 2, 5)], ids=lambda p: p.name)
+def test_several_passes_are_lossless(tiny_target, make_drafter, plan):
+    target = tiny_target()
+    check_lossless(target, make_drafter("diffusion", target, denoising=2), plan, Sampler(1.0))
+
+
+# -- streaks (SD1, SD2) ----------------------------------------------------------------------------
+
+
+def block(vocab, depth, seed):
+    """Hidden states of one anchor's depths, a head, the target's features and its text."""
+    dice = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=dice, dtype=torch.float64)  # noqa: E731
+    hidden = [draw(1, 5).requires_grad_() for _ in range(depth)]
+    text = torch.randint(vocab, (1, depth + 2), generator=dice)
+    return hidden, Head(draw(vocab, 5)), draw(1, depth + 2, 5), text
+
+
+def streak_of(hidden, head, text):
+    """- sum_j prod_{i <= j} q_i(x_i), by autograd."""
+    q = torch.stack([head(h)[0].softmax(-1) for h in hidden])
+    return q.gather(1, text[0, 2:, None])[:, 0].cumprod(0).sum()
+
+
+def graded(objective, hidden, head, last, text):
+    steps = [DraftStep(h, torch.tensor([0]), j, head, {}) for j, h in enumerate(hidden, 1)]
+    total, scored = objective(steps, last, head, {}, 1.0, text)
+    return torch.autograd.grad(total, hidden), scored
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("vocab", [2, 4])
+def test_the_streak_is_the_expected_match_length(vocab, depth):
+    """SD1: E_{x ~ p, y ~ q} of how far they agree, by enumeration of all x and y."""
+    hidden, head, last, _ = block(vocab, depth, 0)
+    objective = Objective(hit, Streak(0.0, 0.0, "token"))
+    p = [
+        torch.randn(vocab, generator=torch.Generator().manual_seed(i)).double().softmax(-1)
+        for i in range(depth)
+    ]
+    q = [head(h)[0].softmax(-1) for h in hidden]
+    texts = list(itertools.product(range(vocab), repeat=depth))
+    brute, ours = 0.0, 0.0
+    for x in texts:
+        mass = torch.stack([p[i][t] for i, t in enumerate(x)]).prod()
+        for y in texts:
+            drawn = torch.stack([q[i][t] for i, t in enumerate(y)]).prod()
+            brute = brute + mass * drawn * sum(x[: j + 1] == y[: j + 1] for j in range(depth))
+        text = torch.tensor([[0, 0, *x]])
+        ours += mass * sum(s.kept for s in graded(objective, hidden, head, last, text)[1])
+    assert abs(float(brute.detach()) - float(ours)) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "objective",
+    [Objective(hit, Streak(0.0, 0.0, "token")), Objective(nll, DPace(0.0, 0.0, "token"))],
+    ids=["streak", "dpace without smoothing"],
+)
+def test_its_gradient_is_the_streaks_both_ways(objective, seed):
+    """SD2: direct, and as D-PACE weighs logarithms."""
+    hidden, head, last, text = block(7, 4, seed)
+    want = torch.autograd.grad(-streak_of(hidden, head, text), hidden)
+    got, _ = graded(objective, hidden, head, last, text)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=0, atol=1e-12)
+
+
+def test_other_weights_are_other_gradients():
+    hidden, head, last, text = block(7, 4, 0)
+    want = torch.autograd.grad(-streak_of(hidden, head, text), hidden)
+    for objective in (
+        Objective(hit, lambda depth: 1.0),
+        Objective(nll, DPace(0.5, 0.0, "token")),
+        Objective(hit, Streak(0.0, 0.0)),
+    ):
+        got, _ = graded(objective, hidden, head, last, text)
+        assert max((g - w).abs().max() for g, w in zip(got, want, strict=True)) > 1e-3
+
+
+def test_a_token_outside_the_draft_vocabulary_ends_a_streak():
+    hidden, head, last, _ = block(4, 2, 0)
+    small = Head(head.weight[:3], d2t=torch.arange(3))
+    steps = [DraftStep(h, torch.tensor([0]), j, small, {}) for j, h in enumerate(hidden, 1)]
+    objective = Objective(hit, Streak(0.0, 0.0, "token"))
+    total, scored = objective(steps, last, head, {}, 1.0, torch.tensor([[0, 0, 3, 1]]))
+    assert [s.kept for s in scored] == [0.0, 0.0]
+    assert torch.autograd.grad(total, hidden)[1].abs().max() == 0  # nothing behind a miss counts
+
+
+def test_what_acceptance_is_read_by_is_one_of_two():
+    with pytest.raises(UserError, match=r"weights\.acceptance=all: choose overlap or token"):
+        Streak(0.0, 0.0, "all")
+
+
+# -- hub -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{"layers": 0}, {"denoising": 0}, {"anchors": -1}, {"taps": []}], ids=str)
+def test_a_drafter_of_nothing_is_refused(tiny_target, make_drafter, changes):
+    with pytest.raises(UserError, match=f"drafter.*{next(iter(changes))}="):
+        both(tiny_target, make_drafter, "diffusion", **changes)
+
+
+def test_it_comes_back_from_its_folder(tiny_target, make_drafter, tmp_path):
+    target, drafter = both(tiny_target, make_drafter, "diffusion", token_info="gated", info_rank=4)
+    hub.save(drafter, target, tmp_path)
+    drafts = []
+    for one in (drafter, hub.load(tmp_path, target)):
+        follower = Follower(one, target, random_texts())
+        follower.advance((5, 3))
+        drafts.append(follower.propose(TREE).tokens)
+    assert torch.equal(*drafts)

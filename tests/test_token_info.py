@@ -1,0 +1,159 @@
+"""The previous token's bias on the logits: one block on three drafters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from faces import (
+    CHAIN,
+    CHUNKS,
+    ROUNDING,
+    SAMPLED,
+    Follower,
+    K,
+    V,
+    both,
+    laws_below,
+    random_rollouts,
+    random_texts,
+    unrolled,
+)
+
+from decode.errors import UserError
+from decode.lm import Head, Side
+from drafters.base import Text
+from drafters.token_info import KINDS, TokenInfoBias
+
+DRAFTERS = ["lyanna", "medusa", "diffusion"]
+
+
+def informed(tiny_target, make_drafter, name, kind, hot=V):
+    more = {"reuse": {"mode": "none", "nodes": 1, "weight": 1.0, "least": 1, "tokens": 1.0}}
+    options = {"token_info": kind, "info_rank": 8, "hot_tokens": hot}
+    return both(tiny_target, make_drafter, name, **options, **(more if name == "lyanna" else {}))
+
+
+@pytest.mark.parametrize("hot", [V, V // 2])
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_decoding_computes_the_laws_that_training_taught(tiny_target, make_drafter, name, kind, hot):
+    target, drafter = informed(tiny_target, make_drafter, name, kind, hot)
+    texts = random_texts()
+    laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
+    for counts in CHUNKS[:4]:
+        follower.advance(counts)
+        draft = follower.propose(SAMPLED)
+        for row, anchor in enumerate(follower.anchors):
+            for depth in range(1, K + 1):
+                want = laws[(row, anchor, depth)]
+                torch.testing.assert_close(draft.q[row, depth - 1], want, rtol=0, atol=ROUNDING)
+        chain = follower.propose(CHAIN).tokens
+        for row, end in enumerate(follower.settled):
+            path = chain[row].tolist()
+            below = laws_below(drafter, target, texts[row, : end + 1].tolist(), path[:-1])
+            assert [int(law.argmax()) for law in below] == path
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_law_of_a_token_depends_on_the_one_before(tiny_target, make_drafter, name, kind):
+    target, drafter = informed(tiny_target, make_drafter, name, kind)
+    prefix = random_texts()[0, :8].tolist()
+    one, other = (laws_below(drafter, target, prefix, [t])[1] for t in (1, 2))
+    assert (one - other).abs().max() > 100 * ROUNDING
+    target, drafter = informed(tiny_target, make_drafter, name, "none")
+    one, other = (laws_below(drafter, target, prefix, [t])[1] for t in (1, 2))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_fresh_bias_changes_nothing_and_can_learn(kind):
+    info = TokenInfoBias(kind, 6, V, 4, V)
+    state = torch.randn(5, 6)
+    low, _ = info.low(torch.arange(5), state, None)
+    bias = info.side.add(torch.zeros(5, V), low)
+    assert torch.equal(bias, torch.zeros(5, V))
+    bias[:, 0].sum().backward()
+    assert info.out.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("hot", [V, 5])
+def test_cold_tokens_have_no_bias_and_get_none(kind, hot):
+    torch.manual_seed(0)
+    info = TokenInfoBias(kind, 6, V, 4, hot)
+    torch.nn.init.normal_(info.out.weight)
+    texts = random_rollouts(V)
+    if info.hot is not None:
+        said = info.fit(texts)
+        counts = torch.bincount(torch.tensor([t for text in texts for t in text.tokens[5:]]), minlength=V)
+        assert sorted(info.hot.tolist()) == info.hot.tolist()
+        assert counts[info.hot].sum() == counts.topk(hot).values.sum()
+        share = float(counts[info.hot].sum() / counts.sum())
+        assert said == f"{hot} hot of {V} tokens make {share:.2%} of the answers"
+    known = torch.arange(V) if info.hot is None else info.hot
+    state = torch.randn(1, 1, 6)
+    with torch.no_grad():
+        bias, _ = info.add(torch.zeros(1, 1, V), torch.arange(V)[None], state, None)  # (1, V, V)
+    cold = torch.ones(V, dtype=torch.bool)
+    cold[known] = False
+    assert not bias[0, :, cold].any()
+    assert bias[0, known][:, known].abs().min() > 0
+    if kind != "recurrent":  # its memory is something even after a token that it does not know
+        assert not bias[0, cold].any()
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated"])
+@pytest.mark.parametrize("hot", [V, 5])
+def test_a_table_of_all_pairs_is_the_two_products(kind, hot, monkeypatch):
+    torch.manual_seed(0)
+    info = TokenInfoBias(kind, 6, V, 4, hot)
+    torch.nn.init.normal_(info.out.weight)
+    logits, token, state = torch.randn(2, 1, V), torch.randint(V, (2, 4)), torch.randn(2, 1, 6)
+    with torch.no_grad():
+        table, _ = info.add(logits, token, state, None)
+        assert info._table is not None
+        monkeypatch.setattr("drafters.token_info.TABLE_BYTES", 0)
+        products, _ = info.add(logits, token, state, None)
+        torch.testing.assert_close(table, products, rtol=0, atol=1e-6)
+        monkeypatch.undo()
+        info.out.weight.mul_(2)  # a table of weights that have moved is made again
+        again, _ = info.add(logits, token, state, None)
+    assert (again - table).abs().max() > 0.1
+
+
+def test_a_head_with_a_side_is_one_with_a_wider_weight():
+    weight, side = torch.randn(V, 6), torch.randn(V, 4)
+    hidden = torch.randn(3, 10)
+    wide = torch.nn.functional.linear(hidden, torch.cat([weight, side], 1))
+    torch.testing.assert_close(Head(weight, side=Side(side))(hidden), wide)
+    ids = torch.tensor([1, 4, 5])
+    some = torch.zeros(V, 4)
+    some[ids] = side[ids]
+    wide = torch.nn.functional.linear(hidden, torch.cat([weight, some], 1))
+    torch.testing.assert_close(Head(weight, side=Side(side[ids], ids))(hidden), wide)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kind": "all"}, "token_info=all: choose one of none, vanilla, gated, recurrent"),
+        ({"rank": 0}, "info_rank=0"),
+        ({"hot_tokens": 0}, "hot_tokens=0"),
+    ],
+    ids=str,
+)
+def test_a_bias_that_is_none_is_refused(options, said):
+    sizes = {"kind": "vanilla", "hidden_size": 6, "vocab_size": V, "rank": 4, "hot_tokens": V}
+    with pytest.raises(UserError, match=said):
+        TokenInfoBias(**sizes | options)
+
+
+def test_it_is_fitted_only_where_some_tokens_are_cold(tiny_target, make_drafter):
+    assert not informed(tiny_target, make_drafter, "lyanna", "vanilla")[1].fits
+    assert not informed(tiny_target, make_drafter, "lyanna", "none", V // 2)[1].fits
+    drafter = informed(tiny_target, make_drafter, "medusa", "vanilla", 3)[1]
+    assert drafter.fits
+    drafter.fit([Text([0, 7, 7, 2, 2, 9, 1], [0, 1, 1, 1, 1, 1, 0])])
+    assert drafter.info.hot.tolist() == [2, 7, 9]
+    assert drafter.info.place[[2, 7, 9, 1]].tolist() == [0, 1, 2, -1]
