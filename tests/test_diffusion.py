@@ -122,7 +122,7 @@ def test_an_anchors_states_do_not_depend_on_which_others_are_taken(tiny_target, 
 
 
 def test_further_passes_fill_in_the_surest_and_keep_them(tiny_target, make_drafter):
-    target, drafter = both(tiny_target, make_drafter, "diffusion", denoising=K)
+    target, drafter = both(tiny_target, make_drafter, "diffusion", steps=K)
     follower = Follower(drafter, target, random_texts())
     follower.advance((5, 3))
     seen, run = [], drafter._pass
@@ -149,7 +149,7 @@ def test_further_passes_fill_in_the_surest_and_keep_them(tiny_target, make_draft
     "plan", [Plan(2, proposal="sampled"), Plan(2, 2, 4, proposal="hybrid")], ids=lambda p: p.name
 )
 def test_nothing_is_drawn_after_a_second_pass(tiny_target, make_drafter, plan):
-    target, drafter = both(tiny_target, make_drafter, "diffusion", denoising=2)
+    target, drafter = both(tiny_target, make_drafter, "diffusion", steps=2)
     follower = Follower(drafter, target, random_texts())
     follower.advance((5, 3))
     with pytest.raises(UserError, match=r"set decode\.proposal=fixed"):
@@ -159,7 +159,7 @@ def test_nothing_is_drawn_after_a_second_pass(tiny_target, make_drafter, plan):
 @pytest.mark.parametrize("plan", [Plan(2), Plan(2, 2, 5)], ids=lambda p: p.name)
 def test_several_passes_are_lossless(tiny_target, make_drafter, plan):
     target = tiny_target()
-    check_lossless(target, make_drafter("diffusion", target, denoising=2), plan, Sampler(1.0))
+    check_lossless(target, make_drafter("diffusion", target, steps=2), plan, Sampler(1.0))
 
 
 # -- streaks (SD1, SD2) ----------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_what_acceptance_is_read_by_is_one_of_two():
 # -- hub -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{"layers": 0}, {"denoising": 0}, {"anchors": -1}, {"taps": []}], ids=str)
+@pytest.mark.parametrize("changes", [{"layers": 0}, {"steps": 0}, {"anchors": -1}, {"taps": []}], ids=str)
 def test_a_drafter_of_nothing_is_refused(tiny_target, make_drafter, changes):
     with pytest.raises(UserError, match=f"drafter.*{next(iter(changes))}="):
         both(tiny_target, make_drafter, "diffusion", **changes)

@@ -61,7 +61,7 @@ class Diffusion(Informed):
         layers: decoder layers.
         depth: masks of a block, K; a draft is no deeper, and a shallower one is a block cut off.
         anchors: blocks of a text, on average, in a training batch, chosen anew each time; 0: all.
-        denoising: passes over a block; between them the surest masks are filled in. With more than
+        steps: passes over a block; between them the surest masks are filled in. With more than
             one nothing can be drawn: a token's row is no longer the law it is drawn from.
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: its rank.
@@ -85,7 +85,7 @@ class Diffusion(Informed):
         layers: int,
         depth: int,
         anchors: int,
-        denoising: int,
+        steps: int,
         token_info: str,
         info_rank: int,
         hot_tokens: int,
@@ -93,7 +93,7 @@ class Diffusion(Informed):
         super().__init__()
         self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         self.settings["taps"] = list(taps)
-        for name in ("layers", "depth", "denoising"):
+        for name in ("layers", "depth", "steps"):
             if self.settings[name] < 1:
                 raise UserError(f"drafter.{name}={self.settings[name]} must be at least 1")
         if anchors < 0 or not taps:
@@ -101,8 +101,8 @@ class Diffusion(Informed):
                 f"drafter: anchors={anchors} must be at least 0, and taps={list(taps)} one or more"
             )
         self.taps, self.depth, self.deepest = tuple(taps), depth, depth
-        self.anchors, self.denoising = anchors, denoising
-        if denoising > 1:
+        self.anchors, self.steps = anchors, steps
+        if steps > 1:
             self.proposals = ("fixed",)
         self.rotary = Rotary(head_dim, rope_theta)
         self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
@@ -268,9 +268,9 @@ class Diffusion(Informed):
         states = self._pass(state.store, x)
         logits = target.head.product(states)
         filled = torch.zeros_like(logits[..., 0], dtype=torch.bool)  # (B, K)
-        for _ in range(self.denoising - 1):
+        for _ in range(self.steps - 1):
             sure = target.head.shape(logits).softmax(-1).amax(-1).masked_fill(filled, -1.0)
-            most = sure.topk(-(-self.depth // self.denoising), -1)
+            most = sure.topk(-(-self.depth // self.steps), -1)
             new = torch.zeros_like(filled).scatter_(1, most.indices, most.values > 0)
             token = target.embed(logits.max(-1).indices).to(x.dtype)
             masks = x[:, 1:] + torch.where(new[..., None], token - self.mask, 0.0)
