@@ -219,6 +219,26 @@ def test_immediate_verification_drafts_nothing_when_all_rows_have_enough(tiny_ta
     assert calls  # a row has none
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(K, proposal="sampled", drafts=3, draft_temperature=1.2),
+        Plan(K, proposal="sampled", min_confidence=1e-6),
+        Plan(K, 3, 8, proposal="hybrid", draft_temperature=1.2),
+    ],
+    ids=lambda p: p.name,
+)
+def test_what_is_verified_immediately_is_chosen_whatever_the_plan(tiny_target, make_drafter, plan):
+    target, drafter = lyanna(tiny_target, make_drafter, "immediate")
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((5, 7))
+    follower.propose(TREE)
+    follower.advance((1, 2))
+    draft = follower.propose(plan)
+    assert draft.laws is None
+    assert draft.offered().tolist() == [K - 1, K - 2]
+
+
 @pytest.mark.parametrize("changes", [{"mode": "all"}, {"nodes": 0}, {"least": 0}, {"weight": 0.0}], ids=str)
 def test_a_reuse_that_is_none_is_refused(changes):
     with pytest.raises(UserError, match=f"drafter.reuse.*{next(iter(changes))}="):

@@ -84,7 +84,15 @@ def _rows(beam: Beam) -> list[Tensor]:
 
 def cut_off(levels: Levels, left: Tensor, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
     """A draft from levels of which a row has (B,) `left`: fixed nodes, whatever the plan."""
-    plan = replace(plan, proposal="fixed", rule="match", replacement=False, lossy=False)
+    plan = replace(
+        plan,
+        proposal="fixed",
+        drafts=1,
+        draft_temperature=None,
+        rule="match",
+        replacement=False,
+        lossy=False,
+    )
     draft = expand(levels.first, levels.step, sampler, coin, plan)
     return replace(draft, tokens=draft.tokens.masked_fill(draft.levels[:, 1:] > left[:, None], PAD))
 
