@@ -23,6 +23,7 @@ from transformers import (
 
 from decode.lm import Head
 from decode.target import LAST, Target
+from distill.run import OF_ANY
 from drafters.base import Drafter
 from drafters.dllm import Dllm
 
@@ -147,7 +148,7 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
         if name not in known:
             with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
                 drafter = compose("config", overrides=[f"drafter={name}"]).drafter
-            known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key != "init_from"])
+            known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key not in OF_ANY])
         settings = _sizes(known[name], target, depth, draft_folder)
         torch.manual_seed(seed)
         drafter = instantiate(known[name], **settings | options)(target).to(target.dtype).eval()

@@ -127,7 +127,7 @@ def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monk
     dice = torch.Generator().manual_seed(3)
     grown = []
 
-    def drive(logits, step, sampler, coin, plan, vocabulary=None):
+    def drive(logits, step, sampler, coin, plan, vocabulary=None, confidence=None):
         del sampler, coin, plan
         entries, found = [[()], [()]], [(((), ()), logits)]
         for _ in range(K - 1):

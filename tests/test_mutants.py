@@ -21,7 +21,7 @@ from decode.coin import Purpose
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.weighting import Streak
+from distill.weighting import Streak, constant
 from drafters.mlp import Lstm, Mlp
 
 
@@ -77,6 +77,7 @@ UNSURE = (
     "test_expand:test_a_chain_ends_before_the_product_of_its_laws_largest_chances_is_too_small",
     {"proposal": "sampled", "temperature": 0.7},
 )
+SURE = ("test_confidence:test_a_head_is_asked_of_the_states_that_training_taught_and_ends_chains_by_them",)
 SHARE = ("test_expand:test_drafts_side_by_side_hang_from_the_first_that_begins_as_they_do", {"count": 5})
 SELECT = ("test_verify:test_select_is_match_on_the_path_that_is_expected_to_keep_most", {"sampler": "1"})
 CLOSED = ("test_verify:test_token_has_the_law_of_its_closed_form", {"sampler": "1", "depth": 2})
@@ -1050,6 +1051,38 @@ MUTANTS = {
     ),
     "a level is confident alone": Mutant(
         "drafters.chains:chain", "sure = sure * _confidence", "sure = _confidence", *UNSURE
+    ),
+    "the head is not asked": Mutant("drafters.chains:chain", "confidence is not None", "False", *SURE, EAGLE),
+    "the head is asked of the root's state": Mutant(
+        "drafters.recurrent:Recurrent.propose",
+        "hidden, feature = self.emit(self.read_pairs(",
+        "_, feature = self.emit(self.read_pairs(",
+        *SURE,
+        EAGLE,
+    ),
+    "the head is asked of the next depth's state": Mutant(
+        "drafters.token_info:Levels.newest", "self._depth - 1", "-1", *SURE, MEDUSA
+    ),
+    "what the head learns moves the drafter": Mutant(
+        "drafters.confidence:Confidence.forward",
+        ".detach()",
+        "",
+        "test_confidence:test_teaching_a_head_reaches_no_other_weight",
+        EAGLE | {"weighting": constant},
+    ),
+    "all rows teach the head alike": Mutant(
+        "distill.objectives:Objective.__call__",
+        "(weights[i] * entropy)",
+        "entropy",
+        "test_confidence:test_rows_count_by_their_weights_and_columns_of_a_side_are_not_read",
+        {},
+    ),
+    "a checkpoint forgets its head": Mutant(
+        "drafters.hub:load",
+        'if config.get("confidence"):',
+        "if False:",
+        "test_confidence:test_a_head_comes_back_with_its_drafter",
+        EAGLE,
     ),
     "the temperature of drafts is the target's": Mutant(
         "decode.plan:Plan.draws_at",

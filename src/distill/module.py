@@ -52,7 +52,7 @@ class DistillModule(L.LightningModule):
         self.drafter, self.objective, self.optimizer = drafter, objective, optimizer
         self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
         self._mixed: list[Micro] = []  # micro-batches of this optimizer step that are still to come
-        self._sums: Tensor | None = None  # (1 + DEPTHS, 5) of this optimizer step so far
+        self._sums: Tensor | None = None  # (1 + DEPTHS, 6) of this optimizer step so far
         self._reached: Reached | None = None  # in one process of several
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
 
@@ -78,6 +78,7 @@ class DistillModule(L.LightningModule):
             self.drafter.weigh_aux(progress),
             progress,
             batch.tokens,
+            self.drafter.confidence,
         )
         loss = total / batch.anchors
         if self.trainer.world_size > 1:
@@ -102,7 +103,7 @@ class DistillModule(L.LightningModule):
         return self._mixed.pop(0)
 
     def _add(self, loss: Tensor, scored: list[Scored], on_policy: float) -> None:
-        sums = torch.zeros(1 + DEPTHS, 5, device=loss.device)
+        sums = torch.zeros(1 + DEPTHS, 6, device=loss.device)
         sums[0, 0], sums[0, 1] = loss.detach(), on_policy
         for row in scored:
             sums[1 + row.depth] = torch.tensor(row[1:])
@@ -127,14 +128,32 @@ class DistillModule(L.LightningModule):
         if self.on_policy:
             values["train/on_policy"] = on_policy
         first = max((rows for rows, *_ in depths[1:]), default=0.0)
-        for depth, (rows, divergence, agreed, alpha, kept) in enumerate(depths):
+        for depth, (rows, divergence, agreed, alpha, kept, unsure) in enumerate(depths):
             if rows:
                 values[f"train/divergence_{depth}"] = divergence / rows
                 values[f"train/top1_{depth}"] = agreed / rows
                 values[f"train/alpha_{depth}"] = alpha / rows
                 if depth:
                     values[f"train/survival_{depth}"] = kept / first
+                    if self.drafter.confidence:
+                        values[f"train/confidence_{depth}"] = unsure / rows
         self.log_dict(values)
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Without the confidence head's gradient, which is not to shorten the others."""
+        apart = list(self.drafter.confidence.parameters()) if self.drafter.confidence else []
+        gradients = [weight.grad for weight in apart]
+        for weight in apart:
+            weight.grad = None
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        for weight, gradient in zip(apart, gradients, strict=True):
+            weight.grad = gradient
 
     @override
     def optimizer_step(

@@ -8,12 +8,13 @@ a chunk that fits the cache is also the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from decode.errors import UserError
 from decode.lm import Head
@@ -37,6 +38,7 @@ class Scored(NamedTuple):
     agreed: float  # rows whose likeliest tokens agree
     alpha: float  # sum of min(p, q): the chance that a token drawn from q is accepted
     kept: float  # the chance that this depth and all before it are, by what the weights call one
+    unsure: float  # of the confidence head: cross-entropy of its alphas with the true ones
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Objective:
         aux_weights: Mapping[str, float],
         progress: float = 1.0,
         tokens: Tensor | None = None,
+        confidence: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, list[Scored]]:
         """The undivided sum and what to log.
 
@@ -72,6 +75,7 @@ class Objective:
             aux_weights: name -> weight of auxiliary losses.
             progress: share of the training steps that are done, for weights that warm up.
             tokens: (B, T) the text, for a divergence that reads it (`nll`).
+            confidence: hidden states -> logits of what their alphas will be, to be taught that.
         """
         taken = list(steps)
         if not taken:
@@ -85,7 +89,13 @@ class Objective:
         for step, weight in zip(taken, weights, strict=True):
             for name, values in step.aux.items():
                 total = total + aux_weights[name] * (weight * values.to(total.dtype)).sum()
-        return total, _scored(taken, rows)
+        unsure = [own.new_zeros(()) for own in rows]
+        if confidence is not None:
+            for i in _drafts(taken):
+                entropy = _cross_entropy(confidence(taken[i].hidden), rows[i][2])  # (M,)
+                total = total + (weights[i] * entropy).sum()
+                unsure[i] = entropy.detach().sum()
+        return total, _scored(taken, rows, unsure)
 
     def check(self, drafter: Drafter) -> None:
         """Refuse weights that mean nothing for a drafter.
@@ -167,7 +177,13 @@ def _table(steps: Sequence[DraftStep], chances: Sequence[Tensor]) -> tuple[list[
     return places, chance, present
 
 
-def _scored(steps: Sequence[DraftStep], rows: Sequence[Tensor]) -> list[Scored]:
+def _cross_entropy(logits: Tensor, chance: Tensor) -> Tensor:
+    """(M,) binary, with chances as labels; a chance may be more than 1 by a rounding."""
+    labels = chance.clamp(0, 1)
+    return F.binary_cross_entropy_with_logits(logits.to(labels.dtype), labels, reduction="none")
+
+
+def _scored(steps: Sequence[DraftStep], rows: Sequence[Tensor], unsure: Sequence[Tensor]) -> list[Scored]:
     """What to log of the steps that are drafted from, and of depth 0."""
     drafts = _drafts(steps)
     kept = dict.fromkeys(range(len(steps)), torch.zeros(()))
@@ -175,7 +191,9 @@ def _scored(steps: Sequence[DraftStep], rows: Sequence[Tensor]) -> list[Scored]:
         _, chance, _ = _table([steps[i] for i in drafts], [rows[i][3] for i in drafts])
         kept |= dict(zip(drafts, chance.cumprod(1).sum(0), strict=True))
     shown = [i for i, step in enumerate(steps) if not step.aside]
-    sums = torch.stack([torch.cat([rows[i][:3].sum(1), kept[i].to(rows[i])[None]]) for i in shown]).tolist()
+    sums = torch.stack(
+        [torch.cat([rows[i][:3].sum(1), torch.stack([kept[i].to(rows[i]), unsure[i]])]) for i in shown]
+    ).tolist()
     return [Scored(steps[i].depth, len(steps[i].anchor), *row) for i, row in zip(shown, sums, strict=True)]
 
 

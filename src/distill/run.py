@@ -42,6 +42,8 @@ from distill.scoring import Scorer
 from drafters import hub
 from drafters.base import Drafter
 
+OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
+
 
 def run(cfg: DictConfig, folder: Path) -> float:
     """Rollouts, training, scores.
@@ -249,8 +251,11 @@ def build_target(cfg: DictConfig) -> Target:
 def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
     """The drafter that cfg.drafter names; a `path` in it is meant as the target's is."""
     where = {"path": str(local(cfg.drafter.path))} if cfg.drafter.get("path") else {}
-    own = OmegaConf.masked_copy(cfg.drafter, [k for k in cfg.drafter if k != "init_from"])
-    return instantiate(own, **where)(target)
+    own = OmegaConf.masked_copy(cfg.drafter, [k for k in cfg.drafter if k not in OF_ANY])
+    drafter = instantiate(own, **where)(target)
+    if cfg.drafter.get("confidence"):
+        drafter.add_confidence()
+    return drafter
 
 
 def _begin(cfg: DictConfig, drafter: Drafter) -> bool:

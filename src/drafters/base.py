@@ -16,6 +16,7 @@ from decode.lm import Head
 from decode.plan import RULES_OF, Plan
 from decode.sampling import Sampler
 from decode.target import Tap, Target
+from drafters.confidence import Confidence
 
 
 class Batch(NamedTuple):
@@ -110,6 +111,7 @@ class Drafter(nn.Module, ABC):
         shifted: its row for depth j at anchor t is its row for depth 1 at anchor t + j - 1, as in
             any model that reads the text alone; `unroll` then yields depth 1 and nothing else.
         deepest: levels that it can draft; None: any number.
+        confidence: says from a state how likely its token is to be accepted; None: nothing does.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -117,7 +119,12 @@ class Drafter(nn.Module, ABC):
     proposals: tuple[str, ...] = tuple(RULES_OF)
     shifted: bool = False
     deepest: int | None = None
+    confidence: Confidence | None
     settings: dict[str, Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_module("confidence", None)
 
     @classmethod
     @abstractmethod
@@ -160,6 +167,24 @@ class Drafter(nn.Module, ABC):
         """
         del target
         raise UserError("on_policy: this drafter writes no text without the target; set on_policy.share=0")
+
+    @property
+    def state_size(self) -> int | None:
+        """Of the hidden states that its laws are read off; None: there is not one for each law."""
+        return self.settings.get("hidden_size")
+
+    def add_confidence(self) -> None:
+        """Give it a confidence head.
+
+        Raises:
+            UserError: a drafter without a state for each of its laws.
+        """
+        if self.state_size is None:
+            raise UserError(
+                "drafter.confidence=true: this drafter reads its laws off no hidden states, one for each; "
+                "leave it false"
+            )
+        self.confidence = Confidence(self.state_size)
 
     # -- what is counted rather than trained ---------------------------------------------------
 
@@ -204,6 +229,11 @@ class Drafter(nn.Module, ABC):
                 f"decode.proposal={plan.proposal}: this drafter has no law to draw from; "
                 f"set decode.proposal={' or '.join(self.proposals)}"
             )
+
+    def sure_of(self, newest: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+        """For `expand`: the confidence head on (B, W, D) states of the newest level, if there is one."""
+        head = self.confidence
+        return None if head is None else lambda: head(newest())
 
     @abstractmethod
     def new_state(self, rows: int) -> Any:

@@ -17,7 +17,13 @@ Step = Callable[[Tensor, Tensor], Tensor]  # see `expand`
 
 
 def chain(
-    logits: Tensor, step: Step, warp: Sampler | None, coin: Coin, plan: Plan, vocabulary: Vocabulary | None
+    logits: Tensor,
+    step: Step,
+    warp: Sampler | None,
+    coin: Coin,
+    plan: Plan,
+    vocabulary: Vocabulary | None,
+    confidence: Callable[[], Tensor] | None,
 ) -> Draft:
     """One chain of the likeliest tokens or, with `warp`, of drawn ones.
 
@@ -30,8 +36,10 @@ def chain(
     for level in range(plan.depth):
         law = None if warp is None else law_of(logits, warp, vocabulary)
         if plan.min_confidence:
-            # At temperature 0 every law is sure of its token; what it was made from is not.
-            sure = sure * _confidence(logits, law if warp and warp.temperature else None)
+            if confidence is not None:
+                sure = sure * confidence()[:, 0].to(sure.dtype).sigmoid()
+            else:  # at temperature 0 every law is sure of its token; what it was made from is not
+                sure = sure * _largest(logits, law if warp and warp.temperature else None)
             going = going & (sure >= plan.min_confidence)
             if not going.any():  # asks the device, once a level
                 break
@@ -48,7 +56,7 @@ def chain(
     return Draft.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
 
 
-def _confidence(logits: Tensor, law: Tensor | None) -> Tensor:
+def _largest(logits: Tensor, law: Tensor | None) -> Tensor:
     """(B,) the largest chance in (B, V) laws or, without them, in those of the (B, V') logits."""
     return (Sampler(1.0).law(logits) if law is None else law).amax(-1)
 

@@ -25,7 +25,6 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import LAST, Tap, Target
 from drafters.base import Batch, DraftStep, some_of, supervised
-from drafters.expand import expand
 from drafters.layers import DecoderLayer, RMSNorm, Rotary, attend, shape_of
 from drafters.token_info import Informed, Levels, Teaching
 from drafters.unrolled import Look, attend_unrolled, blocks
@@ -152,6 +151,11 @@ class Diffusion(Informed):
         _, k, v = layer.split(F.linear(feature, layer.qkv_proj.weight[layer.queries :]), angles)
         return k, v
 
+    @property
+    @override
+    def state_size(self) -> int | None:
+        return super().state_size if self.denoising == 1 else None
+
     def head(self, target: Target) -> Head:
         """The target's, with the bias where there is one."""
         return self.informed(target.head)
@@ -258,7 +262,7 @@ class Diffusion(Informed):
         self.check(plan)
         logits, states = self._denoise(state, target)
         levels = Levels(logits[:, : plan.depth].unbind(1), states, self.info, state.root, target.head.shape)
-        return expand(levels.first, levels.step, sampler, coin, plan)
+        return self.grow(levels, sampler, coin, plan)
 
     def _denoise(self, state: DiffusionState, target: Target) -> tuple[Tensor, Tensor]:
         """(B, K, V) logits and (B, K, D) states of the masks; what is filled in keeps the former."""

@@ -125,6 +125,11 @@ class Dllm(WholeModel, TextDrafter):
         """The model, as it is read."""
         return MaskedModel(self.model, self.settings["mask_token"], self.depth, self.shift)
 
+    @property
+    @override
+    def state_size(self) -> int | None:
+        return self.masked.head.weight.shape[1] if self.steps == 1 else None
+
     # -- training face -----------------------------------------------------------------------
 
     @override
@@ -172,11 +177,14 @@ class Dllm(WholeModel, TextDrafter):
         lengths, masked = [len(history.tokens) for history in state], self.masked
         texts = [history.tokens + [0] * (max(lengths) - len(history.tokens)) for history in state]
         window = masked.window(torch.tensor(texts).to(target.device), lengths)
-        if self.steps == 1:
-            levels = fitted(masked.head(masked.read(window)[:, : plan.depth]), target)
-        else:
+        if self.steps > 1:
             levels = self._denoise(masked, window, target)[:, : plan.depth]
-        return expand(*product(levels.unbind(1)), sampler, coin, plan)
+            return expand(*product(levels.unbind(1)), sampler, coin, plan)
+        states = masked.read(window)[:, : plan.depth]
+        newest = iter(states.unbind(1))  # asked for level by level
+        levels = fitted(masked.head(states), target)
+        sure = self.sure_of(lambda: next(newest)[:, None])
+        return expand(*product(levels.unbind(1)), sampler, coin, plan, confidence=sure)
 
     def _denoise(self, masked: MaskedModel, window: Window, target: Target) -> Tensor:
         """(B, K, V) logits of every mask from the pass after which it was filled, or the last."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,6 +26,7 @@ def expand(
     coin: Coin,
     plan: Plan,
     vocabulary: Vocabulary | None = None,
+    confidence: Callable[[], Tensor] | None = None,
 ) -> Draft:
     """Draft from the logits below the root.
 
@@ -40,6 +41,8 @@ def expand(
         plan: shape.
         vocabulary: of the logits, if it is not the target's. Tokens are chosen in it and then
             named; a law that tokens are drawn from is 0 outside, which no rule minds.
+        confidence: () -> (B, W) logits, of the entries that the newest logits belong to, that a token
+            drawn from these is accepted; asked for once a level, and only where the plan looks.
     """
     temperature = plan.draws_at(sampler.temperature)
     warp = None
@@ -49,7 +52,7 @@ def expand(
     if warp is not None and plan.drafts > 1:
         return side_by_side(logits, step, warp, coin, plan, vocabulary)
     if plan.width == 1:
-        return chain(logits, step, warp, coin, plan, vocabulary)
+        return chain(logits, step, warp, coin, plan, vocabulary, confidence)
     grow = _Growth(coin, warp, plan, vocabulary)
     return _static(logits, step, grow, plan) if plan.tree else _dynamic(logits, step, grow, plan)
 

@@ -64,6 +64,7 @@ def save(drafter: Drafter, target: Target, folder: Path, target_name: str = "") 
         "format": FORMAT,
         "drafter": short_name(drafter),
         "settings": drafter.settings,
+        "confidence": drafter.confidence is not None,
         "taps": list(drafter.taps),
         "taps_mean": "the value entering decoder layer i; 'last' is the head's input",
         "target": {"name": target_name, "fingerprint": target.fingerprint()},
@@ -87,6 +88,8 @@ def load(folder: str | Path, target: Target) -> Drafter:
         )
     try:
         drafter = drafter_class(config["drafter"])(**config["settings"])
+        if config.get("confidence"):  # older ones do not say
+            drafter.add_confidence()
         weights = load_file(folder / "model.safetensors")
         weights |= {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
         drafter.load_state_dict(weights)

@@ -38,7 +38,8 @@ class LMState:
     """What the draft model has read, the root included, and what it says next."""
 
     lm: CausalLM
-    logits: Tensor | None = None  # (B, V) below the root
+    last: Tensor | None = None  # (B, D') of the root
+    logits: Tensor | None = None  # (B, V) below it
 
 
 class DraftLM(WholeModel):
@@ -107,6 +108,11 @@ class DraftLM(WholeModel):
         drafter = cls(json.loads(model.config.to_json_string()), model, lora, **options)
         return drafter.to(wide(model.dtype)) if train else drafter.requires_grad_(False)
 
+    @property
+    @override
+    def state_size(self) -> int:
+        return CausalLM(self.model).hidden_size
+
     # -- training face -----------------------------------------------------------------------
 
     @override
@@ -160,23 +166,25 @@ class DraftLM(WholeModel):
         text = torch.cat([tokens, root[:, None]], 1).scatter(1, end, root[:, None])
         last = _read(lm, text)
         lm.keep([n + 1 for n in counts])
-        last = last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]  # (B, D)
-        state.logits = fitted(lm.head(last), target)
+        state.last = last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]
+        state.logits = fitted(lm.head(state.last), target)
 
     @override
     def select(self, state: LMState, rows: Sequence[int]) -> None:
         state.lm.select(rows)
-        if state.logits is not None:
-            state.logits = state.logits[list(rows)]
+        if state.last is not None and state.logits is not None:
+            state.last, state.logits = state.last[list(rows)], state.logits[list(rows)]
 
     @override
     def propose(self, state: LMState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
+        assert state.last is not None
         assert state.logits is not None
+        last = state.last[:, None]  # (B, W, D') that the newest logits are read off
         read = 0  # scratch slots behind the settled ones; never kept, so the next round writes over them
         reach: Tensor | None = None  # (B, W, m) which of them the last entries see; None: all
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
-            nonlocal read, reach
+            nonlocal last, read, reach
             rows, width = token.shape
             if reach is None and width > 1:
                 reach = torch.ones(rows, 1, read, dtype=torch.bool, device=token.device)
@@ -186,7 +194,7 @@ class DraftLM(WholeModel):
             read += width
             return fitted(state.lm.head(last), target)
 
-        return expand(state.logits, step, sampler, coin, plan)
+        return expand(state.logits, step, sampler, coin, plan, confidence=self.sure_of(lambda: last))
 
     @override
     def kv_bytes_per_token(self, state: LMState) -> int:

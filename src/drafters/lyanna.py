@@ -24,7 +24,6 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import LAST, Target
 from drafters.base import Batch, DraftStep
-from drafters.expand import expand
 from drafters.layers import DecoderLayer, RMSNorm, Rotary, shape_of
 from drafters.recurrent import Recurrent, RecurrentState, with_noise
 from drafters.reuse import Reuse, cut_off
@@ -269,17 +268,17 @@ class Lyanna(Informed, Recurrent):
                 if self.reuse.suffices(target.head.shape(torch.stack(raw, 1)), left):
                     state.drafted = None  # two rounds old, then
                     levels = Levels(raw, stale, self.info, root, target.head.shape)
-                    return cut_off(levels, left, sampler, coin, plan)
+                    return cut_off(levels, left, sampler, coin, plan, self.sure_of(lambda: levels.newest))
         states = state.drafted = self._states(state, plan.depth)
         mixes = self.reuse.mode == "logit_sum" or self.reuse.merges(plan)
         if stale is None or left is None or not mixes:
             levels = Levels(target.head.product(states).unbind(1), states, self.info, root, target.head.shape)
-            return expand(levels.first, levels.step, sampler, coin, plan)
+            return self.grow(levels, sampler, coin, plan)
         raw = target.head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
         if self.reuse.mode == "logit_sum":
             raw = self.reuse.added(raw, left)
             levels = Levels(raw, states, self.info, root, target.head.shape)
-            return expand(levels.first, levels.step, sampler, coin, plan)
+            return self.grow(levels, sampler, coin, plan)
         both = Levels(raw, torch.cat([states, stale]), self.info, root.repeat(2), target.head.shape)
         return self.reuse.merged(both, left, coin, plan)
 

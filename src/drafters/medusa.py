@@ -20,7 +20,6 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
 from drafters.base import Batch, DraftStep, Group, supervised
-from drafters.expand import expand
 from drafters.heads import OwnHeads, ResBlock
 from drafters.newest import Newest, NewestDrafter, at_least_one
 from drafters.token_info import Informed, Levels, Teaching
@@ -106,7 +105,7 @@ class Medusa(Informed, NewestDrafter):
         else:
             raw = target.head.product(states).unbind(1)
         levels = Levels(raw, states, self.info, state.root, target.head.shape)
-        return expand(levels.first, levels.step, sampler, coin, plan)
+        return self.grow(levels, sampler, coin, plan)
 
 
 class Medusa2(Medusa):

@@ -84,6 +84,11 @@ class Speculator(Chained):
     def for_target(cls, target: Target, **options: Any) -> Self:
         return cls(target.hidden_size, target.vocab_size, **options)
 
+    @property
+    @override
+    def state_size(self) -> int:
+        return self.inner
+
     @override
     def begin(self, feature: Tensor) -> Tensor:
         feature = feature.to(self.dtype)

@@ -116,16 +116,19 @@ class Chained(NewestDrafter):
         assert state.root is not None
         self.check(plan)
         above, depth = self.begin(state.feature)[:, None], 0  # (B, W, C) of the last call's entries
+        hidden = above  # (B, W, D') that the newest logits are read off
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
-            nonlocal above, depth
+            nonlocal above, depth, hidden
             above = above.gather(1, parent[..., None].expand(-1, -1, above.shape[-1]))
             above = self.cell(above, token, depth, target)
             depth += 1
-            return self.output(depth, target)(self.read(above, depth - 1))
+            hidden = self.read(above, depth - 1)
+            return self.output(depth, target)(hidden)
 
         root = state.root[:, None]
-        return expand(step(root, torch.zeros_like(root))[:, 0], step, sampler, coin, plan)
+        first = step(root, torch.zeros_like(root))[:, 0]
+        return expand(first, step, sampler, coin, plan, confidence=self.sure_of(lambda: hidden))
 
 
 def at_least_one(**settings: Any) -> None:

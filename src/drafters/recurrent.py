@@ -206,11 +206,12 @@ class Recurrent(Drafter):
         # Levels are written to scratch slots behind the settled pairs and never kept, so the
         # next round writes over them.
         def step(token: Tensor, parent: Tensor) -> Tensor:
-            nonlocal feature, reach
+            nonlocal hidden, feature, reach
             above = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
             reach = descend(reach, parent)  # (B, W, m) which scratch slots each of them sees
             hidden, feature = self.emit(self.read_pairs(state.store, target.embed(token), above, reach))
             return head(hidden)
 
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
-        return expand(head(hidden)[:, 0], step, sampler, coin, plan, vocabulary)
+        sure = self.sure_of(lambda: hidden)
+        return expand(head(hidden)[:, 0], step, sampler, coin, plan, vocabulary, sure)

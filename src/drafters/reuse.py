@@ -6,7 +6,7 @@ whatever is verified is a fixed node, and any rule is lossless (docs/lossless.md
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,7 +82,14 @@ def _rows(beam: Beam) -> list[Tensor]:
     return [field.expand(len(beam.tokens), -1) for field in beam]
 
 
-def cut_off(levels: Levels, left: Tensor, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
+def cut_off(
+    levels: Levels,
+    left: Tensor,
+    sampler: Sampler,
+    coin: Coin,
+    plan: Plan,
+    confidence: Callable[[], Tensor] | None = None,
+) -> Draft:
     """A draft from levels of which a row has (B,) `left`: fixed nodes, whatever the plan."""
     plan = replace(
         plan,
@@ -93,7 +100,7 @@ def cut_off(levels: Levels, left: Tensor, sampler: Sampler, coin: Coin, plan: Pl
         replacement=False,
         lossy=False,
     )
-    draft = expand(levels.first, levels.step, sampler, coin, plan)
+    draft = expand(levels.first, levels.step, sampler, coin, plan, confidence=confidence)
     return replace(draft, tokens=draft.tokens.masked_fill(draft.levels[:, 1:] > left[:, None], PAD))
 
 

@@ -15,9 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from decode.coin import Coin
+from decode.draft import Draft
 from decode.errors import UserError
 from decode.lm import Head, Side
+from decode.plan import Plan
+from decode.sampling import Sampler
 from drafters.base import Drafter, Text
+from drafters.expand import expand
 from drafters.layers import RMSNorm
 
 KINDS = ("none", "vanilla", "gated", "recurrent")
@@ -175,6 +180,11 @@ class Informed(Drafter):
         """The head, with the bias as its side."""
         return head if self.info is None else replace(head, side=self.info.side)
 
+    def grow(self, levels: Levels, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
+        """Draft from the laws of all depths."""
+        sure = self.sure_of(lambda: levels.newest)
+        return expand(levels.first, levels.step, sampler, coin, plan, confidence=sure)
+
     @override
     def fit(self, texts: Iterable[Text]) -> str:
         assert self.info is not None
@@ -235,6 +245,11 @@ class Levels:
         self._depth = 0
         root = root[:, None]
         self.first = self.step(root, torch.zeros_like(root))[:, 0]  # (B, V)
+
+    @property
+    def newest(self) -> Tensor:
+        """(B, 1, D) state of the level that was made last."""
+        return self._states[:, self._depth - 1, None]
 
     def step(self, token: Tensor, parent: Tensor) -> Tensor:
         """See `expand`."""
