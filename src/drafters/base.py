@@ -110,6 +110,7 @@ class Drafter(nn.Module, ABC):
         shifted: its row for depth j at anchor t is its row for depth 1 at anchor t + j - 1, as in
             any model that reads the text alone; `unroll` then yields depth 1 and nothing else.
         deepest: levels that it can draft; None: any number.
+        continues: another drafter's short name whose weights it may begin with, or "".
     """
 
     taps: tuple[Tap, ...] = ()
@@ -117,6 +118,7 @@ class Drafter(nn.Module, ABC):
     proposals: tuple[str, ...] = tuple(RULES_OF)
     shifted: bool = False
     deepest: int | None = None
+    continues: str = ""
     settings: dict[str, Any]
 
     @classmethod
@@ -139,6 +141,10 @@ class Drafter(nn.Module, ABC):
         """Weights of the named auxiliary losses, when a share `progress` of the steps is done."""
         del progress
         return self.aux_weights
+
+    def adopt(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the drafter that it `continues`, by the names they have here."""
+        return weights
 
     def groups(self) -> list[Group]:
         """What trains, by learning rate; none is left out."""
