@@ -154,7 +154,7 @@ class Diffusion(Informed):
     @property
     @override
     def state_size(self) -> int | None:
-        return super().state_size if self.denoising == 1 else None
+        return super().state_size if self.steps == 1 else None
 
     def head(self, target: Target) -> Head:
         """The target's, with the bias where there is one."""
