@@ -261,7 +261,7 @@ class Diffusion(Informed):
         assert state.newest is not None
         self.check(plan)
         logits, states = self._denoise(state, target)
-        levels = Levels(logits[:, : plan.depth].unbind(1), states, self.info, state.root, target.head.shape)
+        levels = Levels(logits[:, : plan.depth].unbind(1), states, target.head.shape, self.info, state.root)
         return self.grow(levels, sampler, coin, plan)
 
     def _denoise(self, state: DiffusionState, target: Target) -> tuple[Tensor, Tensor]:

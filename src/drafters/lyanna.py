@@ -267,19 +267,19 @@ class Lyanna(Informed, Recurrent):
                 raw = target.head.product(stale).unbind(1)
                 if self.reuse.suffices(target.head.shape(torch.stack(raw, 1)), left):
                     state.drafted = None  # two rounds old, then
-                    levels = Levels(raw, stale, self.info, root, target.head.shape)
+                    levels = Levels(raw, stale, target.head.shape, self.info, root)
                     return cut_off(levels, left, sampler, coin, plan, self.sure_of(lambda: levels.newest))
         states = state.drafted = self._states(state, plan.depth)
         mixes = self.reuse.mode == "logit_sum" or self.reuse.merges(plan)
         if stale is None or left is None or not mixes:
-            levels = Levels(target.head.product(states).unbind(1), states, self.info, root, target.head.shape)
+            levels = Levels(target.head.product(states).unbind(1), states, target.head.shape, self.info, root)
             return self.grow(levels, sampler, coin, plan)
         raw = target.head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
         if self.reuse.mode == "logit_sum":
             raw = self.reuse.added(raw, left)
-            levels = Levels(raw, states, self.info, root, target.head.shape)
+            levels = Levels(raw, states, target.head.shape, self.info, root)
             return self.grow(levels, sampler, coin, plan)
-        both = Levels(raw, torch.cat([states, stale]), self.info, root.repeat(2), target.head.shape)
+        both = Levels(raw, torch.cat([states, stale]), target.head.shape, self.info, root.repeat(2))
         return self.reuse.merged(both, left, coin, plan)
 
     def _states(self, state: LyannaState, depth: int) -> Tensor:

@@ -104,7 +104,7 @@ class Medusa(Informed, NewestDrafter):
             raw = [self.lm_heads.of(j, target).product(h) for j, h in enumerate(hidden, 1)]  # K of (B, V)
         else:
             raw = target.head.product(states).unbind(1)
-        levels = Levels(raw, states, self.info, state.root, target.head.shape)
+        levels = Levels(raw, states, target.head.shape, self.info, state.root)
         return self.grow(levels, sampler, coin, plan)
 
 

@@ -15,8 +15,9 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
 from drafters.eagle3 import Eagle3
-from drafters.expand import expand, product
+from drafters.expand import expand
 from drafters.recurrent import RecurrentState
+from drafters.token_info import Levels
 from drafters.vocabulary import Vocabulary
 
 
@@ -64,9 +65,11 @@ class PEagle(Eagle3):
     ) -> Draft:
         self.check(plan)
         head = self.head(target)
-        logits, step = product(head(self._states(state, plan.depth)).unbind(1))
+        states = self._states(state, plan.depth)
+        levels = Levels(head.product(states).unbind(1), states, head.shape)
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
-        return expand(logits, step, sampler, coin, plan, vocabulary)
+        sure = self.sure_of(lambda: levels.newest)
+        return expand(levels.first, levels.step, sampler, coin, plan, vocabulary, sure)
 
     def _states(self, state: RecurrentState, depth: int) -> Tensor:
         """(B, K, D) of all depths; keys and values of the masks stay scratch."""

@@ -227,23 +227,23 @@ class Levels:
     Args:
         raw: K of (B, V): each depth's logits without the bias, `Head.product`.
         states: (B, K, D) they were made from.
-        info: the bias, or None: then all tokens of a level have the same children.
-        root: (B,).
         shape: of the head.
+        info: the bias, or None: then all tokens of a level have the same children.
+        root: (B,), for the bias.
     """
 
     def __init__(
         self,
         raw: Sequence[Tensor],
         states: Tensor,
-        info: TokenInfoBias | None,
-        root: Tensor,
         shape: Callable[[Tensor], Tensor],
+        info: TokenInfoBias | None = None,
+        root: Tensor | None = None,
     ) -> None:
         self._raw, self._states, self._info, self._shape = raw, states, info, shape
         self._memory: Tensor | None = None
         self._depth = 0
-        root = root[:, None]
+        root = torch.zeros_like(states[:, :1, 0], dtype=torch.long) if root is None else root[:, None]
         self.first = self.step(root, torch.zeros_like(root))[:, 0]  # (B, V)
 
     @property
