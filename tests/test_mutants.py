@@ -75,7 +75,7 @@ FAIL, TRAVERSAL, GROWTH = (
     "decode.traversal:traversal",
     "drafters.expand:_Growth",
 )
-DYNAMIC, STATIC, FORM = "drafters.expand:_dynamic", "drafters.expand:_static", "drafters.expand:_form"
+DYNAMIC, STATIC, FORM = "drafters.expand:_beam", "drafters.expand:_static", "drafters.expand:_form"
 SIDE, DRAWS = "drafters.chains:side_by_side", "decode.coin:KeyedCoin._draws"
 UNSURE = (
     "test_expand:test_a_chain_ends_before_the_product_of_its_laws_largest_chances_is_too_small",
@@ -1044,7 +1044,7 @@ MUTANTS = {
     ),
     "q at another temperature": Mutant(
         "drafters.chains:chain",
-        "coin.draw(laws[-1],",
+        "coin.draw(law,",
         "coin.draw(logits.softmax(-1),",
         EXACT + "token_with_a_drafter_is_lossless",
         EAGLE | {"sampler": Sampler(0.5)},
@@ -1090,7 +1090,7 @@ MUTANTS = {
         *drawn("confident chain, block"),
     ),
     "a level is confident alone": Mutant(
-        "drafters.chains:chain", "sure = sure * _confidence", "sure = _confidence", *UNSURE
+        "drafters.chains:chain", "sure = sure * _largest", "sure = _largest", *UNSURE
     ),
     "the head is not asked": Mutant("drafters.chains:chain", "confidence is not None", "False", *SURE, EAGLE),
     "the head is asked of the root's state": Mutant(
@@ -1238,7 +1238,7 @@ MUTANTS = {
         *laws(Plan(3, 3, 4, proposal="hybrid")),
     ),
     "laws of beams, not of their slots": Mutant(
-        DYNAMIC, "node, slot, kept % width", "node, owner, kept % width", *RANKED
+        DYNAMIC, "kept % width, slot", "kept % width, owner", *RANKED
     ),
     "a child's rank is its parent's": Mutant(DYNAMIC, "kept % width", "kept // width", *RANKED),
     "a child without mass is kept": Mutant(
@@ -1339,9 +1339,9 @@ MUTANTS = {
         "distill.objectives:_Chunked.forward", "if behind is not None:", "if False:", *differentiated("kl")
     ),
     "a head's gradient without weights": Mutant(
-        "distill.objectives:_add_to_head",
-        "(hidden * weight)",
-        "hidden",
+        "distill.objectives:_add_product",
+        "(states * weight)",
+        "states",
         *differentiated("kl", heads="own"),
     ),
     "a head weighted before the alphas are known": Mutant(
@@ -1351,7 +1351,7 @@ MUTANTS = {
         *differentiated("kl", "streak", "shared"),
     ),
     "alphas aligned by rank, not by anchor": Mutant(
-        "distill.objectives:Objective._by_draft",
+        "distill.objectives:_table",
         "torch.searchsorted(anchors, step.anchor)",
         "torch.arange(len(step.anchor))",
         *differentiated("kl", "streak"),
@@ -1455,14 +1455,18 @@ MUTANTS = {
         {},
     ),
     "depth 0 counts as a depth that drafts": Mutant(
-        "distill.objectives:Objective.weigh",
-        "if step.depth]",
-        "if True]",
+        "distill.objectives:_drafts",
+        "step.depth and not step.aside",
+        "not step.aside",
         "test_medusa2:test_the_loss_is_the_targets_own_and_the_heads_times_their_weight",
         {"weights": Streak(1.0, 0.0)},
     ),
     "every level of a product begins anew": Mutant(
-        "drafters.expand:product", "next(below)[:, None]", "levels[0][:, None]", LEVELS, MEDUSA
+        "drafters.expand:product",
+        "next(below)[:, None]",
+        "levels[0][:, None]",
+        LEVELS,
+        {"drafter_name": "hf_dllm"},
     ),
     "the newest feature is that of the padding": Mutant(
         "drafters.newest:NewestDrafter.advance", "end, 0]", "-1, 0]", FACES, MEDUSA
@@ -1560,10 +1564,10 @@ MUTANTS = {
         "drafters.dllm:Dllm.unroll", "len(every) / len(anchor)", "1.0", *SAMPLE
     ),
     "a sample is of the first anchors": Mutant(
-        "drafters.dllm:Dllm._taken", "chosen.sort().values", "chosen.sort().indices", *SAMPLE
+        "drafters.base:some_of", "chosen.sort().values", "chosen.sort().indices", *SAMPLE
     ),
     "a sample is drawn by torch's own dice": Mutant(
-        "drafters.dllm:Dllm._taken", ", generator=torch.Generator().manual_seed(seed)", "", *SAMPLE
+        "drafters.base:some_of", ", generator=torch.Generator().manual_seed(seed)", "", *SAMPLE
     ),
     "the masks that it is least sure of are filled": Mutant(
         "drafters.dllm:Dllm._denoise",
