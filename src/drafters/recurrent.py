@@ -91,6 +91,15 @@ class Recurrent(Drafter):
     def head(self, target: Target) -> Head:
         """From hidden states to logits."""
 
+    def at(self, depth: int) -> Recurrent:
+        """Whose weights make a pair of step `depth`, from 2; those of settled pairs are its own."""
+        del depth
+        return self
+
+    def qkv_weights(self) -> list[Tensor]:
+        """Of each layer, short of what `first_input` has done."""
+        return [self.first_weight(), *(layer.qkv_proj.weight for layer in self.stack[1:])]
+
     def drafted_share(self, shares: Tensor, rows: Tensor) -> Tensor:
         """(M, P) shares of the tokens that go in beside the drafter's own features."""
         return shares.index_select(0, rows)
@@ -121,20 +130,22 @@ class Recurrent(Drafter):
         feature = self.fuse(self.noisy(batch).flatten(0, 1)[places].to(dtype))  # (N, D)
         # The last token needed follows the last position that gives keys, whatever the depth.
         tokens = batch.tokens.flatten()[places + 1]
-        shares = self.token_share(target.embed(tokens).to(dtype))
+        part, shares = self, self.token_share(target.embed(tokens).to(dtype))
         times = places % batch.tokens.shape[1]
-        weights = [self.first_weight(), *(layer.qkv_proj.weight for layer in self.stack[1:])]
-        walk = Walk(self.stack, weights, self.rotary, route, places.device, self.checkpointing)
+        walk = Walk(self.stack, self.qkv_weights(), self.rotary, route, places.device, self.checkpointing)
         head, last = self.head(target), batch.last.flatten(0, 1)
         for depth, anchors in enumerate(route.anchors, 1):
             share, when = shares, times
             if depth > 1:
+                if (now := self.at(depth)) is not part:
+                    part, shares = now, now.token_share(target.embed(tokens).to(dtype))
+                    walk.hand_over(part.stack, part.qkv_weights())
                 if (kept := walk.kept(depth)) is not None:
                     feature = feature.index_select(0, kept)
                 # Anchor t enters step `depth` with the token at t + depth.
                 slots = walk.slots(depth)
-                share, when = self.drafted_share(shares, slots + (depth - 1)), times[slots] + (depth - 1)
-            hidden, feature = self.emit(walk.step(depth, self.first_input(share, feature), when))
+                share, when = part.drafted_share(shares, slots + (depth - 1)), times[slots] + (depth - 1)
+            hidden, feature = self.emit(walk.step(depth, part.first_input(share, feature), when))
             anchor = anchors.to(places.device)
             yield DraftStep(hidden, anchor, depth, head, self.losses(hidden, last[anchor + depth]))
 
@@ -202,14 +213,17 @@ class Recurrent(Drafter):
         head = self.head(target)
         hidden, feature = self.emit(state.newest)  # (B, 1, D), then (B, W, D): of the last call's entries
         reach = torch.ones(feature.shape[0], 1, 0, dtype=torch.bool, device=feature.device)
+        depth = 1
 
         # Levels are written to scratch slots behind the settled pairs and never kept, so the
         # next round writes over them.
         def step(token: Tensor, parent: Tensor) -> Tensor:
-            nonlocal hidden, feature, reach
+            nonlocal depth, hidden, feature, reach
+            depth += 1
             above = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
             reach = descend(reach, parent)  # (B, W, m) which scratch slots each of them sees
-            hidden, feature = self.emit(self.read_pairs(state.store, target.embed(token), above, reach))
+            read = self.at(depth).read_pairs
+            hidden, feature = self.emit(read(state.store, target.embed(token), above, reach))
             return head(hidden)
 
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)

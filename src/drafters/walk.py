@@ -87,6 +87,10 @@ class Walk:
         self._keys: list[list[Tensor]] = [[] for _ in stack]
         self._values: list[list[Tensor]] = [[] for _ in stack]
 
+    def hand_over(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor]) -> None:
+        """Go on with other layers, which read the keys and values that are there."""
+        self._stack, self._weights = stack, weights
+
     def slots(self, depth: int) -> Tensor:
         """(M,) where in the first step's rows the anchors of a depth are."""
         return self._route.slots(depth).to(self._device)
