@@ -112,6 +112,7 @@ class Drafter(nn.Module, ABC):
             any model that reads the text alone; `unroll` then yields depth 1 and nothing else.
         deepest: levels that it can draft; None: any number.
         confidence: says from a state how likely its token is to be accepted; None: nothing does.
+        continues: another drafter's short name whose weights it may begin with, or "".
     """
 
     taps: tuple[Tap, ...] = ()
@@ -120,6 +121,7 @@ class Drafter(nn.Module, ABC):
     shifted: bool = False
     deepest: int | None = None
     confidence: Confidence | None
+    continues: str = ""
     settings: dict[str, Any]
 
     def __init__(self) -> None:
@@ -146,6 +148,10 @@ class Drafter(nn.Module, ABC):
         """Weights of the named auxiliary losses, when a share `progress` of the steps is done."""
         del progress
         return self.aux_weights
+
+    def adopt(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the drafter that it `continues`, by the names they have here."""
+        return weights
 
     def groups(self) -> list[Group]:
         """What trains, by learning rate; none is left out."""

@@ -124,7 +124,7 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
 
     Args:
         drafter: fresh; changed in place.
-        folder: of a drafter of the same class, saved by `save`.
+        folder: of a drafter of the same class or of the one that it `continues`, saved by `save`.
 
     Returns:
         What stays as it was: "name (its shape here, there)", "name (not there)" or "name (not here)".
@@ -133,13 +133,15 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
         UserError: no checkpoint there, a damaged one, another class, or nothing that fits.
     """
     config, kind = _config(folder), short_name(drafter)
-    if config["drafter"] != kind:
+    if config["drafter"] not in (kind, drafter.continues):
         raise UserError(f"drafter.init_from={folder}: drafter {config['drafter']!r}, not {kind!r}")
     try:
         found = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
     found |= {name: found[first] for name, first in _tied(drafter).items() if first in found}
+    if config["drafter"] != kind:
+        found = drafter.adopt(found)
     own = drafter.state_dict()
     fits = {
         name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape
