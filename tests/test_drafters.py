@@ -45,6 +45,7 @@ from drafters.diffusion import Diffusion
 from drafters.dllm import Dllm
 from drafters.expand import expand
 from drafters.medusa import Medusa, Medusa2
+from drafters.p_eagle import PEagle
 
 # -- one model with two faces ------------------------------------------------------------------
 
@@ -449,11 +450,11 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
     """Perturb one position: what may not see it does not change, what is nearest to it does.
 
     Medusa's heads look at the feature alone, and Medusa-2's make it themselves, from tokens up to t. A
-    diffusion drafter knows the root, and at no depth a token behind it.
+    drafter of masks knows the root, and at no depth a token behind it.
     """
     target, drafter = taught(pair)
     heads, makes = isinstance(drafter, Medusa), isinstance(drafter, Medusa2)
-    blind = isinstance(drafter, (Diffusion, Dllm))
+    blind = isinstance(drafter, (Diffusion, Dllm, PEagle))
     texts = random_texts(rows=1, length=12)
     batch = batch_of(target, texts)
 

@@ -33,6 +33,7 @@ CLASSES = {
     "medusa2": "drafters.medusa:Medusa2",
     "mlp": "drafters.mlp:Mlp",
     "ngram": "drafters.ngram:Ngram",
+    "p_eagle": "drafters.p_eagle:PEagle",
     "suffix": "drafters.suffix:Suffix",
 }
 
