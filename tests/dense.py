@@ -1,4 +1,4 @@
-"""EAGLE-1's and EAGLE-3's unroll the slow way: every position, dense masks, no shared products."""
+"""The unroll of EAGLE-1, PRISM and EAGLE-3 the slow way: every position, dense masks, no shared products."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from drafters.base import Batch
 from drafters.eagle3 import Eagle3
+from drafters.prism import Prism
 
 
 def norm(x: Tensor, module: torch.nn.Module | None) -> Tensor:
@@ -42,6 +43,14 @@ def layer_step(layer, y: Tensor, x: Tensor, times: Tensor, theta: float, past: l
     return x + (gate / (1 + (-gate).exp()) * up) @ layer.down_proj.weight.T
 
 
+def module_of(drafter, depth: int):
+    """What has the weights of a depth."""
+    if not isinstance(drafter, Prism):
+        return drafter
+    order = drafter.settings["modules"]
+    return [drafter, *drafter.later][[*order, *order[-1:] * depth][depth - 1]]
+
+
 def dense(drafter, batch: Batch, target) -> dict[tuple[int, int, int], Tensor]:
     """(row, anchor, depth) -> (D,) what the head reads, of every anchor, supervised or not."""
     found = {}
@@ -60,7 +69,8 @@ def dense(drafter, batch: Batch, target) -> dict[tuple[int, int, int], Tensor]:
         for depth in range(1, drafter.depth + 1):
             embedded = target.embed(tokens.roll(-depth))
             times = torch.arange(length) + depth - 1
-            for i, layer in enumerate(drafter.stack):
+            part = module_of(drafter, depth)
+            for i, layer in enumerate(part.stack):
                 if i:
                     y = norm(x, layer.input_layernorm)
                 elif third:
@@ -69,7 +79,7 @@ def dense(drafter, batch: Batch, target) -> dict[tuple[int, int, int], Tensor]:
                     )
                     x = norm(feature, drafter.hidden_norm) if drafter.norm_before_residual else feature
                 else:
-                    x = y = torch.cat([embedded, feature], 1) @ drafter.fc.weight.T + drafter.fc.bias
+                    x = y = torch.cat([embedded, feature], 1) @ part.fc.weight.T + part.fc.bias
                 x = layer_step(layer, y, x, times, drafter.rotary.theta, past[i])
             hidden = norm(x, drafter.norm) if third else x
             feature = hidden if third and drafter.norm_output else x

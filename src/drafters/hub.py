@@ -34,6 +34,7 @@ CLASSES = {
     "mlp": "drafters.mlp:Mlp",
     "ngram": "drafters.ngram:Ngram",
     "p_eagle": "drafters.p_eagle:PEagle",
+    "prism": "drafters.prism:Prism",
     "suffix": "drafters.suffix:Suffix",
 }
 
