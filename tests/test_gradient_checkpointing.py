@@ -12,6 +12,8 @@ from drafters.base import Batch
 OPTIONS = {
     "eagle": {},
     "eagle3": {"layers": 2, "draft_vocab_size": 10},
+    "p_eagle": {"draft_vocab_size": 10},
+    "prism": {},
     "lm": {},
     "lm with adapters": {"lora": {"r": 2, "alpha": 4}},
     "hf_dllm": {},

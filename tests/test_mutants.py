@@ -39,6 +39,10 @@ ONE = Sampler(1.0)
 EAGLE = {"drafter_name": "eagle"}
 EAGLE3 = {"drafter_name": "eagle3"}
 DENSE = "test_eagle3:test_an_unroll_of_supervised_anchors_is_the_dense_unroll"
+MODULES = (
+    "test_variants:test_an_unroll_with_modules_is_the_dense_one",
+    {"order": [0, 1, 2], "detach": False},
+)
 PATCHY = {"masks": ["010111011101", "111011000000"]}
 PLAINLY = PATCHY | {"name": "plain"}
 LM = {"drafter_name": "lm"}
@@ -868,8 +872,8 @@ MUTANTS = {
     ),
     "the unroll's tokens do not move on": Mutant(
         "drafters.recurrent:Recurrent.unroll",
-        "shares.index_select(0, slots + (depth - 1))",
-        "shares.index_select(0, slots)",
+        "drafted_share(shares, slots + (depth - 1))",
+        "drafted_share(shares, slots)",
         FACES,
         EAGLE,
     ),
@@ -993,6 +997,42 @@ MUTANTS = {
         "torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]",
         "torch.tensor(text.tokens)",
         "test_eagle3:test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens",
+        {},
+    ),
+    "a mask sees the masks behind it": Mutant(
+        "drafters.p_eagle:PEagle._states", ".tril()", "", FACES, {"drafter_name": "p_eagle"}
+    ),
+    "a mask's token is not normalised": Mutant(
+        "drafters.p_eagle:PEagle.drafted_share",
+        "first.input_layernorm(self.mask_token[None])",
+        "self.mask_token[None]",
+        FACES,
+        {"drafter_name": "p_eagle"},
+    ),
+    "the feature goes on behind the first mask": Mutant(
+        "drafters.p_eagle:PEagle.emit",
+        "self.mask_hidden.to(x.dtype).expand_as(x)",
+        "x",
+        "test_variants:test_an_unroll_with_masks_is_one_causal_pass",
+        {"layers": 1},
+    ),
+    "a draft's steps all use the first module": Mutant(
+        "drafters.recurrent:Recurrent.propose", "self.at(depth)", "self", FACES, {"drafter_name": "prism"}
+    ),
+    "an unroll's steps all use the first module": Mutant(
+        "drafters.recurrent:Recurrent.unroll", "(now := self.at(depth))", "(now := self)", *MODULES
+    ),
+    "a module reads the tokens as the one before does": Mutant(
+        "drafters.recurrent:Recurrent.unroll", "part, shares = now,", "part, _ = now,", *MODULES
+    ),
+    "a module's fusion without its layer": Mutant(
+        "drafters.recurrent:Recurrent.unroll", "walk.hand_over(part.stack,", "(part.stack,", *MODULES
+    ),
+    "all modules but the first go on from nothing": Mutant(
+        "drafters.hub:warm_start",
+        "found = drafter.adopt(found)",
+        "pass",
+        "test_variants:test_every_module_goes_on_from_an_eagle",
         {},
     ),
     "the selected features are the first": Mutant(
