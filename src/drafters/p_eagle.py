@@ -64,9 +64,11 @@ class PEagle(Eagle3):
     ) -> Draft:
         self.check(plan)
         head = self.head(target)
-        logits, step = product(head(self._states(state, plan.depth)).unbind(1))
+        states = self._states(state, plan.depth)
+        newest = iter(states.unbind(1))  # asked for level by level
+        sure = self.sure_of(lambda: next(newest)[:, None])
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
-        return expand(logits, step, sampler, coin, plan, vocabulary)
+        return expand(*product(head(states).unbind(1)), sampler, coin, plan, vocabulary, sure)
 
     def _states(self, state: RecurrentState, depth: int) -> Tensor:
         """(B, K, D) of all depths; keys and values of the masks stay scratch."""
