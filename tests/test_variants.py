@@ -288,8 +288,10 @@ def test_all_modules_begin_alike(tiny_target):
 
 def test_every_module_goes_on_from_an_eagle(tiny_target, make_drafter, tmp_path):
     target, eagle = both(tiny_target, make_drafter, "eagle")
-    hub.save(eagle, target, tmp_path)
     _, prism = both(tiny_target, make_drafter, "prism", seed=1, modules=[0, 1, 2])
+    for drafter in (eagle, prism):
+        drafter.add_confidence()  # which is of the whole, and of no module
+    hub.save(eagle, target, tmp_path)
     assert hub.warm_start(prism, tmp_path) == []
     batch = batch_of(target, random_texts())
     ours, theirs = (states(drafter, target, batch) for drafter in (prism, eagle))

@@ -45,7 +45,7 @@ class PEagle(Eagle3):
         del self.settings["norm_output"]
         self.deepest = depth
         size = len(self.norm.weight)
-        # Small, for the feature is what layers add to. Not 0: it is normalised, and that has no slope there.
+        # Small, for the feature is what layers add to; not 0, where a norm is steepest.
         self.mask_token = nn.Parameter(0.02 * torch.randn(size))
         self.mask_hidden = nn.Parameter(0.02 * torch.randn(size))
 

@@ -50,9 +50,13 @@ class Prism(Eagle):
     @override
     def adopt(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """EAGLE's for every module."""
-        own = {name: value for name, value in weights.items() if not name.startswith("later.")}
-        copies = (f"later.{i}." for i in range(len(self.later)))
-        return own | {copy + name: value for copy in copies for name, value in own.items()}
+        copies = {
+            f"later.{i}.{name}": weights[name]
+            for i, module in enumerate(self.later)
+            for name in module.state_dict()
+            if name in weights
+        }
+        return weights | copies
 
     @override
     def at(self, depth: int) -> Eagle:
