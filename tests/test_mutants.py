@@ -1095,8 +1095,8 @@ MUTANTS = {
     "the head is not asked": Mutant("drafters.chains:chain", "confidence is not None", "False", *SURE, EAGLE),
     "the head is asked of the root's state": Mutant(
         "drafters.recurrent:Recurrent.propose",
-        "hidden, feature = self.emit(self.read_pairs(",
-        "_, feature = self.emit(self.read_pairs(",
+        "hidden, feature = self.emit(read(",
+        "_, feature = self.emit(read(",
         *SURE,
         EAGLE,
     ),
