@@ -125,7 +125,7 @@ def test_every_group_option_composes():
     ("override", "said"),
     [
         ("drafter=eagl", ["drafter=eagl", "did you mean eagle?"]),
-        ("objective=hinge", ["objective=hinge", "choose one of", "ce, jsd, kl, lk"]),
+        ("objective=hinge", ["objective=hinge", "choose one of", "ce, hit, jsd, kl, lk"]),
         ("drafter=null", ["drafter=null", "eagle"]),
         ("trainer.max_step=3", ["trainer.max_step", "in trainer", "did you mean max_steps?"]),
         ("tariner.max_steps=3", ["tariner", "did you mean trainer?"]),
