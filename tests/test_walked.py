@@ -20,13 +20,15 @@ SAMPLERS = [Sampler(0.0), Sampler(0.8)]
 class Forgetful(Grown):
     """A drafter that says it remembers, and does not."""
 
-    remembers = True
+    def remembers(self, plan):
+        return True
 
 
 class Counting:
     """Drafts differently in every round of a request: replay from all places could not know."""
 
-    remembers = True
+    def remembers(self, plan):
+        return True
 
     def __init__(self, drafter) -> None:
         self.drafter = drafter

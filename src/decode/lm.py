@@ -27,10 +27,13 @@ class Side(NamedTuple):
 
     def add(self, logits: Tensor, low: Tensor) -> Tensor:
         """(..., V') logits and (..., r) -> their sum."""
-        own = nn.functional.linear(low, self.weight)
+        return self.scatter(logits, nn.functional.linear(low, self.weight))
+
+    def scatter(self, logits: Tensor, own: Tensor) -> Tensor:
+        """(..., V') logits and (..., V_s) -> their sum."""
         if self.ids is None:
             return logits + own
-        return logits.expand(*own.shape[:-1], -1).index_add(-1, self.ids, own)
+        return logits.expand(*own.shape[:-1], -1).index_add(-1, self.ids, own.to(logits.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,11 +78,14 @@ class Replayed:
 
 def inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> str:
     """Why a plan's acceptance is not a function of the rollout alone; empty if it is."""
+    memory = drafter is not None and remembers(drafter, plan)
+    if memory and getattr(drafter, "sociable", False):
+        return "drafts depend on the rows beside them"
     if plan.lossy:
         return f"rule {plan.rule} does not keep the target's law"
     if not plan.depth or plan.draws_at(sampler.temperature) is None:
         return ""
-    if drafter is not None and remembers(drafter):
+    if memory:
         return "drafts depend on earlier rounds"
     if plan.drafts > 1:
         return f"{plan.drafts} drafts are drawn"
@@ -115,8 +118,14 @@ def replay(
         batch_size: rollouts side by side.
         progress: called with the rollouts done.
     """
-    if remembers(drafter):
-        return _walked(target, drafter, rollouts, plans, sampler, batch_size, progress)
+    if walked := [plan for plan in plans if remembers(drafter, plan)]:
+        others = [plan for plan in plans if plan not in walked]
+        plain = replay(target, drafter, rollouts, others, sampler, batch_size=batch_size) if others else []
+        steps = _walked(target, drafter, rollouts, walked, sampler, batch_size)
+        found = dict(zip([*others, *walked], [*plain, *steps], strict=True))
+        if progress:
+            progress(len(rollouts))
+        return [found[plan] for plan in plans]
     forwards = [[0.0] * len(rollouts) for _ in plans]
     reached = [np.zeros((2, plan.depth + 1)) for plan in plans]
     # Longest first, so that those still running are always the first of a batch.
@@ -142,15 +151,12 @@ def _walked(
     plans: Sequence[Plan],
     sampler: Sampler,
     batch_size: int,
-    progress: Callable[[int], None] | None,
 ) -> list[Replayed]:
     """`replay` of drafts with a memory."""
     tokens, found = [len(r.answer) - 1 for r in rollouts], []
-    for n, plan in enumerate(plans, 1):
+    for plan in plans:
         rounds, reached = walk(target, drafter, rollouts, plan, sampler, batch_size)
         found.append(Replayed(Counts(tokens, [float(r) for r in rounds]), reached))
-        if progress:
-            progress(len(rollouts) * n // len(plans))
     return found
 
 

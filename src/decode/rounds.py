@@ -22,8 +22,9 @@ Until = Callable[[], Callable[[int], bool]]
 class Proposer(Protocol):
     """All that the decoder knows of a drafter. State lives in an object, never on the module.
 
-    One whose drafts depend on where earlier rounds began, and not on the text alone, has a true
-    attribute `remembers`.
+    One whose drafts may depend on where earlier rounds began, and not on the text alone, has a method
+    `remembers`, which says so of a plan; and where they depend on the other rows of a batch as well, an
+    attribute `sociable`.
     """
 
     def new_state(self, rows: int) -> Any:
@@ -54,9 +55,10 @@ class Proposer(Protocol):
         ...
 
 
-def remembers(drafter: Proposer) -> bool:
+def remembers(drafter: Proposer, plan: Plan) -> bool:
     """Whether its drafts depend on where earlier rounds began."""
-    return getattr(drafter, "remembers", False)
+    says: Callable[[Plan], bool] | None = getattr(drafter, "remembers", None)
+    return says is not None and says(plan)
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ class Step(NamedTuple):
     ahead: Tensor  # (B, K) the text behind the root, then `PAD`
     accepted: list[int]
     whole: list[bool]  # not cut by the end of the text
+    goes_on: list[bool]  # a round follows
 
 
 @torch.inference_mode()
@@ -112,15 +113,17 @@ class _Walker:
         draft = self.drafter.propose(self.state, self.target, sampler, NO_COIN, self.plan)
         accepted = matched(draft, ahead)
         whole = [self.place[r] + a < self.length[r] for r, a in zip(self.rows, accepted, strict=True)]
-        return Step(self.state, draft, ahead, accepted, whole)
+        return Step(self.state, draft, ahead, accepted, whole, self._goes_on(accepted))
+
+    def _goes_on(self, accepted: Sequence[int]) -> list[bool]:
+        return [self.place[r] + a + 1 < self.length[r] for r, a in zip(self.rows, accepted, strict=True)]
 
     def settle(self, accepted: Sequence[int]) -> None:
         """Go on behind what was kept."""
-        goes = [self.place[r] + a + 1 < self.length[r] for r, a in zip(self.rows, accepted, strict=True)]
+        left = [i for i, on in enumerate(self._goes_on(accepted)) if on]
         first = [self.begin[r] + self.place[r] - 1 for r in self.rows]
         for row, kept in zip(self.rows, accepted, strict=True):
             self.place[row] += kept + 1
-        left = [i for i, on in enumerate(goes) if on]
         if len(left) < len(self.rows):
             self.drafter.select(self.state, left)
             self.rows = [self.rows[i] for i in left]

@@ -39,14 +39,14 @@ def salvage(
 
     Returns:
         `states_reused`: of the states at and behind a rejection, those used in the round after;
-        `salvage_rate`: rounds that keep more than their fresh nodes alone would; and three differences
+        `salvage_rate`: rounds that keep more than the plan's nodes would, all fresh; three differences
         of tau, each with its 99 % interval, paired by prompt: `equal_nodes`, the plan's nodes shared
         out between fresh and old states, over all fresh; `equal_forwards`, the old states' nodes on
         top of the plan's, over the plan; `fresh_control`, as many fresh nodes on top, over the plan.
     """
     extra = drafter.reuse.nodes
     wide = replace(plan, nodes=plan.nodes + extra)
-    saved = _Saved(target, drafter, replace(plan, nodes=max(plan.nodes - extra, plan.depth)), sampler)
+    saved = _Saved(target, drafter, plan, sampler)
 
     def tau(mode: str, plan: Plan, watched: bool = False) -> Counts:
         with using(drafter, mode):
@@ -79,10 +79,10 @@ class _Saved:
             alone = self._drafter.propose(step.state, self._target, self._sampler, NO_COIN, self._fresh)
         step.state.drafted = drafted
         depth = step.draft.depth
-        for kept, fresh, whole in zip(step.accepted, matched(alone, step.ahead), step.whole, strict=True):
+        for kept, fresh, more in zip(step.accepted, matched(alone, step.ahead), step.goes_on, strict=True):
             self.rounds += 1
             self.deeper += kept > fresh
-            if whole and kept < depth:
+            if more and kept < depth:
                 self.spoilt += depth - kept
                 self.used += depth - kept - 1
 

@@ -265,7 +265,7 @@ class Diffusion(Informed):
         return self.grow(levels, sampler, coin, plan)
 
     def _denoise(self, state: DiffusionState, target: Target) -> tuple[Tensor, Tensor]:
-        """(B, K, V) logits and (B, K, D) states of the masks; what is filled in keeps the former."""
+        """(B, K, V) logits and (B, K, D) states of the masks; what is filled in keeps both."""
         assert state.root is not None
         assert state.newest is not None
         x = self.inputs(target.embed(state.root).to(state.newest.dtype), state.newest)
@@ -279,8 +279,9 @@ class Diffusion(Informed):
             token = target.embed(logits.max(-1).indices).to(x.dtype)
             masks = x[:, 1:] + torch.where(new[..., None], token - self.mask, 0.0)
             x, filled = torch.cat([x[:, :1], masks], 1), filled | new
-            states = self._pass(state.store, x)
-            logits = torch.where(filled[..., None], logits, target.head.product(states))
+            fresh = self._pass(state.store, x)
+            states = torch.where(filled[..., None], states, fresh)
+            logits = torch.where(filled[..., None], logits, target.head.product(fresh))
         return logits, states
 
     def _pass(self, store: RowStore, x: Tensor) -> Tensor:

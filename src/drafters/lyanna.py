@@ -26,7 +26,7 @@ from decode.target import LAST, Target
 from drafters.base import Batch, DraftStep
 from drafters.layers import DecoderLayer, RMSNorm, Rotary, shape_of
 from drafters.recurrent import Recurrent, RecurrentState, with_noise
-from drafters.reuse import Reuse, cut_off
+from drafters.reuse import Reuse, as_deep, cut_off
 from drafters.token_info import Informed, Levels, Teaching
 from drafters.walk import FirstInput
 
@@ -135,10 +135,14 @@ class Lyanna(Informed, Recurrent):
         drafter.in_proj.weight[:, -size:] += torch.eye(size)
         return drafter
 
-    @property
-    def remembers(self) -> bool:
+    def remembers(self, plan: Plan) -> bool:
         """Whether a draft depends on where the round before began."""
-        return self.reuse.mode != "none"
+        return self.reuse.acts(plan)
+
+    @property
+    def sociable(self) -> bool:
+        """Whether it depends on the other rows of its batch: old states are verified alone in all or none."""
+        return self.reuse.mode == "immediate"
 
     @property
     @override
@@ -200,7 +204,7 @@ class Lyanna(Informed, Recurrent):
     def _schedule(self, progress: float) -> tuple[float, float, float]:
         """Weights of divergence, regression and divergence without the bias."""
         if progress < self.warmup:
-            return 0.1, 1.0, 0.1
+            return 0.1, 1.0, min(0.1, self.base_weight)
         return 1.0, self.feature_weight, self.base_weight * (1 - progress) / (1 - self.warmup)
 
     @override
@@ -238,7 +242,7 @@ class Lyanna(Informed, Recurrent):
         assert isinstance(state, LyannaState)
         super().advance(state, target, tokens, taps, counts, root)
         state.root, state.stale, drafted, state.drafted = root, None, state.drafted, None
-        if drafted is None or not self.remembers:
+        if drafted is None or self.reuse.mode == "none":
             return
         # Of a draft that kept a tokens, counts = a + 1 depths lie behind the new root.
         depth, gone = drafted.shape[1], torch.tensor(counts).to(root.device)
@@ -260,22 +264,22 @@ class Lyanna(Informed, Recurrent):
         assert isinstance(state, LyannaState)
         assert state.root is not None
         self.check(plan)
-        root, stale, left = state.root, state.stale, state.left
+        root, left, mode = state.root, state.left, self.reuse.mode
+        stale = state.stale if self.reuse.acts(plan) else None
         if stale is not None and left is not None:
-            stale = stale[:, : plan.depth]
-            if self.reuse.mode == "immediate":
+            stale = as_deep(stale, plan.depth)
+            if mode == "immediate":
                 raw = target.head.product(stale).unbind(1)
                 if self.reuse.suffices(target.head.shape(torch.stack(raw, 1)), left):
                     state.drafted = None  # two rounds old, then
                     levels = Levels(raw, stale, target.head.shape, self.info, root)
                     return cut_off(levels, left, sampler, coin, plan, self.sure_of(lambda: levels.newest))
         states = state.drafted = self._states(state, plan.depth)
-        mixes = self.reuse.mode == "logit_sum" or self.reuse.merges(plan)
-        if stale is None or left is None or not mixes:
+        if stale is None or left is None or mode == "immediate":
             levels = Levels(target.head.product(states).unbind(1), states, target.head.shape, self.info, root)
             return self.grow(levels, sampler, coin, plan)
         raw = target.head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
-        if self.reuse.mode == "logit_sum":
+        if mode == "logit_sum":
             raw = self.reuse.added(raw, left)
             levels = Levels(raw, states, target.head.shape, self.info, root)
             return self.grow(levels, sampler, coin, plan)

@@ -31,8 +31,9 @@ class Reuse:
     none: they are not. logit_sum: `weight` times their logits is added to the fresh ones of the same
     position. tree_merge: a second tree grown from them is verified in the same pass; `nodes` of the
     plan's nodes are its, and whatever the fresh tree leaves idle. It is for dynamic trees of fixed
-    nodes; with other plans it is none. immediate: where all rows have `least` of them and the drafter
-    expects `tokens` tokens of them, they are verified alone and nothing is drafted; else none.
+    nodes; with other plans it is none. immediate: where all rows of a batch have `least` of them and the
+    drafter expects `tokens` tokens of them, they are verified alone and nothing is drafted; else, and
+    where tokens are drawn, none.
 
     Raises:
         UserError: a mode that is none of these, or a number out of range.
@@ -58,6 +59,11 @@ class Reuse:
         """Whether two trees become one under this plan."""
         return self.mode == "tree_merge" and plan.proposal == "fixed" and plan.width > 1 and not plan.tree
 
+    def acts(self, plan: Plan) -> bool:
+        """Whether old states change anything under this plan."""
+        alone = self.mode == "immediate" and plan.proposal == "fixed"
+        return self.mode == "logit_sum" or alone or self.merges(plan)
+
     def suffices(self, logits: Tensor, left: Tensor) -> bool:
         """Whether (B, K, V) logits of old states, `left` of them a row, are worth a pass of their own."""
         depth = torch.arange(logits.shape[1], device=logits.device)
@@ -82,6 +88,12 @@ def _rows(beam: Beam) -> list[Tensor]:
     return [field.expand(len(beam.tokens), -1) for field in beam]
 
 
+def as_deep(states: Tensor, depth: int) -> Tensor:
+    """(B, K, D) states as those of a draft of another depth; what is added means nothing."""
+    more = states[:, -1:].expand(-1, max(depth - states.shape[1], 0), -1)
+    return torch.cat([states[:, :depth], more], 1)
+
+
 def cut_off(
     levels: Levels,
     left: Tensor,
@@ -90,16 +102,10 @@ def cut_off(
     plan: Plan,
     confidence: Callable[[], Tensor] | None = None,
 ) -> Draft:
-    """A draft from levels of which a row has (B,) `left`: fixed nodes, whatever the plan."""
-    plan = replace(
-        plan,
-        proposal="fixed",
-        drafts=1,
-        draft_temperature=None,
-        rule="match",
-        replacement=False,
-        lossy=False,
-    )
+    """A draft of fixed nodes from levels of which a row has (B,) `left`."""
+    if plan.width > 1 and not plan.tree:
+        best = best_nodes(levels.first, levels.step, coin, plan, left)
+        return Draft(best.tokens, best.parents, plan.depth)
     draft = expand(levels.first, levels.step, sampler, coin, plan, confidence=confidence)
     return replace(draft, tokens=draft.tokens.masked_fill(draft.levels[:, 1:] > left[:, None], PAD))
 

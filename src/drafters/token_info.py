@@ -143,26 +143,20 @@ class TokenInfoBias(nn.Module):
         own = table[at]  # that of -1 is the last row: zeros
         if self.gate is not None:
             own = own * self._gate(self._embed(token)[0], state)
-        if self.hot is None:
-            return logits + own, None
-        return logits.expand(*own.shape[:-1], -1).index_add(-1, self.hot, own), None
+        return self.side.scatter(logits, own), None
 
     def _pairs(self) -> Tensor | None:
         """(V_s + 1, V_s) biases of all hot pairs, then of none; made once for weights that stay."""
         weight = self.out.weight
-        if self.norm is None or weight.shape[0] ** 2 * weight.itemsize > TABLE_BYTES:
+        large = weight.shape[0] ** 2 * weight.itemsize > TABLE_BYTES
+        if self.norm is None or large or weight.requires_grad:  # weights that train move
             return None
-        made = (
-            weight.device,
-            weight.dtype,
-            weight._version,
-            self.emb.weight._version,
-            self.norm.weight._version,
-        )
+        read = (weight, self.emb.weight, self.norm.weight)
+        made = [(w.data_ptr(), w.device, w.dtype, 0 if w.is_inference() else w._version) for w in read]
         if self._table is None or self._table[0] != made:
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
                 rows = F.linear(self.norm(self.emb.weight), weight)
-            self._table = made, torch.cat([rows, rows.new_zeros(1, len(rows))])
+                self._table = made, torch.cat([rows, rows.new_zeros(1, len(rows))])
         return self._table[1]
 
 
