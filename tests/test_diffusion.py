@@ -168,7 +168,10 @@ def test_several_passes_are_lossless(tiny_target, make_drafter, plan):
 def block(vocab, depth, seed):
     """Hidden states of one anchor's depths, a head, the target's features and its text."""
     dice = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=dice, dtype=torch.float64)  # noqa: E731
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=dice, dtype=torch.float64)
+
     hidden = [draw(1, 5).requires_grad_() for _ in range(depth)]
     text = torch.randint(vocab, (1, depth + 2), generator=dice)
     return hidden, Head(draw(vocab, 5)), draw(1, depth + 2, 5), text

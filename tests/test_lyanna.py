@@ -293,10 +293,13 @@ def test_old_states_are_in_play_in_what_was_enumerated(tiny_target, make_drafter
 # -- what it costs and gives (LY5, LY6, LY9) ---------------------------------------------------
 
 
-def rollouts_of(target, count=6, length=20, sampler=Sampler(0.8)):  # noqa: B008
+WARM = Sampler(0.8)
+
+
+def rollouts_of(target, count=6, length=20):
     dice = random.Random(1)
     prompts = [[dice.randrange(V) for _ in range(dice.randint(2, 6))] for _ in range(count)]
-    outputs = generate(target, None, prompts, max_new_tokens=length, sampler=sampler).outputs
+    outputs = generate(target, None, prompts, max_new_tokens=length, sampler=WARM).outputs
     return [Rollout(p, o.tokens) for p, o in zip(prompts, outputs, strict=True)]
 
 
@@ -319,8 +322,7 @@ def test_eagle_and_medusa_pay_one_for_every_depth(tiny_target, make_drafter):
 @pytest.mark.parametrize("mode", MODES)
 def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, mode):
     target, drafter = lyanna(tiny_target, make_drafter, mode)
-    sampler = Sampler(0.8)
-    rollouts = rollouts_of(target, sampler=sampler)
+    sampler, rollouts = WARM, rollouts_of(target)
     prompts = [r.prompt for r in rollouts]
     outputs = generate(target, drafter, prompts, max_new_tokens=20, sampler=sampler, plan=TREE).outputs
     assert [o.tokens for o in outputs] == [r.answer for r in rollouts]
@@ -334,8 +336,7 @@ def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, mode):
 
 def test_what_reuse_is_worth_is_counted_as_defined(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
-    sampler = Sampler(0.8)
-    rollouts = rollouts_of(target)
+    sampler, rollouts = WARM, rollouts_of(target)
     report = salvage(target, drafter, rollouts, TREE, sampler)
     steps = []
     walk(target, drafter, rollouts, TREE, sampler, on_step=steps.append)

@@ -1462,9 +1462,9 @@ MUTANTS = {
         {"weights": Streak(1.0, 0.0)},
     ),
     "every level of a product begins anew": Mutant(
-        "drafters.expand:product",
-        "next(below)[:, None]",
-        "levels[0][:, None]",
+        "drafters.token_info:Levels.step",
+        "self._raw[k][:, None]",
+        "self._raw[0][:, None]",
         LEVELS,
         {"drafter_name": "hf_dllm"},
     ),

@@ -23,11 +23,12 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
 from drafters.base import Batch, DraftStep, some_of, supervised
-from drafters.expand import expand, product
+from drafters.expand import expand
 from drafters.lookup import History, TextDrafter
 from drafters.masked import MaskedModel, Window, examine, mask_id
 from drafters.models import adapt, build, own, wide
 from drafters.newest import at_least_one
+from drafters.token_info import Levels
 from drafters.whole import OPTION, WholeModel, check_vocabulary, fitted, shared
 
 
@@ -177,14 +178,14 @@ class Dllm(WholeModel, TextDrafter):
         lengths, masked = [len(history.tokens) for history in state], self.masked
         texts = [history.tokens + [0] * (max(lengths) - len(history.tokens)) for history in state]
         window = masked.window(torch.tensor(texts).to(target.device), lengths)
-        if self.steps > 1:
-            levels = self._denoise(masked, window, target)[:, : plan.depth]
-            return expand(*product(levels.unbind(1)), sampler, coin, plan)
-        states = masked.read(window)[:, : plan.depth]
-        newest = iter(states.unbind(1))  # asked for level by level
-        levels = fitted(masked.head(states), target)
-        sure = self.sure_of(lambda: next(newest)[:, None])
-        return expand(*product(levels.unbind(1)), sampler, coin, plan, confidence=sure)
+        if self.steps > 1:  # of no state: a token's logits may be of an earlier pass
+            logits = states = self._denoise(masked, window, target)[:, : plan.depth]
+        else:
+            states = masked.read(window)[:, : plan.depth]
+            logits = fitted(masked.head(states), target)
+        levels = Levels(logits.unbind(1), states)
+        sure = self.sure_of(lambda: levels.newest)
+        return expand(levels.first, levels.step, sampler, coin, plan, confidence=sure)
 
     def _denoise(self, masked: MaskedModel, window: Window, target: Target) -> Tensor:
         """(B, K, V) logits of every mask from the pass after which it was filled, or the last."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -55,18 +55,6 @@ def expand(
         return chain(logits, step, warp, coin, plan, vocabulary, confidence)
     grow = _Growth(coin, warp, plan, vocabulary)
     return _static(logits, step, grow, plan) if plan.tree else _dynamic(logits, step, grow, plan)
-
-
-def product(levels: Sequence[Tensor]) -> tuple[Tensor, Step]:
-    """(B, V) logits of every depth -> what `expand` grows from, where all nodes of a level have the same
-    children: those below the root, and the step."""
-    below = iter(levels)
-
-    def step(token: Tensor, parent: Tensor) -> Tensor:
-        del token, parent
-        return next(below)[:, None]
-
-    return next(below), step
 
 
 @dataclass

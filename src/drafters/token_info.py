@@ -221,7 +221,7 @@ class Levels:
     Args:
         raw: K of (B, V): each depth's logits without the bias, `Head.product`.
         states: (B, K, D) they were made from.
-        shape: of the head.
+        shape: of the head; None: the logits have it.
         info: the bias, or None: then all tokens of a level have the same children.
         root: (B,), for the bias.
     """
@@ -230,11 +230,12 @@ class Levels:
         self,
         raw: Sequence[Tensor],
         states: Tensor,
-        shape: Callable[[Tensor], Tensor],
+        shape: Callable[[Tensor], Tensor] | None = None,
         info: TokenInfoBias | None = None,
         root: Tensor | None = None,
     ) -> None:
-        self._raw, self._states, self._info, self._shape = raw, states, info, shape
+        self._raw, self._states, self._info = raw, states, info
+        self._shape = shape or (lambda logits: logits)
         self._memory: Tensor | None = None
         self._depth = 0
         root = torch.zeros_like(states[:, :1, 0], dtype=torch.long) if root is None else root[:, None]
