@@ -17,8 +17,8 @@ from decode.rounds import Output, Piece, Times
 from decode.sampling import Sampler
 from distill import answer as module
 from distill.answer import DRAFTED, PLAIN, figures, read_prompt, show, wants_color
+from distill.chat import Chat
 from distill.cli import compose, rewrite
-from distill.prompts import Chat
 from drafters import hub
 
 NASTY = "it's \"so\" called: {a: [1, 2]}, x=${oc.env:HOME} \\${b} C:\\new\\\n\n#2 'end\\"

@@ -25,12 +25,13 @@ from decode.replay import Rollout
 from decode.sampling import Sampler
 from decode.target import LAST
 from distill.answer import answer as say
+from distill.chat import Chat
 from distill.cli import main
 from distill.compare import read, table
 from distill.moved import moved as how_far
 from distill.moved import only_untuned
 from distill.objectives import Objective
-from distill.prompts import Chat, read_prompts
+from distill.prompts import read_prompts
 from distill.report import settings_table
 from distill.schedule import warm_up_and_decay
 from distill.scoring import Scorer

@@ -7,7 +7,8 @@ import pytest
 from workbench import SPECIAL, TEMPLATE, make_tokenizer, write_prompts
 
 from decode.errors import UserError
-from distill.prompts import Chat, Prompt, held_out, read_prompts, split
+from distill.chat import Chat
+from distill.prompts import Prompt, held_out, read_prompts, split
 
 USER, ASSISTANT, END = SPECIAL[1:]
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")

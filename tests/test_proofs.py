@@ -20,8 +20,9 @@ from decode.plan import Plan
 from decode.replay import Counts, Rollout, agreement, replay
 from decode.sampling import Sampler
 from decode.target import Target
+from distill.chat import Chat
 from distill.control import Strangers
-from distill.prompts import Chat, read_prompts
+from distill.prompts import read_prompts
 from drafters import hub
 from drafters.base import Drafter
 from drafters.eagle import Eagle

@@ -9,7 +9,7 @@ import pytest
 from safetensors import SafetensorError
 from workbench import Bench, final, fork, leftovers, same, tau, write_prompts
 
-from distill import callbacks, files, rollouts
+from distill import callbacks, files, rollouts, writer
 from distill.runs import checkpoints
 
 
@@ -176,7 +176,7 @@ def test_ctrl_c_in_the_rollouts_is_one_line(bench, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rollouts.Writer, "__call__", interrupt)
+    monkeypatch.setattr(writer.Writer, "__call__", interrupt)
     done = bench.train("seed=16")
     assert done.code == 130
     assert re.fullmatch(r"interrupted; the same command goes on in \S+\n", done.err)

@@ -15,9 +15,11 @@ from decode.generate import generate
 from decode.load import load_target, load_tokenizer, stop_tokens
 from decode.sampling import Sampler
 from distill import rollouts
+from distill.chat import Chat
 from distill.estimate import estimate
-from distill.prompts import Chat, Prompt, read_prompts
-from distill.rollouts import RolloutPlan, RolloutStore, Writer
+from distill.prompts import Prompt, read_prompts
+from distill.rollouts import RolloutPlan, RolloutStore
+from distill.writer import Writer
 
 PLAN = RolloutPlan(
     target="t",

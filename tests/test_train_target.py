@@ -20,10 +20,10 @@ from decode.errors import UserError
 from decode.generate import generate
 from decode.load import load_target, stop_tokens
 from decode.sampling import Sampler
+from distill.chat import Chat
 from distill.cli import compose, main
 from distill.corpus import hold_out, pack, read_corpus, train_tokenizer
 from distill.pretrain import PretrainModule, Saver, Sequences
-from distill.prompts import Chat
 from distill.targets import build_model, pretrain
 
 ROOT = Path(__file__).parents[1]

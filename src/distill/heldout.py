@@ -12,10 +12,12 @@ from decode.load import stop_tokens
 from decode.replay import Rollout
 from decode.sampling import Sampler
 from decode.target import Target
+from distill.chat import Chat
 from distill.progress import bar
-from distill.prompts import Chat, Prompt
+from distill.prompts import Prompt
 from distill.provenance import digest
-from distill.rollouts import RolloutPlan, RolloutStore, Writer
+from distill.rollouts import RolloutPlan, RolloutStore
+from distill.writer import Writer
 
 SHARD = 32  # prompts decoded side by side
 

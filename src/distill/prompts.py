@@ -1,28 +1,48 @@
-"""Where prompts come from, and how a conversation becomes token ids."""
+"""Where prompts come from, and which of them are held out."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
-
 from decode.errors import UserError
-from distill.provenance import digest
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
+Message = dict[str, Any]  # role, content, and what chat templates read besides: tool_calls, name, ...
+
+
 class Prompt(NamedTuple):
-    """A conversation the target is to continue."""
+    """A conversation the target is to continue.
+
+    Attributes:
+        id: names it in stores and reports.
+        messages: as a chat template reads them. The target answers wherever a user's or a tool's
+            message has no answer behind it; answers that are given, in between, are context.
+        category: for tables by category.
+        weight: what its rows count in the loss.
+        tools: schemas of the functions that the target may call, for the chat template.
+    """
 
     id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[Message, ...]
+    category: str = ""
+    weight: float = 1.0
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+def turns(messages: Sequence[Message]) -> list[int]:
+    """Where the target is to answer: how many messages stand before each answer."""
+    places = []
+    for i, message in enumerate(messages, 1):
+        answered = i < len(messages) and messages[i]["role"] not in ("user", "system")
+        if message["role"] in ("user", "tool") and not answered:
+            places.append(i)
+    return places
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -101,93 +121,3 @@ def held_out(train: Sequence[Prompt], held: Sequence[Prompt]) -> tuple[list[Prom
 def _hash(prompt: Prompt) -> int:
     digest = hashlib.blake2b(json.dumps(prompt.messages).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-class Chat:
-    """A tokenizer's chat template, or plain text where there is none.
-
-    Args:
-        tokenizer: of the target.
-        template: `chat` renders with the tokenizer's template, `none` joins the messages' text.
-
-    Raises:
-        UserError: `chat` asked of a tokenizer without a template.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "chat") -> None:
-        if template not in ("chat", "none"):
-            raise UserError(f"prompts.template={template}: choose chat or none")
-        if template == "chat" and not tokenizer.chat_template:
-            raise UserError(
-                "target: its tokenizer has no chat template; base models need prompts.template=none"
-            )
-        self.tokenizer, self.template = tokenizer, template
-
-    def fingerprint(self) -> str:
-        """Tells this vocabulary and template from another's."""
-        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
-        return digest(vocabulary + str(self.tokenizer.chat_template))
-
-    def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids up to where the target's answer begins; an answer that ends them is left out."""
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if self.template == "none":
-            return self.tokenizer.encode("\n".join(m["content"] for m in messages))
-        return self._render(messages, add_generation_prompt=True)["input_ids"]
-
-    def encode_answered(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-        """Token ids of a whole conversation, and 1 where the assistant wrote them.
-
-        The mask is the template's `{% generation %}` blocks; where it has none, what rendering
-        without the last answer lacks.
-
-        Raises:
-            UserError: the mask came out all 0 or all 1, or the answer does not extend its prompt.
-        """
-        if messages[-1]["role"] != "assistant":
-            raise UserError("rollout=given: the last message of every record must be the answer")
-        if self.template == "none":
-            head = self.encode(messages)
-            # On its own, lest a token spans the border.
-            answer = self.tokenizer.encode("\n" + messages[-1]["content"], add_special_tokens=False)
-            ids, mask = head + answer, [0] * len(head) + [1] * len(answer)
-        elif re.search(r"\{%-?\s*generation", str(self.tokenizer.chat_template)):
-            out = self._render(messages, return_assistant_tokens_mask=True)
-            ids, mask = out["input_ids"], out["assistant_masks"]
-        else:
-            head, ids = self.encode(messages), self._render(messages)["input_ids"]
-            if ids[: len(head)] != head:
-                raise UserError(
-                    "target: its chat template renders an answer differently from its prompt, so no "
-                    "loss mask can be read off it; add {% generation %} marks to the template"
-                )
-            mask = [0] * len(head) + [1] * (len(ids) - len(head))
-        if len(set(mask)) < 2:
-            raise UserError(
-                f"target: the chat template's loss mask is all {mask[0] if mask else 0}; "
-                "nothing (or everything) would be trained on"
-            )
-        return [int(i) for i in ids], [int(m) for m in mask]
-
-    def user_turn(self) -> tuple[list[int], list[int]]:
-        """Ids before a user's text and ids after it, up to where the answer begins."""
-        if self.template == "none":
-            start: Any = self.tokenizer.bos_token_id
-            return ([] if start is None else [start]), []
-        marker = "\u2407"
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
-        )
-        before, _, after = str(text).partition(marker)
-        encode = self.tokenizer.encode
-        return encode(before, add_special_tokens=False), encode(after, add_special_tokens=False)
-
-    def _render(self, messages: Sequence[dict[str, str]], **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, **options
-            )
-        except TemplateError as error:  # templates may refuse roles, or their order
-            start = messages[0]["content"][:60]
-            raise UserError(f"target: its chat template refuses the prompt {start!r}: {error}") from None

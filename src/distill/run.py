@@ -25,6 +25,7 @@ from decode.load import load_config, load_target, load_tokenizer, stop_tokens
 from decode.sampling import Sampler
 from decode.target import Target
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
+from distill.chat import Chat
 from distill.checks import check_ranges, refused
 from distill.data import RolloutData
 from distill.estimate import estimate
@@ -33,12 +34,13 @@ from distill.module import DistillModule
 from distill.objectives import Objective
 from distill.on_policy import OnPolicy
 from distill.progress import bar, first_rank, say, switch
-from distill.prompts import Chat, Prompt, held_out, read_prompts, split
+from distill.prompts import Prompt, held_out, read_prompts, split
 from distill.provenance import digest, local
 from distill.report import table
-from distill.rollouts import RolloutPlan, RolloutStore, Writer
+from distill.rollouts import RolloutPlan, RolloutStore
 from distill.runs import checkpoints
 from distill.scoring import Scorer
+from distill.writer import Writer
 from drafters import hub
 from drafters.base import Drafter
 

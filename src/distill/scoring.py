@@ -20,12 +20,13 @@ from decode.replay import Rollout
 from decode.sampling import Sampler
 from decode.score import Setting, check, score
 from decode.target import Target
+from distill.chat import Chat
 from distill.control import Strangers
 from distill.head_calls import head_calls
 from distill.heldout import held_out_answers
 from distill.moved import moved
 from distill.progress import bar
-from distill.prompts import Chat, Prompt
+from distill.prompts import Prompt
 from distill.provenance import commit
 from distill.salvage import salvage
 from drafters import hub
