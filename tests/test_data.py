@@ -19,7 +19,11 @@ def store(count: int, seed: int = 0) -> datasets.Dataset:
         rows.append({"tokens": [i] + [7] * (prompt + answer - 1), "loss_mask": [0] * prompt + [1] * answer})
         if prompt + answer < 3:  # too short for an anchor
             rows[-1] = {"tokens": [i, 7, 7], "loss_mask": [0, 0, 1]}
-    return datasets.Dataset.from_list(rows)
+    return dataset(rows)
+
+
+def dataset(rows: list[dict]) -> datasets.Dataset:
+    return datasets.Dataset.from_list([{"weight": 1.0} | row for row in rows])
 
 
 def numbers(micro) -> list[int]:
@@ -97,7 +101,7 @@ def test_anchors_are_counted_as_the_drafters_count_them():
 
 
 def test_rows_are_padded_on_the_right_and_cut():
-    rows = datasets.Dataset.from_list(
+    rows = dataset(
         [
             {"tokens": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]},
             {"tokens": [5, 6, 7], "loss_mask": [0, 0, 1]},
@@ -119,19 +123,19 @@ def test_rows_of_a_batch_are_of_similar_length():
 
 
 def test_masks_that_train_nothing_raise():
-    rows = datasets.Dataset.from_list([{"tokens": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 3)
+    rows = dataset([{"tokens": [1, 2, 3], "loss_mask": [0, 0, 0]}] * 3)
     with pytest.raises(UserError, match="no row has a supervised token"):
         RolloutBatches(rows, 1, steps=1)
 
 
 def test_masks_that_say_the_target_wrote_everything_raise():
-    rows = datasets.Dataset.from_list([{"tokens": [1, 2, 3], "loss_mask": m} for m in ([0, 1, 1], [1, 1, 1])])
+    rows = dataset([{"tokens": [1, 2, 3], "loss_mask": m} for m in ([0, 1, 1], [1, 1, 1])])
     with pytest.raises(UserError, match="row 1 says that the target wrote all of it"):
         RolloutBatches(rows, 2, steps=1)
 
 
 def test_a_row_without_an_anchor_is_never_served():
-    rows = datasets.Dataset.from_list([{"tokens": [i, 2, 3], "loss_mask": [0, 1, i % 2]} for i in range(8)])
+    rows = dataset([{"tokens": [i, 2, 3], "loss_mask": [0, 1, i % 2]} for i in range(8)])
     batches = RolloutBatches(rows, 2, steps=8)
     assert {n for i in range(8) for n in numbers(batches[i])} == {1, 3, 5, 7}
 
@@ -140,3 +144,12 @@ def test_a_resumed_sampler_goes_on_and_keeps_the_whole_runs_length():
     assert list(From(0, 6)) == list(range(6))
     assert list(From(4, 6)) == [4, 5]
     assert len(From(4, 6)) == len(From(0, 6)) == 6
+
+
+def test_a_rows_weight_goes_with_it_and_ones_are_left_out():
+    rows = [{"tokens": [i, 2, 3], "loss_mask": [0, 1, 1], "weight": i / 2} for i in range(6)]
+    micro = RolloutBatches(dataset(rows), 6, steps=1)[0]
+    assert micro.weight is not None
+    assert micro.weight.tolist() == [number / 2 for number in numbers(micro)]
+    plain = [row | {"weight": 1.0} for row in rows]
+    assert RolloutBatches(dataset(plain), 6, steps=1)[0].weight is None

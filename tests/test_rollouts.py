@@ -16,6 +16,7 @@ from decode.load import load_target, load_tokenizer, stop_tokens
 from decode.sampling import Sampler
 from distill import rollouts
 from distill.chat import Chat
+from distill.engine import InProcess
 from distill.estimate import estimate
 from distill.prompts import Prompt, read_prompts
 from distill.rollouts import RolloutPlan, RolloutStore
@@ -28,7 +29,10 @@ PLAN = RolloutPlan(
     stop=[3],
     template="chat",
     answers="write",
+    server="",
+    drafter="",
     prompts="p",
+    samples=1,
     self_prompts=5,
     until="answer",
     sampler={"temperature": 1.0, "top_k": 0, "top_p": 1.0},
@@ -36,6 +40,7 @@ PLAN = RolloutPlan(
     max_prompt_tokens=24,
     max_new_tokens=12,
     shard_size=4,
+    batch_size=3,
     seed=0,
 )
 
@@ -50,9 +55,13 @@ def parts(tmp_path_factory):
     return load_target(folder), Chat(load_tokenizer(folder)), prompts
 
 
+def make_writer(target, chat, plan):
+    return Writer(InProcess(target, plan.batch_size, plan.seed), chat, plan)
+
+
 @pytest.fixture
 def writer(parts):
-    return Writer(parts[0], parts[1], PLAN)
+    return make_writer(parts[0], parts[1], PLAN)
 
 
 def rows_of(store: RolloutStore) -> list[list[dict]]:
@@ -95,7 +104,7 @@ def test_rows_are_a_function_of_the_plan_and_the_shard_number(parts, writer, tmp
 def test_a_shard_equals_decoding_its_rows_one_by_one(temperature, parts):
     target, chat, prompts = parts
     plan = replace(PLAN, sampler={"temperature": temperature})
-    rows = Writer(target, chat, plan)(1, prompts[:4], 3)
+    rows = make_writer(target, chat, plan)(1, prompts[:4], 3)
     assert len(rows) >= 5
     for row in rows:
         length = row["loss_mask"].count(0)
@@ -131,11 +140,11 @@ def test_masks_cover_the_answer_and_prompts_stay_within_their_limit(parts, write
 def test_rows_that_go_on_to_their_length_are_not_ended_by_an_end_token(parts):
     target, chat, prompts = parts
     plan = replace(PLAN, stop=list(range(3, 80)))  # a random model seldom says <|end|>
-    until_end = {row["id"]: row for row in Writer(target, chat, plan)(1, prompts[:4], 0)}
+    until_end = {row["id"]: row for row in make_writer(target, chat, plan)(1, prompts[:4], 0)}
     stopped = sum(row["finish_reason"] == "stop" for row in until_end.values())
     assert stopped, "no row ended before its length, so this proves nothing"
     plan = replace(plan, until="length")
-    rows = Writer(target, chat, plan)(1, prompts[:4], 3)
+    rows = make_writer(target, chat, plan)(1, prompts[:4], 3)
     assert [row["id"] for row in rows] == [*until_end, "self-1-0", "self-1-1", "self-1-2"]
     before, _ = chat.user_turn()
     for row in rows:
@@ -143,7 +152,7 @@ def test_rows_that_go_on_to_their_length_are_not_ended_by_an_end_token(parts):
         start = until_end[row["id"]]["tokens"] if row["id"] in until_end else before
         assert row["tokens"][: len(start)] == start
     with pytest.raises(UserError, match="answer or length"):
-        Writer(target, chat, replace(PLAN, until="dawn"))
+        make_writer(target, chat, replace(PLAN, until="dawn"))
 
 
 def test_the_manifest_counts_and_hashes(parts, writer, tmp_path):
@@ -178,7 +187,10 @@ def test_whatever_decides_the_rows_names_the_store():
         "stop": [3, 4],
         "template": "none",
         "answers": "given",
+        "server": "m",
+        "drafter": "d",
         "prompts": "q",
+        "samples": 2,
         "self_prompts": 6,
         "until": "length",
         "sampler": {"temperature": 0.5},
@@ -186,6 +198,7 @@ def test_whatever_decides_the_rows_names_the_store():
         "max_prompt_tokens": 25,
         "max_new_tokens": 13,
         "shard_size": 5,
+        "batch_size": 4,
         "seed": 1,
     }
     assert changes.keys() == set(RolloutPlan.__dataclass_fields__), "a field the test does not know"
@@ -203,7 +216,7 @@ def test_given_answers_are_taken_as_they_are(parts):
     target, chat, _ = parts
     plan = replace(PLAN, answers="given", self_prompts=0)
     messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"})
-    (row,) = Writer(target, chat, plan)(0, [Prompt("a", messages)], 0)
+    (row,) = make_writer(target, chat, plan)(0, [Prompt("a", messages)], 0)
     text = chat.tokenizer.decode(row["tokens"])
     assert text == "{1}hi{2}hello{3}".format(*SPECIAL)
     assert sum(row["loss_mask"]) == len("hello") + 1
@@ -213,14 +226,14 @@ def test_given_answers_are_taken_as_they_are(parts):
 def test_self_written_prompts_that_cannot_be_are_refused(parts):
     target, chat, _ = parts
     with pytest.raises(UserError, match=r"prompts\.self must be 0"):
-        Writer(target, chat, replace(PLAN, answers="given"))
+        make_writer(target, chat, replace(PLAN, answers="given"))
     with pytest.raises(UserError, match="no room"):
-        Writer(target, chat, replace(PLAN, max_prompt_tokens=2))
+        make_writer(target, chat, replace(PLAN, max_prompt_tokens=2))
     plain = Chat(chat.tokenizer, "none")
     chat.tokenizer.bos_token, start = None, chat.tokenizer.bos_token
     try:
         with pytest.raises(UserError, match="nothing to begin a prompt with"):
-            Writer(target, plain, PLAN)
+            make_writer(target, plain, PLAN)
     finally:
         chat.tokenizer.bos_token = start
 
@@ -230,7 +243,7 @@ def test_a_prompt_that_fills_the_context_is_dropped(parts):
     plan = replace(PLAN, max_prompt_tokens=10_000, self_prompts=0)
     room = target.max_positions - 2  # besides the two tokens of the template
     prompts = [Prompt(str(n), ({"role": "user", "content": "x" * n},)) for n in (room - 1, room, room + 1)]
-    rows = Writer(target, chat, plan)(0, prompts, 0)
+    rows = make_writer(target, chat, plan)(0, prompts, 0)
     assert [row["id"] for row in rows] == [str(room - 1)]
     assert len(rows[0]["tokens"]) == target.max_positions
 

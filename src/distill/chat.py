@@ -11,6 +11,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
+from distill.prompts import Message
 from distill.provenance import digest
 
 
@@ -39,15 +40,17 @@ class Chat:
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         return digest(vocabulary + str(self.tokenizer.chat_template))
 
-    def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Token ids up to where the target's answer begins; an answer that ends them is left out."""
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if self.template == "none":
             return self.tokenizer.encode("\n".join(m["content"] for m in messages))
-        return self._render(messages, add_generation_prompt=True)["input_ids"]
+        return self._render(messages, tools, add_generation_prompt=True)["input_ids"]
 
-    def encode_answered(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
+    def encode_answered(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[list[int], list[int]]:
         """Token ids of a whole conversation, and 1 where the assistant wrote them.
 
         The mask is the template's `{% generation %}` blocks; where it has none, what rendering
@@ -64,10 +67,10 @@ class Chat:
             answer = self.tokenizer.encode("\n" + messages[-1]["content"], add_special_tokens=False)
             ids, mask = head + answer, [0] * len(head) + [1] * len(answer)
         elif re.search(r"\{%-?\s*generation", str(self.tokenizer.chat_template)):
-            out = self._render(messages, return_assistant_tokens_mask=True)
+            out = self._render(messages, tools, return_assistant_tokens_mask=True)
             ids, mask = out["input_ids"], out["assistant_masks"]
         else:
-            head, ids = self.encode(messages), self._render(messages)["input_ids"]
+            head, ids = self.encode(messages, tools), self._render(messages, tools)["input_ids"]
             if ids[: len(head)] != head:
                 raise UserError(
                     "target: its chat template renders an answer differently from its prompt, so no "
@@ -94,10 +97,10 @@ class Chat:
         encode = self.tokenizer.encode
         return encode(before, add_special_tokens=False), encode(after, add_special_tokens=False)
 
-    def _render(self, messages: Sequence[dict[str, str]], **options: Any) -> Any:
+    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, **options
+                list(messages), tools=list(tools) or None, tokenize=True, return_dict=True, **options
             )
         except TemplateError as error:  # templates may refuse roles, or their order
             start = messages[0]["content"][:60]

@@ -24,6 +24,8 @@ LEAST = {
     "rollout.max_prompt_tokens": 1,
     "rollout.max_new_tokens": 1,
     "rollout.shard_size": 1,
+    "rollout.samples": 1,
+    "rollout.batch_size": 1,
     "score.every": 1,
     "score.batch_sizes": 1,
     "score.prompts": 1,

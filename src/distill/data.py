@@ -32,6 +32,7 @@ class Micro(NamedTuple):
         seed: of the drafter's noise; the same rows get the same, however ranks share them out.
         read: what the target says of these tokens, where it is kept in memory.
         on_policy: supervised anchors in answers of the drafter's own.
+        weight: (B,) of the rows in the loss; None where all are 1.
     """
 
     tokens: Tensor
@@ -41,6 +42,7 @@ class Micro(NamedTuple):
     seed: int
     read: Read | None = None
     on_policy: int = 0
+    weight: Tensor | None = None
 
 
 class RolloutBatches(Dataset[Micro]):
@@ -50,7 +52,7 @@ class RolloutBatches(Dataset[Micro]):
     a row at most once; the few that do not fill a last step are others every time.
 
     Args:
-        rows: with `tokens` and `loss_mask`.
+        rows: with `tokens`, `loss_mask` and `weight`.
         batch_size: rows of one micro-batch.
         steps: optimizer steps.
         accumulate: micro-batches a step.
@@ -101,7 +103,16 @@ class RolloutBatches(Dataset[Micro]):
         read = self.memory.batch(shards[micro, self.rank]) if self.memory else None
         key = np.random.SeedSequence([self.seed, step, micro * self.world + self.rank])
         noise = int(key.generate_state(1)[0])
-        return Micro(tokens, mask, int(self._anchors[shards].sum()), step, noise, read)
+        weight = torch.tensor([row["weight"] for row in chosen])
+        return Micro(
+            tokens,
+            mask,
+            int(self._anchors[shards].sum()),
+            step,
+            noise,
+            read,
+            weight=None if (weight == 1).all() else weight,
+        )
 
     def _step_rows(self, step: int) -> np.ndarray:
         """Row numbers of an optimizer step, over all its micro-batches and ranks."""

@@ -24,8 +24,9 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module) -> str:
     missing = len(store.missing())
     if not missing or plan.answers == "given":
         return f"estimate: no rollouts to make, weights and optimizer {memory / 2**20:.0f} MiB"
-    rows = min(missing * plan.shard_size, len(store.prompts) + plan.self_prompts)
-    batch = min(plan.shard_size, rows)
+    given = len(store.prompts) * plan.samples + plan.self_prompts
+    rows = min(missing * plan.shard_size * plan.samples, given)
+    batch = min(plan.batch_size, rows)
     start = time.perf_counter()
     generate(target, None, [[1]] * batch, max_new_tokens=STEPS, sampler=Sampler(**plan.sampler))
     step = (time.perf_counter() - start) / STEPS
@@ -33,7 +34,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module) -> str:
     length = plan.max_new_tokens + (plan.max_prompt_tokens if prompts else 0)
     tokens = rows * length
     memory += batch * (plan.max_prompt_tokens + plan.max_new_tokens) * target.cache.store.bytes_per_token
-    seconds = missing * length * step
+    seconds = -(-rows // batch) * length * step
     return (
         f"estimate: up to {tokens:,} rollout tokens in {rows:,} rows, up to {seconds / 60:.1f} min, "
         f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for weights, cache and optimizer "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -46,3 +47,9 @@ def write_json(path: Path, value: Any) -> None:
     """Publish `value` as indented JSON."""
     with publish(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

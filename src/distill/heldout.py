@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 from decode.errors import UserError
@@ -13,11 +14,13 @@ from decode.replay import Rollout
 from decode.sampling import Sampler
 from decode.target import Target
 from distill.chat import Chat
+from distill.engine import InProcess
 from distill.progress import bar
 from distill.prompts import Prompt
 from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.writer import Writer
+from drafters.base import Text
 
 SHARD = 32  # prompts decoded side by side
 
@@ -52,7 +55,10 @@ def held_out_answers(
         stop=stop_tokens(target),
         template=chat.template,
         answers="write",
+        server="",
+        drafter="",
         prompts=digest(json.dumps(prompts)),
+        samples=1,
         self_prompts=0,
         until="answer",
         sampler=asdict(sampler),
@@ -60,6 +66,7 @@ def held_out_answers(
         max_prompt_tokens=target.max_positions or 2**31,
         max_new_tokens=max_new_tokens,
         shard_size=SHARD,
+        batch_size=SHARD,
         seed=seed,
     )
     store = RolloutStore(root, plan, prompts)
@@ -70,7 +77,7 @@ def held_out_answers(
             def done(missing: int) -> None:
                 shown.update(store.shards - missing - shown.n)
 
-            store.fill(Writer(target, chat, plan), done)
+            store.fill(Writer(InProcess(target, SHARD, seed), chat, plan), done)
     store.check()
     return read_answers(store)
 
@@ -88,5 +95,13 @@ def read_answers(store: RolloutStore) -> list[Rollout]:
                 f"{store.folder}: drawn with {name}={drawn[name]}, but {wanted} is scored; replay on answers "
                 "of another law would be wrong: remove the folder"
             )
-    texts = ((list(text.tokens), text.loss_mask.index(1)) for text in store.texts())
-    return [Rollout(tokens[:start], tokens[start:]) for tokens, start in texts]
+    return [rollout for text in store.texts() for rollout in spans(text)]
+
+
+def spans(text: Text) -> Iterator[Rollout]:
+    """Every answer in a text, with what stands before it."""
+    tokens, place = list(text.tokens), 0
+    for wrote, run in groupby(text.loss_mask):
+        start, place = place, place + len(list(run))
+        if wrote:
+            yield Rollout(tokens[:start], tokens[start:place])

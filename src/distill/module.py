@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -19,7 +19,7 @@ from distill.on_policy import OnPolicy
 from distill.optimizers import hidden_matrices
 from distill.reached import Reached
 from distill.schedule import warm_up_and_decay
-from drafters.base import Batch, Drafter, supervised
+from drafters.base import Batch, Drafter, DraftStep, supervised
 
 DEPTHS = 33  # rows of the table of sums that ranks add up, depth 0 first; no drafter unrolls more
 
@@ -71,6 +71,8 @@ class DistillModule(L.LightningModule):
         progress = batch.step / self.trainer.max_steps
         rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed, progress)
         steps = self.drafter.unroll(rows, self.target)
+        if batch.weight is not None:
+            steps = weighted(steps, batch.weight, batch.tokens.shape[1])
         total, scored = self.objective(
             steps,
             read.last,
@@ -182,3 +184,15 @@ class DistillModule(L.LightningModule):
             factors=[groups[part["group"]].rate for part in optimizer.param_groups],
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def weighted(steps: Iterator[DraftStep], weight: Tensor, length: int) -> Iterator[DraftStep]:
+    """The steps, with what each row of the batch counts: rewards (ReSpec, arXiv:2510.26475), say.
+
+    Args:
+        steps: of an unroll.
+        weight: (B,) of the rows.
+        length: T of the batch.
+    """
+    for step in steps:
+        yield step._replace(weight=step.weight * weight[step.anchor // length])

@@ -126,7 +126,7 @@ class Objective:
         own = self._by_draft([steps[i] for i in drafts], [chances[i] for i in drafts], progress)
         of_depth = {steps[i].depth: weight for i, weight in zip(drafts, own, strict=True)}
         return [
-            torch.full_like(a, step.weight) * of_depth.get(step.depth, 1.0)
+            torch.ones_like(a) * step.weight * of_depth.get(step.depth, 1.0)
             for step, a in zip(steps, chances, strict=True)
         ]
 

@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from decode.errors import UserError
-from distill.files import clean, publish, write_json
+from distill.files import clean, publish, sha256, write_json
 from distill.prompts import Prompt
 from drafters.base import Text
 
-SCHEMA = 1
+SCHEMA = 2
 COLUMNS = pa.schema(
     [
         ("id", pa.string()),
@@ -29,9 +29,11 @@ COLUMNS = pa.schema(
         ("loss_mask", pa.list_(pa.int8())),
         ("finish_reason", pa.string()),
         ("ids", pa.string()),
+        ("weight", pa.float32()),
     ]
 )
 Row = dict[str, Any]
+Make = Callable[[int, list[Prompt], int], list[Row]]  # shard, its prompts, self-written ones -> rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +47,20 @@ class RolloutPlan:
         stop: end tokens.
         template: see `Chat`.
         answers: `write` lets the target answer, `given` takes the records' own last messages.
+        server: name of the model that a server answers with; empty where the target is in the process.
+        drafter: fingerprint of what drafts the answers, or empty. It changes none, but for rounding.
         prompts: hash of the prompt records.
+        samples: answers to each prompt.
         self_prompts: rows that the target writes from nothing.
         until: `answer` ends a row with the answer; `length` lets the target go on, turn after turn,
             to max_new_tokens, and begin its own rows freely: for models trained on packed text.
         sampler: law of the answers, as keyword arguments of `Sampler`.
         prompt_sampler: law of self-written prompts, where they are answered one by one.
-        max_prompt_tokens: longer prompts are dropped; self-written ones are cut.
-        max_new_tokens: per row.
-        shard_size: prompts a shard; a shard is decoded as one batch.
+        max_prompt_tokens: longer prompts are dropped; self-written ones are cut. Every further turn
+            of a conversation may add as many, and an answer.
+        max_new_tokens: per answer.
+        shard_size: prompts a shard.
+        batch_size: answers decoded side by side, those of similar length together.
         seed: of all draws.
     """
 
@@ -63,7 +70,10 @@ class RolloutPlan:
     stop: list[int]
     template: str
     answers: str
+    server: str
+    drafter: str
     prompts: str
+    samples: int
     self_prompts: int
     until: str
     sampler: dict[str, Any]
@@ -71,6 +81,7 @@ class RolloutPlan:
     max_prompt_tokens: int
     max_new_tokens: int
     shard_size: int
+    batch_size: int
     seed: int
 
     @property
@@ -106,11 +117,11 @@ class RolloutStore:
         """Every shard is there, and the manifest, which comes last."""
         return (self.folder / "manifest.json").exists() and not self.missing()
 
-    def fill(self, make: Callable[[int, list[Prompt], int], list[Row]], done: Callable[[int], None]) -> None:
+    def fill(self, make: Make, done: Callable[[int], None]) -> None:
         """Make what is missing; ranks of a launcher share the work, and wait for one another.
 
         Args:
-            make: (shard, prompts, self-written prompts) -> rows.
+            make: the rows of a shard.
             done: told how many shards are missing still, whoever makes them.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -122,11 +133,9 @@ class RolloutStore:
         while todo := [i for i in mine + others if not self.path(i).exists()]:
             before = made
             for shard in todo:
-                with self._lock(f"shard-{shard:05d}") as free:
-                    if free and not self.path(shard).exists():
-                        self._write(shard, make(shard, *self._work(shard)))
-                        made += 1
-                        done(len(self.missing()))
+                if self.make(shard, make):
+                    made += 1
+                    done(len(self.missing()))
             if made == before:
                 done(len(self.missing()))
                 time.sleep(0.2)
@@ -134,6 +143,14 @@ class RolloutStore:
         with self._lock("manifest", wait=True):
             if made or not self.complete:
                 self._manifest()
+
+    def make(self, shard: int, make: Make) -> bool:
+        """Make one shard, unless it is there or another process is at it; whether it was made."""
+        with self._lock(f"shard-{shard:05d}") as free:
+            if not free or self.path(shard).exists():
+                return False
+            self._write(shard, make(shard, *self._work(shard)))
+        return True
 
     def _work(self, shard: int) -> tuple[list[Prompt], int]:
         size = self.plan.shard_size
@@ -165,7 +182,7 @@ class RolloutStore:
                     "file": self.path(i).name,
                     "rows": table.num_rows,
                     "answered": answered,
-                    "sha256": _sha256(self.path(i)),
+                    "sha256": sha256(self.path(i)),
                 }
             )
         # All shards are under their final names, so what else is here belongs to dead writers.
@@ -194,10 +211,5 @@ class RolloutStore:
             UserError: a shard that was changed since it was made.
         """
         for i, shard in enumerate(self.manifest()["shards"]):
-            if _sha256(self.path(i)) != shard["sha256"]:
+            if sha256(self.path(i)) != shard["sha256"]:
                 raise UserError(f"{self.path(i)}: changed since it was made; delete it to have it made again")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -28,19 +28,16 @@ from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
 from distill.data import RolloutData
-from distill.estimate import estimate
-from distill.files import write_json
 from distill.module import DistillModule
 from distill.objectives import Objective
 from distill.on_policy import OnPolicy
-from distill.progress import bar, first_rank, say, switch
+from distill.produce import check_given, produce
+from distill.progress import say, switch
 from distill.prompts import Prompt, held_out, read_prompts, split
 from distill.provenance import digest, local
 from distill.report import table
-from distill.rollouts import RolloutPlan, RolloutStore
 from distill.runs import checkpoints
 from distill.scoring import Scorer
-from distill.writer import Writer
 from drafters import hub
 from drafters.base import Drafter
 
@@ -65,7 +62,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     chat, train, held = read_inputs(cfg)
     if cfg.rollout.answers == "given":
-        _check_given(chat, train)
+        check_given(chat, train)
     L.seed_everything(cfg.seed, verbose=False)
     target = build_target(cfg)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
@@ -100,7 +97,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, folder)
-    store = _rollouts(cfg, target, chat, train, drafter, folder)
+    store = produce(cfg, target, chat, train, drafter, folder)
+    target.tap(drafter.taps)
     # What was counted for another run, a draft vocabulary say, is kept with its weights.
     if drafter.fits and not counted:
         say(f"{name}: {drafter.fit(store.texts())}")
@@ -141,32 +139,11 @@ def _on_policy(cfg: DictConfig, target: Target, drafter: Drafter) -> OnPolicy | 
     return made
 
 
-def _check_given(chat: Chat, prompts: list[Prompt]) -> None:
-    for prompt in prompts:
-        if prompt.messages[-1]["role"] != "assistant":
-            raise UserError(f"rollout=given: record {prompt.id} does not end with an answer")
-    if prompts:
-        chat.encode_answered(prompts[0].messages)
-
-
 def _check_fits(ids: list[int], prompt: Prompt, target: Target) -> None:
     if target.max_positions is not None and len(ids) >= target.max_positions:
         raise UserError(
             f"prompts: held-out prompt {prompt.id} has {len(ids)} tokens; the target's context of "
             f"{target.max_positions} leaves no room for an answer"
-        )
-
-
-def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
-    """Refuse to go on with a run on other data than it began with."""
-    note = folder / "rollouts.json"
-    if not note.exists():
-        if first_rank():
-            write_json(note, {"store": plan.key})
-    elif json.loads(note.read_text())["store"] != plan.key:
-        raise UserError(
-            f"{folder}: the prompts or the target have changed since this run began; "
-            "resume=never starts another"
         )
 
 
@@ -276,60 +253,6 @@ def _begin(cfg: DictConfig, drafter: Drafter) -> bool:
     )
     buffers = {name for name, _ in drafter.named_buffers()}
     return not any(name.split(" ")[0] in buffers for name in left)
-
-
-def _rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt]) -> RolloutPlan:
-    rollout = cfg.rollout
-    return RolloutPlan(
-        target=target.fingerprint(),
-        tokenizer=chat.fingerprint(),
-        dtype=str(target.dtype).removeprefix("torch."),
-        stop=stop_tokens(target),
-        template=cfg.prompts.template,
-        answers=rollout.answers,
-        prompts=digest(json.dumps(prompts)),
-        self_prompts=cfg.prompts.self,
-        until=rollout.until,
-        sampler={"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
-        prompt_sampler={"temperature": rollout.prompt_temperature},
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_new_tokens=rollout.max_new_tokens,
-        shard_size=rollout.shard_size,
-        seed=rollout.seed,
-    )
-
-
-def _rollouts(
-    cfg: DictConfig, target: Target, chat: Chat, train: list[Prompt], drafter: Drafter, folder: Path
-) -> RolloutStore:
-    """The target's answers to the training prompts: made, or found."""
-    plan = _rollout_plan(cfg, target, chat, train)
-    store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, train)
-    writer = Writer(target, chat, plan)
-    _same_rollouts(folder, plan)
-    target.tap(drafter.taps)
-    _roll_out(store, writer, estimate(store, target, drafter))
-    return store
-
-
-def _roll_out(store: RolloutStore, writer: Writer, cost: str) -> None:
-    missing = len(store.missing())
-    if store.complete:
-        store.check()
-        say(f"rollouts: reusing all {store.shards} shards in {store.folder}")
-        return
-    say(cost)
-    if missing < store.shards:
-        say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
-    with bar(store.shards, "rollouts", "shards", store.shards - missing) as shown:
-
-        def done(missing: int) -> None:
-            shown.update(store.shards - missing - shown.n)
-
-        store.fill(writer, done)
-    shards = store.manifest()["shards"]
-    rows, answered = sum(s["rows"] for s in shards), sum(s["answered"] for s in shards)
-    say(f"rollouts: {rows} rows, {answered} supervised tokens in {store.folder}")
 
 
 def loggers(cfg: DictConfig, folder: Path, first_step: int) -> list[Logger]:

@@ -1,21 +1,75 @@
-"""Rows of a shard: the target, in this process, answers prompts."""
+"""Rows of a shard: prompts, turn after turn, with the answers that an engine gives."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 from decode.errors import UserError
-from decode.generate import generate
-from decode.sampling import Sampler
-from decode.target import Target
 from distill.chat import Chat
-from distill.prompts import Prompt
+from distill.engine import Answer, Engine, Law, Request
+from distill.prompts import Message, Prompt, turns
 from distill.rollouts import RolloutPlan, Row
 
 
+@dataclass
+class Talk:
+    """A conversation as it grows.
+
+    Attributes:
+        id: of its rows, and of its requests.
+        sample: which answer to its prompt it is.
+        tokens: rendered, up to where the next answer begins.
+        said: the same as messages; empty for what the target begins by itself.
+        rest: messages still to come.
+        rows: finished and unfinished ones.
+    """
+
+    id: str
+    sample: int
+    tokens: list[int]
+    said: list[Message] = field(default_factory=list)
+    rest: list[Message] = field(default_factory=list)
+    tools: Sequence[dict[str, Any]] = ()
+    weight: float = 1.0
+    turn: int = 0
+    open: bool = True
+    rows: list[Row] = field(default_factory=list)
+
+    def request(self) -> Request:
+        """For the next answer."""
+        name = f"{self.id}@{self.turn}" if self.turn else self.id
+        return Request(name, self.sample, self.tokens, tuple(self.said), self.tools)
+
+    def take(self, answer: Answer) -> None:
+        """Put an answer behind what was said.
+
+        It goes on in the row of the turn before, where that row is how this turn begins. Where the
+        template writes earlier turns differently (leaves their reasoning out, say), a row begins.
+        """
+        start = len(self.rows[-1]["tokens"]) if self.rows else 0
+        if not self.rows or self.tokens[:start] != self.rows[-1]["tokens"]:
+            start = 0
+            name = f"{self.id}#{self.sample}" if self.sample else self.id
+            self.rows.append(
+                {"id": f"{name}@{self.turn}" if self.turn else name, "tokens": [], "loss_mask": []}
+                | {"ids": "exact", "weight": self.weight}
+            )
+        row = self.rows[-1]
+        row["tokens"] = self.tokens + answer.tokens
+        row["loss_mask"] += [0] * (len(self.tokens) - start) + [1] * len(answer.tokens)
+        row["finish_reason"] = "stop" if answer.stopped else "length"
+        if not answer.exact:
+            row["ids"] = "reencoded"
+        self.turn += 1
+
+
 class Writer:
-    """Makes the rows of a shard with the target in this process.
+    """Makes the rows of a shard.
 
     Args:
-        target: answers.
+        engine: answers.
         chat: renders.
         plan: laws, lengths, end tokens and seed.
 
@@ -23,17 +77,24 @@ class Writer:
         UserError: self-written prompts that nobody answers, cannot begin or have no room.
     """
 
-    def __init__(self, target: Target, chat: Chat, plan: RolloutPlan) -> None:
-        self.target, self.chat, self.plan = target, chat, plan
+    def __init__(self, engine: Engine, chat: Chat, plan: RolloutPlan) -> None:
+        self.engine, self.chat, self.plan = engine, chat, plan
         # A prompt that fills the context cannot be answered.
-        self.limit = min(plan.max_prompt_tokens, (target.max_positions or plan.max_prompt_tokens + 1) - 1)
+        self.room = (engine.context or 2**31) - 1
+        self.limit = min(plan.max_prompt_tokens, self.room)
         self.before, self.after = chat.user_turn() if plan.self_prompts else ([], [])
+        self.law = Law(plan.sampler, plan.max_new_tokens, plan.stop if plan.until == "answer" else [])
         if plan.until not in ("answer", "length"):
             raise UserError(f"rollout.until={plan.until}: choose answer or length")
         if not plan.self_prompts:
             return
         if plan.answers == "given":
             raise UserError("rollout=given: prompts.self must be 0; those prompts have no given answers")
+        if not engine.begins:
+            raise UserError(
+                "prompts.self: a chat server answers prompts but writes none; set prompts.self=0 "
+                "and give a file"
+            )
         if not self.before:
             raise UserError("prompts.self: this tokenizer has nothing to begin a prompt with; give a file")
         if self.limit <= len(self.before) + len(self.after):
@@ -43,56 +104,58 @@ class Writer:
         """Rows of one shard: a function of the plan and the shard number alone."""
         if self.plan.answers == "given":
             return [self._given(p) for p in prompts]
-        encoded = [(p.id, self.chat.encode(p.messages)) for p in prompts]
+        talks = [self._begin(p, sample) for p in prompts for sample in range(self.plan.samples)]
         names = [f"self-{shard}-{i}" for i in range(self_written)]
         if self.plan.until == "answer":
-            encoded, stop = encoded + self._write_prompts(names), self.plan.stop
+            talks += [Talk(name, 0, ids) for name, ids in self._write_prompts(names)]
         else:
-            encoded, stop = encoded + [(name, self.before) for name in names], []
-        encoded = [(name, ids) for name, ids in encoded if len(ids) <= self.limit]
-        out = generate(
-            self.target,
-            None,
-            [ids for _, ids in encoded],
-            max_new_tokens=self.plan.max_new_tokens,
-            sampler=Sampler(**self.plan.sampler),
-            seed=self.plan.seed,
-            requests=[name for name, _ in encoded],
-            stop=stop,
-        )
-        return [
-            {
-                "id": name,
-                "tokens": ids + o.tokens,
-                "loss_mask": [0] * len(ids) + [1] * len(o.tokens),
-                "finish_reason": "stop" if o.stopped else "length",
-                "ids": "exact",
-            }
-            for (name, ids), o in zip(encoded, out.outputs, strict=True)
-        ]
+            talks += [Talk(name, 0, self.before) for name in names]
+        while asked := [talk for talk in talks if self._fits(talk)]:
+            answers = self.engine([talk.request() for talk in asked], self.law)
+            for talk, answer in zip(asked, answers, strict=True):
+                talk.take(answer)
+                self._go_on(talk, answer)
+        return [row for talk in talks for row in talk.rows]
+
+    def _begin(self, prompt: Prompt, sample: int) -> Talk:
+        places = turns(prompt.messages)
+        first = places[0] if places else len(prompt.messages)
+        said, rest = list(prompt.messages[:first]), list(prompt.messages[first:])
+        ids = self.chat.encode(said, prompt.tools)
+        return Talk(prompt.id, sample, ids, said, rest, prompt.tools, prompt.weight)
+
+    def _fits(self, talk: Talk) -> bool:
+        longest = (talk.turn + 1) * self.limit + talk.turn * self.plan.max_new_tokens
+        return talk.open and len(talk.tokens) <= min(longest, self.room)
+
+    def _go_on(self, talk: Talk, answer: Answer) -> None:
+        """To the next place that wants an answer; one that was cut off is nothing to go on from."""
+        places = turns(talk.rest)
+        talk.open = bool(places) and answer.stopped and self.plan.until == "answer"
+        if talk.open:
+            text = self.chat.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            talk.said += [{"role": "assistant", "content": text}, *talk.rest[: places[0]]]
+            talk.rest = talk.rest[places[0] :]
+            talk.tokens = self.chat.encode(talk.said, talk.tools)
 
     def _given(self, prompt: Prompt) -> Row:
-        tokens, mask = self.chat.encode_answered(prompt.messages)
+        tokens, mask = self.chat.encode_answered(prompt.messages, prompt.tools)
         return {
             "id": prompt.id,
             "tokens": tokens,
             "loss_mask": mask,
             "finish_reason": "given",
             "ids": "reencoded",
+            "weight": prompt.weight,
         }
 
     def _write_prompts(self, names: list[str]) -> list[tuple[str, list[int]]]:
         """Let the target write the user's turn (Magpie, Xu et al., arXiv:2406.08464)."""
+        if not names:
+            return []
         before, after = self.before, self.after
-        out = generate(
-            self.target,
-            None,
-            [before] * len(names),
-            max_new_tokens=self.limit - len(before) - len(after),
-            sampler=Sampler(**self.plan.prompt_sampler),
-            seed=self.plan.seed,
-            requests=[f"{name}-prompt" for name in names],
-            stop=[*self.plan.stop, *after[:1]],
-        )
-        turns = [o.tokens[:-1] if o.stopped else o.tokens for o in out.outputs]
+        room = self.limit - len(before) - len(after)
+        law = Law(self.plan.prompt_sampler, room, [*self.plan.stop, *after[:1]])
+        answers = self.engine([Request(f"{name}-prompt", 0, before) for name in names], law)
+        turns = [a.tokens[:-1] if a.stopped else a.tokens for a in answers]
         return [(n, before + t + after) for n, t in zip(names, turns, strict=True) if t]

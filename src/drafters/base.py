@@ -43,7 +43,7 @@ class DraftStep(NamedTuple):
         depth: j >= 1; 0 for the target's own law of x_{t+1}, from a drafter that tunes the target.
         head: turns hidden into logits.
         aux: named (M,) losses beside the divergence, unweighted.
-        weight: of all its rows, times what the objective gives each.
+        weight: of all its rows, or (M,) of each, times what the objective gives.
         aside: taught beside the draft of the same depth and anchors, with that one's weights, but
             never drafted from: no alpha of it counts.
     """
@@ -53,7 +53,7 @@ class DraftStep(NamedTuple):
     depth: int
     head: Head
     aux: Mapping[str, Tensor]
-    weight: float = 1.0
+    weight: float | Tensor = 1.0
     aside: bool = False
 
 

@@ -17,6 +17,7 @@ from decode.errors import UserError
 from decode.target import Target
 from drafters.base import Drafter
 
+FILES = ("config.json", "model.safetensors")
 FORMAT = 1
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
@@ -112,7 +113,7 @@ def fetch(source: str) -> Path:
     if folder.is_dir():
         return folder
     try:
-        return Path(snapshot_download(source, allow_patterns=["config.json", "model.safetensors"]))
+        return Path(snapshot_download(source, allow_patterns=list(FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"{source}: no such folder, and not to be had from the hub ({_first(error)})"

@@ -1,0 +1,142 @@
+"""Rollouts as a configuration asks for them: made by its engine, or found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import nn
+
+from decode.errors import UserError
+from decode.load import stop_tokens
+from decode.plan import Plan
+from decode.target import Target
+from distill.chat import Chat
+from distill.engine import Engine, InProcess
+from distill.estimate import estimate
+from distill.files import sha256, write_json
+from distill.progress import bar, first_rank, say
+from distill.prompts import Prompt
+from distill.provenance import digest
+from distill.rollouts import RolloutPlan, RolloutStore
+from distill.writer import Writer
+from drafters import hub
+
+
+def rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt]) -> RolloutPlan:
+    """What decides the rows."""
+    rollout = cfg.rollout
+    return RolloutPlan(
+        target=target.fingerprint(),
+        tokenizer=chat.fingerprint(),
+        dtype=str(target.dtype).removeprefix("torch."),
+        stop=stop_tokens(target),
+        template=cfg.prompts.template,
+        answers=rollout.answers,
+        server="",
+        drafter=_fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else "",
+        prompts=digest(json.dumps(prompts)),
+        samples=rollout.samples,
+        self_prompts=cfg.prompts.self,
+        until=rollout.until,
+        sampler={"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
+        prompt_sampler={"temperature": rollout.prompt_temperature},
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        shard_size=rollout.shard_size,
+        batch_size=rollout.batch_size,
+        seed=rollout.seed,
+    )
+
+
+def _fingerprint(drafter: Path) -> str:
+    return digest("".join(sha256(drafter / name) for name in hub.FILES if (drafter / name).exists()))
+
+
+def engine_of(cfg: DictConfig, target: Target, plan: RolloutPlan) -> Engine:
+    """What answers.
+
+    Raises:
+        UserError: a drafter that is to help, with a `decode` that it cannot.
+    """
+    if not cfg.rollout.drafter:
+        return InProcess(target, plan.batch_size, plan.seed)
+    drafter, shape = hub.load(hub.fetch(cfg.rollout.drafter), target), instantiate(cfg.decode)
+    if not isinstance(shape, Plan) or shape.lossy:
+        raise UserError(
+            "rollout.drafter: answers are drafted by one lossless plan; choose decode=chain or dynamic"
+        )
+    if drafter.verifier(target) is not target:
+        raise UserError("rollout.drafter: it has tuned its target, whose answers would be another's")
+    drafter.check(shape)
+    return InProcess(target, plan.batch_size, plan.seed, drafter, shape)
+
+
+def check_given(chat: Chat, prompts: list[Prompt]) -> None:
+    """Refuse records whose answers are to be taken and are not there.
+
+    Raises:
+        UserError: the first of them.
+    """
+    for prompt in prompts:
+        if prompt.messages[-1]["role"] != "assistant":
+            raise UserError(f"rollout=given: record {prompt.id} does not end with an answer")
+    if prompts:
+        chat.encode_answered(prompts[0].messages, prompts[0].tools)
+
+
+def produce(
+    cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt], drafter: nn.Module, folder: Path
+) -> RolloutStore:
+    """The answers to the training prompts.
+
+    Args:
+        cfg: with `rollout`, `prompts`, `decode` and `output_dir`.
+        target: answers.
+        chat: renders.
+        prompts: to be answered.
+        drafter: that will be trained, for the estimate of memory.
+        folder: of the run, which may not go on with other data than it began with.
+    """
+    plan = rollout_plan(cfg, target, chat, prompts)
+    store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, prompts)
+    writer = Writer(engine_of(cfg, target, plan), chat, plan)
+    _same_rollouts(folder, plan)
+    fill(store, writer, lambda: estimate(store, target, drafter))
+    return store
+
+
+def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
+    note = folder / "rollouts.json"
+    if not note.exists():
+        if first_rank():
+            write_json(note, {"store": plan.key})
+    elif json.loads(note.read_text())["store"] != plan.key:
+        raise UserError(
+            f"{folder}: the prompts or the target have changed since this run began; "
+            "resume=never starts another"
+        )
+
+
+def fill(store: RolloutStore, writer: Writer, cost: Callable[[], str]) -> None:
+    """Make what is missing, under a progress bar, and say what there is."""
+    missing = len(store.missing())
+    if store.complete:
+        store.check()
+        say(f"rollouts: reusing all {store.shards} shards in {store.folder}")
+        return
+    say(cost())
+    if missing < store.shards:
+        say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
+    with bar(store.shards, "rollouts", "shards", store.shards - missing) as shown:
+
+        def done(missing: int) -> None:
+            shown.update(store.shards - missing - shown.n)
+
+        store.fill(writer, done)
+    shards = store.manifest()["shards"]
+    rows, answered = sum(s["rows"] for s in shards), sum(s["answered"] for s in shards)
+    say(f"rollouts: {rows} rows, {answered} supervised tokens in {store.folder}")

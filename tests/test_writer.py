@@ -1,0 +1,179 @@
+"""Rows of a shard: turn after turn, several answers a prompt, batches by length, a drafter that helps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_rollouts import PLAN, make_writer, parts  # noqa: F401  (a fixture)
+from workbench import make_tokenizer
+
+from decode.plan import Plan
+from distill import engine as engines
+from distill.chat import Chat
+from distill.divergences import kl
+from distill.engine import Answer, InProcess, Law, Request
+from distill.module import weighted
+from distill.objectives import Objective
+from distill.prompts import Prompt, turns
+from distill.weighting import constant
+from distill.writer import Writer
+from drafters.base import Batch
+
+END = 3
+TALK = replace(PLAN, self_prompts=0, max_prompt_tokens=60)
+THINKING = (  # leaves what stands before the bar out of earlier answers
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
+    "{{ m['content'] if loop.last else m['content'].split('|')[-1] }}<|end|>"
+    "{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class Parrot:
+    """Says what it was told to, whoever asks."""
+
+    context = None
+    begins = True
+
+    def __init__(self, chat, *says: str, cut: bool = False) -> None:
+        self.chat, self.says, self.cut, self.asked = chat, list(says), cut, []
+
+    def __call__(self, requests, law):
+        self.asked.append(list(requests))
+        ids = self.chat.tokenizer.encode(self.says[len(self.asked) - 1])
+        return [Answer(ids if self.cut else [*ids, END], not self.cut) for _ in requests]
+
+
+def user(*texts: str) -> tuple[dict, ...]:
+    return tuple({"role": "user", "content": text} for text in texts)
+
+
+def answers(row) -> list[str]:
+    own = zip(row["tokens"], row["loss_mask"], strict=True)
+    text = make_tokenizer().decode([token if mask else 0 for token, mask in own])
+    return [part for part in text.split("<|pad|>") if part]
+
+
+@pytest.mark.parametrize(
+    ("roles", "places"),
+    [
+        ("u", [1]),
+        ("uu", [1, 2]),
+        ("uau", [3]),
+        ("sua", []),
+        ("suau", [4]),
+        ("uat", [3]),
+        ("uatt", [4]),
+        ("uatau", [5]),
+        ("usu", [1, 3]),
+    ],
+)
+def test_the_target_answers_whatever_has_no_answer(roles, places):
+    names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    assert turns([{"role": names[role], "content": "x"} for role in roles]) == places
+
+
+def test_every_turn_is_answered_in_one_row_where_the_template_allows_it():
+    chat = Chat(make_tokenizer())
+    parrot = Parrot(chat, "one", "two")
+    (row,) = Writer(parrot, chat, TALK)(0, [Prompt("p", user("a", "b"), weight=0.5)], 0)
+    assert (
+        chat.tokenizer.decode(row["tokens"])
+        == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
+    )
+    assert answers(row) == ["one<|end|>", "two<|end|>"]
+    assert (row["id"], row["finish_reason"], row["ids"], row["weight"]) == ("p", "stop", "exact", 0.5)
+    first, second = (requests[0] for requests in parrot.asked)
+    assert (first.id, second.id) == ("p", "p@1")
+    assert [m["content"] for m in second.messages] == ["a", "one", "b"]
+    assert row["tokens"][: len(second.tokens)] == second.tokens
+
+
+def test_where_the_template_rewrites_earlier_answers_a_turn_has_a_row_of_its_own():
+    chat = Chat(make_tokenizer(THINKING))
+    one, two = Writer(Parrot(chat, "hm|yes", "no"), chat, TALK)(0, [Prompt("p", user("a", "b"))], 0)
+    assert (one["id"], two["id"]) == ("p", "p@1")
+    assert chat.tokenizer.decode(one["tokens"]) == "<|user|>a<|assistant|>hm|yes<|end|>"
+    assert (
+        chat.tokenizer.decode(two["tokens"])
+        == "<|user|>a<|assistant|>yes<|end|><|user|>b<|assistant|>no<|end|>"
+    )
+    assert (answers(one), answers(two)) == (["hm|yes<|end|>"], ["no<|end|>"])
+
+
+def test_an_answer_that_was_cut_is_the_last_one():
+    chat = Chat(make_tokenizer())
+    (row,) = Writer(Parrot(chat, "one", cut=True), chat, TALK)(0, [Prompt("p", user("a", "b"))], 0)
+    assert (answers(row), row["finish_reason"]) == (["one"], "length")
+
+
+def test_a_turn_without_room_is_left_out():
+    chat = Chat(make_tokenizer())
+    short = replace(TALK, max_prompt_tokens=5, max_new_tokens=4)  # later turns: 14, 23, ...
+    (row,) = Writer(Parrot(chat, "one"), chat, short)(0, [Prompt("p", user("a", "b" * 9))], 0)
+    assert answers(row) == ["one<|end|>"]
+    (row,) = Writer(Parrot(chat, "one", "two"), chat, short)(0, [Prompt("p", user("a", "bbb"))], 0)
+    assert answers(row) == ["one<|end|>", "two<|end|>"]
+    parrot = Parrot(chat, "one", "two")
+    parrot.context = 8
+    (row,) = Writer(parrot, chat, short)(0, [Prompt("p", user("a", "bbb"))], 0)
+    assert answers(row) == ["one<|end|>"]
+
+
+def test_samples_of_a_prompt_differ_and_the_first_is_what_one_alone_would_be(parts):  # noqa: F811
+    target, chat, prompts = parts
+    alone = make_writer(target, chat, TALK)(0, prompts[:3], 0)
+    rows = make_writer(target, chat, replace(TALK, samples=3))(0, prompts[:3], 0)
+    assert [row["id"] for row in rows] == [f"p{i}{s}" for i in range(3) for s in ("", "#1", "#2")]
+    assert rows[::3] == alone
+    assert len({tuple(row["tokens"]) for row in rows}) == 9
+
+
+def test_batches_are_of_similar_length_and_change_no_row(parts, monkeypatch):  # noqa: F811
+    target, chat, _ = parts
+    prompts = [Prompt(str(n), user("x" * n)) for n in (9, 1, 7, 3, 5)]
+    seen = []
+    call = engines.generate
+    monkeypatch.setattr(
+        engines,
+        "generate",
+        lambda t, d, rows, **o: seen.append([len(r) - 2 for r in rows]) or call(t, d, rows, **o),
+    )
+    rows = {size: make_writer(target, chat, replace(TALK, batch_size=size))(0, prompts, 0) for size in (2, 5)}
+    assert seen == [[1, 3], [5, 7], [9], [1, 3, 5, 7, 9]]
+    assert [row["id"] for row in rows[2]] == ["9", "1", "7", "3", "5"]
+    assert rows[2] == rows[5]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_that_helps_changes_no_row(temperature, parts, make_drafter):  # noqa: F811
+    target, chat, prompts = parts
+    drafter = make_drafter("eagle", target)
+    target.tap(())
+    requests = [Request(p.id, 0, chat.encode(p.messages)) for p in prompts[:5]]
+    law = Law({"temperature": temperature}, 12, [END])
+    plain = InProcess(target, 3, seed=0)(requests, law)
+    helped = InProcess(target, 3, 0, drafter, Plan(3, 2, 5))(requests, law)
+    assert helped == plain
+    assert target.taps == (), "the drafter's taps were left behind"
+
+
+def test_a_rows_weight_scales_its_share_of_the_loss(parts, make_drafter):  # noqa: F811
+    target, _, _ = parts
+    drafter = make_drafter("eagle", target)
+    tokens = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[:, :2] = False
+    read = target.read(tokens)
+    totals = {}
+    for name, rows, weight in (("both", 2, [2.0, 0.5]), ("first", 1, None), ("second", 1, None)):
+        kept = mask.clone()
+        if rows == 1:
+            kept[int(name == "first")] = False
+        steps = drafter.unroll(Batch(tokens, kept, read.taps, read.last), target)
+        steps = weighted(steps, torch.tensor(weight), 9) if weight else steps
+        objective = Objective(kl, constant)
+        totals[name], _ = objective(steps, read.last, target.head, drafter.weigh_aux(1.0), 1.0, tokens, None)
+    assert totals["both"].item() == pytest.approx(
+        2 * totals["first"].item() + totals["second"].item() / 2, rel=1e-5
+    )
