@@ -21,7 +21,7 @@ import torch
 from exact import Scripted
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
-from test_mutants import Mutant, mutate
+from mutants import Mutant, mutate
 
 from decode.draft import PAD, Draft, Laws
 from decode.generate import generate
