@@ -1,4 +1,4 @@
-"""Time things against one another: python scripts/benchmark.py decode|batch|context|train [overrides]."""
+"""Time things against one another: python scripts/benchmark.py <word> [overrides]; see WORDS."""
 
 import sys
 from importlib import import_module
@@ -12,6 +12,7 @@ WORDS = {
     "decode": "distill.benchmark:decoders",
     "batch": "distill.sweeps:batch_sizes",
     "context": "distill.sweeps:context_lengths",
+    "rollout": "distill.rollout_race:rollouts",
     "train": "distill.step_race:training",
 }
 

@@ -169,3 +169,23 @@ def test_end_tokens_and_the_context_end_a_text_alike(tmp_path):
         assert mine([7, 8, 9], 20).tokens == theirs([7, 8, 9], 20).tokens
     long = [7] * 250  # of 256 positions
     assert len(theirs(long, 20).tokens) == len(mine(long, 20).tokens) == 6
+
+
+def test_rollouts_are_raced_by_batch_size_with_and_without_a_drafter(bench, checkpoint):
+    given = [a for a in bench.command if a.startswith(("target=", "prompts"))]
+    out = bench.root / "rollout.json"
+    quick = ["score.max_new_tokens=6", "score.repeats=2", "count=2", "batch_sizes=[1,3]", "decode.depth=2"]
+    argv = ["benchmark.py", "rollout", *given, *quick, f"checkpoint={checkpoint}", f"out={out}"]
+    done = command(run, argv)
+    assert done.code == 0, done.err
+    card = json.loads(out.read_text())
+    rows = card["rows"]
+    assert [(r["drafter"], r["batch_size"]) for r in rows] == [
+        ("none", 1),
+        ("none", 3),
+        ("eagle", 1),
+        ("eagle", 3),
+    ]
+    assert rows[0]["ratio"] == 1.0
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert f"{rows[-1]['ratio']:.2f}x" in done.out

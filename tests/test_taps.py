@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import datasets
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from workbench import fork
 
 from decode.errors import UserError
 from decode.target import LAST, Target
+from distill import tap_cache
 from distill.data import RolloutBatches
+from distill.divergences import kl
+from distill.objectives import Objective
+from distill.tap_cache import TapCache, cache_gigabytes
 from distill.taps import TapMemory, gigabytes, wanted
+from distill.weighting import constant
+from drafters.base import Batch
 
 
 @pytest.fixture
@@ -28,7 +38,11 @@ def rows():
     random = np.random.default_rng(0)
     tokens = [random.integers(0, 50, n).tolist() for n in (5, 9, 3, 12, 7)]
     return datasets.Dataset.from_dict(
-        {"tokens": tokens, "loss_mask": [[0] + [1] * (len(t) - 1) for t in tokens]}
+        {
+            "tokens": tokens,
+            "loss_mask": [[0] + [1] * (len(t) - 1) for t in tokens],
+            "weight": [1.0] * len(tokens),
+        }
     )
 
 
@@ -69,5 +83,115 @@ def test_auto_keeps_taps_only_where_they_fit_and_are_used_again():
     assert not wanted("online", 1.0, 0.1, 9.0)
     with pytest.raises(UserError, match="taps_gb"):
         wanted("memory", 1.0, 1.5, 2.0)
-    with pytest.raises(UserError, match="auto, online or memory"):
+    with pytest.raises(UserError, match="auto, online, memory or cache"):
         wanted("disk", 1.0, 0.1, 1.0)
+
+
+def answered(lengths=((3, 2), (5, 4), (2, 0), (4, 8), (6, 1))) -> datasets.Dataset:
+    """Rows with a prompt, an answer and a last token that nobody wrote."""
+    random = np.random.default_rng(1)
+    rows = [
+        {
+            "tokens": random.integers(0, 50, prompt + answer + 1).tolist(),
+            "loss_mask": [0] * prompt + [1] * answer + [0],
+            "weight": 1.0,
+        }
+        for prompt, answer in lengths
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("taps", [(LAST,), (0, 2), (LAST, 1)])
+def test_a_cache_gives_what_training_looks_at_rounded_to_bf16(target, tmp_path, taps, monkeypatch):
+    monkeypatch.setattr(tap_cache, "FILE_BYTES", 200)  # several files
+    target.tap(taps)
+    rows = answered()
+    cache = TapCache(target, rows, 11, tmp_path, "key", 1.0)
+    assert len(list(cache.folder.glob("*.safetensors"))) > 2
+    again = TapCache(target, rows, 11, tmp_path, "key", 1.0)
+    for chosen in ([3, 0], [1, 4], [2]):
+        read, second = cache.batch(chosen), again.batch(chosen)
+        assert torch.equal(read.taps, second.taps)
+        assert read.last.dtype == target.dtype
+        for place, row in enumerate(chosen):
+            tokens, mask = rows[row]["tokens"][:11], rows[row]["loss_mask"][:11]
+            want = target.read(torch.tensor([tokens]))
+            teach = [i for i in range(len(mask) - 1) if mask[i + 1]]
+            reach = teach[-1] + 1 if teach else 0
+            assert torch.equal(read.taps[place, :reach], want.taps[0, :reach].bfloat16().double())
+            assert torch.equal(read.last[place, teach], want.last[0, teach].bfloat16().double())
+            assert not read.taps[place, reach:].any()
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "lyanna"])
+def test_training_from_a_cache_is_training_on_what_it_rounds(drafter, make_drafter, tiny_target, tmp_path):
+    target = tiny_target(vocab=50, dtype=torch.bfloat16)
+    student = make_drafter(drafter, target)
+    rows = datasets.Dataset.from_list(
+        [
+            row | {"tokens": [t % target.vocab_size for t in row["tokens"]]}
+            for row in answered(((3, 7), (4, 9)))
+        ]
+    )
+    micro = RolloutBatches(rows, 2, 1, memory=TapCache(target, rows, 14, tmp_path, "key", 1.0))[0]
+    whole = target.read(micro.tokens)
+    losses = []
+    for read in (micro.read, whole):
+        steps = student.unroll(Batch(micro.tokens, micro.loss_mask, read.taps, read.last), target)
+        total, _ = Objective(kl, constant)(
+            steps, read.last, target.head, student.weigh_aux(1.0), 1.0, micro.tokens, None
+        )
+        losses.append(total.item())
+    assert losses[0] == losses[1]
+
+
+def test_a_cache_that_is_too_large_for_its_limit_or_the_disk_is_refused(
+    target, tmp_path, capsys, monkeypatch
+):
+    target.tap((0, 2))
+    rows = answered()
+    need = cache_gigabytes(target, rows, 11)
+    held = 2 * 16 * (2 * (4 + 8 + 11 - 1 + 6) + (2 + 4 + 7 + 1))
+    assert need * 2**30 == pytest.approx(held)
+    with pytest.raises(UserError, match="raise taps_gb"):
+        TapCache(target, rows, 11, tmp_path, "key", need * 0.99)
+    assert "GB of 2 layers" in capsys.readouterr().out, "its size is to be said before it is written"
+    monkeypatch.setattr(tap_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(UserError, match="are free"):
+        TapCache(target, rows, 11, tmp_path, "key", 1.0)
+    assert not list(tmp_path.glob("taps-*"))
+
+
+def test_a_changed_or_unfinished_cache_is_not_used(target, tmp_path, monkeypatch):
+    target.tap((LAST,))
+    rows = answered()
+    save = tap_cache.save_file
+    monkeypatch.setattr(tap_cache, "save_file", lambda *a: save(*a) or os.kill(os.getpid(), 9))
+    assert fork(lambda: TapCache(target, rows, 11, tmp_path, "key", 1.0) and 0) == 9
+    assert list(tmp_path.glob("*.tmp")), "the kill came too early to prove anything"
+    monkeypatch.undo()
+    cache = TapCache(target, rows, 11, tmp_path, "key", 1.0)
+    assert not list(tmp_path.glob("*.tmp"))
+    (file,) = cache.folder.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="changed since it was made"):
+        TapCache(target, rows, 11, tmp_path, "key", 1.0)
+
+
+@pytest.mark.parametrize("change", ["taps", "length", "store"])
+def test_whatever_decides_a_cache_names_it(target, tmp_path, change):
+    target.tap((LAST,))
+    first = TapCache(target, answered(), 11, tmp_path, "key", 1.0)
+    if change == "taps":
+        target.tap((1,))
+    other = TapCache(
+        target,
+        answered(),
+        10 if change == "length" else 11,
+        tmp_path,
+        "k2" if change == "store" else "key",
+        1.0,
+    )
+    assert other.folder != first.folder

@@ -25,6 +25,7 @@ LEAST = {
     "rollout.max_new_tokens": 1,
     "rollout.shard_size": 1,
     "rollout.samples": 1,
+    "rollout.refresh_every": 0,
     "rollout.batch_size": 1,
     "score.every": 1,
     "score.batch_sizes": 1,
@@ -40,6 +41,7 @@ LEAST = {
     "turn": 1,
     "steps": 1,
     "repeats": 1,
+    "count": 1,
     "gemm": 1,
     **{
         f"shape.{name}": 1
@@ -54,7 +56,7 @@ CHOICES = {
     "rollout.answers": ("write", "given"),
     "prompts.template": ("chat", "none"),
     "rollout.until": ("answer", "length"),
-    "taps": ("auto", "online", "memory"),
+    "taps": ("auto", "online", "memory", "cache"),
     "audit": ("quick", "full"),
     "control": ("none", "shuffled_taps"),
     "case": ("speed", "memory"),

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import datasets
-import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.target import Read, Target
-from distill.taps import TapMemory, gigabytes, wanted
+from decode.target import Read
+from distill.tap_cache import TapCache
+from distill.taps import TapMemory
 
 BUCKET = 8  # batches that are sorted by length together
 
@@ -73,7 +72,7 @@ class RolloutBatches(Dataset[Micro]):
         world: int = 1,
         seed: int = 0,
         max_tokens: int = 2048,
-        memory: TapMemory | None = None,
+        memory: TapMemory | TapCache | None = None,
     ) -> None:
         self.memory = memory
         self.rows, self.batch_size, self.steps = rows, batch_size, steps
@@ -148,58 +147,6 @@ def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.nd
         length.append(len(cut))
         anchors.append(sum(cut[2:]))
     return np.array(length), np.array(anchors)
-
-
-class RolloutData(L.LightningDataModule):
-    """Serves the store's rows to the trainer.
-
-    Args:
-        files: Parquet shards that have rows.
-        cache: folder for the memory-mapped copy that `datasets` makes.
-        batch_size: rows of one micro-batch.
-        max_tokens: longer rows are cut.
-        seed: of the order.
-    """
-
-    def __init__(self, files: list[Path], cache: Path, batch_size: int, max_tokens: int, seed: int) -> None:
-        super().__init__()
-        self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
-        self.memory: TapMemory | None = None
-        if not files:
-            raise UserError("rollouts: no rows; every prompt is longer than rollout.max_prompt_tokens")
-        self.rows = datasets.Dataset.from_parquet([str(f) for f in files], cache_dir=str(cache))
-
-    def keep_taps(self, target: Target, taps: str, limit: float, batches: int) -> None:
-        """Read the target once for all rows, where that is wanted for so many; see `taps.wanted`."""
-        assert isinstance(self.rows, datasets.Dataset)
-        epochs = batches * self.batch_size / len(self.rows)
-        if wanted(taps, limit, gigabytes(target, self.rows, self.max_tokens), epochs):
-            self.memory = TapMemory(target, self.rows, self.max_tokens)
-
-    @override
-    def train_dataloader(self) -> DataLoader:
-        trainer = self.trainer
-        assert trainer is not None
-        assert isinstance(self.rows, datasets.Dataset)
-        self.batches = RolloutBatches(
-            self.rows,
-            self.batch_size,
-            trainer.max_steps,
-            trainer.accumulate_grad_batches,
-            trainer.global_rank,
-            trainer.world_size,
-            self.seed,
-            self.max_tokens,
-            self.memory,
-        )
-        # A resumed run goes on at its step, which Lightning has restored by now.
-        start = trainer.global_step * trainer.accumulate_grad_batches
-        return DataLoader(self.batches, batch_size=None, sampler=From(start, len(self.batches)))
-
-    def micros(self, step: int) -> list[Micro]:
-        """This rank's micro-batches of an optimizer step."""
-        first = step * self.batches.accumulate
-        return [self.batches[first + i] for i in range(self.batches.accumulate)]
 
 
 class From(Sampler[int]):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
@@ -22,13 +23,20 @@ from distill.progress import bar, first_rank, say
 from distill.prompts import Prompt
 from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
+from distill.runs import checkpoints
 from distill.writer import Writer
 from drafters import hub
 
 
-def rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt]) -> RolloutPlan:
+def rollout_plan(
+    cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt], phase: int = 0
+) -> RolloutPlan:
     """What decides the rows."""
     rollout = cfg.rollout
+    # Later phases are drafted by what has been trained so far. That changes no row, but for rounding, and
+    # a resumed run must find the store that it began.
+    drafter = "current" if phase else _fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else ""
+    seed = int(np.random.SeedSequence([rollout.seed, phase]).generate_state(1)[0]) if phase else rollout.seed
     return RolloutPlan(
         target=target.fingerprint(),
         tokenizer=chat.fingerprint(),
@@ -37,7 +45,7 @@ def rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prom
         template=cfg.prompts.template,
         answers=rollout.answers,
         server="",
-        drafter=_fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else "",
+        drafter=drafter,
         prompts=digest(json.dumps(prompts)),
         samples=rollout.samples,
         self_prompts=cfg.prompts.self,
@@ -48,7 +56,7 @@ def rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prom
         max_new_tokens=rollout.max_new_tokens,
         shard_size=rollout.shard_size,
         batch_size=rollout.batch_size,
-        seed=rollout.seed,
+        seed=seed,
     )
 
 
@@ -56,15 +64,21 @@ def _fingerprint(drafter: Path) -> str:
     return digest("".join(sha256(drafter / name) for name in hub.FILES if (drafter / name).exists()))
 
 
-def engine_of(cfg: DictConfig, target: Target, plan: RolloutPlan) -> Engine:
+def engine_of(cfg: DictConfig, target: Target, plan: RolloutPlan, helper: str | Path | None) -> Engine:
     """What answers.
+
+    Args:
+        cfg: with `rollout` and `decode`.
+        target: answers, where no other engine is asked for.
+        plan: of the rows.
+        helper: a drafter's folder or hub id, or None.
 
     Raises:
         UserError: a drafter that is to help, with a `decode` that it cannot.
     """
-    if not cfg.rollout.drafter:
+    if not helper:
         return InProcess(target, plan.batch_size, plan.seed)
-    drafter, shape = hub.load(hub.fetch(cfg.rollout.drafter), target), instantiate(cfg.decode)
+    drafter, shape = hub.load(hub.fetch(str(helper)), target), instantiate(cfg.decode)
     if not isinstance(shape, Plan) or shape.lossy:
         raise UserError(
             "rollout.drafter: answers are drafted by one lossless plan; choose decode=chain or dynamic"
@@ -89,7 +103,13 @@ def check_given(chat: Chat, prompts: list[Prompt]) -> None:
 
 
 def produce(
-    cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt], drafter: nn.Module, folder: Path
+    cfg: DictConfig,
+    target: Target,
+    chat: Chat,
+    prompts: list[Prompt],
+    drafter: nn.Module,
+    folder: Path,
+    phase: int = 0,
 ) -> RolloutStore:
     """The answers to the training prompts.
 
@@ -100,11 +120,22 @@ def produce(
         prompts: to be answered.
         drafter: that will be trained, for the estimate of memory.
         folder: of the run, which may not go on with other data than it began with.
+        phase: which time it is that they are answered (`rollout.refresh_every`). From the second on, the
+            newest checkpoint drafts (online distillation, arXiv:2310.07177).
+
+    Raises:
+        UserError: answers that are given cannot be made again.
     """
-    plan = rollout_plan(cfg, target, chat, prompts)
+    if cfg.rollout.refresh_every and cfg.rollout.answers == "given":
+        raise UserError("rollout.refresh_every: given answers are not made anew; set it to 0")
+    plan = rollout_plan(cfg, target, chat, prompts, phase)
     store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, prompts)
-    writer = Writer(engine_of(cfg, target, plan), chat, plan)
-    _same_rollouts(folder, plan)
+    helper = next(reversed(checkpoints(folder)), None) if phase else cfg.rollout.drafter
+    writer = Writer(engine_of(cfg, target, plan, helper), chat, plan)
+    if phase:
+        say(f"rollouts: time {phase + 1}, drafted by {helper or 'nothing, for want of a checkpoint'}")
+    else:
+        _same_rollouts(folder, plan)
     fill(store, writer, lambda: estimate(store, target, drafter))
     return store
 

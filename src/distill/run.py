@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import warnings
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from decode.target import Target
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
-from distill.data import RolloutData
+from distill.feed import Keep, RolloutData
 from distill.module import DistillModule
 from distill.objectives import Objective
 from distill.on_policy import OnPolicy
@@ -97,7 +98,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, folder)
-    store = produce(cfg, target, chat, train, drafter, folder)
+    stores = cache(partial(produce, cfg, target, chat, train, drafter, folder))
+    store = stores(0)
     target.tap(drafter.taps)
     # What was counted for another run, a draft vocabulary say, is kept with its weights.
     if drafter.fits and not counted:
@@ -108,10 +110,9 @@ def run(cfg: DictConfig, folder: Path) -> float:
 
     if scorer:
         scorer.prepare()
-    files = [store.folder / shard["file"] for shard in store.manifest()["shards"] if shard["rows"]]
-    data = RolloutData(files, store.folder / "cache", cfg.batch_size, _longest(cfg, target), cfg.seed)
-    batches = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size
-    data.keep_taps(target, cfg.taps, cfg.taps_gb, batches)
+    keep, every = Keep(target, cfg.taps, cfg.taps_gb), cfg.rollout.refresh_every
+    data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
+    data.open(int(newest.name) if newest else 0, trainer)
     module = DistillModule(
         target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr, on_policy
     )

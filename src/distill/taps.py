@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import datasets
 import torch
@@ -29,23 +29,27 @@ class TapMemory:
     """
 
     def __init__(self, target: Target, rows: datasets.Dataset, max_tokens: int) -> None:
-        self._only_last = set(target.taps) == {LAST}
         self._rows: list[tuple[Tensor, Tensor]] = []
-        total = len(rows)
-        with bar(total, "taps", "rows") as progress:
-            for batch in _batches(rows, max_tokens):
-                tokens = pad_sequence([torch.tensor(t) for t in batch], batch_first=True)
-                read = target.read(tokens.to(target.device))
-                for i, row in enumerate(batch):
-                    last = read.last[i, : len(row)].clone()
-                    taps = last[:, None] if self._only_last else read.taps[i, : len(row)].clone()
-                    self._rows.append((last, taps))
-                progress.update(len(batch))
+        with bar(len(rows), "taps", "rows") as progress:
+            for pair in read_rows(target, rows, max_tokens):
+                self._rows.append(pair)
+                progress.update()
 
     def batch(self, rows: Sequence[int]) -> Read:
         """Right-padded (B, T, D) and (B, T, L, D) of these rows."""
         last = pad_sequence([self._rows[r][0] for r in rows], batch_first=True)
         return Read(last, pad_sequence([self._rows[r][1] for r in rows], batch_first=True))
+
+
+def read_rows(target: Target, rows: datasets.Dataset, max_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(n, D) head inputs and (n, L, D) taps of every row, in store order."""
+    only_last = set(target.taps) == {LAST}
+    for batch in _batches(rows, max_tokens):
+        tokens = pad_sequence([torch.tensor(t) for t in batch], batch_first=True)
+        read = target.read(tokens.to(target.device))
+        for i, row in enumerate(batch):
+            last = read.last[i, : len(row)].clone()
+            yield last, last[:, None] if only_last else read.taps[i, : len(row)].clone()
 
 
 def _batches(rows: datasets.Dataset, max_tokens: int) -> list[list[list[int]]]:
@@ -71,7 +75,7 @@ def wanted(taps: str, limit: float, need: float, epochs: float) -> bool:
 
     Args:
         taps: `online` reads the target in every training step, `memory` once before the first,
-            `auto` keeps them where they fit and are used more than once.
+            `auto` keeps them where they fit and are used more than once, `cache` is on disk.
         limit: gigabytes that may be used.
         need: gigabytes that would be.
         epochs: times that each row is trained on.
@@ -79,8 +83,8 @@ def wanted(taps: str, limit: float, need: float, epochs: float) -> bool:
     Raises:
         UserError: `memory` asked for, and more needed than allowed.
     """
-    if taps not in ("auto", "online", "memory"):
-        raise UserError(f"taps={taps}: choose auto, online or memory")
+    if taps not in ("auto", "online", "memory", "cache"):
+        raise UserError(f"taps={taps}: choose auto, online, memory or cache")
     if taps == "memory" and need > limit:
         raise UserError(f"taps=memory would hold {need:.1f} GB; raise taps_gb or use taps=online")
     return taps == "memory" or (taps == "auto" and need <= limit and epochs > 1)
