@@ -12,6 +12,7 @@ from workbench import Bench, same, weights
 from decode.errors import UserError
 from distill.objectives import Objective
 from distill.runs import checkpoints
+from distill.scoring import Scorer
 from distill.weighting import Streak
 
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
@@ -139,3 +140,23 @@ def test_the_learning_rate_rises_then_falls_along_a_cosine(bench, tmp_path):
     lr, final = bench.base.optimizer.optimizer.lr, bench.base.optimizer.final_lr
     assert state["lr_schedulers"][0]["_last_lr"] == [pytest.approx(lr * final)]
     assert state["lr_schedulers"][0]["last_epoch"] == 10
+
+
+def test_denormal_numbers_are_flushed_in_training_alone(bench, tmp_path, monkeypatch):
+    """A product of chances of 1e-45 costs a CPU a hundred others; decoding keeps every number."""
+
+    def flushes() -> bool:
+        return (torch.full((8,), 1e-30) * 1e-10).sum().item() == 0
+
+    seen = {"forward": [], "backward": [], "score": []}
+    call, backward, score = Objective.__call__, torch.Tensor.backward, Scorer.__call__
+
+    def record(name, function):
+        return lambda *args, **options: (seen[name].append(flushes()), function(*args, **options))[1]
+
+    monkeypatch.setattr(Objective, "__call__", record("forward", call))
+    monkeypatch.setattr(torch.Tensor, "backward", record("backward", backward))
+    monkeypatch.setattr(Scorer, "__call__", record("score", score))
+    bench.run(tmp_path, **{**PLAIN, "score__enabled": True})
+    assert seen == {"forward": [True], "backward": [True], "score": [False]}
+    assert not flushes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -22,6 +23,19 @@ from distill.schedule import warm_up_and_decay
 from drafters.base import Batch, Drafter, DraftStep, supervised
 
 DEPTHS = 33  # rows of the table of sums that ranks add up, depth 0 first; no drafter unrolls more
+
+
+@contextmanager
+def flushed() -> Iterator[None]:
+    """Numbers too small for the exponent are 0 within: on a CPU each of them costs a hundred others.
+
+    Streak weights are products of chances, and make many. Nothing else runs so, decoding least of all.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 class DistillModule(L.LightningModule):
@@ -62,6 +76,7 @@ class DistillModule(L.LightningModule):
         return self._target[0]
 
     @override
+    @flushed()
     def training_step(self, batch: Micro, batch_idx: int) -> Tensor:
         """One micro-batch; the sum of losses over the anchors of the whole optimizer step."""
         del batch_idx
@@ -92,6 +107,12 @@ class DistillModule(L.LightningModule):
         # One denominator per optimizer step: Lightning divides by the accumulation and DDP by
         # the processes, and this is the one place that undoes both.
         return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+
+    @override
+    @flushed()
+    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        """As Lightning has it."""
+        super().backward(loss, *args, **options)
 
     def _mix(self, batch: Micro, on_policy: OnPolicy) -> Micro:
         """The drafter answers before the first backward of a step: only then are its anchors known."""
