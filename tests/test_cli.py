@@ -188,6 +188,19 @@ def bench_target(tmp_path_factory) -> Path:
         (["rollout=given"], ["does not end with an answer"]),
         (["rollout=given", "prompts.self=2", "score.enabled=false"], ["does not end with an answer"]),
         (["prompts.self=2", "rollout.max_prompt_tokens=2"], ["rollout.max_prompt_tokens", "no room"]),
+        (["prompts.answers=some"], ["prompts.answers=some", "keep or drop"]),
+        (["prompts.columns={prompt: qestion}"], ["no column 'qestion'", "it has id, messages"]),
+        (["prompts.columns={colour: x}"], ["no colour", "fields are messages"]),
+        (["prompts.columns=x"], ["prompts.columns=x"]),
+        (["prompts.limit=-1"], ["prompts.limit=-1"]),
+        (["prompts.sources=[{path: a}]"], ["one of them"]),
+        (["prompts=mix", "prompts.path=null", "prompts.heldout=null"], ["none are named", "prompts.sources"]),
+        (
+            ["prompts.path=null", "prompts.sources=[{pth: a.jsonl}]"],
+            ["prompts.sources", "pth", "an object of path"],
+        ),
+        (["prompts.path=null", "prompts.sources=[{path: nowhere.jsonl}]"], ["nowhere.jsonl: no such file"]),
+        (["prompts.path=null", "prompts.dataset=./nowhere"], ["prompts.dataset=./nowhere"]),
         (["resume=/nowhere"], ["resume=/nowhere", "no run there"]),
     ],
 )
@@ -266,7 +279,8 @@ def test_what_is_wrong_with_a_target_is_one_line(kind, said, bench_target, tmp_p
 def test_a_malformed_prompt_names_file_and_line(line, said, bench_target, tmp_path):
     file = write_prompts(tmp_path / "my, prompts.jsonl", 2)
     file.write_bytes(file.read_bytes() + b"\n" + line + b"\n")
-    done = train([f"target={bench_target}", f"prompts={file}", f"output_dir={tmp_path / 'out'}"])
+    out = f"output_dir={tmp_path / 'out'}"
+    done = train([f"target={bench_target}", f"prompts={file}", out, "prompts.strict=true"])
     assert done.code == 2
     assert len(done.err.splitlines()) == 1
     assert f"{file}:4: " in done.err
