@@ -113,7 +113,7 @@ MALFORMED = {
     "only a system text": ({"messages": [{"role": "system", "content": "s"}]}, "nothing to answer"),
     "only an answer": (
         {"messages": [answer("a")]},
-        "only the assistant speaks in it; there is nothing to answer",
+        "only the assistant speaks in it; there is nothing",
     ),
     "NaN": ({"prompt": "q", "weight": float("nan")}, "finite number"),
     "infinite": ({"prompt": "q", "weight": float("inf")}, "finite number"),

@@ -36,7 +36,7 @@ class Record(NamedTuple):
     def start(self) -> str:
         """How it begins, as a text."""
         if isinstance(self.value, bytes):
-            return self.value[:KEPT].decode(errors="backslashreplace")
+            return self.value[:KEPT].rstrip(b"\r\n").decode(errors="backslashreplace")
         return json.dumps(self.value, default=str)[:KEPT]
 
 
