@@ -189,6 +189,7 @@ def bench_target(tmp_path_factory) -> Path:
         (["prompts.heldout=null", "prompts.heldout_share=0"], ["held out", "prompts.heldout_share"]),
         (["rollout=given"], ["does not end with an answer"]),
         (["rollout=given", "prompts.self=2", "score.enabled=false"], ["does not end with an answer"]),
+        (["rollout=given", "prompts.answers=drop"], ["prompts.answers=drop", "set it to keep"]),
         (["prompts.self=2", "rollout.max_prompt_tokens=2"], ["rollout.max_prompt_tokens", "no room"]),
         (["prompts.answers=some"], ["prompts.answers=some", "keep or drop"]),
         (["prompts.columns={prompt: qestion}"], ["no column 'qestion'", "it has id, messages"]),

@@ -15,8 +15,9 @@ from workbench import CONF, make_tokenizer
 from decode.errors import UserError
 from distill.chat import Chat
 from distill.cli import compose
+from distill.mixing import mix, shares
 from distill.prompts import opening, split
-from distill.sources import Source, mix, read_prompts, shares, to_sources
+from distill.sources import Source, read_prompts, to_sources
 
 DATA = Path("/work/shared/data")
 GOOD = {"prompt": "fine"}

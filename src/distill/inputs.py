@@ -12,10 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from distill.files import publish, write_json
+from distill.mixing import mix
 from distill.progress import first_rank, say
 from distill.prompts import Prompt, hash64, held_out, opening, question, split
 from distill.provenance import digest
-from distill.sources import Reading, Rejected, Source, mix, to_sources
+from distill.sources import Reading, Rejected, Source, to_sources
 
 SHOWN = 3  # reasons, of records that are set aside
 RECORD, QUARANTINE = "prompts.json", "quarantine.jsonl"

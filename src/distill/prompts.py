@@ -77,8 +77,7 @@ def held_out(train: Sequence[Prompt], held: Sequence[Prompt]) -> tuple[list[Prom
     return [p for p in train if hash64(question(p)) not in asked], mixed
 
 
-def hash64(value: Any, purpose: str = "") -> int:
-    """Of what JSON can hold, from 0 to 2**64 - 1; other purposes give independent numbers."""
-    text = json.dumps(value).encode()
-    digest = hashlib.blake2b(text, digest_size=8, person=purpose.encode()).digest()
+def hash64(value: Any) -> int:
+    """Of what JSON can hold, from 0 to 2**64 - 1."""
+    digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -178,7 +178,8 @@ def read_dataset(
     try:
         loaded: Any = datasets.load_dataset(dataset, name, data_files=files, split=split, revision=revision)
     except Exception as error:  # hubs, networks, files and builders fail in ways of their own
-        raise UserError(f"prompts.dataset={dataset}: {_first_line(error)}") from None
+        line = _first_line(error)
+        raise UserError(f"prompts.dataset={dataset}: {line}; prompts.path= reads a file instead") from None
     rows = loaded.select_columns(_columns(loaded.column_names, wanted, f"prompts.dataset={dataset}"))
     for row, value in enumerate(rows, 1):
         yield Record(row, value)

@@ -66,7 +66,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     chat, train, held = read_inputs(cfg, folder)
     if cfg.rollout.answers == "given":
-        _check_given(chat, train)
+        _check_given(cfg, chat, train)
     L.seed_everything(cfg.seed, verbose=False)
     target = build_target(cfg)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
@@ -142,7 +142,9 @@ def _on_policy(cfg: DictConfig, target: Target, drafter: Drafter) -> OnPolicy | 
     return made
 
 
-def _check_given(chat: Chat, prompts: list[Prompt]) -> None:
+def _check_given(cfg: DictConfig, chat: Chat, prompts: list[Prompt]) -> None:
+    if cfg.prompts.answers == "drop":
+        raise UserError("rollout=given: prompts.answers=drop leaves given answers out; set it to keep")
     for prompt in prompts:
         if prompt.messages[-1]["role"] != "assistant":
             raise UserError(f"rollout=given: record {prompt.id} does not end with an answer")
