@@ -146,13 +146,13 @@ class Reading:
     duplicates: int = 0
 
 
-def read_prompts(path: str | Path, answers: str = "keep") -> list[Prompt]:
+def read_prompts(path: str | Path) -> list[Prompt]:
     """Read a file of prompts, every record of which has to be one.
 
     Raises:
         UserError: no such file, no prompts, or a malformed record (with file and line number).
     """
-    return Source(path=str(path), answers=answers).read(strict=True).prompts
+    return Source(path=str(path)).read(strict=True).prompts
 
 
 def to_sources(options: Mapping[str, Any]) -> list[Source]:
