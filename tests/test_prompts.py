@@ -104,6 +104,8 @@ def test_one_question_falls_on_one_side_however_it_goes_on():
     assert not sides[0] & sides[1]
     kept, _ = held_out([*asked, *answered], answered[:50])
     assert len(kept) == 300
+    greeted = Prompt("g", (*speak("a"), *asked[0].messages))
+    assert held_out([greeted], asked[:1])[0] == [], "a greeting before it makes no other question"
     system = Prompt("s", ({"role": "system", "content": "s"}, *asked[0].messages))
     assert held_out([system], asked[:1])[0] == [system], "another system text makes another question"
 

@@ -73,7 +73,9 @@ def test_the_other_fields():
 def test_tool_calls_are_kept_as_templates_read_them():
     called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     result = {"role": "tool", "content": "3", "tool_call_id": "c1"}
-    record = {"messages": [user("1 + 2?"), called, result], "tools": json.dumps([TOOL])}
+    talk = {"messages": [user("1 + 2?"), called, result]}
+    assert to_prompt(talk, "1", "drop") == to_prompt(talk, "1", "keep")
+    record = talk | {"tools": json.dumps([TOOL])}
     for answers in ("keep", "drop"):
         prompt = to_prompt(record, "1", answers)
         _, said, got = prompt.messages

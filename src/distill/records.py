@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -229,7 +228,7 @@ def _weight(record: dict[str, Any]) -> float:
         return 1.0
     value = record[name]
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf or value > 1e300:  # an int of any length compares
+    if not number or not 0 <= value <= 1e300:  # an int may be longer than any float
         raise UserError(f"{name!r} must be a finite number that is at least 0")
     return float(value)
 
