@@ -131,6 +131,8 @@ def test_records_over_the_limit_are_set_aside_and_never_held(tmp_path):
         (n, "longer than 1,000,000 bytes (prompts.max_bytes)") for n in (2, 4)
     ]
     assert all(len(r.raw) == 500 for r in reading.rejected)
+    short = Source(path=str(file), max_bytes=100).read(False)
+    assert (texts(short.prompts), [r.line for r in short.rejected]) == (["a", "b"], [2, 4])
     assert len(Source(path=str(file), max_bytes=len(long)).read(True).prompts) == 4
     table = tmp_path / "p.parquet"
     pq.write_table(pa.table({"prompt": ["a", "x" * 101]}), table)
@@ -292,6 +294,7 @@ def test_a_mixture_is_a_fair_sample_whatever_the_order_of_the_files(tmp_path):
     assert sum(p.id.startswith("a/") for p in mixed) == 100
     assert texts(mixed) == texts(mix([turned.read(True), b.read(True)], 150))
     assert len({p.id for p in mixed}) == 150
+    assert 20 < sum(p.id.startswith("b/") for p in mixed[:100]) < 47, "one source stands behind the other"
     some = [int(t.split()[1]) for t in texts(mix([a.read(True)], 60))]
     assert 100 < sum(some) / 60 < 200, "no fair sample"
     assert set(texts(mix([a.read(True)], 30))) < set(texts(mix([a.read(True)], 60)))
