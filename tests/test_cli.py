@@ -1,14 +1,16 @@
 """The command line: what becomes of the overrides a person types, and what they are told of mistakes."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from workbench import CONF, ROOT, command, make_target, train, write_prompts
+from workbench import CONF, QUICK, ROOT, command, make_target, train, write_prompts
 
 from decode.errors import UserError
+from distill import inputs
 from distill.cli import compose, main, options, rewrite
 
 ODD = [
@@ -187,7 +189,21 @@ def bench_target(tmp_path_factory) -> Path:
         (["prompts.heldout=null", "prompts.heldout_share=0"], ["held out", "prompts.heldout_share"]),
         (["rollout=given"], ["does not end with an answer"]),
         (["rollout=given", "prompts.self=2", "score.enabled=false"], ["does not end with an answer"]),
+        (["rollout=given", "prompts.answers=drop"], ["prompts.answers=drop", "set it to keep"]),
         (["prompts.self=2", "rollout.max_prompt_tokens=2"], ["rollout.max_prompt_tokens", "no room"]),
+        (["prompts.answers=some"], ["prompts.answers=some", "keep or drop"]),
+        (["prompts.columns={prompt: qestion}"], ["no column 'qestion'", "it has id, messages"]),
+        (["prompts.columns={colour: x}"], ["no colour", "fields are messages"]),
+        (["prompts.columns=x"], ["prompts.columns=x"]),
+        (["prompts.limit=-1"], ["prompts.limit=-1"]),
+        (["prompts.sources=[{path: a}]"], ["one of them"]),
+        (["prompts=mix", "prompts.path=null", "prompts.heldout=null"], ["none are named", "prompts.sources"]),
+        (
+            ["prompts.path=null", "prompts.sources=[{pth: a.jsonl}]"],
+            ["pth", "an object of path"],
+        ),
+        (["prompts.path=null", "prompts.sources=[{path: nowhere.jsonl}]"], ["nowhere.jsonl: no such file"]),
+        (["prompts.path=null", "prompts.dataset=./nowhere"], ["prompts.dataset=./nowhere"]),
         (["resume=/nowhere"], ["resume=/nowhere", "no run there"]),
     ],
 )
@@ -266,12 +282,77 @@ def test_what_is_wrong_with_a_target_is_one_line(kind, said, bench_target, tmp_p
 def test_a_malformed_prompt_names_file_and_line(line, said, bench_target, tmp_path):
     file = write_prompts(tmp_path / "my, prompts.jsonl", 2)
     file.write_bytes(file.read_bytes() + b"\n" + line + b"\n")
-    done = train([f"target={bench_target}", f"prompts={file}", f"output_dir={tmp_path / 'out'}"])
+    out = f"output_dir={tmp_path / 'out'}"
+    done = train([f"target={bench_target}", f"prompts={file}", out, "prompts.strict=true"])
     assert done.code == 2
     assert len(done.err.splitlines()) == 1
     assert f"{file}:4: " in done.err
     assert said in done.err
     assert not list((tmp_path / "out").glob("*"))
+
+
+def test_malformed_prompts_are_set_aside_listed_and_said(bench_target, tmp_path):
+    file = write_prompts(tmp_path / "p.jsonl", 24)
+    bad = [b"{", b"\xff", b'{"prompt": 3}', b'{"prompt": "q", "weight": NaN}']
+    file.write_bytes(b"\n".join([bad[0], file.read_bytes().strip(), *bad[1:], file.read_bytes()]))
+    heldout = write_prompts(tmp_path / "heldout.jsonl", 4, first=20)
+    held = [f"target={bench_target}", f"prompts={file}", f"prompts.heldout={heldout}"]
+    done = train([*held, f"output_dir={tmp_path / 'out'}", *QUICK])
+    assert done.code == 0, done.err
+    listed = done.folder / "quarantine.jsonl"
+    said = done.out.splitlines()
+    first = said.index(f"prompts: 4 of 56 records are malformed and left out, listed in {listed}")
+    lines = [1, 26, 27, 28]
+    shown = [line.split(": ")[0] for line in said[first + 1 : first + 5]]
+    assert shown[:3] == [f"  {file}:{n}" for n in lines[:3]]
+    assert shown[3] == "prompts", "more than three reasons are shown"
+    assert "prompts: 24 duplicates dropped" in said
+    kept = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert [(k["file"], k["line"]) for k in kept] == [(str(file), n) for n in lines]
+    assert [k["raw"] for k in kept] == ["{", "\\xff", bad[2].decode(), bad[3].decode()]
+    assert "finite number" in kept[3]["reason"]
+    record = json.loads((done.folder / "prompts.json").read_text())
+    (counts,) = record["sources"]
+    expected = {"source": str(file), "records": 52, "quarantined": 4, "duplicates": 24, "used": 24}
+    assert counts == expected | {"revision": None, "weight": 1.0}
+    assert (record["train"]["prompts"], record["held_out"]["prompts"]) == (20, 4)
+    assert record["held_out_of_sources"] == 4, "four questions are in both files"
+
+
+def test_several_sources_and_the_turns_of_each_are_mixed(bench_target, tmp_path):
+    many = write_prompts(tmp_path / "many.jsonl", 30)
+    turns = [{"question_id": i, "turns": [f"ask {i}", f"ask {i} again"]} for i in range(30)]
+    (tmp_path / "turns.jsonl").write_text("".join(json.dumps(t) + "\n" for t in turns))
+    sources = f"[{{path: {many}}}, {{path: {tmp_path}/turns.jsonl, weight: 2}}]"
+    options = ["prompts=mix", f"prompts.sources={sources}", "prompts.limit=18", "prompts.heldout_share=0.4"]
+    done = train([f"target={bench_target}", *options, f"output_dir={tmp_path / 'out'}", *QUICK])
+    assert done.code == 0, done.err
+    assert f"prompts: 6 of {many}, 12 of {tmp_path}/turns.jsonl" in done.out
+    record = json.loads((done.folder / "prompts.json").read_text())
+    assert record["train"]["prompts"] + record["held_out"]["prompts"] == 18
+    assert [s["used"] for s in record["sources"]] == [6, 12]
+
+
+def test_held_out_prompts_end_where_the_target_answers_first_and_stand_once(tmp_path):
+    records = [{"turns": ["q", "r"]}, {"turns": ["q", "s"]}, *({"turns": [f"q{i}", "r"]} for i in range(9))]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    train_on = write_prompts(tmp_path / "train.jsonl", 3)
+    cfg = compose(["prompts=jsonl", f"prompts.path={train_on}", f"prompts.heldout={tmp_path}/p.jsonl"], CONF)
+    held = inputs.read(cfg).held
+    assert sorted(p.messages[0]["content"] for p in held) == ["q", *(f"q{i}" for i in range(9))]
+    assert all(len(p.messages) == 1 for p in held)
+
+
+def test_a_run_does_not_go_on_with_other_held_out_prompts(bench_target, tmp_path):
+    cfg = compose(["prompts=jsonl", f"prompts.path={write_prompts(tmp_path / 'p.jsonl', 40)}"], CONF)
+    found = inputs.read(cfg)
+    inputs.keep_record(found, tmp_path)
+    inputs.keep_record(inputs.read(cfg), tmp_path)
+    assert not (tmp_path / "quarantine.jsonl").exists()
+    cfg.prompts.heldout = str(write_prompts(tmp_path / "held.jsonl", 4, first=90))
+    found.record["held_out"] = inputs.read(cfg).record["held_out"]
+    with pytest.raises(UserError, match="held-out prompts have changed since this run began; resume=never"):
+        inputs.keep_record(found, tmp_path)
 
 
 def test_an_empty_prompts_file_is_refused(bench_target, tmp_path):

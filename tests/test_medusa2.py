@@ -31,10 +31,10 @@ from distill.compare import read, table
 from distill.moved import moved as how_far
 from distill.moved import only_untuned
 from distill.objectives import Objective
-from distill.prompts import read_prompts
 from distill.report import settings_table
 from distill.schedule import warm_up_and_decay
 from distill.scoring import Scorer
+from distill.sources import read_prompts
 from distill.weighting import Streak, decay
 from drafters import hub, tuned
 from drafters.medusa import Medusa2

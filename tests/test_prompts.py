@@ -4,11 +4,11 @@ import json
 import random
 
 import pytest
-from workbench import SPECIAL, TEMPLATE, make_tokenizer, write_prompts
+from workbench import SPECIAL, TEMPLATE, make_tokenizer
 
 from decode.errors import UserError
 from distill.chat import Chat
-from distill.prompts import Prompt, held_out, read_prompts, split
+from distill.prompts import Prompt, held_out, opening, question, split, turns
 
 USER, ASSISTANT, END = SPECIAL[1:]
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -29,27 +29,6 @@ def masked(chat: Chat, messages) -> str:
     ids, mask = chat.encode_answered(messages)
     assert len(ids) == len(mask)
     return "".join(chat.tokenizer.decode([i]) for i, m in zip(ids, mask, strict=True) if m)
-
-
-def test_both_record_forms_are_read(tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text(
-        '{"id": "a", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}\n'
-        "\n"
-        '{"question_id": 81, "category": "writing", "turns": ["first", "second"]}\n'
-        '{"id": null, "messages": [{"role": "user", "content": "ü", "extra": 1}]}\n'
-    )
-    first, second, third = read_prompts(file)
-    assert first == Prompt("a", ({"role": "system", "content": "s"}, {"role": "user", "content": "u"}))
-    assert second == Prompt("81", ({"role": "user", "content": "first"},))
-    assert third == Prompt("4", ({"role": "user", "content": "ü"},))
-
-
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
-    file = write_prompts(tmp_path / "p.jsonl", 2)
-    plain = read_prompts(file)
-    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    assert read_prompts(file) == plain
 
 
 def test_the_split_is_by_text_alone():
@@ -87,6 +66,48 @@ def test_what_is_held_out_is_never_trained_on():
 def test_held_out_prompts_are_mixed_whatever_their_order():
     held = texts(40)
     assert held_out([], held)[1] == held_out([], held[::-1])[1] != held
+
+
+def speak(text: str) -> tuple[dict[str, str], ...]:
+    """Messages by their speakers' first letters: s, u, a, t."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return tuple({"role": roles[c], "content": f"{c}{i}"} for i, c in enumerate(text))
+
+
+@pytest.mark.parametrize(
+    ("speakers", "places", "first"),
+    [
+        ("u", [1], 1),
+        ("su", [2], 2),
+        ("uu", [1, 2], 1),
+        ("suuu", [2, 3, 4], 2),
+        ("ua", [], 1),
+        ("uaua", [], 3),
+        ("uauu", [3, 4], 3),
+        ("uuaa", [1], 1),
+        ("uat", [3], 3),
+    ],
+)
+def test_an_opening_ends_at_the_first_place_to_be_answered(speakers, places, first):
+    messages = speak(speakers)
+    assert turns(messages) == places
+    assert opening(messages) == messages[:first]
+
+
+def test_one_question_falls_on_one_side_however_it_goes_on():
+    asked = texts(200)
+    answered = [p._replace(messages=(*p.messages, *speak("aua"))) for p in asked]
+    train, held = split([*asked, *answered], 0.2)
+    assert 20 < len(held) < 120
+    sides = [{json.dumps(question(p)) for p in part} for part in (train, held)]
+    assert len(sides[0]) + len(sides[1]) == 200
+    assert not sides[0] & sides[1]
+    kept, _ = held_out([*asked, *answered], answered[:50])
+    assert len(kept) == 300
+    greeted = Prompt("g", (*speak("a"), *asked[0].messages))
+    assert held_out([greeted], asked[:1])[0] == [], "a greeting before it makes no other question"
+    system = Prompt("s", ({"role": "system", "content": "s"}, *asked[0].messages))
+    assert held_out([system], asked[:1])[0] == [system], "another system text makes another question"
 
 
 def test_a_prompt_ends_where_the_answer_begins():

@@ -22,7 +22,7 @@ from decode.sampling import Sampler
 from decode.target import Target
 from distill.chat import Chat
 from distill.control import Strangers
-from distill.prompts import read_prompts
+from distill.sources import read_prompts
 from drafters import hub
 from drafters.base import Drafter
 from drafters.eagle import Eagle

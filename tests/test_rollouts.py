@@ -18,8 +18,9 @@ from distill import rollouts
 from distill.chat import Chat
 from distill.engine import InProcess
 from distill.estimate import estimate
-from distill.prompts import Prompt, read_prompts
+from distill.prompts import Prompt
 from distill.rollouts import RolloutPlan, RolloutStore
+from distill.sources import read_prompts
 from distill.writer import Writer
 
 PLAN = RolloutPlan(

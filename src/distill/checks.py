@@ -21,6 +21,8 @@ LEAST = {
     "drafter.layers": 1,
     "drafter.lora.r": 1,
     "prompts.self": 0,
+    "prompts.limit": 0,
+    "prompts.max_bytes": 1,
     "rollout.max_prompt_tokens": 1,
     "rollout.max_new_tokens": 1,
     "rollout.shard_size": 1,
@@ -55,6 +57,7 @@ LEAST = {
 CHOICES = {
     "rollout.answers": ("write", "given"),
     "prompts.template": ("chat", "none"),
+    "prompts.answers": ("keep", "drop"),
     "rollout.until": ("answer", "length"),
     "taps": ("auto", "online", "memory", "cache"),
     "audit": ("quick", "full"),

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decode.errors import UserError
 from decode.load import load_tokenizer
-from distill.prompts import parse_prompt
 from distill.provenance import digest
+from distill.records import parse_prompt
 
 PAD, USER, ASSISTANT, END, MASK = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|mask|>"
 SPECIAL = [PAD, USER, ASSISTANT, END, MASK, *(f"<|reserved_{i}|>" for i in range(3))]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 
 from decode.errors import UserError
@@ -20,7 +19,6 @@ from distill.prompts import Prompt
 from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.writer import Writer
-from drafters.base import Text
 
 SHARD = 32  # prompts decoded side by side
 
@@ -95,13 +93,5 @@ def read_answers(store: RolloutStore) -> list[Rollout]:
                 f"{store.folder}: drawn with {name}={drawn[name]}, but {wanted} is scored; replay on answers "
                 "of another law would be wrong: remove the folder"
             )
-    return [rollout for text in store.texts() for rollout in spans(text)]
-
-
-def spans(text: Text) -> Iterator[Rollout]:
-    """Every answer in a text, with what stands before it."""
-    tokens, place = list(text.tokens), 0
-    for wrote, run in groupby(text.loss_mask):
-        start, place = place, place + len(list(run))
-        if wrote:
-            yield Rollout(tokens[:start], tokens[start:place])
+    texts = ((list(text.tokens), text.loss_mask.index(1)) for text in store.texts())
+    return [Rollout(tokens[:start], tokens[start:]) for tokens, start in texts]

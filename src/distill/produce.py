@@ -89,12 +89,14 @@ def engine_of(cfg: DictConfig, target: Target, plan: RolloutPlan, helper: str | 
     return InProcess(target, plan.batch_size, plan.seed, drafter, shape)
 
 
-def check_given(chat: Chat, prompts: list[Prompt]) -> None:
+def check_given(cfg: DictConfig, chat: Chat, prompts: list[Prompt]) -> None:
     """Refuse records whose answers are to be taken and are not there.
 
     Raises:
-        UserError: the first of them.
+        UserError: the first of them, or answers that are left out.
     """
+    if cfg.prompts.answers == "drop":
+        raise UserError("rollout=given: prompts.answers=drop leaves given answers out; set it to keep")
     for prompt in prompts:
         if prompt.messages[-1]["role"] != "assistant":
             raise UserError(f"rollout=given: record {prompt.id} does not end with an answer")

@@ -25,6 +25,7 @@ from decode.errors import UserError
 from decode.load import load_config, load_target, load_tokenizer, stop_tokens
 from decode.sampling import Sampler
 from decode.target import Target
+from distill import inputs
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
@@ -34,7 +35,7 @@ from distill.objectives import Objective
 from distill.on_policy import OnPolicy
 from distill.produce import check_given, produce
 from distill.progress import say, switch
-from distill.prompts import Prompt, held_out, read_prompts, split
+from distill.prompts import Prompt
 from distill.provenance import digest, local
 from distill.report import table
 from distill.runs import checkpoints
@@ -61,9 +62,9 @@ def run(cfg: DictConfig, folder: Path) -> float:
     quiet()
     switch["on"] = cfg.trainer.enable_progress_bar
     check_ranges(cfg)
-    chat, train, held = read_inputs(cfg)
+    chat, train, held = read_inputs(cfg, folder)
     if cfg.rollout.answers == "given":
-        check_given(chat, train)
+        check_given(cfg, chat, train)
     L.seed_everything(cfg.seed, verbose=False)
     target = build_target(cfg)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
@@ -187,24 +188,28 @@ def quiet() -> None:
     os.environ.setdefault("WANDB_SILENT", "true")
 
 
-def read_inputs(cfg: DictConfig) -> tuple[Chat, list[Prompt], list[Prompt]]:
+def read_inputs(cfg: DictConfig, folder: Path | None = None) -> tuple[Chat, list[Prompt], list[Prompt]]:
     """Check the target's configuration and read tokenizer and prompts: cheap, so it comes first.
 
+    Args:
+        cfg: with `target`, `prompts` and `score`.
+        folder: of a run, where the prompts are written down.
+
     Returns:
-        The chat template, training prompts and the held-out prompts that are scored.
+        The chat template, training prompts and the held-out prompts that are scored, these with one
+        place to answer each.
     """
     chat = read_chat(cfg)
-    given = read_prompts(local(cfg.prompts.path)) if cfg.prompts.path else []
-    if cfg.prompts.heldout:
-        train, held = held_out(given, read_prompts(local(cfg.prompts.heldout)))
-    else:
-        train, held = split(given, cfg.prompts.heldout_share)
-    if cfg.score.enabled and not held:
+    found = inputs.read(cfg)
+    if cfg.score.enabled and not found.held:
         raise UserError(
             "prompts: none are held out for scoring; raise prompts.heldout_share, set prompts.heldout "
             "to a file, or score.enabled=false"
         )
-    return chat, train, held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
+    if folder:
+        inputs.keep_record(found, folder)
+    inputs.describe(found, folder)
+    return chat, found.train, found.held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
 
 
 def read_chat(cfg: DictConfig) -> Chat:
