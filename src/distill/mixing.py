@@ -37,7 +37,9 @@ def mix(readings: Sequence[Reading], limit: int) -> list[Prompt]:
         if several:
             reading.prompts = [p._replace(id=f"{reading.source.short}/{p.id}") for p in reading.prompts]
     prompts = [p for r in readings for p in r.prompts]
-    return _named_apart(sorted(prompts, key=_place) if several or limit else prompts)
+    # By a second hash: what is taken of a large source has lower places than what is taken of a small one.
+    mixed = sorted(prompts, key=lambda p: hash64(_place(p))) if several or limit else prompts
+    return _named_apart(mixed)
 
 
 def shares(counts: Sequence[int], weights: Sequence[float], limit: int) -> list[int]:
