@@ -70,7 +70,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     target = build_target(cfg)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     for prompt in held:
-        _check_fits(chat.encode(prompt.messages), prompt, target)
+        _check_fits(chat.encode(prompt.messages, prompt.tools), prompt, target)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
         drafter = build_drafter(cfg, target)
@@ -146,7 +146,7 @@ def _check_given(chat: Chat, prompts: list[Prompt]) -> None:
         if prompt.messages[-1]["role"] != "assistant":
             raise UserError(f"rollout=given: record {prompt.id} does not end with an answer")
     if prompts:
-        chat.encode_answered(prompts[0].messages)
+        chat.encode_answered(prompts[0].messages, prompts[0].tools)
 
 
 def _check_fits(ids: list[int], prompt: Prompt, target: Target) -> None:
@@ -234,7 +234,8 @@ def read_chat(cfg: DictConfig) -> Chat:
     path = str(local(cfg.target.path))
     load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
     tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
-    return Chat(tokenizer, cfg.prompts.template)
+    options: Any = OmegaConf.to_container(cfg.prompts.template_options, resolve=True)
+    return Chat(tokenizer, cfg.prompts.template, options)
 
 
 def build_target(cfg: DictConfig) -> Target:
