@@ -229,13 +229,13 @@ def read_inputs(cfg: DictConfig) -> tuple[Chat, list[Prompt], list[Prompt]]:
     return chat, train, held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
 
 
-def read_chat(cfg: DictConfig) -> Chat:
-    """Check the target's configuration and read its tokenizer."""
+def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
+    """Check the target's configuration and read its tokenizer; a `template` comes before the configured."""
     path = str(local(cfg.target.path))
     load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
     tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
     options: Any = OmegaConf.to_container(cfg.prompts.template_options, resolve=True)
-    return Chat(tokenizer, cfg.prompts.template, options)
+    return Chat(tokenizer, template or cfg.prompts.template, options)
 
 
 def build_target(cfg: DictConfig) -> Target:
