@@ -6,9 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from workbench import CONF
 
 from decode.errors import UserError
 from distill.chat import Chat
+from distill.cli import compose
+from distill.run import read_chat
 
 ALL = [*FAMILIES, "pocket"]
 ENDS = {
@@ -339,6 +342,18 @@ def test_options_reach_the_template_and_tell_stores_apart():
     assert off.user_turn()[1] != on.user_turn()[1]
     with pytest.raises(UserError, match="template_options"):
         Chat(tokenizer, "none", {"enable_thinking": False})
+
+
+@pytest.mark.parametrize("command", ["config", "generate", "score_checkpoint", "inspect_data"])
+def test_options_are_set_on_the_command_line(command):
+    given = {"generate": ["prompt=x"], "score_checkpoint": ["checkpoint=x"]}.get(command, [])
+    cfg = compose(["prompts.template_options={enable_thinking: false}", *given], CONF, command)
+    assert read_chat(cfg, "chat").options == {"enable_thinking": False}
+    cfg.prompts.template_options = 3
+    with pytest.raises(UserError, match=r"prompts\.template_options=3: write it as"):
+        read_chat(cfg, "chat")
+    cfg.prompts.template_options = None
+    assert read_chat(cfg, "chat").options == {}
 
 
 def test_plain_text_cannot_write_a_call():

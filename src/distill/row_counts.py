@@ -102,7 +102,7 @@ class RowCounts:
         return [
             f"rows                   {rows:,}, {self.duplicates:,} of them duplicates of another"
             + (f", {bare:,} WITHOUT A SUPERVISED TOKEN" if bare else ""),
-            f"tokens                 {total:,}, {supervised:,} ({_share(supervised, total)}) of them supervised",
+            f"tokens                 {total:,}, {_share(supervised, total)} ({supervised:,}) supervised",
             f"percentiles            {'  '.join(f'{p:>5}' for p in PERCENTILES)}",
             f"  prompt tokens        {_percentiles(self.prompt)}",
             f"  answer tokens        {_percentiles(self.answer)}",
@@ -110,7 +110,7 @@ class RowCounts:
             f"ids                    {_counted(self.ids)}",
             f"cut at max_tokens={self.max_tokens:<5}{self.cut:,} rows ({_share(self.cut, rows)}), which lose "
             f"{self.lost:,} supervised tokens ({_share(self.lost, supervised)})",
-            "draft vocabulary       most frequent tokens of every other row: their share of the other rows' answers",
+            "draft vocabulary       most frequent tokens of half the rows: share of the others' answers",
             "  " + "  ".join(f"{size:,}: {'-' if s is None else f'{s:.2%}'}" for size, s in covered),
         ]
 

@@ -234,7 +234,13 @@ def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
     path = str(local(cfg.target.path))
     load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
     tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
-    options: Any = OmegaConf.to_container(cfg.prompts.template_options, resolve=True)
+    options: Any = cfg.prompts.template_options
+    if options is not None:
+        if not OmegaConf.is_dict(options):
+            raise UserError(
+                f"prompts.template_options={options}: write it as {{name: value}}, {{enable_thinking: false}} say"
+            )
+        options = OmegaConf.to_container(options, resolve=True)
     return Chat(tokenizer, template or cfg.prompts.template, options)
 
 
