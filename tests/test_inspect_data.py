@@ -101,6 +101,12 @@ def test_counts_do_not_depend_on_the_shards(cuts):
     }
 
 
+def test_a_row_that_just_fits_is_not_cut():
+    counts = RowCounts(16, 5)
+    counts.add(table(HAND))
+    assert (counts.cut, counts.lost) == (3, 2 + 5 + 2)
+
+
 def test_a_draft_vocabulary_is_chosen_on_one_half_and_measured_on_the_other():
     counts = RowCounts(16, 8)
     counts.add(table(HAND))

@@ -238,7 +238,8 @@ def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
     if options is not None:
         if not OmegaConf.is_dict(options):
             raise UserError(
-                f"prompts.template_options={options}: write it as {{name: value}}, {{enable_thinking: false}} say"
+                f"prompts.template_options={options}: write it as {{name: value}}, as in "
+                "{enable_thinking: false}"
             )
         options = OmegaConf.to_container(options, resolve=True)
     return Chat(tokenizer, template or cfg.prompts.template, options)

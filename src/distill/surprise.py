@@ -97,7 +97,7 @@ def measure(target: Target, rows: Sequence[dict[str, Any]], sampler: Sampler) ->
             before = mask[1:].nonzero()[:, 0]
             if len(before):
                 last = target.read(tokens[None]).last[0]  # (T, D)
-                number = mask.cumsum(0)[1:][before] - 1  # (A,)
+                number = mask.cumsum(0)[before]  # (A,)
                 for at, place in zip(before.split(CHUNK), number.split(CHUNK), strict=True):
                     parts.append((*_laws(target.head(last[at]), tokens[at + 1], sampler), place))
             shown.update(1)
