@@ -123,9 +123,9 @@ def test_masks_cover_what_the_assistant_wrote_and_its_end(template):
     assert masked(chat, DIALOGUE[:2]) == f"two{END}"
 
 
-def test_marks_cover_every_answer_and_rendering_twice_the_last():
-    assert masked(Chat(make_tokenizer()), DIALOGUE) == f"two{END}four{END}"
-    assert masked(Chat(make_tokenizer(UNMARKED)), DIALOGUE) == f"four{END}"
+@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
+def test_every_answer_is_covered_marked_or_not(template):
+    assert masked(Chat(make_tokenizer(template)), DIALOGUE) == f"two{END}four{END}"
 
 
 def test_plain_text_masks_the_last_message():

@@ -128,12 +128,10 @@ class Uniformity:
             self.counts += counted.view_as(self.counts).cpu()
 
         log = p.log()
-        own = log.gather(1, x)[:, 0]
-        entropy = torch.special.entr(p).sum(-1)
-        second = (p * log.clamp_min(FLOOR) ** 2).sum(-1)
-        self.excess += float((-own - entropy)[real].sum())
-        self.variance += float((second - entropy**2)[real].sum())
-        gain = torch.stack([-tilt * own - ((1 - tilt) * log).logsumexp(-1) for tilt in TILTS], -1)  # (M, t)
+        own, entropy, variance = surprisals(p, log, token)
+        self.excess += float((own - entropy)[real].sum())
+        self.variance += float(variance[real].sum())
+        gain = torch.stack([tilt * own - ((1 - tilt) * log).logsumexp(-1) for tilt in TILTS], -1)  # (M, t)
         self.ratios.index_add_(0, place[real].cpu(), gain[real].cpu())
 
     def result(self, decode: str) -> Uniform:
@@ -156,6 +154,18 @@ class Uniformity:
             surprisal_z=self.excess / math.sqrt(self.variance) if self.variance > 0 else 0.0,
             surprisal_p=math.exp(min(0.0, -ratio)),
         )
+
+
+def surprisals(p: Tensor, log: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What (M,) tokens drawn from (M, V) laws, and these laws' logarithms, have in nats.
+
+    Returns:
+        (M,) -log p(token), its mean under the law (the entropy), and its variance.
+    """
+    own = -log.gather(1, token[:, None])[:, 0]
+    entropy = torch.special.entr(p).sum(-1)
+    second = (p * log.clamp_min(FLOOR) ** 2).sum(-1)
+    return own, entropy, second - entropy**2
 
 
 def _by_draft(p: Tensor, child: Tensor, draft: Draft, row: Tensor, slot: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
     target = build_target(cfg)
     with refused():
         contenders = _contenders(cfg, target)
-    prompts = [chat.encode(p.messages) for p in held[: options.prompts]]
+    prompts = [chat.encode(p.messages, p.tools) for p in held[: options.prompts]]
     with threads(options.threads), bar(len(prompts) * options.repeats, "racing", "prompts") as shown:
         load = [os.getloadavg()[0]]
         rows = race(

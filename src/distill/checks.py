@@ -40,6 +40,8 @@ LEAST = {
     "max_new_tokens": 1,
     "threads": 0,
     "tokens": 3,
+    "rows": 0,
+    "sample": 0,
     "turn": 1,
     "steps": 1,
     "repeats": 1,

@@ -27,10 +27,10 @@ from distill.runs import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
-RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out")
+RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out", "store", "stores")
 PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
 PATHS = ("target.path", "drafter.path", "drafter.init_from", *PROMPT_PATHS, *RUN_PATHS)
-TEXTS = ("prompt",)  # anything at all; never split by a sweep
+TEXTS = ("prompt", "row")  # anything at all; never split by a sweep
 EMPTY_GROUPS = ("experiment",)  # that may be null
 # What a disk does to a correct program: one line, exit code 1.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}

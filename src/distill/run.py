@@ -69,7 +69,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     target = build_target(cfg)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     for prompt in held:
-        _check_fits(chat.encode(prompt.messages), prompt, target)
+        _check_fits(chat.encode(prompt.messages, prompt.tools), prompt, target)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
         drafter = build_drafter(cfg, target)
@@ -212,12 +212,20 @@ def read_inputs(cfg: DictConfig, folder: Path | None = None) -> tuple[Chat, list
     return chat, found.train, found.held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
 
 
-def read_chat(cfg: DictConfig) -> Chat:
-    """Check the target's configuration and read its tokenizer."""
+def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
+    """Check the target's configuration and read its tokenizer; a `template` comes before the configured."""
     path = str(local(cfg.target.path))
     load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
     tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
-    return Chat(tokenizer, cfg.prompts.template)
+    options: Any = cfg.prompts.template_options
+    if options is not None:
+        if not OmegaConf.is_dict(options):
+            raise UserError(
+                f"prompts.template_options={options}: write it as {{name: value}}, as in "
+                "{enable_thinking: false}"
+            )
+        options = OmegaConf.to_container(options, resolve=True)
+    return Chat(tokenizer, template or cfg.prompts.template, options)
 
 
 def build_target(cfg: DictConfig) -> Target:

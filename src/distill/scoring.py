@@ -57,7 +57,7 @@ class Scorer:
         options = cfg.score
         self.replayed = list(prompts[: options.replay_prompts])
         self.prompts = list(prompts[: options.prompts])
-        self.ids = [chat.encode(p.messages) for p in self.prompts]
+        self.ids = [chat.encode(p.messages, p.tools) for p in self.prompts]
         self.plans: list[Plan | Auto | Calibrated] = [instantiate(cfg.decode)]
         self.plans += [Plan(**plan) for plan in options.plans]
         if not isinstance(self.plans[0], Plan) and not self.replayed:

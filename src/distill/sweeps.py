@@ -104,7 +104,7 @@ def _read(cfg: DictConfig) -> tuple[Target, Drafter, list[Ids], list[Plan]]:
     drafter = hub.load(cfg.checkpoint, target)
     only_untuned(target, drafter.verifier(target), "checkpoint")
     target.tap(drafter.taps)
-    return target, drafter, [chat.encode(p.messages) for p in held[: cfg.score.prompts]], plans
+    return target, drafter, [chat.encode(p.messages, p.tools) for p in held[: cfg.score.prompts]], plans
 
 
 def _race(

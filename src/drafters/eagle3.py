@@ -18,6 +18,7 @@ from decode.target import LAST, Tap, Target
 from drafters.base import Text
 from drafters.layers import DecoderLayer, RMSNorm, Rotary, shape_of
 from drafters.recurrent import Recurrent
+from drafters.vocabulary import frequent
 from drafters.walk import FirstInput
 
 LEAST_LAYERS = 7  # with fewer, two of the three default taps are the same layer
@@ -136,9 +137,7 @@ class Eagle3(Recurrent):
         for text in texts:
             written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]
             counts += torch.bincount(written, minlength=len(counts))
-        rank = counts.clone()
-        rank[stop_tokens(target)] = int(counts.max()) + 1
-        ids = rank.sort(descending=True, stable=True).indices[: len(self.d2t)].sort().values
+        ids = frequent(counts, len(self.d2t), stop_tokens(target))
         self.d2t.copy_(ids)
         rows = target.head.weight[ids.to(target.device)] * target.head.scale
         self.lm_head.weight.copy_(rows)

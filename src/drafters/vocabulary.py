@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,6 +20,22 @@ class Vocabulary(NamedTuple):
 
     ids: Tensor
     size: int
+
+
+def frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
+    """A draft vocabulary: these tokens, then those that were counted most often.
+
+    Args:
+        counts: (V,) of every token.
+        size: V' of the vocabulary.
+        first: tokens that are in it however rare.
+
+    Returns:
+        (V',) ids, ascending.
+    """
+    rank = counts.clone()
+    rank[list(first)] = int(counts.max()) + 1
+    return rank.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def names(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:
