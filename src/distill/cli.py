@@ -27,8 +27,16 @@ from distill.runs import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
-RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out")
-PATHS = ("target.path", "drafter.path", "drafter.init_from", "prompts.path", "prompts.heldout", *RUN_PATHS)
+RUN_PATHS = ("output_dir", "rollout.store", "answers", "resume", "checkpoint", "data", "tokenizer", "out")
+PATHS = (
+    "target.path",
+    "drafter.path",
+    "drafter.init_from",
+    "prompts.path",
+    "prompts.heldout",
+    "rollout.store",
+    *RUN_PATHS,
+)
 TEXTS = ("prompt",)  # anything at all; never split by a sweep
 EMPTY_GROUPS = ("experiment",)  # that may be null
 # What a disk does to a correct program: one line, exit code 1.

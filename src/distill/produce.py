@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from decode.errors import UserError
@@ -18,9 +20,11 @@ from distill.chat import Chat
 from distill.engine import Engine, InProcess
 from distill.estimate import estimate
 from distill.files import sha256, write_json
+from distill.loading import build_target, read_chat
 from distill.progress import bar, first_rank, say
 from distill.prompts import Prompt
-from distill.provenance import digest
+from distill.provenance import digest, local
+from distill.ray_engine import Fleet
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.writer import Writer
 from drafters import hub
@@ -102,11 +106,39 @@ def produce(
         folder: of the run, which may not go on with other data than it began with.
     """
     plan = rollout_plan(cfg, target, chat, prompts)
-    store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, prompts)
-    writer = Writer(engine_of(cfg, target, plan), chat, plan)
+    origin = {"target": cfg.target.path, "revision": cfg.target.revision}
+    store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, prompts, cfg.rollout.store, origin)
+    make = Writer(engine_of(cfg, target, plan), chat, plan)
+    fleet = None
+    if cfg.rollout.engine == "ray":
+        fleet = Fleet(cfg.rollout, partial(load_writer, _anywhere(cfg), plan))
+    store.open()
     _same_rollouts(folder, plan)
-    fill(store, writer, lambda: estimate(store, target, drafter))
+    work = partial(fleet.fill, store) if fleet else partial(store.fill, make)
+    fill(store, work, lambda: estimate(store, target, drafter))
     return store
+
+
+def load_writer(cfg: DictConfig, plan: RolloutPlan) -> Writer:
+    """What makes shards, in a process that has nothing yet.
+
+    Raises:
+        UserError: this machine has another target or tokenizer under the same name.
+    """
+    chat, target = read_chat(cfg), build_target(cfg)
+    if (target.fingerprint(), chat.fingerprint()) != (plan.target, plan.tokenizer):
+        raise UserError(f"target={cfg.target.path}: a worker has another model there than this machine")
+    return Writer(engine_of(cfg, target, plan), chat, plan)
+
+
+def _anywhere(cfg: DictConfig) -> DictConfig:
+    """The configuration as a worker needs it, which runs in another folder and on devices of its own."""
+    away: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    for node, key in ((away.target, "path"), (away.rollout, "drafter")):
+        if node[key] and (path := Path(local(node[key])).expanduser()).exists():
+            node[key] = str(path.absolute())
+    away.target.device = "cuda" if cfg.rollout.gpus_per_worker else "cpu"
+    return away
 
 
 def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
@@ -121,8 +153,14 @@ def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
         )
 
 
-def fill(store: RolloutStore, writer: Writer, cost: Callable[[], str]) -> None:
-    """Make what is missing, under a progress bar, and say what there is."""
+def fill(store: RolloutStore, work: Callable[[Callable[[int], None]], None], cost: Callable[[], str]) -> None:
+    """Make what is missing, under a progress bar, and say what there is.
+
+    Args:
+        store: opened.
+        work: makes it, and tells how many shards are missing still.
+        cost: one line on what that will take.
+    """
     missing = len(store.missing())
     if store.complete:
         store.check()
@@ -136,7 +174,6 @@ def fill(store: RolloutStore, writer: Writer, cost: Callable[[], str]) -> None:
         def done(missing: int) -> None:
             shown.update(store.shards - missing - shown.n)
 
-        store.fill(writer, done)
-    shards = store.manifest()["shards"]
-    rows, answered = sum(s["rows"] for s in shards), sum(s["answered"] for s in shards)
-    say(f"rollouts: {rows} rows, {answered} supervised tokens in {store.folder}")
+        work(done)
+    counts = store.manifest()["counts"]
+    say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")

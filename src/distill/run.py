@@ -21,13 +21,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
-from decode.load import load_config, load_target, load_tokenizer, stop_tokens
+from decode.load import stop_tokens
 from decode.sampling import Sampler
 from decode.target import Target
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
 from distill.data import RolloutData
+from distill.loading import build_target, read_chat
 from distill.module import DistillModule
 from distill.objectives import Objective
 from distill.on_policy import OnPolicy
@@ -109,7 +110,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     if scorer:
         scorer.prepare()
     files = [store.folder / shard["file"] for shard in store.manifest()["shards"] if shard["rows"]]
-    data = RolloutData(files, store.folder / "cache", cfg.batch_size, _longest(cfg, target), cfg.seed)
+    data = RolloutData(files, store.cache / "cache", cfg.batch_size, _longest(cfg, target), cfg.seed)
     batches = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size
     data.keep_taps(target, cfg.taps, cfg.taps_gb, batches)
     module = DistillModule(
@@ -204,27 +205,6 @@ def read_inputs(cfg: DictConfig) -> tuple[Chat, list[Prompt], list[Prompt]]:
             "to a file, or score.enabled=false"
         )
     return chat, train, held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
-
-
-def read_chat(cfg: DictConfig) -> Chat:
-    """Check the target's configuration and read its tokenizer."""
-    path = str(local(cfg.target.path))
-    load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
-    tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
-    return Chat(tokenizer, cfg.prompts.template)
-
-
-def build_target(cfg: DictConfig) -> Target:
-    """Load and probe the target that cfg.target names."""
-    target = cfg.target
-    return load_target(
-        str(local(target.path)),
-        target.dtype,
-        target.device,
-        target.revision,
-        target.trust_remote_code,
-        target.compile,
-    )
 
 
 def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
