@@ -11,18 +11,24 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from test_rollouts import PLAN, fill, make_writer, parts, rows_of  # noqa: F401  (a fixture)
-from workbench import Bench, leftovers
+from workbench import CONF, Bench, leftovers
 
 from decode.errors import UserError
 from distill import ray_engine
+from distill.cli import compose, rewrite
 from distill.loading import build_target, read_chat
-from distill.produce import load_writer, rollout_plan
+from distill.produce import load_writer, portable, rollout_plan
 from distill.prompts import read_prompts
 from distill.ray_engine import Fleet, Worker
 from distill.rollouts import RolloutStore
 
 pytest.importorskip("ray.data")
 CREW = OmegaConf.create({"workers": 2, "address": None, "cpus_per_worker": 1, "gpus_per_worker": 0})
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
 
 
 def begun(folder, prompts, plan=PLAN) -> RolloutStore:
@@ -86,13 +92,13 @@ def test_a_shard_that_kills_every_worker_is_given_up(parts, tmp_path):  # noqa: 
     assert fate(store, nothing)[1] == "whole", "the next run does not begin anew"
 
 
-def test_what_cannot_be_had_is_one_line(monkeypatch):
+def test_what_cannot_be_had_is_one_line(bench, monkeypatch):
+    wrong = bench.train("rollout.engine=ray", "score.enabled=false")
+    assert wrong.err == "error: rollout.engine=ray: choose it with rollout=ray, which has its settings\n"
     many = torch.cuda.device_count() + 1
     greedy = Fleet(OmegaConf.merge(CREW, {"workers": 1, "gpus_per_worker": many}), nothing)
     with pytest.raises(UserError, match=f"1 workers want {many} GPUs, and this"), greedy.connected():
         pass
-    with pytest.raises(UserError, match="choose it with rollout=ray"):
-        Fleet(OmegaConf.create({"engine": "ray"}), nothing)
     monkeypatch.setitem(sys.modules, "ray.data", None)
     with pytest.raises(UserError, match=r"Ray is not installed; pip install 'foredraft\[ray\]'"):
         Fleet(CREW, nothing)
@@ -106,11 +112,6 @@ def fleet():
     """Ray on this machine, for all tests that want it."""
     with Fleet(CREW, nothing).connected():
         yield lambda load: Fleet(CREW, load)
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("bench"))
 
 
 def test_the_command_gives_the_rows_of_one_process(bench, tmp_path, fleet):
@@ -129,16 +130,16 @@ def test_the_command_gives_the_rows_of_one_process(bench, tmp_path, fleet):
 
 
 def test_a_worker_that_is_killed_loses_no_shard_and_doubles_none(bench, tmp_path, fleet):
-    changes = {"rollout": {"temperature": 0.0, "shard_size": 3}}
-    cfg = OmegaConf.merge(bench.base, changes)
+    options = ["rollout=ray", "rollout.temperature=0.0", "rollout.shard_size=3"]
+    cfg = compose(rewrite([*bench.command, *options], CONF), CONF)
     target, chat, prompts = build_target(cfg), read_chat(cfg), read_prompts(bench.prompts)
     plan = rollout_plan(cfg, target, chat, prompts)
     straight = RolloutStore(tmp_path / "hf", plan, prompts)
     fill(straight, make_writer(target, chat, plan))
-    log = tmp_path / "log"
+    away, log = portable(cfg), tmp_path / "log"
 
     def load():
-        writer = load_writer(cfg, plan)
+        writer = load_writer(away, plan)
 
         def make(shard, *work):
             with log.open("a") as lines:

@@ -111,7 +111,7 @@ def produce(
     make = Writer(engine_of(cfg, target, plan), chat, plan)
     fleet = None
     if cfg.rollout.engine == "ray":
-        fleet = Fleet(cfg.rollout, partial(load_writer, _anywhere(cfg), plan))
+        fleet = Fleet(cfg.rollout, partial(load_writer, portable(cfg), plan))
     store.open()
     _same_rollouts(folder, plan)
     work = partial(fleet.fill, store) if fleet else partial(store.fill, make)
@@ -131,13 +131,13 @@ def load_writer(cfg: DictConfig, plan: RolloutPlan) -> Writer:
     return Writer(engine_of(cfg, target, plan), chat, plan)
 
 
-def _anywhere(cfg: DictConfig) -> DictConfig:
+def portable(cfg: DictConfig) -> DictConfig:
     """The configuration as a worker needs it, which runs in another folder and on devices of its own."""
     away: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     for node, key in ((away.target, "path"), (away.rollout, "drafter")):
         if node[key] and (path := Path(local(node[key])).expanduser()).exists():
             node[key] = str(path.absolute())
-    away.target.device = "cuda" if cfg.rollout.gpus_per_worker else "cpu"
+    away.target.device = "cuda" if cfg.rollout.get("gpus_per_worker") else "cpu"
     return away
 
 
