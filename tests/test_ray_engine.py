@@ -68,10 +68,10 @@ def test_what_a_user_can_mend_comes_back_as_text(parts, tmp_path):  # noqa: F811
         raise UserError("target=x: a worker has another model")
 
     def full(*work):
-        raise OSError(28, "No space left on device")
+        raise OSError(28, "No space left on device", "/a/file")
 
     assert fate(store, other) == (0, "target=x: a worker has another model", 0)
-    assert fate(store, lambda: full) == (0, "No space left on device", 28)
+    assert fate(store, lambda: full) == (0, "No space left on device (/a/file)", 28)
     assert store.missing() == [0, 1, 2, 3]
 
 

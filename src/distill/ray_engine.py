@@ -58,7 +58,7 @@ class Worker:
         except UserError as error:
             fate = str(error)
         except OSError as error:  # a full disk
-            fate, errno = str(error.strerror or error), error.errno or 0
+            fate, errno = f"{error.strerror or error} ({error.filename})", error.errno or 0
         return {"item": [number], "fate": [fate], "errno": [errno]}
 
     @contextmanager
