@@ -266,6 +266,7 @@ def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
     assert not leftovers(bench.root)
     bench.run(
         tmp_path / "one",
+        output_dir=str(tmp_path / "alone"),
         trainer__max_steps=4,
         score__enabled=False,
         taps="online",
@@ -274,6 +275,12 @@ def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
         trainer__accumulate_grad_batches=2,
         optimizer__optimizer={"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1},
     )
+    two, alone = (
+        {p.name: p.read_bytes() for p in root.rglob("shard-*.parquet")}
+        for root in (bench.root / "outputs", tmp_path / "alone")
+    )
+    assert len(two) == 3
+    assert two == alone, "other rollouts than one process makes"
     losses = [_losses(folder), _losses(tmp_path / "one")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     ddp, one = (weights(p / "checkpoints" / "4") for p in (folder, tmp_path / "one"))

@@ -166,7 +166,7 @@ def test_the_manifest_counts_and_hashes(parts, writer, tmp_path):
     assert manifest["plan"]["seed"] == 0
     for shard, rows in zip(manifest["shards"], rows_of(store), strict=True):
         assert shard["rows"] == len(rows)
-        assert shard["answered"] == sum(sum(row["loss_mask"]) for row in rows)
+        assert shard["answer_tokens"] == sum(sum(row["loss_mask"]) for row in rows)
         data = (store.folder / shard["file"]).read_bytes()
         assert shard["sha256"] == hashlib.sha256(data).hexdigest()
     store.check()
@@ -350,7 +350,7 @@ def test_a_shard_that_another_process_holds_is_waited_for(parts, writer, tmp_pat
 
         fill(store, slow)
         os._exit(0)
-    while not list(tmp_path.glob("*/*.lock")):
+    while not list(tmp_path.glob("*/shard-*.lock")):
         time.sleep(0.01)
     store.fill(lambda *work: [], told.append)
     assert os.waitpid(child, 0)[1] == 0

@@ -29,7 +29,8 @@ from distill.runs import Run, claim, join
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
 RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out", "store", "stores")
 PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
-PATHS = ("target.path", "drafter.path", "drafter.init_from", *PROMPT_PATHS, *RUN_PATHS)
+DRAFTER_PATHS = ("drafter.path", "drafter.init_from", "rollout.drafter")
+PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS)
 TEXTS = ("prompt", "row")  # anything at all; never split by a sweep
 EMPTY_GROUPS = ("experiment",)  # that may be null
 # What a disk does to a correct program: one line, exit code 1.

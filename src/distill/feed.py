@@ -38,7 +38,7 @@ class Keep:
     ) -> TapMemory | TapCache | None:
         """For rows that are trained on `epochs` times; None: they are read in every step."""
         if self.taps == "cache":
-            return TapCache(self.target, rows, max_tokens, store.folder, store.plan.key, self.limit)
+            return TapCache(self.target, rows, max_tokens, store.cache, store.plan.key, self.limit)
         if wanted(self.taps, self.limit, gigabytes(self.target, rows, max_tokens), epochs):
             return TapMemory(self.target, rows, max_tokens)
         return None
@@ -113,7 +113,7 @@ class RolloutData(L.LightningDataModule):
         files: Any = [str(store.path(i)) for i, s in enumerate(store.manifest()["shards"]) if s["rows"]]
         if not files:
             raise UserError("rollouts: no rows; every prompt is longer than rollout.max_prompt_tokens")
-        rows = datasets.Dataset.from_parquet(files, cache_dir=str(store.folder / "cache"))
+        rows = datasets.Dataset.from_parquet(files, cache_dir=str(store.cache / "cache"))
         assert isinstance(rows, datasets.Dataset)
         steps = min(self.every, trainer.max_steps) if self.every else trainer.max_steps
         batches = steps * trainer.accumulate_grad_batches * trainer.world_size

@@ -14,13 +14,20 @@ from typing import Any
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success sync it and rename it into place."""
+    """Yield a temporary path beside `path`; on success sync it and rename it into place.
+
+    Raises:
+        OSError: from the block, with the name of the file where it had none (pyarrow's have none).
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

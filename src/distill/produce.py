@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from decode.errors import UserError
@@ -19,9 +21,11 @@ from distill.chat import Chat
 from distill.engine import Engine, InProcess
 from distill.estimate import estimate
 from distill.files import sha256, write_json
+from distill.loading import build_target, read_chat
 from distill.progress import bar, first_rank, say
 from distill.prompts import Prompt
-from distill.provenance import digest
+from distill.provenance import digest, local
+from distill.ray_engine import Fleet
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.runs import checkpoints
 from distill.writer import Writer
@@ -131,15 +135,62 @@ def produce(
     if cfg.rollout.refresh_every and cfg.rollout.answers == "given":
         raise UserError("rollout.refresh_every: given answers are not made anew; set it to 0")
     plan = rollout_plan(cfg, target, chat, prompts, phase)
-    store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, prompts)
     helper = next(reversed(checkpoints(folder)), None) if phase else cfg.rollout.drafter
-    writer = Writer(engine_of(cfg, target, plan, helper), chat, plan)
+    store = open_store(cfg, plan, prompts, phase)
     if phase:
         say(f"rollouts: time {phase + 1}, drafted by {helper or 'nothing, for want of a checkpoint'}")
     else:
         _same_rollouts(folder, plan)
-    fill(store, writer, lambda: estimate(store, target, drafter))
+    fill(store, worker(cfg, target, chat, store, helper), lambda: estimate(store, target, drafter))
     return store
+
+
+def open_store(cfg: DictConfig, plan: RolloutPlan, prompts: list[Prompt], phase: int = 0) -> RolloutStore:
+    """The store that a configuration names; later phases have a place of their own in it.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    place = cfg.rollout.store
+    if place and phase:
+        place = f"{place}/again-{phase}"
+    origin = {"target": cfg.target.path, "revision": cfg.target.revision}
+    store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, prompts, place, origin)
+    store.open()
+    return store
+
+
+def worker(
+    cfg: DictConfig, target: Target, chat: Chat, store: RolloutStore, helper: str | Path | None
+) -> Callable[[Callable[[int], None]], None]:
+    """What fills a store, telling how many shards are missing still."""
+    if cfg.rollout.engine == "ray":
+        return partial(
+            Fleet(cfg.rollout, partial(load_writer, portable(cfg), store.plan, helper)).fill, store
+        )
+    return partial(store.fill, Writer(engine_of(cfg, target, store.plan, helper), chat, store.plan))
+
+
+def load_writer(cfg: DictConfig, plan: RolloutPlan, helper: str | Path | None) -> Writer:
+    """What makes shards, in a process that has nothing yet.
+
+    Raises:
+        UserError: this machine has another target or tokenizer under the same name.
+    """
+    chat, target = read_chat(cfg), build_target(cfg)
+    if (target.fingerprint(), chat.fingerprint()) != (plan.target, plan.tokenizer):
+        raise UserError(f"target={cfg.target.path}: a worker has another model there than this machine")
+    return Writer(engine_of(cfg, target, plan, helper), chat, plan)
+
+
+def portable(cfg: DictConfig) -> DictConfig:
+    """The configuration as a worker needs it, which runs in another folder and on devices of its own."""
+    away: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    for node, key in ((away.target, "path"), (away.rollout, "drafter")):
+        if node[key] and (path := Path(local(node[key])).expanduser()).exists():
+            node[key] = str(path.absolute())
+    away.target.device = "cuda" if cfg.rollout.get("gpus_per_worker") else "cpu"
+    return away
 
 
 def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
@@ -154,8 +205,14 @@ def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
         )
 
 
-def fill(store: RolloutStore, writer: Writer, cost: Callable[[], str]) -> None:
-    """Make what is missing, under a progress bar, and say what there is."""
+def fill(store: RolloutStore, work: Callable[[Callable[[int], None]], None], cost: Callable[[], str]) -> None:
+    """Make what is missing, under a progress bar, and say what there is.
+
+    Args:
+        store: opened.
+        work: makes it, and tells how many shards are missing still.
+        cost: one line on what that will take.
+    """
     missing = len(store.missing())
     if store.complete:
         store.check()
@@ -169,7 +226,6 @@ def fill(store: RolloutStore, writer: Writer, cost: Callable[[], str]) -> None:
         def done(missing: int) -> None:
             shown.update(store.shards - missing - shown.n)
 
-        store.fill(writer, done)
-    shards = store.manifest()["shards"]
-    rows, answered = sum(s["rows"] for s in shards), sum(s["answered"] for s in shards)
-    say(f"rollouts: {rows} rows, {answered} supervised tokens in {store.folder}")
+        work(done)
+    counts = store.manifest()["counts"]
+    say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")

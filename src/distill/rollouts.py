@@ -13,26 +13,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from decode.errors import UserError
-from distill.files import clean, publish, sha256, write_json
+from distill.files import sha256, write_json
+from distill.manifest import MANIFEST, PLAN, refuse_other, total, versions
+from distill.mirror import Mirror
 from distill.prompts import Prompt
+from distill.shards import Row, count, write_shard
 from drafters.base import Text
 
-SCHEMA = 2
-COLUMNS = pa.schema(
-    [
-        ("id", pa.string()),
-        ("tokens", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.int8())),
-        ("finish_reason", pa.string()),
-        ("ids", pa.string()),
-        ("weight", pa.float32()),
-    ]
-)
-Row = dict[str, Any]
+SCHEMA = 3
+OURS = ("shard-*.tmp", "shard-*.lock", "*.json.*.tmp")  # what writers leave
 Make = Callable[[int, list[Prompt], int], list[Row]]  # shard, its prompts, self-written ones -> rows
 
 
@@ -92,17 +84,41 @@ class RolloutPlan:
 
 
 class RolloutStore:
-    """A folder of Parquet shards and a manifest.
+    """A folder of Parquet shards, the plan they were begun with, and in the end a manifest.
 
     A shard under its final name is whole; anything else is `.tmp` and is made again.
+
+    Args:
+        root: folder of all stores; this one's is named by its key.
+        plan: what the rows are.
+        prompts: to be answered.
+        place: a folder that is the store instead, or a url that a copy of it is kept at, and that
+            shards which others made are taken from.
+        origin: what people call the target; not compared.
+
+    Raises:
+        UserError: nothing to roll out, or a url that cannot be used.
     """
 
-    def __init__(self, root: Path, plan: RolloutPlan, prompts: Sequence[Prompt]) -> None:
-        self.folder, self.plan, self.prompts = root / plan.key, plan, list(prompts)
+    def __init__(
+        self,
+        root: Path,
+        plan: RolloutPlan,
+        prompts: Sequence[Prompt],
+        place: str | None = None,
+        origin: dict[str, Any] | None = None,
+    ) -> None:
+        self.plan, self.prompts, self.origin = plan, list(prompts), origin or {}
+        self.folder = self.cache = root / plan.key
+        self.mirror: Mirror | None = None
         total = len(self.prompts) + plan.self_prompts
         self.shards = -(-total // plan.shard_size)
         if not total:
             raise UserError("prompts: none given and prompts.self=0; there is nothing to roll out")
+        if place and "://" in place:
+            self.mirror = Mirror(place)
+        elif place:
+            self.folder = Path(place)
 
     def path(self, shard: int) -> Path:
         """Of a shard, whether or not it exists."""
@@ -115,7 +131,30 @@ class RolloutStore:
     @property
     def complete(self) -> bool:
         """Every shard is there, and the manifest, which comes last."""
-        return (self.folder / "manifest.json").exists() and not self.missing()
+        return (self.folder / MANIFEST).exists() and not self.missing()
+
+    def open(self) -> None:
+        """Begin the store, or go on with it; what the url has and this folder has not is fetched.
+
+        Raises:
+            UserError: the folder or the url holds something else.
+        """
+        note = self._note()
+        begun = self.folder / PLAN
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.folder}: a file; rollout.store needs a folder or a url")
+        if not begun.exists():
+            if next(self.folder.glob("shard-*.parquet"), None):
+                raise UserError(f"{self.folder}: shards without a {PLAN}; give another rollout.store")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._lock("manifest", wait=True):
+                if not begun.exists():
+                    write_json(begun, note)
+        refuse_other(str(self.folder), json.loads(begun.read_text()), note)
+        if self.mirror:
+            self.mirror.put(begun)
+            refuse_other(self.mirror.url, self.mirror.read_json(PLAN), note)
+            self.pull()
 
     def fill(self, make: Make, done: Callable[[int], None]) -> None:
         """Make what is missing; ranks of a launcher share the work, and wait for one another.
@@ -124,33 +163,56 @@ class RolloutStore:
             make: the rows of a shard.
             done: told how many shards are missing still, whoever makes them.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.open()
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        mine = [i for i in range(self.shards) if i % world == rank]
-        others = [i for i in range(self.shards) if i % world != rank]
-        # A shard of a rank that died is taken over once its lock is free.
         made = 0
-        while todo := [i for i in mine + others if not self.path(i).exists()]:
+        while todo := self.missing():
             before = made
-            for shard in todo:
-                if self.make(shard, make):
+            # On one disk, a shard of a rank that died is taken over once its lock is free.
+            for shard in sorted(todo, key=lambda i: i % world != rank):
+                if (shard % world == rank or not self.mirror) and self.make(shard, make):
                     made += 1
                     done(len(self.missing()))
             if made == before:
-                done(len(self.missing()))
-                time.sleep(0.2)
+                self.wait(done)
         done(0)
-        with self._lock("manifest", wait=True):
-            if made or not self.complete:
-                self._manifest()
+        self.seal(anew=bool(made))
+
+    def wait(self, done: Callable[[int], None]) -> None:
+        """For a moment, for what others make."""
+        time.sleep(1.0 if self.mirror else 0.2)
+        self.pull()
+        done(len(self.missing()))
 
     def make(self, shard: int, make: Make) -> bool:
         """Make one shard, unless it is there or another process is at it; whether it was made."""
         with self._lock(f"shard-{shard:05d}") as free:
             if not free or self.path(shard).exists():
                 return False
-            self._write(shard, make(shard, *self._work(shard)))
+            if self.mirror and self.path(shard).name in self.mirror.names():
+                self._fetch(shard)
+                return False
+            write_shard(self.path(shard), make(shard, *self._work(shard)), self.plan.key, shard)
+            if self.mirror and not self.mirror.put(self.path(shard)):
+                self._fetch(shard)  # another machine was faster, and its rows count
         return True
+
+    def pull(self) -> None:
+        """Bring folder and url to the same shards, as far as there are any."""
+        if not self.mirror:
+            return
+        there = self.mirror.names()
+        for shard in range(self.shards):
+            if self.path(shard).exists() == (self.path(shard).name in there):
+                continue
+            with self._lock(f"shard-{shard:05d}") as free:
+                if free and self.path(shard).exists():  # killed before it was uploaded
+                    self.mirror.put(self.path(shard))
+                elif free:
+                    self._fetch(shard)
+        if MANIFEST in there and not (self.folder / MANIFEST).exists():
+            with self._lock("manifest", wait=True):
+                self.mirror.get(MANIFEST, self.folder / MANIFEST)
 
     def _work(self, shard: int) -> tuple[list[Prompt], int]:
         size = self.plan.shard_size
@@ -168,35 +230,36 @@ class RolloutStore:
             else:
                 yield True
 
-    def _write(self, shard: int, rows: list[Row]) -> None:
-        with publish(self.path(shard)) as temporary:
-            pq.write_table(pa.Table.from_pylist(rows, schema=COLUMNS), temporary)
+    def _fetch(self, shard: int) -> None:
+        assert self.mirror
+        self.mirror.fetch_shard(self.path(shard), self.plan.key, shard)
 
-    def _manifest(self) -> None:
-        shards = []
-        for i in range(self.shards):
-            table = pq.read_table(self.path(i), columns=["loss_mask"])
-            answered = sum(sum(mask) for mask in table["loss_mask"].to_pylist())
-            shards.append(
-                {
-                    "file": self.path(i).name,
-                    "rows": table.num_rows,
-                    "answered": answered,
-                    "sha256": sha256(self.path(i)),
-                }
-            )
-        # All shards are under their final names, so what else is here belongs to dead writers.
-        clean(self.folder)
-        for lock in self.folder.glob("shard-*.lock"):
-            lock.unlink(missing_ok=True)
-        write_json(
-            self.folder / "manifest.json",
-            {"schema": SCHEMA, "key": self.plan.key, "plan": asdict(self.plan), "shards": shards},
-        )
+    def _note(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "key": self.plan.key,
+            "origin": self.origin,
+            "plan": json.loads(json.dumps(asdict(self.plan))),
+        }
+
+    def seal(self, anew: bool = False) -> None:
+        """Write the manifest, once all shards are there; `anew` where one is there already, too."""
+        with self._lock("manifest", wait=True):
+            if self.mirror and MANIFEST in self.mirror.names():
+                self.mirror.get(MANIFEST, self.folder / MANIFEST)
+            elif anew or not self.complete:
+                shards = [count(self.path(i)) for i in range(self.shards)]
+                record = {"versions": versions(), "counts": total(shards), "shards": shards}
+                write_json(self.folder / MANIFEST, self._note() | record)
+            # All shards are under their final names, so what else is here belongs to dead writers.
+            for old in [old for pattern in OURS for old in self.folder.glob(pattern)]:
+                old.unlink(missing_ok=True)
+            if self.mirror and self.mirror.put(self.folder / MANIFEST):
+                self.mirror.clean()
 
     def manifest(self) -> dict[str, Any]:
         """Counts and hashes, once every shard is there."""
-        return json.loads((self.folder / "manifest.json").read_text())
+        return json.loads((self.folder / MANIFEST).read_text())
 
     def texts(self) -> Iterator[Text]:
         """All rows, in the order of the prompts."""

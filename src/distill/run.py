@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
-from decode.load import load_config, load_target, load_tokenizer, stop_tokens
+from decode.load import stop_tokens
 from decode.sampling import Sampler
 from decode.target import Target
 from distill import inputs
@@ -30,6 +30,7 @@ from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
 from distill.feed import Keep, RolloutData
+from distill.loading import build_target, read_chat
 from distill.module import DistillModule
 from distill.objectives import Objective
 from distill.on_policy import OnPolicy
@@ -210,35 +211,6 @@ def read_inputs(cfg: DictConfig, folder: Path | None = None) -> tuple[Chat, list
         inputs.keep_record(found, folder)
     inputs.describe(found, folder)
     return chat, found.train, found.held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
-
-
-def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
-    """Check the target's configuration and read its tokenizer; a `template` comes before the configured."""
-    path = str(local(cfg.target.path))
-    load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
-    tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
-    options: Any = cfg.prompts.template_options
-    if options is not None:
-        if not OmegaConf.is_dict(options):
-            raise UserError(
-                f"prompts.template_options={options}: write it as {{name: value}}, as in "
-                "{enable_thinking: false}"
-            )
-        options = OmegaConf.to_container(options, resolve=True)
-    return Chat(tokenizer, template or cfg.prompts.template, options)
-
-
-def build_target(cfg: DictConfig) -> Target:
-    """Load and probe the target that cfg.target names."""
-    target = cfg.target
-    return load_target(
-        str(local(target.path)),
-        target.dtype,
-        target.device,
-        target.revision,
-        target.trust_remote_code,
-        target.compile,
-    )
 
 
 def build_drafter(cfg: DictConfig, target: Target) -> Drafter:

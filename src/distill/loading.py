@@ -1,0 +1,42 @@
+"""The target and its tokenizer, as a configuration names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from decode.errors import UserError
+from decode.load import load_config, load_target, load_tokenizer
+from decode.target import Target
+from distill.chat import Chat
+from distill.provenance import local
+
+
+def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
+    """Check the target's configuration and read its tokenizer; a `template` comes before the configured."""
+    path = str(local(cfg.target.path))
+    load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
+    tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
+    options: Any = cfg.prompts.template_options
+    if options is not None:
+        if not OmegaConf.is_dict(options):
+            raise UserError(
+                f"prompts.template_options={options}: write it as {{name: value}}, as in "
+                "{enable_thinking: false}"
+            )
+        options = OmegaConf.to_container(options, resolve=True)
+    return Chat(tokenizer, template or cfg.prompts.template, options)
+
+
+def build_target(cfg: DictConfig) -> Target:
+    """Load and probe the target that cfg.target names."""
+    target = cfg.target
+    return load_target(
+        str(local(target.path)),
+        target.dtype,
+        target.device,
+        target.revision,
+        target.trust_remote_code,
+        target.compile,
+    )

@@ -1,0 +1,178 @@
+"""A fleet of workers makes the rows that one process makes; a lost worker loses nothing."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from test_rollouts import PLAN, fill, make_writer, parts, rows_of  # noqa: F401  (a fixture)
+from workbench import CONF, Bench, leftovers
+
+from decode.errors import UserError
+from distill import ray_engine
+from distill.cli import compose, rewrite
+from distill.loading import build_target, read_chat
+from distill.produce import load_writer, portable, rollout_plan
+from distill.prompts import read_prompts
+from distill.ray_engine import Fleet, Worker
+from distill.rollouts import RolloutStore
+
+pytest.importorskip("ray.data")
+CREW = OmegaConf.create({"workers": 2, "address": None, "cpus_per_worker": 1, "gpus_per_worker": 0})
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+def begun(folder, prompts, plan=PLAN) -> RolloutStore:
+    store = RolloutStore(folder, plan, prompts)
+    store.open()
+    return store
+
+
+def nothing():
+    return lambda *work: []
+
+
+def fate(store, load, shard: int = 0):
+    (row,) = zip(*Worker(store, load)({"item": [shard]}).values(), strict=True)
+    return row
+
+
+# -- a worker, without Ray -----------------------------------------------------------------------
+
+
+def test_a_worker_loads_once_and_says_what_became_of_a_shard(parts, tmp_path):  # noqa: F811
+    store, loaded = begun(tmp_path, parts[2]), []
+    worker = Worker(store, lambda: loaded.append(1) or nothing())
+    for shard in (0, 2):
+        assert worker({"item": [shard]}) == {"item": [shard], "fate": ["whole"], "errno": [0]}
+    assert loaded == [1]
+    assert store.missing() == [1, 3]
+    with store._lock("shard-00001"):
+        assert fate(store, nothing, 1) == (1, "busy", 0)
+    assert not leftovers(tmp_path)
+
+
+def test_what_a_user_can_mend_comes_back_as_text(parts, tmp_path):  # noqa: F811
+    store = begun(tmp_path, parts[2])
+
+    def other():
+        raise UserError("target=x: a worker has another model")
+
+    def full(*work):
+        raise OSError(28, "No space left on device", "/a/file")
+
+    assert fate(store, other) == (0, "target=x: a worker has another model", 0)
+    assert fate(store, lambda: full) == (0, "No space left on device (/a/file)", 28)
+    assert store.missing() == [0, 1, 2, 3]
+
+
+def test_a_shard_that_kills_every_worker_is_given_up(parts, tmp_path):  # noqa: F811
+    store = begun(tmp_path, parts[2])
+
+    def kill(*work):
+        os.kill(os.getpid(), 9)
+
+    for _ in range(ray_engine.TRIES):
+        child = os.fork()
+        if not child:
+            fate(store, lambda: kill)
+        assert os.waitpid(child, 0)[1] == 9
+    number, text, _ = fate(store, nothing)
+    assert number == 0
+    assert "workers died 6 times at shard-00000.parquet" in text
+    assert fate(store, nothing)[1] == "whole", "the next run does not begin anew"
+
+
+def test_what_cannot_be_had_is_one_line(bench, monkeypatch):
+    wrong = bench.train("rollout.engine=ray", "score.enabled=false")
+    assert wrong.err == "error: rollout.engine=ray: choose it with rollout=ray, which has its settings\n"
+    many = torch.cuda.device_count() + 1
+    greedy = Fleet(OmegaConf.merge(CREW, {"workers": 1, "gpus_per_worker": many}), nothing)
+    with pytest.raises(UserError, match=f"1 workers want {many} GPUs, and this"), greedy.connected():
+        pass
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(UserError, match=r"Ray is not installed; pip install 'foredraft\[ray\]'"):
+        Fleet(CREW, nothing)
+
+
+# -- two of them ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    """Ray on this machine, for all tests that want it."""
+    with Fleet(CREW, nothing).connected():
+        yield lambda load: Fleet(CREW, load)
+
+
+def test_the_command_gives_the_rows_of_one_process(bench, tmp_path, fleet):
+    assert bench.base.rollout.temperature == 1
+    options = ["score.enabled=false", "trainer.max_steps=1", "score.every=1"]
+    one = bench.train(*options, f"output_dir={tmp_path / 'hf'}")
+    many = bench.train(*options, f"output_dir={tmp_path / 'ray'}", "rollout=ray")
+    assert (one.code, many.code) == (0, 0), many.err
+    assert many.err == ""
+    hf, ray = ({p.name: p.read_bytes() for p in (tmp_path / n).rglob("*.parquet")} for n in ("hf", "ray"))
+    assert len(ray) == 3
+    assert ray == hf
+    assert not leftovers(tmp_path)
+    again = bench.train(*options, f"output_dir={tmp_path / 'ray'}", "rollout=ray", "resume=never")
+    assert "rollouts: reusing all 3 shards" in again.out
+
+
+def test_a_worker_that_is_killed_loses_no_shard_and_doubles_none(bench, tmp_path, fleet):
+    options = ["rollout=ray", "rollout.temperature=0.0", "rollout.shard_size=3"]
+    cfg = compose(rewrite([*bench.command, *options], CONF), CONF)
+    target, chat, prompts = build_target(cfg), read_chat(cfg), read_prompts(bench.prompts)
+    plan = rollout_plan(cfg, target, chat, prompts)
+    straight = RolloutStore(tmp_path / "hf", plan, prompts)
+    fill(straight, make_writer(target, chat, plan))
+    away, log = portable(cfg), tmp_path / "log"
+
+    def load():
+        writer = load_writer(away, plan)
+
+        def make(shard, *work):
+            with log.open("a") as lines:
+                lines.write(f"{os.getpid()} {shard}\n")
+            time.sleep(1.5)
+            return writer(shard, *work)
+
+        return make
+
+    def begun_by() -> list[tuple[int, int]]:
+        lines = log.read_text().splitlines() if log.exists() else []
+        return [(int(pid), int(shard)) for pid, shard in map(str.split, lines)]
+
+    killed = []
+
+    def kill():
+        while not killed:
+            time.sleep(0.05)
+            if len(made := begun_by()) > 2:  # the third shard, in the middle
+                time.sleep(0.5)
+                with suppress(ProcessLookupError):
+                    os.kill(made[2][0], signal.SIGKILL)
+                killed.append(made[2])
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    store, told = begun(tmp_path / "ray", prompts, plan), []
+    fleet(load).fill(store, told.append)
+    killer.join()
+    assert store.complete
+    assert rows_of(store) == rows_of(straight)
+    times = [sum(shard == n for _, shard in begun_by()) for n in range(4)]
+    assert times == [2 if n == killed[0][1] else 1 for n in range(4)], "a shard that was whole was made again"
+    assert os.getpid() not in {pid for pid, _ in begun_by()}
+    assert told[-1] == 0
+    assert not leftovers(store.folder)

@@ -1,0 +1,198 @@
+"""Rollout runs that are killed, or run out of disk, for real: the same command ends with the same rows."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from workbench import ROOT, Bench, leftovers
+
+from distill.shards import is_whole
+
+SHORT = ["score.enabled=false", "trainer.max_steps=1", "score.every=1", "target.dtype=float32"]
+LONG = ["rollout.shard_size=1", "rollout.max_new_tokens=60"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("kills"))
+
+
+@pytest.fixture(scope="module")
+def straight(bench, tmp_path_factory) -> tuple[dict[str, bytes], float]:
+    """Shards of an undisturbed run, and the seconds it spent on them."""
+    store = tmp_path_factory.mktemp("straight")
+    done = bench.train(*SHORT, *LONG, f"rollout.store={store}")
+    assert done.code == 0, done.err
+    seconds = [(store / name).stat().st_mtime for name in ("plan.json", "manifest.json")]
+    return shards(store), seconds[1] - seconds[0]
+
+
+def shards(store: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(store.glob("*.parquet"))}
+
+
+def ids(store: Path) -> list[str]:
+    return [name for p in sorted(store.glob("*.parquet")) for name in pq.read_table(p)["id"].to_pylist()]
+
+
+def kill(bench: Bench, reached: Callable[[], bool], *options: str) -> bool:
+    """`python train.py` until `reached`, then SIGKILL; whether it was still running."""
+    child = os.fork()
+    if not child:
+        try:
+            bench.train(*options)
+        finally:
+            os._exit(0)
+    while not reached():
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return False
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def ends_the_same(bench: Bench, store: Path, straight: dict[str, bytes], *options: str) -> None:
+    for shard in store.glob("*.parquet"):
+        number = int(shard.stem.removeprefix("shard-"))
+        key = pq.read_schema(shard).metadata[b"plan"].decode()
+        assert is_whole(shard, key, number), "half a shard has a whole one's name"
+    whole = {p: p.stat().st_mtime_ns for p in store.glob("*.parquet")}
+    done = bench.train(*options)
+    assert done.code == 0, done.err
+    assert shards(store) == straight
+    assert len(set(ids(store))) == len(ids(store)) == 12
+    assert {name: (store / name).stat().st_mtime_ns for name in whole} == whole, (
+        "a whole shard was made again"
+    )
+    assert not leftovers(store)
+
+
+@pytest.mark.parametrize("count", [0, 5, 12])
+def test_a_run_killed_with_so_many_shards_ends_with_the_same_rows(count, bench, straight, tmp_path):
+    store = tmp_path / "store"
+    options = [*SHORT, *LONG, f"rollout.store={store}", "resume=never"]
+
+    def reached():
+        begun = next(store.glob("shard-*.lock"), None) is not None
+        return begun and len(list(store.glob("*.parquet"))) >= count
+
+    assert kill(bench, reached, *options)
+    assert len(list(store.glob("*.parquet"))) in (count, count + 1)
+    ends_the_same(bench, store, straight[0], *options)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+def test_a_run_killed_at_20_random_moments_ends_with_the_same_rows(bench, straight, tmp_path):
+    rows, seconds = straight
+    left = []
+    for i, place in enumerate(np.random.default_rng(0).uniform(0, 13, 20)):
+        store = tmp_path / str(i)
+        options = [*SHORT, *LONG, f"rollout.store={store}", "resume=never"]
+        there: list[float] = []
+
+        def reached(store=store, there=there, place=place):
+            if not there and (store / "plan.json").exists() and len(shards(store)) >= int(place):
+                there.append(time.time())
+            return bool(there) and time.time() - there[0] > place % 1 * seconds / 12
+
+        assert kill(bench, reached, *options)
+        left.append(12 - len(shards(store)))
+        ends_the_same(bench, store, rows, *options)
+    print(f"shards still missing at the 20 kills: {left}")
+    assert {0, 12} <= set(left), "no kill before the first shard, or none after the last"
+    assert len(set(left)) > 7, "the moments were not spread over the run"
+
+
+# -- a disk that is full -------------------------------------------------------------------------
+
+FULL = """
+set -e
+mkdir -p "$DISK" && mount -t tmpfs -o size=28k tmpfs "$DISK"
+set +e
+"$@" > "$OUT/first" 2> "$OUT/error"; echo $? > "$OUT/code"
+set -e
+mkdir "$OUT/left" && cp "$DISK"/* "$OUT/left"
+mount -o remount,size=4m "$DISK"
+"$@" > "$OUT/again"
+mkdir "$OUT/end" && cp "$DISK"/* "$OUT/end"
+"""
+NAMESPACE = ["unshare", "--mount", "--map-root-user"]
+
+
+def can_mount() -> bool:
+    probe = "mount -t tmpfs -o size=4k tmpfs /mnt"
+    try:
+        return subprocess.run([*NAMESPACE, "sh", "-c", probe], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not can_mount(), reason="no file system may be mounted here")
+def test_a_full_disk_is_one_line_and_a_rerun_with_space_goes_on(bench, straight, tmp_path):
+    """The store lies on a file system of 28 KiB, and then of 4 MiB."""
+    disk = tmp_path / "disk"
+    options = [*bench.command, *SHORT, *LONG, f"rollout.store={disk}", f"output_dir={tmp_path / 'outputs'}"]
+    done = subprocess.run(
+        [*NAMESPACE, "sh", "-c", FULL, "sh", sys.executable, "train.py", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT | {"DISK": str(disk), "OUT": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    error = (tmp_path / "error").read_text()
+    assert (tmp_path / "code").read_text() == "1\n", error
+    assert len(error.splitlines()) == 1, error
+    assert error.startswith("error: ")
+    assert re.search(rf"No space left on device \({disk}/shard-\d+\.parquet\)$", error)
+    left, rows = shards(tmp_path / "left"), straight[0]
+    assert 0 < len(left) < 12
+    assert left == {name: rows[name] for name in left}, "what the full disk holds is not whole"
+    assert not leftovers(tmp_path / "left")
+    assert shards(tmp_path / "end") == rows
+    assert f"rollouts: {len(left)} of 12 shards are there already" in (tmp_path / "again").read_text()
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_torchrun_restarts_loses_no_shard_and_doubles_none(bench, straight, tmp_path):
+    store = tmp_path / "store"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["trainer=ddp", "trainer.devices=2", *SHORT, *LONG, f"rollout.store={store}"]
+    run = subprocess.Popen(
+        [*launcher, "--max-restarts=1", "train.py", *bench.command, *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    while run.poll() is None and not shards(store):
+        time.sleep(0.002)
+    (second,) = [pid for pid in children(run.pid) if "RANK=1" in environment(pid)]
+    os.kill(second, signal.SIGKILL)
+    before = shards(store)
+    _, error = run.communicate()
+    assert run.returncode == 0, error
+    assert len(before) < 12, "the kill came too late to prove anything"
+    assert shards(store) == straight[0]
+    assert len(set(ids(store))) == len(ids(store)) == 12
+
+
+def children(parent: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def environment(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")

@@ -1,0 +1,318 @@
+"""Stores: in a folder of the user's own, at a url that machines share, and what they say of themselves."""
+
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import datasets
+import fsspec
+import pytest
+import torch
+import transformers
+from test_rollouts import PLAN, fill, parts, rows_of, writer  # noqa: F401  (fixtures)
+from workbench import Bench, fork, make_target, write_prompts
+
+from decode.errors import UserError
+from distill.mirror import Mirror
+from distill.rollouts import RolloutStore
+from distill.shards import is_whole
+
+OTHERS = {
+    "target": ("u", r"answers of another target, /m/one \(t\), not of /m/one \(u\)"),
+    "tokenizer": ("l", "another tokenizer;"),
+    "dtype": ("bfloat16", "another dtype of the target, float32, and bfloat16 is wanted"),
+    "sampler": (
+        {"temperature": 0.5},
+        "another sampling law, {'temperature': 1.0, .*, and {'temperature': 0.5}",
+    ),
+    "prompts": ("q", "other prompts;"),
+    "samples": (2, "another rollout setting samples, 1, and 2 is wanted"),
+    "stop": ([3, 4], "another rollout setting stop"),
+}
+
+
+@pytest.fixture
+def straight(parts, writer, tmp_path):  # noqa: F811
+    """Rows of an undisturbed store."""
+    store = RolloutStore(tmp_path / "straight", PLAN, parts[2])
+    fill(store, writer)
+    return rows_of(store)
+
+
+def refuse(*work):
+    pytest.fail("a shard was made again")
+
+
+def parquets(folder) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.glob("*.parquet"))}
+
+
+# -- what a store says ---------------------------------------------------------------------------
+
+
+def test_the_manifest_counts_what_there_is_and_says_who_made_it(parts, writer, tmp_path):  # noqa: F811
+    origin = {"target": "owner/name", "revision": "abc"}
+    store = RolloutStore(tmp_path, PLAN, parts[2], origin=origin)
+    fill(store, writer)
+    rows = [row for shard in rows_of(store) for row in shard]
+    manifest = store.manifest()
+    tokens, answered = sum(len(r["tokens"]) for r in rows), sum(sum(r["loss_mask"]) for r in rows)
+    assert manifest["counts"] == {
+        "rows": len(rows),
+        "prompt_tokens": tokens - answered,
+        "answer_tokens": answered,
+        "finish_reason": Counter(row["finish_reason"] for row in rows),
+        "ids": {"exact": len(rows)},
+    }
+    assert manifest["origin"] == origin
+    assert manifest["plan"]["tokenizer"] == "k"
+    assert manifest["plan"]["sampler"] == PLAN.sampler
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"]["transformers"] == transformers.__version__
+    assert manifest["versions"]["foredraft"]
+
+
+def test_shards_are_read_by_datasets(parts, writer, straight, tmp_path):  # noqa: F811
+    store = RolloutStore(tmp_path, PLAN, parts[2])
+    fill(store, writer)
+    files = sorted(str(p) for p in store.folder.glob("*.parquet"))
+    read = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "c"))
+    assert read.to_list() == [row for shard in straight for row in shard]
+
+
+def test_a_shard_says_whose_it_is(parts, writer, tmp_path):  # noqa: F811
+    store = RolloutStore(tmp_path, PLAN, parts[2])
+    fill(store, writer)
+    assert is_whole(store.path(1), PLAN.key, 1)
+    assert not is_whole(store.path(1), PLAN.key, 2)
+    assert not is_whole(store.path(1), replace(PLAN, seed=1).key, 1)
+    data = store.path(1).read_bytes()
+    store.path(1).write_bytes(data[:-40])
+    assert not is_whole(store.path(1), PLAN.key, 1)
+
+
+# -- a folder of the user's own ------------------------------------------------------------------
+
+
+def test_a_given_folder_is_the_store_and_is_gone_on_with_and_reused(parts, writer, straight, tmp_path):  # noqa: F811
+    mine = tmp_path / "mine"
+    store = RolloutStore(tmp_path / "root", PLAN, parts[2], str(mine))
+
+    def interrupted(shard, *work):
+        if shard == 2:
+            raise KeyboardInterrupt
+        return writer(shard, *work)
+
+    with pytest.raises(KeyboardInterrupt):
+        fill(store, interrupted)
+    assert sorted(p.name for p in mine.glob("*.[jp]*")) == [
+        "plan.json",
+        "shard-00000.parquet",
+        "shard-00001.parquet",
+    ]
+    made = []
+    again = RolloutStore(tmp_path / "elsewhere", PLAN, parts[2], str(mine))
+    fill(again, lambda shard, *work: made.append(shard) or writer(shard, *work))
+    assert made == [2, 3]
+    assert again.complete
+    assert rows_of(again) == straight
+    fill(RolloutStore(tmp_path / "elsewhere", PLAN, parts[2], str(mine)), refuse)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("begun", ["just begun", "finished"])
+def test_a_store_of_another_plan_is_refused_and_told_why(name, begun, parts, writer, tmp_path):  # noqa: F811
+    value, why = OTHERS[name]
+    mine, origin = tmp_path / "mine", {"target": "/m/one", "revision": None}
+    store = RolloutStore(tmp_path, PLAN, parts[2], str(mine), origin)
+    store.open()
+    if begun == "finished":
+        fill(store, writer)
+    before = parquets(mine)
+    other = RolloutStore(tmp_path, replace(PLAN, **{name: value}), parts[2], str(mine), origin)
+    with pytest.raises(UserError, match=rf"^{mine}: .*{why}.*give another rollout\.store$"):
+        fill(other, refuse)
+    url = RolloutStore(tmp_path / "b", replace(PLAN, **{name: value}), parts[2], f"file://{mine}", origin)
+    with pytest.raises(UserError, match=f"^file://{mine}: .*{why}"):
+        fill(url, refuse)
+    assert parquets(mine) == before
+
+
+def test_what_is_no_store_is_refused(parts, writer, tmp_path):  # noqa: F811
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: a file; "):
+        fill(RolloutStore(tmp_path, PLAN, parts[2], str(tmp_path / "file")), refuse)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "shard-00000.parquet").write_text("")
+    with pytest.raises(UserError, match=r"old: shards without a plan\.json"):
+        fill(RolloutStore(tmp_path, PLAN, parts[2], str(tmp_path / "old")), refuse)
+    mine = tmp_path / "mine"
+    (mine / "notes").mkdir(parents=True)
+    for name in ("notes/a.tmp", "b.tmp"):
+        (mine / name).write_text("not ours")
+    fill(RolloutStore(tmp_path, PLAN, parts[2], str(mine)), writer)
+    assert (mine / "notes" / "a.tmp").exists()
+    assert (mine / "b.tmp").exists(), "a file that is not the store's was cleaned away"
+
+
+# -- a url ---------------------------------------------------------------------------------------
+
+
+def test_machines_without_a_common_disk_share_a_url(parts, writer, straight, tmp_path):  # noqa: F811
+    url = f"file://{tmp_path / 'url'}"
+    log = tmp_path / "log"
+
+    def machine(rank: int):
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+
+        def make(shard, *work):
+            with log.open("a") as lines:
+                lines.write(f"{rank} {shard}\n")
+            return writer(shard, *work)
+
+        store = RolloutStore(tmp_path / str(rank), PLAN, parts[2], url)
+        fill(store, make)
+        store.check()
+        return 0 if rows_of(store) == straight else 1
+
+    child = os.fork()
+    if not child:
+        os._exit(machine(1))
+    assert fork(lambda: machine(0)) == 0
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(log.read_text().split("\n")[:-1]) == ["0 0", "0 2", "1 1", "1 3"]
+    here = tmp_path / "0" / PLAN.key
+    assert parquets(here) == parquets(tmp_path / "1" / PLAN.key) == parquets(tmp_path / "url")
+    names = {p.name for p in (tmp_path / "url").iterdir()}
+    assert names == {*parquets(here), "plan.json", "manifest.json"}
+    third = RolloutStore(tmp_path / "third", PLAN, parts[2], url)
+    fill(third, refuse)
+    assert rows_of(third) == straight
+
+
+def test_a_rank_that_died_makes_its_shards_after_the_restart(parts, writer, straight, tmp_path, monkeypatch):  # noqa: F811
+    url = f"file://{tmp_path / 'url'}"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store = [RolloutStore(tmp_path / str(rank), PLAN, parts[2], url) for rank in (0, 1)]
+
+    def dies(shard, *work):
+        if shard == 3:
+            os.kill(os.getpid(), 9)
+        return writer(shard, *work)
+
+    monkeypatch.setenv("RANK", "1")
+    assert fork(lambda: fill(store[1], dies) or 0) == 9
+    assert store[1].missing() == [0, 2, 3]
+    child = os.fork()  # all ranks begin again, as a launcher sees to
+    if not child:
+        os.environ["RANK"] = "0"
+        fill(store[0], writer)
+        os._exit(0)
+    made = []
+    fill(store[1], lambda shard, *work: made.append(shard) or writer(shard, *work))
+    assert os.waitpid(child, 0)[1] == 0
+    assert made == [3]
+    assert rows_of(store[0]) == rows_of(store[1]) == straight
+
+
+def test_a_shard_that_was_made_and_not_uploaded_is_uploaded(parts, writer, straight, tmp_path, monkeypatch):  # noqa: F811
+    url = f"file://{tmp_path / 'url'}"
+    store = RolloutStore(tmp_path / "a", PLAN, parts[2], url)
+    put, kept = Mirror.put, []
+
+    def cut(self, file):
+        if file.name == "shard-00002.parquet":
+            kept.append(file)
+            raise ConnectionError("gone")
+        return put(self, file)
+
+    with monkeypatch.context() as spoilt:
+        spoilt.setattr(Mirror, "put", cut)
+        with pytest.raises(ConnectionError):
+            fill(store, writer)
+    assert kept[0].exists()
+    (tmp_path / "url" / "shard-00003.parquet.other-1.tmp").write_text("half")
+    made = []
+    fill(store, lambda shard, *work: made.append(shard) or writer(shard, *work))
+    assert made == [3]
+    assert parquets(tmp_path / "url") == parquets(store.folder)
+    assert not list((tmp_path / "url").glob("*.tmp"))
+
+
+def test_where_another_machine_was_faster_its_shard_counts(parts, writer, straight, tmp_path):  # noqa: F811
+    url = f"file://{tmp_path / 'url'}"
+    first, second = (RolloutStore(tmp_path / name, PLAN, parts[2], url) for name in "ab")
+
+    def slow(shard, *work):
+        if shard == 0:
+            fill(first, writer)
+        rows = writer(shard, *work)
+        rows[0]["weight"] = 0.5  # as rounding on another machine would differ
+        return rows
+
+    fill(second, slow)
+    second.check()
+    assert rows_of(second) == rows_of(first) == straight
+
+
+def test_a_shard_that_was_changed_at_the_url_is_not_taken(parts, writer, tmp_path):  # noqa: F811
+    url = f"file://{tmp_path / 'url'}"
+    fill(RolloutStore(tmp_path / "a", PLAN, parts[2], url), writer)
+    shard = tmp_path / "url" / "shard-00001.parquet"
+    shard.write_bytes((tmp_path / "url" / "shard-00000.parquet").read_bytes())
+    with pytest.raises(
+        UserError, match=rf"{url}/shard-00001\.parquet: not what was written there \(sha256\)"
+    ):
+        fill(RolloutStore(tmp_path / "b", PLAN, parts[2], url), refuse)
+    shard.unlink()
+    fill(RolloutStore(tmp_path / "b", PLAN, parts[2], url), writer)
+    assert shard.exists()
+
+
+def test_an_object_store_needs_no_rename(parts, writer, straight, tmp_path, monkeypatch):  # noqa: F811
+    memory = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(memory), "mv", lambda *a: pytest.fail("a copy, where one PUT is atomic"))
+    fill(RolloutStore(tmp_path / "a", PLAN, parts[2], "memory://bucket/store"), writer)
+    store = RolloutStore(tmp_path / "b", PLAN, parts[2], "memory://bucket/store/")
+    fill(store, refuse)
+    assert rows_of(store) == straight
+    memory.rm("/bucket", recursive=True)
+
+
+def test_a_url_that_cannot_be_used_is_one_line(parts, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for url, why in (("s3://b/x", "[Ii]nstall s3fs.*pip install"), ("ftq://b", "ftq")):
+        with pytest.raises(UserError, match=rf"^rollout\.store={url}: .*{why}") as caught:
+            RolloutStore(tmp_path, PLAN, parts[2], url)
+        assert "\n" not in str(caught.value)
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_fills_a_folder_and_reuses_it_and_refuses_another_targets(tmp_path):
+    bench = Bench(tmp_path)
+    mine = tmp_path / "it's (mine)"
+    options = [f"rollout.store={mine}", "score.enabled=false", "trainer.max_steps=1", "score.every=1"]
+    first = bench.train(*options)
+    assert first.code == 0, first.err
+    assert f"supervised tokens in {mine}" in first.out
+    assert len(parquets(mine)) == 3
+    assert json.loads((mine / "manifest.json").read_text())["origin"]["target"] == str(bench.target)
+    other = tmp_path / "other"
+    again = bench.train(*options, f"output_dir={other}")
+    assert f"rollouts: reusing all 3 shards in {mine}" in again.out
+    url = bench.train(*options, f"rollout.store=file://{mine}", f"output_dir={tmp_path / 'c'}")
+    assert "estimate" not in url.out
+    assert "rollouts: reusing all 3 shards" in url.out
+    wrong = bench.train(*options, f"target={make_target(tmp_path / 'b', seed=1)}", "seed=2")
+    assert wrong.code == 2
+    assert len(wrong.err.splitlines()) == 1
+    assert f"{mine}: answers of another target, {bench.target} (" in wrong.err
+    prompts = write_prompts(tmp_path / "p.jsonl", 6)
+    wrong = bench.train(*options, f"prompts={prompts}", "seed=2")
+    assert wrong.code == 2
+    assert wrong.err == f"error: {mine}: made with other prompts; give another rollout.store\n"
