@@ -18,10 +18,12 @@ from distill.chat import Chat
 from distill.engine import Engine, InProcess
 from distill.estimate import estimate
 from distill.files import sha256, write_json
+from distill.openai_engine import OpenAIEngine
 from distill.progress import bar, first_rank, say
 from distill.prompts import Prompt
 from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
+from distill.server import Server
 from distill.writer import Writer
 from drafters import hub
 
@@ -36,7 +38,7 @@ def rollout_plan(cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prom
         stop=stop_tokens(target),
         template=cfg.prompts.template,
         answers=rollout.answers,
-        server="",
+        server=str(rollout.model or cfg.target.path) if rollout.engine == "openai" else "",
         drafter=_fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else "",
         prompts=digest(json.dumps(prompts)),
         samples=rollout.samples,
@@ -56,11 +58,11 @@ def _fingerprint(drafter: Path) -> str:
     return digest("".join(sha256(drafter / name) for name in hub.FILES if (drafter / name).exists()))
 
 
-def engine_of(cfg: DictConfig, target: Target, plan: RolloutPlan) -> Engine:
-    """What answers.
+def in_process(cfg: DictConfig, target: Target, _chat: Chat, plan: RolloutPlan) -> Engine:
+    """The target in this process, drafted for by `rollout.drafter`.
 
     Raises:
-        UserError: a drafter that is to help, with a `decode` that it cannot.
+        UserError: a drafter that would change what it says, or whose drafts have a shape it cannot.
     """
     if not cfg.rollout.drafter:
         return InProcess(target, plan.batch_size, plan.seed)
@@ -73,6 +75,39 @@ def engine_of(cfg: DictConfig, target: Target, plan: RolloutPlan) -> Engine:
         raise UserError("rollout.drafter: it has tuned its target, whose answers would be another's")
     drafter.check(shape)
     return InProcess(target, plan.batch_size, plan.seed, drafter, shape)
+
+
+def from_server(cfg: DictConfig, target: Target, chat: Chat, plan: RolloutPlan) -> Engine:
+    """The target as an OpenAI-compatible server has it.
+
+    Raises:
+        UserError: what a server cannot do is asked of it, or it does not answer.
+    """
+    rollout = cfg.rollout
+    if rollout.drafter:
+        raise UserError("rollout.drafter: a server drafts by its own means; set it with rollout=hf alone")
+    if plan.until != "answer" or not plan.stop:
+        raise UserError(
+            "rollout=openai: a server ends its answers; needs rollout.until=answer and a target with "
+            "end tokens"
+        )
+    server = Server(
+        rollout.url,
+        plan.server,
+        rollout.concurrency,
+        rollout.timeout,
+        rollout.retries,
+        rollout.patience,
+        rollout.api_key_env,
+    )
+    return OpenAIEngine(server, chat, plan.seed, target.max_positions)
+
+
+# rollout.engine -> what makes it
+ENGINES: dict[str, Callable[[DictConfig, Target, Chat, RolloutPlan], Engine]] = {
+    "hf": in_process,
+    "openai": from_server,
+}
 
 
 def check_given(chat: Chat, prompts: list[Prompt]) -> None:
@@ -103,9 +138,13 @@ def produce(
     """
     plan = rollout_plan(cfg, target, chat, prompts)
     store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, prompts)
-    writer = Writer(engine_of(cfg, target, plan), chat, plan)
     _same_rollouts(folder, plan)
-    fill(store, writer, lambda: estimate(store, target, drafter))
+    if store.complete:
+        store.check()
+        say(f"rollouts: reusing all {store.shards} shards in {store.folder}")
+        return store
+    engine = ENGINES[cfg.rollout.engine](cfg, target, chat, plan)
+    fill(store, Writer(engine, chat, plan), lambda: estimate(store, target, drafter))
     return store
 
 
@@ -124,10 +163,6 @@ def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
 def fill(store: RolloutStore, writer: Writer, cost: Callable[[], str]) -> None:
     """Make what is missing, under a progress bar, and say what there is."""
     missing = len(store.missing())
-    if store.complete:
-        store.check()
-        say(f"rollouts: reusing all {store.shards} shards in {store.folder}")
-        return
     say(cost())
     if missing < store.shards:
         say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
