@@ -253,6 +253,33 @@ def test_what_a_server_takes_apart_the_template_puts_together(start, finish):
     assert (answer.stopped, answer.exact) == (bool(end), False)
 
 
+def test_tool_calls_are_json_to_a_server(chat):
+    function = {"name": "f", "arguments": {"n": 7}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    user = {"role": "user", "content": "a"}
+    request = Request("p", 0, [1], (user, call, user), ({"type": "function"},))
+    sent = replies.body(request, LAW, replies.with_nothing, chat, 0)
+    assert sent["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"n": 7}'
+    assert (sent["messages"][0], sent["tools"]) == (user, [{"type": "function"}])
+    assert function["arguments"] == {"n": 7}
+
+
+def test_a_malformed_tool_call_ends_no_run(start):
+    calling = Chat(make_tokenizer(CALLING))
+    broken = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"n": '}}]}
+    for ids in (True, False):
+        fake = start(ids=ids)
+        fake.chat = calling
+        fake.message = lambda body: (
+            {"tokens": [9, END], "content": "", "finish_reason": "tool_calls", "apart": broken}
+            if body["messages"][0]["content"] == "a"
+            else {}
+        )
+        first, second = engine(fake)(ask(calling, "a", "b"), LAW)
+        assert first == (([9, END], True, True) if ids else ([], False, False))
+        assert heard(calling, [second]) == ["so: b"]
+
+
 def test_what_cannot_be_put_together_is_not_guessed(chat, start):
     fake = start(ids=False)
     fake.message = lambda body: {"content": "", "finish_reason": "length", "apart": {"reasoning": "hm"}}

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from decode.errors import UserError
 from distill.chat import Chat
 from distill.engine import Answer, Law, Request
 
@@ -80,11 +79,8 @@ def body(request: Request, law: Law, dialect: Callable[[Law], Fields], chat: Cha
         # Ids leave no doubt about the prompt; who gives none may not take them either.
         text = chat.tokenizer.decode(request.tokens, skip_special_tokens=True)
         return fields | {"prompt": request.tokens if dialect is with_ids else text}
-    return (
-        fields
-        | {"messages": list(request.messages)}
-        | ({"tools": list(request.tools)} if request.tools else {})
-    )
+    fields["messages"] = [_with_arguments(message, json.dumps) for message in request.messages]
+    return fields | ({"tools": list(request.tools)} if request.tools else {})
 
 
 def seed_of(request: Request, seed: int) -> int:
@@ -103,15 +99,15 @@ def read_reply(text: str) -> Reply:
         said = json.loads(text)
         choice = said["choices"][0]
         message = choice.get("message") or {"content": choice["text"]}
-        calls = message.get("tool_calls")
         reasoning = next((message[name] for name in REASONING if message.get(name)), None)
-        apart = {"tool_calls": [_call(c) for c in calls]} if calls else {}
+        apart = {"tool_calls": message.get("tool_calls"), "reasoning_content": reasoning}
+        prompt = choice.get("prompt_token_ids") or said.get("prompt_token_ids")
         reply = Reply(
             message.get("content") or "",
             choice["finish_reason"],
-            apart | ({"reasoning_content": reasoning} if reasoning else {}),
+            {name: part for name, part in apart.items() if part},
             choice.get("token_ids"),
-            choice.get("prompt_token_ids") or said.get("prompt_token_ids"),
+            prompt if isinstance(prompt, list) else None,
             (said.get("usage") or {}).get("prompt_tokens"),
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -119,15 +115,6 @@ def read_reply(text: str) -> Reply:
     if not isinstance(reply.text, str) or reply.finish not in (*STOPPED, "length", "content_filter"):
         raise ValueError(f"finish_reason={reply.finish!r}")
     return reply
-
-
-def _call(call: Fields) -> Fields:
-    """A tool call as chat templates read it: its arguments are JSON in replies, an object here."""
-    function = call["function"]
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def same_prompt(reply: Reply, request: Request) -> bool:
@@ -181,10 +168,25 @@ def _end(law: Law, chat: Chat) -> int:
 
 def _rendered(reply: Reply, request: Request, chat: Chat) -> list[int] | None:
     """An answer put together by the chat template, as the target would have written it."""
-    message = {"role": "assistant", "content": reply.text, **reply.apart}
     try:
+        said = {"role": "assistant", "content": reply.text, **reply.apart}
+        message = _with_arguments(said, json.loads)
         ids, _ = chat.encode_answered([*request.messages, message], request.tools)
-    except UserError:
+    except (KeyError, TypeError, ValueError):  # what models write is not always what templates can read
         return None
     start = len(request.tokens)
     return ids[start:] if ids[:start] == request.tokens else None
+
+
+def _with_arguments(message: Fields, convert: Callable[[Any], Any]) -> Fields:
+    """A message whose tool calls are as a reader wants them: templates read objects, servers JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str) is (convert is json.loads):
+            arguments = convert(arguments)
+        calls.append(call | {"function": function | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
