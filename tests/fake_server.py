@@ -41,7 +41,7 @@ class FakeServer:
     ) -> None:
         self.chat, self.models, self.key = chat, models, key
         self.strict, self.ids, self.delay = strict, ids, delay
-        self.asked: list[dict[str, Any]] = []  # bodies of requests, probes (one token) aside
+        self.asked: list[dict[str, Any]] = []  # bodies, and when; probes (one token) aside
         self.faults: list[Fault] = []  # for the requests to come, one each
         self.message: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {}
         self.prompt: Callable[[list[int]], list[int]] = lambda ids: ids
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         with fake.lock:
             probe = body["max_tokens"] == 1
             if not probe:
-                fake.asked.append(body)
+                fake.asked.append(body | {"at": time.monotonic()})
             fake.now += 1
             fake.most = max(fake.most, fake.now)
             fault = None if probe or not fake.faults else fake.faults.pop(0)
