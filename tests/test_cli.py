@@ -119,7 +119,8 @@ def test_every_group_option_composes():
     groups = {p.name: options(CONF, p.name) for p in sorted(CONF.iterdir()) if p.is_dir()}
     for turn in range(max(map(len, groups.values()))):
         chosen = [f"{name}={found[turn % len(found)]}" for name, found in groups.items() if found]
-        cfg = compose([*chosen, "target.path=a/b", "prompts.path=p.jsonl"], CONF)
+        url = ["rollout.url=http://a/v1"] * ("rollout=openai" in chosen)
+        cfg = compose([*chosen, *url, "target.path=a/b", "prompts.path=p.jsonl"], CONF)
         assert cfg.drafter is not None
 
 

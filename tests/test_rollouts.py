@@ -367,7 +367,7 @@ def test_the_estimate_is_an_upper_bound_of_what_is_made(parts, writer, tmp_path)
     target, _, prompts = parts
     store = RolloutStore(tmp_path, PLAN, prompts)
     text = estimate(store, target, target.model.lm_head)
-    assert "in 14 rows" in text
+    assert "in 14 answers" in text
     bound = int(text.split("up to ")[1].split()[0].replace(",", ""))
     fill(store, writer)
     assert sum(len(row["tokens"]) for shard in rows_of(store) for row in shard) <= bound

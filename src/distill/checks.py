@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from hydra.errors import InstantiationException
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -29,6 +30,10 @@ LEAST = {
     "rollout.samples": 1,
     "rollout.refresh_every": 0,
     "rollout.batch_size": 1,
+    "rollout.concurrency": 1,
+    "rollout.timeout": 0.001,
+    "rollout.retries": 0,
+    "rollout.patience": 0,
     "rollout.workers": 1,
     "rollout.cpus_per_worker": 0,
     "rollout.gpus_per_worker": 0,
@@ -61,6 +66,7 @@ LEAST = {
 }
 CHOICES = {
     "rollout.answers": ("write", "given"),
+    "rollout.engine": ("hf", "openai", "ray"),
     "prompts.template": ("chat", "none"),
     "prompts.answers": ("keep", "drop"),
     "rollout.until": ("answer", "length"),
@@ -87,6 +93,35 @@ def check_ranges(cfg: DictConfig) -> None:
         choices = OmegaConf.select(cfg, group)
         if choices is not None and name in choices and choices[name] not in names:  # no command has all
             raise UserError(f"{key}={choices[name]}: choose {' or '.join(names)}")
+    check_server(cfg)
+
+
+def check_server(cfg: DictConfig) -> None:
+    """Check how a server is named, before anything is written that would keep a secret.
+
+    Raises:
+        UserError: no url, or a secret where a run would record it.
+    """
+    url, key = OmegaConf.select(cfg, "rollout.url"), OmegaConf.select(cfg, "rollout.api_key_env")
+    if url is None:
+        if OmegaConf.select(cfg, "rollout.engine") == "openai":
+            raise UserError("rollout.engine=openai: choose it by rollout=openai, which has its settings")
+        return
+    try:
+        parts = urlsplit(str(url))
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError
+    except ValueError:  # of a port that is none, too
+        raise UserError("rollout.url: not an address; write http://host:port/v1") from None
+    if "@" in parts.netloc or parts.query:
+        raise UserError(
+            "rollout.url: has a secret in it, which the run would record; put a key into an environment "
+            "variable and its name into rollout.api_key_env"
+        )
+    if not str(key).isidentifier():
+        raise UserError(
+            "rollout.api_key_env: is the name of the environment variable with the key, not the key"
+        )
 
 
 @contextmanager

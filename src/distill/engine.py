@@ -49,7 +49,7 @@ class Answer(NamedTuple):
     """What came back.
 
     Attributes:
-        tokens: the end token included.
+        tokens: the end token included; none where a server gave nothing that can be used.
         stopped: it ended by itself.
         exact: these are the ids that were drawn; else they were read off the text.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,33 +11,48 @@ from torch import nn
 from decode.generate import generate
 from decode.sampling import Sampler
 from decode.target import Target
+from distill.prompts import turns
 from distill.rollouts import RolloutStore
 
 STEPS = 4  # decoding steps that are timed
 
 
-def estimate(store: RolloutStore, target: Target, drafter: nn.Module) -> str:
-    """Tokens, time and disk of the missing rollouts, and memory; upper bounds, from a timed sample."""
+def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> str:
+    """Tokens, time and disk of the missing rollouts, and memory; upper bounds, from a timed sample.
+
+    Args:
+        store: what is missing of it.
+        target: answers.
+        drafter: that will be trained; None: none will be.
+    """
     plan = store.plan
     memory = sum(p.numel() * p.itemsize for p in target.model.parameters())
     # Weights, gradients and two moments in fp32.
-    memory += 16 * sum(p.numel() for p in drafter.parameters())
+    memory += 16 * sum(p.numel() for p in drafter.parameters()) if drafter else 0
     missing = len(store.missing())
     if not missing or plan.answers == "given":
         return f"estimate: no rollouts to make, weights and optimizer {memory / 2**20:.0f} MiB"
-    given = len(store.prompts) * plan.samples + plan.self_prompts
-    rows = min(missing * plan.shard_size * plan.samples, given)
+    asked = plan.samples * sum(len(turns(p.messages)) or 1 for p in store.prompts) + plan.self_prompts
+    rows = -(-asked * missing // store.shards)
     batch = min(plan.batch_size, rows)
-    start = time.perf_counter()
-    generate(target, None, [[1]] * batch, max_new_tokens=STEPS, sampler=Sampler(**plan.sampler))
-    step = (time.perf_counter() - start) / STEPS
     prompts = plan.self_prompts and plan.until == "answer"
     length = plan.max_new_tokens + (plan.max_prompt_tokens if prompts else 0)
     tokens = rows * length
-    memory += batch * (plan.max_prompt_tokens + plan.max_new_tokens) * target.cache.store.bytes_per_token
-    seconds = -(-rows // batch) * length * step
+    if plan.server:  # how fast that is, nobody here knows
+        took, held = f"from {plan.server}", "weights"
+    else:
+        seconds = -(-rows // batch) * length * _step(target, batch, plan.sampler)
+        memory += batch * (plan.max_prompt_tokens + plan.max_new_tokens) * target.cache.store.bytes_per_token
+        took, held = f"up to {seconds / 60:.1f} min", "weights, cache"
     return (
-        f"estimate: up to {tokens:,} rollout tokens in {rows:,} rows, up to {seconds / 60:.1f} min, "
-        f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for weights, cache and optimizer "
+        f"estimate: up to {tokens:,} rollout tokens in {rows:,} answers, {took}, "
+        f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for {held} and optimizer "
         f"on {torch.get_num_threads()} threads"
     )
+
+
+def _step(target: Target, batch: int, sampler: dict[str, Any]) -> float:
+    """Seconds of a decoding step."""
+    start = time.perf_counter()
+    generate(target, None, [[1]] * batch, max_new_tokens=STEPS, sampler=Sampler(**sampler))
+    return (time.perf_counter() - start) / STEPS

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from decode.errors import UserError
 from decode.load import stop_tokens
-from decode.plan import Plan
 from decode.target import Target
 from distill.chat import Chat
-from distill.engine import Engine, InProcess
+from distill.engines import Helper, work_of
 from distill.estimate import estimate
 from distill.files import sha256, write_json
-from distill.loading import build_target, read_chat
 from distill.progress import bar, first_rank, say
 from distill.prompts import Prompt
-from distill.provenance import digest, local
-from distill.ray_engine import Fleet
+from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.runs import checkpoints
-from distill.writer import Writer
 from drafters import hub
 
 
@@ -48,7 +40,7 @@ def rollout_plan(
         stop=stop_tokens(target),
         template=cfg.prompts.template,
         answers=rollout.answers,
-        server="",
+        server=str(rollout.model or cfg.target.path) if rollout.engine == "openai" else "",
         drafter=drafter,
         prompts=digest(json.dumps(prompts)),
         samples=rollout.samples,
@@ -66,31 +58,6 @@ def rollout_plan(
 
 def _fingerprint(drafter: Path) -> str:
     return digest("".join(sha256(drafter / name) for name in hub.FILES if (drafter / name).exists()))
-
-
-def engine_of(cfg: DictConfig, target: Target, plan: RolloutPlan, helper: str | Path | None) -> Engine:
-    """What answers.
-
-    Args:
-        cfg: with `rollout` and `decode`.
-        target: answers, where no other engine is asked for.
-        plan: of the rows.
-        helper: a drafter's folder or hub id, or None.
-
-    Raises:
-        UserError: a drafter that is to help, with a `decode` that it cannot.
-    """
-    if not helper:
-        return InProcess(target, plan.batch_size, plan.seed)
-    drafter, shape = hub.load(hub.fetch(str(helper)), target), instantiate(cfg.decode)
-    if not isinstance(shape, Plan) or shape.lossy:
-        raise UserError(
-            "rollout.drafter: answers are drafted by one lossless plan; choose decode=chain or dynamic"
-        )
-    if drafter.verifier(target) is not target:
-        raise UserError("rollout.drafter: it has tuned its target, whose answers would be another's")
-    drafter.check(shape)
-    return InProcess(target, plan.batch_size, plan.seed, drafter, shape)
 
 
 def check_given(cfg: DictConfig, chat: Chat, prompts: list[Prompt]) -> None:
@@ -135,18 +102,20 @@ def produce(
     if cfg.rollout.refresh_every and cfg.rollout.answers == "given":
         raise UserError("rollout.refresh_every: given answers are not made anew; set it to 0")
     plan = rollout_plan(cfg, target, chat, prompts, phase)
+    store = open_store(cfg, Path(cfg.output_dir) / "rollouts", plan, prompts, phase)
     helper = next(reversed(checkpoints(folder)), None) if phase else cfg.rollout.drafter
-    store = open_store(cfg, plan, prompts, phase)
     if phase:
         say(f"rollouts: time {phase + 1}, drafted by {helper or 'nothing, for want of a checkpoint'}")
     else:
         _same_rollouts(folder, plan)
-    fill(store, worker(cfg, target, chat, store, helper), lambda: estimate(store, target, drafter))
+    fill(cfg, target, chat, store, helper, drafter)
     return store
 
 
-def open_store(cfg: DictConfig, plan: RolloutPlan, prompts: list[Prompt], phase: int = 0) -> RolloutStore:
-    """The store that a configuration names; later phases have a place of their own in it.
+def open_store(
+    cfg: DictConfig, root: Path, plan: RolloutPlan, prompts: list[Prompt], phase: int = 0
+) -> RolloutStore:
+    """The store that a configuration names, else one below `root`; later phases have places of their own.
 
     Raises:
         UserError: it holds something else.
@@ -155,42 +124,9 @@ def open_store(cfg: DictConfig, plan: RolloutPlan, prompts: list[Prompt], phase:
     if place and phase:
         place = f"{place}/again-{phase}"
     origin = {"target": cfg.target.path, "revision": cfg.target.revision}
-    store = RolloutStore(Path(cfg.output_dir) / "rollouts", plan, prompts, place, origin)
+    store = RolloutStore(root, plan, prompts, place, origin)
     store.open()
     return store
-
-
-def worker(
-    cfg: DictConfig, target: Target, chat: Chat, store: RolloutStore, helper: str | Path | None
-) -> Callable[[Callable[[int], None]], None]:
-    """What fills a store, telling how many shards are missing still."""
-    if cfg.rollout.engine == "ray":
-        return partial(
-            Fleet(cfg.rollout, partial(load_writer, portable(cfg), store.plan, helper)).fill, store
-        )
-    return partial(store.fill, Writer(engine_of(cfg, target, store.plan, helper), chat, store.plan))
-
-
-def load_writer(cfg: DictConfig, plan: RolloutPlan, helper: str | Path | None) -> Writer:
-    """What makes shards, in a process that has nothing yet.
-
-    Raises:
-        UserError: this machine has another target or tokenizer under the same name.
-    """
-    chat, target = read_chat(cfg), build_target(cfg)
-    if (target.fingerprint(), chat.fingerprint()) != (plan.target, plan.tokenizer):
-        raise UserError(f"target={cfg.target.path}: a worker has another model there than this machine")
-    return Writer(engine_of(cfg, target, plan, helper), chat, plan)
-
-
-def portable(cfg: DictConfig) -> DictConfig:
-    """The configuration as a worker needs it, which runs in another folder and on devices of its own."""
-    away: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    for node, key in ((away.target, "path"), (away.rollout, "drafter")):
-        if node[key] and (path := Path(local(node[key])).expanduser()).exists():
-            node[key] = str(path.absolute())
-    away.target.device = "cuda" if cfg.rollout.get("gpus_per_worker") else "cpu"
-    return away
 
 
 def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
@@ -205,20 +141,31 @@ def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
         )
 
 
-def fill(store: RolloutStore, work: Callable[[Callable[[int], None]], None], cost: Callable[[], str]) -> None:
+def fill(
+    cfg: DictConfig,
+    target: Target,
+    chat: Chat,
+    store: RolloutStore,
+    helper: Helper,
+    drafter: nn.Module | None,
+) -> None:
     """Make what is missing, under a progress bar, and say what there is.
 
     Args:
+        cfg: names the engine.
+        target: answers.
+        chat: renders.
         store: opened.
-        work: makes it, and tells how many shards are missing still.
-        cost: one line on what that will take.
+        helper: drafts the answers.
+        drafter: that will be trained, for the estimate of memory; None: none will be.
     """
     missing = len(store.missing())
     if store.complete:
         store.check()
         say(f"rollouts: reusing all {store.shards} shards in {store.folder}")
         return
-    say(cost())
+    work = work_of(cfg, target, chat, store, helper)
+    say(estimate(store, target, drafter))
     if missing < store.shards:
         say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
     with bar(store.shards, "rollouts", "shards", store.shards - missing) as shown:

@@ -113,7 +113,8 @@ class Writer:
         while asked := [talk for talk in talks if self._fits(talk)]:
             answers = self.engine([talk.request() for talk in asked], self.law)
             for talk, answer in zip(asked, answers, strict=True):
-                talk.take(answer)
+                if answer.tokens:
+                    talk.take(answer)
                 self._go_on(talk, answer)
         return [row for talk in talks for row in talk.rows]
 

@@ -1,0 +1,527 @@
+"""Answers from a server: everything that can go wrong on the way, and that nothing is lost by it."""
+
+import json
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+from fake_server import CUT, FakeServer
+from test_rollouts import PLAN
+from workbench import Bench, make_tokenizer
+
+from decode.errors import UserError
+from distill import patience, replies
+from distill.chat import Chat
+from distill.engine import Law, Request
+from distill.openai_engine import OpenAIEngine
+from distill.patience import retry_after
+from distill.prompts import Prompt
+from distill.replies import seed_of
+from distill.server import Server
+from distill.writer import Writer
+
+END = 3
+LAW = Law({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, 40, [END])
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(patience, "FIRST", 0.01)
+    monkeypatch.setattr(patience, "LONGEST", 0.1)
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return Chat(make_tokenizer())
+
+
+@pytest.fixture
+def start(chat):
+    """Starts servers, and leaves none behind."""
+    started = []
+
+    def make(**options) -> FakeServer:
+        started.append(FakeServer(chat, **options))
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.kill()
+
+
+def engine(fake: FakeServer, **options) -> OpenAIEngine:
+    settings = {"model": "m", "concurrency": 4, "timeout": 20.0, "retries": 3, "patience": 20.0}
+    server = Server(fake.url, **{**settings, "api_key_env": "A_KEY", **options})
+    return OpenAIEngine(server, fake.chat, seed=0, context=None)
+
+
+def ask(chat: Chat, *texts: str) -> list[Request]:
+    requests = []
+    for i, text in enumerate(texts):
+        messages = ({"role": "user", "content": text},)
+        requests.append(Request(f"p{i}", 0, chat.encode(messages), messages))
+    return requests
+
+
+def heard(chat: Chat, answers) -> list[str]:
+    return [chat.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers]
+
+
+MANY = [f"q{i}" for i in range(24)]
+SO = [f"so: q{i}" for i in range(24)]
+
+
+# -- what is asked, and in which order -----------------------------------------------------------
+
+
+def test_many_are_in_flight_and_no_more_than_allowed_and_order_is_kept(chat, start):
+    fake = start(delay=0.03)
+    fake.message = lambda body: time.sleep(0.05 * (int(body["messages"][-1]["content"][1:]) % 3 == 0)) or {}
+    assert heard(chat, engine(fake)(ask(chat, *MANY), LAW)) == SO
+    assert fake.most == 4
+    assert len(fake.asked) == 24
+
+
+def test_the_law_goes_with_every_request(chat, start):
+    fake = start()
+    law = Law({"temperature": 0.7, "top_k": 5, "top_p": 0.9}, 40, [END])
+    first, again = ask(chat, "a", "a")
+    engine(fake)([first, again._replace(id="p0", sample=1)], law)
+    one, two = sorted(fake.asked, key=lambda body: body["seed"] != seed_of(first, 0))
+    for body in (one, two):
+        assert (body["model"], body["temperature"], body["top_p"]) == ("m", 0.7, 0.9)
+        assert (body["top_k"], body["max_tokens"]) == (5, 40)
+        # What a model's own generation_config.json would have put in place of the law.
+        assert (body["min_p"], body["repetition_penalty"]) == (0.0, 1.0)
+    assert one["seed"] == seed_of(first, 0) != two["seed"]
+    assert 0 <= two["seed"] < 2**31
+    assert seed_of(first, 0) != seed_of(first, 1)
+    without = Law({"temperature": 0.0, "top_k": 0, "top_p": 1.0}, 40, [END])
+    engine(fake)([first], without)
+    assert fake.asked[-1]["top_k"] == -1
+
+
+def test_an_answer_has_the_room_that_is_left(chat, start):
+    fake = start()
+    made = engine(fake)
+    assert made.context == 256  # max_model_len of the server's list
+    (long,) = ask(chat, "x" * 230)
+    (answer,) = made([long], LAW)
+    assert fake.asked[-1]["max_tokens"] == 256 - len(long.tokens)
+    assert (len(answer.tokens), answer.stopped) == (256 - len(long.tokens), False)
+
+
+def test_without_a_chat_template_a_prompt_is_completed(start):
+    plain = Chat(make_tokenizer(None), template="none")
+    for strict, prompt in ((False, plain.tokenizer.encode("ab")), (True, "ab")):
+        fake = start(strict=strict)
+        fake.chat = plain
+        made = engine(fake)
+        (answer,) = made(ask(plain, "ab"), LAW)
+        assert fake.asked[0]["prompt"] == prompt
+        assert heard(plain, [answer]) == [f"so: {prompt}"]
+        assert answer.exact is not strict
+
+
+# -- token ids ----------------------------------------------------------------------------------
+
+
+def test_ids_of_the_server_are_exact_where_it_read_our_prompt(chat, start, capsys):
+    fake = start()
+    ids = [10, 11, 12, END]  # not what encoding the text would give
+    fake.message = lambda body: {"tokens": ids, "content": "hello"}
+    (answer,) = engine(fake)(ask(chat, "a"), LAW)
+    assert answer == (ids, True, True)
+    fake.prompt = lambda ids: [5, *ids]
+    (answer,) = engine(fake)(ask(chat, "a"), LAW)
+    assert answer == ([*chat.tokenizer.encode("hello"), END], True, False)
+    assert "reads prompt p0 as 4 tokens, where the target's chat template gives 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["choice", "top"])
+def test_prompt_ids_stand_where_vllm_or_where_sglang_puts_them(chat, start, place):
+    (request,) = ask(chat, "a")
+    choice = {"message": {"content": "b"}, "finish_reason": "stop", "token_ids": [9, END]}
+    where = choice if place == "choice" else {}
+    body = {"choices": [choice | ({"prompt_token_ids": request.tokens} if where else {})]}
+    body |= {} if where else {"prompt_token_ids": request.tokens}
+    assert replies.to_answer(replies.read_reply(json.dumps(body)), request, LAW, chat) == (
+        [9, END],
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "finish", "stop", "want"),
+    [
+        ([9, END], "stop", [END], ([9, END], True, True)),
+        ([9], "stop", [END], ([9, END], True, True)),  # left out, and it can only have been that one
+        ([9], "stop", [END, 2], ([9, END], True, False)),
+        ([9, 8], "length", [END], ([9, 8], False, True)),
+        ([9, END], "length", [END], ([9, END], True, True)),
+        ([9, 10**6], "stop", [END], None),  # no token of ours
+        ([9, True], "stop", [END], None),
+        ("9", "stop", [END], None),
+    ],
+)
+def test_ids_end_as_the_answer_did(chat, ids, finish, stop, want):
+    (request,) = ask(chat, "a")
+    reply = replies.Reply("b", finish, {}, ids, request.tokens)
+    read = ([*chat.tokenizer.encode("b"), END], True, False)
+    assert replies.to_answer(reply, request, LAW._replace(stop=stop), chat) == (want or read)
+
+
+def test_a_server_that_refuses_what_openai_has_not_is_asked_without(chat, start, capsys):
+    fake = start(strict=True)
+    made = engine(fake)
+    answers = made(ask(chat, *MANY), LAW)
+    assert heard(chat, answers) == SO
+    assert all(
+        answer == ([*chat.tokenizer.encode(t), END], True, False)
+        for answer, t in zip(answers, SO, strict=True)
+    )
+    made(ask(chat, "a"), LAW)
+    assert len(fake.asked) == 25, "a field that was refused was sent again"
+    said = capsys.readouterr().out
+    assert said.count("gives no token ids (422: Unexpected fields in the request") == 1
+
+
+def test_a_law_that_the_server_cannot_have_is_refused(chat, start):
+    fake = start(strict=True)
+    law = Law({"temperature": 1.0, "top_k": 5, "top_p": 1.0}, 40, [END])
+    with pytest.raises(UserError, match=r"refuses request p0 \(422: Unexpected fields .*top_k"):
+        engine(fake)(ask(chat, "a"), law)
+    assert not fake.asked
+
+
+def test_another_template_shows_in_the_length_of_a_prompt(chat, start, capsys):
+    fake = start(ids=False)
+    fake.prompt = lambda ids: [*ids, 1, 2]
+    engine(fake)(ask(chat, "a", "b"), LAW)
+    assert capsys.readouterr().out.count("is it the same model?") == 1
+
+
+# -- how answers end ----------------------------------------------------------------------------
+
+
+def test_an_empty_answer_is_an_end_token(chat, start):
+    fake = start(ids=False)
+    fake.message = lambda body: {"content": ""}
+    assert engine(fake)(ask(chat, "a"), LAW) == [([END], True, False)]
+
+
+def test_a_filtered_answer_makes_no_row_and_is_counted(chat, start, capsys):
+    fake = start()
+    fake.message = lambda body: (
+        {"content": None, "finish_reason": "content_filter"} if "bad" in str(body["messages"]) else {}
+    )
+    prompts = [Prompt(t, ({"role": "user", "content": t},) * 2) for t in ("a", "bad", "c")]
+    plan = replace(PLAN, self_prompts=0, max_prompt_tokens=60)
+    rows = Writer(engine(fake), chat, plan)(0, prompts, 0)
+    assert [row["id"] for row in rows] == ["a", "c"]
+    assert all(row["loss_mask"].count(1) > 1 for row in rows)
+    assert "answers left out: 1 kept back by a content filter" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no answer can be used: 1 kept back"):
+        engine(fake)(ask(chat, "bad"), LAW)
+
+
+CALLING = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}:{{ c.function.arguments.n }}]{% endfor %}"
+    "<|end|>\n"
+    "{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("finish", ["tool_calls", "length"])
+def test_what_a_server_takes_apart_the_template_puts_together(start, finish):
+    calling = Chat(make_tokenizer(CALLING))
+    fake = start(ids=False)
+    fake.chat = calling
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"n": 7}'}}
+    apart = {"tool_calls": [call], "reasoning_content": "hm"}
+    fake.message = lambda body: {"content": "ok", "finish_reason": finish, "apart": apart}
+    (answer,) = engine(fake)(ask(calling, "a"), LAW)
+    end = "<|end|>" if finish == "tool_calls" else ""
+    assert calling.tokenizer.decode(answer.tokens) == f"(hm)ok[f:7]{end}"
+    assert (answer.stopped, answer.exact) == (bool(end), False)
+
+
+def test_tool_calls_are_json_to_a_server(chat):
+    function = {"name": "f", "arguments": {"n": 7}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    user = {"role": "user", "content": "a"}
+    request = Request("p", 0, [1], (user, call, user), ({"type": "function"},))
+    sent = replies.body(request, LAW, replies.with_nothing, chat, 0)
+    assert sent["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"n": 7}'
+    assert (sent["messages"][0], sent["tools"]) == (user, [{"type": "function"}])
+    assert function["arguments"] == {"n": 7}
+
+
+def test_a_malformed_tool_call_ends_no_run(start):
+    calling = Chat(make_tokenizer(CALLING))
+    broken = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"n": '}}]}
+    for ids in (True, False):
+        fake = start(ids=ids)
+        fake.chat = calling
+        fake.message = lambda body: (
+            {"tokens": [9, END], "content": "", "finish_reason": "tool_calls", "apart": broken}
+            if body["messages"][0]["content"] == "a"
+            else {}
+        )
+        first, second = engine(fake)(ask(calling, "a", "b"), LAW)
+        assert first == (([9, END], True, True) if ids else ([], False, False))
+        assert heard(calling, [second]) == ["so: b"]
+
+
+def test_what_cannot_be_put_together_is_not_guessed(chat, start):
+    fake = start(ids=False)
+    fake.message = lambda body: {"content": "", "finish_reason": "length", "apart": {"reasoning": "hm"}}
+    with pytest.raises(UserError, match="no answer can be used: 2 taken apart into reasoning or tool calls"):
+        engine(fake)(ask(chat, "a", "b"), LAW)
+
+
+# -- failures that pass --------------------------------------------------------------------------
+
+
+def test_retry_after_is_waited_for(chat, start):
+    fake = start()
+    made = engine(fake)
+    made(ask(chat, "a"), LAW)
+    fake.fault(3, 429, '{"error": {"message": "slow down"}}', retry_after="0.4")
+    assert heard(chat, made(ask(chat, *MANY), LAW)) == SO
+    times: dict[int, list[float]] = {}
+    for body in fake.asked[1:]:
+        times.setdefault(body["seed"], []).append(body["at"])
+    waits = [last - first for first, last in (at for at in times.values() if len(at) > 1)]
+    assert len(waits) == 3
+    assert min(waits) >= 0.4
+
+
+def test_failures_and_nonsense_and_cut_bodies_lose_nothing(chat, start):
+    fake = start()
+    fake.faults = [
+        (500, {}, "boom"),
+        CUT,
+        (200, {}, "<html>login</html>"),
+        (200, {}, '{"choices": []}'),
+        (200, {}, '{"choices": [{"message": {"content": 1}, "finish_reason": "stop"}]}'),
+        (200, {}, '{"choices": [{"message": {"content": "x"}, "finish_reason": "abort"}]}'),
+        (200, {}, "\x00\xff"),
+        (503, {}, ""),
+        CUT,
+        (502, {"content-type": "text/html"}, "<h1>Bad Gateway</h1>"),
+    ]
+    assert heard(chat, engine(fake)(ask(chat, *MANY), LAW)) == SO
+    assert not fake.faults
+    assert len(fake.asked) == 34
+
+
+def test_a_server_that_fails_for_good_is_given_up(chat, start):
+    fake = start()
+    fake.fault(100, 500, '{"error": {"message": "CUDA is gone"}}')
+    with pytest.raises(UserError, match=r"500: CUDA is gone; given up after 4 .*\(rollout.retries=3\)"):
+        engine(fake)(ask(chat, *MANY), LAW)
+
+
+def test_patience_ends(chat, start):
+    fake = start()
+    fake.fault(1000, 503, '{"detail": "loading"}')
+    with pytest.raises(UserError, match=r"503: loading; given up after \d+ .*\(rollout.patience=0.5\)"):
+        engine(fake, patience=0.5)(ask(chat, "a"), LAW)
+    fake.faults.clear()
+    fake.fault(1, 429, "", retry_after="3600")
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="asks to wait 3600 s; given up after 1 attempts"):
+        engine(fake)(ask(chat, "a"), LAW)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_slow_answer_is_asked_for_again(chat, start):
+    fake = start()
+    slow = iter([1.0])
+    fake.message = lambda body: time.sleep(next(slow, 0) if body["max_tokens"] > 1 else 0) or {}
+    assert heard(chat, engine(fake, timeout=0.4)(ask(chat, "q0"), LAW)) == ["so: q0"]
+    assert len(fake.asked) == 2
+
+
+def test_a_server_killed_and_started_again_loses_nothing(chat, start, capsys):
+    fake = start(delay=0.02)
+    made = engine(fake)
+    answers = []
+    worker = threading.Thread(target=lambda: answers.extend(made(ask(chat, *MANY), LAW)))
+    worker.start()
+    while len(fake.asked) < 9:
+        time.sleep(0.005)
+    fake.kill()
+    time.sleep(0.5)
+    assert worker.is_alive()
+    assert len(fake.asked) < 24
+    after = start(port=fake.port)
+    worker.join(20)
+    assert heard(chat, answers) == SO
+    assert 0 < len(after.asked) < 24
+    said = capsys.readouterr().out
+    assert said.count("; waiting up to 20 s for it") == 1
+    assert said.count(": answers again") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("3", 3),
+        ("0.5", 0.5),
+        ("-1", 0),
+        ("Fri, 31 Dec 1999 23:59:59 GMT", 0),
+        ("soon", None),
+        ("inf", None),
+        (None, None),
+    ],
+)
+def test_retry_after_is_seconds_or_a_date(value, seconds):
+    assert retry_after(value) == seconds
+    later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 100))
+    assert 90 < (retry_after(later) or 0) <= 100
+
+
+# -- failures that do not ------------------------------------------------------------------------
+
+
+def test_a_wrong_model_is_one_line_with_the_names_there_are(chat, start):
+    fake = start(models=("llama", "qwen"))
+    with pytest.raises(UserError, match=r"^rollout.model=m: .*404: The model m .*lists llama, qwen$"):
+        engine(fake)(ask(chat, "a"), LAW)
+    assert not fake.asked
+
+
+def test_a_wrong_key_is_one_line_without_the_key(chat, start, monkeypatch, capsys):
+    fake = start(key="right")
+    monkeypatch.setenv("A_KEY", "sk-very-secret")
+    with pytest.raises(UserError, match="refuses the key in A_KEY") as error:
+        engine(fake)
+    monkeypatch.delenv("A_KEY")
+    with pytest.raises(UserError, match="wants a key in A_KEY"):
+        engine(fake)
+    assert "secret" not in str(error.value) + capsys.readouterr().out
+    monkeypatch.setenv("A_KEY", "right")
+    made = engine(fake)
+    assert heard(chat, made(ask(chat, "q0"), LAW)) == ["so: q0"]
+    assert "right" not in repr(vars(made)) + repr(made.server)
+
+
+def test_what_the_server_has_against_a_request_is_said_at_once(chat, start):
+    fake = start()
+    fake.fault(1, 400, '{"error": {"message": "too\\nlong"}}')
+    with pytest.raises(UserError, match=r"^rollout.url=http\S+: refuses request p\d+ \(400: too long\)$"):
+        engine(fake)(ask(chat, *MANY), LAW)
+    assert len(fake.asked) < 24
+
+
+def test_nobody_there_is_one_line(chat, start):
+    fake = start()
+    fake.kill()
+    with pytest.raises(UserError, match=r"^rollout.url=http://127.0.0.1:\d+/v1: nobody answers there"):
+        engine(fake)
+
+
+def test_without_the_library_the_extra_is_named(chat, start, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[serving\]'"):
+        engine(start())
+
+
+# -- the whole way -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("served"))
+
+
+def served(bench, fake, *more):
+    fake.models = (str(bench.target),)
+    return bench.train("rollout=openai", f"rollout.url={fake.url}", "score.every=6", *more)
+
+
+def rows_of(bench, server: str) -> list[dict]:
+    rows = []
+    for note in (bench.root / "outputs" / "rollouts").glob("*/manifest.json"):
+        plan = json.loads(note.read_text())["plan"]
+        if plan["server"] == server:
+            for shard in sorted(note.parent.glob("*.parquet")):
+                rows += pq.read_table(shard).to_pylist()
+    return rows
+
+
+def test_train_py_takes_a_servers_answers(bench, start, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    fake = start(key="sk-very-secret", strict=True)
+    done = served(bench, fake)
+    assert (done.code, done.err) == (0, "")
+    rows = rows_of(bench, str(bench.target))
+    assert [row["id"] for row in rows] == [f"p{i}" for i in range(12)]
+    assert {row["ids"] for row in rows} == {"reencoded"}
+    assert "so: say" in make_tokenizer().decode(rows[0]["tokens"])
+    # What is replayed is the target's own, whoever wrote what it trains on.
+    for shard in (bench.root / "outputs" / "heldout").rglob("*.parquet"):
+        assert set(pq.read_table(shard)["ids"].to_pylist()) == {"exact"}
+    for note in (bench.root / "outputs" / "heldout").rglob("manifest.json"):
+        assert json.loads(note.read_text())["plan"]["server"] == ""
+    for file in bench.root.rglob("*"):
+        assert not file.is_file() or b"very-secret" not in file.read_bytes(), file
+    # The same store again, with nobody there.
+    fake.kill()
+    again = served(bench, fake, "seed=0", "trainer.max_steps=7")
+    assert again.code == 0
+    assert "rollouts: reusing all 3 shards" in again.out
+    # Another server's model, or none, has a store of its own.
+    assert served(bench, start(), "rollout.patience=1.0", "score.enabled=false").code == 0
+    assert bench.train("score.enabled=false").code == 0
+    assert len(list((bench.root / "outputs" / "rollouts").glob("*/manifest.json"))) == 2
+
+
+def test_a_killed_run_goes_on_with_its_shards(bench, start):
+    fake = start()
+    fake.faults = [None] * 5 + [(403, {}, "")]
+    first = served(bench, fake, "seed=5", "score.enabled=false")
+    assert first.code == 2
+    assert first.err.startswith("error: rollout.url=")
+    assert len(first.err.splitlines()) == 1
+    before = len(fake.asked)
+    second = served(bench, fake, "seed=5", "score.enabled=false")
+    assert second.code == 0
+    assert "1 of 3 shards are there already" in second.out
+    assert len(fake.asked) - before == 8
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["rollout.url=127.0.0.1:8000"], "rollout.url: not an address; write http"),
+        (["rollout.url=http://me:pass@host/v1"], "rollout.url: has a secret in it"),
+        (["rollout.api_key_env=sk-123"], "rollout.api_key_env: is the name of the environment variable"),
+        (["rollout.concurrency=0"], "rollout.concurrency=0: must be at least 1"),
+        (["rollout.until=length"], "rollout=openai: a server ends its answers"),
+        (["prompts.self=3"], "prompts.self: a chat server answers prompts but writes none"),
+        (["rollout.model=other"], "rollout.model=other: "),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_any_work(bench, start, more, line):
+    fake = start()
+    done = served(bench, fake, *more)
+    assert done.code == 2
+    assert done.err.startswith(f"error: {line}")
+    assert len(done.err.splitlines()) == 1
+    assert "pass@" not in done.err
+    assert not fake.asked
+
+
+def test_a_server_needs_its_own_settings(bench):
+    assert "choose it by rollout=openai" in bench.train("rollout.engine=openai").err
+    assert "rollout.url: must be given" in bench.train("rollout=openai").err
