@@ -118,10 +118,15 @@ def keep_record(inputs: Inputs, folder: Path) -> None:
                     f"{folder}: the {what} have changed since this run began; resume=never starts another"
                 )
     elif first_rank():
-        if inputs.rejected:
-            with publish(folder / QUARANTINE) as temporary, temporary.open("w") as file:
-                file.writelines(json.dumps(one._asdict()) + "\n" for one in inputs.rejected)
+        list_rejected(inputs, folder)
         write_json(record, inputs.record)
+
+
+def list_rejected(inputs: Inputs, folder: Path) -> None:
+    """Write down what was set aside."""
+    if inputs.rejected and first_rank():
+        with publish(folder / QUARANTINE) as temporary, temporary.open("w") as file:
+            file.writelines(json.dumps(one._asdict()) + "\n" for one in inputs.rejected)
 
 
 def describe(inputs: Inputs, folder: Path | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,10 @@ from distill.prompts import Prompt
 from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.runs import checkpoints
+from distill.surprise import doubt
 from drafters import hub
+
+DOUBTED = 32  # rows that the target reads, of answers that it has not written here
 
 
 def rollout_plan(
@@ -176,3 +181,7 @@ def fill(
         work(done)
     counts = store.manifest()["counts"]
     say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")
+    if counts["rows"] and (store.plan.answers == "given" or store.plan.server):
+        rows = [text._asdict() for text in islice(store.texts(), DOUBTED)]
+        if warning := doubt(target, rows, asdict(store.plan)):
+            say(warning)

@@ -151,6 +151,26 @@ def _verdict(law: Law, z: float, chanceless: float) -> str:
     )
 
 
+def doubt(target: Target, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) -> str | None:
+    """One line where answers that the target did not write in this process are unlikely to be its own.
+
+    Args:
+        target: reads them.
+        rows: with `tokens` and `loss_mask`; a sample.
+        plan: of their store.
+    """
+    law = law_of(plan)
+    found = measure(target, rows, law.sampler)
+    difference, error = found.excess()
+    if not error or difference / error <= BELIEVED:
+        return None
+    return (
+        f"WARNING: the target would not write these answers: {difference:.2f} nats a token above its own "
+        f"entropy, in {len(rows)} rows; a drafter learns from them what it will not meet. "
+        "scripts/inspect_data.py says more"
+    )
+
+
 def _places(found: Surprise) -> list[str]:
     """By place in the answer, in ranges that double."""
     result = ["  answer tokens            count  entropy  surprisal"]

@@ -1,0 +1,41 @@
+"""The target's answers and nothing else: scripts/rollout.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from distill import inputs
+from distill.checks import check_ranges, refused
+from distill.loading import build_target, read_chat
+from distill.produce import check_given, fill, open_store, rollout_plan
+from distill.run import quiet
+
+
+def roll_out(cfg: DictConfig) -> float:
+    """Make a store, or what is missing of it; `train.py` with the same settings finds it.
+
+    Args:
+        cfg: composed from conf/rollout_alone.yaml.
+
+    Returns:
+        Answer tokens in it.
+
+    Raises:
+        UserError: bad input; it is found before any work starts.
+    """
+    quiet()
+    check_ranges(cfg)
+    chat, found = read_chat(cfg), inputs.read(cfg)
+    if cfg.rollout.answers == "given":
+        check_given(cfg, chat, found.train)
+    target = build_target(cfg)
+    plan = rollout_plan(cfg, target, chat, found.train)
+    with refused():
+        store = open_store(cfg, Path(cfg.stores), plan, found.train)
+        inputs.list_rejected(found, store.folder)
+        inputs.describe(found, store.folder)
+        fill(cfg, target, chat, store, cfg.rollout.drafter, None)
+    print(store.folder, flush=True)
+    return float(store.manifest()["counts"]["answer_tokens"])

@@ -1,0 +1,81 @@
+"""Rollouts alone: the store that scripts/rollout.py makes is the one that train.py looks for."""
+
+import json
+
+import pytest
+import torch
+from scripts.rollout import CONF, make
+from workbench import Bench, command
+
+from decode.generate import generate
+from decode.sampling import Sampler
+from distill import produce
+from distill.cli import main
+from distill.surprise import doubt
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("roll_out"))
+
+
+def roll_out(bench: Bench, *more: str):
+    """`python scripts/rollout.py` in this process, with what the quick run says of rollouts."""
+    given = [a for a in bench.command if a.startswith(("target=", "prompts", "rollout."))]
+    argv = ["rollout.py", *given, f"stores={bench.root / 'outputs' / 'rollouts'}", *more]
+    return command(lambda: main(make, CONF, "rollout_alone"), argv)
+
+
+def test_a_store_is_made_once_and_training_finds_it(bench):
+    first = roll_out(bench)
+    assert first.code == 0, first.err
+    folder = first.out.splitlines()[-1]
+    assert json.loads((bench.root / folder / "manifest.json").read_text())["counts"]["rows"] == 12
+    assert f"reusing all 3 shards in {folder}" in roll_out(bench).out
+    trained = bench.train("score.enabled=false")
+    assert trained.code == 0, trained.err
+    assert f"reusing all 3 shards in {folder}" in trained.out
+
+
+def test_a_folder_of_ones_own_holds_the_store_and_the_malformed_records(bench, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(bench.prompts.read_bytes() + b"{\n")
+    done = roll_out(bench, f"prompts={bad}", f"rollout.store={tmp_path / 'mine'}")
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == str(tmp_path / "mine")
+    (line,) = (tmp_path / "mine" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(line)["line"] == 13
+    again = roll_out(bench, f"rollout.store={tmp_path / 'mine'}", "rollout.temperature=0.5")
+    assert again.code == 2
+    assert "sampl" in again.err
+
+
+def test_answers_that_the_target_did_not_write_are_doubted(bench, tmp_path, monkeypatch):
+    seen = []
+
+    def doubtful(target, rows, plan):
+        seen.append((len(rows), plan))
+        return "WARNING"
+
+    monkeypatch.setattr(produce, "doubt", doubtful)
+    assert "WARNING" not in roll_out(bench, "seed=1").out
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    path = tmp_path / "given.jsonl"
+    path.write_text("".join(json.dumps({"messages": talk, "weight": i}) + "\n" for i in range(3)))
+    path.write_text(path.read_text() + json.dumps({"messages": [talk[0] | {"content": "you?"}, talk[1]]}))
+    done = roll_out(bench, "rollout=given", f"prompts={path}")
+    assert done.code == 0, done.err
+    assert "WARNING" in done.out.splitlines()
+    ((count, plan),) = seen
+    assert (count, plan["answers"]) == (2, "given")
+
+
+def test_only_answers_that_surprise_the_target_are_doubted(tiny_target):
+    target = tiny_target(vocab=50)
+    plan = {"answers": "given", "sampler": {"temperature": 1.0}}
+    out = generate(target, None, [[1, 2]] * 8, max_new_tokens=20, sampler=Sampler(1.0))
+    own = [{"tokens": [1, 2, *o.tokens], "loss_mask": [0, 0] + [1] * 20} for o in out.outputs]
+    assert doubt(target, own, plan) is None
+    dice = torch.Generator().manual_seed(0)
+    strange = [{**row, "tokens": torch.randint(50, (22,), generator=dice).tolist()} for row in own]
+    assert "would not write these answers" in str(doubt(target, strange, plan))
