@@ -9,6 +9,7 @@ moves the lengths, for a tree it is one gather over all layers at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -130,8 +131,17 @@ class RowStore:
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         self.lengths = [self.lengths[r] for r in rows]
-        if self._data is not None:
+        if self._data is None:
+            return
+        if any(a >= b for a, b in pairwise(rows)):
             self._data = self._data[:, :, list(rows)]
+            return
+        # Rows have left, and those behind them move up: in place, for all that is settled is little of it.
+        used = max(self.lengths, default=0)
+        for new, old in enumerate(rows):
+            if new != old:
+                self._data[:, :, new, :used] = self._data[:, :, old, :used]
+        self._data = self._data[:, :, : len(rows)]
 
 
 def attention_mask(

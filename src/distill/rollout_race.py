@@ -30,7 +30,7 @@ from drafters import hub
 def rollouts(cfg: DictConfig, folder: Path) -> float:
     """Race batch sizes of the engine in this process, plain and with a drafter; a table, and `out` as JSON.
 
-    Every setting answers its first prompts once a repeat, the settings taking turns.
+    Every setting answers the same prompts once a repeat, the settings taking turns.
 
     Returns:
         Tokens a second of the largest batch over those of the smallest, without a drafter.
@@ -43,7 +43,8 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     chat, train, _ = read_inputs(cfg)
     target = build_target(cfg)
-    requests = [Request(p.id, 0, chat.encode(p.messages, p.tools)) for p in train]
+    chosen = train[:: max(1, len(train) // cfg.count)][: cfg.count]
+    requests = [Request(p.id, 0, chat.encode(p.messages, p.tools)) for p in chosen]
     law = Law({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))
     engines = _engines(cfg, target)
     load = [os.getloadavg()[0]]
@@ -55,7 +56,7 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
         used = torch.get_num_threads()
         for _ in range(cfg.score.repeats):
             for (name, size), engine in engines.items():
-                speeds[name, size].append(_speed(engine, requests[: max(size, cfg.count)], law))
+                speeds[name, size].append(_speed(engine, requests, law))
                 shown.update()
     load.append(os.getloadavg()[0])
     rows = _rows(speeds)
