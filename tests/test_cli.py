@@ -12,6 +12,7 @@ from workbench import CONF, QUICK, ROOT, command, make_target, train, write_prom
 from decode.errors import UserError
 from distill import inputs
 from distill.cli import compose, main, options, rewrite
+from distill.loading import read_chat
 
 ODD = [
     "plain.jsonl",
@@ -339,19 +340,19 @@ def test_held_out_prompts_end_where_the_target_answers_first_and_stand_once(tmp_
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     train_on = write_prompts(tmp_path / "train.jsonl", 3)
     cfg = compose(["prompts=jsonl", f"prompts.path={train_on}", f"prompts.heldout={tmp_path}/p.jsonl"], CONF)
-    held = inputs.read(cfg).held
+    held = inputs.read(cfg, read_chat(cfg)).held
     assert sorted(p.messages[0]["content"] for p in held) == ["q", *(f"q{i}" for i in range(9))]
     assert all(len(p.messages) == 1 for p in held)
 
 
 def test_a_run_does_not_go_on_with_other_held_out_prompts(bench_target, tmp_path):
     cfg = compose(["prompts=jsonl", f"prompts.path={write_prompts(tmp_path / 'p.jsonl', 40)}"], CONF)
-    found = inputs.read(cfg)
+    found = inputs.read(cfg, read_chat(cfg))
     inputs.keep_record(found, tmp_path)
-    inputs.keep_record(inputs.read(cfg), tmp_path)
+    inputs.keep_record(inputs.read(cfg, read_chat(cfg)), tmp_path)
     assert not (tmp_path / "quarantine.jsonl").exists()
     cfg.prompts.heldout = str(write_prompts(tmp_path / "held.jsonl", 4, first=90))
-    found.record["held_out"] = inputs.read(cfg).record["held_out"]
+    found.record["held_out"] = inputs.read(cfg, read_chat(cfg)).record["held_out"]
     with pytest.raises(UserError, match="held-out prompts have changed since this run began; resume=never"):
         inputs.keep_record(found, tmp_path)
 

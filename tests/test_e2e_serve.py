@@ -25,9 +25,10 @@ from decode.load import load_tokenizer, stop_tokens
 from distill.chat import Chat
 from distill.engine import InProcess, Law, Request
 from distill.openai_engine import OpenAIEngine
-from distill.prompts import Prompt, read_prompts
+from distill.prompts import Prompt
 from distill.rollouts import RolloutStore
 from distill.server import Server
+from distill.sources import read_prompts
 from distill.writer import Writer
 
 MODEL = str(ROOT / "data" / "pocket")

@@ -23,8 +23,8 @@ from distill import surprise
 from distill.chat import Chat
 from distill.heldout import held_out_answers
 from distill.inspect_data import CLOSE, OPEN, PLAIN, SUPERVISED, find, show
-from distill.prompts import read_prompts
 from distill.row_counts import RowCounts
+from distill.sources import read_prompts
 from distill.surprise import Surprise, law_of, lines, measure
 
 SCHEMA = pa.schema(

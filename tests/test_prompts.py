@@ -144,7 +144,7 @@ def test_plain_text_masks_the_last_message():
             DIALOGUE[:2],
             "renders an answer differently",
         ),
-        (TEMPLATE, DIALOGUE[:3], "must be the answer"),
+        (TEMPLATE, DIALOGUE[:3], "does not end with an answer"),
         ("{{ raise_exception('no system role') }}", DIALOGUE, "refuses the prompt 'one': no system role"),
         ("{% generation %}{{ raise_exception('odd') }}{% endgeneration %}", DIALOGUE, "odd"),
     ],

@@ -16,11 +16,11 @@ from workbench import CONF, Bench, leftovers
 from decode.errors import UserError
 from distill import ray_engine
 from distill.cli import compose, rewrite
+from distill.engines import load_writer, portable, rollout_plan
 from distill.loading import build_target, read_chat
-from distill.produce import load_writer, portable, rollout_plan
-from distill.prompts import read_prompts
 from distill.ray_engine import Fleet, Worker
 from distill.rollouts import RolloutStore
+from distill.sources import read_prompts
 
 pytest.importorskip("ray.data")
 CREW = OmegaConf.create({"workers": 2, "address": None, "cpus_per_worker": 1, "gpus_per_worker": 0})

@@ -101,3 +101,10 @@ def test_given_answers_cannot_be_made_anew(bench, tmp_path):
             prompts__path=str(answered),
             output_dir=str(tmp_path),
         )
+
+
+def test_a_plan_that_could_not_help_is_refused_before_work(bench, tmp_path):
+    lossy = {"decode__rule": "typical", "decode__lossy": True}
+    with pytest.raises(UserError, match="one lossless plan"):
+        bench.run(tmp_path, rollout__refresh_every=2, score__enabled=False, **lossy)
+    assert not list(tmp_path.glob("checkpoints/*"))

@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 from scripts.rollout import CONF, make
-from workbench import Bench, command
+from workbench import Bench, command, make_target
 
 from decode.generate import generate
 from decode.sampling import Sampler
-from distill import produce
+from distill import produce, progress
 from distill.cli import main
+from distill.progress import rank_and_world
 from distill.surprise import doubt
 
 
@@ -79,3 +80,54 @@ def test_only_answers_that_surprise_the_target_are_doubted(tiny_target):
     dice = torch.Generator().manual_seed(0)
     strange = [{**row, "tokens": torch.randint(50, (22,), generator=dice).tolist()} for row in own]
     assert "would not write these answers" in str(doubt(target, strange, plan))
+    first = {**plan, "answers": "write", "sampler": {"temperature": 1.0, "top_k": 1}}
+    assert "no chance for" in str(doubt(target, strange, first))
+
+
+REFUSES = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_prompts_that_the_chat_template_refuses_are_set_aside_before_work(tmp_path):
+    target = make_target(tmp_path / "target", REFUSES)
+    ask = {"role": "user", "content": "hi"}
+    records = [{"id": f"p{i}", "messages": [ask | {"content": f"hi {i}"}]} for i in range(3)]
+    records.insert(1, {"id": "bad", "messages": [{"role": "system", "content": "be"}, ask]})
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    quick = [f"target={target}", f"prompts={path}", "prompts.heldout_share=0", "rollout.max_new_tokens=4"]
+    argv = ["rollout.py", *quick, f"rollout.store={tmp_path / 'store'}"]
+    done = command(lambda: main(make, CONF, "rollout_alone"), argv)
+    assert done.code == 0, done.err
+    assert "1 of 4 records" in done.out
+    assert "prompt bad: target: its chat template refuses the prompt 'be': no system role" in done.out
+    assert "3 rows" in done.out
+    done = command(lambda: main(make, CONF, "rollout_alone"), [*argv, "prompts.strict=true"])
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "prompt bad" in done.err
+
+
+def test_answers_are_not_made_anew_where_nothing_trains(bench):
+    done = roll_out(bench, "rollout.refresh_every=2")
+    assert (done.code, "refresh_every" in done.err) == (2, True)
+
+
+def test_ranks_are_known_whoever_launched_them(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert rank_and_world() == (0, 1)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert rank_and_world() == (1, 4)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert rank_and_world() == (2, 3)
+    for name in names:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(progress.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(progress.distributed, "get_rank", lambda: 5)
+    monkeypatch.setattr(progress.distributed, "get_world_size", lambda: 6)
+    assert rank_and_world() == (5, 6), "as Lightning's own launcher leaves it"

@@ -248,11 +248,11 @@ def test_duplicates_are_dropped_and_counted_and_ids_are_told_apart(tmp_path):
     )
     second = Source(path=write(tmp_path / "b.jsonl", GOOD, GOOD, {"id": "x", "prompt": "3"}))
     alone = first.read(True)
-    assert [p.id for p in mix([alone], 0)] == ["x", "x#2", "3"]
+    assert [p.id for p in mix([alone], 0)] == ["x", "x~2", "3"]
     readings = [first.read(True), second.read(True)]
     mixed = mix(readings, 6)
     assert [r.duplicates for r in readings] == [0, 2]
-    assert sorted(p.id for p in mixed) == ["a/3", "a/x", "a/x#2", "b/x"]
+    assert sorted(p.id for p in mixed) == ["a/3", "a/x", "a/x~2", "b/x"]
     with pytest.raises(UserError, match=r"a\.jsonl: every prompt of it is in a source before it"):
         mix([first.read(True), first.read(True)], 0)
 

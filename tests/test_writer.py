@@ -177,3 +177,14 @@ def test_a_rows_weight_scales_its_share_of_the_loss(parts, make_drafter):  # noq
     assert totals["both"].item() == pytest.approx(
         2 * totals["first"].item() + totals["second"].item() / 2, rel=1e-5
     )
+
+
+def test_a_given_answer_at_the_end_is_neither_sent_nor_stops_a_turn():
+    chat = Chat(make_tokenizer())
+    given = ({"role": "assistant", "content": "gold"},)
+    parrot = Parrot(chat, "one", "two")
+    (row,) = Writer(parrot, chat, TALK)(0, [Prompt("p", user("a", "b") + given)], 0)
+    assert answers(row) == ["one<|end|>", "two<|end|>"]
+    for (request,) in parrot.asked:
+        assert request.messages[-1]["role"] == "user"
+        assert "gold" not in str(request.messages)

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from decode.errors import UserError
 from distill.masks import Span, supervise
-from distill.prompts import Message
+from distill.prompts import Message, unanswered
 from distill.provenance import digest
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
@@ -56,8 +56,7 @@ class Chat:
 
     def encode(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Token ids up to where the target's answer begins; an answer that ends them is left out."""
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
+        messages = unanswered(messages)
         if self.template == "none":
             return self.tokenizer.encode("\n".join(_text_of(m) for m in messages))
         return self._ids(Rendered(self, tools).text(messages, prompt=True))
@@ -71,7 +70,7 @@ class Chat:
             UserError: the mask came out all 0 or all 1, or the answer does not extend its prompt.
         """
         if messages[-1]["role"] != "assistant":
-            raise UserError("rollout=given: the last message of every record must be the answer")
+            raise UserError("rollout=given: the record does not end with an answer")
         if self.template == "none":
             head = self.encode(messages)
             # On its own, lest a token spans the border.

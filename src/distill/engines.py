@@ -23,6 +23,7 @@ from distill.rollouts import RolloutPlan, RolloutStore
 from distill.server import Server
 from distill.writer import Writer
 from drafters import hub
+from drafters.base import Drafter
 
 Work = Callable[[Callable[[int], None]], None]  # told whom to tell how many shards are missing still
 Helper = str | Path | None  # a drafter's folder or hub id
@@ -54,15 +55,26 @@ def in_process(cfg: DictConfig, target: Target, chat: Chat, plan: RolloutPlan, h
     del chat
     if not helper:
         return InProcess(target, plan.batch_size, plan.seed)
-    drafter, shape = hub.load(hub.fetch(str(helper)), target), instantiate(cfg.decode)
+    drafter = hub.load(hub.fetch(str(helper)), target)
+    return InProcess(target, plan.batch_size, plan.seed, drafter, helping_plan(cfg, drafter))
+
+
+def helping_plan(cfg: DictConfig, drafter: Drafter) -> Plan:
+    """How a drafter helps to write answers.
+
+    Raises:
+        UserError: it would change what they say, or its drafts have a shape that it cannot make.
+    """
+    shape = instantiate(cfg.decode)
     if not isinstance(shape, Plan) or shape.lossy:
         raise UserError(
-            "rollout.drafter: answers are drafted by one lossless plan; choose decode=chain or dynamic"
+            "rollout: where a drafter helps (rollout.drafter, rollout.refresh_every), answers are drafted by "
+            "one lossless plan; choose decode=chain or dynamic"
         )
-    if drafter.verifier(target) is not target:
-        raise UserError("rollout.drafter: it has tuned its target, whose answers would be another's")
+    if type(drafter).verifier is not Drafter.verifier:
+        raise UserError("rollout: a drafter that has tuned its target would change the answers it helps with")
     drafter.check(shape)
-    return InProcess(target, plan.batch_size, plan.seed, drafter, shape)
+    return shape
 
 
 def from_server(cfg: DictConfig, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper) -> Engine:

@@ -11,7 +11,7 @@ from torch import nn
 from decode.generate import generate
 from decode.sampling import Sampler
 from decode.target import Target
-from distill.prompts import turns
+from distill.prompts import turns, unanswered
 from distill.rollouts import RolloutStore
 
 STEPS = 4  # decoding steps that are timed
@@ -32,7 +32,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
     missing = len(store.missing())
     if not missing or plan.answers == "given":
         return f"estimate: no rollouts to make, weights and optimizer {memory / 2**20:.0f} MiB"
-    asked = plan.samples * sum(len(turns(p.messages)) or 1 for p in store.prompts) + plan.self_prompts
+    asked = plan.samples * sum(len(turns(unanswered(p.messages))) for p in store.prompts) + plan.self_prompts
     rows = -(-asked * missing // store.shards)
     batch = min(plan.batch_size, rows)
     prompts = plan.self_prompts and plan.until == "answer"

@@ -38,7 +38,7 @@ class Keep:
     ) -> TapMemory | TapCache | None:
         """For rows that are trained on `epochs` times; None: they are read in every step."""
         if self.taps == "cache":
-            return TapCache(self.target, rows, max_tokens, store.cache, store.plan.key, self.limit)
+            return TapCache(self.target, rows, max_tokens, store.cache, store.content(), self.limit)
         if wanted(self.taps, self.limit, gigabytes(self.target, rows, max_tokens), epochs):
             return TapMemory(self.target, rows, max_tokens)
         return None
@@ -108,6 +108,8 @@ class RolloutData(L.LightningDataModule):
         phase = step // self.every if self.every else 0
         if self._open and self._open[0] == phase:
             return self._open[1:]
+        if self._open and isinstance(self._open[2], TapCache):
+            self._open[2].remove()  # nobody reads these rows again
         self._open = None
         store = self.stores(phase)
         files: Any = [str(store.path(i)) for i, s in enumerate(store.manifest()["shards"]) if s["rows"]]

@@ -11,13 +11,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
+from distill.chat import Chat
 from distill.files import publish, write_json
 from distill.mixing import mix
-from distill.progress import first_rank, say
+from distill.progress import bar, first_rank, say
 from distill.prompts import Prompt, hash64, held_out, opening, question, split
 from distill.provenance import digest
 from distill.sources import Reading, Rejected, Source, to_sources
 
+START = 200  # characters of a prompt that is set aside
 SHOWN = 3  # reasons, of records that are set aside
 RECORD, QUARANTINE = "prompts.json", "quarantine.jsonl"
 
@@ -32,6 +34,7 @@ class Inputs:
         readings: of the sources.
         heldout: of the held-out file, where there is one.
         record: what a run writes down.
+        refused: by the chat template, of `train`.
     """
 
     train: list[Prompt]
@@ -39,42 +42,76 @@ class Inputs:
     readings: list[Reading]
     heldout: list[Reading]
     record: dict[str, Any]
+    refused: list[Rejected]
 
     @property
     def rejected(self) -> list[Rejected]:
         """Malformed records of all of them."""
-        return [one for reading in [*self.readings, *self.heldout] for one in reading.rejected]
+        read = [one for reading in [*self.readings, *self.heldout] for one in reading.rejected]
+        return read + self.refused
 
 
-def read(cfg: DictConfig) -> Inputs:
+def read(cfg: DictConfig, chat: Chat, given: bool = False) -> Inputs:
     """Read what `cfg.prompts` names.
+
+    Args:
+        cfg: with `prompts`.
+        chat: renders, and may refuse to.
+        given: answers are taken as they are, and have to be rendered as well.
 
     Raises:
         UserError: nothing there, nothing of use, or, with prompts.strict, anything malformed.
     """
     options: Any = OmegaConf.to_container(cfg.prompts, resolve=True)
+    if given and options["answers"] == "drop":
+        raise UserError("rollout=given: prompts.answers=drop leaves given answers out; set it to keep")
     if not (sources := to_sources(options)) and not options["heldout"] and not options["self"]:
         raise UserError("prompts: none are named; give prompts.path, prompts.dataset or prompts.sources")
     readings = [source.read(options["strict"]) for source in sources]
-    given = mix(readings, options["limit"]) if readings else []
+    listed = mix(readings, options["limit"]) if readings else []
     heldout = []
     if options["heldout"]:
-        listed = Source(options["heldout"], answers=options["answers"], max_bytes=options["max_bytes"])
-        heldout = [listed.read(options["strict"])]
-        train, held = held_out(given, heldout[0].prompts)
+        scored_file = Source(options["heldout"], answers=options["answers"], max_bytes=options["max_bytes"])
+        heldout = [scored_file.read(options["strict"])]
+        train, held = held_out(listed, heldout[0].prompts)
     else:
-        train, held = split(given, options["heldout_share"])
+        train, held = split(listed, options["heldout_share"])
+    train, refused = _rendered(train, chat, given, options["strict"])
     scored = _openings(held)
     record = {
         "sources": [_counts(r) for r in readings],
         "heldout": [_counts(r) for r in heldout],
         "limit": options["limit"],
         "heldout_share": None if heldout else options["heldout_share"],
+        "refused": len(refused),
         "train": {"prompts": len(train), "hash": _hash(train)},
         "held_out": {"prompts": len(scored), "hash": _hash(scored)},
-        "held_out_of_sources": len(given) - len(train),
+        "held_out_of_sources": len(listed) - len(train) - len(refused),
     }
-    return Inputs(train, scored, readings, heldout, record)
+    return Inputs(train, scored, readings, heldout, record, refused)
+
+
+def _rendered(
+    prompts: list[Prompt], chat: Chat, given: bool, strict: bool
+) -> tuple[list[Prompt], list[Rejected]]:
+    """What the chat template takes, and what it refuses: roles, their order, answers without a mask."""
+    kept, refused = [], []
+    with bar(len(prompts), "prompts", "prompts", leave=False) as shown:
+        for prompt in prompts:
+            shown.update()
+            try:
+                if given:
+                    chat.encode_answered(prompt.messages, prompt.tools)
+                else:
+                    chat.encode(opening(prompt.messages), prompt.tools)
+            except UserError as error:
+                start = json.dumps(prompt.messages)[:START]
+                refused.append(Rejected(f"prompt {prompt.id}", 0, str(error), start))
+                if strict or len(refused) == len(prompts):
+                    raise UserError(str(refused[0])) from None
+            else:
+                kept.append(prompt)
+    return kept, refused
 
 
 def _openings(held: Sequence[Prompt]) -> list[Prompt]:

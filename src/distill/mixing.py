@@ -98,7 +98,7 @@ def _named_apart(prompts: list[Prompt]) -> list[Prompt]:
         name = prompt.id
         while name in used:
             used[prompt.id] += 1
-            name = f"{prompt.id}#{used[prompt.id]}"
+            name = f"{prompt.id}~{used[prompt.id]}"  # samples have #
         used[name] = 1
         prompts[i] = prompt._replace(id=name)
     return prompts

@@ -47,7 +47,7 @@ class OpenAIEngine:
         self.patience = Patience(str(server), server.patience, server.retries)
         self.dialect: Callable[[Law], Fields] | None = None
         self.lost: Counter[str] = Counter()
-        self.warned = False
+        self.warned = self.useful = False
         self.models: dict[str, int | None] = {}
         self.models = asyncio.run(self._look())
         room = self.models.get(server.model)
@@ -164,11 +164,13 @@ class OpenAIEngine:
         return f"{server}: refuses request {request} ({refusal})"
 
     def _report(self, answers: list[Answer]) -> None:
-        """What was lost is said; where it was everything, there is nothing to go on with."""
+        """What was lost is said; where it was everything so far, there is nothing to go on with."""
         if not self.lost:
+            self.useful = True
             return
         why = ", ".join(f"{count} {reason}" for reason, count in self.lost.items())
-        if not any(answer.tokens for answer in answers):
+        self.useful = self.useful or any(answer.tokens for answer in answers)
+        if not self.useful:
             raise UserError(f"{self.server}: no answer can be used: {why}")
         say(f"{self.server}: answers left out: {why}")
         self.lost.clear()

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
-from torch import nn
 
 from decode.errors import UserError
 from decode.load import stop_tokens
 from decode.target import Target
 from distill.chat import Chat
-from distill.engines import Helper, work_of
+from distill.engine import InProcess
+from distill.engines import Helper, helping_plan, work_of
 from distill.estimate import estimate
 from distill.files import sha256, write_json
 from distill.progress import bar, first_rank, say
@@ -24,7 +24,9 @@ from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.runs import checkpoints
 from distill.surprise import doubt
+from distill.writer import Writer
 from drafters import hub
+from drafters.base import Drafter
 
 DOUBTED = 32  # rows that the target reads, of answers that it has not written here
 
@@ -65,27 +67,12 @@ def _fingerprint(drafter: Path) -> str:
     return digest("".join(sha256(drafter / name) for name in hub.FILES if (drafter / name).exists()))
 
 
-def check_given(cfg: DictConfig, chat: Chat, prompts: list[Prompt]) -> None:
-    """Refuse records whose answers are to be taken and are not there.
-
-    Raises:
-        UserError: the first of them, or answers that are left out.
-    """
-    if cfg.prompts.answers == "drop":
-        raise UserError("rollout=given: prompts.answers=drop leaves given answers out; set it to keep")
-    for prompt in prompts:
-        if prompt.messages[-1]["role"] != "assistant":
-            raise UserError(f"rollout=given: record {prompt.id} does not end with an answer")
-    if prompts:
-        chat.encode_answered(prompts[0].messages, prompts[0].tools)
-
-
 def produce(
     cfg: DictConfig,
     target: Target,
     chat: Chat,
     prompts: list[Prompt],
-    drafter: nn.Module,
+    drafter: Drafter,
     folder: Path,
     phase: int = 0,
 ) -> RolloutStore:
@@ -106,11 +93,15 @@ def produce(
     """
     if cfg.rollout.refresh_every and cfg.rollout.answers == "given":
         raise UserError("rollout.refresh_every: given answers are not made anew; set it to 0")
+    drafts = cfg.rollout.engine != "openai"  # a server drafts by its own means
+    if cfg.rollout.refresh_every and drafts:
+        helping_plan(cfg, drafter)
     plan = rollout_plan(cfg, target, chat, prompts, phase)
-    store = open_store(cfg, Path(cfg.output_dir) / "rollouts", plan, prompts, phase)
-    helper = next(reversed(checkpoints(folder)), None) if phase else cfg.rollout.drafter
+    store = open_store(cfg, Path(cfg.output_dir) / "rollouts", target, chat, plan, prompts, phase)
+    helper = cfg.rollout.drafter
     if phase:
-        say(f"rollouts: time {phase + 1}, drafted by {helper or 'nothing, for want of a checkpoint'}")
+        helper = next(reversed(checkpoints(folder)), None) if drafts else None
+        say(f"rollouts: time {phase + 1}" + (f", drafted by {helper}" if helper else ""))
     else:
         _same_rollouts(folder, plan)
     fill(cfg, target, chat, store, helper, drafter)
@@ -118,13 +109,20 @@ def produce(
 
 
 def open_store(
-    cfg: DictConfig, root: Path, plan: RolloutPlan, prompts: list[Prompt], phase: int = 0
+    cfg: DictConfig,
+    root: Path,
+    target: Target,
+    chat: Chat,
+    plan: RolloutPlan,
+    prompts: list[Prompt],
+    phase: int = 0,
 ) -> RolloutStore:
     """The store that a configuration names, else one below `root`; later phases have places of their own.
 
     Raises:
-        UserError: it holds something else.
+        UserError: it holds something else, or the plan is none.
     """
+    Writer(InProcess(target, plan.batch_size, plan.seed), chat, plan)  # refuses before anything is written
     place = cfg.rollout.store
     if place and phase:
         place = f"{place}/again-{phase}"
@@ -152,7 +150,7 @@ def fill(
     chat: Chat,
     store: RolloutStore,
     helper: Helper,
-    drafter: nn.Module | None,
+    drafter: Drafter | None,
 ) -> None:
     """Make what is missing, under a progress bar, and say what there is.
 
@@ -168,6 +166,9 @@ def fill(
     if store.complete:
         store.check()
         say(f"rollouts: reusing all {store.shards} shards in {store.folder}")
+        return
+    if not missing:  # killed before the manifest
+        store.seal()
         return
     work = work_of(cfg, target, chat, store, helper)
     say(estimate(store, target, drafter))

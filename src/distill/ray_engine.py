@@ -20,6 +20,7 @@ import torch
 from omegaconf import DictConfig
 
 from decode.errors import UserError
+from distill.progress import rank_and_world
 from distill.rollouts import Make, RolloutStore
 
 TRIES = 6  # at one shard; Ray itself would try for ever
@@ -111,7 +112,7 @@ class Fleet:
         Raises:
             UserError: what a worker has against its work, or one that writes where nobody sees it.
         """
-        first = int(os.environ.get("RANK", 0)) == 0
+        first = rank_and_world()[0] == 0
         with self.connected() if first else _nothing():
             while todo := store.missing():
                 for number, fate in self.results(store, todo) if first else ():
@@ -146,13 +147,11 @@ class Fleet:
         signals = (signal.SIGINT, signal.SIGTERM)
         handlers = [signal.getsignal(number) for number in signals]  # Ray has some of its own
         try:
-            with _mute():
-                ray.init(
-                    address, log_to_driver=False, logging_level=logging.ERROR, **({} if address else local)
-                )
+            with _mute(), _refused(address):
+                # "local", lest it joins what a file of another session names.
+                options = {} if address else local
+                ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
             yield
-        except ConnectionError as error:
-            raise UserError(f"rollout.address={address}: {' '.join(str(error).split())}") from None
         finally:
             ray.shutdown()
             for number, handler in zip(signals, handlers, strict=True):
@@ -194,6 +193,14 @@ class Fleet:
                     "without a common disk, give rollout.store=<url>"
                 )
             time.sleep(0.05)
+
+
+@contextmanager
+def _refused(address: str | None) -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionError, ValueError) as error:
+        raise UserError(f"rollout.address={address}: {' '.join(str(error).split())}") from None
 
 
 @contextmanager

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from decode.errors import UserError
 from distill import inputs
 from distill.checks import check_ranges, refused
 from distill.loading import build_target, read_chat
-from distill.produce import check_given, fill, open_store, rollout_plan
+from distill.produce import fill, open_store, rollout_plan
+from distill.progress import say
 from distill.run import quiet
 
 
@@ -27,15 +29,16 @@ def roll_out(cfg: DictConfig) -> float:
     """
     quiet()
     check_ranges(cfg)
-    chat, found = read_chat(cfg), inputs.read(cfg)
-    if cfg.rollout.answers == "given":
-        check_given(cfg, chat, found.train)
+    chat = read_chat(cfg)
+    found = inputs.read(cfg, chat, cfg.rollout.answers == "given")
+    if cfg.rollout.refresh_every:
+        raise UserError("rollout.refresh_every: answers are made anew in training; leave it 0 here")
     target = build_target(cfg)
     plan = rollout_plan(cfg, target, chat, found.train)
     with refused():
-        store = open_store(cfg, Path(cfg.stores), plan, found.train)
+        store = open_store(cfg, Path(cfg.stores), target, chat, plan, found.train)
         inputs.list_rejected(found, store.folder)
         inputs.describe(found, store.folder)
         fill(cfg, target, chat, store, cfg.rollout.drafter, None)
-    print(store.folder, flush=True)
+    say(str(store.mirror.url if store.mirror else store.folder))
     return float(store.manifest()["counts"]["answer_tokens"])

@@ -18,11 +18,12 @@ from decode.target import Target
 from distill.checks import check_ranges
 from distill.engine import InProcess, Law, Request
 from distill.files import write_json
+from distill.loading import build_target
 from distill.moved import only_untuned
 from distill.progress import bar
 from distill.provenance import conditions
 from distill.report import grid
-from distill.run import build_target, quiet, read_inputs
+from distill.run import quiet, read_inputs
 from distill.scoring import threads
 from drafters import hub
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,9 @@ from decode.errors import UserError
 from distill.files import sha256, write_json
 from distill.manifest import MANIFEST, PLAN, refuse_other, total, versions
 from distill.mirror import Mirror
+from distill.progress import rank_and_world
 from distill.prompts import Prompt
+from distill.provenance import digest
 from distill.shards import Row, count, write_shard
 from drafters.base import Text
 
@@ -164,7 +165,7 @@ class RolloutStore:
             done: told how many shards are missing still, whoever makes them.
         """
         self.open()
-        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        rank, world = rank_and_world()
         made = 0
         while todo := self.missing():
             before = made
@@ -260,6 +261,10 @@ class RolloutStore:
     def manifest(self) -> dict[str, Any]:
         """Counts and hashes, once every shard is there."""
         return json.loads((self.folder / MANIFEST).read_text())
+
+    def content(self) -> str:
+        """Hash of the rows, which a plan alone does not settle where a server or rounding has a part."""
+        return digest(" ".join(shard["sha256"] for shard in self.manifest()["shards"]))
 
     def texts(self) -> Iterator[Text]:
         """All rows, in the order of the prompts."""

@@ -34,7 +34,7 @@ from distill.loading import build_target, read_chat
 from distill.module import DistillModule
 from distill.objectives import Objective
 from distill.on_policy import OnPolicy
-from distill.produce import check_given, produce
+from distill.produce import produce
 from distill.progress import say, switch
 from distill.prompts import Prompt
 from distill.provenance import digest, local
@@ -64,8 +64,6 @@ def run(cfg: DictConfig, folder: Path) -> float:
     switch["on"] = cfg.trainer.enable_progress_bar
     check_ranges(cfg)
     chat, train, held = read_inputs(cfg, folder)
-    if cfg.rollout.answers == "given":
-        check_given(cfg, chat, train)
     L.seed_everything(cfg.seed, verbose=False)
     target = build_target(cfg)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
@@ -201,7 +199,7 @@ def read_inputs(cfg: DictConfig, folder: Path | None = None) -> tuple[Chat, list
         place to answer each.
     """
     chat = read_chat(cfg)
-    found = inputs.read(cfg)
+    found = inputs.read(cfg, chat, bool(OmegaConf.select(cfg, "rollout.answers") == "given"))
     if cfg.score.enabled and not found.held:
         raise UserError(
             "prompts: none are held out for scoring; raise prompts.heldout_share, set prompts.heldout "

@@ -15,7 +15,7 @@ from distill.records import FIELDS, parse, to_prompt
 
 
 class Rejected(NamedTuple):
-    """A malformed record."""
+    """A malformed record; line 0 where it is not known any more."""
 
     file: str
     line: int
@@ -23,7 +23,7 @@ class Rejected(NamedTuple):
     raw: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason}"
+        return f"{self.file}{f':{self.line}' if self.line else ''}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,11 +162,13 @@ def doubt(target: Target, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) 
     law = law_of(plan)
     found = measure(target, rows, law.sampler)
     difference, error = found.excess()
-    if not error or difference / error <= BELIEVED:
+    chanceless = 1 - found.possible.mean() if len(found.possible) else 0.0
+    if chanceless <= CHANCELESS and (not error or difference / error <= BELIEVED):
         return None
+    chance = f", and no chance for {chanceless:.0%} of them" if chanceless > CHANCELESS else ""
     return (
         f"WARNING: the target would not write these answers: {difference:.2f} nats a token above its own "
-        f"entropy, in {len(rows)} rows; a drafter learns from them what it will not meet. "
+        f"entropy{chance}, in {len(rows)} rows; a drafter learns from them what it will not meet. "
         "scripts/inspect_data.py says more"
     )
 

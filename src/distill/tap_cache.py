@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.errors import UserError
 from decode.target import LAST, Read, Target
-from distill.files import clean, sha256, sync, write_json
+from distill.files import sha256, sync, write_json
 from distill.progress import bar, say
 from distill.provenance import digest
 from distill.taps import read_rows
@@ -63,7 +63,7 @@ class TapCache:
         rows: with `tokens` and `loss_mask`.
         max_tokens: longer rows are cut.
         root: folder of caches.
-        store: key of the rows.
+        store: hash of the rows.
         limit: gigabytes that a cache may have.
 
     Raises:
@@ -87,7 +87,8 @@ class TapCache:
                 say(f"taps: reusing {self.folder}")
                 self._check()
             else:
-                clean(root)
+                for left in root.glob("taps-*.tmp"):
+                    shutil.rmtree(left)
                 self._make_room(cache_gigabytes(target, rows, max_tokens), limit)
                 self._write(target, rows, max_tokens)
         index = self._index()
@@ -170,3 +171,7 @@ class TapCache:
         last = taps.new_zeros(len(taps), self._hidden)
         last[teach] = self._files[file].get_slice("last")[own : own + len(teach)].to(self.dtype)
         return last, taps
+
+    def remove(self) -> None:
+        """Give the disk back; processes that still read keep what they have open."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -9,7 +9,7 @@ from typing import Any
 from decode.errors import UserError
 from distill.chat import Chat
 from distill.engine import Answer, Engine, Law, Request
-from distill.prompts import Message, Prompt, turns
+from distill.prompts import Message, Prompt, turns, unanswered
 from distill.rollouts import RolloutPlan, Row
 
 
@@ -119,9 +119,9 @@ class Writer:
         return [row for talk in talks for row in talk.rows]
 
     def _begin(self, prompt: Prompt, sample: int) -> Talk:
-        places = turns(prompt.messages)
-        first = places[0] if places else len(prompt.messages)
-        said, rest = list(prompt.messages[:first]), list(prompt.messages[first:])
+        messages = unanswered(prompt.messages)
+        first = turns(messages)[0]
+        said, rest = list(messages[:first]), list(messages[first:])
         ids = self.chat.encode(said, prompt.tools)
         return Talk(prompt.id, sample, ids, said, rest, prompt.tools, prompt.weight)
 
