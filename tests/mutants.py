@@ -985,8 +985,8 @@ MUTANTS = {
         EAGLE3,
     ),
     "end tokens are counted like others": Mutant(
-        "drafters.eagle3:Eagle3.fit",
-        "rank[stop_tokens(target)]",
+        "drafters.vocabulary:frequent",
+        "rank[list(first)]",
         "rank[[]]",
         "test_eagle3:test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens",
         {},

@@ -16,7 +16,7 @@ from workbench import Bench, leftovers, make_tokenizer, same, train, weights
 
 from decode.errors import UserError
 from decode.sampling import Sampler
-from distill import callbacks
+from distill import callbacks, produce
 from distill import run as run_module
 from distill.runs import checkpoints
 from drafters import bigram as bigram_module
@@ -185,7 +185,7 @@ def test_a_run_that_was_stopped_goes_on_in_its_folder(bench, name, where, monkey
         raise KeyboardInterrupt
 
     point = {
-        "rollouts": (run_module, "_roll_out"),
+        "rollouts": (produce, "fill"),
         "save": (callbacks.hub, "save"),
         "score": (run_module.Scorer, "__call__"),
     }[where]

@@ -306,7 +306,7 @@ def run(tiny, *argv):
 
 
 def test_without_a_sample_no_target_is_loaded(tiny, monkeypatch):
-    monkeypatch.setattr("distill.run.load_target", None)
+    monkeypatch.setattr("distill.loading.load_target", None)
     done = run(tiny, "sample=0", "rows=0", "max_tokens=8")
     assert done.code == 0, done.err
     counts = RowCounts(260, 8)

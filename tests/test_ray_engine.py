@@ -16,8 +16,9 @@ from workbench import CONF, Bench, leftovers
 from decode.errors import UserError
 from distill import ray_engine
 from distill.cli import compose, rewrite
-from distill.engines import load_writer, portable, rollout_plan
+from distill.engines import load_writer, portable
 from distill.loading import build_target, read_chat
+from distill.produce import rollout_plan
 from distill.ray_engine import Fleet, Worker
 from distill.rollouts import RolloutStore
 from distill.sources import read_prompts

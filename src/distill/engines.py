@@ -104,7 +104,7 @@ def from_server(cfg: DictConfig, target: Target, chat: Chat, plan: RolloutPlan, 
     return OpenAIEngine(server, chat, plan.seed, target.max_positions)
 
 
-def load_writer(cfg: DictConfig, plan: RolloutPlan, helper: Helper) -> Writer:
+def load_writer(cfg: DictConfig, plan: RolloutPlan, helper: Helper = None) -> Writer:
     """What makes shards, in a process that has nothing yet.
 
     Raises:
