@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from scripts.rollout import CONF, make
@@ -131,3 +132,19 @@ def test_ranks_are_known_whoever_launched_them(monkeypatch):
     monkeypatch.setattr(progress.distributed, "get_rank", lambda: 5)
     monkeypatch.setattr(progress.distributed, "get_world_size", lambda: 6)
     assert rank_and_world() == (5, 6), "as Lightning's own launcher leaves it"
+
+
+def test_a_drafter_helps_and_changes_no_row(bench, tmp_path):
+    def rows(*more: str) -> list[tuple[str, list[int]]]:
+        store = tmp_path / str(len(list(tmp_path.iterdir())))
+        done = roll_out(bench, f"rollout.store={store}", "rollout.samples=2", *more)
+        assert done.code == 0, done.err
+        table = pq.ParquetDataset(sorted(store.glob("*.parquet"))).read(["id", "tokens"]).to_pylist()
+        return [(row["id"], row["tokens"]) for row in table]
+
+    plain = rows()
+    assert len(plain) == len({name for name, _ in plain}) == 24
+    eagle = bench.untrained_eagle()
+    assert rows(f"rollout.drafter={eagle}", "decode=dynamic", "decode.depth=2", "decode.nodes=4") == plain
+    lossy = roll_out(bench, f"rollout.drafter={eagle}", "decode.rule=typical", "decode.lossy=true")
+    assert (lossy.code, "one lossless plan" in lossy.err) == (2, True)
