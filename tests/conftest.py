@@ -12,6 +12,7 @@ from faces import both, random_rollouts
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from stores import PLAN, make_writer
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -20,10 +21,16 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
+from workbench import make_target, write_prompts
 
 from decode.lm import Head
+from decode.load import load_target, load_tokenizer
 from decode.target import LAST, Target
+from distill.chat import Chat
+from distill.prompts import Prompt
 from distill.run import OF_ANY
+from distill.sources import read_prompts
+from distill.writer import Writer
 from drafters.base import Drafter
 from drafters.dllm import Dllm
 
@@ -179,3 +186,19 @@ def ragged() -> tuple[Head, Tensor, list[Tensor], list[Tensor]]:
     head = Head(draw(vocab, width), draw(vocab), scale=0.7, softcap=5.0)
     anchors = [torch.tensor(a) for a in ([0, 1, 2, 3, 8, 9], [0, 1, 2, 9], [1])]
     return head, draw(rows, length, width), anchors, [draw(len(a), width) for a in anchors]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> tuple[Target, Chat, list[Prompt]]:
+    """Target, chat and nine prompts, two of them too long."""
+    root = tmp_path_factory.mktemp("rollouts")
+    folder = str(make_target(root / "target"))
+    prompts = read_prompts(write_prompts(root / "p.jsonl", 7))
+    prompts += [Prompt(f"long-{i}", ({"role": "user", "content": "x" * 80},)) for i in range(2)]
+    return load_target(folder), Chat(load_tokenizer(folder)), prompts
+
+
+@pytest.fixture
+def writer(parts) -> Writer:
+    """Makes their rows."""
+    return make_writer(parts[0], parts[1], PLAN)

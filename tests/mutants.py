@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import textwrap
+from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from exact import FixedTrees
 from faces import both
 
 from decode.coin import Purpose
+from decode.errors import UserError
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.weighting import Streak, constant
@@ -1680,9 +1682,26 @@ def of(*rooms: str) -> dict[str, Mutant]:
     return {name: mutant for name, mutant in MUTANTS.items() if mutant.where.partition(".")[0] in rooms}
 
 
-def killers(mutants: dict[str, Mutant]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The tests that have to notice, once each, under names for people."""
+def noticed(mutants: dict[str, Mutant]) -> Callable[..., None]:
+    """A test that every one of these bugs makes its killer fail."""
+
+    @pytest.mark.parametrize("name", mutants)
+    def test(monkeypatch, request, name):
+        mutate(monkeypatch, mutants[name])
+        # The second where nothing was raised; the third is the probe, when it meets a class first.
+        with pytest.raises((AssertionError, pytest.fail.Exception, UserError)):
+            run(request, mutants[name].killer, mutants[name].arguments)
+
+    return test
+
+
+def sound(mutants: dict[str, Mutant]) -> Callable[..., None]:
+    """A test that the killers pass without a bug, once each."""
     found = {f"{m.killer} {m.arguments}": (m.killer, m.arguments) for m in mutants.values()}
-    return {
-        f"{i}-{killer.partition(':test_')[2]}": (killer, a) for i, (killer, a) in enumerate(found.values())
-    }
+    names = [f"{i}-{killer.partition(':test_')[2]}" for i, (killer, _) in enumerate(found.values())]
+
+    @pytest.mark.parametrize("killer", found.values(), ids=names)
+    def test(request, killer):
+        run(request, *killer)
+
+    return test

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from test_rollouts import PLAN
+from stores import PLAN
 from workbench import ROOT, train
 
 from decode.errors import UserError

@@ -233,7 +233,7 @@ def verdict(excess: float, drawn: bool) -> str:
 
 def test_the_verdict_by_hand():
     for excess in (0.39, -0.39):
-        assert "agree" in verdict(excess, True) and "agree" in verdict(excess, False)  # noqa: PT018
+        assert all("agree" in verdict(excess, drawn) for drawn in (True, False))
     assert verdict(0.41, True).startswith("WARNING: surprisal and entropy differ")
     assert verdict(-0.41, True).startswith("WARNING: surprisal and entropy differ")
     assert verdict(0.41, False).startswith("WARNING: surprisal is above")

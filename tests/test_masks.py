@@ -303,8 +303,8 @@ def sentencepiece(template: str, first: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(
         models.BPE(vocab={w: i for i, w in enumerate(letters)}, merges=[("▁", "o")], unk_token="<unk>")
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=first, split=False)  # type: ignore[arg-type]
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme=first)  # type: ignore[arg-type]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=first, split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=first)
     tokenizer.add_special_tokens(
         [AddedToken(t, normalized=False) for t in ("<s>", "</s>", "[INST]", "[/INST]")]
     )

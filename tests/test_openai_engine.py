@@ -9,7 +9,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 from fake_server import CUT, FakeServer
-from test_rollouts import PLAN
+from stores import PLAN
 from workbench import Bench, make_tokenizer
 
 from decode.errors import UserError

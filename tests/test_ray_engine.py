@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 from omegaconf import OmegaConf
-from test_rollouts import PLAN, fill, make_writer, parts, rows_of  # noqa: F401  (a fixture)
+from stores import PLAN, fill, make_writer, rows_of
 from workbench import CONF, Bench, leftovers
 
 from decode.errors import UserError
@@ -50,7 +50,7 @@ def fate(store, load, shard: int = 0):
 # -- a worker, without Ray -----------------------------------------------------------------------
 
 
-def test_a_worker_loads_once_and_says_what_became_of_a_shard(parts, tmp_path):  # noqa: F811
+def test_a_worker_loads_once_and_says_what_became_of_a_shard(parts, tmp_path):
     store, loaded = begun(tmp_path, parts[2]), []
     worker = Worker(store, lambda: loaded.append(1) or nothing())
     for shard in (0, 2):
@@ -62,7 +62,7 @@ def test_a_worker_loads_once_and_says_what_became_of_a_shard(parts, tmp_path):  
     assert not leftovers(tmp_path)
 
 
-def test_what_a_user_can_mend_comes_back_as_text(parts, tmp_path):  # noqa: F811
+def test_what_a_user_can_mend_comes_back_as_text(parts, tmp_path):
     store = begun(tmp_path, parts[2])
 
     def other():
@@ -76,7 +76,7 @@ def test_what_a_user_can_mend_comes_back_as_text(parts, tmp_path):  # noqa: F811
     assert store.missing() == [0, 1, 2, 3]
 
 
-def test_a_shard_that_kills_every_worker_is_given_up(parts, tmp_path):  # noqa: F811
+def test_a_shard_that_kills_every_worker_is_given_up(parts, tmp_path):
     store = begun(tmp_path, parts[2])
 
     def kill(*work):

@@ -8,69 +8,18 @@ from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
-from workbench import SPECIAL, fork, make_target, write_prompts
+from stores import PLAN, fill, make_writer, rows_of
+from workbench import SPECIAL, fork, make_target
 
 from decode.errors import UserError
 from decode.generate import generate
-from decode.load import load_target, load_tokenizer, stop_tokens
+from decode.load import load_target, stop_tokens
 from decode.sampling import Sampler
 from distill import rollouts
 from distill.chat import Chat
-from distill.engine import InProcess
 from distill.estimate import estimate
 from distill.prompts import Prompt
 from distill.rollouts import RolloutPlan, RolloutStore
-from distill.sources import read_prompts
-from distill.writer import Writer
-
-PLAN = RolloutPlan(
-    target="t",
-    tokenizer="k",
-    dtype="float32",
-    stop=[3],
-    template="chat",
-    answers="write",
-    server="",
-    drafter="",
-    prompts="p",
-    samples=1,
-    self_prompts=5,
-    until="answer",
-    sampler={"temperature": 1.0, "top_k": 0, "top_p": 1.0},
-    prompt_sampler={"temperature": 1.0},
-    max_prompt_tokens=24,
-    max_new_tokens=12,
-    shard_size=4,
-    batch_size=3,
-    seed=0,
-)
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    """Target, chat and nine prompts, two of them too long."""
-    root = tmp_path_factory.mktemp("rollouts")
-    folder = str(make_target(root / "target"))
-    prompts = read_prompts(write_prompts(root / "p.jsonl", 7))
-    prompts += [Prompt(f"long-{i}", ({"role": "user", "content": "x" * 80},)) for i in range(2)]
-    return load_target(folder), Chat(load_tokenizer(folder)), prompts
-
-
-def make_writer(target, chat, plan):
-    return Writer(InProcess(target, plan.batch_size, plan.seed), chat, plan)
-
-
-@pytest.fixture
-def writer(parts):
-    return make_writer(parts[0], parts[1], PLAN)
-
-
-def rows_of(store: RolloutStore) -> list[list[dict]]:
-    return [pq.read_table(store.path(i)).to_pylist() for i in range(store.shards)]
-
-
-def fill(store, make):
-    store.fill(make, lambda missing: None)
 
 
 def test_shards_hold_every_prompt_once_and_the_self_written_ones(parts, writer, tmp_path):

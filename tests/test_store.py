@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 import transformers
-from test_rollouts import PLAN, fill, parts, rows_of, writer  # noqa: F401  (fixtures)
+from stores import PLAN, fill, rows_of
 from workbench import Bench, fork, make_target, write_prompts
 
 from decode.errors import UserError
@@ -34,7 +34,7 @@ OTHERS = {
 
 
 @pytest.fixture
-def straight(parts, writer, tmp_path):  # noqa: F811
+def straight(parts, writer, tmp_path):
     """Rows of an undisturbed store."""
     store = RolloutStore(tmp_path / "straight", PLAN, parts[2])
     fill(store, writer)
@@ -52,7 +52,7 @@ def parquets(folder) -> dict[str, bytes]:
 # -- what a store says ---------------------------------------------------------------------------
 
 
-def test_the_manifest_counts_what_there_is_and_says_who_made_it(parts, writer, tmp_path):  # noqa: F811
+def test_the_manifest_counts_what_there_is_and_says_who_made_it(parts, writer, tmp_path):
     origin = {"target": "owner/name", "revision": "abc"}
     store = RolloutStore(tmp_path, PLAN, parts[2], origin=origin)
     fill(store, writer)
@@ -74,7 +74,7 @@ def test_the_manifest_counts_what_there_is_and_says_who_made_it(parts, writer, t
     assert manifest["versions"]["foredraft"]
 
 
-def test_shards_are_read_by_datasets(parts, writer, straight, tmp_path):  # noqa: F811
+def test_shards_are_read_by_datasets(parts, writer, straight, tmp_path):
     store = RolloutStore(tmp_path, PLAN, parts[2])
     fill(store, writer)
     files = sorted(str(p) for p in store.folder.glob("*.parquet"))
@@ -82,7 +82,7 @@ def test_shards_are_read_by_datasets(parts, writer, straight, tmp_path):  # noqa
     assert read.to_list() == [row for shard in straight for row in shard]
 
 
-def test_a_shard_says_whose_it_is(parts, writer, tmp_path):  # noqa: F811
+def test_a_shard_says_whose_it_is(parts, writer, tmp_path):
     store = RolloutStore(tmp_path, PLAN, parts[2])
     fill(store, writer)
     assert is_whole(store.path(1), PLAN.key, 1)
@@ -96,7 +96,7 @@ def test_a_shard_says_whose_it_is(parts, writer, tmp_path):  # noqa: F811
 # -- a folder of the user's own ------------------------------------------------------------------
 
 
-def test_a_given_folder_is_the_store_and_is_gone_on_with_and_reused(parts, writer, straight, tmp_path):  # noqa: F811
+def test_a_given_folder_is_the_store_and_is_gone_on_with_and_reused(parts, writer, straight, tmp_path):
     mine = tmp_path / "mine"
     store = RolloutStore(tmp_path / "root", PLAN, parts[2], str(mine))
 
@@ -124,7 +124,7 @@ def test_a_given_folder_is_the_store_and_is_gone_on_with_and_reused(parts, write
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("begun", ["just begun", "finished"])
-def test_a_store_of_another_plan_is_refused_and_told_why(name, begun, parts, writer, tmp_path):  # noqa: F811
+def test_a_store_of_another_plan_is_refused_and_told_why(name, begun, parts, writer, tmp_path):
     value, why = OTHERS[name]
     mine, origin = tmp_path / "mine", {"target": "/m/one", "revision": None}
     store = RolloutStore(tmp_path, PLAN, parts[2], str(mine), origin)
@@ -141,7 +141,7 @@ def test_a_store_of_another_plan_is_refused_and_told_why(name, begun, parts, wri
     assert parquets(mine) == before
 
 
-def test_what_is_no_store_is_refused(parts, writer, tmp_path):  # noqa: F811
+def test_what_is_no_store_is_refused(parts, writer, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file: a file; "):
         fill(RolloutStore(tmp_path, PLAN, parts[2], str(tmp_path / "file")), refuse)
@@ -161,7 +161,7 @@ def test_what_is_no_store_is_refused(parts, writer, tmp_path):  # noqa: F811
 # -- a url ---------------------------------------------------------------------------------------
 
 
-def test_machines_without_a_common_disk_share_a_url(parts, writer, straight, tmp_path):  # noqa: F811
+def test_machines_without_a_common_disk_share_a_url(parts, writer, straight, tmp_path):
     url = f"file://{tmp_path / 'url'}"
     log = tmp_path / "log"
 
@@ -193,7 +193,7 @@ def test_machines_without_a_common_disk_share_a_url(parts, writer, straight, tmp
     assert rows_of(third) == straight
 
 
-def test_a_rank_that_died_makes_its_shards_after_the_restart(parts, writer, straight, tmp_path, monkeypatch):  # noqa: F811
+def test_a_rank_that_died_makes_its_shards_after_the_restart(parts, writer, straight, tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'url'}"
     monkeypatch.setenv("WORLD_SIZE", "2")
     store = [RolloutStore(tmp_path / str(rank), PLAN, parts[2], url) for rank in (0, 1)]
@@ -218,7 +218,7 @@ def test_a_rank_that_died_makes_its_shards_after_the_restart(parts, writer, stra
     assert rows_of(store[0]) == rows_of(store[1]) == straight
 
 
-def test_a_shard_that_was_made_and_not_uploaded_is_uploaded(parts, writer, straight, tmp_path, monkeypatch):  # noqa: F811
+def test_a_shard_that_was_made_and_not_uploaded_is_uploaded(parts, writer, straight, tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'url'}"
     store = RolloutStore(tmp_path / "a", PLAN, parts[2], url)
     put, kept = Mirror.put, []
@@ -242,7 +242,7 @@ def test_a_shard_that_was_made_and_not_uploaded_is_uploaded(parts, writer, strai
     assert not list((tmp_path / "url").glob("*.tmp"))
 
 
-def test_where_another_machine_was_faster_its_shard_counts(parts, writer, straight, tmp_path):  # noqa: F811
+def test_where_another_machine_was_faster_its_shard_counts(parts, writer, straight, tmp_path):
     url = f"file://{tmp_path / 'url'}"
     first, second = (RolloutStore(tmp_path / name, PLAN, parts[2], url) for name in "ab")
 
@@ -258,7 +258,7 @@ def test_where_another_machine_was_faster_its_shard_counts(parts, writer, straig
     assert rows_of(second) == rows_of(first) == straight
 
 
-def test_a_shard_that_was_changed_at_the_url_is_not_taken(parts, writer, tmp_path):  # noqa: F811
+def test_a_shard_that_was_changed_at_the_url_is_not_taken(parts, writer, tmp_path):
     url = f"file://{tmp_path / 'url'}"
     fill(RolloutStore(tmp_path / "a", PLAN, parts[2], url), writer)
     shard = tmp_path / "url" / "shard-00001.parquet"
@@ -272,7 +272,7 @@ def test_a_shard_that_was_changed_at_the_url_is_not_taken(parts, writer, tmp_pat
     assert shard.exists()
 
 
-def test_an_object_store_needs_no_rename(parts, writer, straight, tmp_path, monkeypatch):  # noqa: F811
+def test_an_object_store_needs_no_rename(parts, writer, straight, tmp_path, monkeypatch):
     memory = fsspec.filesystem("memory")
     monkeypatch.setattr(type(memory), "mv", lambda *a: pytest.fail("a copy, where one PUT is atomic"))
     fill(RolloutStore(tmp_path / "a", PLAN, parts[2], "memory://bucket/store"), writer)
@@ -282,7 +282,7 @@ def test_an_object_store_needs_no_rename(parts, writer, straight, tmp_path, monk
     memory.rm("/bucket", recursive=True)
 
 
-def test_a_url_that_cannot_be_used_is_one_line(parts, tmp_path, monkeypatch):  # noqa: F811
+def test_a_url_that_cannot_be_used_is_one_line(parts, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for url, why in (("s3://b/x", "[Ii]nstall s3fs.*pip install"), ("ftq://b", "ftq")):
         with pytest.raises(UserError, match=rf"^rollout\.store={url}: .*{why}") as caught:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_rollouts import PLAN, make_writer, parts  # noqa: F401  (a fixture)
+from stores import PLAN, make_writer
 from workbench import make_tokenizer
 
 from decode.plan import Plan
@@ -120,7 +120,7 @@ def test_a_turn_without_room_is_left_out():
     assert answers(row) == ["one<|end|>"]
 
 
-def test_samples_of_a_prompt_differ_and_the_first_is_what_one_alone_would_be(parts):  # noqa: F811
+def test_samples_of_a_prompt_differ_and_the_first_is_what_one_alone_would_be(parts):
     target, chat, prompts = parts
     alone = make_writer(target, chat, TALK)(0, prompts[:3], 0)
     rows = make_writer(target, chat, replace(TALK, samples=3))(0, prompts[:3], 0)
@@ -129,7 +129,7 @@ def test_samples_of_a_prompt_differ_and_the_first_is_what_one_alone_would_be(par
     assert len({tuple(row["tokens"]) for row in rows}) == 9
 
 
-def test_batches_are_of_similar_length_and_change_no_row(parts, monkeypatch):  # noqa: F811
+def test_batches_are_of_similar_length_and_change_no_row(parts, monkeypatch):
     target, chat, _ = parts
     prompts = [Prompt(str(n), user("x" * n)) for n in (9, 1, 7, 3, 5)]
     seen = []
@@ -146,7 +146,7 @@ def test_batches_are_of_similar_length_and_change_no_row(parts, monkeypatch):  #
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_that_helps_changes_no_row(temperature, parts, make_drafter):  # noqa: F811
+def test_a_drafter_that_helps_changes_no_row(temperature, parts, make_drafter):
     target, chat, prompts = parts
     drafter = make_drafter("eagle", target)
     target.tap(())
@@ -158,7 +158,7 @@ def test_a_drafter_that_helps_changes_no_row(temperature, parts, make_drafter): 
     assert target.taps == (), "the drafter's taps were left behind"
 
 
-def test_a_rows_weight_scales_its_share_of_the_loss(parts, make_drafter):  # noqa: F811
+def test_a_rows_weight_scales_its_share_of_the_loss(parts, make_drafter):
     target, _, _ = parts
     drafter = make_drafter("eagle", target)
     tokens = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0))

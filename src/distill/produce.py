@@ -14,7 +14,6 @@ from decode.errors import UserError
 from decode.load import stop_tokens
 from decode.target import Target
 from distill.chat import Chat
-from distill.engine import InProcess
 from distill.engines import Helper, helping_plan, work_of
 from distill.estimate import estimate
 from distill.files import sha256, write_json
@@ -24,7 +23,7 @@ from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.runs import checkpoints
 from distill.surprise import doubt
-from distill.writer import Writer
+from distill.writer import check_plan
 from drafters import hub
 from drafters.base import Drafter
 
@@ -122,7 +121,7 @@ def open_store(
     Raises:
         UserError: it holds something else, or the plan is none.
     """
-    Writer(InProcess(target, plan.batch_size, plan.seed), chat, plan)  # refuses before anything is written
+    check_plan(plan, chat, target.max_positions)  # before anything is written
     place = cfg.rollout.store
     if place and phase:
         place = f"{place}/again-{phase}"

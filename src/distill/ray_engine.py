@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class Fleet:
         for name, value in SILENCE.items():
             os.environ.setdefault(name, value)
         try:
-            import ray.data  # noqa: F401  (an optional extra)
+            import_module("ray.data")  # an optional extra
         except ImportError:
             raise UserError("rollout=ray: Ray is not installed; pip install 'foredraft[ray]'") from None
 

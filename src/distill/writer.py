@@ -65,6 +65,31 @@ class Talk:
         self.turn += 1
 
 
+def longest_prompt(plan: RolloutPlan, context: int | None) -> int:
+    """Tokens; a prompt that fills the context cannot be answered."""
+    return min(plan.max_prompt_tokens, (context or 2**31) - 1)
+
+
+def check_plan(plan: RolloutPlan, chat: Chat, context: int | None) -> tuple[list[int], list[int]]:
+    """Ids before and behind the prompts that a target of this context writes itself, if it writes any.
+
+    Raises:
+        UserError: nobody answers them, they cannot begin or have no room.
+    """
+    if plan.until not in ("answer", "length"):
+        raise UserError(f"rollout.until={plan.until}: choose answer or length")
+    if not plan.self_prompts:
+        return [], []
+    before, after = chat.user_turn()
+    if plan.answers == "given":
+        raise UserError("rollout=given: prompts.self must be 0; those prompts have no given answers")
+    if not before:
+        raise UserError("prompts.self: this tokenizer has nothing to begin a prompt with; give a file")
+    if (room := longest_prompt(plan, context)) <= len(before) + len(after):
+        raise UserError(f"rollout.max_prompt_tokens={room}: no room for a self-written prompt")
+    return before, after
+
+
 class Writer:
     """Makes the rows of a shard.
 
@@ -79,26 +104,15 @@ class Writer:
 
     def __init__(self, engine: Engine, chat: Chat, plan: RolloutPlan) -> None:
         self.engine, self.chat, self.plan = engine, chat, plan
-        # A prompt that fills the context cannot be answered.
         self.room = (engine.context or 2**31) - 1
-        self.limit = min(plan.max_prompt_tokens, self.room)
-        self.before, self.after = chat.user_turn() if plan.self_prompts else ([], [])
+        self.limit = longest_prompt(plan, engine.context)
+        self.before, self.after = check_plan(plan, chat, engine.context)
         self.law = Law(plan.sampler, plan.max_new_tokens, plan.stop if plan.until == "answer" else [])
-        if plan.until not in ("answer", "length"):
-            raise UserError(f"rollout.until={plan.until}: choose answer or length")
-        if not plan.self_prompts:
-            return
-        if plan.answers == "given":
-            raise UserError("rollout=given: prompts.self must be 0; those prompts have no given answers")
-        if not engine.begins:
+        if plan.self_prompts and not engine.begins:
             raise UserError(
                 "prompts.self: a chat server answers prompts but writes none; set prompts.self=0 "
                 "and give a file"
             )
-        if not self.before:
-            raise UserError("prompts.self: this tokenizer has nothing to begin a prompt with; give a file")
-        if self.limit <= len(self.before) + len(self.after):
-            raise UserError(f"rollout.max_prompt_tokens={self.limit}: no room for a self-written prompt")
 
     def __call__(self, shard: int, prompts: list[Prompt], self_written: int) -> list[Row]:
         """Rows of one shard: a function of the plan and the shard number alone."""
