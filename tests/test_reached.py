@@ -10,7 +10,7 @@ from distill.reached import Reached
 
 def test_what_no_process_reached_has_no_gradient():
     weights = [nn.Parameter(torch.full((2,), float(i))) for i in range(3)]
-    reached = Reached(weights)
+    reached = Reached(lambda: weights)
     for part in (0, 1):  # two micro-batches
         loss = reached.join((weights[part].exp() * 2).sum().reshape(()))
         loss.backward()
@@ -22,7 +22,7 @@ def test_what_no_process_reached_has_no_gradient():
 
 def test_another_process_may_have_reached_it():
     weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-    reached = Reached(weights)
+    reached = Reached(lambda: weights)
     reached.join(weights[0].sum()).backward()
     reached.leave_out(lambda marks: marks + torch.tensor([0.0, 1.0]))
     assert all(weight.grad is not None for weight in weights)
@@ -34,4 +34,4 @@ def test_another_process_may_have_reached_it():
 def test_a_loss_that_reaches_everything_is_left_as_it_is():
     weight = nn.Parameter(torch.ones(2))
     loss = torch.utils.checkpoint.checkpoint(lambda w: w.sin().sum(), weight, use_reentrant=False)
-    assert Reached([weight]).join(loss) is loss
+    assert Reached(lambda: [weight]).join(loss) is loss

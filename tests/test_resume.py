@@ -188,10 +188,10 @@ def test_ctrl_c_in_the_rollouts_is_one_line(bench, monkeypatch):
 def test_a_full_disk_while_saving_is_one_line_and_the_run_goes_on_later(bench, straight, monkeypatch):
     save = callbacks.hub.save
 
-    def full(drafter, target, folder, name):
+    def full(drafter, target, folder, *rest):
         if folder.name == "4.tmp":
             raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        save(drafter, target, folder, name)
+        save(drafter, target, folder, *rest)
 
     with monkeypatch.context() as spoilt:
         spoilt.setattr(callbacks.hub, "save", full)

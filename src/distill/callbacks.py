@@ -23,6 +23,7 @@ from distill.files import clean, sync, write_json
 from distill.module import DistillModule
 from distill.progress import bar, say
 from distill.runs import checkpoints
+from distill.strategies import consolidated
 from drafters import hub
 from drafters.base import Drafter
 
@@ -91,8 +92,6 @@ class ScoreCheckpoint(L.Callback):
     def save(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
         """Make the save point of `step`."""
         assert isinstance(module, DistillModule)
-        if not all(p.isfinite().all() for p in module.drafter.parameters()):
-            raise UserError(f"training: weights are not finite after step {step}; lower optimizer.lr")
         self._publish(trainer, module.drafter, module.target, step)
         if trainer.is_global_zero:
             say(_line(step, trainer.max_steps, module.loss, self.root / str(step)))
@@ -106,18 +105,22 @@ class ScoreCheckpoint(L.Callback):
 
     def _publish(self, trainer: L.Trainer, drafter: Drafter, target: Target, step: int) -> None:
         final, temporary = self.root / str(step), self.root / f"{step}.tmp"
+        weights = consolidated(trainer, drafter)
+        if not all(w.isfinite().all() for w in weights.values()):
+            raise UserError(f"training: weights are not finite after step {step}; lower optimizer.lr")
         temporary.mkdir(parents=True, exist_ok=True)
         try:
             if drafter.trains:
                 (temporary / STATE.parent).mkdir(exist_ok=True)
-                trainer.save_checkpoint(temporary / STATE)  # on every rank: sharded states need all of them
+                trainer.save_checkpoint(temporary / STATE)  # on every rank: each may have a part
             if trainer.is_global_zero:
-                hub.save(drafter, target, temporary, self.target_name)
+                hub.save(drafter, target, temporary, self.target_name, weights)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError):
                 raise
             raise OSError(errno.EIO, str(error), str(temporary)) from error  # its words for a full disk
+        trainer.strategy.barrier()  # every rank's part is written
         if trainer.is_global_zero:
             for path in (*temporary.rglob("*"), temporary):
                 sync(path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -35,10 +36,14 @@ TEXTS = ("prompt", "row")  # anything at all; never split by a sweep
 EMPTY_GROUPS = ("experiment",)  # that may be null
 # What a disk does to a correct program: one line, exit code 1.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
-OmegaConf.register_new_resolver(
-    "device_of", lambda accelerator: "cuda" if accelerator in ("gpu", "cuda") else "cpu", replace=True
-)
+OmegaConf.register_new_resolver("device_of", lambda accelerator: _device_of(accelerator), replace=True)
 Task = Callable[[DictConfig, Path], float]
+
+
+def _device_of(accelerator: str) -> str:
+    """Where a target lies when there is no trainer to say it."""
+    on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    return "cuda" if on_gpu else "cpu"
 
 
 def main(task: Task, config_dir: Path, config_name: str = "config") -> None:

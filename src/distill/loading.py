@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
@@ -29,13 +30,18 @@ def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
     return Chat(tokenizer, template or cfg.prompts.template, options)
 
 
-def build_target(cfg: DictConfig) -> Target:
-    """Load and probe the target that cfg.target names."""
+def build_target(cfg: DictConfig, device: torch.device | None = None) -> Target:
+    """Load and probe the target that cfg.target names.
+
+    Args:
+        cfg: with `target`.
+        device: of this process, one of several; None: the one that cfg.target names.
+    """
     target = cfg.target
     return load_target(
         str(local(target.path)),
         target.dtype,
-        target.device,
+        str(device or target.device),
         target.revision,
         target.trust_remote_code,
         target.compile,

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from typing_extensions import override
 
 from decode.errors import UserError
@@ -67,6 +68,7 @@ class DistillModule(L.LightningModule):
         self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
         self._mixed: list[Micro] = []  # micro-batches of this optimizer step that are still to come
         self._sums: Tensor | None = None  # (1 + DEPTHS, 6) of this optimizer step so far
+        self._micros = 0  # micro-batches of this optimizer step that are done
         self._reached: Reached | None = None  # in one process of several
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
 
@@ -74,6 +76,17 @@ class DistillModule(L.LightningModule):
     def target(self) -> Target:
         """The teacher."""
         return self._target[0]
+
+    @override
+    def configure_model(self) -> None:
+        """Under FSDP2, cut the weights up; elsewhere, nothing."""
+        if self.device_mesh is None:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.drafter.self_contained():
+            fully_shard(block, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+        register_fsdp_forward_method(self, "training_step")
 
     @override
     @flushed()
@@ -100,19 +113,24 @@ class DistillModule(L.LightningModule):
         loss = total / batch.anchors
         if self.trainer.world_size > 1:
             if self._reached is None:
-                self._reached = Reached(w for w in self.drafter.parameters() if w.requires_grad)
+                self._reached = Reached(lambda: [w for w in self.drafter.parameters() if w.requires_grad])
             loss = self._reached.join(loss)
-        self._step = batch.step
+        self._step, self._micros = batch.step, self._micros + 1
         self._add(loss, scored, batch.on_policy / batch.anchors)
         # One denominator per optimizer step: Lightning divides by the accumulation and DDP by
         # the processes, and this is the one place that undoes both.
         return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     @override
-    @flushed()
-    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
-        """As Lightning has it."""
-        super().backward(loss, *args, **options)
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Not `backward`, which DeepSpeed's engine does in its own way."""
+        del loss
+        torch.set_flush_denormal(True)
+
+    @override
+    def on_after_backward(self) -> None:
+        """See `flushed`."""
+        torch.set_flush_denormal(False)
 
     def _mix(self, batch: Micro, on_policy: OnPolicy) -> Micro:
         """The drafter answers before the first backward of a step: only then are its anchors known."""
@@ -136,7 +154,10 @@ class DistillModule(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check and log the step's loss: the same number on every rank, before any weight moves."""
         del optimizer
+        if self._micros < self.trainer.accumulate_grad_batches:  # DeepSpeed's engine is asked every time
+            return
         assert self._sums is not None
+        self._micros = 0
         if self._reached:
             self._reached.leave_out(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
         sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
@@ -184,7 +205,8 @@ class DistillModule(L.LightningModule):
     ) -> None:
         """Lightning would keep the gradients until the objective has made the next ones."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        optimizer.zero_grad()
+        if not self._micros:
+            optimizer.zero_grad()
 
     @override
     def configure_optimizers(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,20 @@ class Reached:
     momentum, Muon at full size.
 
     Args:
-        weights: all that train.
+        weights: gives all that train, as they are now: within a step FSDP2 shows them whole, and its own
+            part of them elsewhere.
     """
 
-    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
-        self.weights = list(weights)
-        self.marks = torch.zeros(len(self.weights))
+    def __init__(self, weights: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self.weights = weights
+        self.marks = torch.zeros(len(weights()))
 
     def join(self, loss: Tensor) -> Tensor:
         """The loss of a micro-batch, which now reaches every weight: those that it did not, with zero."""
-        known = _leaves(loss)
-        hit = torch.tensor([id(weight) in known for weight in self.weights])
+        known, weights = _leaves(loss), self.weights()
+        hit = torch.tensor([id(weight) in known for weight in weights])
         self.marks += hit
-        missed = [w.sum() for w, there in zip(self.weights, hit.tolist(), strict=True) if not there]
+        missed = [w.sum() for w, there in zip(weights, hit.tolist(), strict=True) if not there]
         return loss + 0.0 * torch.stack(missed).sum() if missed else loss
 
     def leave_out(self, add_up: Callable[[Tensor], Tensor]) -> None:
@@ -37,10 +38,11 @@ class Reached:
         Args:
             add_up: sums a tensor over processes.
         """
-        device = self.weights[0].device
+        weights = self.weights()
+        device = weights[0].device
         total = add_up(self.marks.to(device)).tolist()
         self.marks.zero_()
-        for weight, count in zip(self.weights, total, strict=True):
+        for weight, count in zip(weights, total, strict=True):
             if not count:
                 weight.grad = None
 

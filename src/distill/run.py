@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import warnings
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from distill.provenance import digest, local
 from distill.report import table
 from distill.runs import checkpoints
 from distill.scoring import Scorer
+from distill.strategies import check_optimizer, check_strategy
 from drafters import hub
 from drafters.base import Drafter
 
@@ -65,8 +67,9 @@ def run(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     chat, train, held = read_inputs(cfg, folder)
     L.seed_everything(cfg.seed, verbose=False)
-    target = build_target(cfg)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
+    trainer = build_trainer(cfg, folder, int(newest.name) if newest else 0)
+    target = build_target(cfg, trainer.strategy.root_device)
     for prompt in held:
         _check_fits(chat.encode(prompt.messages, prompt.tools), prompt, target)
     # All that can be wrong with the configuration shows here, before hours of work.
@@ -77,21 +80,14 @@ def run(cfg: DictConfig, folder: Path) -> float:
         objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights))
         objective.check(drafter)
         on_policy = _on_policy(cfg, target, drafter)
-        optimizer = instantiate(cfg.optimizer.optimizer)
-        weights = [torch.nn.Parameter(torch.zeros(1, 1)) for _ in range(2)]
-        optimizer([{"params": weights, "hidden": [True, False]}])
+        optimizer = build_optimizer(cfg, trainer)
+        check_strategy(trainer, drafter)
         answers = Path(cfg.output_dir) / "heldout"
         scorer = Scorer(cfg, target, chat, held, answers) if cfg.score.enabled else None
         for candidate in scorer.candidates if scorer else ():
             drafter.check(candidate)
-        saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
-        trainer: L.Trainer = instantiate(
-            cfg.trainer,
-            callbacks=[TrainingBar(), saver],
-            logger=loggers(cfg, folder, int(newest.name) if newest else 0),
-            default_root_dir=str(folder),
-            enable_progress_bar=False,  # TrainingBar counts optimizer steps
-        )
+    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
+    trainer.callbacks.append(saver)  # pyright: ignore[reportAttributeAccessIssue]
     counted = _begin(cfg, drafter)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
@@ -120,6 +116,31 @@ def run(cfg: DictConfig, folder: Path) -> float:
         say(f"resuming from step {newest.name}")
     fit(trainer, module, data, str(newest / STATE) if newest else None)
     return _finish(trainer, folder)
+
+
+def build_trainer(cfg: DictConfig, folder: Path, first_step: int) -> L.Trainer:
+    """Lightning's Trainer as cfg.trainer says, which settles this process's device.
+
+    Raises:
+        UserError: what it has against its settings.
+    """
+    with refused():
+        return instantiate(
+            cfg.trainer,
+            callbacks=[TrainingBar()],
+            logger=loggers(cfg, folder, first_step),
+            default_root_dir=str(folder),
+            enable_progress_bar=False,  # TrainingBar counts optimizer steps
+        )
+
+
+def build_optimizer(cfg: DictConfig, trainer: L.Trainer) -> Callable[..., torch.optim.Optimizer]:
+    """What makes the optimizer that cfg.optimizer names from groups of weights; it is tried on two."""
+    optimizer = instantiate(cfg.optimizer.optimizer)
+    weights = [torch.nn.Parameter(torch.zeros(1, 1)) for _ in range(2)]
+    made = optimizer([{"params": weights, "hidden": [True, False]}])
+    check_optimizer(trainer, made)
+    return optimizer
 
 
 def _longest(cfg: DictConfig, target: Target) -> int:
@@ -179,7 +200,8 @@ def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: 
 def quiet() -> None:
     """Leave the terminal to what a user asked to see."""
     datasets.disable_progress_bars()
-    warnings.filterwarnings("ignore", module=r"lightning\.")
+    for module in (r"lightning\.", r"torch\.distributed\."):  # what DeepSpeed calls is about to be renamed
+        warnings.filterwarnings("ignore", module=module)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     for name in ("lightning.pytorch", "lightning.fabric", "datasets"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import Target
@@ -58,11 +60,25 @@ def short_name(drafter: Drafter) -> str:
     return next(name for name, entry in CLASSES.items() if entry == where)
 
 
-def save(drafter: Drafter, target: Target, folder: Path, target_name: str = "") -> None:
-    """Write `model.safetensors` and `config.json` into an existing folder."""
-    tied = _tied(drafter)
-    weights = {k: v.detach().cpu().contiguous() for k, v in drafter.state_dict().items() if k not in tied}
-    save_file(weights, folder / "model.safetensors")
+def save(
+    drafter: Drafter,
+    target: Target,
+    folder: Path,
+    target_name: str = "",
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write `model.safetensors` and `config.json` into an existing folder.
+
+    Args:
+        drafter: what is saved.
+        target: that it was made for.
+        folder: to write into.
+        target_name: written down beside the target's fingerprint.
+        weights: whole, of a drafter whose own are cut up among processes; None: its own.
+    """
+    tied, weights = _tied(drafter), drafter.state_dict() if weights is None else weights
+    whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in tied}
+    save_file(whole, folder / "model.safetensors")
     config = {
         "format": FORMAT,
         "drafter": short_name(drafter),
@@ -168,12 +184,11 @@ def _first(error: Exception) -> str:
 
 def _tied(drafter: Drafter) -> dict[str, str]:
     """Tensors that are others under a second name, which safetensors would not keep apart."""
-    first: dict[tuple, str] = {}
+    first: dict[int, str] = {}
     found = {}
-    for name, value in drafter.state_dict().items():
-        key = (value.data_ptr(), value.shape, value.stride())
-        if first.setdefault(key, name) != name:
-            found[name] = first[key]
+    for name, value in drafter.state_dict(keep_vars=True).items():
+        if first.setdefault(id(value), name) != name:
+            found[name] = first[id(value)]
     return found
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -38,6 +38,10 @@ class WholeModel(Drafter):
     @override
     def trains(self) -> bool:
         return any(weight.requires_grad for weight in self.parameters())
+
+    @override
+    def self_contained(self) -> Sequence[nn.Module]:
+        return CausalLM(self.model).layers
 
     @override
     def checkpoint_gradients(self) -> None:
