@@ -157,7 +157,7 @@ class Drafter(nn.Module, ABC):
         """What trains, by learning rate; none is left out."""
         return [Group([weight for weight in self.parameters() if weight.requires_grad])]
 
-    def self_contained(self) -> Sequence[nn.Module]:
+    def self_contained(self) -> Iterable[nn.Module]:
         """Parts whose weights only their own forward pass reads.
 
         Engines that cut weights up (FSDP2, ZeRO-3) gather these one by one, and all else at once.

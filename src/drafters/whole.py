@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -40,7 +40,7 @@ class WholeModel(Drafter):
         return any(weight.requires_grad for weight in self.parameters())
 
     @override
-    def self_contained(self) -> Sequence[nn.Module]:
+    def self_contained(self) -> Iterable[nn.Module]:
         return CausalLM(self.model).layers
 
     @override
