@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -84,6 +85,7 @@ class DeepSpeed(DeepSpeedStrategy):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # Frozen weights are the target's, or the base of adapters: neither belongs into a checkpoint.
         fixed: dict[str, Any] = {"exclude_frozen_parameters": True, "timeout": PATIENCE}
+        fixed["logging_level"] = logging.ERROR
         # The batch size is for DeepSpeed's own log; Lightning would look for it in the loader.
         super().__init__(stage=stage, logging_batch_size_per_gpu=1, **fixed, **options)
         self.zero = dict(zero or {})
@@ -121,11 +123,11 @@ class DeepSpeed(DeepSpeedStrategy):
     def setup_distributed(self) -> None:
         if not self.on_cpu:
             return super().setup_distributed()
-        import deepspeed  # a second to import, which other runs need not wait for
+        import deepspeed
 
-        # Its sum over shared memory would first be compiled.
+        # It would try the linker on every op that it has, and compile its sum over shared memory.
         ops: Any = deepspeed.ops
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        ops.__compatible_ops__ = {}
         self._process_group_backend = "gloo"
         reset_seed()
         self.set_world_ranks()

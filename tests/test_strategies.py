@@ -1,0 +1,119 @@
+"""DeepSpeed, FSDP2 and DDP on two CPU processes: one run's losses and weights, resumed to the last bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from workbench import Bench, Outcome, ranks, same, weights
+
+from distill import callbacks
+from distill.runs import checkpoints
+
+CUT = ["deepspeed_1", "deepspeed_2", "deepspeed_3", "fsdp"]
+# Small weights would stay whole on every rank.
+ALL_PARTS = {"deepspeed_3": ["+trainer.strategy.zero.stage3_param_persistence_threshold=0"]}
+SCORELESS = ["score.enabled=false", "score.every=2", "taps=online"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    bench = Bench(tmp_path_factory.mktemp("strategies"))
+    assert bench.train(*SCORELESS).code == 0  # the rollouts, once
+    return bench
+
+
+def two(bench: Bench, trainer: str, *more: str, before=lambda rank: None) -> Path:
+    """A finished run of two ranks."""
+    done = _two(bench, trainer, *more, before=before)
+    assert [outcome.code for outcome in done] == [0, 0], [outcome.err for outcome in done]
+    assert done[0].err == ""
+    return done[0].folder
+
+
+def _two(bench: Bench, trainer: str, *more: str, before) -> list[Outcome]:
+    launch = [f"trainer={trainer}", "trainer.devices=2", *ALL_PARTS.get(trainer, [])]
+    return ranks(2, [*bench.command, *SCORELESS, *launch, *more], before=before)
+
+
+def alone(bench: Bench, *more: str) -> Path:
+    """The same rows in one process: the second rank's are a micro-batch more."""
+    accumulate = 2 * next((int(m.rpartition("=")[2]) for m in more if "accumulate" in m), 1)
+    done = bench.train(*SCORELESS, *more, f"trainer.accumulate_grad_batches={accumulate}")
+    assert done.code == 0, done.err
+    return done.folder
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "csv" / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("train/loss")
+    return [float(line.split(",")[column]) for line in lines[1:] if line.split(",")[column]]
+
+
+def assert_close(folder: Path, want: Path, step: int, tolerance: float) -> None:
+    assert losses(folder) == pytest.approx(losses(want), rel=tolerance)
+    for name, value in weights(want / "checkpoints" / str(step)).items():
+        found = weights(folder / "checkpoints" / str(step))[name]
+        assert found.dtype == value.dtype
+        torch.testing.assert_close(found, value, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.fixture(scope="module")
+def single(bench) -> dict[str, Path]:
+    sgd = ["optimizer.optimizer._target_=torch.optim.SGD", "~optimizer.optimizer.betas"]
+    return {
+        "32-true": alone(bench, "trainer.precision=32-true"),
+        "bf16-mixed": alone(bench, "trainer.precision=bf16-mixed"),
+        "sgd": alone(bench, *sgd, "trainer.precision=32-true", "trainer.accumulate_grad_batches=2"),
+    }
+
+
+@pytest.mark.parametrize("trainer", ["ddp", *CUT])
+def test_a_run_of_two_is_that_of_one_and_resumes_to_the_last_bit(trainer, bench, single):
+    exact = two(bench, trainer, "trainer.precision=32-true", "seed=0")
+    # Sums in another order, then AdamW, whose first steps have no size but the learning rate's.
+    assert_close(exact, single["32-true"], 6, 1e-5)
+    state = exact / "checkpoints" / "6" / "trainer"
+    assert (state / "state.ckpt").is_dir() == trainer.startswith("deepspeed")
+
+    def kill(rank: int) -> None:
+        end = callbacks.TrainingBar.on_train_batch_end
+
+        def die(self, trainer, *rest):
+            if trainer.global_step == 5:
+                os.kill(os.getpid(), 9)
+            end(self, trainer, *rest)
+
+        callbacks.TrainingBar.on_train_batch_end = die
+
+    killed = _two(bench, trainer, "trainer.precision=32-true", "seed=0", before=kill)
+    assert [outcome.code for outcome in killed] == [-9, -9]
+    again = two(bench, trainer, "trainer.precision=32-true", "seed=0")
+    assert again != exact
+    assert [c.name for c in checkpoints(again)] == ["2", "4", "6"]
+    assert same(weights(again / "checkpoints" / "6"), weights(exact / "checkpoints" / "6"))
+
+
+@pytest.mark.parametrize("trainer", ["ddp", *CUT])
+def test_bf16_products_are_the_same_wherever_weights_lie(trainer, bench, single):
+    mixed = two(bench, trainer, "trainer.precision=bf16-mixed")
+    assert_close(mixed, single["bf16-mixed"], 6, 2e-3)
+
+
+@pytest.mark.parametrize("trainer", ["ddp", *CUT])
+def test_the_accumulation_is_divided_by_once(trainer, bench, single):
+    """Under SGD: AdamW forgives a gradient of another scale."""
+    options = ["optimizer.optimizer._target_=torch.optim.SGD", "~optimizer.optimizer.betas"]
+    options += ["trainer.precision=32-true", "trainer.accumulate_grad_batches=2"]
+    assert_close(two(bench, trainer, *options), single["sgd"], 6, 1e-6)
+
+
+def test_weights_in_two_bytes_have_masters_that_checkpoints_show(bench, single):
+    folder = two(bench, "deepspeed_2", "trainer.precision=bf16-true")
+    found = weights(folder / "checkpoints" / "6")
+    assert {w.dtype for w in found.values() if w.is_floating_point()} == {torch.float32}
+    rounded = [w.bfloat16().float() for w in found.values()]
+    assert not all(torch.equal(a, b) for a, b in zip(found.values(), rounded, strict=True))
+    assert losses(folder) == pytest.approx(losses(single["32-true"]), rel=2e-2)
