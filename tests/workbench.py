@@ -277,7 +277,8 @@ class Ranks:
         self, rank: int, argv: list[str], before: Callable[[int], Any], environment: dict[str, str]
     ) -> int:
         def body() -> int:
-            os.environ.update(environment)
+            # Lightning would take more threads, and those of OpenMP do not survive a fork.
+            os.environ.update(environment, OMP_NUM_THREADS="1")
             rank_zero_only.rank = rank  # Lightning reads it from the environment when it is imported
             before(rank)
             # Files of the process itself: libraries write to them as well, and a kill leaves them.

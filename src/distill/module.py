@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from typing_extensions import override
 
@@ -113,7 +113,7 @@ class DistillModule(L.LightningModule):
         loss = total / batch.anchors
         if self.trainer.world_size > 1:
             if self._reached is None:
-                self._reached = Reached(lambda: [w for w in self.drafter.parameters() if w.requires_grad])
+                self._reached = Reached(lambda: _exposed(self.drafter))
             loss = self._reached.join(loss)
         self._step, self._micros = batch.step, self._micros + 1
         self._add(loss, scored, batch.on_policy / batch.anchors)
@@ -227,6 +227,12 @@ class DistillModule(L.LightningModule):
             factors=[groups[part["group"]].rate for part in optimizer.param_groups],
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _exposed(drafter: Drafter) -> list[nn.Parameter]:
+    """What trains and an answer may fail to reach: not what every unroll runs."""
+    apart = {id(w) for part in drafter.self_contained() for w in part.parameters()}
+    return [w for w in drafter.parameters() if w.requires_grad and id(w) not in apart]
 
 
 def weighted(steps: Iterator[DraftStep], weight: Tensor, length: int) -> Iterator[DraftStep]:

@@ -39,8 +39,7 @@ class Reached:
             add_up: sums a tensor over processes.
         """
         weights = self.weights()
-        device = weights[0].device
-        total = add_up(self.marks.to(device)).tolist()
+        total = add_up(self.marks.to(weights[0].device)).tolist() if weights else []
         self.marks.zero_()
         for weight, count in zip(weights, total, strict=True):
             if not count:

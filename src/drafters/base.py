@@ -158,7 +158,7 @@ class Drafter(nn.Module, ABC):
         return [Group([weight for weight in self.parameters() if weight.requires_grad])]
 
     def self_contained(self) -> Iterable[nn.Module]:
-        """Parts whose weights only their own forward pass reads.
+        """Parts whose weights only their own forward pass reads, and that every unroll runs.
 
         Engines that cut weights up (FSDP2, ZeRO-3) gather these one by one, and all else at once.
         """

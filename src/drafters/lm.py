@@ -129,8 +129,7 @@ class DraftLM(WholeModel):
         reach = min(length, lm.max_positions or length)
         anchors = supervised(batch.loss_mask, 1)
         anchors[:, reach - 1 :] = False
-        if not anchors.any():
-            return
+        # M may be 0: the layers run all the same, in step with those of other processes.
         row, t = anchors.nonzero(as_tuple=True)  # (M,)
         tokens = batch.tokens[:, :reach].clamp_max(lm.vocab_size - 1)
         last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state  # (B, reach, D')
