@@ -66,13 +66,11 @@ class Lora(nn.Module):
             UserError: targets that it does not have, or that are no linear maps before the head.
         """
         model = _copy(target.model)
-        adapt(model, r, alpha, targets)
-        made = {name: weight.shape for name, weight in model.named_parameters() if ".lora_" in name}
-        names = [name.removesuffix(DOWN) for name in made if name.endswith(DOWN)]
+        shapes = adapt(model, r, alpha, targets)
         head = target.model.get_output_embeddings()
-        if 2 * len(names) != len(made) or any(target.model.get_submodule(name) is head for name in names):
+        if any(target.model.get_submodule(name) is head for name in shapes):
             raise UserError("drafter.lora: only linear maps before the head can be tuned; change its targets")
-        return cls(r, alpha, {name: [made[name + DOWN][1], made[name + UP][0]] for name in names})
+        return cls(r, alpha, shapes)
 
     @property
     def shapes(self) -> dict[str, list[int]]:
