@@ -66,9 +66,9 @@ class Base(NamedTuple):
 def located(model: PreTrainedModel, path: str, revision: str | None = None) -> Base:
     """Where a loaded model is, whoever asks and whenever: an absolute folder, or a hub id's commit."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if path and folder.is_dir():
         return Base(str(folder.resolve()))
-    return Base(path, getattr(model.config, "_commit_hash", None) or revision)
+    return Base(path or None, getattr(model.config, "_commit_hash", None) or revision)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -92,12 +92,7 @@ def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, T
 
 
 def write(
-    folder: Path,
-    pairs: Mapping[str, Tensor],
-    lora: Mapping[str, Any],
-    model: PreTrainedModel,
-    path: str | None,
-    revision: str | None,
+    folder: Path, pairs: Mapping[str, Tensor], lora: Mapping[str, Any], model: PreTrainedModel, base: Base
 ) -> None:
     """Write what `peft.PeftModel.from_pretrained(base, folder)` opens.
 
@@ -106,15 +101,14 @@ def write(
         pairs: by PEFT's names on file.
         lora: r, alpha and targets.
         model: which they change, adapted or not.
-        path: where that lies; None: nowhere.
-        revision: of a hub id.
+        base: where that is.
     """
     save_file(dict(pairs), folder / FILES[1])
     config = {
         "peft_type": "LORA",
         "task_type": None if is_masked(model.config) else "CAUSAL_LM",
-        "base_model_name_or_path": path,
-        "revision": revision,
+        "base_model_name_or_path": base.path,
+        "revision": base.revision,
         "r": lora["r"],
         "lora_alpha": lora["alpha"],
         "lora_dropout": 0.0,

@@ -158,6 +158,8 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
             found = drafter.translate(found, config["settings"])
         except UserError as error:
             raise UserError(f"drafter.init_from={folder}: {error}") from None
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
     own = {name: value for name, value in drafter.state_dict().items() if name not in drafter.borrowed}
     fits = {
         name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -153,7 +154,9 @@ def adapt(
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     config = LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
     try:
-        inject_adapter_in_model(config, model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a head that is the embedding as well; see below
+            inject_adapter_in_model(config, model)
     except ValueError as error:
         raise UserError(f"drafter.lora: {_brief(error)}") from None
     made = {name: weight.shape for name, weight in model.named_parameters() if ".lora_" in name}

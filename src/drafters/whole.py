@@ -107,8 +107,7 @@ class WholeModel(Drafter):
         if not self.borrowed:
             return tensors
         pairs, rest = split(tensors)
-        base = Base(**self.settings["base"])
-        write(folder, pairs, self.settings["lora"], self.model, base.path, base.revision)
+        write(folder, pairs, self.settings["lora"], self.model, Base(**self.settings["base"]))
         return rest
 
     @override
