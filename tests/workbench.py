@@ -28,6 +28,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from decode.load import load_target
 from distill.cli import compose, main, rewrite
 from distill.run import run
+from drafters import adapters
 from drafters.eagle import Eagle
 from drafters.hub import save
 
@@ -332,8 +333,8 @@ def ranks(count: int, argv: Iterable[str], **options: Any) -> list[Outcome]:
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint folder."""
-    return load_file(checkpoint / "model.safetensors")
+    """Tensors of a checkpoint folder, adapters among them."""
+    return load_file(checkpoint / "model.safetensors") | adapters.read(checkpoint)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

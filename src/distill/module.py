@@ -71,6 +71,7 @@ class DistillModule(L.LightningModule):
         self._micros = 0  # micro-batches of this optimizer step that are done
         self._reached: Reached | None = None  # in one process of several
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
+        self.strict_loading = not drafter.borrowed  # see `on_save_checkpoint`
 
     @property
     def target(self) -> Target:
@@ -207,6 +208,22 @@ class DistillModule(L.LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if not self._micros:
             optimizer.zero_grad()
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Without what is another model's and frozen."""
+        checkpoint["base"] = self.drafter.settings.get("base")
+        for name in self.drafter.borrowed:
+            checkpoint.get("state_dict", {}).pop(f"drafter.{name}", None)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Beside the same one."""
+        if checkpoint.get("base") != self.drafter.settings.get("base"):
+            raise UserError(
+                "drafter.lora: the model that the adapters belong to has changed since this run began; "
+                "put it back, or set resume=never"
+            )
 
     @override
     def configure_optimizers(self) -> Any:

@@ -184,8 +184,8 @@ def consolidated(trainer: L.Trainer, drafter: Drafter) -> Mapping[str, Tensor]:
     """Whole weights and buffers of a drafter, however they are cut up; to be called on every rank.
 
     Returns:
-        The drafter's state dict, in fp32 where the optimizer has masters; other ranks than the first may
-        get less.
+        The drafter's state dict, in fp32 where the optimizer has masters; what it borrows may be in parts,
+        and other ranks than the first may get less.
     """
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeed):
@@ -204,7 +204,7 @@ def _of_zero(drafter: Drafter) -> dict[str, Tensor]:
     found = dict(drafter.state_dict())  # buffers, and names that share a weight
     known: dict[int, Tensor] = {}
     for name, value in drafter.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.nn.Parameter):
+        if not isinstance(value, torch.nn.Parameter) or name in drafter.borrowed:
             continue
         if id(value) not in known:
             master = safe_get_full_fp32_param(value) if value.requires_grad else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -133,6 +134,22 @@ class Drafter(nn.Module, ABC):
     def for_target(cls, target: Target, **options: Any) -> Self:
         """Build a fresh drafter whose sizes fit `target`."""
 
+    @classmethod
+    def restore(cls, settings: dict[str, Any], target: Target) -> Self:
+        """As `settings` have it, for `load_state_dict` to fill with what was saved."""
+        del target
+        return cls(**settings)
+
+    @property
+    def borrowed(self) -> frozenset[str]:
+        """Names in `state_dict` of what is another model's and frozen: in no checkpoint."""
+        return frozenset()
+
+    def put_aside(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+        """Write those that have a file of their own into a checkpoint's folder, and give the others."""
+        del folder
+        return tensors
+
     # -- training face -----------------------------------------------------------------------
 
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
@@ -148,6 +165,15 @@ class Drafter(nn.Module, ABC):
         """Weights of the named auxiliary losses, when a share `progress` of the steps is done."""
         del progress
         return self.aux_weights
+
+    def translate(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What a drafter of this class saved, with its settings, as it fits here.
+
+        Raises:
+            UserError: it cannot.
+        """
+        del settings
+        return weights
 
     def adopt(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those of the drafter that it `continues`, by the names they have here."""

@@ -22,14 +22,15 @@ from decode.load import load_model
 from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
+from drafters.adapters import located
 from drafters.base import Batch, DraftStep, some_of, supervised
 from drafters.expand import expand
 from drafters.lookup import History, TextDrafter
 from drafters.masked import MaskedModel, Window, examine, mask_id
-from drafters.models import adapt, build, own, wide
+from drafters.models import build, own
 from drafters.newest import at_least_one
 from drafters.token_info import Levels
-from drafters.whole import OPTION, WholeModel, check_vocabulary, fitted, shared
+from drafters.whole import OPTION, WholeModel, check_vocabulary, fitted, shared, trainable
 
 
 class Dllm(WholeModel, TextDrafter):
@@ -50,10 +51,13 @@ class Dllm(WholeModel, TextDrafter):
         anchors: windows that training takes of a text, on average over a batch.
         model: of that configuration; without one, random weights.
         lora: as in `lm.DraftLM`.
+        base: as there.
 
     Raises:
         UserError: a configuration that gives no language model, or an option out of range.
     """
+
+    masked_lm = True
 
     def __init__(
         self,
@@ -65,10 +69,11 @@ class Dllm(WholeModel, TextDrafter):
         anchors: int,
         model: PreTrainedModel | None = None,
         lora: dict[str, Any] | None = None,
+        base: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.settings = {"config": own(config), "mask_token": mask_token, "depth": depth, "shift": shift}
-        self.settings |= {"steps": steps, "anchors": anchors, "lora": lora}
+        self.settings |= {"steps": steps, "anchors": anchors, "lora": lora, "base": base}
         at_least_one(depth=depth, steps=steps, anchors=anchors)
         if shift not in (0, 1):
             raise UserError(f"drafter.shift={shift}: choose 0 or 1")
@@ -80,8 +85,6 @@ class Dllm(WholeModel, TextDrafter):
             self.proposals = ("fixed",)
         self.model: Any = build(config, masked=True) if model is None else model
         self.model.eval()
-        if model is not None and lora:
-            adapt(model, **lora)
 
     @override
     @classmethod
@@ -102,7 +105,7 @@ class Dllm(WholeModel, TextDrafter):
             path: folder or hub id, code that comes with it is never run.
             revision: of a hub id.
             mask_token: id or text; None: what the tokenizer or the configuration says.
-            train: in fp32, whatever the folder's dtype; else it stays as it lies there.
+            train: in fp32, whatever the folder's dtype; what is frozen stays as it lies there.
             lora: keyword arguments of `models.adapt`; None trains all weights.
             **options: of the constructor.
 
@@ -111,13 +114,12 @@ class Dllm(WholeModel, TextDrafter):
         """
         if not path:
             raise UserError(f"{OPTION}: give the folder or hub id of a masked diffusion language model")
-        if lora and not train:
-            raise UserError("drafter.lora: adapters are trained; leave drafter.train=true")
+        lora = trainable(lora, train)
         model = load_model(path, revision=revision, what=OPTION, masked=True)
         check_vocabulary(model, target, path, revision)
         mask = mask_id(model, path, revision, mask_token)
-        drafter = cls(json.loads(model.config.to_json_string()), mask, model=model, lora=lora, **options)
-        drafter = drafter.to(wide(model.dtype)) if train else drafter.requires_grad_(False)
+        drafter = cls(json.loads(model.config.to_json_string()), mask, model=model, **options)
+        drafter = drafter.begin(located(model, path, revision), train, lora, model.dtype)
         examine(drafter.masked, path)
         return drafter
 

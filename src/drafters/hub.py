@@ -17,9 +17,10 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import Target
+from drafters import adapters
 from drafters.base import Drafter
 
-FILES = ("config.json", "model.safetensors")
+FILES = ("config.json", "model.safetensors", *adapters.FILES)
 FORMAT = 1
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
@@ -67,7 +68,9 @@ def save(
     target_name: str = "",
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write `model.safetensors` and `config.json` into an existing folder.
+    """Write `config.json`, and in `model.safetensors` what is not another model's, into an existing folder.
+
+    Adapters lie beside it as PEFT has them.
 
     Args:
         drafter: what is saved.
@@ -76,9 +79,9 @@ def save(
         target_name: written down beside the target's fingerprint.
         weights: whole, of a drafter whose own are cut up among processes; None: its own.
     """
-    tied, weights = _tied(drafter), drafter.state_dict() if weights is None else weights
-    whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in tied}
-    save_file(whole, folder / "model.safetensors")
+    left_out, weights = drafter.borrowed | _tied(drafter).keys(), weights or drafter.state_dict()
+    whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in left_out}
+    save_file(drafter.put_aside(whole, folder), folder / "model.safetensors")
     config = {
         "format": FORMAT,
         "drafter": short_name(drafter),
@@ -95,7 +98,8 @@ def load(folder: str | Path, target: Target) -> Drafter:
     """Read a drafter saved by `save`, frozen, in the target's dtype and on its device.
 
     Raises:
-        UserError: no checkpoint there, a damaged one, or one made for another target.
+        UserError: no checkpoint there, a damaged one, or one made for another target; adapters
+            whose base is gone or is another model by now.
     """
     folder = Path(folder)
     config = _config(folder)
@@ -106,13 +110,15 @@ def load(folder: str | Path, target: Target) -> Drafter:
             "with other weights or another vocabulary; score it with that target"
         )
     try:
-        drafter = drafter_class(config["drafter"])(**config["settings"])
+        drafter = drafter_class(config["drafter"]).restore(config["settings"], target)
         if config.get("confidence"):  # older ones do not say
             drafter.add_confidence()
-        weights = load_file(folder / "model.safetensors")
+        weights = _tensors(folder)
         weights |= {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
         drafter.load_state_dict(weights)
-    except (OSError, SafetensorError, RuntimeError, TypeError) as error:
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from None
+    except (OSError, SafetensorError, RuntimeError, TypeError, KeyError) as error:
         raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
     return drafter.to(target.device, target.dtype).eval().requires_grad_(False)
 
@@ -120,7 +126,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
 def fetch(source: str) -> Path:
     """The local folder of a drafter: `source` itself, or the hub repository of that name, fetched.
 
-    Only `config.json` and `model.safetensors` are ever downloaded.
+    Only `FILES` are ever downloaded.
 
     Raises:
         UserError: neither a folder nor a repository that can be had.
@@ -155,13 +161,20 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
     if config["drafter"] not in (kind, drafter.continues):
         raise UserError(f"drafter.init_from={folder}: drafter {config['drafter']!r}, not {kind!r}")
     try:
-        found = load_file(folder / "model.safetensors")
+        found = _tensors(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
     found |= {name: found[first] for name, first in _tied(drafter).items() if first in found}
     if config["drafter"] != kind:
         found = drafter.adopt(found)
-    own = drafter.state_dict()
+    else:
+        try:
+            found = drafter.translate(found, config["settings"])
+        except UserError as error:
+            raise UserError(f"drafter.init_from={folder}: {error}") from None
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
+    own = {name: value for name, value in drafter.state_dict().items() if name not in drafter.borrowed}
     fits = {
         name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape
     }
@@ -176,6 +189,11 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
         if name not in fits
     ]
     return left + [f"{name} (not here)" for name in found if name not in own]
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    """All that was saved, by the names that the drafter has for it."""
+    return load_file(folder / "model.safetensors") | adapters.read(folder)
 
 
 def _first(error: Exception) -> str:

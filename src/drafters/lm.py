@@ -19,18 +19,18 @@ from typing_extensions import override
 
 from decode.coin import KeyedCoin
 from decode.draft import Draft
-from decode.errors import UserError
 from decode.lm import CausalLM
 from decode.load import load_model
 from decode.plan import Plan
 from decode.probe import probe
 from decode.sampling import Sampler
 from decode.target import Target
+from drafters.adapters import Base, located
 from drafters.base import Batch, DraftStep, supervised
 from drafters.expand import expand
 from drafters.layers import descend
-from drafters.models import adapt, build, cut, own, wide
-from drafters.whole import OPTION, WholeModel, check_vocabulary, fitted, shared
+from drafters.models import build, cut, own
+from drafters.whole import OPTION, WholeModel, check_vocabulary, fitted, shared, trainable
 
 
 @dataclass(slots=True)
@@ -50,11 +50,11 @@ class DraftLM(WholeModel):
     Args:
         config: of the model as transformers writes it, `model_type` included.
         model: of that configuration; without one, random weights.
-        lora: keyword arguments of `models.adapt`. A model that is given gets adapters; one that is
-            not takes weights that are saved with them, and merges them when it loads.
+        lora: what adapters there are, see `whole.WholeModel`.
+        base: what they belong to: the fields of `adapters.Base`.
 
     Raises:
-        UserError: a configuration that gives no causal LM, or adapters that it cannot have.
+        UserError: a configuration that gives no causal LM.
     """
 
     shifted = True  # a row depends on the text before it alone, however much of that was drafted
@@ -64,12 +64,11 @@ class DraftLM(WholeModel):
         config: dict[str, Any],
         model: PreTrainedModel | None = None,
         lora: dict[str, Any] | None = None,
+        base: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.settings = {"config": own(config), "lora": lora}
+        self.settings = {"config": own(config), "lora": lora, "base": base}
         self.model: Any = build(config) if model is None else model
-        if model is not None and lora:
-            adapt(model, **lora)
 
     @override
     @classmethod
@@ -90,23 +89,24 @@ class DraftLM(WholeModel):
             path: folder or hub id, code that comes with it is never run; None: cut.
             revision: of a hub id.
             layers: of the target's, that a cut keeps; see `models.cut`.
-            train: in fp32, whatever the folder's dtype; else it stays as it lies there.
+            train: in fp32, whatever the folder's dtype; what is frozen stays as it lies there.
             lora: keyword arguments of `models.adapt`; None trains all weights.
             **options: none.
 
         Raises:
             UserError: no usable causal LM, one of another vocabulary, or a target that cannot be cut.
         """
-        if lora and not train:
-            raise UserError("drafter.lora: adapters are trained; leave drafter.train=true")
+        lora = trainable(lora, train)
         if path:
             model = load_model(path, revision=revision, what=OPTION)
             check_vocabulary(model, target, path, revision)
             probe(CausalLM(model), OPTION)
+            base, dtype = located(model, path, revision), model.dtype
         else:
             model = cut(target, layers)
-        drafter = cls(json.loads(model.config.to_json_string()), model, lora, **options)
-        return drafter.to(wide(model.dtype)) if train else drafter.requires_grad_(False)
+            base, dtype = Base(layers=layers), target.dtype
+        drafter = cls(json.loads(model.config.to_json_string()), model, **options)
+        return drafter.begin(base, train, lora, dtype)
 
     @property
     @override

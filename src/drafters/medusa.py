@@ -21,6 +21,7 @@ from decode.sampling import Sampler
 from decode.target import Target
 from drafters.base import Batch, DraftStep, Group, supervised
 from drafters.heads import OwnHeads, ResBlock
+from drafters.models import checked
 from drafters.newest import Newest, NewestDrafter, at_least_one
 from drafters.token_info import Informed, Levels, Teaching
 from drafters.tuned import Lora
@@ -146,7 +147,7 @@ class Medusa2(Medusa):
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        fresh = Lora.for_target(target, **options["lora"])
+        fresh = Lora.for_target(target, **checked(options["lora"]))
         lora = {"r": fresh.r, "alpha": fresh.alpha, "targets": fresh.shapes}
         return super().for_target(target, **options | {"lora": lora})
 

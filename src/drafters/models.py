@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ FOREIGN = {
     "torch_dtype",
 }
 BASE, DOWN, UP = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"  # peft's names
+LORA = ("r", "alpha", "targets")  # what a `drafter.lora` may say
 
 
 def own(value: Any) -> Any:
@@ -113,7 +115,25 @@ def cut(target: Target, count: int) -> PreTrainedModel:
     return model.eval()
 
 
-def adapt(model: PreTrainedModel, r: int, alpha: int, targets: str | list[str] = "all-linear") -> None:
+def checked(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """A `drafter.lora` whose options exist and are in range.
+
+    Raises:
+        UserError: the first that is not.
+    """
+    for name in lora:
+        if name not in LORA:
+            why = ": its noise would be no function of the seed and the step" if name == "dropout" else ""
+            raise UserError(f"drafter.lora.{name}: there is no such option{why}; it has {', '.join(LORA)}")
+    for name in ("r", "alpha"):
+        if type(value := lora.get(name)) is not int or value < 1:
+            raise UserError(f"drafter.lora.{name}={value}: give a whole number, at least 1")
+    return dict(lora)
+
+
+def adapt(
+    model: PreTrainedModel, r: int, alpha: int, targets: str | list[str] = "all-linear"
+) -> dict[str, list[int]]:
     """Put low-rank adapters beside a model's linear maps; they alone train (LoRA, arXiv:2106.09685).
 
     Args:
@@ -122,37 +142,53 @@ def adapt(model: PreTrainedModel, r: int, alpha: int, targets: str | list[str] =
         alpha: the product of the two factors counts alpha / r.
         targets: ends of the modules' names, or `all-linear`: all but the head.
 
+    Returns:
+        Name of each map that has an adapter -> [inputs, outputs].
+
     Raises:
-        UserError: targets that it does not have.
+        UserError: targets that it does not have, that are no linear maps, or a head that is the
+            embedding as well.
     """
     from peft import LoraConfig, inject_adapter_in_model  # only who trains adapters needs it
 
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
     config = LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
     try:
-        inject_adapter_in_model(config, model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a head that is the embedding as well; see below
+            inject_adapter_in_model(config, model)
     except ValueError as error:
         raise UserError(f"drafter.lora: {_brief(error)}") from None
+    made = {name: weight.shape for name, weight in model.named_parameters() if ".lora_" in name}
+    stems = [name.removesuffix(DOWN) for name in made if name.endswith(DOWN)]
+    if 2 * len(stems) != len(made):
+        raise UserError("drafter.lora: only linear maps can have adapters; change its targets")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    inner: Any = getattr(head, "base_layer", None)
+    if inner is not None and inner.weight is embedding.weight:
+        raise UserError("drafter.lora: the head is the embedding as well; leave it out of the targets")
+    return {stem: [made[stem + DOWN][1], made[stem + UP][0]] for stem in stems}
 
 
 def merged(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> dict[str, Tensor]:
     """Weights of an adapted model as those of the plain one: W + scale B A, in fp32 or wider.
 
     Args:
-        weights: of a module that holds both; plain ones pass as they are.
-        model: of the plain form, to tell which way a map's weight lies.
+        weights: maps' own, by peft's names of them or the plain ones, and adapters beside them;
+            whatever has no adapter passes as it is.
+        model: of the plain form or the adapted one, to tell which way a map's weight lies.
         scale: alpha / r.
+
+    Raises:
+        KeyError: an adapter without its other half, or without a map.
     """
-    plain: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        if name.endswith((DOWN, UP)):
-            continue
-        stem, base, end = name.rpartition(BASE)
-        if base and end == ".weight":
-            down, up = (weights[stem + part].to(wide(value.dtype)) for part in (DOWN, UP))
-            delta = scale * (up @ down)
-            value = value + (delta.mT if isinstance(model.get_submodule(stem), Conv1D) else delta)
-        plain[stem + end if base else name] = value
+    plain = {n.replace(f"{BASE}.", "."): w for n, w in weights.items() if not n.endswith((DOWN, UP))}
+    for stem in [name.removesuffix(DOWN) for name in weights if name.endswith(DOWN)]:
+        name, layer = f"{stem}.weight", model.get_submodule(stem)
+        down, up = (weights[stem + part].to(wide(plain[name].dtype)) for part in (DOWN, UP))
+        delta = scale * (up @ down)
+        transposed = isinstance(getattr(layer, "base_layer", layer), Conv1D)
+        plain[name] = plain[name] + (delta.mT if transposed else delta)
     return plain
 
 

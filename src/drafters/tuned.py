@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.lm import CausalLM
 from decode.target import Target
+from drafters.adapters import located, split, write
 from drafters.models import BASE, DOWN, UP, adapt, checkpoint_layers, merged
 
 
@@ -66,13 +68,11 @@ class Lora(nn.Module):
             UserError: targets that it does not have, or that are no linear maps before the head.
         """
         model = _copy(target.model)
-        adapt(model, r, alpha, targets)
-        made = {name: weight.shape for name, weight in model.named_parameters() if ".lora_" in name}
-        names = [name.removesuffix(DOWN) for name in made if name.endswith(DOWN)]
+        shapes = adapt(model, r, alpha, targets)
         head = target.model.get_output_embeddings()
-        if 2 * len(names) != len(made) or any(target.model.get_submodule(name) is head for name in names):
+        if any(target.model.get_submodule(name) is head for name in shapes):
             raise UserError("drafter.lora: only linear maps before the head can be tuned; change its targets")
-        return cls(r, alpha, {name: [made[name + DOWN][1], made[name + UP][0]] for name in names})
+        return cls(r, alpha, shapes)
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -113,6 +113,20 @@ class Lora(nn.Module):
             weight = whole[name + ".weight"].to(layer.weight.dtype)
             layer.weight = nn.Parameter(weight, requires_grad=False)
         return Tuned(model, target, self._digest())
+
+    def export(self, target: Target, folder: Path) -> None:
+        """Write the tuned target as a plain Hugging Face folder, without a tokenizer."""
+        self.merge(target).model.save_pretrained(folder)
+
+    def export_adapter(self, target: Target, folder: Path) -> None:
+        """Write the pairs into a folder that `peft.PeftModel.from_pretrained(target, folder)` opens."""
+        parts = [(f"model.{name}", pair) for name, pair in self._named()]
+        pairs = {stem + DOWN: pair.down.weight for stem, pair in parts}
+        pairs |= {stem + UP: pair.up.weight for stem, pair in parts}
+        held = {name: weight.detach().cpu().contiguous() for name, weight in pairs.items()}
+        lora = {"r": self.r, "alpha": self.alpha, "targets": list(self.shapes)}
+        base = located(target.model, target.model.name_or_path or "")
+        write(folder, split(held)[0], lora, target.model, base)
 
     def _digest(self) -> str:
         digest = hashlib.sha256(f"{self.alpha / self.r}".encode())
