@@ -109,7 +109,7 @@ class CausalLM:
         self.model = model
         self.base: Any = model.base_model
         self.config = model.config.get_text_config()
-        self.layers = _decoder_layers(self.base, self.config.num_hidden_layers)
+        self.layers = decoder_layers(model)
         self.head = _head(model, self.config)
         self.vocab_size, self.hidden_size = self.head.weight.shape
         # Read once: transformers' configurations are slow to ask.
@@ -276,7 +276,13 @@ def _max_positions(config: Any) -> int | None:
     return limit
 
 
-def _decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """A model's stack of layers.
+
+    Raises:
+        UserError: there is none.
+    """
+    base, count = model.base_model, model.config.get_text_config().num_hidden_layers
     for module in base.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module

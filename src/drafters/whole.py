@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.lm import CausalLM, Head
+from decode.lm import CausalLM, Head, decoder_layers
 from decode.load import load_tokenizer
 from decode.target import Target
 from drafters.adapters import Base, absent, fingerprint, split, write
@@ -100,7 +100,7 @@ class WholeModel(Drafter):
 
     @override
     def self_contained(self) -> Iterable[nn.Module]:
-        return CausalLM(self.model).layers
+        return decoder_layers(self.model)
 
     @override
     def checkpoint_gradients(self) -> None:
