@@ -41,7 +41,9 @@ TOO_MUCH = 2**46  # bytes that no machine gives
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("guard"))
+    bench = Bench(tmp_path_factory.mktemp("guard"))
+    bench.base.try_largest = True  # as is the default
+    return bench
 
 
 def spoil_loss(total):
@@ -272,7 +274,9 @@ def test_a_process_that_may_have_no_more_memory_says_so_before_the_first_step(be
 
         monkeypatch.setattr(footprint, "standing", tight)
         with torch.backends.mkldnn.flags(enabled=False):  # it would warn that it has no scratch memory
-            done = bench.train("score.enabled=false", "batch_size=1500", f"output_dir={tmp_path}")
+            done = bench.train(
+                "try_largest=true", "score.enabled=false", "batch_size=1500", f"output_dir={tmp_path}"
+            )
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         (tmp_path / "said").write_text(done.err)
         return done.code
@@ -356,10 +360,9 @@ def test_the_estimate_is_within_a_third_of_what_a_run_takes(bench, tmp_path):
     assert 0.75 < expected / taken < 1.34
 
 
-def test_trying_the_largest_batch_changes_nothing(bench, tmp_path, monkeypatch):
+def test_trying_the_largest_batch_changes_nothing(bench, tmp_path):
     bench.run(tmp_path / "with", score__enabled=False)
-    monkeypatch.setattr(MemoryWatch, "_try", lambda self, trainer, module, micro: None)
-    bench.run(tmp_path / "without", score__enabled=False)
+    bench.run(tmp_path / "without", score__enabled=False, try_largest=False)
     first, second = (weights(tmp_path / name / "checkpoints" / "6") for name in ("with", "without"))
     assert same(first, second)
 

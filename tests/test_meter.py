@@ -77,9 +77,8 @@ def test_rates_are_of_the_steps_since_the_last_line_and_of_nothing_between_them(
     assert all("train/loss" in row for row in rows), "a line of its own"
     files = bench.root.glob("outputs/rollouts/*/*.parquet")
     known = {tuple(t) for f in files for t in datasets.Dataset.from_parquet(str(f))["tokens"]}
-    batches = seen[1:]  # the first is the trial
     for number, row in enumerate(rows):
-        mine = batches[2 * number * accumulate : 2 * (number + 1) * accumulate]
+        mine = seen[2 * number * accumulate : 2 * (number + 1) * accumulate]
         tokens = sum(length_of(row, known) for micro in mine for row in micro.tokens.tolist())
         anchors = sum(int(micro.loss_mask[:, 2:].sum()) for micro in mine)
         seconds = 2 * accumulate * (READING + TRAINING)
@@ -125,7 +124,7 @@ def test_mfu_is_the_work_that_a_step_needs_by_the_time_it_took(clock, bench, tmp
     monkeypatch.setattr(meter, "get_available_flops", lambda device, dtype: most)
     run = {"trainer__max_steps": 3, "batch_size": 1, "taps": "online", "score__enabled": False}
     bench.run(tmp_path, drafter=EAGLE3, **run)
-    (module, first), *rest = seen[1:]
+    (module, first), *rest = seen
     config = module.target.model.config
     shape = {
         "hidden_size": config.hidden_size,

@@ -126,6 +126,9 @@ class MemoryWatch(L.Callback):
     the same micro-batch on every rank, and leaves nothing behind. Under ZeRO-3 it is left out: the
     engine records the order of its first pass, and would take this one for a training step.
 
+    Args:
+        try_largest: whether it runs.
+
     Attributes:
         footprint: of a step.
         peak: bytes, the most in any training step so far.
@@ -133,8 +136,8 @@ class MemoryWatch(L.Callback):
         step: the optimizer step that it is of.
     """
 
-    def __init__(self) -> None:
-        self.footprint = Footprint()
+    def __init__(self, try_largest: bool) -> None:
+        self.try_largest, self.footprint = try_largest, Footprint()
         self.peak, self.phase, self.step = 0, "", 0
 
     @override
@@ -149,7 +152,7 @@ class MemoryWatch(L.Callback):
         self.footprint = standing(pl_module, sharding, trainer.accumulate_grad_batches > 1)
         self.footprint.taps = data.kept_bytes()
         self.footprint.rows, self.footprint.length = largest.tokens.shape
-        if not (sharding.stage == 3 and sharding.master):
+        if self.try_largest and not (sharding.stage == 3 and sharding.master):
             self.phase = "a trial of the largest micro-batch ahead"
             reset_peak(device)
             self._try(trainer, pl_module, trainer.strategy.batch_to_device(largest))

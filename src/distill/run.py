@@ -90,7 +90,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
         for candidate in scorer.candidates if scorer else ():
             drafter.check(candidate)
     saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
-    meter = Throughput(memory := MemoryWatch())
+    meter = Throughput(memory := MemoryWatch(cfg.try_largest))
     trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
     counted = _begin(cfg, drafter)
     name = f"drafter={hub.short_name(drafter)}"
