@@ -168,7 +168,7 @@ class DistillModule(L.LightningModule):
         self._micros = 0
         if self._reached:
             self._reached.leave_out(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
-        norms = self._norms(optimizer)
+        norms = self._norms(optimizer) if self._engine is None else torch.zeros(2)
         sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
         assert isinstance(sums, Tensor)
         (self.loss, on_policy, *_), *depths = sums.tolist()
@@ -203,6 +203,8 @@ class DistillModule(L.LightningModule):
         By norm it takes the one that was checked and logged. The rest is Lightning's: clipping by value,
         and refusing an optimizer that takes the loss scale off by itself.
         """
+        if self._engine is not None:
+            return
         ours, apart = self._clipped(optimizer)
         if gradient_clip_algorithm != "value" and not getattr(optimizer, "_step_supports_amp_scaling", False):
             if gradient_clip_val:
