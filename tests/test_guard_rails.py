@@ -367,6 +367,8 @@ def test_trying_the_largest_batch_changes_nothing(bench, tmp_path):
     bench.run(tmp_path / "without", score__enabled=False, try_largest=False)
     first, second = (weights(tmp_path / name / "checkpoints" / "6") for name in ("with", "without"))
     assert same(first, second)
+    first, second = (csv_value(tmp_path / name, "train/loss") for name in ("with", "without"))
+    assert first == second
 
 
 def test_the_largest_batch_is_tried(bench, tmp_path, monkeypatch):
