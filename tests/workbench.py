@@ -50,6 +50,7 @@ QUICK = (
     "decode.depth=2",
     "drafter.depth=2",
     "batch_size=2",
+    "try_largest=false",
     "trainer.max_steps=6",
     "trainer.log_every_n_steps=1",
     "score.every=3",

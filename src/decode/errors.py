@@ -1,5 +1,9 @@
-"""The one exception that means "the user can mend this"."""
+"""Exceptions whose text is all that is shown."""
 
 
 class UserError(ValueError):
     """A mistake in what the user asked for; its text is the single line that is shown (exit 2)."""
+
+
+class TooLargeError(RuntimeError):
+    """A run that is too large for its machine; its text is the single line that is shown (exit 1)."""

@@ -202,7 +202,9 @@ class TrainingBar(L.Callback):
     ) -> None:
         assert isinstance(pl_module.loss, float)
         if trainer.global_step > self.shown.n:
-            self.shown.set_postfix_str(f"loss {pl_module.loss:.3f}", refresh=False)
+            speed = trainer.callback_metrics.get("train/tokens_per_second")
+            shown = f"loss {pl_module.loss:.3f}" + (f", {speed:,.0f} tokens/s" if speed else "")
+            self.shown.set_postfix_str(shown, refresh=False)
             self.shown.update(trainer.global_step - self.shown.n)
 
     @override

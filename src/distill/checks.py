@@ -18,6 +18,7 @@ LEAST = {
     "contexts": 1,
     "new_tokens": 2,
     "max_tokens": 3,
+    "logits_rows": 0,
     "drafter.depth": 1,
     "drafter.layers": 1,
     "drafter.lora.r": 1,

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from decode.errors import UserError
+from decode.errors import TooLargeError, UserError
 from distill.runs import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
@@ -100,6 +100,8 @@ def one_line_errors(run: Run | None = None) -> Iterator[None]:
         if run:
             run.discard_if_empty()
         code, text = 2, f"error: {error}"
+    except TooLargeError as error:
+        code, text = 1, f"error: {error}"
     except KeyboardInterrupt:
         again = f"; the same command goes on in {run.path}" if run else ""
         code, text = 130, f"interrupted{again}"

@@ -90,8 +90,11 @@ class RolloutBatches(Dataset[Micro]):
     @override
     def __getitem__(self, index: int) -> Micro:
         step, micro = divmod(index, self.accumulate)
-        shards = self._step_rows(step).reshape(self.accumulate, self.world, self.batch_size)
-        chosen = [self.rows[int(i)] for i in shards[micro, self.rank]]
+        return self._micro(step, micro, self.rank)
+
+    def _micro(self, step: int, micro: int, rank: int) -> Micro:
+        shards = self._shards(step)
+        chosen = [self.rows[int(i)] for i in shards[micro, rank]]
         length = max(min(len(row["tokens"]), self.max_tokens) for row in chosen)
         tokens = torch.zeros(self.batch_size, length, dtype=torch.long)
         mask = torch.zeros(self.batch_size, length, dtype=torch.bool)
@@ -99,8 +102,8 @@ class RolloutBatches(Dataset[Micro]):
             n = min(len(row["tokens"]), length)
             tokens[i, :n] = torch.as_tensor(row["tokens"][:n])
             mask[i, :n] = torch.as_tensor(row["loss_mask"][:n], dtype=torch.bool)
-        read = self.memory.batch(shards[micro, self.rank]) if self.memory else None
-        key = np.random.SeedSequence([self.seed, step, micro * self.world + self.rank])
+        read = self.memory.batch(shards[micro, rank]) if self.memory else None
+        key = np.random.SeedSequence([self.seed, step, micro * self.world + rank])
         noise = int(key.generate_state(1)[0])
         weight = torch.tensor([row["weight"] for row in chosen])
         return Micro(
@@ -113,14 +116,41 @@ class RolloutBatches(Dataset[Micro]):
             weight=None if (weight == 1).all() else weight,
         )
 
+    def rows_of(self, step: int) -> list[list[int]]:
+        """Row numbers of this rank's micro-batches."""
+        return self._shards(step)[:, self.rank].tolist()
+
+    def tokens_of(self, step: int) -> int:
+        """Tokens of an optimizer step's rows, over all its micro-batches and ranks, without padding."""
+        return int(self._length[self._step_rows(step)].sum())
+
+    def largest(self, first: int) -> Micro:
+        """Of the steps of an epoch from `first` on, the micro-batch of any rank with the longest row.
+
+        The same on every rank, so that whatever it takes of all of them comes together.
+        """
+        _, per_epoch = self._epoch()
+        steps = range(first, min(self.steps, first + per_epoch - first % per_epoch))
+        longest = np.stack([self._length[self._shards(step)].max(2) for step in steps])  # (S, A, world)
+        step, micro, rank = np.unravel_index(int(longest.argmax()), longest.shape)
+        return self._micro(steps[int(step)], int(micro), int(rank))
+
+    def _shards(self, step: int) -> np.ndarray:
+        """(accumulate, world, B) row numbers of an optimizer step."""
+        return self._step_rows(step).reshape(self.accumulate, self.world, self.batch_size)
+
     def _step_rows(self, step: int) -> np.ndarray:
         """Row numbers of an optimizer step, over all its micro-batches and ranks."""
-        size = self.batch_size * self.accumulate * self.world
-        per_epoch = max(1, self._usable.size // size)
+        size, per_epoch = self._epoch()
         epoch, place = divmod(step, per_epoch)
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self._shuffle(epoch, size, per_epoch))
         return self._order[1][place]
+
+    def _epoch(self) -> tuple[int, int]:
+        """Rows of an optimizer step, and steps of an epoch."""
+        size = self.batch_size * self.accumulate * self.world
+        return size, max(1, self._usable.size // size)
 
     def _shuffle(self, epoch: int, size: int, per_epoch: int) -> np.ndarray:
         random = np.random.default_rng([self.seed, epoch])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ class Phases(Dataset[Micro]):
         self, load: Callable[[int], RolloutBatches], every: int, accumulate: int, steps: int
     ) -> None:
         self.load, self.every, self.accumulate, self.steps = load, every, accumulate, steps
+        self.loading = 0.0  # seconds in which rollouts were made and read
         self._batches: tuple[int, RolloutBatches] | None = None
 
     def __len__(self) -> int:
@@ -65,12 +67,17 @@ class Phases(Dataset[Micro]):
 
     @override
     def __getitem__(self, index: int) -> Micro:
-        step = index // self.accumulate
+        return self.of(index // self.accumulate)[index]
+
+    def of(self, step: int) -> RolloutBatches:
+        """The batches of the phase that an optimizer step is in."""
         phase = step // self.every if self.every else 0
         if self._batches is None or self._batches[0] != phase:
+            begin = time.perf_counter()
             self._batches = None  # frees what is kept of the last phase
             self._batches = phase, self.load(step)
-        return self._batches[1][index]
+            self.loading += time.perf_counter() - begin
+        return self._batches[1]
 
 
 class RolloutData(L.LightningDataModule):
@@ -146,6 +153,11 @@ class RolloutData(L.LightningDataModule):
         # A resumed run goes on at its step, which Lightning has restored by now.
         start = trainer.global_step * trainer.accumulate_grad_batches
         return DataLoader(self.batches, batch_size=None, sampler=From(start, len(self.batches)))
+
+    def kept_bytes(self) -> int:
+        """Of memory that holds what the target says of the rows."""
+        kept = self._open[2] if self._open else None
+        return kept.bytes if isinstance(kept, TapMemory) else 0
 
     def micros(self, step: int) -> list[Micro]:
         """This rank's micro-batches of an optimizer step."""

@@ -11,11 +11,13 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from decode.errors import UserError
 from decode.target import Target
 from distill.data import Micro
+from distill.failed import Watched
 from distill.objectives import Objective, Scored
 from distill.on_policy import OnPolicy
 from distill.optimizers import hidden_matrices
@@ -70,6 +72,8 @@ class DistillModule(L.LightningModule):
         self._sums: Tensor | None = None  # (1 + DEPTHS, 6) of this optimizer step so far
         self._micros = 0  # micro-batches of this optimizer step that are done
         self._reached: Reached | None = None  # in one process of several
+        self._watched = Watched()
+        self._norm: Tensor | None = None  # of the gradient that is clipped
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
         self.strict_loading = not drafter.borrowed  # see `on_save_checkpoint`
 
@@ -96,6 +100,7 @@ class DistillModule(L.LightningModule):
         del batch_idx
         if self.on_policy:
             batch = self._mix(batch, self.on_policy)
+        self._watched.add(batch)
         read = batch.read or self.target.read(batch.tokens)
         progress = batch.step / self.trainer.max_steps
         rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed, progress)
@@ -116,7 +121,7 @@ class DistillModule(L.LightningModule):
             if self._reached is None:
                 self._reached = Reached(lambda: _exposed(self.drafter))
             loss = self._reached.join(loss)
-        self._step, self._micros = batch.step, self._micros + 1
+        self._micros += 1
         self._add(loss, scored, batch.on_policy / batch.anchors)
         # One denominator per optimizer step: Lightning divides by the accumulation and DDP by
         # the processes, and this is the one place that undoes both.
@@ -151,25 +156,29 @@ class DistillModule(L.LightningModule):
             sums[1 + row.depth] = torch.tensor(row[1:])
         self._sums = sums if self._sums is None else self._sums + sums
 
+    def forget(self) -> None:
+        """Drop what there is of an optimizer step, which then begins anew."""
+        self._sums, self._reached, self._micros = None, None, 0
+        self._watched.clear()
+
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check and log the step's loss: the same number on every rank, before any weight moves."""
-        del optimizer
+        """Check and log loss and gradient: the same on every rank, before any weight moves."""
         if self._micros < self.trainer.accumulate_grad_batches:  # DeepSpeed's engine is asked every time
             return
         assert self._sums is not None
         self._micros = 0
         if self._reached:
             self._reached.leave_out(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
+        norms = self._norms(optimizer) if self._engine is None else torch.zeros(2)
         sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
         assert isinstance(sums, Tensor)
         (self.loss, on_policy, *_), *depths = sums.tolist()
-        if not math.isfinite(self.loss):
-            raise UserError(
-                f"training: the loss is {self.loss} at step {self._step}; lower optimizer.lr, or "
-                "look at the rollouts. The last checkpoint is untouched"
-            )
+        norm, apart = norms.tolist()  # already there: the sums have waited for all that came before
+        self._watched.check(self.trainer, self.loss, norm + apart)
         values = {"train/loss": self.loss}
+        if self._engine is None:
+            values["train/grad_norm"] = norm
         if self.on_policy:
             values["train/on_policy"] = on_policy
         first = max((rows for rows, *_ in depths[1:]), default=0.0)
@@ -191,8 +200,19 @@ class DistillModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Without the confidence head's gradient, which is not to shorten the others."""
-        apart = list(self.drafter.confidence.parameters()) if self.drafter.confidence else []
+        """Without the confidence head's gradient, which is not to shorten the others.
+
+        By norm it takes the one that was checked and logged. The rest is Lightning's: clipping by value,
+        and refusing an optimizer that takes the loss scale off by itself.
+        """
+        if self._engine is not None:
+            return
+        ours, apart = self._clipped(optimizer)
+        if gradient_clip_algorithm != "value" and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            if gradient_clip_val:
+                assert self._norm is not None
+                torch.nn.utils.clip_grads_with_norm_(ours, gradient_clip_val, self._norm)
+            return
         gradients = [weight.grad for weight in apart]
         for weight in apart:
             weight.grad = None
@@ -200,14 +220,42 @@ class DistillModule(L.LightningModule):
         for weight, gradient in zip(apart, gradients, strict=True):
             weight.grad = gradient
 
+    def _clipped(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights whose gradient is clipped, and the confidence head's."""
+        head = self.drafter.confidence
+        apart = {id(weight): weight for weight in head.parameters()} if head else {}
+        every = [weight for group in optimizer.param_groups for weight in group["params"]]
+        return [weight for weight in every if id(weight) not in apart], list(apart.values())
+
+    def _norms(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """(2,) norms of the gradients of the two, over all ranks; not yet waited for."""
+        ours, apart = (
+            torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+            for weights in self._clipped(optimizer)
+        )
+        self._norm = ours
+        return torch.stack([whole(ours), whole(apart).to(whole(ours))])
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's, which clips and steps by itself."""
+        return getattr(self.trainer.strategy, "deepspeed_engine", None)
+
     @override
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Lightning would keep the gradients until the objective has made the next ones."""
+        engine = self._engine
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if not self._micros:
-            optimizer.zero_grad()
+        if self._micros:
+            return
+        if engine is not None:  # it says what the norm was when it has stepped
+            norm = float(engine.get_global_grad_norm() or 0.0)
+            self._watched.check(self.trainer, self.loss, norm)
+            self.log("train/grad_norm", norm)
+        self._watched.clear()
+        optimizer.zero_grad()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -250,6 +298,11 @@ def _exposed(drafter: Drafter) -> list[nn.Parameter]:
     """What trains and an answer may fail to reach: not what every unroll runs."""
     apart = {id(w) for part in drafter.self_contained() for w in part.parameters()}
     return [w for w in drafter.parameters() if w.requires_grad and id(w) not in apart]
+
+
+def whole(norm: Tensor) -> Tensor:
+    """A norm over all ranks, where each has a part of every gradient (FSDP2)."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def weighted(steps: Iterator[DraftStep], weight: Tensor, length: int) -> Iterator[DraftStep]:

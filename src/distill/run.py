@@ -31,7 +31,9 @@ from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
 from distill.feed import Keep, RolloutData
+from distill.footprint import MemoryWatch
 from distill.loading import build_target, read_chat
+from distill.meter import Throughput
 from distill.module import DistillModule
 from distill.objectives import Objective
 from distill.on_policy import OnPolicy
@@ -43,6 +45,7 @@ from distill.report import table
 from distill.runs import checkpoints
 from distill.scoring import Scorer
 from distill.strategies import check_optimizer, check_strategy
+from distill.too_large import explained
 from drafters import hub
 from drafters.base import Drafter
 
@@ -77,7 +80,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
         drafter = build_drafter(cfg, target)
         if cfg.gradient_checkpointing:
             drafter.checkpoint_gradients()
-        objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights))
+        objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights), cfg.logits_rows)
         objective.check(drafter)
         on_policy = _on_policy(cfg, target, drafter)
         optimizer = build_optimizer(cfg, trainer)
@@ -87,7 +90,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
         for candidate in scorer.candidates if scorer else ():
             drafter.check(candidate)
     saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
-    trainer.callbacks.append(saver)  # pyright: ignore[reportAttributeAccessIssue]
+    meter = Throughput(memory := MemoryWatch(cfg.try_largest))
+    trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
     counted = _begin(cfg, drafter)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
@@ -114,7 +118,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
     )
     if newest:
         say(f"resuming from step {newest.name}")
-    fit(trainer, module, data, str(newest / STATE) if newest else None)
+    with explained(trainer, memory, cfg, module):
+        fit(trainer, module, data, str(newest / STATE) if newest else None)
     return _finish(trainer, folder)
 
 

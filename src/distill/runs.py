@@ -17,6 +17,7 @@ from decode.errors import UserError
 from distill.files import write_json
 
 DONE = "done"
+FAILED = "failed"  # folder of batches that no number came of
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -44,7 +45,7 @@ class Run:
 
     def discard_if_empty(self) -> None:
         """Remove a folder that no work was written to."""
-        if not self.resumed and not checkpoints(self.path):
+        if not (self.resumed or checkpoints(self.path) or (self.path / FAILED).exists()):
             shutil.rmtree(self.path, ignore_errors=True)
             with suppress(OSError):  # other runs of this day are in there
                 self.path.parent.rmdir()

@@ -35,6 +35,12 @@ class TapMemory:
                 self._rows.append(pair)
                 progress.update()
 
+    @property
+    def bytes(self) -> int:
+        """Held, where the target is."""
+        pairs = ((last, taps) for last, taps in self._rows)
+        return sum(t.untyped_storage().nbytes() for t in {id(t): t for p in pairs for t in p}.values())
+
     def batch(self, rows: Sequence[int]) -> Read:
         """Right-padded (B, T, D) and (B, T, L, D) of these rows."""
         last = pad_sequence([self._rows[r][0] for r in rows], batch_first=True)
