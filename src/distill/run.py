@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import warnings
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import transformers
 import wandb
 from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
@@ -41,6 +39,7 @@ from distill.provenance import digest, local
 from distill.report import table
 from distill.runs import checkpoints
 from distill.scoring import Scorer
+from distill.stopping import Signals, Stop, Stopped
 from drafters import hub
 from drafters.base import Drafter
 
@@ -84,7 +83,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
         scorer = Scorer(cfg, target, chat, held, answers) if cfg.score.enabled else None
         for candidate in scorer.candidates if scorer else ():
             drafter.check(candidate)
-        saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
+        stop = Stop()
+        saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)
         trainer: L.Trainer = instantiate(
             cfg.trainer,
             callbacks=[TrainingBar(), saver],
@@ -114,11 +114,11 @@ def run(cfg: DictConfig, folder: Path) -> float:
     data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
     data.open(int(newest.name) if newest else 0, trainer)
     module = DistillModule(
-        target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr, on_policy
+        target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr, on_policy, stop
     )
     if newest:
         say(f"resuming from step {newest.name}")
-    fit(trainer, module, data, str(newest / STATE) if newest else None)
+    fit(trainer, module, data, str(newest / STATE) if newest else None, stop)
     return _finish(trainer, folder)
 
 
@@ -149,18 +149,25 @@ def _check_fits(ids: list[int], prompt: Prompt, target: Target) -> None:
 
 
 def fit(
-    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, state: str | None
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    data: L.LightningDataModule,
+    state: str | None,
+    stop: Stop,
 ) -> None:
     """Train; an interruption leaves as KeyboardInterrupt or SystemExit, whatever Lightning makes of it."""
+    trainer._signal_connector = Signals(trainer, stop)
     try:
         trainer.fit(module, data, ckpt_path=state, weights_only=True)
-    except SIGTERMException:
-        raise SystemExit(128 + signal.SIGTERM) from None
+    except Stopped:
+        raise
     except SystemExit:  # what Lightning makes of Ctrl-C
         raise KeyboardInterrupt from None
     finally:
         if wandb.run:  # a second run of this process would go on in it
             wandb.finish()
+    if stop.by:
+        stop.leave(trainer.global_step)
     if trainer.global_step < trainer.max_steps:
         raise KeyboardInterrupt
 
