@@ -22,6 +22,7 @@ from decode.target import Target
 from distill.files import clean, sync, write_json
 from distill.module import DistillModule
 from distill.progress import bar, say
+from distill.ranks import write_state
 from distill.runs import checkpoints
 from distill.stopping import Stop
 from drafters import hub
@@ -123,6 +124,7 @@ class ScoreCheckpoint(L.Callback):
                 (temporary / STATE.parent).mkdir(exist_ok=True)
                 trainer.save_checkpoint(temporary / STATE)  # on every rank: sharded states need all of them
             if trainer.is_global_zero:
+                write_state(trainer, temporary / STATE.parent)
                 hub.save(drafter, target, temporary, self.target_name)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)

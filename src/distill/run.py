@@ -36,6 +36,7 @@ from distill.produce import produce
 from distill.progress import say, switch
 from distill.prompts import Prompt
 from distill.provenance import digest, local
+from distill.ranks import check_state, check_world, lost_ranks, watched
 from distill.report import table
 from distill.runs import checkpoints
 from distill.scoring import Scorer
@@ -92,6 +93,9 @@ def run(cfg: DictConfig, folder: Path) -> float:
             default_root_dir=str(folder),
             enable_progress_bar=False,  # TrainingBar counts optimizer steps
         )
+    check_world(trainer)
+    if newest:
+        check_state(trainer, newest / STATE)
     counted = _begin(cfg, drafter)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
@@ -157,8 +161,10 @@ def fit(
 ) -> None:
     """Train; an interruption leaves as KeyboardInterrupt or SystemExit, whatever Lightning makes of it."""
     trainer._signal_connector = Signals(trainer, stop)
+    watched(trainer)
     try:
-        trainer.fit(module, data, ckpt_path=state, weights_only=True)
+        with lost_ranks(Path(trainer.default_root_dir)):
+            trainer.fit(module, data, ckpt_path=state, weights_only=True)
     except Stopped:
         raise
     except SystemExit:  # what Lightning makes of Ctrl-C
