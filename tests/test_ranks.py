@@ -5,11 +5,13 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from workbench import Bench, Outcome, final, leftovers, ranks, same
+from workbench import ROOT, Bench, Outcome, final, leftovers, ranks, same
 
 from decode.errors import UserError
 from distill import scoring
@@ -161,3 +163,31 @@ def test_a_state_of_other_processes_is_refused(bench, straight, tmp_path):
         "are 1 process (SingleDeviceStrategy, bf16-mixed); start as many as then, or a new run with "
         f"resume=never drafter.init_from={tmp_path}/run/checkpoints/6"
     )
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("which", [0, 1])
+def test_lightnings_own_ranks_end_one_another(which, bench, straight):
+    """`python train.py trainer=ddp trainer.devices=2`, SIGKILL for one of them, and the command again."""
+    command = [sys.executable, "train.py", *bench.command, *OPTIONS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    before = bench.runs()
+    first = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not (folder := next((p for p in bench.runs() if p not in before and checkpoints(p)), None)):
+        time.sleep(0.002)
+    (child,) = (int(p) for p in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split())
+    os.kill((first.pid, child)[which], signal.SIGKILL)
+    killed = time.monotonic()
+    _, said = first.communicate()  # ends when both have closed it
+    assert time.monotonic() - killed < 60
+    assert first.returncode == (-signal.SIGKILL if which == 0 else 1), said
+    assert len(said.splitlines()) == 1, said
+    lost = "another process of this run has ended, or is out of reach"
+    assert said.startswith((f"error: {lost} (", f"error: rank {which} of this run has ended")), said
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert "resuming from step" in again.stdout
+    assert again.stdout.splitlines()[-1] == str(folder)
+    assert same(final(folder), final(straight))
