@@ -2,9 +2,14 @@
 
 import csv
 import os
+import re
 import signal
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from workbench import Bench, final, fork, leftovers, same, tau
@@ -149,3 +154,97 @@ def logged(folder: Path) -> dict[str, str]:
             rows = [row for row in csv.DictReader(lines) if row.get("train/loss")]
         found |= {row["step"]: row["train/loss"] for row in rows}
     return found
+
+
+# -- random moments ------------------------------------------------------------------------------
+
+
+def after(monkeypatch, seconds: float, number: int) -> None:
+    """A signal so long after training has begun, whatever is going on then."""
+    start = callbacks.TrainingBar.on_train_start
+
+    def begin(*args):
+        start(*args)
+        threading.Timer(seconds, lambda: os.kill(os.getpid(), number)).start()
+
+    monkeypatch.setattr(callbacks.TrainingBar, "on_train_start", begin)
+
+
+def training_seconds(bench: Bench, monkeypatch) -> float:
+    """From the first step to the last score."""
+    inside, outside = os.pipe()
+    start = callbacks.TrainingBar.on_train_start
+
+    def timed() -> int:
+        begun = []
+        with monkeypatch.context() as spoilt:
+            spoilt.setattr(
+                callbacks.TrainingBar,
+                "on_train_start",
+                lambda *args: (begun.append(time.monotonic()), start(*args)),
+            )
+            code = bench.train(*OPTIONS).code
+        os.write(outside, str(time.monotonic() - begun[0]).encode())
+        return code
+
+    assert fork(timed) == 0
+    return float(os.read(inside, 100))
+
+
+def where(folder: Path) -> str:
+    """What a signal has interrupted."""
+    steps = [int(p.name) for p in checkpoints(folder)]
+    if any(p.name.endswith(".tmp") for p in (folder / "checkpoints").glob("*")):
+        return "a save"
+    due = [p for p in checkpoints(folder) if int(p.name) % 2 == 0]
+    return "a score" if due and not (due[-1] / "score.json").exists() else f"a step after {steps[-1:]}"
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["KILL", "TERM"])
+def test_runs_interrupted_at_20_random_moments_end_as_if_nothing_had_happened(
+    number, bench, straight, monkeypatch
+):
+    noisy(monkeypatch)
+    seconds = training_seconds(bench, monkeypatch)
+    interrupted = []
+    places = iter(np.random.default_rng(number).uniform(0, 1, 60))
+    while len(interrupted) < 20:
+        with monkeypatch.context() as spoilt:
+            after(spoilt, next(places) * seconds, number)
+            code, _ = stop(bench, *OPTIONS)
+        if code == 0:  # it had ended by then
+            continue
+        assert code == (143 if number == signal.SIGTERM else -number)
+        (folder,) = [p for p in bench.runs() if not (p / "done").exists()]
+        interrupted.append(where(folder))
+        done = bench.train(*OPTIONS)
+        assert done.code == 0, done.err
+        assert done.folder == folder
+        as_undisturbed(folder, straight)
+    print(f"interrupted in {Counter(interrupted)}")
+    assert len(set(interrupted)) > 3, "the moments were not spread over the run"
+
+
+# -- the end of a disk ---------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_full_when_a_run_is_stopped_costs_no_checkpoint(bench, straight, monkeypatch):
+    noisy(monkeypatch)
+    save = callbacks.hub.save
+
+    def full(drafter, target, folder, name):
+        if folder.name == "3.tmp":
+            raise OSError(28, "No space left on device", str(folder))
+        save(drafter, target, folder, name)
+
+    with monkeypatch.context() as spoilt:
+        in_a_step(spoilt)
+        spoilt.setattr(callbacks.hub, "save", full)
+        code, said = stop(bench, *OPTIONS)
+    assert code == 1
+    assert re.fullmatch(r"error: No space left on device \(\S+/3\.tmp\)\n", said)
+    done = bench.train(*OPTIONS)
+    assert "resuming from step 2" in done.out
+    as_undisturbed(done.folder, straight)

@@ -33,18 +33,18 @@ def launch() -> tuple[int, str] | None:
     return None
 
 
-def watch(died: Callable[[], str | None], grace: float = GRACE) -> None:
+def watch(died: Callable[[], str | None], grace: float | None = None) -> None:
     """End this process after another, from a thread: it may hang in a collective, where no signal helps.
 
     Args:
         died: asked once a second; what to say if another process has died.
-        grace: seconds.
+        grace: seconds that it has to find out by itself; GRACE if None.
     """
 
     def run() -> None:
         while not (text := died()):
             time.sleep(1.0)
-        time.sleep(grace)
+        time.sleep(GRACE if grace is None else grace)
         print(f"error: {text}", file=sys.stderr, flush=True)
         os._exit(1)
 
