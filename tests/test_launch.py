@@ -12,12 +12,12 @@ from distill.launch import LAUNCHERS, PARENT, launch, watch, watch_parent
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    for name, others in LAUNCHERS:
-        for variable in (name, *others):
+    for numbers, others in LAUNCHERS:
+        for variable in (*numbers, *others):
             monkeypatch.delenv(variable, raising=False)
 
 
-def names(monkeypatch, **variables: str) -> tuple[int, str] | None:
+def names(monkeypatch, **variables: str) -> tuple[bool, str] | None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     return launch()
@@ -31,18 +31,20 @@ def test_a_process_alone_is_of_no_launch(monkeypatch):
 def test_tasks_of_a_slurm_step_share_a_name_and_a_requeued_job_has_another(monkeypatch):
     first = names(monkeypatch, SLURM_PROCID="0", SLURM_JOB_ID="7", SLURM_STEP_ID="0")
     other = names(monkeypatch, SLURM_PROCID="3")
-    assert (first, other) == ((0, "7 0 "), (3, "7 0 "))
-    assert names(monkeypatch, SLURM_RESTART_COUNT="1") == (3, "7 0 1")
+    assert (first, other) == ((True, "7 0 "), (False, "7 0 "))
+    assert names(monkeypatch, SLURM_RESTART_COUNT="1") == (False, "7 0 1")
 
 
 def test_torchrun_inside_slurm_is_torchrun(monkeypatch):
     names(monkeypatch, SLURM_PROCID="0", SLURM_JOB_ID="7", SLURM_STEP_ID="0")
     found = names(monkeypatch, RANK="5", MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
-    assert found == (5, "a 1 x")
+    assert found == (False, "a 1 x")
 
 
-def test_processes_started_by_hand_are_told_apart_by_their_node(monkeypatch):
-    assert names(monkeypatch, NODE_RANK="2", MASTER_ADDR="a", MASTER_PORT="1") == (2, "a 1")
+def test_processes_started_by_hand_are_told_apart_by_node_and_place(monkeypatch):
+    assert names(monkeypatch, NODE_RANK="2", MASTER_ADDR="a", MASTER_PORT="1") == (False, "a 1")
+    assert names(monkeypatch, NODE_RANK="0", LOCAL_RANK="1") == (False, "a 1")
+    assert names(monkeypatch, LOCAL_RANK="0") == (True, "a 1")
 
 
 def ends(body) -> tuple[int, str]:

@@ -73,7 +73,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
             cfg = compose(argv, config_dir, config_name)
             if "output_dir" in cfg:
                 root = Path(cfg.output_dir)
-                if (launch() or (0,))[0]:
+                if (known := launch()) and not known[0]:
                     folder = join(root)
                 else:
                     resolved: Any = OmegaConf.to_container(cfg, resolve=True)

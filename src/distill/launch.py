@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
-# What says which process this is, and what names the launch. torchrun comes first: it runs inside SLURM.
+# Numbers that are all 0 in the first process, and what names the launch. torchrun may run inside SLURM.
 LAUNCHERS = (
-    ("RANK", ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")),
-    ("SLURM_PROCID", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
-    ("NODE_RANK", ("MASTER_ADDR", "MASTER_PORT")),  # a process a node, started by hand
+    (("RANK",), ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")),
+    (("SLURM_PROCID",), ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
+    (("NODE_RANK", "LOCAL_RANK"), ("MASTER_ADDR", "MASTER_PORT")),  # by hand
 )
 PARENT = "FOREDRAFT_RANK_0"  # process id, for ranks that Lightning starts
 GRACE = 20.0  # seconds in which a process may find out and say by itself that another has died
@@ -22,14 +22,15 @@ class LostRankError(RuntimeError):
     """Another process of this run has died; the text is the one line that is shown (exit 1)."""
 
 
-def launch() -> tuple[int, str] | None:
-    """The number of this process, 0 for the first, and a name that all of a launch share.
+def launch() -> tuple[bool, str] | None:
+    """Whether this process is the first of a launch, and a name that all processes of it share.
 
     None where nobody says: there is one process, or Lightning starts the others.
     """
-    for number, names in LAUNCHERS:
-        if number in os.environ:
-            return int(os.environ[number]), " ".join(os.environ.get(name, "") for name in names)
+    for numbers, names in LAUNCHERS:
+        if numbers[0] in os.environ:
+            first = not any(int(os.environ.get(number, 0)) for number in numbers)
+            return first, " ".join(os.environ.get(name, "") for name in names)
     return None
 
 

@@ -31,13 +31,13 @@ class Launcher(_SubprocessScriptLauncher):
     of a run that was asked to stop, and says nothing.
     """
 
-    started: list[subprocess.Popen]
+    started: tuple[subprocess.Popen, ...] = ()
 
     @override
     def _call_children_scripts(self) -> None:
         os.environ[PARENT] = str(os.getpid())
         super()._call_children_scripts()
-        self.started, self.procs = self.procs, []  # so that Lightning's observer has nobody to watch
+        self.started, self.procs = tuple(self.procs), []  # Lightning's observer has nobody to watch
         watch(self._died)
 
     def _died(self) -> str | None:
@@ -47,7 +47,8 @@ class Launcher(_SubprocessScriptLauncher):
 
     @override
     def kill(self, signum: Any) -> None:
-        for process in getattr(self, "started", []):
+        started, self.started = self.started, ()  # how these end is nobody's fault
+        for process in started:
             process.send_signal(signum)
 
 
