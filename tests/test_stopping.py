@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -159,72 +158,63 @@ def logged(folder: Path) -> dict[str, str]:
 # -- random moments ------------------------------------------------------------------------------
 
 
-def after(monkeypatch, seconds: float, number: int) -> None:
-    """A signal so long after training has begun, whatever is going on then."""
-    start = callbacks.TrainingBar.on_train_start
-
-    def begin(*args):
-        start(*args)
-        threading.Timer(seconds, lambda: os.kill(os.getpid(), number)).start()
-
-    monkeypatch.setattr(callbacks.TrainingBar, "on_train_start", begin)
+# what is begun, how often a run does that, and seconds that it takes
+PHASES = {
+    "step": (DistillModule, "training_step", 12, 0.01),
+    "save": (callbacks.ScoreCheckpoint, "_publish", 3, 0.03),
+    "score": (scoring.Scorer, "__call__", 3, 0.3),
+}
 
 
-def training_seconds(bench: Bench, monkeypatch) -> float:
-    """From the first step to the last score."""
-    inside, outside = os.pipe()
-    start = callbacks.TrainingBar.on_train_start
+def within(monkeypatch, phase: str, dice: np.random.Generator, number: int, noted: Path) -> None:
+    """A signal at a random moment after some step, save or score has begun; notes what it hits."""
+    begun, active = Counter(), ["between"]
+    chosen, delay = dice.integers(1, PHASES[phase][2] + 1), dice.uniform(0, PHASES[phase][3])
 
-    def timed() -> int:
-        begun = []
-        with monkeypatch.context() as spoilt:
-            spoilt.setattr(
-                callbacks.TrainingBar,
-                "on_train_start",
-                lambda *args: (begun.append(time.monotonic()), start(*args)),
-            )
-            code = bench.train(*OPTIONS).code
-        os.write(outside, str(time.monotonic() - begun[0]).encode())
-        return code
+    def hit() -> None:
+        noted.write_text(active[-1])
+        os.kill(os.getpid(), number)
 
-    assert fork(timed) == 0
-    return float(os.read(inside, 100))
+    def follow(name: str, call):
+        def begin(*args):
+            begun[name] += 1
+            if name == phase and begun[name] == chosen:
+                threading.Timer(delay, hit).start()
+            active.append(name)
+            try:
+                return call(*args)
+            finally:
+                active.pop()
 
+        return begin
 
-def where(folder: Path) -> str:
-    """What a signal has interrupted."""
-    steps = [int(p.name) for p in checkpoints(folder)]
-    if any(p.name.endswith(".tmp") for p in (folder / "checkpoints").glob("*")):
-        return "a save"
-    due = [p for p in checkpoints(folder) if int(p.name) % 2 == 0]
-    return "a score" if due and not (due[-1] / "score.json").exists() else f"a step after {steps[-1:]}"
+    for name, (owner, method, *_) in PHASES.items():
+        monkeypatch.setattr(owner, method, follow(name, getattr(owner, method)))
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["KILL", "TERM"])
 def test_runs_interrupted_at_20_random_moments_end_as_if_nothing_had_happened(
-    number, bench, straight, monkeypatch
+    number, bench, straight, monkeypatch, tmp_path
 ):
     noisy(monkeypatch)
-    seconds = training_seconds(bench, monkeypatch)
-    interrupted = []
-    places = iter(np.random.default_rng(number).uniform(0, 1, 60))
-    while len(interrupted) < 20:
+    dice, interrupted = np.random.default_rng(number), Counter()
+    while interrupted.total() < 20:
         with monkeypatch.context() as spoilt:
-            after(spoilt, next(places) * seconds, number)
-            code, _ = stop(bench, *OPTIONS)
+            within(spoilt, list(PHASES)[interrupted.total() % 3], dice, number, tmp_path / "hit")
+            code, said = stop(bench, *OPTIONS)
         if code == 0:  # it had ended by then
             continue
-        assert code == (143 if number == signal.SIGTERM else -number)
+        assert code == (143 if number == signal.SIGTERM else -number), said
         (folder,) = [p for p in bench.runs() if not (p / "done").exists()]
-        interrupted.append(where(folder))
+        interrupted[(tmp_path / "hit").read_text()] += 1
         done = bench.train(*OPTIONS)
         assert done.code == 0, done.err
         assert done.folder == folder
         as_undisturbed(folder, straight)
-    print(f"interrupted in {Counter(interrupted)}")
-    assert len(set(interrupted)) > 3, "the moments were not spread over the run"
+    print(f"interrupted in {interrupted}")
+    assert interrupted.keys() >= PHASES.keys(), "the moments were not spread over the run"
 
 
 # -- the end of a disk ---------------------------------------------------------------------------
