@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import random
+import signal
 import sys
 from itertools import chain
 from pathlib import Path
@@ -24,6 +26,7 @@ from distill.chat import Chat
 from distill.cli import compose, main
 from distill.corpus import hold_out, pack, read_corpus, train_tokenizer
 from distill.pretrain import PretrainModule, Saver, Sequences
+from distill.stopping import Stopped
 from distill.targets import build_model, pretrain
 
 ROOT = Path(__file__).parents[1]
@@ -178,17 +181,20 @@ def test_same_seed_same_weights(root):
     assert not any(torch.equal(weights[name], other[name]) for name in weights if weights[name].ndim == 2)
 
 
-@pytest.mark.parametrize("stop", [6, 10], ids=["after a checkpoint", "between checkpoints"])
-def test_a_killed_run_goes_on_exactly(root, monkeypatch, stop):
-    options = [
-        "trainer.max_steps=12",
-        "every=3",
-        "trainer.accumulate_grad_batches=2",
-        "optimizer.decay=linear",
-    ]
+TWELVE = ["trainer.max_steps=12", "every=3", "trainer.accumulate_grad_batches=2", "optimizer.decay=linear"]
+
+
+def undisturbed(root: Path) -> dict[str, torch.Tensor]:
+    """Weights after twelve steps."""
     whole = root / "whole"
     if not whole.exists():
-        train(root, "whole", *options)
+        train(root, "whole", *TWELVE)
+    return load_file(whole / "model.safetensors")
+
+
+@pytest.mark.parametrize("stop", [6, 10], ids=["after a checkpoint", "between checkpoints"])
+def test_a_killed_run_goes_on_exactly(root, monkeypatch, stop):
+    options, whole = TWELVE, undisturbed(root)
 
     def die(self, trainer, *args):
         save(self, trainer, *args)
@@ -208,8 +214,26 @@ def test_a_killed_run_goes_on_exactly(root, monkeypatch, stop):
     monkeypatch.setattr(Sequences, "__getitem__", lambda self, i: seen.append(i) or item(self, i))
     resumed = load_file(train(root, name, *options) / "model.safetensors")
     assert sorted(set(seen)) == list(range(stop // 3 * 3 * 2, 24))
-    expected = load_file(whole / "model.safetensors")
-    assert all(torch.equal(expected[key], resumed[key]) for key in expected)
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_a_stopped_run_saves_and_goes_on(root, monkeypatch, capsys):
+    whole, step = undisturbed(root), PretrainModule.training_step
+
+    def ask(self, batch, number):
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PretrainModule, "training_step", ask)
+        with pytest.raises(Stopped) as left:
+            train(root, "stopped", *TWELVE)
+    assert left.value.code == 143
+    assert "stopped by SIGTERM at step 4;" in capsys.readouterr().err
+    assert [p.name for p in (root / "run-stopped" / "checkpoints").iterdir()] == ["4"]
+    resumed = load_file(train(root, "stopped", *TWELVE) / "model.safetensors")
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
 def test_a_run_does_not_go_on_with_other_text(root, tmp_path):

@@ -22,7 +22,9 @@ from decode.target import Target
 from distill.files import clean, sync, write_json
 from distill.module import DistillModule
 from distill.progress import bar, say
+from distill.ranks import write_state
 from distill.runs import checkpoints
+from distill.stopping import Stop
 from distill.strategies import consolidated
 from drafters import hub
 from drafters.base import Drafter
@@ -43,11 +45,16 @@ class ScoreCheckpoint(L.Callback):
         every: optimizer steps between save points.
         scorer: (checkpoint folder, step) -> scorecard, or None to save only.
         target_name: written into the checkpoint.
+        stop: says when to stop. The step that a run stops at is a save point like any other, but for
+            one thing: if it would not have been one, it is not scored, and goes once there is a newer.
     """
 
-    def __init__(self, folder: Path, every: int, scorer: Scorer | None, target_name: str) -> None:
+    def __init__(
+        self, folder: Path, every: int, scorer: Scorer | None, target_name: str, stop: Stop | None = None
+    ) -> None:
         self.root = folder / "checkpoints"
         self.every, self.scorer, self.target_name = every, scorer, target_name
+        self.stop = stop or Stop()
         self.trained = 0.0  # seconds in training steps, whatever was scored between them
 
     @override
@@ -73,10 +80,13 @@ class ScoreCheckpoint(L.Callback):
             self.root.mkdir(parents=True, exist_ok=True)
             clean(self.root)
             # A kill may have come between a checkpoint and its links or its score.
-            self._link()
+            self._link(trainer)
             for path in checkpoints(self.root.parent):
                 self._score(trainer, path)
         trainer.strategy.barrier()
+
+    def _due(self, trainer: L.Trainer, step: int) -> bool:
+        return step % self.every == 0 or step == trainer.max_steps
 
     @override
     def on_train_batch_end(
@@ -84,10 +94,12 @@ class ScoreCheckpoint(L.Callback):
     ) -> None:
         self.trained += time.monotonic() - self._begin
         step = trainer.global_step
-        due = step > 0 and (step % self.every == 0 or step == trainer.max_steps)
+        due = step > 0 and self._due(trainer, step)
         # Micro-batches of the next step come with the same number.
-        if due and not (self.root / str(step)).exists():
+        if (due or self.stop.by) and not (self.root / str(step)).exists():
             self.save(trainer, pl_module, step)
+        if self.stop.by:
+            trainer.should_stop = True
 
     def save(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
         """Make the save point of `step`."""
@@ -95,7 +107,7 @@ class ScoreCheckpoint(L.Callback):
         self._publish(trainer, module.drafter, module.target, step)
         if trainer.is_global_zero:
             say(_line(step, trainer.max_steps, module.loss, self.root / str(step)))
-        trainer.strategy.barrier()
+        self.stop.ask_all(trainer)  # others wait here while rank 0 scores
 
     def save_untrained(self, trainer: L.Trainer, drafter: Drafter, target: Target) -> None:
         """Make the one save point, 0, of a drafter that there is nothing to fit in."""
@@ -114,6 +126,7 @@ class ScoreCheckpoint(L.Callback):
                 (temporary / STATE.parent).mkdir(exist_ok=True)
                 trainer.save_checkpoint(temporary / STATE)  # on every rank: each may have a part
             if trainer.is_global_zero:
+                write_state(trainer, temporary / STATE.parent)
                 hub.save(drafter, target, temporary, self.target_name, weights)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -126,22 +139,29 @@ class ScoreCheckpoint(L.Callback):
                 sync(path)
             temporary.replace(final)
             sync(self.root)
-            self._link()
+            self._link(trainer)
             self._score(trainer, final)
 
-    def _link(self) -> None:
+    def _link(self, trainer: L.Trainer) -> None:
         """Point `last` to the newest checkpoint; it alone keeps the trainer's state."""
         found = checkpoints(self.root.parent)
         if found:
             _point(self.root / "last", found[-1])
         for older in found[:-1]:
             shutil.rmtree(older / STATE.parent, ignore_errors=True)
+            if not self._due(trainer, int(older.name)):
+                going = older.replace(older.with_name(f"{older.name}.tmp"))  # half of it is no checkpoint
+                shutil.rmtree(going, ignore_errors=True)
 
     def _score(self, trainer: L.Trainer, path: Path) -> None:
-        if self.scorer is None or (path / "score.json").exists():
+        scorer, step = self.scorer, int(path.name)
+        if scorer is None or (path / "score.json").exists() or not self._due(trainer, step):
             return
         with torch.random.fork_rng():  # loading a drafter first makes a random one
-            card: dict[str, Any] = self.scorer(path, int(path.name)) | {"train_seconds": self.trained}
+            card = self.stop.unless_asked(lambda: scorer(path, step))
+        if card is None:
+            return
+        card["train_seconds"] = self.trained
         write_json(path / "score.json", card)
         if not card["audit_passed"]:
             log.error("audit failed at step %s: %s", path.name, card["audit"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import errno
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decode.errors import TooLargeError, UserError
+from distill.launch import LostRankError, launch, watch_parent
 from distill.runs import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
@@ -68,6 +68,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
             print(folder, flush=True)
         return result
 
+    watch_parent()
     with one_line_errors():
         argv = rewrite(sys.argv[1:], config_dir)
         # Flags are Hydra's own; a rank that Lightning started has its folder in argv already.
@@ -77,7 +78,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
             cfg = compose(argv, config_dir, config_name)
             if "output_dir" in cfg:
                 root = Path(cfg.output_dir)
-                if int(os.environ.get("RANK", 0)):
+                if (known := launch()) and not known[0]:
                     folder = join(root)
                 else:
                     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -100,7 +101,7 @@ def one_line_errors(run: Run | None = None) -> Iterator[None]:
         if run:
             run.discard_if_empty()
         code, text = 2, f"error: {error}"
-    except TooLargeError as error:
+    except (TooLargeError, LostRankError) as error:
         code, text = 1, f"error: {error}"
     except KeyboardInterrupt:
         again = f"; the same command goes on in {run.path}" if run else ""

@@ -23,6 +23,7 @@ from distill.on_policy import OnPolicy
 from distill.optimizers import hidden_matrices
 from distill.reached import Reached
 from distill.schedule import warm_up_and_decay
+from distill.stopping import SIGNALS, Stop
 from drafters.base import Batch, Drafter, DraftStep, supervised
 
 DEPTHS = 33  # rows of the table of sums that ranks add up, depth 0 first; no drafter unrolls more
@@ -52,6 +53,7 @@ class DistillModule(L.LightningModule):
         warmup: share of the steps over which the learning rate rises.
         final_lr: share of the learning rate that the cosine ends at.
         on_policy: replaces answers by the drafter's own; None: none.
+        stop: is told, at every optimizer step, which signals any rank has had.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class DistillModule(L.LightningModule):
         warmup: float,
         final_lr: float,
         on_policy: OnPolicy | None = None,
+        stop: Stop | None = None,
     ) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple, so that nothing registers it
         self.drafter, self.objective, self.optimizer = drafter, objective, optimizer
         self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
+        self.stop = stop or Stop()
         self._mixed: list[Micro] = []  # micro-batches of this optimizer step that are still to come
         self._sums: Tensor | None = None  # (1 + DEPTHS, 6) of this optimizer step so far
         self._micros = 0  # micro-batches of this optimizer step that are done
@@ -98,6 +102,8 @@ class DistillModule(L.LightningModule):
     def training_step(self, batch: Micro, batch_idx: int) -> Tensor:
         """One micro-batch; the sum of losses over the anchors of the whole optimizer step."""
         del batch_idx
+        # What draws from the global generator (dropout, say) gives the same again after a resume.
+        torch.manual_seed(batch.seed)
         if self.on_policy:
             batch = self._mix(batch, self.on_policy)
         self._watched.add(batch)
@@ -171,9 +177,11 @@ class DistillModule(L.LightningModule):
         if self._reached:
             self._reached.leave_out(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
         norms = self._norms(optimizer) if self._engine is None else torch.zeros(2)
+        self._sums[0, 2 : 2 + len(SIGNALS)] = torch.tensor(self.stop.heard)
         sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
         assert isinstance(sums, Tensor)
-        (self.loss, on_policy, *_), *depths = sums.tolist()
+        (self.loss, on_policy, *rest), *depths = sums.tolist()
+        self.stop.agree(rest[: len(SIGNALS)])
         norm, apart = norms.tolist()  # already there: the sums have waited for all that came before
         self._watched.check(self.trainer, self.loss, norm + apart)
         values = {"train/loss": self.loss}

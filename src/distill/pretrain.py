@@ -28,6 +28,7 @@ from distill.optimizers import Joint
 from distill.progress import say
 from distill.runs import checkpoints
 from distill.schedule import warm_up_and_decay
+from distill.stopping import Stop
 
 
 class Sequences(Dataset[Tensor]):
@@ -180,16 +181,26 @@ class PretrainModule(L.LightningModule):
 class Saver(L.Callback):
     """Keeps the newest checkpoint, which has its final name only when it is whole."""
 
-    def __init__(self, folder: Path, every: int) -> None:
-        self.folder, self.every = folder, every
+    def __init__(self, folder: Path, every: int, stop: Stop) -> None:
+        self.folder, self.every, self.stop = folder, every, stop
+        self._step = 0  # the newest that has ended
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         final = self.folder / "checkpoints" / str(step)
-        if (step % self.every and step < trainer.max_steps) or not step or final.exists():
+        if step == self._step:  # a micro-batch of the next one
             return
-        temporary = final.with_name(f"{step}.tmp")
+        self._step = step
+        self.stop.ask_all(trainer)
+        due = step % self.every == 0 or step == trainer.max_steps
+        if (due or self.stop.by) and not final.exists():
+            self._save(trainer, final)
+        if self.stop.by:
+            self.stop.leave(step)
+
+    def _save(self, trainer: L.Trainer, final: Path) -> None:
+        temporary = final.with_name(f"{final.name}.tmp")
         (temporary / STATE.parent).mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(temporary / STATE)
         if trainer.is_global_zero:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -19,7 +18,6 @@ import transformers
 import wandb
 from hydra.utils import instantiate
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
@@ -41,9 +39,11 @@ from distill.produce import produce
 from distill.progress import say, switch
 from distill.prompts import Prompt
 from distill.provenance import digest, local
+from distill.ranks import check_state, check_world, lost_ranks, watched
 from distill.report import table
 from distill.runs import checkpoints
 from distill.scoring import Scorer
+from distill.stopping import Signals, Stop, Stopped
 from distill.strategies import check_optimizer, check_strategy
 from distill.too_large import explained
 from drafters import hub
@@ -72,6 +72,9 @@ def run(cfg: DictConfig, folder: Path) -> float:
     L.seed_everything(cfg.seed, verbose=False)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     trainer = build_trainer(cfg, folder, int(newest.name) if newest else 0)
+    check_world(trainer)
+    if newest:
+        check_state(trainer, newest / STATE)
     target = build_target(cfg, trainer.strategy.root_device)
     for prompt in held:
         _check_fits(chat.encode(prompt.messages, prompt.tools), prompt, target)
@@ -89,7 +92,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
         scorer = Scorer(cfg, target, chat, held, answers) if cfg.score.enabled else None
         for candidate in scorer.candidates if scorer else ():
             drafter.check(candidate)
-    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path)
+    stop = Stop()
+    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)
     meter = Throughput(memory := MemoryWatch(cfg.try_largest))
     trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
     counted = _begin(cfg, drafter)
@@ -114,12 +118,12 @@ def run(cfg: DictConfig, folder: Path) -> float:
     data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
     data.open(int(newest.name) if newest else 0, trainer)
     module = DistillModule(
-        target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr, on_policy
+        target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr, on_policy, stop
     )
     if newest:
         say(f"resuming from step {newest.name}")
     with explained(trainer, memory, cfg, module):
-        fit(trainer, module, data, str(newest / STATE) if newest else None)
+        fit(trainer, module, data, str(newest / STATE) if newest else None, stop)
     return _finish(trainer, folder)
 
 
@@ -175,18 +179,28 @@ def _check_fits(ids: list[int], prompt: Prompt, target: Target) -> None:
 
 
 def fit(
-    trainer: L.Trainer, module: L.LightningModule, data: L.LightningDataModule, state: str | None
+    trainer: L.Trainer,
+    module: L.LightningModule,
+    data: L.LightningDataModule,
+    state: str | None,
+    stop: Stop,
 ) -> None:
     """Train; an interruption leaves as KeyboardInterrupt or SystemExit, whatever Lightning makes of it."""
+    trainer._signal_connector = Signals(trainer, stop)
+    watched(trainer)
     try:
-        trainer.fit(module, data, ckpt_path=state, weights_only=True)
-    except SIGTERMException:
-        raise SystemExit(128 + signal.SIGTERM) from None
+        with lost_ranks(Path(trainer.default_root_dir)):
+            trainer.fit(module, data, ckpt_path=state, weights_only=True)
+    except Stopped:
+        raise
     except SystemExit:  # what Lightning makes of Ctrl-C
         raise KeyboardInterrupt from None
     finally:
+        torch.set_flush_denormal(False)  # a backward pass that failed has left it on
         if wandb.run:  # a second run of this process would go on in it
             wandb.finish()
+    if stop.by:
+        stop.leave(trainer.global_step)
     if trainer.global_step < trainer.max_steps:
         raise KeyboardInterrupt
 

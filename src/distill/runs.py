@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from decode.errors import UserError
 from distill.files import write_json
+from distill.launch import launch
 
 DONE = "done"
 FAILED = "failed"  # folder of batches that no number came of
@@ -69,15 +70,15 @@ def claim(root: Path, config: dict[str, Any], resume: str) -> Run:
             run = _claim_named(Path(resume), key)
         else:
             run = (_unfinished(root, key) if resume == "auto" else None) or _new(root, key)
-        if launch := _launch(root):
-            write_json(launch, str(run.path))
+        if there := _launch(root):
+            write_json(there, str(run.path))
     except OSError as error:
         raise UserError(f"output_dir={root}: {error.strerror}") from None
     return run
 
 
 def join(root: Path, wait: float = 600.0) -> Path:
-    """The folder that rank 0 of this launch (torchrun's, say) has claimed.
+    """The folder that the first process of this launch (torchrun's, SLURM's) has claimed.
 
     Args:
         root: folder of all runs.
@@ -86,11 +87,11 @@ def join(root: Path, wait: float = 600.0) -> Path:
     Raises:
         UserError: none in that time.
     """
-    launch = _launch(root)
+    there = _launch(root)
     end = time.monotonic() + wait
-    while launch and time.monotonic() < end:
+    while there and time.monotonic() < end:
         try:
-            folder = Path(json.loads(launch.read_text()))
+            folder = Path(json.loads(there.read_text()))
         except (OSError, ValueError):
             folder = None
         # An earlier launch may have had the same name; its processes hold no lock any more.
@@ -105,10 +106,8 @@ def join(root: Path, wait: float = 600.0) -> Path:
 
 def _launch(root: Path) -> Path | None:
     """Where ranks that somebody else starts learn which folder rank 0 has."""
-    names = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
-    if "RANK" not in os.environ:
-        return None
-    return root / f".launch-{hashlib.sha256(' '.join(names).encode()).hexdigest()[:12]}.json"
+    known = launch()
+    return root / f".launch-{hashlib.sha256(known[1].encode()).hexdigest()[:12]}.json" if known else None
 
 
 def _unfinished(root: Path, key: str) -> Run | None:

@@ -24,6 +24,7 @@ from distill.progress import say, switch
 from distill.provenance import commit, digest, local
 from distill.run import fit, loggers, quiet
 from distill.runs import checkpoints
+from distill.stopping import Stop
 
 TOKENIZER_FILES = ("*token*.*", "vocab.*", "merges.*", "chat_template.*")
 SPECIAL_IDS = ("bos", "eos", "pad")  # what a model's configuration says of its tokenizer
@@ -63,9 +64,10 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
             digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items()))),
         )
         module.build_optimizer()  # what is wrong with its arguments shows here
+        stop = Stop()
         trainer: L.Trainer = instantiate(
             cfg.trainer,
-            callbacks=[timer, Saver(folder, cfg.every), TrainingBar()],
+            callbacks=[timer, Saver(folder, cfg.every, stop), TrainingBar()],
             logger=loggers(cfg, folder, int(newest[0].name) if newest else 0),
             default_root_dir=str(folder),
             enable_progress_bar=False,  # TrainingBar counts optimizer steps
@@ -79,7 +81,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         f"{len(train)} documents and {len(held)} held out, {data.tokens / 1e6:.2f} M tokens to train on; "
         f"{trainer.max_steps} steps are {sequences / len(data.rows):.2f} passes"
     )
-    fit(trainer, module, data, str(newest[0] / STATE) if newest else None)
+    fit(trainer, module, data, str(newest[0] / STATE) if newest else None, stop)
     trainer.loggers = []  # W&B's run has ended with the training
     loss = trainer.validate(module, data, verbose=False)[0] if held else {}
     if trainer.is_global_zero:
