@@ -66,9 +66,10 @@ class ScoreCheckpoint(L.Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._catch_up(trainer)
+        assert isinstance(pl_module, DistillModule)
+        self._catch_up(trainer, pl_module.target)
 
-    def _catch_up(self, trainer: L.Trainer) -> None:
+    def _catch_up(self, trainer: L.Trainer, target: Target) -> None:
         if trainer.is_global_zero:
             self.root.mkdir(parents=True, exist_ok=True)
             clean(self.root)
@@ -76,6 +77,7 @@ class ScoreCheckpoint(L.Callback):
             self._link()
             for path in checkpoints(self.root.parent):
                 self._score(trainer, path)
+        target.rest()  # the first rank alone scores
         trainer.strategy.barrier()
 
     @override
@@ -93,15 +95,17 @@ class ScoreCheckpoint(L.Callback):
         """Make the save point of `step`."""
         assert isinstance(module, DistillModule)
         self._publish(trainer, module.drafter, module.target, step)
+        module.target.rest()
         if trainer.is_global_zero:
             say(_line(step, trainer.max_steps, module.loss, self.root / str(step)))
         trainer.strategy.barrier()
 
     def save_untrained(self, trainer: L.Trainer, drafter: Drafter, target: Target) -> None:
         """Make the one save point, 0, of a drafter that there is nothing to fit in."""
-        self._catch_up(trainer)
+        self._catch_up(trainer, target)
         if trainer.is_global_zero and not (self.root / "0").exists():
             self._publish(trainer, drafter, target, 0)
+        target.rest()
 
     def _publish(self, trainer: L.Trainer, drafter: Drafter, target: Target, step: int) -> None:
         final, temporary = self.root / str(step), self.root / f"{step}.tmp"
@@ -120,7 +124,8 @@ class ScoreCheckpoint(L.Callback):
             if isinstance(error, OSError):
                 raise
             raise OSError(errno.EIO, str(error), str(temporary)) from error  # its words for a full disk
-        trainer.strategy.barrier()  # every rank's part is written
+        if drafter.trains:
+            trainer.strategy.barrier()  # every rank's part is written
         if trainer.is_global_zero:
             for path in (*temporary.rglob("*"), temporary):
                 sync(path)

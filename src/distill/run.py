@@ -42,7 +42,7 @@ from distill.provenance import digest, local
 from distill.report import table
 from distill.runs import checkpoints
 from distill.scoring import Scorer
-from distill.strategies import check_optimizer, check_strategy
+from distill.strategies import check_optimizer, check_strategy, join_others
 from drafters import hub
 from drafters.base import Drafter
 
@@ -69,6 +69,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     L.seed_everything(cfg.seed, verbose=False)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     trainer = build_trainer(cfg, folder, int(newest.name) if newest else 0)
+    join_others(trainer, cfg.target.placement)
     target = build_target(cfg, trainer.strategy.root_device)
     for prompt in held:
         _check_fits(chat.encode(prompt.messages, prompt.tools), prompt, target)
@@ -106,6 +107,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
 
     if scorer:
         scorer.prepare()
+        target.rest()
     keep, every = Keep(target, cfg.taps, cfg.taps_gb), cfg.rollout.refresh_every
     data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
     data.open(int(newest.name) if newest else 0, trainer)
