@@ -237,7 +237,7 @@ class _Rescorer:
     def __init__(self, target: Target) -> None:
         small = sum(p.numel() for p in target.model.parameters()) <= LARGEST_COPY
         wide = torch.promote_types(target.dtype, torch.float32)
-        copied = small and wide != target.dtype
+        copied = small and target.movable and wide != target.dtype
         model: Any = copy.deepcopy(target.model) if copied else target.model
         self.model = model.to(wide) if copied else model
         self.dtype = str(wide if copied else target.dtype).removeprefix("torch.")

@@ -117,9 +117,9 @@ class RowStore:
         assert self._data is not None
         longest = max(counts)
         if slots is not None and longest > 1:  # the root is where it belongs
-            slots = slots[:, :longest]
-            rows, kept = slots.shape
             device = self._data.device
+            slots = slots[:, :longest].to(device)
+            rows, kept = slots.shape
             start = torch.tensor(self.lengths) + torch.arange(rows) * self.capacity
             start = start[:, None].to(device)
             flat = self._data.view(self.layers * 2, rows * self.capacity, -1)
@@ -142,6 +142,50 @@ class RowStore:
             if new != old:
                 self._data[:, :, new, :used] = self._data[:, :, old, :used]
         self._data = self._data[:, :, : len(rows)]
+
+
+class SplitStore(RowStore):
+    """Keys and values of layers that lie on several devices: one store on each.
+
+    Args:
+        places: of every layer, the number of its store: 0, 1, ...
+        rows: B.
+        capacity: as in `RowStore`.
+    """
+
+    def __init__(self, places: Sequence[int], rows: int, capacity: int) -> None:
+        super().__init__(len(places), rows, capacity)
+        self._stores = [RowStore(places.count(p), rows, capacity) for p in range(max(places) + 1)]
+        self._where = [(self._stores[p], places[:i].count(p)) for i, p in enumerate(places)]
+
+    @property
+    @override
+    def bytes_per_token(self) -> int:
+        return sum(store.bytes_per_token for store in self._stores)
+
+    @override
+    def begin(self, new: int, scratch: int = 0) -> None:
+        super().begin(new, scratch)
+        for store in self._stores:
+            store.lengths = self.lengths
+            store.begin(new, scratch)
+
+    @override
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        store, own = self._where[layer]
+        return store.write(own, keys, values)
+
+    @override
+    def keep(self, counts: Sequence[int], slots: Tensor | None = None) -> None:
+        for store in self._stores:
+            store.keep(counts, slots)
+        self.lengths = self._stores[0].lengths
+
+    @override
+    def select(self, rows: Sequence[int]) -> None:
+        for store in self._stores:
+            store.select(rows)
+        self.lengths = self._stores[0].lengths
 
 
 def attention_mask(
@@ -221,12 +265,20 @@ class _Layer(CacheLayerMixin):
 class KVCache(Cache):
     """A `RowStore` in transformers' clothes.
 
+    Args:
+        places: of every layer, the number of the device that it lies on; see `SplitStore`.
+        rows: B.
+        capacity: as in `RowStore`.
+        compiled: the layers are.
+
     Only full attention (with or without a sliding window) can be compacted; recurrent and
     linear-attention states are refused by the probe before a cache is ever built.
     """
 
-    def __init__(self, layers: int, rows: int, capacity: int, compiled: bool = False) -> None:
-        self.store = RowStore(layers, rows, capacity)
+    def __init__(self, places: Sequence[int], rows: int, capacity: int, compiled: bool = False) -> None:
+        layers = len(places)
+        several = len(set(places)) > 1
+        self.store = SplitStore(places, rows, capacity) if several else RowStore(layers, rows, capacity)
         # Lengths change every round, so the store stays out of compiled graphs.
         write: Any = torch.compiler.disable(self.store.write) if compiled else self.store.write
         super().__init__(layers=[_Layer(self.store, i, write) for i in range(layers)])

@@ -100,10 +100,13 @@ class CausalLM:
     Attributes:
         max_positions: longest sequence, in tokens, that the model was built for.
         compiled: see `compile`.
+        movable: whether all weights lie on one device, and can be moved, copied and altered.
 
     Raises:
         UserError: no decoder layers to be found, or no output head.
     """
+
+    movable = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -117,6 +120,7 @@ class CausalLM:
         self._kinds = set(getattr(self.config, "layer_types", None) or ())
         self._window: int | None = getattr(self.config, "sliding_window", None)
         self._sdpa = self.config._attn_implementation == "sdpa"
+        self._places = [0] * len(self.layers)  # of keys and values; see `SplitStore`
         self._fused: Fused | None = None
         self._cache: KVCache | None = None
         self.compiled = False
@@ -132,9 +136,18 @@ class CausalLM:
         """Of the weights."""
         return self.head.weight.device
 
+    @property
+    def bytes(self) -> int:
+        """Of the weights that this process holds."""
+        return sum(p.numel() * p.itemsize for p in self.model.parameters())
+
+    def weights(self, part: nn.Module) -> dict[str, Tensor]:
+        """State dict of a part of the model, of whole weights to be copied; called on every process."""
+        return part.state_dict()
+
     def start(self, rows: int, capacity: int) -> None:
         """Forget everything and make room for `capacity` tokens in each of `rows` rows."""
-        self._cache = KVCache(len(self.layers), rows, capacity, self.compiled)
+        self._cache = KVCache(self._places, rows, capacity, self.compiled)
         self._fused = None if self.compiled else Fused.of(self.base, self.layers, self.config)
 
     def compile(self) -> None:

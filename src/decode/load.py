@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from transformers.models.auto.modeling_auto import (
 
 from decode.errors import UserError
 from decode.probe import probe
+from decode.sharded import load_sharded
+from decode.spread import load_spread
 from decode.target import Target
 
 DTYPES = {
@@ -102,6 +105,8 @@ def load_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
     compiled: bool = False,
+    placement: str = "replicated",
+    **memory: Any,
 ) -> Target:
     """Load, freeze and probe a causal LM.
 
@@ -112,11 +117,27 @@ def load_target(
         revision: of a hub id.
         trust_remote_code: runs Python that comes with the model; off unless asked for.
         compiled: see `CausalLM.compile`.
+        placement: `replicated` holds all of it on one device, `sharded` a part of each layer on every
+            process, `device_map` its layers on several devices, in host memory and on disk.
+        **memory: of a device map; see `spread.load_spread`.
 
     Raises:
-        UserError: see `load_model` and `probe`.
+        UserError: see `load_model`, `probe` and `load_sharded`; compiled layers that are not replicated.
     """
-    target = Target(load_model(name, dtype, revision, trust_remote_code).to(device))
+    if compiled and placement != "replicated":
+        raise UserError(f"target.compile=true: layers of target.placement={placement} cannot be compiled")
+    load = partial(load_model, name, dtype, revision, trust_remote_code)
+    if placement == "sharded":
+        target = load_sharded(load, torch.device(device))
+    elif placement == "device_map":
+        config = load_config(name, revision, trust_remote_code)
+        with torch.device("meta"):
+            empty = auto_class(config).from_config(
+                config, trust_remote_code=trust_remote_code, dtype=DTYPES.get(dtype, config.dtype)
+            )
+        target = load_spread(load, empty, torch.device(device), **memory)
+    else:
+        target = Target(load().to(device))
     probe(target)
     if compiled:
         target.compile()
@@ -130,8 +151,11 @@ def load_model(
     trust_remote_code: bool = False,
     what: str = "target",
     masked: bool = False,
+    **more: Any,
 ) -> Any:
     """Load a causal LM, a transformers model; arguments as in `load_target` and `load_config`.
+
+    `more` is handed to transformers.
 
     Raises:
         UserError: see `load_config`; weights that are damaged or not all there.
@@ -150,6 +174,7 @@ def load_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             **kernels(config),
+            **more,
             **({"experts_implementation": "eager"} if dtype == "float64" else {}),  # no grouped kernel
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -56,11 +57,24 @@ class Target(CausalLM):
     def fingerprint(self) -> str:
         """Tells this target's weights and vocabulary from another's, whatever dtype they are in."""
         digest = hashlib.sha256(f"{self.head.weight.shape} {len(self.layers)}".encode())
-        middle = next(p for p in self.layers[len(self.layers) // 2].parameters() if p.dim() > 1)
+        weights = self.weights(self.layers[len(self.layers) // 2])
+        middle = next(w for w in weights.values() if w.dim() > 1)
         for weight in (self.head.weight, middle):
             sample = weight[:: max(1, weight.shape[0] // 64)].to("cpu", torch.bfloat16)
             digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    # -- among several processes -----------------------------------------------------------------
+
+    def rest(self) -> None:
+        """To be called by every process when it has nothing to read for now; returns when all have.
+
+        At once, but for a target that they hold together (`Sharded`).
+        """
+
+    def wait(self, seconds: float) -> None:
+        """For other processes, which may need this one's part of the target."""
+        time.sleep(seconds)
 
     # -- without a cache: training and rescoring ---------------------------------------------
 
@@ -100,5 +114,7 @@ class Target(CausalLM):
 
     def _pack(self, last: Tensor, found: dict[int, Tensor]) -> Read:
         parts = [found[t] if isinstance(t, int) else last for t in self.taps]
-        taps = torch.stack(parts, 2) if parts else last[:, :, None][:, :, :0]
+        taps = (
+            torch.stack([part.to(last.device) for part in parts], 2) if parts else last[:, :, None][:, :, :0]
+        )
         return Read(last, taps if self.disguise is None else self.disguise(taps))

@@ -73,9 +73,10 @@ class ScoreCheckpoint(L.Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._catch_up(trainer)
+        assert isinstance(pl_module, DistillModule)
+        self._catch_up(trainer, pl_module.target)
 
-    def _catch_up(self, trainer: L.Trainer) -> None:
+    def _catch_up(self, trainer: L.Trainer, target: Target) -> None:
         if trainer.is_global_zero:
             self.root.mkdir(parents=True, exist_ok=True)
             clean(self.root)
@@ -83,6 +84,7 @@ class ScoreCheckpoint(L.Callback):
             self._link(trainer)
             for path in checkpoints(self.root.parent):
                 self._score(trainer, path)
+        target.rest()  # the first rank alone scores
         trainer.strategy.barrier()
 
     def _due(self, trainer: L.Trainer, step: int) -> bool:
@@ -105,15 +107,17 @@ class ScoreCheckpoint(L.Callback):
         """Make the save point of `step`."""
         assert isinstance(module, DistillModule)
         self._publish(trainer, module.drafter, module.target, step)
+        module.target.rest()
         if trainer.is_global_zero:
             say(_line(step, trainer.max_steps, module.loss, self.root / str(step)))
         self.stop.ask_all(trainer)  # others wait here while rank 0 scores
 
     def save_untrained(self, trainer: L.Trainer, drafter: Drafter, target: Target) -> None:
         """Make the one save point, 0, of a drafter that there is nothing to fit in."""
-        self._catch_up(trainer)
+        self._catch_up(trainer, target)
         if trainer.is_global_zero and not (self.root / "0").exists():
             self._publish(trainer, drafter, target, 0)
+        target.rest()
 
     def _publish(self, trainer: L.Trainer, drafter: Drafter, target: Target, step: int) -> None:
         final, temporary = self.root / str(step), self.root / f"{step}.tmp"
@@ -125,15 +129,16 @@ class ScoreCheckpoint(L.Callback):
             if drafter.trains:
                 (temporary / STATE.parent).mkdir(exist_ok=True)
                 trainer.save_checkpoint(temporary / STATE)  # on every rank: each may have a part
-            if trainer.is_global_zero:
                 write_state(trainer, temporary / STATE.parent)
+            if trainer.is_global_zero:
                 hub.save(drafter, target, temporary, self.target_name, weights)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError):
                 raise
             raise OSError(errno.EIO, str(error), str(temporary)) from error  # its words for a full disk
-        trainer.strategy.barrier()  # every rank's part is written
+        if drafter.trains:
+            trainer.strategy.barrier()  # every rank's part is written
         if trainer.is_global_zero:
             for path in (*temporary.rglob("*"), temporary):
                 sync(path)

@@ -66,6 +66,7 @@ LEAST = {
     "trainer.accumulate_grad_batches": 1,
 }
 CHOICES = {
+    "target.placement": ("replicated", "sharded", "device_map"),
     "rollout.answers": ("write", "given"),
     "rollout.engine": ("hf", "openai", "ray"),
     "prompts.template": ("chat", "none"),

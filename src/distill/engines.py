@@ -40,10 +40,15 @@ def work_of(cfg: DictConfig, target: Target, chat: Chat, store: RolloutStore, he
         helper: drafts the answers.
     """
     if cfg.rollout.engine == "ray":
+        if cfg.target.placement == "sharded":
+            raise UserError(
+                "target.placement=sharded: workers of rollout=ray need whole targets; use rollout=hf"
+            )
         load = partial(load_writer, portable(cfg), store.plan, helper and str(_away(helper)))
         return partial(Fleet(cfg.rollout, load).fill, store)
     engine = from_server if cfg.rollout.engine == "openai" else in_process
-    return partial(store.fill, Writer(engine(cfg, target, chat, store.plan, helper), chat, store.plan))
+    make = Writer(engine(cfg, target, chat, store.plan, helper), chat, store.plan)
+    return partial(store.fill, make, pause=target.wait)
 
 
 def in_process(cfg: DictConfig, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper) -> Engine:

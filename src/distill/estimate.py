@@ -26,7 +26,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
         drafter: that will be trained; None: none will be.
     """
     plan = store.plan
-    memory = sum(p.numel() * p.itemsize for p in target.model.parameters())
+    memory = target.bytes
     # Weights, gradients and two moments in fp32.
     memory += 16 * sum(p.numel() for p in drafter.parameters()) if drafter else 0
     missing = len(store.missing())

@@ -75,7 +75,7 @@ def held_out_answers(
             def done(missing: int) -> None:
                 shown.update(store.shards - missing - shown.n)
 
-            store.fill(Writer(InProcess(target, SHARD, seed), chat, plan), done)
+            store.fill(Writer(InProcess(target, SHARD, seed), chat, plan), done, target.wait)
     store.check()
     return read_answers(store)
 

@@ -45,4 +45,7 @@ def build_target(cfg: DictConfig, device: torch.device | None = None) -> Target:
         target.revision,
         target.trust_remote_code,
         target.compile,
+        target.placement,
+        max_memory=target.max_memory,
+        offload_folder=target.offload_folder,
     )

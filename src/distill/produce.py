@@ -104,6 +104,7 @@ def produce(
     else:
         _same_rollouts(folder, plan)
     fill(cfg, target, chat, store, helper, drafter)
+    target.rest()
     return store
 
 

@@ -107,7 +107,8 @@ def check_world(trainer: L.Trainer) -> None:
 
 def write_state(trainer: L.Trainer, folder: Path) -> None:
     """Write down, beside a trainer's state, what processes it is of."""
-    write_json(folder / WRITTEN_BY, _processes(trainer))
+    if trainer.is_global_zero:
+        write_json(folder / WRITTEN_BY, _processes(trainer))
 
 
 def check_state(trainer: L.Trainer, state: Path) -> None:

@@ -157,12 +157,15 @@ class RolloutStore:
             refuse_other(self.mirror.url, self.mirror.read_json(PLAN), note)
             self.pull()
 
-    def fill(self, make: Make, done: Callable[[int], None]) -> None:
+    def fill(
+        self, make: Make, done: Callable[[int], None], pause: Callable[[float], None] = time.sleep
+    ) -> None:
         """Make what is missing; ranks of a launcher share the work, and wait for one another.
 
         Args:
             make: the rows of a shard.
             done: told how many shards are missing still, whoever makes them.
+            pause: waits so many seconds (`Target.wait`, if others may need this process for theirs).
         """
         self.open()
         rank, world = rank_and_world()
@@ -175,13 +178,13 @@ class RolloutStore:
                     made += 1
                     done(len(self.missing()))
             if made == before:
-                self.wait(done)
+                self.wait(done, pause)
         done(0)
         self.seal(anew=bool(made))
 
-    def wait(self, done: Callable[[int], None]) -> None:
+    def wait(self, done: Callable[[int], None], pause: Callable[[float], None] = time.sleep) -> None:
         """For a moment, for what others make."""
-        time.sleep(1.0 if self.mirror else 0.2)
+        pause(1.0 if self.mirror else 0.2)
         self.pull()
         done(len(self.missing()))
 

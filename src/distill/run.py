@@ -6,18 +6,14 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import datasets
 import lightning as L
-import torch
 import transformers
 import wandb
 from hydra.utils import instantiate
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
@@ -38,14 +34,14 @@ from distill.on_policy import OnPolicy
 from distill.produce import produce
 from distill.progress import say, switch
 from distill.prompts import Prompt
-from distill.provenance import digest, local
-from distill.ranks import check_state, check_world, lost_ranks, watched
+from distill.provenance import local
 from distill.report import table
 from distill.runs import checkpoints
 from distill.scoring import Scorer
-from distill.stopping import Signals, Stop, Stopped
-from distill.strategies import check_optimizer, check_strategy
+from distill.stopping import Stop
+from distill.strategies import check_strategy, join_others
 from distill.too_large import explained
+from distill.training import build_optimizer, build_trainer, fit
 from drafters import hub
 from drafters.base import Drafter
 
@@ -70,14 +66,11 @@ def run(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     chat, train, held = read_inputs(cfg, folder)
     L.seed_everything(cfg.seed, verbose=False)
-    newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
-    trainer = build_trainer(cfg, folder, int(newest.name) if newest else 0)
-    check_world(trainer)
-    if newest:
-        check_state(trainer, newest / STATE)
+    state = next((c / STATE for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
+    trainer = build_trainer(cfg, folder, state, callbacks=[TrainingBar()])
+    join_others(trainer, cfg.target.placement)
     target = build_target(cfg, trainer.strategy.root_device)
-    for prompt in held:
-        _check_fits(chat.encode(prompt.messages, prompt.tools), prompt, target)
+    _check_fit(held, chat, target)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
         drafter = build_drafter(cfg, target)
@@ -88,10 +81,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
         on_policy = _on_policy(cfg, target, drafter)
         optimizer = build_optimizer(cfg, trainer)
         check_strategy(trainer, drafter)
-        answers = Path(cfg.output_dir) / "heldout"
-        scorer = Scorer(cfg, target, chat, held, answers) if cfg.score.enabled else None
-        for candidate in scorer.candidates if scorer else ():
-            drafter.check(candidate)
+        scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
     stop = Stop()
     saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)
     meter = Throughput(memory := MemoryWatch(cfg.try_largest))
@@ -114,42 +104,27 @@ def run(cfg: DictConfig, folder: Path) -> float:
 
     if scorer:
         scorer.prepare()
+        target.rest()
     keep, every = Keep(target, cfg.taps, cfg.taps_gb), cfg.rollout.refresh_every
     data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
-    data.open(int(newest.name) if newest else 0, trainer)
+    begun = int(state.parents[1].name) if state else 0
+    data.open(begun, trainer)
     module = DistillModule(
         target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr, on_policy, stop
     )
-    if newest:
-        say(f"resuming from step {newest.name}")
+    if begun:
+        say(f"resuming from step {begun}")
     with explained(trainer, memory, cfg, module):
-        fit(trainer, module, data, str(newest / STATE) if newest else None, stop)
+        fit(trainer, module, data, state, stop)
     return _finish(trainer, folder)
 
 
-def build_trainer(cfg: DictConfig, folder: Path, first_step: int) -> L.Trainer:
-    """Lightning's Trainer as cfg.trainer says, which settles this process's device.
-
-    Raises:
-        UserError: what it has against its settings.
-    """
-    with refused():
-        return instantiate(
-            cfg.trainer,
-            callbacks=[TrainingBar()],
-            logger=loggers(cfg, folder, first_step),
-            default_root_dir=str(folder),
-            enable_progress_bar=False,  # TrainingBar counts optimizer steps
-        )
-
-
-def build_optimizer(cfg: DictConfig, trainer: L.Trainer) -> Callable[..., torch.optim.Optimizer]:
-    """What makes the optimizer that cfg.optimizer names from groups of weights; it is tried on two."""
-    optimizer = instantiate(cfg.optimizer.optimizer)
-    weights = [torch.nn.Parameter(torch.zeros(1, 1)) for _ in range(2)]
-    made = optimizer([{"params": weights, "hidden": [True, False]}])
-    check_optimizer(trainer, made)
-    return optimizer
+def _scorer(cfg: DictConfig, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter) -> Scorer:
+    """What scores checkpoints, by plans that the drafter can follow."""
+    scorer = Scorer(cfg, target, chat, held, Path(cfg.output_dir) / "heldout")
+    for candidate in scorer.candidates:
+        drafter.check(candidate)
+    return scorer
 
 
 def _longest(cfg: DictConfig, target: Target) -> int:
@@ -170,39 +145,14 @@ def _on_policy(cfg: DictConfig, target: Target, drafter: Drafter) -> OnPolicy | 
     return made
 
 
-def _check_fits(ids: list[int], prompt: Prompt, target: Target) -> None:
-    if target.max_positions is not None and len(ids) >= target.max_positions:
-        raise UserError(
-            f"prompts: held-out prompt {prompt.id} has {len(ids)} tokens; the target's context of "
-            f"{target.max_positions} leaves no room for an answer"
-        )
-
-
-def fit(
-    trainer: L.Trainer,
-    module: L.LightningModule,
-    data: L.LightningDataModule,
-    state: str | None,
-    stop: Stop,
-) -> None:
-    """Train; an interruption leaves as KeyboardInterrupt or SystemExit, whatever Lightning makes of it."""
-    trainer._signal_connector = Signals(trainer, stop)
-    watched(trainer)
-    try:
-        with lost_ranks(Path(trainer.default_root_dir)):
-            trainer.fit(module, data, ckpt_path=state, weights_only=True)
-    except Stopped:
-        raise
-    except SystemExit:  # what Lightning makes of Ctrl-C
-        raise KeyboardInterrupt from None
-    finally:
-        torch.set_flush_denormal(False)  # a backward pass that failed has left it on
-        if wandb.run:  # a second run of this process would go on in it
-            wandb.finish()
-    if stop.by:
-        stop.leave(trainer.global_step)
-    if trainer.global_step < trainer.max_steps:
-        raise KeyboardInterrupt
+def _check_fit(held: list[Prompt], chat: Chat, target: Target) -> None:
+    for prompt in held:
+        length = len(chat.encode(prompt.messages, prompt.tools))
+        if target.max_positions is not None and length >= target.max_positions:
+            raise UserError(
+                f"prompts: held-out prompt {prompt.id} has {length} tokens; the target's context of "
+                f"{target.max_positions} leaves no room for an answer"
+            )
 
 
 def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
@@ -278,31 +228,6 @@ def _begin(cfg: DictConfig, drafter: Drafter) -> bool:
     )
     buffers = {name for name, _ in drafter.named_buffers()}
     return not any(name.split(" ")[0] in buffers for name in left)
-
-
-def loggers(cfg: DictConfig, folder: Path, first_step: int) -> list[Logger]:
-    """A CSV file, and W&B where the configuration says so."""
-    # The CSV logger begins its file anew, so a resumed run has another.
-    part = f"from-{first_step}" if first_step else ""
-    loggers: list[Logger] = [CSVLogger(folder, name="csv", version=part)]
-    if cfg.logger.wandb:
-        settled = "WANDB_MODE" in os.environ
-        offline = not settled and "WANDB_API_KEY" not in os.environ
-        config: Any = OmegaConf.to_container(cfg, resolve=True)
-        name = f"{folder.parent.name}/{folder.name}"
-        record = folder / "run.json"
-        logger = WandbLogger(
-            name,
-            save_dir=folder,
-            # A resumed run goes on in its own W&B run.
-            version=digest(record.read_text())[:8] if record.exists() else None,
-            offline=offline,
-            project=cfg.logger.project,
-            config=config,
-        )
-        logger._wandb_init.pop("anonymous", None)  # Lightning passes it, W&B warns of it
-        loggers.append(logger)
-    return loggers
 
 
 def _finish(trainer: L.Trainer, folder: Path) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -23,12 +22,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.sharded import PATIENCE
 from distill.module import DistillModule
 from distill.optimizers import Joint
 from drafters.base import Drafter
-
-# Ranks wait while the first one scores a checkpoint, which may take hours; launchers end them when it dies.
-PATIENCE = timedelta(days=1)
 
 
 class DDP(DDPStrategy):
@@ -155,6 +152,30 @@ class DeepSpeed(DeepSpeedStrategy):
                 if id(weight) not in apart:  # gathered for the whole of a training step
                     register_external_parameter(model, weight)
         super()._initialize_deepspeed_train(model)
+
+
+def join_others(trainer: L.Trainer, placement: str) -> None:
+    """Start the other processes and join them before the fit, where they hold the target together.
+
+    The fit does both again, and finds them done.
+
+    Raises:
+        UserError: a placement that is one process's, and there are several.
+    """
+    if trainer.world_size == 1 or placement == "replicated":
+        return
+    if placement == "device_map":
+        raise UserError(
+            "target.placement=device_map: is for one process; several have replicated and sharded"
+        )
+    strategy: Any = trainer.strategy
+    # FSDP's mesh is the fit's, which has a module to give it to.
+    join = strategy._setup_distributed if isinstance(strategy, FSDP) else strategy.setup_environment
+    if strategy.launcher:
+        strategy.launcher.launch(join, trainer=trainer)
+    else:
+        join()
+    strategy.barrier()  # or one that leaves at once with an error would trouble others in their greeting
 
 
 def check_optimizer(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> None:

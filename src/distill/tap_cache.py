@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import datasets
 import torch
@@ -48,6 +48,14 @@ def cache_gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> 
     return 2 * vectors * target.hidden_size / 2**30
 
 
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _only_last(target: Target) -> bool:
     return set(target.taps) == {LAST}
 
@@ -82,7 +90,8 @@ class TapCache:
         self.folder = root / f"taps-{digest(json.dumps(what))[:12]}"
         root.mkdir(parents=True, exist_ok=True)
         with (root / "taps.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            while not _locked(lock):
+                target.wait(0.2)  # not in the lock: who writes may need this process's part of the target
             if self.folder.exists():
                 say(f"taps: reusing {self.folder}")
                 self._check()

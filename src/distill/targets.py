@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Timer
 from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -22,9 +21,10 @@ from distill.files import clean, write_json
 from distill.pretrain import PretrainModule, Saver, TextData, publish_folder
 from distill.progress import say, switch
 from distill.provenance import commit, digest, local
-from distill.run import fit, loggers, quiet
+from distill.run import quiet
 from distill.runs import checkpoints
 from distill.stopping import Stop
+from distill.training import build_trainer, fit
 
 TOKENIZER_FILES = ("*token*.*", "vocab.*", "merges.*", "chat_template.*")
 SPECIAL_IDS = ("bos", "eos", "pad")  # what a model's configuration says of its tokenizer
@@ -55,7 +55,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         tokenizer = train_tokenizer(train, cfg.vocab_size, cfg.model.context)
     L.seed_everything(cfg.seed, verbose=False)
     clean(folder / "checkpoints")
-    newest = checkpoints(folder)[-1:]
+    state = next((c / STATE for c in checkpoints(folder)[-1:]), None)
     timer = Timer()  # goes on where a checkpoint's stood
     with refused():
         module = PretrainModule(
@@ -64,16 +64,15 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
             digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items()))),
         )
         module.build_optimizer()  # what is wrong with its arguments shows here
-        stop = Stop()
-        trainer: L.Trainer = instantiate(
-            cfg.trainer,
-            callbacks=[timer, Saver(folder, cfg.every, stop), TrainingBar()],
-            logger=loggers(cfg, folder, int(newest[0].name) if newest else 0),
-            default_root_dir=str(folder),
-            enable_progress_bar=False,  # TrainingBar counts optimizer steps
-            val_check_interval=cfg.every * cfg.trainer.accumulate_grad_batches,
-            check_val_every_n_epoch=None,
-        )
+    stop = Stop()
+    trainer = build_trainer(
+        cfg,
+        folder,
+        state,
+        callbacks=[timer, Saver(folder, cfg.every, stop), TrainingBar()],
+        val_check_interval=cfg.every * cfg.trainer.accumulate_grad_batches,
+        check_val_every_n_epoch=None,
+    )
     data = TextData(train, held, tokenizer, cfg.seq_length, cfg.batch_size, cfg.seed)
     sequences = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * cfg.batch_size
     say(
@@ -81,7 +80,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         f"{len(train)} documents and {len(held)} held out, {data.tokens / 1e6:.2f} M tokens to train on; "
         f"{trainer.max_steps} steps are {sequences / len(data.rows):.2f} passes"
     )
-    fit(trainer, module, data, str(newest[0] / STATE) if newest else None, stop)
+    fit(trainer, module, data, state, stop)
     trainer.loggers = []  # W&B's run has ended with the training
     loss = trainer.validate(module, data, verbose=False)[0] if held else {}
     if trainer.is_global_zero:

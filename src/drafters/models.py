@@ -98,14 +98,10 @@ def cut(target: Target, count: int) -> PreTrainedModel:
             config[name] = [value[i] for i in kept]
     config[source.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
     stack = next(name for name, module in source.named_modules() if module is target.layers) + "."
-    weights = {}
-    for name, value in source.state_dict().items():
-        if name.startswith(stack):
-            number, _, rest = name.removeprefix(stack).partition(".")
-            if int(number) not in kept:
-                continue
-            name = f"{stack}{kept.index(int(number))}.{rest}"
-        weights[name] = value
+    weights = {name: value for name, value in source.state_dict().items() if not name.startswith(stack)}
+    for number, layer in enumerate(kept):
+        own = target.weights(target.layers[layer])
+        weights |= {f"{stack}{number}.{name}": value for name, value in own.items()}
     model: Any = build(config)
     model.to(wide(target.dtype))
     try:

@@ -67,6 +67,7 @@ class Lora(nn.Module):
         Raises:
             UserError: targets that it does not have, or that are no linear maps before the head.
         """
+        _check_movable(target)
         model = _copy(target.model)
         shapes = adapt(model, r, alpha, targets)
         head = target.model.get_output_embeddings()
@@ -105,6 +106,7 @@ class Lora(nn.Module):
     @torch.no_grad()
     def merge(self, target: Target) -> Target:
         """A target with weights W + alpha / r B A, rounded to its dtype; decoder layers are held twice."""
+        _check_movable(target)
         model = _copy(target.model, {id(weight) for weight in target.layers.parameters()})
         for name, pair in self._named():
             layer: Any = model.get_submodule(name)
@@ -158,6 +160,13 @@ class Tuned(Target):
 
 # Beside the module: what hung on it would be copied, moved and saved with it.
 _ADAPTED: WeakKeyDictionary[Lora, tuple[PreTrainedModel, CausalLM]] = WeakKeyDictionary()
+
+
+def _check_movable(target: Target) -> None:
+    if not target.movable:
+        raise UserError(
+            "drafter: one that tunes its target reads copies of it; use target.placement=replicated"
+        )
 
 
 def _copy(model: PreTrainedModel, own: set[int] | None = None) -> PreTrainedModel:

@@ -1,0 +1,289 @@
+"""A target in parts, over processes or devices, is the target."""
+
+import json
+import os
+import random
+import re
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaConfig, LlamaForCausalLM
+from workbench import Bench, fork, ranks, same, spawn, tau, weights
+
+from decode.cache import RowStore, SplitStore
+from decode.errors import UserError
+from decode.generate import generate
+from decode.load import load_target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.spread import layout
+from decode.target import Target
+from drafters.eagle import Eagle
+from drafters.models import cut
+
+PROMPTS = [[1, 17, 40, 7], [2, 9], [1, 5, 6, 7, 8, 30, 2]]
+TEXT = torch.arange(4, 40)[None]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("placement"))
+
+
+@pytest.fixture(scope="module")
+def whole(bench) -> Target:
+    return load_target(str(bench.target))
+
+
+def answers(target: Target, prompts=PROMPTS) -> list[list[int]]:
+    options = {"max_new_tokens": 12, "sampler": Sampler(1.0), "seed": 3}
+    return [output.tokens for output in generate(target, None, prompts, **options).outputs]
+
+
+def drafted(target: Target) -> list[list[int]]:
+    """With trees, whose settled nodes move in the cache."""
+    torch.manual_seed(0)
+    drafter = Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0)
+    target.tap(drafter.taps)
+    plan = Plan(depth=3, width=2, nodes=6)
+    options = {"max_new_tokens": 12, "sampler": Sampler(1.0), "seed": 3, "plan": plan}
+    return [output.tokens for output in generate(target, drafter, PROMPTS, **options).outputs]
+
+
+# -- sharded -------------------------------------------------------------------------------------
+
+
+def check_rank(rank: int, store: Path, folder: Path) -> int:
+    """What one of two processes finds of a target that they hold together."""
+    files = distributed.FileStore(str(store), 2)
+    distributed.init_process_group(
+        "gloo", store=files, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    whole = load_target(str(folder))
+    target = load_target(str(folder), placement="sharded")
+    # Nobody reads alone: one has three times as much to read, and answers of other lengths.
+    for _ in range(3 if rank else 1):
+        assert torch.equal(target.read(TEXT).last, whole.read(TEXT).last)
+        assert answers(target, PROMPTS[rank:]) == answers(whole, PROMPTS[rank:])
+        target.wait(0.01)
+    target.rest()
+    if not rank:
+        assert drafted(target) == drafted(whole)
+        leave_within(target)
+        assert torch.equal(target.read(TEXT).last, whole.read(TEXT).last)
+    target.rest()
+    target.rest()  # nobody reads in between
+    assert target.fingerprint() == whole.fingerprint()
+    twin, copied = cut(target, 1).state_dict(), cut(whole, 1).state_dict()
+    assert all(torch.equal(twin[name], copied[name]) for name in copied)
+    layers = sum(p.numel() * p.itemsize for p in whole.layers.parameters())
+    assert target.bytes == whole.bytes - layers // 2
+    assert all(isinstance(layer, FSDPModule) for layer in target.layers)
+    assert not any(p.requires_grad for p in target.model.parameters())
+    return 0
+
+
+def leave_within(target: Target) -> None:
+    """A signal whose handler raises, between two layers: the pass is gone through all the same."""
+
+    class Left(BaseException):
+        pass
+
+    def leave(number, frame):
+        raise Left
+
+    signal.signal(signal.SIGTERM, leave)
+    layer: nn.Module = target.layers[1]
+    sends = layer.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Left):
+        target.read(TEXT)
+    sends.remove()
+    assert signal.getsignal(signal.SIGTERM) is leave
+
+
+def test_processes_that_hold_a_target_together_read_what_they_like(bench, tmp_path):
+    other = spawn(lambda: check_rank(1, tmp_path / "store", bench.target))
+    assert fork(lambda: check_rank(0, tmp_path / "store", bench.target)) == 0
+    assert os.waitpid(other, 0)[1] == 0
+
+
+def both(bench: Bench, *more: str) -> tuple[Path, Path]:
+    """Run folders of two processes with a target each, and with one together; ~option leaves one out."""
+    folders = []
+    named = {option.lstrip("~").partition("=")[0] for option in more}
+    command = [option for option in bench.command if option.partition("=")[0] not in named]
+    command += [option for option in more if option[0] != "~"]
+    command += ["trainer.devices=2", "trainer.max_steps=2", "score.every=2", "target.dtype=float32"]
+    for placement in ("replicated", "sharded"):
+        where = [f"target.placement={placement}", f"output_dir={bench.root / placement}"]
+        done = ranks(2, [*command, *where])
+        assert [outcome.code for outcome in done] == [0, 0], done[0].err + done[1].err
+        folders.append(done[0].folder)
+    return folders[0], folders[1]
+
+
+def compare(whole: Path, sharded: Path) -> None:
+    """Rollouts, weights and scores are the same to the last bit."""
+    mine, theirs = ([*run.parents[1].glob("rollouts/*/*.parquet")] for run in (whole, sharded))
+    assert [p.name for p in sorted(mine)] == [p.name for p in sorted(theirs)]
+    assert all(
+        pq.read_table(a).equals(pq.read_table(b)) for a, b in zip(sorted(mine), sorted(theirs), strict=True)
+    )
+    for checkpoint in (p for p in (whole / "checkpoints").iterdir() if p.name.isdigit()):
+        other = sharded / "checkpoints" / checkpoint.name
+        assert tau(checkpoint) == tau(other)
+        assert json.loads((other / "score.json").read_text())["audit_passed"]
+        if (checkpoint / "model.safetensors").exists():
+            assert same(weights(checkpoint), weights(other))
+
+
+def test_a_run_with_a_target_in_parts_is_the_run_with_whole_ones(bench):
+    whole, sharded = both(bench, "trainer=ddp", "taps=online", "score.replay_prompts=4")
+    compare(whole, sharded)
+    sizes = [(run / "checkpoints/2/trainer/state.ckpt").stat().st_size for run in (whole, sharded)]
+    assert abs(sizes[0] - sizes[1]) < 1000, "a layer of the target alone has 36 KB"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("trainer=fsdp", "taps=memory"),
+        ("trainer=deepspeed_3", "taps=cache"),
+        ("trainer=ddp", "rollout.refresh_every=2", "taps=online"),
+        (
+            "trainer=ddp",
+            "drafter=lm",
+            "~drafter.depth",
+            "drafter.layers=1",
+            "on_policy.share=0.5",
+            "taps=memory",
+        ),
+        ("trainer=ddp", "drafter=ngram", "~drafter.depth"),
+    ],
+    ids=lambda options: " ".join(options[:2]),
+)
+def test_whatever_trains_it_and_wherever_it_is_read(bench, tmp_path, options):
+    bench = Bench(tmp_path)
+    compare(*both(bench, *options))
+
+
+# -- device_map ----------------------------------------------------------------------------------
+
+
+def test_layers_that_lie_on_disk_say_the_same(bench, whole):
+    spread = load_target(str(bench.target), placement="device_map", max_memory={"cpu": "110KB"})
+    assert [next(layer.parameters()).device.type for layer in spread.layers] == ["cpu", "meta"]
+    assert spread.fingerprint() == whole.fingerprint()
+    assert torch.equal(spread.read(TEXT).last, whole.read(TEXT).last)
+    assert answers(spread) == answers(whole)
+    assert drafted(spread) == drafted(whole)
+    twin, copied = cut(spread, 2).state_dict(), cut(whole, 2).state_dict()
+    assert all(torch.equal(twin[name], copied[name]) for name in copied)
+
+
+def test_a_run_with_layers_on_disk_is_the_run_without(bench, tmp_path):
+    options = {"trainer__max_steps": 2, "score__every": 2, "target__dtype": "float32", "taps": "online"}
+    spread = {"target__placement": "device_map", "target__max_memory": {"cpu": 1}}
+    bench.run(tmp_path / "whole", **options, output_dir=str(tmp_path / "a"))
+    bench.run(tmp_path / "spread", **options, **spread, output_dir=str(tmp_path / "b"))
+    one, other = (tmp_path / name / "checkpoints" / "2" for name in ("whole", "spread"))
+    assert same(weights(one), weights(other))
+    assert tau(one) == tau(other)
+
+
+def test_keys_and_values_on_several_devices_are_those_of_one():
+    dice = random.Random(0)
+    torch.manual_seed(0)
+    places = [0, 1, 1, 0, 2]
+    one, split = RowStore(5, 3, 4), SplitStore(places, 3, 4)
+    for step in range(12):
+        rows, new = len(one.lengths), dice.randint(1, 4)
+        for store in (one, split):
+            store.begin(new)
+        for layer in range(5):
+            keys, values = torch.randn(2, rows, 2, new, 3)  # (B, heads, n, dim) each
+            pairs = zip(one.write(layer, keys, values), split.write(layer, keys, values), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+        counts = [dice.randint(1, new) for _ in range(rows)]
+        slots = torch.tensor([[0, *sorted(dice.sample(range(1, new), new - 1))] for _ in range(rows)])
+        for store in (one, split):
+            store.keep(counts, slots if step % 2 else None)
+            if step == 6:
+                store.select([0, 2])
+        assert one.lengths == split.lengths
+        assert one.bytes_per_token == split.bytes_per_token
+
+
+@pytest.fixture(scope="module")
+def empty() -> Target:
+    """Without memory: 8 layers of 40 KiB, embedding and head of 8 KiB each, and a norm."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    with torch.device("meta"):
+        return Target(LlamaForCausalLM(LlamaConfig(num_hidden_layers=8, **sizes)))
+
+
+def test_devices_are_filled_in_order_and_the_rest_is_read_from_disk(empty):
+    layer = sum(p.numel() * 4 for p in empty.layers[0].parameters())
+    fixed = empty.bytes - 8 * layer
+    assert layout(empty, 0, {0: fixed + 9 * layer}) == [0] * 8
+    room = {0: fixed + 3 * layer, 1: 2 * layer + 5, "cpu": 3 * layer - 1}
+    # The first device keeps room for a layer that comes from elsewhere.
+    assert layout(empty, 0, room) == [0, 0, 1, 1, "cpu", "cpu", "disk", "disk"]
+    assert layout(empty, "cpu", {"cpu": fixed + layer}) == ["cpu"] + ["disk"] * 7
+    with pytest.raises(UserError, match="device 0 needs"):
+        layout(empty, 0, {0: fixed, "cpu": 9 * layer})
+
+
+@pytest.mark.gpu
+def test_layers_on_the_host_compute_on_the_gpu(bench):
+    whole = load_target(str(bench.target), device="cuda")
+    room = {0: "130KB", "cpu": "1GB"}
+    spread = load_target(str(bench.target), device="cuda", placement="device_map", max_memory=room)
+    assert [next(layer.parameters()).device.type for layer in spread.layers] == ["cuda", "meta"]
+    assert torch.equal(spread.read(TEXT.cuda()).last, whole.read(TEXT.cuda()).last)
+    assert answers(spread) == answers(whole)
+
+
+# -- what cannot be ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["target.placement=split"], "target.placement=split: choose replicated or sharded or device_map"),
+        (["target.placement=sharded"], "target.placement=sharded: needs train.py with several processes"),
+        (
+            ["target.placement=device_map", "trainer=ddp", "trainer.devices=2"],
+            "target.placement=device_map: is for one process",
+        ),
+        (
+            ["target.placement=device_map", "drafter=medusa2"],
+            "drafter: one that tunes its target reads copies",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(bench, options, line):
+    done = bench.train(*options)
+    assert done.code == 2
+    assert done.err.startswith(f"error: {line}")
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"compiled": True}, "target.compile=true: layers of target.placement=device_map cannot be compiled"),
+        ({"max_memory": {"cpu": "much"}}, "target.max_memory={'cpu': 'much'}: `size` much is not"),
+        ({"max_memory": {"hard disk": 1}}, "target.max_memory={'hard disk': 1}: Device hard disk is not"),
+    ],
+)
+def test_a_map_that_says_nothing_is_refused(bench, options, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        load_target(str(bench.target), placement="device_map", **options)
