@@ -20,6 +20,7 @@ from workbench import (
     final,
     leftovers,
     make_target,
+    ranks,
     same,
     train,
     weights,
@@ -290,22 +291,16 @@ def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
 def test_ranks_that_torchrun_starts_share_one_run(bench):
     """With answers so short that no rank has a gradient for the deepest heads."""
     before = bench.runs()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["trainer=ddp", "trainer.devices=2", "trainer.max_steps=2", "seed=31", "score.enabled=false"]
     options += ["drafter=medusa", "drafter.depth=5", "rollout.max_new_tokens=4"]
-    done = subprocess.run(
-        [*launcher, "train.py", *bench.command, *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    first, second = ranks(2, [*bench.command, *options])
+    assert first.code == second.code == 0, first.err + second.err
     (folder,) = [p for p in bench.runs() if p not in before]
     assert (folder / "done").exists()
     assert [p.name for p in checkpoints(folder)] == ["2"]
-    assert done.stdout.count("run folder:") == 1
-    assert done.stdout.splitlines()[-1] == str(folder)
+    assert first.out.count("run folder:") == 1
+    assert first.folder == folder
+    assert second.out == ""
     trained, start = weights(folder / "checkpoints" / "2"), load_target(str(bench.target)).head.weight
     moved = [not torch.equal(trained[f"lm_heads.{depth}.weight"], start.float()) for depth in range(5)]
     assert moved == [True] * 4 + [False], "a head that no answer reached stays as it was"

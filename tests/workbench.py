@@ -7,7 +7,10 @@ import io
 import json
 import os
 import signal
+import socket
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -111,11 +115,12 @@ def write_prompts(path: Path, count: int, first: int = 0) -> Path:
 
 @dataclass
 class Outcome:
-    """What a command left: exit code and text."""
+    """What a command left: exit code, text, and when it ended where that was noted."""
 
     code: int
     out: str
     err: str
+    ended: float = 0.0
 
     @property
     def folder(self) -> Path:
@@ -206,9 +211,14 @@ def command(body: Callable[[], Any], argv: list[str]) -> Outcome:
 
 def fork(body: Callable[[], int]) -> int:
     """Run `body` in a child that shares nothing with this process but what was loaded before."""
+    return os.waitpid(spawn(body), 0)[1]
+
+
+def spawn(body: Callable[[], int]) -> int:
+    """The same, without waiting for it: its process id."""
     child = os.fork()
     if child:
-        return os.waitpid(child, 0)[1]
+        return child
     code = 70
     # A shell's background jobs ignore it, and so would the child.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -218,6 +228,106 @@ def fork(body: Callable[[], int]) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+# -- several ranks -------------------------------------------------------------------------------
+
+
+def torchrun(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": str(port),
+    }
+
+
+class Ranks:
+    """`python train.py argv` in forked processes, in the environment that a launcher would give them.
+
+    Nothing is imported anew, so a run of two ranks costs little more than two runs of one.
+
+    Args:
+        count: of processes.
+        argv: overrides, `trainer=ddp` and `trainer.devices` among them.
+        before: called in each with its rank: patches, say.
+        launcher: (rank, count, a free port) -> environment variables.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        argv: Iterable[str],
+        before: Callable[[int], Any] = lambda rank: None,
+        launcher: Callable[[int, int, int], dict[str, str]] = torchrun,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        argv = ["train.py", *argv]
+        self.pids = [self._start(rank, argv, before, launcher(rank, count, port)) for rank in range(count)]
+        self._ended: dict[int, tuple[int, float]] = {}
+
+    def _start(
+        self, rank: int, argv: list[str], before: Callable[[int], Any], environment: dict[str, str]
+    ) -> int:
+        def body() -> int:
+            os.environ.update(environment)
+            rank_zero_only.rank = rank  # Lightning reads it from the environment when it is imported
+            before(rank)
+            # Files of the process itself: libraries write to them as well, and a kill leaves them.
+            out, err = (self._file(rank, name).open("w", buffering=1) for name in ("out", "err"))
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.argv = argv
+            with redirect_stdout(out), redirect_stderr(err):
+                try:
+                    main(run, CONF)
+                except SystemExit as stop:
+                    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+                except BaseException:
+                    traceback.print_exc()
+                    return 1
+            return 0
+
+        return spawn(body)
+
+    def _file(self, rank: int, name: str) -> Path:
+        return Path(self._folder.name) / f"{rank}.{name}"
+
+    def wait(self, seconds: float = 120.0) -> list[Outcome]:
+        """Until all have ended, those killed that have not by then; a signal is a negative code.
+
+        Returns:
+            One for each rank; `ended` is in seconds of `time.monotonic`.
+        """
+        end = time.monotonic() + seconds
+        while len(self._ended) < len(self.pids):
+            late = time.monotonic() > end
+            for rank, pid in enumerate(self.pids):
+                if rank in self._ended:
+                    continue
+                if late:
+                    os.kill(pid, signal.SIGKILL)
+                found, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+                if found:
+                    self._ended[rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+            time.sleep(0.01)
+        found = []
+        for rank, (code, ended) in sorted(self._ended.items()):
+            out, err = (self._file(rank, name).read_text() for name in ("out", "err"))
+            found.append(Outcome(code, out, err, ended))
+        return found
+
+
+def ranks(count: int, argv: Iterable[str], **options: Any) -> list[Outcome]:
+    """Run `Ranks` to its end."""
+    return Ranks(count, argv, **options).wait()
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
