@@ -82,7 +82,7 @@ class DistillModule(L.LightningModule):
         del batch_idx
         if self.on_policy:
             batch = self._mix(batch, self.on_policy)
-        read = batch.read or self.target.read(batch.tokens)
+        read = batch.read or self.target.read(batch.tokens, batch.lengths)
         progress = batch.step / self.trainer.max_steps
         rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed, progress)
         steps = self.drafter.unroll(rows, self.target)

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from decode.load import stop_tokens
+from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
 from distill import inputs
@@ -66,6 +67,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
     chat, train, held = read_inputs(cfg, folder)
     L.seed_everything(cfg.seed, verbose=False)
     target = build_target(cfg)
+    if cfg.packing:
+        check_packing(target)
     newest = next((c for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     for prompt in held:
         _check_fits(chat.encode(prompt.messages, prompt.tools), prompt, target)
@@ -110,7 +113,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
 
     if scorer:
         scorer.prepare()
-    keep, every = Keep(target, cfg.taps, cfg.taps_gb), cfg.rollout.refresh_every
+    keep, every = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing), cfg.rollout.refresh_every
     data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
     data.open(int(newest.name) if newest else 0, trainer)
     module = DistillModule(
