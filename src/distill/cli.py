@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decode.errors import UserError
+from distill import multirun
 from distill.runs import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
@@ -55,16 +57,32 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
     def job(cfg: DictConfig) -> float:
         folder = Path(HydraConfig.get().runtime.output_dir)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return multirun.run_job(task, cfg, folder, one_line_errors)
         with one_line_errors(run):
             result = task(cfg, folder)
         if run:
             run.finish()
-        elif HydraConfig.get().mode == RunMode.MULTIRUN:
-            print(folder, flush=True)
         return result
+
+    def sweep() -> None:
+        with one_line_errors():
+            parts = partial(compose, config_dir=config_dir, config_name=config_name)
+            plan = multirun.prepare(argv, config_dir, config_name, parts)
+        given = [a for a in argv if not a.startswith("hydra.sweep.dir=") and a not in multirun.FLAGS]
+        names = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(plan.fixed)}]"
+        place = f"hydra.sweep.dir={_quote(str(plan.folder))}"
+        sys.argv = [sys.argv[0], "--multirun", *given, names, place]
+        with multirun.summed_up(plan.folder):
+            hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
 
     with one_line_errors():
         argv = rewrite(sys.argv[1:], config_dir)
+        sweeps = multirun.wanted(argv, config_dir, config_name)
+    if sweeps:
+        sweep()
+        return
+    with one_line_errors():
         # Flags are Hydra's own; a rank that Lightning started has its folder in argv already.
         flags = any(a.startswith("-") for a in argv)
         placed = any(a.startswith("hydra.run.dir=") for a in argv)
@@ -87,8 +105,15 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
 
 @contextmanager
-def one_line_errors(run: Run | None = None) -> Iterator[None]:
-    """Turn what a user can mend into a line and exit code 2, a full disk into a line and 1."""
+def one_line_errors(
+    run: Run | None = None, leave: Callable[[int, str], None] | None = None
+) -> Iterator[None]:
+    """Turn what a user can mend into a line and exit code 2, a full disk into a line and 1.
+
+    Args:
+        run: is discarded if no work was done in it.
+        leave: called with both, instead of leaving.
+    """
     try:
         yield
     except UserError as error:
@@ -106,6 +131,8 @@ def one_line_errors(run: Run | None = None) -> Iterator[None]:
         code, text = 1, f"error: {' '.join(str(cause.strerror).split())}{where}"
     else:
         return
+    if leave:
+        return leave(code, text)
     print(text, file=sys.stderr, flush=True)
     raise SystemExit(code)
 
@@ -144,7 +171,11 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
 
 
 def _is_choice(value: str, names: Sequence[str], sweep: bool) -> bool:
-    return all(part in names for part in (value.split(",") if sweep else [value]))
+    parts = value.split(",") if sweep and not Path(value).exists() else [value]
+    known = [part in names for part in parts]
+    if any(known) and not all(known):
+        raise UserError(f"{value}: names and paths in one sweep; write all of them as paths")
+    return all(known)
 
 
 def _quote_path(value: str, sweep: bool) -> str:
