@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
-from workbench import CONF, Bench, Outcome, command, tau, train
+from workbench import CONF, ROOT, Bench, Outcome, command, leftovers, tau, train
 
 from decode.errors import UserError
 from distill.cli import main
@@ -232,3 +233,20 @@ def test_a_job_returns_tau_of_its_best_checkpoint(tmp_path, recorder):
     rows = lines[head + 1 : head + 3]
     assert {row[0] for row in rows} == {"objective=kl", "objective=lk"}
     assert float(rows[0][2]) >= float(rows[1][2])
+
+
+@pytest.mark.proof
+def test_jobs_at_the_same_time_make_one_store(tmp_path):
+    """Under the launcher's own processes, each of which imports everything."""
+    bench = Bench(tmp_path)
+    argv = [*bench.command, "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "objective=kl,lk"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *argv], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("multirun/*/*")
+    assert Path(done.stdout.splitlines()[-1]).resolve() == folder
+    assert len(list(folder.glob("*/checkpoints/best/score.json"))) == 2
+    (store,) = (tmp_path / "outputs" / "rollouts").iterdir()
+    assert len(list(store.glob("shard-*.parquet"))) == 3
+    assert not leftovers(tmp_path / "outputs")
