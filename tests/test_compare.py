@@ -73,6 +73,14 @@ def test_two_runs_of_one_drafter_are_told_apart_and_a_failed_audit_is_seen(runs)
     assert lines[2].endswith("FAIL")
 
 
+def test_the_order_may_be_that_of_tau(tmp_path):
+    long = card(tmp_path / "long", [row([9.0, 8.0, 15.0, 4.0], speedup=1.1)])
+    fast = card(tmp_path / "fast", [row([20.0, 15.0, 30.0, 5.0], speedup=1.9)])
+    for by, order in (("tau", ["long", "fast"]), ("speedup", ["fast", "long"])):
+        lines = table(read([long, fast]), [0.0], by=by).splitlines()[1:3]
+        assert [line.split()[1].strip("()") for line in lines] == order
+
+
 def test_a_difference_is_paired_by_prompt(runs):
     scored = read(runs[:2])
     text = table(scored, [0.0], against="bigram")

@@ -27,6 +27,7 @@ from decode import lm as lm_module
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.lm import CausalLM
+from decode.target import Target
 
 TOLERANCE = 1e-4  # relative, fp32
 KINDS = {"full_attention", "sliding_attention"}
@@ -141,6 +142,36 @@ def _compare(twin: CausalLM) -> str:
         if _differs(twin, last[0, 0], text):
             return "found wrong rows behind unsettled tokens"
     return ""
+
+
+def check_packing(target: Target) -> None:
+    """Whether rows that are read packed are what they are padded, on a twin and on the model itself.
+
+    Raises:
+        UserError: they are not.
+    """
+    if target.compiled:
+        raise UserError("packing=true: not with target.compile=true, which compiles for padded rows")
+    try:
+        same = _packed_off(Target(_twin(target).model)) <= TOLERANCE
+        same = same and _packed_off(target) <= (TOLERANCE if target.dtype.itemsize >= 4 else 5e-2)
+    except Exception as error:  # as in `probe`
+        wrong = f"raises {type(error).__name__}"
+    else:
+        if same:
+            return
+        wrong = "says other things of them"
+    name = type(target.model).__name__
+    raise UserError(f"packing=true: {name} cannot read rows packed ({wrong}); use packing=false")
+
+
+def _packed_off(target: Target) -> float:
+    """Relative difference of two ragged rows, the larger one; the first is longer than a twin's window."""
+    lengths = (13, 5)
+    tokens = (torch.arange(2 * lengths[0], device=target.device) + 5).view(2, -1) % target.vocab_size
+    padded, packed = (target.read(tokens, given).last.float() for given in (None, lengths))
+    rows = [(padded[i, :n], packed[i, :n]) for i, n in enumerate(lengths)]
+    return max(float((got - want).norm() / want.norm()) for want, got in rows)
 
 
 def _differs(twin: CausalLM, got: torch.Tensor, prefix: list[int]) -> bool:

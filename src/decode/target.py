@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.lm import CausalLM, recorded
+from decode.packed import places, row_by_row
 
 LAST = "last"  # the name of the head's input, after the final norm; never a number
 Tap = int | str
@@ -79,12 +80,31 @@ class Target(CausalLM):
     # -- without a cache: training and rescoring ---------------------------------------------
 
     @torch.no_grad()
-    def read(self, tokens: Tensor) -> Read:
-        """One causal pass over (B, T) right-padded tokens."""
+    def read(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> Read:
+        """One causal pass over (B, T) right-padded tokens.
+
+        Args:
+            tokens: of all rows.
+            lengths: of the rows; where they are given, rows are read behind one another, without
+                padding, and what is behind a row's end is 0. See `probe.check_packing`.
+        """
         found = self._wanted()
-        with recorded(self.layers, found):
-            out = self.base(input_ids=tokens, use_cache=False)
-        return self._pack(out.last_hidden_state, found)
+        if lengths is None:
+            with recorded(self.layers, found):
+                out = self.base(input_ids=tokens, use_cache=False)
+            return self._pack(out.last_hidden_state, found)
+        index, positions = (part.to(tokens.device) for part in places(lengths, tokens.shape[1]))  # (N,)
+        with recorded(self.layers, found), row_by_row(self.config, lengths):
+            pack, at = tokens.flatten()[index][None], positions[None]  # (1, N)
+            out = self.base(input_ids=pack, position_ids=at, use_cache=False)
+
+        def spread(values: Tensor) -> Tensor:
+            """(1, N, D) -> (B, T, D)."""
+            rows = values.new_zeros(tokens.numel(), values.shape[-1])
+            return rows.index_copy(0, index, values[0]).view(*tokens.shape, -1)
+
+        found = {layer: spread(values) for layer, values in found.items()}
+        return self._pack(spread(out.last_hidden_state), found)
 
     # -- with the row cache: decoding --------------------------------------------------------
 

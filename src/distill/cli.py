@@ -9,11 +9,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hydra
-import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decode.errors import TooLargeError, UserError
+from distill import multirun
 from distill.launch import LostRankError, launch, watch_parent
 from distill.runs import Run, claim, join
 
@@ -42,8 +43,11 @@ Task = Callable[[DictConfig, Path], float]
 
 def _device_of(accelerator: str) -> str:
     """Where a target lies when there is no trainer to say it."""
-    on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
-    return "cuda" if on_gpu else "cpu"
+    if accelerator == "auto":
+        import torch  # a second, which nobody else waits for
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if accelerator in ("gpu", "cuda") else "cpu"
 
 
 def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
@@ -60,17 +64,33 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
     def job(cfg: DictConfig) -> float:
         folder = Path(HydraConfig.get().runtime.output_dir)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return multirun.run_job(task, cfg, folder, one_line_errors)
         with one_line_errors(run):
             result = task(cfg, folder)
         if run:
             run.finish()
-        elif HydraConfig.get().mode == RunMode.MULTIRUN:
-            print(folder, flush=True)
         return result
+
+    def sweep() -> None:
+        with one_line_errors():
+            parts = partial(compose, config_dir=config_dir, config_name=config_name)
+            plan = multirun.prepare(argv, config_dir, config_name, parts)
+        given = [a for a in argv if not a.startswith("hydra.sweep.dir=") and a not in multirun.FLAGS]
+        names = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(plan.fixed)}]"
+        place = f"hydra.sweep.dir={_quote(str(plan.folder))}"
+        sys.argv = [sys.argv[0], "--multirun", *given, names, place]
+        with multirun.summed_up(plan.folder):
+            hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
 
     watch_parent()
     with one_line_errors():
         argv = rewrite(sys.argv[1:], config_dir)
+        sweeps = multirun.wanted(argv, config_dir, config_name)
+    if sweeps:
+        sweep()
+        return
+    with one_line_errors():
         # Flags are Hydra's own; a rank that Lightning started has its folder in argv already.
         flags = any(a.startswith("-") for a in argv)
         placed = any(a.startswith("hydra.run.dir=") for a in argv)
@@ -93,8 +113,15 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 
 
 @contextmanager
-def one_line_errors(run: Run | None = None) -> Iterator[None]:
-    """Turn what a user can mend into a line and exit code 2, a full disk into a line and 1."""
+def one_line_errors(
+    run: Run | None = None, leave: Callable[[int, str], None] | None = None
+) -> Iterator[None]:
+    """Turn what a user can mend into a line and exit code 2, a full disk into a line and 1.
+
+    Args:
+        run: is discarded if no work was done in it.
+        leave: called with both, instead of leaving.
+    """
     try:
         yield
     except UserError as error:
@@ -114,6 +141,8 @@ def one_line_errors(run: Run | None = None) -> Iterator[None]:
         code, text = 1, f"error: {' '.join(str(cause.strerror).split())}{where}"
     else:
         return
+    if leave:
+        return leave(code, text)
     print(text, file=sys.stderr, flush=True)
     raise SystemExit(code)
 
@@ -152,7 +181,11 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
 
 
 def _is_choice(value: str, names: Sequence[str], sweep: bool) -> bool:
-    return all(part in names for part in (value.split(",") if sweep else [value]))
+    parts = value.split(",") if sweep and not Path(value).exists() else [value]
+    known = [part in names for part in parts]
+    if any(known) and not all(known):
+        raise UserError(f"{value}: names and paths in one sweep; write all of them as paths")
+    return all(known)
 
 
 def _quote_path(value: str, sweep: bool) -> str:

@@ -71,13 +71,16 @@ def _card(path: Path) -> dict[str, Any]:
     return card
 
 
-def table(scored: Sequence[Scored], temperatures: Sequence[float], against: str = "") -> str:
-    """The runs in order of speedup at the first temperature.
+def table(
+    scored: Sequence[Scored], temperatures: Sequence[float], against: str = "", by: str = "speedup"
+) -> str:
+    """The runs in order of speedup, or of tau, at the first temperature.
 
     Args:
         scored: checkpoints.
         temperatures: of the acceptance lengths; survival and costs are those at the first.
         against: a run's name; adds the difference of each tau to that run's, with its interval.
+        by: speedup | tau.
 
     Raises:
         UserError: a temperature at which a run was not scored, a name that no run has.
@@ -90,7 +93,7 @@ def table(scored: Sequence[Scored], temperatures: Sequence[float], against: str 
     head += [f"less {against}'s, T={t:g}" for t in temperatures if base]
     head += [*(f"s_{j}" for j in range(1, LEVELS + 1)), "speedup", "draft", "ms/round"]
     head += ["trained", "parameters", "KV/token", "audit"]
-    ordered = sorted(scored, key=lambda s: -s.row(first)["speedup"])
+    ordered = sorted(scored, key=lambda s: -(_accepted(s.row(first)) if by == "tau" else s.row(first))[by])
     lines = [_line(s, temperatures, base) for s in ordered]
     hardware = sorted({f"{s.card['dtype']}, {s.card['hardware']}" for s in scored})
     prompts = sorted({len(_counts(s.row(first)).tokens) for s in scored})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import datasets
@@ -32,6 +32,7 @@ class Micro(NamedTuple):
         read: what the target says of these tokens, where it is kept in memory.
         on_policy: supervised anchors in answers of the drafter's own.
         weight: (B,) of the rows in the loss; None where all are 1.
+        lengths: of the rows, where the target reads them packed.
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class Micro(NamedTuple):
     read: Read | None = None
     on_policy: int = 0
     weight: Tensor | None = None
+    lengths: Sequence[int] | None = None
 
 
 class RolloutBatches(Dataset[Micro]):
@@ -60,6 +62,7 @@ class RolloutBatches(Dataset[Micro]):
         seed: of the order.
         max_tokens: longer rows are cut.
         memory: what the target says of the rows, or None.
+        packing: the target reads rows without padding.
     """
 
     def __init__(
@@ -73,8 +76,9 @@ class RolloutBatches(Dataset[Micro]):
         seed: int = 0,
         max_tokens: int = 2048,
         memory: TapMemory | TapCache | None = None,
+        packing: bool = False,
     ) -> None:
-        self.memory = memory
+        self.memory, self.packing = memory, packing
         self.rows, self.batch_size, self.steps = rows, batch_size, steps
         self.accumulate, self.rank, self.world = accumulate, rank, world
         self.seed, self.max_tokens = seed, max_tokens
@@ -95,11 +99,11 @@ class RolloutBatches(Dataset[Micro]):
     def _micro(self, step: int, micro: int, rank: int) -> Micro:
         shards = self._shards(step)
         chosen = [self.rows[int(i)] for i in shards[micro, rank]]
-        length = max(min(len(row["tokens"]), self.max_tokens) for row in chosen)
+        lengths = [min(len(row["tokens"]), self.max_tokens) for row in chosen]
+        length = max(lengths)
         tokens = torch.zeros(self.batch_size, length, dtype=torch.long)
         mask = torch.zeros(self.batch_size, length, dtype=torch.bool)
-        for i, row in enumerate(chosen):
-            n = min(len(row["tokens"]), length)
+        for i, (row, n) in enumerate(zip(chosen, lengths, strict=True)):
             tokens[i, :n] = torch.as_tensor(row["tokens"][:n])
             mask[i, :n] = torch.as_tensor(row["loss_mask"][:n], dtype=torch.bool)
         read = self.memory.batch(shards[micro, rank]) if self.memory else None
@@ -114,6 +118,7 @@ class RolloutBatches(Dataset[Micro]):
             noise,
             read,
             weight=None if (weight == 1).all() else weight,
+            lengths=lengths if self.packing else None,
         )
 
     def rows_of(self, step: int) -> list[list[int]]:

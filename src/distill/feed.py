@@ -28,20 +28,23 @@ class Keep:
         target: with its taps set.
         taps: see `taps.wanted`.
         limit: gigabytes.
+        packing: the target reads rows without padding, here and in every step.
     """
 
     target: Target
     taps: str
     limit: float
+    packing: bool = False
 
     def __call__(
         self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, epochs: float
     ) -> TapMemory | TapCache | None:
         """For rows that are trained on `epochs` times; None: they are read in every step."""
         if self.taps == "cache":
-            return TapCache(self.target, rows, max_tokens, store.cache, store.content(), self.limit)
+            where = (store.cache, store.content(), self.limit)
+            return TapCache(self.target, rows, max_tokens, *where, self.packing)
         if wanted(self.taps, self.limit, gigabytes(self.target, rows, max_tokens), epochs):
-            return TapMemory(self.target, rows, max_tokens)
+            return TapMemory(self.target, rows, max_tokens, self.packing)
         return None
 
 
@@ -148,6 +151,7 @@ class RolloutData(L.LightningDataModule):
                 self.seed,
                 self.max_tokens,
                 kept,
+                self.keep.packing,
             )
 
         self.batches = Phases(load, self.every, trainer.accumulate_grad_batches, trainer.max_steps)

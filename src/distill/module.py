@@ -107,7 +107,7 @@ class DistillModule(L.LightningModule):
         if self.on_policy:
             batch = self._mix(batch, self.on_policy)
         self._watched.add(batch)
-        read = batch.read or self.target.read(batch.tokens)
+        read = batch.read or self.target.read(batch.tokens, batch.lengths)
         self.target.rest()
         progress = batch.step / self.trainer.max_steps
         rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed, progress)

@@ -88,7 +88,8 @@ class OnPolicy:
         tokens = pad_sequence([tokens for tokens, _ in rows], batch_first=True)
         mask = pad_sequence([mask for _, mask in rows], batch_first=True)
         anchors = int(supervised(mask[written], 1).sum())
-        return micro._replace(tokens=tokens, loss_mask=mask, read=None, on_policy=anchors)
+        micro = micro._replace(tokens=tokens, loss_mask=mask, read=None, on_policy=anchors)
+        return micro._replace(lengths=[len(own) for own, _ in rows]) if micro.lengths else micro
 
     def _answered(
         self, micro: Micro, chosen: list[int], student: Target, target: Target

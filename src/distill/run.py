@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from decode.load import stop_tokens
+from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
 from distill import inputs
@@ -70,7 +71,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     trainer = build_trainer(cfg, folder, state, callbacks=[TrainingBar()])
     join_others(trainer, cfg.target.placement)
     target = build_target(cfg, trainer.strategy.root_device)
-    _check_fit(held, chat, target)
+    _check_target(cfg, held, chat, target)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
         drafter = build_drafter(cfg, target)
@@ -105,7 +106,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     if scorer:
         scorer.prepare()
         target.rest()
-    keep, every = Keep(target, cfg.taps, cfg.taps_gb), cfg.rollout.refresh_every
+    keep, every = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing), cfg.rollout.refresh_every
     data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
     begun = int(state.parents[1].name) if state else 0
     data.open(begun, trainer)
@@ -145,7 +146,9 @@ def _on_policy(cfg: DictConfig, target: Target, drafter: Drafter) -> OnPolicy | 
     return made
 
 
-def _check_fit(held: list[Prompt], chat: Chat, target: Target) -> None:
+def _check_target(cfg: DictConfig, held: list[Prompt], chat: Chat, target: Target) -> None:
+    if cfg.packing:
+        check_packing(target)
     for prompt in held:
         length = len(chat.encode(prompt.messages, prompt.tools))
         if target.max_positions is not None and length >= target.max_positions:

@@ -44,6 +44,10 @@ class Run:
         """Mark the run as complete, so that the same command starts a new one."""
         (self.path / DONE).touch()
 
+    def close(self) -> None:
+        """Let another process work there."""
+        self._lock.close()
+
     def discard_if_empty(self) -> None:
         """Remove a folder that no work was written to."""
         if not (self.resumed or checkpoints(self.path) or (self.path / FAILED).exists()):
@@ -75,6 +79,29 @@ def claim(root: Path, config: dict[str, Any], resume: str) -> Run:
     except OSError as error:
         raise UserError(f"output_dir={root}: {error.strerror}") from None
     return run
+
+
+def occupy(folder: Path, config: dict[str, Any], job: str) -> Run:
+    """Begin a sweep's job in its folder, or go on there.
+
+    Args:
+        folder: of the job.
+        config: resolved.
+        job: its name among the others, recorded.
+
+    Raises:
+        UserError: a job of another configuration was there, or a process is.
+    """
+    key, record = config_hash(config), folder / "run.json"
+    resumed = record.exists()
+    if resumed and _read(record).get("config") != key:
+        raise UserError(f"{folder}: has a job of another configuration; give hydra.sweep.dir another folder")
+    lock = _lock(folder)
+    if not lock:
+        raise UserError(f"{folder}: another process is working there")
+    if not resumed:
+        write_json(record, {"config": key, "started": time.time(), "job": job})
+    return Run(folder, resumed, lock)
 
 
 def join(root: Path, wait: float = 600.0) -> Path:

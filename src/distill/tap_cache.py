@@ -73,20 +73,30 @@ class TapCache:
         root: folder of caches.
         store: hash of the rows.
         limit: gigabytes that a cache may have.
+        packing: rows are read without padding.
 
     Raises:
         UserError: more is needed than the limit or the disk allows; a cache that was changed.
     """
 
     def __init__(
-        self, target: Target, rows: datasets.Dataset, max_tokens: int, root: Path, store: str, limit: float
+        self,
+        target: Target,
+        rows: datasets.Dataset,
+        max_tokens: int,
+        root: Path,
+        store: str,
+        limit: float,
+        packing: bool = False,
     ) -> None:
+        self._packing = packing
         self.dtype, self._hidden = target.dtype, target.hidden_size
         self._only_last = _only_last(target)
         self._count = 1 if self._only_last else len(target.taps)
         self._kept = [kept(mask, max_tokens) for mask in rows["loss_mask"]]
         self._lengths = [min(len(mask), max_tokens) for mask in rows["loss_mask"]]
         what = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
+        what += ["packed"] * packing  # which rounds otherwise
         self.folder = root / f"taps-{digest(json.dumps(what))[:12]}"
         root.mkdir(parents=True, exist_ok=True)
         with (root / "taps.lock").open("w") as lock:
@@ -119,9 +129,10 @@ class TapCache:
         temporary = self.folder.with_name(f"{self.folder.name}.tmp")
         temporary.mkdir()
         files, places = [], []
+        read = read_rows(target, rows, max_tokens, self._packing)
         try:
             with bar(len(rows), "taps", "rows") as progress:
-                for number, part in enumerate(self._parts(read_rows(target, rows, max_tokens))):
+                for number, part in enumerate(self._parts(read)):
                     name = f"taps-{number:05d}.safetensors"
                     places += [(number, *start) for start in part.pop("starts")]
                     save_file({key: torch.cat(values) for key, values in part.items()}, temporary / name)

@@ -26,12 +26,15 @@ class TapMemory:
         target: with its taps set.
         rows: with `tokens`.
         max_tokens: longer rows are cut.
+        packing: rows are read without padding.
     """
 
-    def __init__(self, target: Target, rows: datasets.Dataset, max_tokens: int) -> None:
+    def __init__(
+        self, target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
+    ) -> None:
         self._rows: list[tuple[Tensor, Tensor]] = []
         with bar(len(rows), "taps", "rows") as progress:
-            for pair in read_rows(target, rows, max_tokens):
+            for pair in read_rows(target, rows, max_tokens, packing):
                 self._rows.append(pair)
                 progress.update()
 
@@ -47,12 +50,14 @@ class TapMemory:
         return Read(last, pad_sequence([self._rows[r][1] for r in rows], batch_first=True))
 
 
-def read_rows(target: Target, rows: datasets.Dataset, max_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+def read_rows(
+    target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
     """(n, D) head inputs and (n, L, D) taps of every row, in store order."""
     only_last = set(target.taps) == {LAST}
     for batch in _batches(rows, max_tokens):
         tokens = pad_sequence([torch.tensor(t) for t in batch], batch_first=True)
-        read = target.read(tokens.to(target.device))
+        read = target.read(tokens.to(target.device), [len(t) for t in batch] if packing else None)
         for i, row in enumerate(batch):
             last = read.last[i, : len(row)].clone()
             yield last, last[:, None] if only_last else read.taps[i, : len(row)].clone()

@@ -1,0 +1,252 @@
+"""Sweeps: what is refused before a job starts, jobs that fail alone, launchers, and what jobs return."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from omegaconf import DictConfig
+from workbench import CONF, ROOT, Bench, Outcome, command, leftovers, tau, train
+
+from decode.errors import UserError
+from distill.cli import main
+
+SMALL = Path("conf")
+YAML = {
+    "config.yaml": "defaults: [drafter: eagle, prompts: jsonl, _self_]\noutput_dir: out\n",
+    "drafter/eagle.yaml": "depth: 2\n",
+    "drafter/medusa.yaml": "depth: 5\n",
+    "prompts/jsonl.yaml": "path: null\n",
+}
+GRID = ["-m", "drafter.depth=2,4"]
+
+
+class Recorder(Sweeper):
+    """Keeps what jobs return; as with any sweeper but Hydra's own, nobody else knows its jobs."""
+
+    seen: list[tuple[list[str], float]]
+
+    def setup(self, *, config, **parts) -> None:
+        self.config, self.launcher = config, Plugins.instance().instantiate_launcher(config=config, **parts)
+
+    def sweep(self, arguments: list[str]) -> None:
+        (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(arguments), None)
+        done = self.launcher.launch(jobs, initial_job_idx=0)
+        Recorder.seen = [(job.overrides, job.return_value) for job in done]
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> type[Recorder]:
+    """As a plugin, which `hydra/sweeper=recorder` chooses."""
+    plugin = ModuleType("hydra_plugins.recorder")
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    monkeypatch.setattr(Recorder, "__module__", plugin.__name__)
+    monkeypatch.setattr(plugin, "Recorder", Recorder, raising=False)
+    Plugins.instance().register(Recorder)
+    node = {"_target_": "hydra_plugins.recorder.Recorder"}
+    ConfigStore.instance().store(group="hydra/sweeper", name="recorder", node=node)
+    return Recorder
+
+
+def depth_of(cfg: DictConfig, folder: Path) -> float:
+    """A job that takes no time."""
+    (folder / "worked").touch()
+    return float(cfg.drafter.depth)
+
+
+def sweep(*argv: str, task: Callable[[DictConfig, Path], float] = depth_of, conf: Path = SMALL) -> Outcome:
+    return command(lambda: main(task, conf.absolute()), ["train.py", *argv])
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """A configuration with next to nothing in it: Hydra composes one a dozen times in a sweep."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in YAML.items():
+        (SMALL / name).parent.mkdir(parents=True, exist_ok=True)
+        (SMALL / name).write_text(text)
+
+
+def jobs(done: Outcome) -> dict[str, Path]:
+    """Folders of the jobs that began, by name."""
+    found = sorted(done.folder.glob("*/run.json"))
+    return {json.loads(path.read_text())["job"]: path.parent for path in found}
+
+
+def test_every_job_has_a_folder_of_its_own_and_a_name(tmp_path):
+    """Of the experiment in docs/sweeps.md; what the command line says comes before what that says."""
+    done = sweep(
+        "experiment=sweep_depth_objective", "objective=tv", f"output_dir={tmp_path / 'out'}", conf=CONF
+    )
+    assert (done.code, done.err) == (0, "")
+    assert done.folder.parent.parent == Path("multirun")
+    found = jobs(done)
+    assert list(found) == ["drafter.depth=2", "drafter.depth=4"]
+    assert all((folder / "done").exists() and (folder / "worked").exists() for folder in found.values())
+    assert not (tmp_path / "out").exists()
+
+
+def test_paths_and_groups_are_swept(tmp_path, recorder):
+    files = [tmp_path / name for name in ("a b.jsonl", "it's.jsonl")]
+    for file in files:
+        file.touch()
+    done = sweep("-m", f"prompts={files[0]},{files[1]}", "drafter=medusa,eagle", "hydra/sweeper=recorder")
+    assert done.code == 0, done.err
+    assert [value for _, value in recorder.seen] == [5.0, 2.0] * 2
+    seen = [json.loads((folder / "run.json").read_text()) for folder in jobs(done).values()]
+    assert len({one["config"] for one in seen}) == 4
+
+
+def fails(cfg: DictConfig, folder: Path) -> float:
+    if cfg.drafter.depth == 3:
+        raise UserError("something: cannot be")
+    if cfg.drafter.depth == 4:
+        raise ZeroDivisionError("a mistake\nof ours")
+    return depth_of(cfg, folder)
+
+
+def test_a_job_that_fails_leaves_the_others_alone(recorder):
+    done = sweep("-m", "drafter.depth=3,4,5", "hydra/sweeper=recorder", task=fails)
+    assert done.code == 1
+    assert done.err.splitlines()[-2:] == [
+        "error: drafter.depth=3: something: cannot be",
+        "error: drafter.depth=4: ZeroDivisionError: a mistake",
+    ]
+    assert "in fails" in done.err, "a mistake of ours without a trace"
+    values = [value for _, value in recorder.seen]
+    assert [math.isnan(value) for value in values] == [True, True, False]
+    assert [(folder / "done").exists() for folder in jobs(done).values()] == [False, False, True]
+
+
+def interrupts(cfg: DictConfig, folder: Path) -> float:
+    raise KeyboardInterrupt
+
+
+def test_an_interruption_ends_all_of_it():
+    done = sweep(*GRID, task=interrupts)
+    assert done.code == 130
+    assert len(jobs(done)) == 1
+
+
+def test_the_same_folder_goes_on_and_no_other_sweep_does(tmp_path):
+    place = f"hydra.sweep.dir={tmp_path / 'it is'}"
+    first = sweep("-m", "drafter.depth=3", place, task=fails)
+    assert (first.code, first.err) == (2, "error: something: cannot be\n")
+    again = sweep("-m", "drafter.depth=3", place)
+    assert (again.code, again.err) == (0, "")
+    assert again.folder == tmp_path / "it is"
+    other = sweep("-m", "drafter.depth=4", place)
+    assert other.code == 2
+    assert other.err == (
+        f"error: {tmp_path / 'it is' / '0'}: has a job of another configuration; "
+        "give hydra.sweep.dir another folder\n"
+    )
+
+
+WRONG = {
+    ("drafter.depht=2,4",): "drafter.depht=2: drafter.depht: no such option in drafter; did you mean depth?",
+    ("objective=kl,kll",): "objective=kll: objective=kll: did you mean kl?",
+    ("batch_size=2,0",): "batch_size=0: batch_size=0: must be at least 1",
+    ("drafter=lm,eagle", "drafter.depth=2"): "drafter=lm: drafter.depth: no such option in drafter",
+    ("hydra/launcher=nonsense",): "hydra/launcher=nonsense: not installed; pip install 'foredraft[sweeps]'",
+    ("hydra/launcher=submitit_slurm",): "hydra/launcher=submitit_slurm: no srun on this machine",
+    ("trainer=ddp",): "trainer.devices=2 in a sweep: Lightning would run the whole sweep again",
+    ("trainer.devices=1,2",): "trainer.devices=2: trainer.devices=2 in a sweep",
+    ("prompts=bundled,/x",): "bundled,/x: names and paths in one sweep",
+    ("experiment=nonsense",): "experiment=nonsense: choose one of",
+}
+
+
+@pytest.mark.parametrize("argv", WRONG, ids=" ".join)
+def test_what_is_wrong_is_said_before_a_job_starts(argv, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no srun
+    done = sweep("-m", *argv, conf=CONF)
+    assert done.code == 2
+    assert done.err.startswith("error: "), done.err
+    assert len(done.err.splitlines()) == 1
+    assert WRONG[argv] in done.err
+    assert not Path("multirun").exists()
+
+
+def test_a_sweep_under_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert "start torchrun once for each setting" in sweep(*GRID).err
+
+
+def test_slurm_is_composed_and_checked(tmp_path, monkeypatch):
+    """Up to the submission, which needs a cluster."""
+    from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
+
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    given: list[tuple[dict, Sequence[Sequence[str]]]] = []
+    monkeypatch.setattr(SlurmLauncher, "launch", lambda self, o, **_: given.append((self.params, o)) or [])
+    done = sweep(*GRID, "hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu")
+    assert done.code == 0, done.err
+    ((params, found),) = given
+    assert params["partition"] == "gpu"
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_launchers_run_jobs_in_processes_of_their_own(launcher, recorder):
+    pids = []
+
+    def task(cfg: DictConfig, folder: Path) -> float:  # pickled by value, as no module of tests is there
+        (folder / "pid").write_text(str(os.getpid()))
+        if cfg.drafter.depth == 3:
+            raise ValueError("no")
+        return 1.0 * cfg.drafter.depth
+
+    argv = ["-m", "drafter.depth=2,3", "hydra/sweeper=recorder", f"hydra/launcher={launcher}"]
+    done = sweep(*argv, *["hydra.launcher.n_jobs=2"] * (launcher == "joblib"), task=task)
+    assert done.code == 1
+    assert done.err.splitlines()[-1] == "error: drafter.depth=3: ValueError: no"
+    pids = [int((folder / "pid").read_text()) for folder in jobs(done).values()]
+    assert len({*pids, os.getpid()}) >= 2
+    values = [value for _, value in recorder.seen]
+    assert values[0] == 2.0
+    assert math.isnan(values[1])
+
+
+def test_a_job_returns_tau_of_its_best_checkpoint(tmp_path, recorder):
+    bench = Bench(tmp_path)
+    done = train([*bench.command, "-m", "objective=kl,lk", "hydra/sweeper=recorder"])
+    assert done.code == 0, done.err
+    best = [tau(folder / "checkpoints" / "best") for folder in jobs(done).values()]
+    assert [value for _, value in recorder.seen] == best
+    assert min(best) >= 1
+    lines = [line.split() for line in done.out.splitlines()]
+    (head,) = [place for place, line in enumerate(lines) if line[:2] == ["drafter", "decode"]]
+    rows = lines[head + 1 : head + 3]
+    assert {row[0] for row in rows} == {"objective=kl", "objective=lk"}
+    assert float(rows[0][2]) >= float(rows[1][2])
+
+
+@pytest.mark.proof
+def test_jobs_at_the_same_time_make_one_store(tmp_path):
+    """Under the launcher's own processes, each of which imports everything."""
+    bench = Bench(tmp_path)
+    argv = [*bench.command, "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "objective=kl,lk"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *argv], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("multirun/*/*")
+    assert Path(done.stdout.splitlines()[-1]).resolve() == folder
+    assert len(list(folder.glob("*/checkpoints/best/score.json"))) == 2
+    (store,) = (tmp_path / "outputs" / "rollouts").iterdir()
+    assert len(list(store.glob("shard-*.parquet"))) == 3
+    assert not leftovers(tmp_path / "outputs")

@@ -1,0 +1,155 @@
+"""packing=true: rows that are read behind one another say what each says alone."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
+from workbench import Bench
+
+from decode import target as target_module
+from decode.errors import UserError
+from decode.packed import places
+from decode.probe import check_packing
+from decode.sampling import Sampler
+from decode.target import LAST, Target
+from distill import run
+from distill.data import RolloutBatches
+from distill.on_policy import OnPolicy
+from distill.taps import TapMemory
+
+LENGTHS = [5, 1, 9, 3]
+ROUNDING = {"sdpa": 1e-12, "eager": 1e-5}  # transformers' eager softmax is in fp32
+SAMPLER = Sampler(1.0)
+
+
+def make_gpt2() -> Target:
+    """Learned positions, which have to begin anew."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=3, n_head=2, n_positions=32)
+    return Target(GPT2LMHeadModel(config).double())
+
+
+def texts(vocab: int) -> torch.Tensor:
+    """(B, T) right-padded rows of `LENGTHS`; what pads them is a token like any other."""
+    return torch.randint(vocab, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kernel", ROUNDING)
+@pytest.mark.parametrize("taps", [(LAST,), (0, 2), (LAST, 1)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_packed_row_is_what_it_is_alone(tiny_target, taps, window, kernel):
+    target = tiny_target(vocab=50, layers=3, hidden=16, window=window)
+    target.config._attn_implementation = kernel
+    target.tap(taps)
+    read = target.read(texts(50), LENGTHS)
+    for row, n in enumerate(LENGTHS):
+        alone = target.read(texts(50)[row : row + 1, :n])
+        for mine, want in zip(read, alone, strict=True):
+            torch.testing.assert_close(mine[row, :n], want[0], rtol=0, atol=ROUNDING[kernel])
+            assert not mine[row, n:].any()
+    assert target.config._attn_implementation == kernel
+
+
+def test_learned_positions_begin_anew():
+    target = make_gpt2()
+    read = target.read(texts(50), LENGTHS)
+    for row, n in enumerate(LENGTHS):
+        torch.testing.assert_close(
+            read.last[row, :n], target.read(texts(50)[row : row + 1, :n]).last[0], rtol=0, atol=1e-12
+        )
+
+
+def test_no_kernel_call_is_wider_than_a_row(tiny_target, monkeypatch):
+    target, widths = tiny_target(vocab=50), []
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, *a, **o: widths.append(q.shape[2]) or kernel(q, *a, **o),
+    )
+    target.read(texts(50), LENGTHS)
+    assert widths == LENGTHS * len(target.layers)
+
+
+def forgets_positions(target: Target) -> Target:
+    """Reads every pack as one long row."""
+    forward = target.base.forward
+    target.base.forward = lambda position_ids=None, **given: forward(**given)
+    return target
+
+
+def test_models_that_cannot_are_refused(tiny_target):
+    check_packing(make_gpt2())
+    check_packing(tiny_target(vocab=50, window=4))
+    shape = {"vocab_size": 50, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+    bloom = Target(BloomForCausalLM(BloomConfig(**shape)).bfloat16())  # makes its own mask, without positions
+    for target in (bloom, forgets_positions(make_gpt2())):
+        with pytest.raises(
+            UserError, match=r"packing=true: .* cannot read rows packed \(.*\); use packing=false"
+        ):
+            check_packing(target)
+    compiled = make_gpt2()
+    compiled.compiled = True
+    with pytest.raises(UserError, match=r"target\.compile"):
+        check_packing(compiled)
+
+
+@pytest.fixture
+def rows() -> datasets.Dataset:
+    tokens = [row[:n] for row, n in zip(texts(50).tolist(), (5, 4, 9, 3), strict=True)]
+    masks = [[0] + [1] * (len(row) - 1) for row in tokens]
+    return datasets.Dataset.from_dict({"tokens": tokens, "loss_mask": masks, "weight": [1.0] * 4})
+
+
+def test_taps_in_memory_are_read_packed(tiny_target, rows):
+    target = tiny_target(vocab=50, layers=3)
+    target.tap((0, 2))
+    given = []
+    read = target.read
+    target.read = lambda tokens, lengths=None: given.append(lengths) or read(tokens, lengths)
+    packed, padded = (TapMemory(target, rows, 8, packing).batch(range(4)) for packing in (True, False))
+    assert given == [[5, 4, 8, 3], None]
+    for mine, want in zip(packed, padded, strict=True):
+        torch.testing.assert_close(mine, want, rtol=0, atol=1e-12)
+
+
+def test_batches_say_how_long_their_rows_are(tiny_target, make_drafter, rows):
+    """Also where the drafter has written some of them."""
+    target = tiny_target(vocab=50)
+    micro = RolloutBatches(rows, 2, 2, max_tokens=8, packing=True)[0]
+    assert len(micro.lengths) == 2
+    for text, n in zip(micro.tokens, micro.lengths, strict=True):
+        (row,) = [row for row in rows["tokens"] if row[:8] == text[:n].tolist()]
+        assert n == min(len(row), 8)
+    mixing = OnPolicy(1.0, 0.0, sampler=SAMPLER, max_new_tokens=3, max_tokens=12)
+    (mixed,) = mixing([micro], make_drafter("lm", target), target)
+    assert mixed.on_policy
+    assert mixed.tokens.shape[1] == max(mixed.lengths)
+    assert [int(mask.nonzero().max()) + 1 for mask in mixed.loss_mask] == mixed.lengths
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("packed"))
+
+
+@pytest.mark.parametrize("taps", ["online", "memory"])
+def test_a_run_reads_packed(bench, taps, monkeypatch):
+    seen = []
+    monkeypatch.setattr(target_module, "places", lambda *at: seen.append(at[0]) or places(*at))
+    monkeypatch.setattr(run, "check_packing", lambda target: None)
+    done = bench.train("packing=true", f"taps={taps}", "score.enabled=false", "trainer.max_steps=3")
+    assert done.code == 0, done.err
+    assert [len(lengths) for lengths in seen] == ([2, 2, 2] if taps == "online" else [12])
+    assert any(len(set(lengths)) > 1 for lengths in seen)
+
+
+def test_a_run_refuses_before_it_works(bench, monkeypatch):
+    before = bench.runs()
+    monkeypatch.setattr("decode.probe._packed_off", lambda target: 1.0)
+    done = bench.train("packing=true")
+    assert done.code == 2
+    assert done.err.startswith("error: packing=true: LlamaForCausalLM cannot read rows packed")
+    assert bench.runs() == before
