@@ -13,6 +13,7 @@ WORDS = {
     "batch": "distill.sweeps:batch_sizes",
     "context": "distill.sweeps:context_lengths",
     "rollout": "distill.rollout_race:rollouts",
+    "scaling": "distill.scaling:scaling",
     "train": "distill.step_race:training",
 }
 

@@ -53,6 +53,7 @@ LEAST = {
     "sample": 0,
     "turn": 1,
     "steps": 1,
+    "processes": 1,
     "repeats": 1,
     "count": 1,
     "gemm": 1,
