@@ -151,6 +151,15 @@ def test_two_machines_of_one_process_are_two_processes_of_one(trainer, bench, si
     assert_close(done[0].folder, single["32-true"], 6, 1e-5)
 
 
+@pytest.mark.proof
+def test_optimizer_states_in_host_memory_are_the_same_run(bench, single):
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load()  # minutes, once: ranks would both be waiting for it
+    folder = two(bench, "deepspeed_offload", "trainer.precision=32-true")
+    assert_close(folder, single["32-true"], 6, 1e-5)
+
+
 def test_an_optimizer_that_needs_whole_matrices_is_refused(bench):
     done = bench.train("trainer=fsdp", "optimizer=muon")
     assert done.code == 2
