@@ -80,7 +80,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         names = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(plan.fixed)}]"
         place = f"hydra.sweep.dir={_quote(str(plan.folder))}"
         sys.argv = [sys.argv[0], "--multirun", *given, names, place]
-        with multirun.summed_up(plan.folder):
+        with multirun.summed_up(plan.folder), one_line_errors():
             hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
 
     watch_parent()
