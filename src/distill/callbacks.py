@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.target import Target
-from distill.files import clean, sync, write_json
+from distill.files import clean, publish_folder, write_json
 from distill.module import DistillModule
 from distill.progress import bar, say
 from distill.ranks import write_state
@@ -140,10 +140,7 @@ class ScoreCheckpoint(L.Callback):
         if drafter.trains:
             trainer.strategy.barrier()  # every rank's part is written
         if trainer.is_global_zero:
-            for path in (*temporary.rglob("*"), temporary):
-                sync(path)
-            temporary.replace(final)
-            sync(self.root)
+            publish_folder(temporary, final)
             self._link(trainer)
             self._score(trainer, final)
 

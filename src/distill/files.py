@@ -41,6 +41,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def publish_folder(temporary: Path, final: Path) -> None:
+    """Give a whole folder its name, in a way that survives a crash."""
+    for path in (*temporary.rglob("*"), temporary):
+        sync(path)
+    temporary.replace(final)
+    sync(final.parent)
+
+
 def clean(folder: Path) -> None:
     """Remove what killed writers left below a folder that nobody writes to now."""
     for path in list(folder.rglob("*.tmp")):

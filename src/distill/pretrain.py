@@ -23,9 +23,10 @@ from decode.errors import UserError
 from distill.callbacks import STATE
 from distill.corpus import Document, pack
 from distill.data import From
-from distill.files import sync
+from distill.files import publish_folder
 from distill.optimizers import Joint
 from distill.progress import say
+from distill.ranks import write_state
 from distill.runs import checkpoints
 from distill.schedule import warm_up_and_decay
 from distill.stopping import Stop
@@ -203,15 +204,8 @@ class Saver(L.Callback):
         temporary = final.with_name(f"{final.name}.tmp")
         (temporary / STATE.parent).mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(temporary / STATE)
+        write_state(trainer, temporary / STATE.parent)
         if trainer.is_global_zero:
             publish_folder(temporary, final)
             for older in checkpoints(self.folder)[:-1]:
                 shutil.rmtree(older)
-
-
-def publish_folder(temporary: Path, final: Path) -> None:
-    """Give a whole folder its name, in a way that survives a crash."""
-    for path in (*temporary.rglob("*"), temporary):
-        sync(path)
-    temporary.replace(final)
-    sync(final.parent)

@@ -17,8 +17,8 @@ from decode.errors import UserError
 from distill.callbacks import STATE, TrainingBar
 from distill.checks import refused
 from distill.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
-from distill.files import clean, write_json
-from distill.pretrain import PretrainModule, Saver, TextData, publish_folder
+from distill.files import clean, publish_folder, write_json
+from distill.pretrain import PretrainModule, Saver, TextData
 from distill.progress import say, switch
 from distill.provenance import commit, digest, local
 from distill.run import quiet
