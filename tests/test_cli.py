@@ -1,6 +1,8 @@
 """The command line: what becomes of the overrides a person types, and what they are told of mistakes."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -405,3 +407,14 @@ def test_unknown_options_are_told_from_the_repository_alone():
     with pytest.raises(UserError, match="choose one of"):
         compose(["drafter=none"], CONF)
     assert (ROOT / "train.py").exists()
+
+
+def test_the_commands_of_the_training_page_compose():
+    text = (CONF.parent / "docs" / "training.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^(?:    .*|srun .*)train\.py (.+)$", text, re.MULTILINE)
+    assert len(commands) > 6
+    strategies = set()
+    for words in commands:
+        cfg = compose(rewrite(shlex.split(words, comments=True), CONF), CONF)
+        strategies.add(str(cfg.trainer.strategy))
+    assert len(strategies) > 3

@@ -162,7 +162,7 @@ WRONG = {
     ("drafter=lm,eagle", "drafter.depth=2"): "drafter=lm: drafter.depth: no such option in drafter",
     ("hydra/launcher=nonsense",): "hydra/launcher=nonsense: not installed; pip install 'foredraft[sweeps]'",
     ("hydra/launcher=submitit_slurm",): "hydra/launcher=submitit_slurm: no srun on this machine",
-    ("trainer=ddp", "trainer.devices=2"): "trainer.devices=2 in a sweep: Lightning would run the whole sweep again",
+    ("trainer=ddp", "trainer.devices=2"): "trainer.devices=2 in a sweep: Lightning would run the whole",
     ("trainer.devices=1,2",): "trainer.devices=2: trainer.devices=2 in a sweep",
     ("prompts=bundled,/x",): "bundled,/x: names and paths in one sweep",
     ("experiment=nonsense",): "experiment=nonsense: choose one of",
