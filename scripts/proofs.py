@@ -16,6 +16,7 @@ def main() -> int:
     import torch
 
     command = [sys.executable, "-m", "pytest", "-m", "proof", "-v", "--durations=0", "-p", "no:cacheprovider"]
+    command += ["-n", "2", "--dist", "loadfile"]
     command += ["--no-header", "--disable-warnings"]  # both have paths of this machine
     at = commit()
     done = subprocess.run(

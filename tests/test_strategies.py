@@ -97,13 +97,13 @@ def test_a_run_of_two_is_that_of_one_and_resumes_to_the_last_bit(trainer, bench,
     assert same(weights(again / "checkpoints" / "6"), weights(exact / "checkpoints" / "6"))
 
 
-@pytest.mark.parametrize("trainer", ["ddp", *CUT])
+@pytest.mark.parametrize("trainer", ["deepspeed_1", "deepspeed_2", "deepspeed_3"])
 def test_bf16_products_are_the_same_wherever_weights_lie(trainer, bench, single):
     mixed = two(bench, trainer, "trainer.precision=bf16-mixed")
     assert_close(mixed, single["bf16-mixed"], 6, 2e-3)
 
 
-@pytest.mark.parametrize("trainer", ["ddp", *CUT])
+@pytest.mark.parametrize("trainer", ["deepspeed_2", "deepspeed_3", "fsdp"])
 def test_the_accumulation_is_divided_by_once(trainer, bench, single):
     """Under SGD: AdamW forgives a gradient of another scale."""
     options = ["optimizer.optimizer._target_=torch.optim.SGD", "~optimizer.optimizer.betas"]
@@ -143,12 +143,19 @@ def nodes(rank: int, count: int, port: int) -> dict[str, str]:
     return torchrun(rank, count, port) | {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-@pytest.mark.parametrize("trainer", ["ddp", "fsdp", "deepspeed_2"])
+@pytest.mark.parametrize("trainer", ["fsdp", "deepspeed_2"])
 def test_two_machines_of_one_process_are_two_processes_of_one(trainer, bench, single):
     launch = [f"trainer={trainer}", "trainer.devices=1", "trainer.num_nodes=2", "trainer.precision=32-true"]
     done = ranks(2, [*bench.command, *SCORELESS, *launch], launcher=nodes)
     assert [outcome.code for outcome in done] == [0, 0], [outcome.err for outcome in done]
     assert_close(done[0].folder, single["32-true"], 6, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trainer", ["gpu", "ddp", *CUT])
+def test_a_gpu_trains_as_the_cpu_does(trainer, bench, single):
+    launch = [f"trainer={trainer}", "trainer.accelerator=gpu", "trainer.devices=1"]
+    assert_close(alone(bench, *launch, "trainer.precision=32-true"), single["32-true"], 6, 1e-3)
 
 
 @pytest.mark.proof
