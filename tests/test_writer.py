@@ -12,10 +12,9 @@ from distill import engine as engines
 from distill.chat import Chat
 from distill.divergences import kl
 from distill.engine import Answer, InProcess, Law, Request
-from distill.module import weighted
 from distill.objectives import Objective
 from distill.prompts import Prompt, turns
-from distill.weighting import constant
+from distill.weighting import constant, weighted
 from distill.writer import Writer
 from drafters.base import Batch
 

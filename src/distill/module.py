@@ -9,22 +9,23 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from decode.errors import UserError
 from decode.target import Target
 from distill.data import Micro
 from distill.failed import Watched
+from distill.gradients import Gradients
 from distill.objectives import Objective, Scored
 from distill.on_policy import OnPolicy
 from distill.optimizers import hidden_matrices
-from distill.reached import Reached
+from distill.reached import Reached, exposed
 from distill.schedule import warm_up_and_decay
 from distill.stopping import SIGNALS, Stop
-from drafters.base import Batch, Drafter, DraftStep, supervised
+from distill.weighting import weighted
+from drafters.base import Batch, Drafter, supervised
 
 DEPTHS = 33  # rows of the table of sums that ranks add up, depth 0 first; no drafter unrolls more
 
@@ -77,7 +78,7 @@ class DistillModule(L.LightningModule):
         self._micros = 0  # micro-batches of this optimizer step that are done
         self._reached: Reached | None = None  # in one process of several
         self._watched = Watched()
-        self._norm: Tensor | None = None  # of the gradient that is clipped
+        self._gradients = Gradients(drafter)
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
         self.strict_loading = not drafter.borrowed  # see `on_save_checkpoint`
 
@@ -126,7 +127,7 @@ class DistillModule(L.LightningModule):
         loss = total / batch.anchors
         if self.trainer.world_size > 1:
             if self._reached is None:
-                self._reached = Reached(lambda: _exposed(self.drafter))
+                self._reached = Reached(lambda: exposed(self.drafter))
             loss = self._reached.join(loss)
         self._micros += 1
         self._add(loss, scored, batch.on_policy / batch.anchors)
@@ -178,7 +179,7 @@ class DistillModule(L.LightningModule):
         self._micros = 0
         if self._reached:
             self._reached.leave_out(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
-        norms = self._norms(optimizer) if self._engine is None else torch.zeros(2)
+        norms = self._gradients.norms(optimizer) if self._engine is None else torch.zeros(2)
         self._sums[0, 2 : 2 + len(SIGNALS)] = torch.tensor(self.stop.heard)
         sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
         assert isinstance(sums, Tensor)
@@ -210,41 +211,9 @@ class DistillModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Without the confidence head's gradient, which is not to shorten the others.
-
-        By norm it takes the one that was checked and logged. The rest is Lightning's: clipping by value,
-        and refusing an optimizer that takes the loss scale off by itself.
-        """
-        if self._engine is not None:
-            return
-        ours, apart = self._clipped(optimizer)
-        if gradient_clip_algorithm != "value" and not getattr(optimizer, "_step_supports_amp_scaling", False):
-            if gradient_clip_val:
-                assert self._norm is not None
-                torch.nn.utils.clip_grads_with_norm_(ours, gradient_clip_val, self._norm)
-            return
-        gradients = [weight.grad for weight in apart]
-        for weight in apart:
-            weight.grad = None
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        for weight, gradient in zip(apart, gradients, strict=True):
-            weight.grad = gradient
-
-    def _clipped(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights whose gradient is clipped, and the confidence head's."""
-        head = self.drafter.confidence
-        apart = {id(weight): weight for weight in head.parameters()} if head else {}
-        every = [weight for group in optimizer.param_groups for weight in group["params"]]
-        return [weight for weight in every if id(weight) not in apart], list(apart.values())
-
-    def _norms(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """(2,) norms of the gradients of the two, over all ranks; not yet waited for."""
-        ours, apart = (
-            torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-            for weights in self._clipped(optimizer)
-        )
-        self._norm = ours
-        return torch.stack([whole(ours), whole(apart).to(whole(ours))])
+        """See `Gradients.clip`."""
+        if self._engine is None:
+            self._gradients.clip(self, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     @property
     def _engine(self) -> Any:
@@ -302,26 +271,3 @@ class DistillModule(L.LightningModule):
             factors=[groups[part["group"]].rate for part in optimizer.param_groups],
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def _exposed(drafter: Drafter) -> list[nn.Parameter]:
-    """What trains and an answer may fail to reach: not what every unroll runs."""
-    apart = {id(w) for part in drafter.self_contained() for w in part.parameters()}
-    return [w for w in drafter.parameters() if w.requires_grad and id(w) not in apart]
-
-
-def whole(norm: Tensor) -> Tensor:
-    """A norm over all ranks, where each has a part of every gradient (FSDP2)."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def weighted(steps: Iterator[DraftStep], weight: Tensor, length: int) -> Iterator[DraftStep]:
-    """The steps, with what each row of the batch counts: rewards (ReSpec, arXiv:2510.26475), say.
-
-    Args:
-        steps: of an unroll.
-        weight: (B,) of the rows.
-        length: T of the batch.
-    """
-    for step in steps:
-        yield step._replace(weight=step.weight * weight[step.anchor // length])

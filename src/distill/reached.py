@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from drafters.base import Drafter
+
 
 class Reached:
     """Makes weights that no answer reaches the same to several processes as to one.
@@ -44,6 +46,12 @@ class Reached:
         for weight, count in zip(weights, total, strict=True):
             if not count:
                 weight.grad = None
+
+
+def exposed(drafter: Drafter) -> list[nn.Parameter]:
+    """What trains and an answer may fail to reach: not what every unroll runs."""
+    apart = {id(w) for part in drafter.self_contained() for w in part.parameters()}
+    return [w for w in drafter.parameters() if w.requires_grad and id(w) not in apart]
 
 
 def _leaves(loss: Tensor) -> set[int]:

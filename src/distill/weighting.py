@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from decode.errors import UserError
+from drafters.base import DraftStep
 
 DepthWeights = Callable[[int], float]
 
@@ -110,3 +111,15 @@ def _after(alpha: Tensor) -> Tensor:
     for following in alpha[:, 1:].unbind(1)[::-1]:
         sums.append(1 + following * sums[-1])
     return torch.stack(sums[::-1], 1)
+
+
+def weighted(steps: Iterator[DraftStep], weight: Tensor, length: int) -> Iterator[DraftStep]:
+    """The steps, with what each row of the batch counts: rewards (ReSpec, arXiv:2510.26475), say.
+
+    Args:
+        steps: of an unroll.
+        weight: (B,) of the rows.
+        length: T of the batch.
+    """
+    for step in steps:
+        yield step._replace(weight=step.weight * weight[step.anchor // length])
