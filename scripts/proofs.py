@@ -1,4 +1,7 @@
-"""Run the tests marked `proof` and keep their output, with the commit, in docs/proofs.md."""
+"""Run the tests marked `proof`, all or those of the files given; docs/proofs.md keeps output and commit.
+
+A run of all begins the page anew; one of some files is added to it.
+"""
 
 import os
 import subprocess
@@ -9,26 +12,27 @@ from decode.score import hardware
 from distill.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "proofs.md"
 
 
-def main() -> int:
+def main(files: list[str]) -> int:
     """Exit code of pytest."""
     import torch
 
     command = [sys.executable, "-m", "pytest", "-m", "proof", "-v", "--durations=0", "-p", "no:cacheprovider"]
     command += ["-n", "2", "--dist", "loadfile"]
-    command += ["--no-header", "--disable-warnings"]  # both have paths of this machine
+    command += ["--no-header", "--disable-warnings", *files]  # both have paths of this machine
     at = commit()
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
     print(done.stdout)
-    where = hardware(torch.device("cpu"))
-    (ROOT / "docs" / "proofs.md").write_text(
-        f"# Proofs\n\nOutput of `make proofs` at commit {at} on {where}.\n\n```\n{done.stdout.strip()}\n```\n"
-    )
+    where = f"at commit {at} on {hardware(torch.device('cpu'))}.\n\n```\n{done.stdout.strip()}\n```\n"
+    before = f"{PAGE.read_text()}\n" if files else "# Proofs\n\n"
+    called = " ".join(["python scripts/proofs.py", *files]) if files else "make proofs"
+    PAGE.write_text(f"{before}Output of `{called}` {where}")
     return done.returncode
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))
