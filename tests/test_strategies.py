@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workbench import Bench, Outcome, ranks, same, torchrun, weights
+from workbench import Bench, Outcome, ranks, same, torchrun, train, weights
 
 from distill import callbacks
 from distill.runs import checkpoints
@@ -164,3 +164,16 @@ def test_weights_in_two_bytes_have_masters_that_checkpoints_show(bench, single):
     rounded = [w.bfloat16().float() for w in found.values()]
     assert not all(torch.equal(a, b) for a, b in zip(found.values(), rounded, strict=True))
     assert losses(folder) == pytest.approx(losses(single["32-true"]), rel=2e-2)
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "deepspeed_3"])
+def test_a_drafter_in_parts_writes_no_answers(trainer, bench):
+    """It would copy itself, which neither engine allows."""
+    own = [option for option in bench.command if not option.startswith("drafter.")]
+    answers = ["drafter=lm", "drafter.layers=1", "weights=constant", "on_policy.share=0.5"]
+    done = train([*own, *SCORELESS, *answers, f"trainer={trainer}"])
+    assert done.code == 2
+    assert done.err == (
+        "error: on_policy: the drafter writes with whole weights, and this trainer cuts them up; use "
+        "trainer=ddp, deepspeed_1 or deepspeed_2\n"
+    )

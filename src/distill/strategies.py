@@ -188,17 +188,34 @@ def check_optimizer(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> Non
         raise UserError("optimizer=muon needs whole matrices, and this trainer cuts them up; use trainer=ddp")
 
 
-def check_strategy(trainer: L.Trainer, drafter: Drafter) -> None:
-    """Refuse what the trainer's strategy would do in another way than the others.
+def check_strategy(trainer: L.Trainer, drafter: Drafter, on_policy: bool) -> None:
+    """Refuse what the trainer's strategy cannot do, or would do in another way than the others.
+
+    Args:
+        trainer: with its strategy.
+        drafter: that will be trained.
+        on_policy: whether it answers prompts itself, between the weights' being cut up and put together.
 
     Raises:
-        UserError: a confidence head, whose gradient DeepSpeed would clip with the others.
+        UserError: a confidence head, whose gradient DeepSpeed would clip with the others; answers of a
+            drafter of which every process has but a part.
     """
+    if on_policy and cuts_weights(trainer):
+        raise UserError(
+            "on_policy: the drafter writes with whole weights, and this trainer cuts them up; use "
+            "trainer=ddp, deepspeed_1 or deepspeed_2"
+        )
     if drafter.confidence and isinstance(trainer.strategy, DeepSpeed) and trainer.gradient_clip_val:
         raise UserError(
             "drafter.confidence=true: DeepSpeed clips its gradient together with the drafter's; set "
             "trainer.gradient_clip_val=null, or use trainer=ddp or fsdp"
         )
+
+
+def cuts_weights(trainer: L.Trainer) -> bool:
+    """Whether a process has but a part of the weights between steps, and not their gradients' and states' alone."""
+    strategy = trainer.strategy
+    return isinstance(strategy, FSDP) or (isinstance(strategy, DeepSpeed) and strategy.zero_stage_3)
 
 
 def consolidated(trainer: L.Trainer, drafter: Drafter) -> Mapping[str, Tensor]:
