@@ -213,7 +213,7 @@ def check_strategy(trainer: L.Trainer, drafter: Drafter, on_policy: bool) -> Non
 
 
 def cuts_weights(trainer: L.Trainer) -> bool:
-    """Whether a process has but a part of the weights between steps, and not their gradients' and states' alone."""
+    """Whether a process has but a part of the weights themselves between steps."""
     strategy = trainer.strategy
     return isinstance(strategy, FSDP) or (isinstance(strategy, DeepSpeed) and strategy.zero_stage_3)
 
