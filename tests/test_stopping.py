@@ -87,7 +87,7 @@ def between_micro_batches(monkeypatch):
 
 def in_a_save(monkeypatch):
     """And once more before it is whole."""
-    send(monkeypatch, callbacks.hub, "save", lambda drafter, target, folder, name: folder.name == "4.tmp")
+    send(monkeypatch, callbacks.hub, "save", lambda drafter, target, folder, *_: folder.name == "4.tmp")
     send(monkeypatch, callbacks, "sync", lambda path: "4.tmp" in path.parts)
 
 
@@ -224,10 +224,10 @@ def test_a_disk_that_is_full_when_a_run_is_stopped_costs_no_checkpoint(bench, st
     noisy(monkeypatch)
     save = callbacks.hub.save
 
-    def full(drafter, target, folder, name):
+    def full(drafter, target, folder, *rest):
         if folder.name == "3.tmp":
             raise OSError(28, "No space left on device", str(folder))
-        save(drafter, target, folder, name)
+        save(drafter, target, folder, *rest)
 
     with monkeypatch.context() as spoilt:
         in_a_step(spoilt)
