@@ -56,6 +56,9 @@ class ScoreCheckpoint(L.Callback):
         self.every, self.scorer, self.target_name = every, scorer, target_name
         self.stop = stop or Stop()
         self.trained = 0.0  # seconds in training steps, whatever was scored between them
+        # The newest save point. Every process knows by itself: what one has written, another machine may
+        # see on their disk later, and would save again, alone.
+        self._kept = 0
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -64,6 +67,10 @@ class ScoreCheckpoint(L.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.trained = state_dict["trained"]
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._kept = trainer.global_step
 
     @override
     def on_train_batch_start(
@@ -96,9 +103,8 @@ class ScoreCheckpoint(L.Callback):
     ) -> None:
         self.trained += time.monotonic() - self._begin
         step = trainer.global_step
-        due = step > 0 and self._due(trainer, step)
         # Micro-batches of the next step come with the same number.
-        if (due or self.stop.by) and not (self.root / str(step)).exists():
+        if step > self._kept and (self._due(trainer, step) or self.stop.by):
             self.save(trainer, pl_module, step)
         if self.stop.by:
             trainer.should_stop = True
@@ -106,6 +112,7 @@ class ScoreCheckpoint(L.Callback):
     def save(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
         """Make the save point of `step`."""
         assert isinstance(module, DistillModule)
+        self._kept = step
         self._publish(trainer, module.drafter, module.target, step)
         module.target.rest()
         if trainer.is_global_zero:
@@ -142,6 +149,8 @@ class ScoreCheckpoint(L.Callback):
         if trainer.is_global_zero:
             for path in (*temporary.rglob("*"), temporary):
                 sync(path)
+            if final.exists():  # of a run that has lost its state and began anew
+                _remove(final)
             temporary.replace(final)
             sync(self.root)
             self._link(trainer)
@@ -155,8 +164,7 @@ class ScoreCheckpoint(L.Callback):
         for older in found[:-1]:
             shutil.rmtree(older / STATE.parent, ignore_errors=True)
             if not self._due(trainer, int(older.name)):
-                going = older.replace(older.with_name(f"{older.name}.tmp"))  # half of it is no checkpoint
-                shutil.rmtree(going, ignore_errors=True)
+                _remove(older)
 
     def _score(self, trainer: L.Trainer, path: Path) -> None:
         scorer, step = self.scorer, int(path.name)
@@ -205,6 +213,13 @@ def _line(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     moved = card.get("target_moved")
     far = f"  target moved by KL {moved['kl']:.2g}" if moved else ""
     return f"{text}  tau {card['tau']:.2f}  speedup {card['speedup']:.2f}x  audit {verdict}{far}"
+
+
+def _remove(checkpoint: Path) -> None:
+    going = checkpoint.replace(
+        checkpoint.with_name(f"{checkpoint.name}.old.tmp")
+    )  # half of it is no checkpoint
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def _point(link: Path, to: Path) -> None:

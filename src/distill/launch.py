@@ -38,9 +38,7 @@ def launch() -> tuple[bool, str] | None:
 def lived() -> float:
     """Seconds that this process has been there; 0 where the system does not say."""
     try:
-        begun = int(
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        )  # after boot, in ticks
+        begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # ticks
         now = float(Path("/proc/uptime").read_text().split()[0])
     except OSError:
         return 0.0
