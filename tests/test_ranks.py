@@ -153,13 +153,13 @@ def test_a_state_of_other_processes_is_refused(bench, straight, tmp_path):
     state = tmp_path / "run" / "checkpoints" / "6" / "trainer" / "state.json"
     assert json.loads(state.read_text()) == {
         "processes": 2,
-        "strategy": "DDPStrategy",
+        "strategy": "DDP",
         "precision": "bf16-mixed",
     }
     with pytest.raises(UserError) as refused:
         bench.run(tmp_path / "run", score__every=2)
     assert str(refused.value) == (
-        f"resume: {tmp_path}/run/checkpoints/6 was saved by 2 processes (DDPStrategy, bf16-mixed), and these "
+        f"resume: {tmp_path}/run/checkpoints/6 was saved by 2 processes (DDP, bf16-mixed), and these "
         "are 1 process (SingleDeviceStrategy, bf16-mixed); start as many as then, or a new run with "
         f"resume=never drafter.init_from={tmp_path}/run/checkpoints/6"
     )
