@@ -19,13 +19,13 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.target import Target
+from distill.consolidate import consolidated
 from distill.files import clean, sync, write_json
 from distill.module import DistillModule
 from distill.progress import bar, say
 from distill.ranks import write_state
 from distill.runs import checkpoints
 from distill.stopping import Stop
-from distill.strategies import consolidated
 from drafters import hub
 from drafters.base import Drafter
 
@@ -56,9 +56,7 @@ class ScoreCheckpoint(L.Callback):
         self.every, self.scorer, self.target_name = every, scorer, target_name
         self.stop = stop or Stop()
         self.trained = 0.0  # seconds in training steps, whatever was scored between them
-        # The newest save point. Every process knows by itself: what one has written, another machine may
-        # see on their disk later, and would save again, alone.
-        self._kept = 0
+        self._kept = 0  # the newest save point; a disk may show it to other machines too late
 
     @override
     def state_dict(self) -> dict[str, Any]:
