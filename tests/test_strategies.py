@@ -164,6 +164,13 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused(bench):
     assert "muon needs whole matrices" in done.err
 
 
+def test_an_option_that_zero_has_not_is_one_line(bench):
+    done = bench.train("trainer=deepspeed_2", "+trainer.strategy.zero.nonsense=1")
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert "DeepSpeedZeroConfig nonsense Extra inputs" in done.err
+
+
 def test_weights_in_two_bytes_have_masters_that_checkpoints_show(bench, single):
     folder = two(bench, "deepspeed_2", "trainer.precision=bf16-true")
     found = weights(folder / "checkpoints" / "6")

@@ -87,6 +87,10 @@ class DeepSpeed(DeepSpeedStrategy):
         # The batch size is for DeepSpeed's own log; Lightning would look for it in the loader.
         super().__init__(stage=stage, logging_batch_size_per_gpu=1, **fixed, **options)
         self.zero = dict(zero or {})
+        if self.zero:
+            from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+            DeepSpeedZeroConfig(stage=stage, **self.zero)  # refuses what is wrong before hours of rollouts
 
     @property
     def on_cpu(self) -> bool:
