@@ -86,7 +86,7 @@ class Together:
         distributed.all_reduce(sums, group=self._group)
         return sums.tolist()
 
-    def _gather(self, look: Callable[[nn.Module], None] = lambda layer: None) -> None:
+    def _gather(self, look: Callable[[nn.Module], None] = lambda _: None) -> None:
         for layer in self._layers:
             layer.unshard()
             look(layer)

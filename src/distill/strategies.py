@@ -88,9 +88,10 @@ class DeepSpeed(DeepSpeedStrategy):
         super().__init__(stage=stage, logging_batch_size_per_gpu=1, **fixed, **options)
         self.zero = dict(zero or {})
         if self.zero:
-            from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+            from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
 
-            DeepSpeedZeroConfig(stage=stage, **self.zero)  # refuses what is wrong before hours of rollouts
+            # Refuses what is wrong before hours of rollouts.
+            DeepSpeedZeroConfig(stage=ZeroStageEnum(stage), **self.zero)
 
     @property
     def on_cpu(self) -> bool:
@@ -165,7 +166,8 @@ class DeepSpeed(DeepSpeedStrategy):
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address
 
-        self.deepspeed_engine.checkpoint_engine.load = _load
+        engine: Any = self.deepspeed_engine
+        engine.checkpoint_engine.load = _load
         with safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
