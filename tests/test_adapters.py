@@ -164,6 +164,14 @@ def test_a_missing_adapter_is_noticed(target, tmp_path):
     assert "28 adapters are missing" in refusal(folder, target)
 
 
+def test_an_adapter_of_a_map_that_is_not_there_is_one_line(target, tmp_path):
+    folder = saved(adapted(target, tmp_path / "draft"), target, tmp_path / "checkpoint")
+    held = load_file(folder / adapters.FILES[1])
+    stray = {name.replace("layers.0", "layers.9"): weight.clone() for name, weight in held.items()}
+    save_file(held | stray, folder / adapters.FILES[1])
+    assert "damaged checkpoint" in refusal(folder, target)
+
+
 def test_a_hub_id_is_named_with_the_commit_that_was_loaded(target):
     model = target.model
     model.config._commit_hash = "a" * 40

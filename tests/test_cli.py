@@ -347,7 +347,7 @@ def test_held_out_prompts_end_where_the_target_answers_first_and_stand_once(tmp_
     assert all(len(p.messages) == 1 for p in held)
 
 
-def test_a_run_does_not_go_on_with_other_held_out_prompts(bench_target, tmp_path):
+def test_a_run_does_not_go_on_with_other_held_out_prompts(bench_target, tmp_path, monkeypatch):
     cfg = compose(["prompts=jsonl", f"prompts.path={write_prompts(tmp_path / 'p.jsonl', 40)}"], CONF)
     found = inputs.read(cfg, read_chat(cfg))
     inputs.keep_record(found, tmp_path)
@@ -357,6 +357,10 @@ def test_a_run_does_not_go_on_with_other_held_out_prompts(bench_target, tmp_path
     found.record["held_out"] = inputs.read(cfg, read_chat(cfg)).record["held_out"]
     with pytest.raises(UserError, match="held-out prompts have changed since this run began; resume=never"):
         inputs.keep_record(found, tmp_path)
+    # Rank 0 may discard the folder when another rank has just seen what is in it.
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(inputs, "first_rank", lambda: False)
+    inputs.keep_record(found, tmp_path / "discarded")
 
 
 def test_an_empty_prompts_file_is_refused(bench_target, tmp_path):

@@ -407,7 +407,7 @@ def check_golden(drafter, target, masks):
     left = {(row, t): True for row in range(len(masks)) for t in range(length)}
     depths = []
     for step in drafter.unroll(batch, target):
-        depths += [step.depth] * (step.depth > 0)
+        depths += [step.depth] * (step.depth > 0 and len(step.anchor) > 0)
         want = []
         for row, text in enumerate(masks):
             for t in range(length):

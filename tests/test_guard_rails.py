@@ -120,13 +120,14 @@ def store_rows(bench: Bench) -> list[list[int]]:
 
 def test_what_a_row_counts_is_saved_too(tmp_path):
     tokens = torch.arange(12).view(2, 6)
-    micro = Micro(tokens, tokens > 3, 5, 7, 9, on_policy=2, weight=torch.tensor([0.5, 2.0]))
+    micro = Micro(tokens, tokens > 3, 5, 7, 9, on_policy=2, weight=torch.tensor([0.5, 2.0]), lengths=[6, 5])
     path = tmp_path / "failed" / "a.safetensors"
     save(path, [micro], [[4, 5]], loss=float("inf"))
     (found,) = load(path)
     assert found.weight is not None
     assert found.weight.tolist() == [0.5, 2.0]
     assert (found.anchors, found.step, found.seed, found.on_policy) == (5, 7, 9, 2)
+    assert found.lengths == [6, 5], "rows would be read padded"
     assert "Infinity" not in path.with_suffix(".json").read_text(), "no JSON"
     assert set(load_file(path)) == {"0.tokens", "0.loss_mask", "0.weight"}
 

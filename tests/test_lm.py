@@ -338,7 +338,7 @@ def test_its_checkpoint_is_scored_again_without_the_folder_it_came_from(bench, t
     assert done.code == 0, done.err
     shutil.rmtree(draft)
     kept = [a for a in quick(bench) if not a.startswith(("drafter", "optimizer", "output_dir", "batch_size"))]
-    kept = [a for a in kept if not a.startswith(("trainer.", "rollout", "logger"))]
+    kept = [a for a in kept if not a.startswith(("trainer.", "rollout", "logger", "try_largest"))]
     checkpoint = done.folder / "checkpoints" / "best"
     argv = [*kept, f"checkpoint={checkpoint}", f"out={tmp_path / 'card.json'}", f"answers={tmp_path / 'a'}"]
     again = command(lambda: main(rescore, CONF, "score_checkpoint"), ["score.py", *argv])

@@ -10,6 +10,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from workbench import Bench, same, weights
 
 from decode.errors import UserError
+from distill.callbacks import ScoreCheckpoint
 from distill.objectives import Objective
 from distill.runs import checkpoints
 from distill.scoring import Scorer
@@ -118,6 +119,16 @@ def test_weights_that_are_no_numbers_are_not_saved(bench, tmp_path):
             optimizer__warmup=0.0,
         )
     assert checkpoints(tmp_path) == []
+
+
+def test_a_disk_that_shows_files_late_makes_no_rank_save_twice(bench, tmp_path, monkeypatch):
+    """Another machine's rank would save alone, and wait for ever."""
+    saved, save = [], ScoreCheckpoint.save
+    monkeypatch.setattr(ScoreCheckpoint, "save", lambda *args: (saved.append(args[-1]), save(*args)))
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: not path.name.isdigit() and exists(path))
+    bench.run(tmp_path, score__enabled=False, trainer__accumulate_grad_batches=2)
+    assert saved == [3, 6]
 
 
 def test_neither_file_of_a_checkpoint_holds_the_target(bench, tmp_path):

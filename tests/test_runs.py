@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from workbench import fork
+from workbench import fork, spawn
 
 from decode.errors import UserError
 from distill import runs
@@ -177,16 +177,47 @@ def test_ranks_of_a_launch_join_the_folder_of_rank_0(tmp_path):
         assert followed == led
 
 
-def test_a_launch_that_is_gone_is_not_joined(tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")
+def joined(root, wait: float) -> str:
+    """What a second rank, which begins now, says when it cannot join."""
+    inside, outside = os.pipe()
 
-    def lead() -> int:
-        launched(0)
-        claim(tmp_path, CONFIG, "auto")
+    def follow() -> int:
+        launched(1)
+        with pytest.raises(UserError) as refused:
+            runs.join(root, wait=wait)
+        os.write(outside, str(refused.value).encode())
         return 0
 
-    assert fork(lead) == 0
-    launched(1)
-    with pytest.raises(UserError, match="do ranks share it"):
-        runs.join(tmp_path, wait=0.3)
+    assert fork(follow) == 0
+    return os.read(inside, 1000).decode()
+
+
+def lead(root, resume: str = "auto") -> int:
+    """A first rank, which ends at once."""
+    launched(0)
+    try:
+        claim(root, CONFIG, resume).discard_if_empty()
+    except UserError:
+        return 2
+    return 0
+
+
+def test_a_launch_that_is_gone_is_not_joined(tmp_path):
+    assert fork(lambda: lead(tmp_path)) == 0
+    (note,) = tmp_path.glob(".launch-*.json")
+    os.utime(note, (0, 0))  # clocks of processes and files are not that fine
+    assert "do ranks share it" in joined(tmp_path, 0.3)
+
+
+@pytest.mark.parametrize("resume", ["auto", "/nowhere"])
+def test_ranks_do_not_wait_for_a_rank_0_that_has_ended(resume, tmp_path):
+    """With an error: it has discarded its folder, or got none."""
+
+    def late() -> int:
+        os.waitpid(spawn(lambda: lead(tmp_path, resume)), 0)
+        launched(1)
+        with pytest.raises(UserError, match="rank 0 of this launch has ended"):
+            runs.join(tmp_path)
+        return 0
+
+    assert fork(late) == 0

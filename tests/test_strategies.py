@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workbench import Bench, Outcome, ranks, same, torchrun, weights
+from workbench import Bench, Outcome, ranks, same, torchrun, train, weights
 
 from distill import callbacks
 from distill.runs import checkpoints
@@ -91,7 +91,14 @@ def test_a_run_of_two_is_that_of_one_and_resumes_to_the_last_bit(trainer, bench,
 
     killed = _two(bench, trainer, "trainer.precision=32-true", "seed=0", before=kill)
     assert [outcome.code for outcome in killed] == [-9, -9]
-    again = two(bench, trainer, "trainer.precision=32-true", "seed=0")
+
+    def refuse(rank: int) -> None:
+        """What DeepSpeed reads files with: it would run what they say."""
+        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+        TorchCheckpointEngine.load = None
+
+    again = two(bench, trainer, "trainer.precision=32-true", "seed=0", before=refuse)
     assert again != exact
     assert [c.name for c in checkpoints(again)] == ["2", "4", "6"]
     assert same(weights(again / "checkpoints" / "6"), weights(exact / "checkpoints" / "6"))
@@ -173,6 +180,13 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused(bench):
     assert "muon needs whole matrices" in done.err
 
 
+def test_an_option_that_zero_has_not_is_one_line(bench):
+    done = bench.train("trainer=deepspeed_2", "+trainer.strategy.zero.nonsense=1")
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1
+    assert "DeepSpeedZeroConfig nonsense Extra inputs" in done.err
+
+
 def test_weights_in_two_bytes_have_masters_that_checkpoints_show(bench, single):
     folder = two(bench, "deepspeed_2", "trainer.precision=bf16-true")
     found = weights(folder / "checkpoints" / "6")
@@ -180,3 +194,16 @@ def test_weights_in_two_bytes_have_masters_that_checkpoints_show(bench, single):
     rounded = [w.bfloat16().float() for w in found.values()]
     assert not all(torch.equal(a, b) for a, b in zip(found.values(), rounded, strict=True))
     assert losses(folder) == pytest.approx(losses(single["32-true"]), rel=2e-2)
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "deepspeed_3"])
+def test_a_drafter_in_parts_writes_no_answers(trainer, bench):
+    """It would copy itself, which neither engine allows."""
+    own = [option for option in bench.command if not option.startswith("drafter.")]
+    answers = ["drafter=lm", "drafter.layers=1", "weights=constant", "on_policy.share=0.5"]
+    done = train([*own, *SCORELESS, *answers, f"trainer={trainer}"])
+    assert done.code == 2
+    assert done.err == (
+        "error: on_policy: the drafter writes with whole weights, and this trainer cuts them up; use "
+        "trainer=ddp, deepspeed_1 or deepspeed_2\n"
+    )

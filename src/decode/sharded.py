@@ -58,6 +58,11 @@ class Together:
         """Said before a pass, whose layers then gather themselves."""
         self._agree(reads=1, busy=1)
 
+    def see(self, look: Callable[[nn.Module], None]) -> None:
+        """Gather all layers for one process or more, which look at each while it is whole."""
+        self._agree(reads=1, busy=1)
+        self._gather(look)
+
     def rest(self) -> None:
         """Nothing more to read: takes part in what others do, until all of them rest."""
         while self._take_part(busy=0)[1]:
@@ -81,9 +86,10 @@ class Together:
         distributed.all_reduce(sums, group=self._group)
         return sums.tolist()
 
-    def _gather(self) -> None:
+    def _gather(self, look: Callable[[nn.Module], None] = lambda _: None) -> None:
         for layer in self._layers:
             layer.unshard()
+            look(layer)
             layer.reshard()
 
 
@@ -148,10 +154,21 @@ class Sharded(Target):
 
     @override
     def weights(self, part: nn.Module) -> dict[str, Tensor]:
-        return {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in part.state_dict().items()
-        }
+        """Of a decoder layer; the other processes need not want them."""
+        found: dict[str, Tensor] = {}
+
+        def look(layer: nn.Module) -> None:
+            if layer is part:
+                whole = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+                found.update({name: whole[name].detach().clone() for name in names})
+
+        names = part.state_dict().keys()
+        self._calm.begin()
+        try:
+            self._together.see(look)
+        finally:
+            self._calm.end()
+        return found
 
     @override
     def rest(self) -> None:

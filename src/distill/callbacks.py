@@ -19,13 +19,13 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.target import Target
+from distill.consolidate import consolidated
 from distill.files import clean, publish_folder, write_json
 from distill.module import DistillModule
 from distill.progress import bar, say
 from distill.ranks import write_state
 from distill.runs import checkpoints
 from distill.stopping import Stop
-from distill.strategies import consolidated
 from drafters import hub
 from drafters.base import Drafter
 
@@ -56,6 +56,7 @@ class ScoreCheckpoint(L.Callback):
         self.every, self.scorer, self.target_name = every, scorer, target_name
         self.stop = stop or Stop()
         self.trained = 0.0  # seconds in training steps, whatever was scored between them
+        self._kept = 0  # the newest save point; a disk may show it to other machines too late
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -64,6 +65,10 @@ class ScoreCheckpoint(L.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.trained = state_dict["trained"]
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._kept = trainer.global_step
 
     @override
     def on_train_batch_start(
@@ -96,9 +101,8 @@ class ScoreCheckpoint(L.Callback):
     ) -> None:
         self.trained += time.monotonic() - self._begin
         step = trainer.global_step
-        due = step > 0 and self._due(trainer, step)
         # Micro-batches of the next step come with the same number.
-        if (due or self.stop.by) and not (self.root / str(step)).exists():
+        if step > self._kept and (self._due(trainer, step) or self.stop.by):
             self.save(trainer, pl_module, step)
         if self.stop.by:
             trainer.should_stop = True
@@ -106,6 +110,7 @@ class ScoreCheckpoint(L.Callback):
     def save(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
         """Make the save point of `step`."""
         assert isinstance(module, DistillModule)
+        self._kept = step
         self._publish(trainer, module.drafter, module.target, step)
         module.target.rest()
         if trainer.is_global_zero:
@@ -140,6 +145,8 @@ class ScoreCheckpoint(L.Callback):
         if drafter.trains:
             trainer.strategy.barrier()  # every rank's part is written
         if trainer.is_global_zero:
+            if final.exists():  # of a run that has lost its state and began anew
+                _remove(final)
             publish_folder(temporary, final)
             self._link(trainer)
             self._score(trainer, final)
@@ -152,8 +159,7 @@ class ScoreCheckpoint(L.Callback):
         for older in found[:-1]:
             shutil.rmtree(older / STATE.parent, ignore_errors=True)
             if not self._due(trainer, int(older.name)):
-                going = older.replace(older.with_name(f"{older.name}.tmp"))  # half of it is no checkpoint
-                shutil.rmtree(going, ignore_errors=True)
+                _remove(older)
 
     def _score(self, trainer: L.Trainer, path: Path) -> None:
         scorer, step = self.scorer, int(path.name)
@@ -202,6 +208,13 @@ def _line(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     moved = card.get("target_moved")
     far = f"  target moved by KL {moved['kl']:.2g}" if moved else ""
     return f"{text}  tau {card['tau']:.2f}  speedup {card['speedup']:.2f}x  audit {verdict}{far}"
+
+
+def _remove(checkpoint: Path) -> None:
+    going = checkpoint.replace(
+        checkpoint.with_name(f"{checkpoint.name}.old.tmp")
+    )  # half of it is no checkpoint
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def _point(link: Path, to: Path) -> None:

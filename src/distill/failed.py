@@ -82,7 +82,7 @@ def save(path: Path, micros: Sequence[Micro], rows: Sequence[Sequence[int]], **n
     for i, (micro, own) in enumerate(zip(micros, rows, strict=True)):
         fields = {k: v for k, v in micro._asdict().items() if v is not None}
         tensors |= {f"{i}.{k}": v.cpu().contiguous() for k, v in fields.items() if isinstance(v, Tensor)}
-        about.append({k: v for k, v in fields.items() if isinstance(v, int)} | {"rows": list(own)})
+        about.append({k: v for k, v in fields.items() if not isinstance(v, Tensor)} | {"rows": list(own)})
     # JSON has no word for nan.
     said = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
     write_json(path.with_suffix(".json"), said | {"step": micros[0].step, "micro_batches": about})

@@ -64,6 +64,14 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """What is published there; None where nothing is, or another process has just taken it away."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
 def sha256(path: Path) -> str:
     """Of a file's bytes."""
     with path.open("rb") as handle:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from distill.chat import Chat
-from distill.files import publish, write_json
+from distill.files import publish, read_json, write_json
 from distill.mixing import mix
 from distill.progress import bar, first_rank, say
 from distill.prompts import Prompt, hash64, held_out, opening, question, split
@@ -148,9 +148,9 @@ def keep_record(inputs: Inputs, folder: Path) -> None:
         UserError: the run began with other prompts.
     """
     record = folder / RECORD
-    if record.exists():
+    if kept := read_json(record):
         for part, what in (("train", "prompts"), ("held_out", "held-out prompts")):
-            if json.loads(record.read_text())[part] != inputs.record[part]:
+            if kept[part] != inputs.record[part]:
                 raise UserError(
                     f"{folder}: the {what} have changed since this run began; resume=never starts another"
                 )

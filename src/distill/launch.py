@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 # Numbers that are all 0 in the first process, and what names the launch. torchrun may run inside SLURM.
 LAUNCHERS = (
@@ -32,6 +33,16 @@ def launch() -> tuple[bool, str] | None:
             first = not any(int(os.environ.get(number, 0)) for number in numbers)
             return first, " ".join(os.environ.get(name, "") for name in names)
     return None
+
+
+def lived() -> float:
+    """Seconds that this process has been there; 0 where the system does not say."""
+    try:
+        begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # ticks
+        now = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return 0.0
+    return max(0.0, now - begun / os.sysconf("SC_CLK_TCK")) if begun else 0.0
 
 
 def watch(died: Callable[[], str | None], grace: float | None = None) -> None:

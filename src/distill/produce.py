@@ -16,7 +16,7 @@ from decode.target import Target
 from distill.chat import Chat
 from distill.engines import Helper, helping_plan, work_of
 from distill.estimate import estimate
-from distill.files import sha256, write_json
+from distill.files import read_json, sha256, write_json
 from distill.progress import bar, first_rank, say
 from distill.prompts import Prompt
 from distill.provenance import digest
@@ -134,10 +134,10 @@ def open_store(
 
 def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
     note = folder / "rollouts.json"
-    if not note.exists():
+    if not (began := read_json(note)):
         if first_rank():
             write_json(note, {"store": plan.key})
-    elif json.loads(note.read_text())["store"] != plan.key:
+    elif began["store"] != plan.key:
         raise UserError(
             f"{folder}: the prompts or the target have changed since this run began; "
             "resume=never starts another"

@@ -81,7 +81,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
         objective.check(drafter)
         on_policy = _on_policy(cfg, target, drafter)
         optimizer = build_optimizer(cfg, trainer)
-        check_strategy(trainer, drafter)
+        check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
     stop = Stop()
     saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)

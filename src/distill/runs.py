@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from decode.errors import UserError
 from distill.files import write_json
-from distill.launch import launch
+from distill.launch import launch, lived
 
 DONE = "done"
 FAILED = "failed"  # folder of batches that no number came of
@@ -74,11 +74,20 @@ def claim(root: Path, config: dict[str, Any], resume: str) -> Run:
             run = _claim_named(Path(resume), key)
         else:
             run = (_unfinished(root, key) if resume == "auto" else None) or _new(root, key)
-        if there := _launch(root):
-            write_json(there, str(run.path))
+        _tell(root, run)
     except OSError as error:
         raise UserError(f"output_dir={root}: {error.strerror}") from None
+    except UserError:
+        with suppress(OSError):
+            _tell(root, None)
+        raise
     return run
+
+
+def _tell(root: Path, run: Run | None) -> None:
+    """Let the other processes of this launch know what was claimed; None: nothing can be."""
+    if there := _launch(root):
+        write_json(there, run and str(run.path))
 
 
 def occupy(folder: Path, config: dict[str, Any], job: str) -> Run:
@@ -112,21 +121,24 @@ def join(root: Path, wait: float = 600.0) -> Path:
         wait: seconds.
 
     Raises:
-        UserError: none in that time.
+        UserError: none in that time, or that process has ended.
     """
-    there = _launch(root)
+    there, born = _launch(root), time.time() - lived()
     end = time.monotonic() + wait
     while there and time.monotonic() < end:
         try:
-            folder = Path(json.loads(there.read_text()))
+            written = there.stat().st_mtime
+            claimed = json.loads(there.read_text())
         except (OSError, ValueError):
-            folder = None
-        # An earlier launch may have had the same name; its processes hold no lock any more.
-        if folder and (folder / "run.json").exists():
-            lock = _lock(folder)
+            written, claimed = 0.0, None
+        if claimed and (Path(claimed) / "run.json").exists():
+            lock = _lock(Path(claimed))
             if not lock:
-                return folder
+                return Path(claimed)
             lock.close()
+        # An earlier launch may have had the same name; its processes hold no lock any more either.
+        if written > born:
+            raise UserError(f"output_dir={root}: rank 0 of this launch has ended; see what it says")
         time.sleep(0.1)
     raise UserError(f"output_dir={root}: rank 0 of this launch has claimed no run there; do ranks share it?")
 

@@ -1,4 +1,4 @@
-"""DeepSpeed and FSDP2 through Lightning, on a GPU or a CPU; and what consolidates their weights."""
+"""DeepSpeed and FSDP2 through Lightning, on a GPU or a CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
@@ -18,7 +19,7 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
 )
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.serialization import safe_globals
 from typing_extensions import override
 
 from decode.errors import UserError
@@ -86,6 +87,11 @@ class DeepSpeed(DeepSpeedStrategy):
         # The batch size is for DeepSpeed's own log; Lightning would look for it in the loader.
         super().__init__(stage=stage, logging_batch_size_per_gpu=1, **fixed, **options)
         self.zero = dict(zero or {})
+        if self.zero:
+            from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
+
+            # Refuses what is wrong before hours of rollouts.
+            DeepSpeedZeroConfig(stage=ZeroStageEnum(stage), **self.zero)
 
     @property
     def on_cpu(self) -> bool:
@@ -153,6 +159,22 @@ class DeepSpeed(DeepSpeedStrategy):
                     register_external_parameter(model, weight)
         super()._initialize_deepspeed_train(model)
 
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """DeepSpeed would make whatever a file says; here, tensors and the four classes that it saves."""
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        engine: Any = self.deepspeed_engine
+        engine.checkpoint_engine.load = _load
+        with safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
+
+def _load(path: str, map_location: Any = None) -> dict[str, Any]:
+    return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only=True)
+
 
 def join_others(trainer: L.Trainer, placement: str) -> None:
     """Start the other processes and join them before the fit, where they hold the target together.
@@ -188,12 +210,23 @@ def check_optimizer(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> Non
         raise UserError("optimizer=muon needs whole matrices, and this trainer cuts them up; use trainer=ddp")
 
 
-def check_strategy(trainer: L.Trainer, drafter: Drafter) -> None:
-    """Refuse what the trainer's strategy would do in another way than the others.
+def check_strategy(trainer: L.Trainer, drafter: Drafter, on_policy: bool) -> None:
+    """Refuse what the trainer's strategy cannot do, or would do in another way than the others.
+
+    Args:
+        trainer: with its strategy.
+        drafter: that will be trained.
+        on_policy: whether it answers prompts itself, between the weights' being cut up and put together.
 
     Raises:
-        UserError: a confidence head, whose gradient DeepSpeed would clip with the others.
+        UserError: a confidence head, whose gradient DeepSpeed would clip with the others; answers of a
+            drafter of which every process has but a part.
     """
+    if on_policy and cuts_weights(trainer):
+        raise UserError(
+            "on_policy: the drafter writes with whole weights, and this trainer cuts them up; use "
+            "trainer=ddp, deepspeed_1 or deepspeed_2"
+        )
     if drafter.confidence and isinstance(trainer.strategy, DeepSpeed) and trainer.gradient_clip_val:
         raise UserError(
             "drafter.confidence=true: DeepSpeed clips its gradient together with the drafter's; set "
@@ -201,37 +234,7 @@ def check_strategy(trainer: L.Trainer, drafter: Drafter) -> None:
         )
 
 
-def consolidated(trainer: L.Trainer, drafter: Drafter) -> Mapping[str, Tensor]:
-    """Whole weights and buffers of a drafter, however they are cut up; to be called on every rank.
-
-    Returns:
-        The drafter's state dict, in fp32 where the optimizer has masters; what it borrows may be in parts,
-        and other ranks than the first may get less.
-    """
+def cuts_weights(trainer: L.Trainer) -> bool:
+    """Whether a process has but a part of the weights themselves between steps."""
     strategy = trainer.strategy
-    if isinstance(strategy, DeepSpeed):
-        return _of_zero(drafter)
-    if isinstance(strategy, FSDP):
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights: Any = get_model_state_dict(drafter, options=whole)
-        return weights
-    return drafter.state_dict()
-
-
-def _of_zero(drafter: Drafter) -> dict[str, Tensor]:
-    from deepspeed.runtime.zero import GatheredParameters
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    found = dict(drafter.state_dict())  # buffers, and names that share a weight
-    known: dict[int, Tensor] = {}
-    for name, value in drafter.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.nn.Parameter) or name in drafter.borrowed:
-            continue
-        if id(value) not in known:
-            master = safe_get_full_fp32_param(value) if value.requires_grad else None
-            if master is None:
-                with GatheredParameters([value]):
-                    master = value.detach().clone()
-            known[id(value)] = master
-        found[name] = known[id(value)]
-    return found
+    return isinstance(strategy, FSDP) or (isinstance(strategy, DeepSpeed) and strategy.zero_stage_3)

@@ -180,12 +180,19 @@ def merged(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> 
     """
     plain = {n.replace(f"{BASE}.", "."): w for n, w in weights.items() if not n.endswith((DOWN, UP))}
     for stem in [name.removesuffix(DOWN) for name in weights if name.endswith(DOWN)]:
-        name, layer = f"{stem}.weight", model.get_submodule(stem)
+        name, layer = f"{stem}.weight", _map(model, stem)
         down, up = (weights[stem + part].to(wide(plain[name].dtype)) for part in (DOWN, UP))
         delta = scale * (up @ down)
         transposed = isinstance(getattr(layer, "base_layer", layer), Conv1D)
         plain[name] = plain[name] + (delta.mT if transposed else delta)
     return plain
+
+
+def _map(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise KeyError(name) from None
 
 
 def _brief(error: Exception) -> str:
