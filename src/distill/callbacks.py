@@ -127,7 +127,8 @@ class ScoreCheckpoint(L.Callback):
     def _publish(self, trainer: L.Trainer, drafter: Drafter, target: Target, step: int) -> None:
         final, temporary = self.root / str(step), self.root / f"{step}.tmp"
         weights = consolidated(trainer, drafter)
-        if not all(w.isfinite().all() for w in weights.values()):
+        finite = all(bool(w.isfinite().all()) for w in weights.values())
+        if not (trainer.strategy.broadcast(finite) if drafter.trains else finite):  # rank 0 has them all
             raise UserError(f"training: weights are not finite after step {step}; lower optimizer.lr")
         temporary.mkdir(parents=True, exist_ok=True)
         try:
