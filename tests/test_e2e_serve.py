@@ -131,6 +131,7 @@ def test_it_draws_where_it_is_told_to(served, chat, prompts, pocket):
     assert len({tuple(answer.tokens) for answer in answers}) == 3
 
 
+@pytest.mark.proof
 def test_a_server_killed_in_the_middle_and_started_again_loses_nothing(
     served, chat, prompts, pocket, tmp_path, capsys
 ):

@@ -188,21 +188,19 @@ def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike
     overrides = [a for a in bench.command if a.startswith(known)]
     script = [sys.executable, str(ROOT / "scripts" / "score.py")]
 
-    def rescore(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [*script, *overrides, f"checkpoint={checkpoint}", *more]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-
-    done = rescore(f"out={card}")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    argv = [*script, *overrides, f"checkpoint={checkpoint}", f"out={card}"]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     old, new = json.loads((checkpoint / "score.json").read_text()), json.loads(card.read_text())
     for name in ("tau", "tau_interval", "survival", "alpha", "tokens", "rounds", "step", "audit"):
         assert old[name] == new[name], name
     other = make_target(tmp_path / "other", seed=1)
-    done = rescore(f"target={other}")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "made for target" in done.stderr
+    argv = ["score.py", *overrides, f"checkpoint={checkpoint}", f"target={other}"]
+    refused = command(lambda: main(rescore, CONF, "score_checkpoint"), argv)
+    assert refused.code == 2
+    assert len(refused.err.splitlines()) == 1
+    assert "made for target" in refused.err
 
 
 def test_a_full_audit_draws_every_scored_prompt_several_times(bench, straight, tmp_path):
@@ -245,6 +243,7 @@ def test_a_sweep_runs_every_job(bench, tmp_path, monkeypatch):
     assert Path(done.out.splitlines()[-1]).absolute() == folders[0].parent
 
 
+@pytest.mark.proof
 def test_two_processes_make_one_run_like_accumulation_in_one(tmp_path):
     bench = Bench(tmp_path / 'it\'s "here", (a=b)')
     # Plain SGD without clipping: Adam and the clipping would hide a gradient of another scale.

@@ -130,6 +130,7 @@ def test_the_command_gives_the_rows_of_one_process(bench, tmp_path, fleet):
     assert "rollouts: reusing all 3 shards" in again.out
 
 
+@pytest.mark.proof
 def test_a_worker_that_is_killed_loses_no_shard_and_doubles_none(bench, tmp_path, fleet):
     options = ["rollout=ray", "rollout.temperature=0.0", "rollout.shard_size=3"]
     cfg = compose(rewrite([*bench.command, *options], CONF), CONF)

@@ -137,6 +137,7 @@ def can_mount() -> bool:
         return False
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not can_mount(), reason="no file system may be mounted here")
 def test_a_full_disk_is_one_line_and_a_rerun_with_space_goes_on(bench, straight, tmp_path):
     """The store lies on a file system of 28 KiB, and then of 4 MiB."""
@@ -166,6 +167,7 @@ def test_a_full_disk_is_one_line_and_a_rerun_with_space_goes_on(bench, straight,
 # -- ranks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_a_rank_that_torchrun_restarts_loses_no_shard_and_doubles_none(bench, straight, tmp_path):
     store = tmp_path / "store"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from workbench import Bench, Outcome, ranks, same, torchrun, train, weights
 from distill import callbacks
 from distill.runs import checkpoints
 
+SLOW = [pytest.param(t, marks=pytest.mark.proof) for t in ("ddp", "deepspeed_1", "deepspeed_3", "fsdp")]
 CUT = ["deepspeed_1", "deepspeed_2", "deepspeed_3", "fsdp"]
 # Small weights would stay whole on every rank.
 ALL_PARTS = {"deepspeed_3": ["+trainer.strategy.zero.stage3_param_persistence_threshold=0"]}
@@ -21,6 +23,8 @@ SCORELESS = ["score.enabled=false", "score.every=2", "taps=online"]
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import_module("deepspeed")  # once, and not in every rank
     bench = Bench(tmp_path_factory.mktemp("strategies"))
     assert bench.train(*SCORELESS).code == 0  # the rollouts, once
     return bench
@@ -110,7 +114,9 @@ def test_bf16_products_are_the_same_wherever_weights_lie(trainer, bench, single)
     assert_close(mixed, single["bf16-mixed"], 6, 2e-3)
 
 
-@pytest.mark.parametrize("trainer", ["deepspeed_2", "deepspeed_3", "fsdp"])
+@pytest.mark.parametrize(
+    "trainer", ["deepspeed_2", *(pytest.param(t, marks=pytest.mark.proof) for t in SLOW)]
+)
 def test_the_accumulation_is_divided_by_once(trainer, bench, single):
     """Under SGD: AdamW forgives a gradient of another scale."""
     options = ["optimizer.optimizer._target_=torch.optim.SGD", "~optimizer.optimizer.betas"]
@@ -118,8 +124,15 @@ def test_the_accumulation_is_divided_by_once(trainer, bench, single):
     assert_close(two(bench, trainer, *options), single["sgd"], 6, 1e-6)
 
 
-@pytest.mark.parametrize("trainer", ["deepspeed_3", "fsdp"])
-@pytest.mark.parametrize("drafter", ["eagle", "lm"])
+@pytest.mark.parametrize(
+    ("drafter", "trainer"),
+    [
+        ("eagle", "fsdp"),
+        ("lm", "deepspeed_3"),
+        pytest.param("eagle", "deepspeed_3", marks=pytest.mark.proof),
+        pytest.param("lm", "fsdp", marks=pytest.mark.proof),
+    ],
+)
 def test_between_steps_a_rank_has_its_part_of_the_weights(drafter, trainer, bench, tmp_path):
     """Of a draft model too, whose layers are gathered one by one."""
 
@@ -150,7 +163,9 @@ def nodes(rank: int, count: int, port: int) -> dict[str, str]:
     return torchrun(rank, count, port) | {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-@pytest.mark.parametrize("trainer", ["fsdp", "deepspeed_2"])
+@pytest.mark.parametrize(
+    "trainer", ["deepspeed_2", *(pytest.param(t, marks=pytest.mark.proof) for t in SLOW)]
+)
 def test_two_machines_of_one_process_are_two_processes_of_one(trainer, bench, single):
     launch = [f"trainer={trainer}", "trainer.devices=1", "trainer.num_nodes=2", "trainer.precision=32-true"]
     done = ranks(2, [*bench.command, *SCORELESS, *launch], launcher=nodes)

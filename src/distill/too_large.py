@@ -46,7 +46,7 @@ class Change(NamedTuple):
 def explained(
     trainer: L.Trainer, watch: MemoryWatch, cfg: DictConfig, module: DistillModule
 ) -> Iterator[None]:
-    """Turn an allocation that failed within a training step into an `TooLargeError` with advice.
+    """Turn an allocation that failed within a training step into a `TooLargeError` with advice.
 
     Args:
         trainer: that runs inside.
