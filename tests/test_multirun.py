@@ -200,7 +200,7 @@ def test_slurm_is_composed_and_checked(tmp_path, monkeypatch):
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize("launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.proof)])
 def test_launchers_run_jobs_in_processes_of_their_own(launcher, recorder):
     pids = []
 
