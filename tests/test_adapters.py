@@ -346,7 +346,7 @@ def test_a_killed_run_ends_with_the_same_bits_and_its_state_is_small(bench, tmp_
     ours = final(straight.folder)
     assert all(w.abs().max() > 1e-6 for name, w in ours.items() if "lora_B" in name)
     assert same(final(done.folder), ours)
-    state = torch.load(done.folder / "checkpoints" / "6" / STATE, weights_only=True)  # noqa: TID251
+    state = torch.load(done.folder / "checkpoints" / "6" / STATE, weights_only=True)  # noqa: TID251  (state is no safetensors)
     assert state["state_dict"].keys() == {f"drafter.{name}" for name in ours}
     moments = state["optimizer_states"][0]["state"]
     assert len(moments) == len(ours)

@@ -108,7 +108,7 @@ def test_a_run_of_two_is_that_of_one_and_resumes_to_the_last_bit(trainer, bench,
     assert same(weights(again / "checkpoints" / "6"), weights(exact / "checkpoints" / "6"))
 
 
-@pytest.mark.parametrize("trainer", ["deepspeed_1", "deepspeed_2", "deepspeed_3"])
+@pytest.mark.parametrize("trainer", ["deepspeed_1", "deepspeed_2", "deepspeed_3", SLOW[0], SLOW[-1]])
 def test_bf16_products_are_the_same_wherever_weights_lie(trainer, bench, single):
     mixed = two(bench, trainer, "trainer.precision=bf16-mixed")
     assert_close(mixed, single["bf16-mixed"], 6, 2e-3)

@@ -155,7 +155,7 @@ def check_packing(target: Target) -> None:
     try:
         same = _packed_off(Target(_twin(target).model)) <= TOLERANCE
         same = same and _packed_off(target) <= (TOLERANCE if target.dtype.itemsize >= 4 else 5e-2)
-    except Exception as error:  # as in `probe`
+    except Exception as error:  # a foreign model's code may raise anything; that it does is the finding
         wrong = f"raises {type(error).__name__}"
     else:
         if same:

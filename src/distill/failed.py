@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from distill.data import Micro
+from distill.feed import served
 from distill.files import publish, write_json
 from distill.runs import FAILED
 
@@ -54,10 +55,11 @@ class Watched:
             return
         step, rank = self._micros[0].step, trainer.global_rank
         path = Path(trainer.default_root_dir) / FAILED / f"step-{step}-rank-{rank}.safetensors"
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         try:
-            save(path, self._micros, data.batches.of(step).rows_of(step), loss=loss, grad_norm=norm)
+            save(
+                path, self._micros, served(trainer).batches.of(step).rows_of(step), loss=loss, grad_norm=norm
+            )
             where = f"The batch is in {path}"
         except OSError as error:
             where = f"The batch could not be saved to {path} ({error.strerror})"

@@ -83,6 +83,11 @@ class Phases(Dataset[Micro]):
         return self._batches[1]
 
 
+def served(trainer: Any) -> RolloutData:
+    """The data of a Trainer that trains on rollouts."""
+    return trainer.datamodule  # which Lightning adds to it, unknown to type checkers
+
+
 class RolloutData(L.LightningDataModule):
     """Serves rollouts to the trainer.
 

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from distill.data import Micro
+from distill.feed import served
 from distill.memory import Made, available, held, peak, reset_peak, said, size
 from distill.module import DistillModule
 from distill.optimizers import hidden_matrices
@@ -143,7 +144,7 @@ class MemoryWatch(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DistillModule)
-        device, data = pl_module.device, trainer.datamodule  # type: ignore[attr-defined]
+        device, data = pl_module.device, served(trainer)
         sharding = Sharding.of(trainer)
         self.step = self._begin = trainer.global_step
         if trainer.global_step >= trainer.max_steps:

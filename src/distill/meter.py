@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
+from distill.feed import served
 from distill.footprint import MemoryWatch
 from distill.memory import GIB
 
@@ -64,8 +65,8 @@ class Throughput(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self._steps: deque[Took] = deque(maxlen=max(1, every))
+        options: Any = trainer  # Lightning adds some of them unknown to type checkers
+        self._steps: deque[Took] = deque(maxlen=max(1, options.log_every_n_steps))
         self._step = trainer.global_step
         device = pl_module.device
         self._available = get_available_flops(device, _dtype(str(trainer.precision)))
@@ -90,8 +91,7 @@ class Throughput(L.Callback):
         if trainer.global_step == self._step:
             return  # a micro-batch with more to come
         self._step = trainer.global_step
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        tokens = data.batches.of(batch.step).tokens_of(batch.step)
+        tokens = served(trainer).batches.of(batch.step).tokens_of(batch.step)
         counted = self._count(tokens)
         took = Took(self._waited, self._worked, tokens, batch.anchors)
         self._waited = self._worked = 0.0
@@ -136,7 +136,7 @@ class Throughput(L.Callback):
 
 def _loading(trainer: L.Trainer) -> float:
     """Seconds so far in which rollouts were made and read."""
-    return trainer.datamodule.batches.loading  # type: ignore[attr-defined]
+    return served(trainer).batches.loading
 
 
 def _dtype(precision: str) -> torch.dtype:

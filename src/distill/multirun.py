@@ -233,7 +233,7 @@ def run_job(
                 value = task(cfg, folder)
                 run.finish()
             return value
-    except Exception as error:
+    except Exception as error:  # whatever ends one job, the others run; Hydra's launchers would end them all
         traceback.print_exc()
         fail(1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return math.nan

@@ -62,9 +62,11 @@ class _OurPrecision(DeepSpeedPrecision):
         return data
 
     @override
-    def backward(self, tensor: Tensor, model: L.LightningModule, *args: Any, **options: Any) -> None:  # type: ignore[override]
+    def backward(
+        self, tensor: Tensor, model: L.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         # Lightning has divided the loss by the accumulation; the engine would do it again.
-        super().backward(tensor, model, *args, scale_wrt_gas=False, **options)
+        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
 
 class DeepSpeed(DeepSpeedStrategy):
@@ -104,7 +106,7 @@ class DeepSpeed(DeepSpeedStrategy):
         # DeepSpeed wants an index, which the one CPU has not.
         return torch.device("cpu", 0) if self.on_cpu else super().root_device
 
-    @property  # type: ignore[override]
+    @property
     @override
     def precision_plugin(self) -> Precision:
         return super().precision_plugin
