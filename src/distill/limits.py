@@ -1,0 +1,258 @@
+"""scripts/limit.py: what trees can give on the target's own text, and how much of it a drafter takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from decode.errors import UserError
+from decode.limit import Entropy, best_trees, bound, entropy, published
+from decode.load import stop_tokens
+from decode.plan import Plan
+from decode.reached import Begun, acceptance, begun, kept
+from decode.replay import Rollout
+from decode.sampling import Sampler
+from decode.score import hardware
+from decode.target import Target
+from distill.checks import check_ranges, refused
+from distill.files import write_json
+from distill.heldout import held_out_answers
+from distill.progress import bar
+from distill.provenance import commit
+from distill.report import grid
+from distill.run import build_target, quiet, read_inputs
+from drafters import hub
+from drafters.base import Drafter
+
+BATCH = 8  # starts side by side
+
+
+def limits(cfg: DictConfig) -> float:
+    """Print the table, and write it where `out` says so.
+
+    Args:
+        cfg: composed from conf/limit.yaml.
+
+    Returns:
+        The fraction of the best trees that the drafter's keep; of the target alone, mu.
+
+    Raises:
+        UserError: bad input; a plan that cannot be settled without scoring.
+    """
+    from hydra.utils import instantiate
+
+    quiet()
+    check_ranges(cfg)
+    with refused():
+        sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        plan = instantiate(cfg.decode) if cfg.checkpoint else Plan()
+    if not isinstance(plan, Plan):
+        raise UserError(
+            "decode=auto and decode=calibrated find plans where a checkpoint is scored; name one here"
+        )
+    chat, _, held = read_inputs(cfg)
+    target = build_target(cfg)
+    drafter = hub.load(hub.fetch(cfg.checkpoint), target) if cfg.checkpoint else None
+    if drafter:
+        drafter.check(plan)
+        target = drafter.verifier(target)
+        target.tap(drafter.taps)
+    new = cfg.score.max_new_tokens
+    rollouts = held_out_answers(target, chat, held, sampler, new, cfg.seed, Path(cfg.answers))
+    found = entropy(_laws(target, rollouts, sampler))
+    where = _starts(cfg, target, drafter, rollouts, plan, sampler)
+    card = _card(cfg, target, drafter, found, where, plan, sampler)
+    print(describe(card))
+    if cfg.out:
+        write_json(Path(cfg.out), card)
+    return card["drafter"]["fraction"][0] if card["drafter"] and card["bounded"] else card["mu"][0]
+
+
+def _laws(target: Target, rollouts: Sequence[Rollout], sampler: Sampler) -> list[torch.Tensor]:
+    """(T, V) of every answer: what each of its tokens was drawn from."""
+    laws = []
+    for prompt, answer in rollouts:
+        tokens = torch.tensor([prompt + answer], device=target.device)
+        last = target.read(tokens).last[0, len(prompt) - 1 : -1]
+        laws.append(sampler.law(target.head(last)))
+    return laws
+
+
+def _starts(
+    cfg: DictConfig,
+    target: Target,
+    drafter: Drafter | None,
+    rollouts: Sequence[Rollout],
+    plan: Plan,
+    sampler: Sampler,
+) -> list[Begun]:
+    """Some of the places where the drafter's rounds begin; without one, of all places."""
+    if drafter:
+        prompts = [r.prompt for r in rollouts]
+        options = {"max_new_tokens": cfg.score.max_new_tokens, "stop": stop_tokens(target), "seed": cfg.seed}
+        found = begun(target, drafter, prompts, plan, sampler, batch_size=BATCH, **options)
+    else:
+        found = [
+            Begun(i, r.prompt + r.answer[:place])
+            for i, r in enumerate(rollouts)
+            for place in range(1, len(r.answer))
+        ]
+    random.Random(cfg.seed).shuffle(found)
+    # Lengths alike lie side by side: less padding.
+    return sorted(found[: cfg.starts], key=lambda start: len(start.context))
+
+
+def _card(
+    cfg: DictConfig,
+    target: Target,
+    drafter: Drafter | None,
+    found: Entropy,
+    starts: Sequence[Begun],
+    plan: Plan,
+    sampler: Sampler,
+) -> dict[str, Any]:
+    sizes = sorted({int(n) for n in cfg.nodes} | ({plan.nodes} if drafter and plan.depth else set()))
+    contexts, groups = [s.context for s in starts], [s.request for s in starts]
+    parts = []
+    with bar(len(contexts), "best trees", "starts", leave=False) as shown:
+        for first in range(0, len(contexts), BATCH):
+            part = contexts[first : first + BATCH]
+            parts.append(best_trees(target, part, sizes[-1], sampler).cumsum(1).cpu())
+            shown.update(len(part))
+    best = torch.cat(parts)[:, [n - 1 for n in sizes]].numpy()  # (M, sizes)
+    mu, mu2 = found.moments
+    mus = interval(found.sums[:, 0] / found.counts, range(len(found.counts)), found.counts)
+    trees = [
+        {
+            "nodes": n,
+            "bound": bound(n, mu, mu2),
+            "published": published(n, mu, mu2),
+            "best": [float(best[:, i].mean()), *interval(best[:, i], groups)],
+        }
+        for i, n in enumerate(sizes)
+    ]
+    doubling = (
+        (best[:, -1] - best[:, 0]) / np.log2(sizes[-1] / sizes[0]) if len(sizes) > 1 else best[:, 0] * 0
+    )
+    reached = _reached(target, drafter, contexts, groups, plan, sampler, best, sizes) if drafter else None
+    return {
+        "temperature": sampler.temperature,
+        "bounded": sampler.temperature > 0,
+        "mu": [mu, *mus],
+        "mu2": mu2,
+        "correlation": found.correlation,
+        "positions": int(found.counts.sum()),
+        "starts": len(starts),
+        "trees": trees,
+        "per_doubling": [float(doubling.mean()), *interval(doubling, groups)],
+        "expected_per_doubling": float(np.log(2) / mu) if mu else None,
+        "drafter": reached,
+        "target": cfg.target.path,
+        "hardware": hardware(target.device),
+        "commit": commit(),
+    }
+
+
+def _reached(
+    target: Target,
+    drafter: Drafter,
+    contexts: Sequence[list[int]],
+    groups: Sequence[int],
+    plan: Plan,
+    sampler: Sampler,
+    best: np.ndarray,
+    sizes: Sequence[int],
+) -> dict[str, Any]:
+    """Of a drafter's plan: the fraction that it keeps and where the rest goes, or the bounds on draws."""
+    facts: dict[str, Any] = {"name": hub.short_name(drafter), "plan": plan.name, "nodes": plan.nodes}
+    if plan.draws_at(sampler.temperature) is not None:
+        most = acceptance(target, drafter, contexts, plan, sampler, BATCH).cpu().numpy()
+        return facts | {"fraction": None, "first_level": [float(most.mean()), *interval(most, groups)]}
+    own = kept(target, drafter, contexts, plan, sampler, BATCH)
+    chosen, ranked = own.chosen.cpu().numpy(), own.ranked.cpu().numpy()
+    oracle = best[:, list(sizes).index(plan.nodes)]
+
+    def ratio(part: np.ndarray) -> list[float]:
+        return [float(part.sum() / oracle.sum()), *interval(part / oracle, groups, oracle)]
+
+    return facts | {
+        "kept": [float(chosen.mean()), *interval(chosen, groups)],
+        "fraction": ratio(chosen),
+        "coverage_loss": ratio(oracle - ranked),
+        "shape_loss": ratio(ranked - chosen),
+    }
+
+
+def interval(
+    values: np.ndarray, groups: Sequence[int], weights: np.ndarray | None = None
+) -> tuple[float, float]:
+    """95 % bootstrap interval of a weighted mean, drawn by group: places of one text are alike."""
+    weights = np.ones(len(values)) if weights is None else weights
+    _, member = np.unique(np.asarray(groups), return_inverse=True)
+    top = np.bincount(member, values * weights)
+    bottom = np.bincount(member, weights)
+    chosen = np.random.default_rng(0).integers(len(top), size=(2000, len(top)))
+    means = top[chosen].sum(1) / bottom[chosen].sum(1)
+    return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
+
+
+def describe(card: dict[str, Any]) -> str:
+    """For people."""
+    told: Callable[[list[float]], str] = lambda x: f"{x[0]:.3f} [{x[1]:.3f}, {x[2]:.3f}]"  # noqa: E731
+    lines = [
+        [
+            str(tree["nodes"]),
+            f"{tree['bound']:.2f}" if card["bounded"] else "-",
+            f"{tree['published']:.2f}" if card["bounded"] else "-",
+            told(tree["best"]),
+        ]
+        for tree in card["trees"]
+    ]
+    text = [
+        f"T={card['temperature']:g}: mu = {told(card['mu'])} nats a token, mu2 = {card['mu2']:.3f}, "
+        f"on {card['positions']} tokens of the target's own; entropies k tokens apart correlate by "
+        + ", ".join(f"{c:.2f}" for c in card["correlation"][:4]),
+        "",
+        f"draft tokens kept, {card['starts']} starts; the target's own token comes on top",
+        grid(["nodes", "bound", "published", "best tree [95 %]"], lines),
+    ]
+    if not card["bounded"]:
+        text.append(
+            "T=0: the target is certain, mu = 0, and there is no bound: a drafter that knows it keeps all"
+        )
+    else:
+        text.append(
+            f"a doubling of the nodes brings {told(card['per_doubling'])} tokens; ln 2 / mu is "
+            f"{card['expected_per_doubling']:.3f}"
+        )
+        over = [str(tree["nodes"]) for tree in card["trees"] if tree["best"][0] > tree["bound"]]
+        if over:
+            text.append(
+                f"at {', '.join(over)} nodes the best trees keep more than the bound: its rows are independent, "
+                "real ones are not; where text is easy it is easy for a while"
+            )
+    return "\n".join([*text, *_described(card["drafter"])])
+
+
+def _described(drafter: dict[str, Any] | None) -> list[str]:
+    if not drafter:
+        return []
+    told: Callable[[list[float]], str] = lambda x: f"{x[0]:.1%} [{x[1]:.1%}, {x[2]:.1%}]"  # noqa: E731
+    name = f"\n{drafter['name']}, {drafter['plan']}: "
+    if drafter["fraction"] is None:
+        return [
+            name
+            + "its tokens are drawn, and the bound on fixed trees says nothing of them. No lossless rule "
+            f"accepts the first level more often than {told(drafter['first_level'])}"
+        ]
+    return [
+        name + f"{drafter['kept'][0]:.3f} tokens kept, {told(drafter['fraction'])} of the best trees of "
+        f"{drafter['nodes']} nodes. Lost to nodes that it did not look at: {told(drafter['coverage_loss'])}; "
+        f"to its choice among those that it did: {told(drafter['shape_loss'])}"
+    ]

@@ -1,0 +1,103 @@
+"""The entropy limit, and the trees that no drafter can beat."""
+
+import heapq
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from decode.limit import best_trees, bound, entropy, published
+from decode.sampling import Sampler
+
+ONE = Sampler(1.0)
+
+
+def paths(target, context, count, sampler):
+    """Probabilities of the likeliest paths below a context, one at a time, by passes that know no cache."""
+    heap, found = [(-1.0, [])], []
+    while len(found) <= count:
+        mass, path = heapq.heappop(heap)
+        found.append(-mass)
+        last = target.read(torch.tensor([[*context, *path]])).last[0, -1]
+        for token, p in enumerate(sampler.law(target.head(last)).tolist()):
+            heapq.heappush(heap, (mass * p, [*path, token]))
+    return found[1:]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("sampler", [Sampler(1.0), Sampler(0.6, top_p=0.9)], ids=["plain", "nucleus"])
+def test_the_best_trees_are_those_of_all_paths(tiny_target, sampler, window):
+    target = tiny_target(window=window)
+    contexts = [[0, 1, 2, 1], [2, 2], [1, 0, 1]]
+    found = best_trees(target, contexts, 24, sampler)
+    for row, context in zip(found, contexts, strict=True):
+        assert row.tolist() == pytest.approx(paths(target, context, 24, sampler), abs=1e-12)
+
+
+def test_where_the_target_is_certain_every_level_is_kept(tiny_target):
+    assert best_trees(tiny_target(), [[0, 1]], 7, Sampler(0.0)).tolist() == [[1.0] * 7]
+
+
+class Independent:
+    """A target whose rows are drawn anew at every place, whatever came before."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, draw, seed=0):
+        self.draw, self.dice = draw, np.random.default_rng(seed)
+
+    def start(self, rows, capacity):
+        pass
+
+    def keep(self, counts):
+        pass
+
+    def forward(self, tokens, block=None, scratch=0):
+        return tokens
+
+    def head(self, tokens):
+        rows = [self.draw(self.dice) for _ in range(tokens.numel())]
+        return torch.tensor(np.array(rows)).view(*tokens.shape, -1).log()
+
+
+def zipf(size, power):
+    weights = 1 / np.arange(1, size + 1) ** power
+    return weights / weights.sum()
+
+
+LAWS = {
+    "even": lambda dice: np.array([0.5, 0.5]),
+    "peaked": lambda dice: np.array([0.9, 0.1]),
+    "zipf": lambda dice: zipf(50, 1.5),
+    "dirichlet": lambda dice: dice.dirichlet(np.full(20, 0.3)) + 1e-12,
+    "mixture": lambda dice: np.r_[0.97, np.full(9, 0.03 / 9)] if dice.random() < 0.7 else zipf(10, 0.7),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_independent_rows_keep_the_bound_and_its_slope(law):
+    sizes, texts = [2**k for k in range(2, 10)], 24
+    target = Independent(LAWS[law])
+    sample = torch.tensor(np.array([target.draw(target.dice) for _ in range(4000)]))
+    mu, mu2 = entropy([sample]).moments
+    kept = best_trees(target, [[0, 0]] * texts, sizes[-1], ONE).cumsum(1).mean(0)
+    values = {size: kept[size - 1].item() for size in sizes}
+    assert all(values[size] <= bound(size, mu, mu2) for size in sizes)
+    slope = (values[512] - values[32]) / 4
+    assert slope == pytest.approx(math.log(2) / mu, rel=0.1)
+    assert published(512, mu, mu2) > bound(512, mu, mu2)
+
+
+def test_moments_and_correlation_are_those_of_the_rows():
+    even, sure = torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0])
+    found = entropy([torch.stack([even, even, sure, sure] * 8), torch.stack([sure] * 2)], lags=2)
+    assert found.counts.tolist() == [32, 2]
+    mu, mu2 = found.moments
+    assert mu == pytest.approx(16 * math.log(2) / 34)
+    assert mu2 == pytest.approx(16 * math.log(2) ** 2 / 34)
+    assert found.correlation[1] < -0.8 < found.correlation[0]
+
+
+def test_temperature_0_has_no_bound():
+    assert bound(64, 0.0, 0.0) == published(64, 0.0, 0.0) == math.inf
