@@ -1,37 +1,86 @@
-"""Weights that no answer reaches, in one process of several."""
+"""How much of the best trees a drafter keeps, and what bounds tokens that are drawn."""
 
-from __future__ import annotations
+import itertools
 
+import pytest
 import torch
-from torch import nn
 
-from distill.reached import Reached
+from decode.draft import PAD, Draft
+from decode.limit import best_trees
+from decode.plan import Plan
+from decode.reached import acceptance, begun, kept, masses, transport
+from decode.sampling import Sampler
+from drafters.lm import DraftLM
 
-
-def test_what_no_process_reached_has_no_gradient():
-    weights = [nn.Parameter(torch.full((2,), float(i))) for i in range(3)]
-    reached = Reached(lambda: weights)
-    for part in (0, 1):  # two micro-batches
-        loss = reached.join((weights[part].exp() * 2).sum().reshape(()))
-        loss.backward()
-    assert all(weight.grad is not None for weight in weights), "DDP would wait"
-    assert not weights[2].grad.any()
-    reached.leave_out(lambda marks: marks)
-    assert [weight.grad is None for weight in weights] == [False, False, True]
+CONTEXTS = [[0, 1, 2, 1, 0], [2, 2, 1], [1, 0, 1, 2]]
+WARM = Sampler(0.8)
 
 
-def test_another_process_may_have_reached_it():
-    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-    reached = Reached(lambda: weights)
-    reached.join(weights[0].sum()).backward()
-    reached.leave_out(lambda marks: marks + torch.tensor([0.0, 1.0]))
-    assert all(weight.grad is not None for weight in weights)
-    reached.join(weights[0].sum()).backward()
-    reached.leave_out(lambda marks: marks)
-    assert weights[1].grad is None, "each optimizer step counts anew"
+@pytest.fixture
+def own(tiny_target):
+    """A target, and itself as its drafter."""
+    target = tiny_target(vocab=8)
+    drafter = DraftLM.for_target(target, path=None, layers=len(target.layers), train=False, lora=None)
+    target.tap(drafter.taps)
+    return target, drafter
 
 
-def test_a_loss_that_reaches_everything_is_left_as_it_is():
-    weight = nn.Parameter(torch.ones(2))
-    loss = torch.utils.checkpoint.checkpoint(lambda w: w.sin().sum(), weight, use_reentrant=False)
-    assert Reached(lambda: [weight]).join(loss) is loss
+def test_masses_are_products_along_paths():
+    laws = torch.tensor([[[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
+    draft = Draft(torch.tensor([[0, 2, PAD]]), torch.tensor([[-1, 0, 1]]), depth=3)
+    assert masses(draft, laws).tolist() == [pytest.approx([0.5, 0.35, 0.0])]
+
+
+def test_a_target_as_its_own_drafter_keeps_all_that_can_be_kept(own):
+    target, drafter = own
+    plan = Plan(depth=6, width=6, nodes=6)  # no best tree is wider or deeper
+    found = kept(target, drafter, CONTEXTS, plan, Sampler(1.0), batch_size=2)
+    best = best_trees(target, CONTEXTS, plan.nodes, Sampler(1.0)).sum(1)  # drafts are ranked so at any T
+    assert found.chosen.tolist() == pytest.approx(best.tolist(), abs=1e-12)
+    assert found.ranked.tolist() == pytest.approx(best.tolist(), abs=1e-12)
+
+
+def test_another_drafter_loses_by_its_nodes_and_by_its_choice(own, make_drafter):
+    target, _ = own
+    eagle = make_drafter("eagle", target)
+    target.tap(eagle.taps)
+    plan = Plan(depth=3, width=2, nodes=4)
+    found = kept(target, eagle, CONTEXTS, plan, WARM)
+    best = best_trees(target, CONTEXTS, plan.nodes, WARM).sum(1)
+    assert (found.chosen <= found.ranked + 1e-12).all()
+    assert (found.ranked <= best + 1e-12).all()
+    assert (best - found.chosen).max() > 0.01
+
+
+def test_rounds_begin_where_the_decoder_settled(own):
+    target, drafter = own
+    options = {"batch_size": 2, "max_new_tokens": 6, "stop": [], "seed": 0}
+    found = begun(target, drafter, CONTEXTS, Plan(depth=2), Sampler(0.0), **options)
+    for request, prompt in enumerate(CONTEXTS):
+        mine = [start.context for start in found if start.request == request]
+        assert [len(context) - len(prompt) for context in mine] == [1, 4]  # all drafted is right: 3 a round
+        assert all(context[: len(prompt)] == prompt for context in mine)
+
+
+def brute(p, q, k):
+    sets = itertools.chain.from_iterable(itertools.combinations(range(len(p)), n) for n in range(len(p) + 1))
+    return 1 + min((p[list(s)].sum() - q[list(s)].sum() ** k).item() for s in sets)
+
+
+@pytest.mark.parametrize("draws", [1, 2, 3])
+def test_the_transport_bound_is_that_of_all_sets(draws):
+    dice = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(20, 6, generator=dice, dtype=torch.float64) ** 3 for _ in range(2))
+    p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
+    found = transport(p, q, torch.full((20,), draws))
+    assert found.tolist() == pytest.approx([brute(*pair, draws) for pair in zip(p, q, strict=True)])
+    if draws == 1:
+        assert found.tolist() == pytest.approx(torch.minimum(p, q).sum(1).tolist())
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(2, proposal="sampled"), Plan(2, 2, 4, proposal="hybrid")], ids=["sampled", "hybrid"]
+)
+def test_a_target_that_draws_for_itself_is_always_accepted(own, plan):
+    target, drafter = own
+    assert acceptance(target, drafter, CONTEXTS, plan, WARM).tolist() == pytest.approx([1.0] * 3)

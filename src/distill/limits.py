@@ -234,8 +234,8 @@ def describe(card: dict[str, Any]) -> str:
         over = [str(tree["nodes"]) for tree in card["trees"] if tree["best"][0] > tree["bound"]]
         if over:
             text.append(
-                f"at {', '.join(over)} nodes the best trees keep more than the bound: its rows are independent, "
-                "real ones are not; where text is easy it is easy for a while"
+                f"at {', '.join(over)} nodes the best trees keep more than the bound: it is of independent "
+                "rows, and real ones are not: where text is easy it is easy for a while"
             )
     return "\n".join([*text, *_described(card["drafter"])])
 
