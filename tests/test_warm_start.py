@@ -47,7 +47,7 @@ def test_every_tensor_is_taken_over_what_was_counted_too(saved, make_drafter):
     old, folder, target = saved("eagle3", draft_vocab_size=7)
     new = make_drafter("eagle3", target, seed=2, draft_vocab_size=7)
     assert not new.d2t.equal(old.d2t)
-    assert hub.warm_start(new, folder) == []
+    assert hub.warm_start(new, folder, target) == []
     assert all(value.equal(old.state_dict()[name]) for name, value in new.state_dict().items())
 
 
@@ -55,7 +55,7 @@ def test_other_shapes_are_listed_and_left_alone(saved, make_drafter):
     old, folder, target = saved("eagle3", draft_vocab_size=7)
     new = make_drafter("eagle3", target, seed=2, draft_vocab_size=9)
     before = {name: value.clone() for name, value in new.state_dict().items()}
-    left = hub.warm_start(new, folder)
+    left = hub.warm_start(new, folder, target)
     assert "d2t ((9,) here, (7,) there)" in left
     names = {line.split(" ")[0] for line in left}
     for name, value in new.state_dict().items():
@@ -66,7 +66,7 @@ def test_other_shapes_are_listed_and_left_alone(saved, make_drafter):
 def test_what_is_not_there_is_listed(saved, make_drafter):
     _, folder, target = saved("eagle3", draft_vocab_size=7, fc_norm=False)
     new = make_drafter("eagle3", target, seed=2, draft_vocab_size=7)
-    left = hub.warm_start(new, folder)
+    left = hub.warm_start(new, folder, target)
     assert left
     assert all(line.endswith(" (not there)") for line in left)
 
@@ -74,16 +74,16 @@ def test_what_is_not_there_is_listed(saved, make_drafter):
 def test_what_cannot_be_gone_on_from_is_refused(saved, make_drafter, tmp_path):
     _, folder, target = saved("eagle")
     with pytest.raises(UserError, match="drafter 'eagle', not 'eagle3'"):
-        hub.warm_start(make_drafter("eagle3", target), folder)
+        hub.warm_start(make_drafter("eagle3", target), folder, target)
     with pytest.raises(UserError, match=r"no config\.json there"):
-        hub.warm_start(make_drafter("eagle", target), tmp_path)
+        hub.warm_start(make_drafter("eagle", target), tmp_path, target)
     (folder / "model.safetensors").write_bytes(b"no")
     with pytest.raises(UserError, match="damaged checkpoint"):
-        hub.warm_start(make_drafter("eagle", target), folder)
+        hub.warm_start(make_drafter("eagle", target), folder, target)
     other, elsewhere, _ = saved("eagle")
     save_file({"nothing": torch.zeros(1)}, elsewhere / "model.safetensors")
     with pytest.raises(UserError, match="none of its 1 tensors fits this drafter"):
-        hub.warm_start(other, elsewhere)
+        hub.warm_start(other, elsewhere, target)
 
 
 # -- a whole run ---------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)
     meter = Throughput(memory := MemoryWatch(cfg.try_largest))
     trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
-    counted = _begin(cfg, drafter)
+    counted = _begin(cfg, drafter, target)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
@@ -215,7 +215,7 @@ def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
     return drafter
 
 
-def _begin(cfg: DictConfig, drafter: Drafter) -> bool:
+def _begin(cfg: DictConfig, drafter: Drafter, target: Target) -> bool:
     """Take over what `drafter.init_from` has; whether that includes all that would be counted."""
     source = cfg.drafter.init_from
     if not source:
@@ -224,7 +224,7 @@ def _begin(cfg: DictConfig, drafter: Drafter) -> bool:
         raise UserError(
             f"drafter.init_from={source}: this drafter has no weights that training could go on with"
         )
-    left = hub.warm_start(drafter, hub.fetch(source))
+    left = hub.warm_start(drafter, hub.fetch(source), target)
     say(
         f"drafter.init_from={source}: "
         + (f"all but {', '.join(left)}" if left else "every tensor taken over")

@@ -19,8 +19,10 @@ from decode.errors import UserError
 from decode.target import Target
 from drafters import adapters
 from drafters.base import Drafter
+from drafters.export import layout, table
+from drafters.export.layout import Layout, Saved
 
-FILES = ("config.json", "model.safetensors", *adapters.FILES)
+FILES = (*layout.FILES, *adapters.FILES)
 FORMAT = 1
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
@@ -95,7 +97,9 @@ def save(
 
 
 def load(folder: str | Path, target: Target) -> Drafter:
-    """Read a drafter saved by `save`, frozen, in the target's dtype and on its device.
+    """Read a drafter saved by `save`, or by a program that `export.table` knows.
+
+    It is frozen, in the target's dtype and on its device.
 
     Raises:
         UserError: no checkpoint there, a damaged one, or one made for another target; adapters
@@ -103,24 +107,44 @@ def load(folder: str | Path, target: Target) -> Drafter:
     """
     folder = Path(folder)
     config = _config(folder)
-    made_for = config["target"]
-    if made_for.get("fingerprint") != target.fingerprint():
+    other = config["target"] if _ours(config) else {}
+    if other and other.get("fingerprint") != target.fingerprint():
         raise UserError(
-            f"{folder}: this drafter was made for target {made_for.get('name') or '(unnamed)'!r} "
+            f"{folder}: this drafter was made for target {other.get('name') or '(unnamed)'!r} "
             "with other weights or another vocabulary; score it with that target"
         )
+    saved = _saved(folder, config, target)
     try:
-        drafter = drafter_class(config["drafter"]).restore(config["settings"], target)
-        if config.get("confidence"):  # older ones do not say
+        drafter = drafter_class(saved.drafter).restore(dict(saved.settings), target)
+        if saved.confidence:
             drafter.add_confidence()
-        weights = _tensors(folder)
-        weights |= {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
-        drafter.load_state_dict(weights)
+        drafter.load_state_dict(_named_twice(drafter, saved.weights))
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
-    except (OSError, SafetensorError, RuntimeError, TypeError, KeyError) as error:
+    except (RuntimeError, TypeError, KeyError) as error:
         raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
     return drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def opened(drafter: Drafter) -> Saved:
+    """A drafter without its code."""
+    weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in drafter.borrowed}
+    return Saved(short_name(drafter), drafter.settings, weights, drafter.confidence is not None)
+
+
+def made_for(folder: Path) -> str:
+    """Path or hub id of the target that a checkpoint was made for.
+
+    Raises:
+        UserError: no checkpoint there, or it does not say.
+    """
+    config = _config(folder)
+    name = config["target"].get("name") if _ours(config) else None
+    if not name:
+        raise UserError(
+            f"{folder}: it does not say for which target it was made; give target=<path or hub id>"
+        )
+    return name
 
 
 def fetch(source: str) -> Path:
@@ -142,14 +166,15 @@ def fetch(source: str) -> Path:
         ) from None
 
 
-def warm_start(drafter: Drafter, folder: Path) -> list[str]:
+def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     """Begin with another drafter's weights and buffers where names and shapes agree.
 
     It may have been made for another target: that is what one warm-starts for.
 
     Args:
         drafter: fresh; changed in place.
-        folder: of a drafter of the same class or of the one that it `continues`, saved by `save`.
+        folder: of a drafter of the same class or of the one that it `continues`; see `load`.
+        target: that the fresh one is for.
 
     Returns:
         What stays as it was: "name (its shape here, there)", "name (not there)" or "name (not here)".
@@ -158,18 +183,15 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
         UserError: no checkpoint there, a damaged one, another class, or nothing that fits.
     """
     config, kind = _config(folder), short_name(drafter)
-    if config["drafter"] not in (kind, drafter.continues):
-        raise UserError(f"drafter.init_from={folder}: drafter {config['drafter']!r}, not {kind!r}")
-    try:
-        found = _tensors(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
-    found |= {name: found[first] for name, first in _tied(drafter).items() if first in found}
-    if config["drafter"] != kind:
+    saved = _saved(folder, config, target)
+    if saved.drafter not in (kind, drafter.continues):
+        raise UserError(f"drafter.init_from={folder}: drafter {saved.drafter!r}, not {kind!r}")
+    found = _named_twice(drafter, saved.weights)
+    if saved.drafter != kind:
         found = drafter.adopt(found)
     else:
         try:
-            found = drafter.translate(found, config["settings"])
+            found = drafter.translate(found, saved.settings)
         except UserError as error:
             raise UserError(f"drafter.init_from={folder}: {error}") from None
         except (KeyError, TypeError) as error:
@@ -191,9 +213,28 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
     return left + [f"{name} (not here)" for name in found if name not in own]
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """All that was saved, by the names that the drafter has for it."""
-    return load_file(folder / "model.safetensors") | adapters.read(folder)
+def _ours(config: Mapping[str, Any]) -> bool:
+    return "format" in config
+
+
+def _saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
+    """What a folder holds, whoever wrote it."""
+    known = None if _ours(config) else table.reader(config)
+    try:
+        tensors = load_file(folder / layout.FILES[1])
+        if known is None:
+            weights = tensors | adapters.read(folder)
+            return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
+        return known.read(Layout(config, tensors), target)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    except (OSError, SafetensorError, RuntimeError, TypeError, KeyError) as error:
+        raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
+
+
+def _named_twice(drafter: Drafter, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With what the drafter has under a second name."""
+    return weights | {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
 
 
 def _first(error: Exception) -> str:
@@ -211,16 +252,18 @@ def _tied(drafter: Drafter) -> dict[str, str]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+    path = folder / layout.FILES[0]
     if not path.is_file():
         raise UserError(f"checkpoint={folder}: no config.json there; give a checkpoints/<step> folder")
-    config: dict[str, Any] = {}
+    config: Any = None
     try:
         config = json.loads(path.read_text())
         kinds = {"format": int, "drafter": str, "settings": dict, "target": dict}
         broken = [key for key, kind in kinds.items() if not isinstance(config[key], kind)]
     except (ValueError, KeyError, TypeError):
         broken = ["its keys"]
+    if isinstance(config, dict) and not _ours(config) and table.reader(config):
+        return config
     if broken:
         raise UserError(f"{path}: not a drafter's config ({', '.join(broken)})")
     if config["format"] != FORMAT:

@@ -1,0 +1,21 @@
+"""Write a drafter as an engine loads it: python scripts/export.py checkpoint=<folder> to=vllm [overrides]."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from distill.cli import main
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+
+def task(cfg: DictConfig, folder: Path) -> float:
+    """Seconds of imports that `--help` does not wait for."""
+    del folder
+    from distill.exporting import export
+
+    return export(cfg)
+
+
+if __name__ == "__main__":
+    main(task, CONF, "export")

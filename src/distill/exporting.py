@@ -1,0 +1,54 @@
+"""scripts/export.py: a checkpoint in the files of another program."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from decode.errors import UserError
+from distill.files import publish_folder
+from distill.loading import build_target
+from distill.progress import say
+from distill.run import quiet
+from drafters import hub
+from drafters.export import table
+
+
+def export(cfg: DictConfig) -> float:
+    """Write the folder, and say how to serve it.
+
+    Args:
+        cfg: composed from conf/export.yaml.
+
+    Returns:
+        0: there is nothing to optimise.
+
+    Raises:
+        UserError: no checkpoint, a program that is not known or has no format for the drafter, a
+            folder that is there already.
+    """
+    quiet()
+    programs = list(table.WRITERS)
+    if cfg.to not in programs:
+        raise UserError(f"to={cfg.to}: choose {', '.join(programs[:-1])} or {programs[-1]}")
+    checkpoint = hub.fetch(cfg.checkpoint)
+    cfg.target.path = cfg.target.path or hub.made_for(checkpoint)
+    out = Path(cfg.out) if cfg.out else _beside(checkpoint.resolve(), cfg.to)
+    if out.exists():
+        raise UserError(f"out={out} is there already; remove it, or choose another folder")
+    target = build_target(cfg)
+    layout = table.written(hub.opened(hub.load(checkpoint, target)), target, cfg.to)
+    temporary = out.with_name(f"{out.name}.tmp")
+    temporary.mkdir(parents=True, exist_ok=True)
+    layout.write(temporary)
+    publish_folder(temporary, out)
+    names = {"target": shlex.quote(cfg.target.path), "drafter": shlex.quote(str(out))}
+    say(f"{out}\n\nserve it: {layout.serve.format(**names)}")
+    return 0.0
+
+
+def _beside(checkpoint: Path, to: str) -> Path:
+    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    return run / "export" / f"{checkpoint.name}-{to}" if run else Path(f"{checkpoint}-{to}")

@@ -1,0 +1,109 @@
+"""What a drafter is on file: in our own terms, and in another program's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from decode.target import Target
+
+FILES = ("config.json", "model.safetensors")
+
+
+class Saved(NamedTuple):
+    """A drafter without its code.
+
+    Attributes:
+        drafter: short name, as in `hub.CLASSES`.
+        settings: its constructor's.
+        weights: by the names that it has for them.
+        confidence: it has a confidence head, which no engine reads.
+    """
+
+    drafter: str
+    settings: Mapping[str, Any]
+    weights: dict[str, Tensor]
+    confidence: bool = False
+
+
+class Layout(NamedTuple):
+    """The same in another program's terms.
+
+    Attributes:
+        config: of `config.json`.
+        tensors: of `model.safetensors`.
+        serve: the command that serves it; `{target}` and `{drafter}` stand for where these are.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    serve: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Into an existing folder."""
+        save_file({k: v.contiguous() for k, v in self.tensors.items()}, folder / FILES[1])
+        (folder / FILES[0]).write_text(json.dumps(self.config, indent=1, sort_keys=True) + "\n")
+
+
+# Raises UserError: what that program cannot load, with what to train or export instead.
+Writer = Callable[[Saved, Target], Layout]
+
+
+class Reader(NamedTuple):
+    """Another program's files as ours.
+
+    Attributes:
+        name: of the format, for people.
+        knows: whether a `config.json` is of this format.
+        read: its files, for a target; raises UserError: another target's, or what we have no drafter for.
+    """
+
+    name: str
+    knows: Callable[[Mapping[str, Any]], bool]
+    read: Callable[[Layout, Target], Saved]
+
+
+def unfused(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`drafters.layers.DecoderLayer` weights under Llama's names: q, k, v and gate, up apart."""
+    found: dict[str, Tensor] = {}
+    queries, keys = (settings[name] * settings["head_dim"] for name in ("heads", "kv_heads"))
+    for name, weight in weights.items():
+        stem, _, end = name.rpartition("qkv_proj.")
+        if end:
+            parts = zip("qkv", weight.split([queries, keys, keys]), strict=True)
+            found |= {f"{stem}self_attn.{letter}_proj.{end}": part for letter, part in parts}
+            continue
+        stem, _, end = name.rpartition("gate_up_proj.")
+        if end:
+            gate, up = weight.chunk(2)
+            found |= {f"{stem}mlp.gate_proj.{end}": gate, f"{stem}mlp.up_proj.{end}": up}
+            continue
+        name = name.replace("o_proj.", "self_attn.o_proj.").replace("down_proj.", "mlp.down_proj.")
+        found[name] = weight
+    return found
+
+
+def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `unfused`."""
+    found: dict[str, Tensor] = {}
+    for name, weight in tensors.items():
+        stem, _, end = name.rpartition("self_attn.q_proj.")
+        if end:
+            parts = [tensors[f"{stem}self_attn.{letter}_proj.{end}"] for letter in "qkv"]
+            found[f"{stem}qkv_proj.{end}"] = torch.cat(parts)
+            continue
+        stem, _, end = name.rpartition("mlp.gate_proj.")
+        if end:
+            found[f"{stem}gate_up_proj.{end}"] = torch.cat([weight, tensors[f"{stem}mlp.up_proj.{end}"]])
+            continue
+        if not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
+            found[name.replace("self_attn.o_proj.", "o_proj.").replace("mlp.down_proj.", "down_proj.")] = (
+                weight
+            )
+    return found
