@@ -57,6 +57,7 @@ def benchmark(folder, *more):
     return command(run, ["benchmark.py", "train", *TINY, *QUICK, f"out={folder / 'train.json'}", *more])
 
 
+@pytest.mark.proof
 def test_a_race_writes_a_row_for_everybody(tmp_path):
     done = benchmark(tmp_path, f"speculators={stub(tmp_path)}")
     assert done.code == 0, done.err
@@ -185,7 +186,9 @@ def test_one_step_at_the_sizes_of_memory(tmp_path):
     [
         ([], "speculators: an environment of its own is needed; python -m venv"),
         (["speculators=/nowhere/python"], "speculators=/nowhere/python: no such python"),
-        ([f"speculators={sys.executable}"], "No module named 'speculators'"),
+        pytest.param(
+            [f"speculators={sys.executable}"], "No module named 'speculators'", marks=pytest.mark.proof
+        ),
         (["case=pace"], "case=pace: choose speed or memory"),
         (["tokens=2"], "tokens=2: must be at least 3"),
         (["repeats=0"], "repeats=0: must be at least 1"),
@@ -202,6 +205,7 @@ def test_what_is_wrong_takes_one_line(tmp_path, given, said):
     assert not (tmp_path / "train.json").exists()
 
 
+@pytest.mark.proof
 def test_a_worker_that_ends_in_the_race_says_why(tmp_path):
     ends = "sys.exit('out of luck')"
     done = benchmark(tmp_path, f"speculators={stub(tmp_path, ends)}")

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts.compare import main
+from workbench import command
 
 from decode.errors import UserError
 from decode.replay import Counts, agreement
@@ -127,14 +129,13 @@ def test_what_is_wrong_is_said_in_a_line(runs, tmp_path):
 
 
 def test_the_command_writes_what_it_prints_and_refuses_in_one_line(runs, tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "compare.py")]
     out = tmp_path / "table.txt"
-    done = subprocess.run([*command, *runs, "--out", str(out)], capture_output=True, text=True)
+    script = str(ROOT / "scripts" / "compare.py")
+    done = subprocess.run([sys.executable, script, *runs, "--out", str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == out.read_text() == table(read(runs), [0.0]) + "\n"
-    wrong = subprocess.run([*command, "nowhere"], capture_output=True, text=True)
-    assert (wrong.returncode, wrong.stdout) == (2, "")
+    wrong = command(main, ["compare.py", "nowhere"])
+    assert (wrong.code, wrong.out) == (2, "")
     assert (
-        wrong.stderr
-        == "error: nowhere: no score.json there; give a run's folder, a checkpoint or a scorecard\n"
+        wrong.err == "error: nowhere: no score.json there; give a run's folder, a checkpoint or a scorecard\n"
     )

@@ -173,7 +173,7 @@ def bench(tmp_path_factory) -> Bench:
 MORE = ["drafter.layers=1", "on_policy.share=0.6", "score.every=2", "score.enabled=false"]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_a_killed_run_ends_with_the_same_bits(bench, monkeypatch, accumulate):
     argv = quick(bench, *MORE, f"trainer.accumulate_grad_batches={accumulate}")
     straight = train(*argv, "resume=never")

@@ -79,7 +79,7 @@ def single(prompts):
     return Bench("float32", prompts)
 
 
-@pytest.fixture(scope="module", params=["float64", "float32"])
+@pytest.fixture(scope="module", params=["float64", pytest.param("float32", marks=pytest.mark.proof)])
 def bench(request):
     return request.getfixturevalue("wide" if request.param == "float64" else "single")
 

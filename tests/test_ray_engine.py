@@ -115,6 +115,7 @@ def fleet():
         yield lambda load: Fleet(CREW, load)
 
 
+@pytest.mark.proof
 def test_the_command_gives_the_rows_of_one_process(bench, tmp_path, fleet):
     assert bench.base.rollout.temperature == 1
     options = ["score.enabled=false", "trainer.max_steps=1", "score.every=1"]

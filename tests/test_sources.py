@@ -201,13 +201,7 @@ BYTES = st.one_of(
 )
 
 
-@settings(
-    max_examples=1000,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(case=CERTAINLY_BROKEN | POSSIBLY_BROKEN | BYTES, answers=st.sampled_from(["keep", "drop"]))
-def test_nothing_malformed_gets_past_and_nothing_but_a_line_comes_of_it(case, answers, tmp_path):
+def gets_past_or_not(case, answers, tmp_path):
     raw, broken = case
     if not raw.strip():
         return
@@ -240,6 +234,16 @@ def test_nothing_malformed_gets_past_and_nothing_but_a_line_comes_of_it(case, an
 
 
 CHAT = Chat(make_tokenizer())
+
+
+@pytest.mark.parametrize("cases", [200, pytest.param(1000, marks=pytest.mark.proof)])
+def test_nothing_malformed_gets_past_and_nothing_but_a_line_comes_of_it(cases, tmp_path):
+    @settings(max_examples=cases, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(case=CERTAINLY_BROKEN | POSSIBLY_BROKEN | BYTES, answers=st.sampled_from(["keep", "drop"]))
+    def check(case, answers):
+        gets_past_or_not(case, answers, tmp_path)
+
+    check()
 
 
 def test_duplicates_are_dropped_and_counted_and_ids_are_told_apart(tmp_path):
