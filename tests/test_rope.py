@@ -1,5 +1,7 @@
 """A drafter's rotary positions are the target's, as transformers computes them."""
 
+from typing import Any
+
 import pytest
 import test_drafters
 import torch
@@ -60,7 +62,8 @@ def test_positions_are_transformers_own(kind):
 
 
 def test_part_of_a_head_may_turn():
-    config = PhiConfig(hidden_size=64, num_attention_heads=4, partial_rotary_factor=0.5)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = PhiConfig(hidden_size=64, num_attention_heads=4, rope_parameters=rope)
     one, other = turned(config, PhiRotaryEmbedding(config))
     assert (one - other).abs().max() < 5e-5
     assert copied(config)[1] == {"rope_type": "default", "partial_rotary_factor": 0.5}
@@ -109,5 +112,5 @@ def test_a_drafter_has_the_targets(name, tiny_target, make_drafter, tmp_path):
     assert not drafts[0].tokens.equal(drafts[1].tokens)
     test_drafters.test_decoding_computes_the_laws_that_training_taught((target, drafter))
     hub.save(drafter, target, tmp_path)
-    loaded = hub.load(tmp_path, target)
+    loaded: Any = hub.load(tmp_path, target)
     assert loaded.rotary.table(8, texts.float()).equal(drafter.rotary.table(8, texts.float()))

@@ -86,7 +86,6 @@ def frequencies(dim: int, theta: float, rope: Mapping[str, Any] | None, like: Te
         head_dim=dim,
         max_position_embeddings=rope.get("original_max_position_embeddings", 1),
         rope_parameters={"rope_theta": theta, **rope},
-        partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
     )
     found, scale = ROPE_INIT_FUNCTIONS[kind](config, like.device)
     return found.double(), float(scale)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from decode.errors import UserError
 from decode.target import Target
 
 FILES = ("config.json", "model.safetensors")
+PICKLED = "pytorch_model.bin"  # what older programs wrote in its place
 
 
 class Saved(NamedTuple):
@@ -51,6 +54,26 @@ class Layout(NamedTuple):
         (folder / FILES[0]).write_text(json.dumps(self.config, indent=1, sort_keys=True) + "\n")
 
 
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """Tensors of another program's folder; of a pickled file nothing but tensors is ever made.
+
+    Raises:
+        UserError: a pickled file that holds anything else.
+    """
+    if (folder / FILES[1]).exists() or not (folder / PICKLED).exists():
+        return load_file(folder / FILES[1])
+    try:
+        found = torch.load(  # noqa: TID251 the one place where others' pickled weights are read
+            folder / PICKLED, map_location="cpu", weights_only=True, mmap=True
+        )
+    except (pickle.UnpicklingError, EOFError, ValueError) as error:
+        what = type(error).__name__
+        raise UserError(f"{PICKLED} holds more than weights, or is damaged ({what})") from None
+    if not (isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())):
+        raise UserError(f"{PICKLED} holds more than named tensors")
+    return found
+
+
 # Raises UserError: what that program cannot load, with what to train or export instead.
 Writer = Callable[[Saved, Target], Layout]
 
@@ -74,13 +97,13 @@ def unfused(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[
     found: dict[str, Tensor] = {}
     queries, keys = (settings[name] * settings["head_dim"] for name in ("heads", "kv_heads"))
     for name, weight in weights.items():
-        stem, _, end = name.rpartition("qkv_proj.")
-        if end:
-            parts = zip("qkv", weight.split([queries, keys, keys]), strict=True)
-            found |= {f"{stem}self_attn.{letter}_proj.{end}": part for letter, part in parts}
+        stem, part, end = name.rpartition("qkv_proj.")
+        if part:
+            rows = zip("qkv", weight.split([queries, keys, keys]), strict=True)
+            found |= {f"{stem}self_attn.{letter}_proj.{end}": own for letter, own in rows}
             continue
-        stem, _, end = name.rpartition("gate_up_proj.")
-        if end:
+        stem, part, end = name.rpartition("gate_up_proj.")
+        if part:
             gate, up = weight.chunk(2)
             found |= {f"{stem}mlp.gate_proj.{end}": gate, f"{stem}mlp.up_proj.{end}": up}
             continue
@@ -93,13 +116,13 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `unfused`."""
     found: dict[str, Tensor] = {}
     for name, weight in tensors.items():
-        stem, _, end = name.rpartition("self_attn.q_proj.")
-        if end:
-            parts = [tensors[f"{stem}self_attn.{letter}_proj.{end}"] for letter in "qkv"]
-            found[f"{stem}qkv_proj.{end}"] = torch.cat(parts)
+        stem, part, end = name.rpartition("self_attn.q_proj.")
+        if part:
+            rows = [tensors[f"{stem}self_attn.{letter}_proj.{end}"] for letter in "qkv"]
+            found[f"{stem}qkv_proj.{end}"] = torch.cat(rows)
             continue
-        stem, _, end = name.rpartition("mlp.gate_proj.")
-        if end:
+        stem, part, end = name.rpartition("mlp.gate_proj.")
+        if part:
             found[f"{stem}gate_up_proj.{end}"] = torch.cat([weight, tensors[f"{stem}mlp.up_proj.{end}"]])
             continue
         if not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
