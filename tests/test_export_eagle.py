@@ -193,7 +193,7 @@ def test_the_targets_head_is_shared_as_far_as_it_goes(made):
 def test_a_vocabulary_that_is_not_counted_is_refused(made):
     target, drafter = made("eagle3")
     drafter.d2t.fill_(-1)
-    with pytest.raises(UserError, match="not counted yet"):
+    with pytest.raises(UserError, match="has not been counted"):
         written(drafter, target, "vllm")
 
 
