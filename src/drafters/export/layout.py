@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from decode.errors import UserError
 from decode.target import Target
 
 FILES = ("config.json", "model.safetensors")
-PICKLED = "pytorch_model.bin"  # what older programs wrote in its place
 
 
 class Saved(NamedTuple):
@@ -52,26 +49,6 @@ class Layout(NamedTuple):
         """Into an existing folder."""
         save_file({k: v.contiguous() for k, v in self.tensors.items()}, folder / FILES[1])
         (folder / FILES[0]).write_text(json.dumps(self.config, indent=1, sort_keys=True) + "\n")
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    """Tensors of another program's folder; of a pickled file nothing but tensors is ever made.
-
-    Raises:
-        UserError: a pickled file that holds anything else.
-    """
-    if (folder / FILES[1]).exists() or not (folder / PICKLED).exists():
-        return load_file(folder / FILES[1])
-    try:
-        found = torch.load(  # noqa: TID251 the one place where others' pickled weights are read
-            folder / PICKLED, map_location="cpu", weights_only=True, mmap=True
-        )
-    except (pickle.UnpicklingError, EOFError, ValueError) as error:
-        what = type(error).__name__
-        raise UserError(f"{PICKLED} holds more than weights, or is damaged ({what})") from None
-    if not (isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())):
-        raise UserError(f"{PICKLED} holds more than named tensors")
-    return found
 
 
 # Raises UserError: what that program cannot load, with what to train or export instead.
