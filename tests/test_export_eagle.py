@@ -347,6 +347,42 @@ def test_another_drafters_files_are_refused_in_one_line(made, message, tmp_path)
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": 3},
+        {"architectures": []},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "four"},
+        {"num_hidden_layers": [1]},
+        {"rope_parameters": "spiral"},
+        {"rope_parameters": {"rope_type": "yarn", "factor": "much"}},
+        {"rope_parameters": {"rope_type": "llama3"}},
+        {"rope_parameters": {"rope_theta": "far"}},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": -1}},
+        {"eagle_config": [1]},
+        {IDS: 7},
+        {IDS: ["last"]},
+        {"hidden_size": None},
+        {"intermediate_size": 10**15},
+        {"rms_norm_eps": "small"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", ["eagle without", "eagle3"])
+def test_a_hostile_config_is_one_line(made, case, config, tmp_path):
+    target, drafter = made(case)
+    layout = written(drafter, target, "vllm")
+    layout = layout._replace(config=layout.config | config)
+    folder = folder_of(layout, tmp_path / "x")
+    if case == "eagle without" and config.keys() & {"eagle_config", IDS}:
+        hub.load(folder, target)  # nothing that EAGLE-1 has
+        return
+    with pytest.raises(UserError) as error:
+        hub.load(folder, target)
+    assert "\n" not in str(error.value)
+
+
 class Loud:
     """Says that it was made."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -71,9 +72,18 @@ def frequencies(dim: int, theta: float, rope: Mapping[str, Any] | None, like: Te
         like: something on the device.
 
     Raises:
-        UserError: a kind of scaling that is none of `SCALED`.
+        UserError: a kind of scaling that is none of `SCALED`, or numbers that are none for it.
     """
-    rope = rope or {}
+    try:
+        return _frequencies(dim, theta, rope or {}, like)
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        what = (str(error).splitlines() or [type(error).__name__])[-1].strip()
+        raise UserError(f"drafter.rope={rope}: {what}") from None
+
+
+def _frequencies(dim: int, theta: float, rope: Mapping[str, Any], like: Tensor) -> tuple[Tensor, float]:
     kind, turning = rope.get("rope_type", "default"), int(dim * rope.get("partial_rotary_factor", 1.0))
     if kind == "default":
         steps = torch.arange(0, turning, 2, device=like.device, dtype=torch.float64)

@@ -17,7 +17,15 @@ from torch import Tensor
 from decode.errors import UserError
 from decode.target import Target
 from drafters.export.layout import Layout, Reader, Saved, fused, unfused
-from drafters.export.llama import check_target, config_of, leftover, plain_embedding, sizes
+from drafters.export.llama import (
+    architecture,
+    check_target,
+    config_of,
+    leftover,
+    plain_embedding,
+    sizes,
+    told,
+)
 
 LAYER = "layers.0."
 OWN = {
@@ -106,12 +114,12 @@ def _depth(saved: Saved) -> int:
 
 
 def _knows(config: Mapping[str, Any]) -> bool:
-    names = config.get("architectures") or [""]
+    name = architecture(config)
     if "format" in config or "speculators_config" in config or "draft_vocab_size" in config:
         return False
     # The authors' files are a Llama of one layer, by their configuration alone.
-    plain = names[0] == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1
-    return plain or names[0] in ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+    plain = name == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1
+    return plain or name in ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 
 
 def _read(layout: Layout, target: Target) -> Saved:
@@ -129,4 +137,4 @@ def _read(layout: Layout, target: Target) -> Saved:
     return Saved("eagle", sizes(config, tensors, LAYER) | UNTOLD | {"bias": bias}, weights)
 
 
-READER = Reader("EAGLE", _knows, _read)
+READER = Reader("EAGLE", _knows, told(_read))

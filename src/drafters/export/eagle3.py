@@ -18,7 +18,15 @@ from decode.errors import UserError
 from decode.target import LAST, Target
 from drafters.export.eagle import sglang, vllm
 from drafters.export.layout import Layout, Reader, Saved, fused, unfused
-from drafters.export.llama import check_target, config_of, leftover, plain_embedding, sizes
+from drafters.export.llama import (
+    architecture,
+    check_target,
+    config_of,
+    leftover,
+    plain_embedding,
+    sizes,
+    told,
+)
 
 FIRST = "midlayer."
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -123,7 +131,7 @@ def _theirs(name: str) -> str:
 
 
 def _knows(config: Mapping[str, Any]) -> bool:
-    name = (config.get("architectures") or [""])[0]
+    name = architecture(config)
     if "format" in config or "speculators_config" in config or "speculators_model_type" in config:
         return False
     return "Eagle3" in name or (name == "LlamaForCausalLM" and "draft_vocab_size" in config)
@@ -192,4 +200,4 @@ def _ids(tensors: Mapping[str, Tensor], size: int, vocab_size: int) -> Tensor:
     return ids
 
 
-READER = Reader("EAGLE-3", _knows, _read)
+READER = Reader("EAGLE-3", _knows, told(_read))

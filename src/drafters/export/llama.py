@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -10,9 +11,32 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 from decode.target import Target
+from drafters.export.layout import Layout, Saved
 from drafters.rope import copied
 
 EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class that a `config.json` names first, or ""."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def told(read: Callable[[Layout, Target], Saved]) -> Callable[[Layout, Target], Saved]:
+    """A reader to which a configuration of other kinds of values than it knows is the user's mistake."""
+
+    @wraps(read)
+    def guarded(layout: Layout, target: Target) -> Saved:
+        try:
+            return read(layout, target)
+        except UserError:
+            raise
+        except (AttributeError, ValueError, IndexError, ArithmeticError) as error:
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"config.json or tensors are not what they should be ({what})") from None
+
+    return guarded
 
 
 def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: torch.dtype) -> dict[str, Any]:
@@ -72,7 +96,7 @@ def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) 
         # Some files have a `head_dim` that their own readers pass over.
         "head_dim": len(tensors[f"{layer}self_attn.q_proj.weight"]) // heads,
         "intermediate_size": config["intermediate_size"],
-        "eps": config.get("rms_norm_eps", 1e-6),
+        "eps": float(config.get("rms_norm_eps", 1e-6)),
         "rope_theta": theta,
         "rope": rope,
     }
