@@ -7,7 +7,7 @@ arXiv:2605.18810) are settings of `objective` and `weights`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -65,6 +65,7 @@ class Diffusion(Informed):
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: its rank.
         hot_tokens: its tokens.
+        rope: the rest of the rotary positions, see `drafters.rope`.
 
     Raises:
         UserError: a number out of range.
@@ -88,6 +89,7 @@ class Diffusion(Informed):
         token_info: str,
         info_rank: int,
         hot_tokens: int,
+        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
     ) -> None:
         super().__init__()
         self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
@@ -103,7 +105,7 @@ class Diffusion(Informed):
         self.anchors, self.steps = anchors, steps
         if steps > 1:
             self.proposals = ("fixed",)
-        self.rotary = Rotary(head_dim, rope_theta)
+        self.rotary = Rotary(head_dim, rope_theta, rope)
         self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
         self.fc = nn.Linear(len(taps) * hidden_size, hidden_size, bias=False)
         self.context_norm = RMSNorm(hidden_size, eps=eps)

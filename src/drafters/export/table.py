@@ -7,10 +7,26 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.target import Target
+from drafters.export import eagle, eagle3
 from drafters.export.layout import Layout, Reader, Saved, Writer
 
-WRITERS: Mapping[str, Mapping[str, Writer]] = {"vllm": {}, "sglang": {}, "speculators": {}}  # by short name
-READERS: Sequence[Reader] = ()
+# By short name.
+WRITERS: Mapping[str, Mapping[str, Writer]] = {
+    "vllm": {
+        "eagle": eagle.to_vllm,
+        "eagle3": eagle3.to_vllm,
+    },
+    "sglang": {
+        "eagle": eagle.to_sglang,
+        "eagle3": eagle3.to_sglang,
+    },
+    "speculators": {},
+}
+# The first that knows a file reads it: the likeliest to take another's for its own come last.
+READERS: Sequence[Reader] = (
+    eagle3.READER,
+    eagle.READER,
+)
 
 
 def written(saved: Saved, target: Target, to: str) -> Layout:
