@@ -13,15 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.load import TOKENIZER_FILES
 from decode.target import Target
 from drafters.export.layout import Layout, Saved
 from drafters.models import build, own
 from drafters.tuned import Lora
 
 STEM = "model."  # of the model's names in a drafter
-# A tokenizer's files, none of which is code.
-TOKENIZER = ("tokenizer*.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken", "chat_template.*")
-TOKENIZER += ("special_tokens_map.json", "added_tokens.json")
 TOKENS = 5  # of a draft: as many as decode=auto tries
 VLLM = (
     "vllm serve {target} --speculative-config '"
@@ -159,8 +157,8 @@ def _tokenizer(target: Target) -> dict[str, bytes]:
     if not folder.is_dir():
         commit = getattr(target.model.config, "_commit_hash", None)
         try:
-            folder = Path(snapshot_download(name, revision=commit, allow_patterns=list(TOKENIZER)))
+            folder = Path(snapshot_download(name, revision=commit, allow_patterns=list(TOKENIZER_FILES)))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise UserError(f"{name}: the target's tokenizer is not to be had ({error})") from None
-    paths = (path for pattern in TOKENIZER for path in sorted(folder.glob(pattern)))
+    paths = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)))
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
