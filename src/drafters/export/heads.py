@@ -175,8 +175,11 @@ def read_mlp(layout: Layout, target: Target) -> Saved:
     _complete(tensors, kept, _names_of_mlp(depth, False))
     _made_for(target, config["emb_dim"], [len(w) for n, w in tensors.items() if n.startswith("head.")])
     settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}
-    settings |= {"inner_size": config.get("inner_dim") or config["emb_dim"], "tie_weights": tied}
-    settings |= {"scale_input": bool(config.get("scale_input", False))}
+    settings |= {"inner_size": len(tensors["ln.0.weight"]), "tie_weights": tied}
+    if settings["inner_size"] != (config.get("inner_dim") or config["emb_dim"]):
+        said = config.get("inner_dim")
+        raise UserError(f"config.json: inner_dim={said}, the tensors: {settings['inner_size']}")
+    settings["scale_input"] = bool(config.get("scale_input", False))
     return Saved("mlp", settings, {name: tensors[name] for name in kept})
 
 
