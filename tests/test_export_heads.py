@@ -362,6 +362,7 @@ def test_a_damaged_folder_is_one_line(target, make_drafter, tmp_path, name, chan
 
 
 def test_another_scale_is_put_into_the_heads(target, make_drafter, tmp_path):
+    target.head = replace(target.head, scale=0.25)
     drafter = make_drafter("medusa", target, depth=K, own_head=False)
     folder, _ = exported(drafter, target, tmp_path)
     config, tensors = files(folder)
