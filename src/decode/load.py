@@ -33,6 +33,17 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# A tokenizer's files, none of which is code.
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.*",
+    "chat_template.*",
+    "*.model",
+    "*.tiktoken",
+)
 
 
 def load_config(

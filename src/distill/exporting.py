@@ -14,6 +14,7 @@ from distill.progress import say
 from distill.run import quiet
 from drafters import hub
 from drafters.export import table
+from drafters.export.layout import Layout
 
 
 def export(cfg: DictConfig) -> float:
@@ -44,9 +45,16 @@ def export(cfg: DictConfig) -> float:
     temporary.mkdir(parents=True, exist_ok=True)
     layout.write(temporary)
     publish_folder(temporary, out)
-    names = {"target": shlex.quote(cfg.target.path), "drafter": shlex.quote(str(out))}
-    say(f"{out}\n\nserve it: {layout.serve.format(**names)}")
+    say("\n\n".join([str(out), *_advice(layout, cfg.target.path, str(out))]))
     return 0.0
+
+
+def _advice(layout: Layout, target: str, drafter: str) -> list[str]:
+    """The command, whatever is in the paths, and the note."""
+    # Quoted word by word: a path may stand inside of a word, as in JSON.
+    words = [word.format(target=target, drafter=drafter) for word in shlex.split(layout.serve)]
+    command = [f"serve it: {shlex.join(words)}"] if words else []
+    return command + ([layout.note] if layout.note else [])
 
 
 def _beside(checkpoint: Path, to: str) -> Path:

@@ -14,11 +14,11 @@ from decode.target import Target
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x), layer after layer; W begins at 0, so that a fresh block changes nothing."""
+    """x + SiLU(W x + b), layer after layer; W and b begin at 0, so that a fresh block changes nothing."""
 
-    def __init__(self, hidden_size: int, layers: int) -> None:
+    def __init__(self, hidden_size: int, layers: int, bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(layers))
         for weight in self.parameters():
             nn.init.zeros_(weight)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from decode.target import Target
 
@@ -39,16 +41,28 @@ class Layout(NamedTuple):
         config: of `config.json`.
         tensors: of `model.safetensors`.
         serve: the command that serves it; `{target}` and `{drafter}` stand for where these are.
+        note: what else its user has to know.
+        files: other files of the folder, by name.
+        model: a whole model in the place of `tensors`: transformers alone knows by which names it
+            stores the weights of each family.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     serve: str = ""
+    note: str = ""
+    files: Mapping[str, bytes] = MappingProxyType({})
+    model: PreTrainedModel | None = None
 
     def write(self, folder: Path) -> None:
         """Into an existing folder."""
-        save_file({k: v.contiguous() for k, v in self.tensors.items()}, folder / FILES[1])
+        if self.model is None:
+            save_file({k: v.contiguous() for k, v in self.tensors.items()}, folder / FILES[1])
+        else:
+            self.model.save_pretrained(folder)
         (folder / FILES[0]).write_text(json.dumps(self.config, indent=1, sort_keys=True) + "\n")
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
 
 
 # Raises UserError: what that program cannot load, with what to train or export instead.

@@ -7,7 +7,7 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.target import Target
-from drafters.export import eagle, eagle3
+from drafters.export import eagle, eagle3, heads, whole
 from drafters.export.layout import Layout, Reader, Saved, Writer
 
 # By short name.
@@ -15,18 +15,40 @@ WRITERS: Mapping[str, Mapping[str, Writer]] = {
     "vllm": {
         "eagle": eagle.to_vllm,
         "eagle3": eagle3.to_vllm,
+        "lm": whole.vllm,
+        "medusa": heads.medusa,
+        "medusa2": heads.medusa2,
+        "mlp": heads.mlp,
     },
     "sglang": {
         "eagle": eagle.to_sglang,
         "eagle3": eagle3.to_sglang,
+        "lm": whole.sglang,
     },
     "speculators": {},
+    "hf": {
+        "hf_dllm": whole.fills,
+        "lm": whole.hf,
+        "medusa2": whole.tuned,
+    },
 }
 # The first that knows a file reads it: the likeliest to take another's for its own come last.
 READERS: Sequence[Reader] = (
+    heads.MEDUSA,
+    heads.MLP,
     eagle3.READER,
     eagle.READER,
 )
+# Where there is no format, and something better to say than where there is one.
+INSTEAD: Mapping[tuple[str, str], str] = {
+    ("vllm", "lstm"): "ArcticInference, which has one, is a plugin with files of its own; "
+    "train drafter=mlp, or set to=native",
+    ("vllm", "ngram"): "it has prompt lookup of its own: --speculative-config "
+    """'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'""",
+    ("vllm", "suffix"): "it has suffix decoding of its own, once arctic-inference is installed: "
+    """--speculative-config '{"method": "suffix"}'""",
+    ("sglang", "ngram"): "it has one of its own: --speculative-algorithm NGRAM",
+}
 
 
 def written(saved: Saved, target: Target, to: str) -> Layout:
@@ -37,10 +59,8 @@ def written(saved: Saved, target: Target, to: str) -> Layout:
     """
     if saved.drafter not in WRITERS[to]:
         where = [program for program, writers in WRITERS.items() if saved.drafter in writers]
-        raise UserError(
-            f"to={to}: {to} has no format for drafter {saved.drafter!r}; "
-            f"set to={' or '.join([*where, 'native'])}"
-        )
+        instead = INSTEAD.get((to, saved.drafter), f"set to={' or '.join([*where, 'native'])}")
+        raise UserError(f"to={to}: {to} has no format for drafter {saved.drafter!r}; {instead}")
     return WRITERS[to][saved.drafter](saved, target)
 
 
