@@ -103,6 +103,7 @@ class Engine(FakeServer):
         super().__init__(chat, **options)
         self.kind, self.alpha, self.dice = kind, list(alpha), random.Random(1)
         self.drafting, self.extra, self.born, self.histograms = True, 0, 1e9, True
+        self.detailed = False
         self.reset()
         self.message = self._draft
         self.pages = {"/metrics": lambda: (200, self.page())}
@@ -114,24 +115,26 @@ class Engine(FakeServer):
     def _draft(self, body):
         if body["max_tokens"] == 1:
             return {"tokens": [4]}
-        histogram, rounds = draw(self.dice, self.alpha, TOKENS)
         with self.lock:
+            histogram, rounds = draw(self.dice, self.alpha, TOKENS)
             self.answers += 1
             self.tokens += TOKENS + self.extra
             if self.drafting:
                 self.rounds += rounds
                 self.kept = [k + sum(histogram[j:]) for j, k in enumerate(self.kept, 1)]
-        self.newest = histogram
-        return {"tokens": [4] * TOKENS, "finish_reason": "length"}
+        return {"tokens": [4] * TOKENS, "finish_reason": "length", "rounds": histogram}
 
     def reply(self, body):
         said = super().reply(body)
+        histogram = said["choices"][0].pop("rounds", None)
+        if body["max_tokens"] > 1 and self.kind == "vllm" and self.detailed:
+            said["metrics"] = {"speculative_decoding": {"acceptance_histogram": histogram}}
         if self.histograms and body.get("return_spec_tokens_details") and body["max_tokens"] > 1:
-            said["sglext"] = {"spec_tokens_details": {"spec_correct_drafts_histogram": self.newest}}
+            said["sglext"] = {"spec_tokens_details": {"spec_correct_drafts_histogram": histogram}}
         return said
 
     def page(self):
-        m = 'model_name="m"'
+        m = f'model_name="{self.models[0]}"'
         if self.kind == "sglang":
             return (
                 f"sglang:spec_num_steps{{{m}}} {len(self.alpha)}\n"
@@ -301,6 +304,11 @@ def test_histograms_of_answers_are_added_up():
     assert found.tau == 1 + 13 / 8
 
 
+def test_an_engine_that_counts_no_rounds():
+    with pytest.raises(UserError, match="V0 engine counts no rounds"):
+        counters.read('vllm:spec_decode_num_draft_tokens_total{model_name="m"} 5\n', "there")
+
+
 def test_several_models_have_to_be_told_apart():
     two = VLLM + VLLM.replace('model_name="m"', 'model_name="n"').replace(" 100.0", " 40.0")
     with pytest.raises(UserError, match="counts m, n; choose one with model="):
@@ -459,6 +467,11 @@ def test_others_use_the_server(ask, start):
     agrees, said = ask(server)
     assert agrees
     assert "others use it" in said
+    server.detailed = True  # --per-request-spec-decode-metrics: then nobody else's rounds are counted
+    agrees, said = ask(server)
+    assert agrees
+    assert "from the answers' own histograms" in said
+    assert "others use it" not in said
 
 
 def test_like_is_held_against_like(ask, start, place, tmp_path):
@@ -574,6 +587,36 @@ def test_prompts_that_differ_widen_it():
     assert naive > 10
 
 
+def test_the_same_prompts_need_less():
+    """What makes a prompt easy makes it easy for both, at temperature 0."""
+    dice, wrong, noise = random.Random(5), 0, []
+    for _ in range(100):
+        alphas = [[dice.choice([0.2, 0.95])] * 3 for _ in range(PROMPTS)]
+        mine, theirs = ([draw(dice, alpha, TOKENS) for alpha in alphas] for _ in range(2))
+        row, rounds = a_row(), [float(n) for _, n in mine]
+        survival = [sum(sum(h[j:]) for h, _ in mine) / sum(rounds) for j in (1, 2, 3)]
+        row["replay"] |= {"survival": survival, "counts": {"tokens": [], "rounds": rounds}}
+        row["replay"]["tau_interval"] = [2.0, 4.0]
+        found = counters.served(counters.read(SGLANG, "there"), [h for h, _ in theirs])
+        wrong += not compare(found, row, 0.0, same=True).agrees
+        noise.append([compare(found, row, 0.0, same=same).tau.noise for same in (True, False)])
+        row["temperature"] = 1.0
+        assert compare(found, row, 0.0, same=True).tau.noise == noise[-1][1]
+    assert wrong <= 5
+    assert all(mine < other / 3 for mine, other in noise)
+
+
+def test_rounds_that_an_end_cuts_may_put_an_engine_above_and_never_below():
+    row = a_row()
+    sure = [row["replay"]["tau"]] * 2
+    row["replay"] |= {"tau_interval": sure, "counts": {"tokens": [], "rounds": [20.0] * 10**6}}
+    expected = row["replay"]["survival"]
+    for sign, agrees in ((1, True), (-1, False), (1.2, False)):
+        off = tuple(s + sign * (1 - s) / 20 for s in expected)
+        found = Served("vllm", 2e7, 6e7, 1.0, 1 + sum(off), off, "counters")
+        assert compare(found, row, 0.0005).agrees is agrees
+
+
 def test_small_differences_do_not_matter_however_sure():
     row = a_row()
     off = tuple(s - 0.015 for s in row["replay"]["survival"])
@@ -670,7 +713,7 @@ class Decoder(Engine):
     """Our own decoder behind the page of vLLM."""
 
     def __init__(self, chat, target, drafter, depth):
-        super().__init__(chat, alpha=[0.0] * depth)
+        super().__init__(chat, alpha=[0.0] * depth, models=("pocket",))
         self.target, self.drafter, self.alone = target, drafter, threading.Lock()
 
     def _draft(self, body):

@@ -26,6 +26,7 @@ class Figure(NamedTuple):
         scored: in the scorecard.
         noise: what two such counts of the same thing differ by at most, at `CONFIDENCE` over all figures.
         tolerance: differences up to this do not matter, however sure they are.
+        edge: that an engine may be above, because it counts the rounds that an end cuts as well.
     """
 
     name: str
@@ -33,11 +34,13 @@ class Figure(NamedTuple):
     scored: float
     noise: float
     tolerance: float
+    edge: float = 0.0
 
     @property
     def differs(self) -> bool:
         """By more than chance, and by enough to matter."""
-        return abs(self.served - self.scored) > max(self.noise, self.tolerance)
+        off = self.served - self.scored
+        return max(off - self.edge, -off) > max(self.noise, self.tolerance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,11 @@ def rounds(row: dict[str, Any]) -> float:
     return sum(row["replay"]["counts"]["rounds"]) if row["replay"] else row["rounds"]
 
 
+def answers(row: dict[str, Any]) -> int:
+    """Behind a row's acceptance, where it says so; each has one round that its end may cut."""
+    return len(row["replay"]["counts"]["rounds"]) if row["replay"] else 0
+
+
 def choose(
     card: dict[str, Any], depth: int, temperature: float, name: str | None, again: str
 ) -> dict[str, Any]:
@@ -104,22 +112,29 @@ def choose(
     )
 
 
-def compare(served: Served, row: dict[str, Any], tolerance: float) -> Comparison:
+def compare(served: Served, row: dict[str, Any], tolerance: float, same: bool = False) -> Comparison:
     """Hold what an engine counted against a row of the scorecard.
 
     Rounds of one answer are alike, so intervals of independent rounds would be too narrow: they are
-    widened by what the scorecard's own interval, over prompts, is wider than such a one.
+    widened by what the scorecard's own interval, over prompts, is wider than such a one. Greedy answers
+    to the `same` prompts share what makes them easy, so that there even independent rounds are too wide.
+
+    s_j is over rounds that no end cuts, and engines count all. With one cut round of R in an answer,
+    theirs is at most (1 - s_j) / R above ours.
 
     Args:
         served: counts.
         row: of the same shape and temperature.
         tolerance: in acceptance.
+        same: the prompts of the row were sent.
     """
     scored = accepted(row)
     expected, behind = scored["survival"], rounds(row)
     per_round = _variance(expected)
     wide = (scored["tau_interval"][1] - scored["tau_interval"][0]) / 2 / HALF_95
     effect = max(1.0, wide**2 * behind / per_round) if per_round else 1.0
+    effect = 1.0 if same and not row["temperature"] else effect
+    cut = answers(row) / max(behind, 1.0)  # rounds of all that an end cuts, at most
     figures = 1 + (len(expected) if served.survival else 0)
     reach = float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2 / figures))
     share = effect * (1 / max(served.rounds, 1.0) + 1 / max(behind, 1.0))
@@ -127,16 +142,17 @@ def compare(served: Served, row: dict[str, Any], tolerance: float) -> Comparison
     def figure(place: int, found: float) -> Figure:
         both = (found * served.rounds + expected[place] * behind) / max(served.rounds + behind, 1.0)
         noise = reach * math.sqrt(max(both * (1 - both), 0.0) * share)
-        return Figure(f"s_{place + 1}", found, expected[place], noise, tolerance)
+        edge = (1 - expected[place]) * cut
+        return Figure(f"s_{place + 1}", found, expected[place], noise, tolerance, edge)
 
     # A histogram ends where the luckiest round did.
     counted = [*served.survival, *[0.0] * (len(expected) - len(served.survival))] if served.survival else []
     survival = tuple(figure(place, found) for place, found in enumerate(counted))
     spread = max(per_round, _variance(served.survival))
     noise = reach * math.sqrt(spread * share)
-    # Positions are those of whole rounds, and engines that count them count what an end cuts off as well.
     scored_tau = 1 + sum(expected) if counted else scored["tau"]
-    tau = Figure("tau", served.tau, scored_tau, noise, tolerance * len(expected))
+    edge = sum(one.edge for one in survival)
+    tau = Figure("tau", served.tau, scored_tau, noise, tolerance * len(expected), edge)
     return Comparison(served, row, tau, survival)
 
 

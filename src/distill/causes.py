@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from distill.agreement import Comparison, accepted
+from distill.counters import COUNTERS
 from distill.endpoint import Model
 
 NOTHING = 0.1  # of the scored acceptance: a layer of random weights guesses as well
@@ -103,7 +104,8 @@ def _by_tau(found: Comparison) -> Iterator[str]:
 def _somewhat_lower(known: Circumstances) -> Iterator[str]:
     yield (
         "all positions are somewhat lower: the target is quantised or its KV cache is (FP8, AWQ), or runs "
-        "in another dtype; another chat template or system prompt; top_k or top_p that was not scored"
+        "in another dtype; another chat template or system prompt; top_k or top_p, or prompts, that were not "
+        "scored"
     )
     if known.written is None:
         yield (
@@ -133,7 +135,7 @@ def _about_the_server(found: Comparison, known: Circumstances) -> Iterator[str]:
             f"{depth} tokens are drafted, and the drafter was trained for {known.trained}: more may pay "
             "(num_speculative_tokens, --speculative-num-steps)"
         )
-    if known.written is not None and served.tokens > OTHERS * known.written:
+    if known.written is not None and served.tokens > OTHERS * known.written and served.source == COUNTERS:
         yield (
             f"the engine wrote {served.tokens:.0f} tokens meanwhile, {known.written} of them for this: "
             "others use it, and the figures are of both"

@@ -1,6 +1,6 @@
 """What an engine counts of its speculative decoding, read from its metrics: vLLM's and SGLang's.
 
-Names and labels are those of vllm/v1/spec_decode/metrics.py (vLLM 0.8.3 and later) and of SGLang's
+Names and labels are those of vllm/v1/spec_decode/metrics.py (vLLM's V1 engine) and of SGLang's
 metrics collector; `sglang:spec_verify_calls_total` is there since SGLang's pull request 25689 (May 2026).
 """
 
@@ -15,7 +15,8 @@ from decode.errors import UserError
 
 PREFIXES = ("vllm:", "sglang:", "process_start_time_seconds")
 VLLM = "vllm:spec_decode_num_"
-COUNTERS = ("requests", "tokens", "rounds", "drafted", "accepted")  # of a reading
+COUNTERS = "counters"  # what figures are read from, where it is not answers or a gauge
+GROWING = ("requests", "tokens", "rounds", "drafted", "accepted")  # of a reading
 WINDOW = 40  # decode steps behind SGLang's gauge (--decode-log-interval), with one row or more in each
 
 
@@ -127,11 +128,7 @@ def _samples(text: str, where: str) -> list[Sample]:
 
 
 def parser() -> Any:
-    """The parser of Prometheus' own library, which only those need who read metrics.
-
-    Raises:
-        UserError: it is not there.
-    """
+    """Of Prometheus' own library, which only those need who read metrics."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError:
@@ -157,12 +154,15 @@ def _vllm(samples: Sequence[Sample], model: str) -> Reading:
         if name == f"{VLLM}accepted_tokens_per_pos" and labels.get("position", "").isdigit():
             place = int(labels["position"])
             kept[place] = kept.get(place, 0.0) + value
+    names = {name for name, _, _ in samples}
+    if f"{VLLM}drafts" not in names and f"{VLLM}draft_tokens" in names:
+        raise UserError("vLLM's V0 engine counts no rounds, so its acceptance cannot be told; serve with V1")
     by_position = tuple(kept.get(place, 0.0) for place in range(max(kept, default=-1) + 1))  # (K,)
     return Reading(
         engine="vllm",
         model=model,
         # vLLM makes these counters where it has a speculative config, and nowhere else.
-        speculates=any(name == f"{VLLM}drafts" for name, _, _ in samples),
+        speculates=f"{VLLM}drafts" in names,
         depth=len(by_position) or None,
         nodes=len(by_position) or None,
         started=_most(samples, "process_start_time_seconds"),
@@ -205,7 +205,7 @@ def since(before: Reading, after: Reading, where: str) -> Reading:
     Raises:
         UserError: it was started anew in between, or is another one.
     """
-    pairs = {name: (getattr(before, name), getattr(after, name)) for name in COUNTERS}
+    pairs = {name: (getattr(before, name), getattr(after, name)) for name in GROWING}
     counted = {name: pair for name, pair in pairs.items() if None not in pair}
     same = (before.engine, before.started, len(before.kept)) == (after.engine, after.started, len(after.kept))
     positions = list(zip(before.kept, after.kept, strict=False))
@@ -232,13 +232,13 @@ def served(reading: Reading, histograms: Sequence[Sequence[int]] = ()) -> Served
         return _served(reading, float(sum(ended)), sum(kept), kept, "the answers' own histograms")
     if reading.engine == "vllm":
         accepted = reading.accepted or 0.0
-        return _served(reading, reading.rounds, accepted, reading.kept, "counters")
+        return _served(reading, reading.rounds, accepted, reading.kept, COUNTERS)
     if not reading.rounds and reading.length and reading.tokens:
         source = f"a gauge of the newest decode steps, taken for {WINDOW} rounds"
         return _served(reading, float(WINDOW), WINDOW * (reading.length - 1), (), source)
     # An answer's first token is the prefill's, and every round adds one of the target's.
     accepted = max(reading.tokens - reading.requests - reading.rounds, 0.0)
-    return _served(reading, reading.rounds, accepted, (), "counters")
+    return _served(reading, reading.rounds, accepted, (), COUNTERS)
 
 
 def _served(reading: Reading, rounds: float, accepted: float, kept: Sequence[float], source: str) -> Served:

@@ -25,7 +25,8 @@ class Reply(NamedTuple):
         ids: of the answer, where the server gives them.
         prompt: ids of the prompt, likewise.
         prompt_length: how many there were.
-        rounds: where asked for, how many rounds kept 0, 1, ... drafted tokens (SGLang, pull request 33518).
+        rounds: how many kept 0, 1, ... drafted tokens, where the server was asked to say so (SGLang, pull
+            request 33518) or started to (vLLM, 48915).
     """
 
     text: str
@@ -121,8 +122,9 @@ def read_reply(text: str) -> Reply:
 
 
 def _rounds(said: Fields) -> list[int] | None:
-    details = (said.get("sglext") or {}).get("spec_tokens_details") or {}
-    found = details.get("spec_correct_drafts_histogram")
+    sglang = (said.get("sglext") or {}).get("spec_tokens_details") or {}
+    vllm = (said.get("metrics") or {}).get("speculative_decoding") or {}
+    found = sglang.get("spec_correct_drafts_histogram") or vllm.get("acceptance_histogram")
     return found if isinstance(found, list) and all(type(n) is int and n >= 0 for n in found) else None
 
 

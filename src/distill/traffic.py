@@ -26,12 +26,14 @@ class Counted(NamedTuple):
     Attributes:
         reading: of what counts.
         histograms: of the answers, where the engine gives them.
+        prompts: that were sent.
         written: tokens of the answers; None: of somebody else's traffic.
         how: for people.
     """
 
     reading: Reading
     histograms: Sequence[Sequence[int]]
+    prompts: int
     written: int | None
     how: str
 
@@ -59,13 +61,13 @@ def count(
     """
     where = f"{endpoint.url}/metrics"
     if cfg.since_start:
-        return Counted(first, (), None, "all that was served since the start")
+        return Counted(first, (), 0, None, "all that was served since the start")
     if not cfg.send:
         if not cfg.seconds:
             raise UserError("send=false: give seconds=<how long to watch the traffic>, or since_start=true")
         time.sleep(cfg.seconds)
         reading = since(first, endpoint.reading(cfg.model), where)
-        return Counted(reading, (), None, f"{cfg.seconds:g} s of whatever was served")
+        return Counted(reading, (), 0, None, f"{cfg.seconds:g} s of whatever was served")
     engine, requests = _ready(cfg, card, first, models)
     law = Law(
         {"temperature": temperature, "top_k": cfg.score.top_k, "top_p": cfg.score.top_p},
@@ -84,7 +86,11 @@ def count(
             "are not of the engine that answers (a proxy, several replicas); give the engine's own address"
         )
     return Counted(
-        reading, engine.rounds, written, f"{len(answers)} held-out prompts, {written} tokens answered"
+        reading,
+        engine.rounds,
+        len(answers),
+        written,
+        f"{len(answers)} held-out prompts, {written} tokens answered",
     )
 
 

@@ -64,7 +64,9 @@ def verify(cfg: DictConfig) -> bool:
         raise UserError(
             f"{endpoint.url}: does not say how many tokens it drafts; give depth=<--speculative-num-steps>"
         )
-    result = compare(found, _row(cfg, card, reading, depth, temperature), cfg.tolerance)
+    row = _row(cfg, card, reading, depth, temperature)
+    same = bool(row["replay"]) and counted.prompts == row["replay"]["prompts"]
+    result = compare(found, row, cfg.tolerance, same)
     known = Circumstances(
         target=card["target"],
         models=models,
@@ -100,11 +102,13 @@ def _check_chain(reading: Reading, endpoint: Endpoint) -> None:
 
 def _trained(checkpoint: Path) -> int | None:
     """Tokens that the drafter was trained to draft, where its folder is there to say so."""
-    try:
-        depth = json.loads((checkpoint / "config.json").read_text())["settings"]["depth"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return depth if isinstance(depth, int) else None
+    for folder in (checkpoint, checkpoint / "checkpoints" / "best", checkpoint.parent):
+        try:
+            depth = json.loads((folder / "config.json").read_text())["settings"]["depth"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return depth if isinstance(depth, int) else None
+    return None
 
 
 def _off(reading: Reading) -> bool:
