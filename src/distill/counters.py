@@ -186,7 +186,7 @@ def _sglang(samples: Sequence[Sample], model: str) -> Reading:
         model=model,
         # Its gauges are always there, and 0 before the first draft or without any.
         speculates=bool(rounds or length or steps),
-        depth=min(steps, nodes) or None,
+        depth=min(steps, nodes or steps) or None,
         nodes=nodes or None,
         started=_most(samples, "process_start_time_seconds"),
         requests=_sum(samples, "sglang:num_requests"),
