@@ -143,7 +143,8 @@ class Handler(BaseHTTPRequestHandler):
         wanted = json.loads(self.body)
         name = f"{wanted.get('organization') or 'me'}/{wanted['name'].split('/')[-1]}"
         code = 409 if name in self.server.repos else 200
-        self.server.repos.setdefault(name, Repo(bool(wanted.get("private"))))
+        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))  # by its version
+        self.server.repos.setdefault(name, Repo(private))
         self.send({"url": f"{self.server.url}/{name}", "name": name, "id": name}, code)
 
     def preupload(self) -> None:

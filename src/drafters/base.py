@@ -207,7 +207,7 @@ class Drafter(nn.Module, ABC):
 
         drafter = from_pretrained(str(source), target, revision)
         if not isinstance(drafter, cls):
-            raise UserError(f"{source}: a {type(drafter).__name__}, not a {cls.__name__}")
+            raise UserError(f"{source}: drafter {type(drafter).__name__}, not {cls.__name__}")
         return drafter
 
     def push_to_hub(self, repo: str, target: Target | None = None, private: bool = True) -> str:

@@ -139,6 +139,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
     saved = _saved(folder, config, target)
     kind = drafter_class(saved.drafter)
     try:
+        untrusted.check_target(saved.settings, target)
         if not _ours(config):  # ours were looked at before they were read
             untrusted.check_settings(kind, saved.settings)
             shapes = {name: shape_of(value) for name, value in saved.weights.items()}

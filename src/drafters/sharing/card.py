@@ -86,8 +86,8 @@ def _what(facts: Facts) -> str:
             "",
             _line(module.partition("\n\n")[0]),
             "",
-            "It proposes tokens that the target then verifies. Verified without loss, the text is the target's"
-            " own, whatever this drafter proposes: it makes decoding faster or slower, not different.",
+            "It proposes tokens that the target then verifies. Verified without loss, the text is the "
+            "target's own, whatever this drafter proposes: decoding gets faster or slower, not different.",
             "",
             "| | |",
             "|---|---|",

@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from decode.errors import UserError
+from decode.errors import RemoteError, UserError
 from drafters.sharing.files import brief
 
 NOTES = ("scorecard.json", "recipe.json")  # how a drafter was scored and made
@@ -25,7 +25,8 @@ def snapshot(source: str, revision: str | None, files: Sequence[str]) -> Path:
     """The folder in huggingface_hub's cache that has these files of a repository, those that it has.
 
     Raises:
-        UserError: no such repository, one that is not open to this user, or no connection.
+        UserError: no such repository, or one that is not open to this user.
+        RemoteError: the Hub cannot be reached, or was cut off.
     """
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(files)))
@@ -38,11 +39,13 @@ def snapshot(source: str, revision: str | None, files: Sequence[str]) -> Path:
     except HFValidationError:
         why = "an id is owner/name"
     except LocalEntryNotFoundError:
-        why = "it cannot be reached, and nothing was fetched before"
+        raise RemoteError(f"{source}: the Hub cannot be reached, and nothing was fetched before") from None
     except HfHubHTTPError as error:
         why = f"it answers {error.response.status_code}"
     except OSError as error:
         if error.errno is not None and error.filename is not None:
             raise  # of this machine's disk
         why = brief(error)
+    except Exception as error:  # which HTTP library the client has differs from version to version
+        raise RemoteError(f"{source}: the connection was cut off ({type(error).__name__})") from None
     raise UserError(f"{source}: no such folder, and not to be had from the hub ({why})")

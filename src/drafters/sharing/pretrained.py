@@ -94,6 +94,8 @@ def write(
         hub.save(drafter, origin, folder, weights=weights)
     same = origin.folder if origin.sample and origin.sample == hub.sample(drafter) else None
     score, recipe = scorecard(same), recipe or notes(same, RECIPE)
+    if score and "target" in score:
+        score["target"] = origin.name
     for name, value in zip(NOTES, (score, recipe), strict=True):
         if value is not None:
             (folder / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")

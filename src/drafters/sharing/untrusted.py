@@ -19,13 +19,14 @@ import torch
 from torch.nn.modules import module as hooks
 
 from decode.errors import UserError
+from decode.target import Target
 from drafters.base import Drafter
 from drafters.models import BASE, DOWN, UP
 from drafters.sharing.files import Shape, brief, downloaded, is_hub_id, shape_of
 
 LARGEST = 2**24  # of a whole number in settings: four times the largest vocabulary or context there is
 LONGEST = 2**16  # of a list or a text in settings
-PARTS = 20_000  # weights and modules of a drafter without tensors on file
+PARTS = 5_000  # weights and modules of a drafter without tensors on file
 TOKENS = ("d2t", "corpus", "hot", "place", "tokens")  # buffers that hold token ids, or -1
 ODD = re.compile(r"_.*_")  # `_target_`, `__class__`: what other programs take for an order
 
@@ -46,6 +47,16 @@ def check_settings(kind: type[Drafter], settings: Mapping[str, Any]) -> None:
         if not _is(value, hints[name]):
             raise UserError(f"settings.{name}={brief(value)}: of the wrong type")
         _check_sizes(f"settings.{name}", value)
+
+
+def check_target(settings: Mapping[str, Any], target: Target) -> None:
+    """Refuse another vocabulary than the target's, which need not show in a tensor.
+
+    Raises:
+        UserError: it is another.
+    """
+    if (size := settings.get("vocab_size", target.vocab_size)) != target.vocab_size:
+        raise UserError(f"settings.vocab_size={size}: the target has {target.vocab_size} tokens")
 
 
 def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
