@@ -27,7 +27,7 @@ from drafters.sharing.files import Shape, brief, downloaded, is_hub_id, shape_of
 LARGEST = 2**24  # of a whole number in settings: four times the largest vocabulary or context there is
 LONGEST = 2**16  # of a list or a text in settings
 PARTS = 5_000  # weights and modules of a drafter without tensors on file
-TOKENS = ("d2t", "corpus", "hot", "place", "tokens")  # buffers that hold token ids, or -1
+TOKENS = ("d2t", "hot", "place", "tokens")  # buffers that hold token ids, or -1
 ODD = re.compile(r"_.*_")  # `_target_`, `__class__`: what other programs take for an order
 
 
@@ -70,7 +70,9 @@ def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
     if path is None:
         return
     if not isinstance(path, str) or not (Path(path).is_absolute() or is_hub_id(path)) or ".." in path:
-        raise UserError(f"settings.base.path={brief(path)}: neither a hub id nor an absolute folder")
+        raise UserError(
+            f"damaged checkpoint (settings.base.path={brief(path)}: neither a hub id nor an absolute folder)"
+        )
     if downloaded(folder) and not is_hub_id(path):
         raise UserError(
             f"settings.base.path={brief(path)}: its adapters belong to a model in a folder of the machine "
