@@ -23,7 +23,7 @@ from drafters.base import Drafter, Origin
 from drafters.export import layout, table
 from drafters.export.layout import Layout, Saved
 from drafters.sharing import download, untrusted
-from drafters.sharing.files import Shape, header, read_json, shape_of
+from drafters.sharing.files import Shape, header, is_hub_id, read_json, shape_of
 
 FILES = (*layout.FILES, *adapters.FILES)
 FORMAT = 1
@@ -219,6 +219,11 @@ def fetch(source: str, revision: str | None = None) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
+    if not is_hub_id(source):
+        raise UserError(
+            f"checkpoint={source}: no config.json there; give a checkpoints/<step> folder, or a hub id "
+            "(owner/name)"
+        )
     small = [FILES[0], *download.NOTES]
     _config(download.snapshot(source, revision, small))
     return download.snapshot(source, revision, [*FILES, *download.NOTES])
