@@ -187,7 +187,7 @@ def _recipe(recipe: Mapping[str, Any] | None) -> str:
     lines = ["## Data and recipe", ""]
     for part, values in recipe.items():
         text = values if isinstance(values, str) else json.dumps(values, sort_keys=True)
-        lines.append(f"- {_line(part)}: `{_line(text).replace('`', '')}`")
+        lines.append(f"- {_line(part)}: `{' '.join(text.split()).replace('`', '')}`")
     return "\n".join([*lines, ""])
 
 
@@ -199,7 +199,7 @@ def _serve(facts: Facts) -> str:
         lines += [f"With {facts.to}:", "", f"    {facts.serve.format(target=target, drafter=here)}", ""]
         return "\n".join(lines)
     lines += [
-        "With the decoder that scored it:",
+        "With foredraft's own decoder:",
         "",
         f"    python scripts/generate.py checkpoint={here} target={target} prompt='...'",
         "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars
 
@@ -52,7 +52,7 @@ def plan(folder: Path, repo: str, private: bool) -> str:
     """What an upload would do."""
     lines = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in files_of(folder)]
     kind = "private" if private else "public"
-    where = f"https://huggingface.co/{repo} ({kind}, if it has to be made), in one commit"
+    where = f"{constants.ENDPOINT}/{repo} ({kind}, if it has to be made), in one commit"
     return "\n".join([f"would upload to {where}:", *lines])
 
 
