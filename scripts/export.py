@@ -1,4 +1,4 @@
-"""Write a drafter as an engine loads it: python scripts/export.py checkpoint=<folder> to=vllm [overrides]."""
+"""Give a drafter away: python scripts/export.py checkpoint=<folder> to=vllm push_to=user/repo."""
 
 from pathlib import Path
 
@@ -13,7 +13,9 @@ def task(cfg: DictConfig, folder: Path) -> float:
     """Seconds of imports that `--help` does not wait for."""
     del folder
     from distill.exporting import export
+    from distill.run import quiet
 
+    quiet()
     return export(cfg)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from faces import both, random_rollouts
+from fake_hub import FakeHub
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -166,6 +168,24 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
         return drafter
 
     return make
+
+
+@pytest.fixture
+def fake_hub(monkeypatch, tmp_path) -> Iterator[FakeHub]:
+    """A Hub on this machine, which huggingface_hub talks to, with a token, for as long as the test runs."""
+    with FakeHub() as hub:
+        constants = {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+        }
+        for name, value in constants.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        yield hub
 
 
 @pytest.fixture

@@ -43,7 +43,10 @@ class OwnHeads(nn.ModuleList):
     def __init__(self, hidden_size: int, vocab_size: int, count: int) -> None:
         # Not worth a random start: `begin` or a checkpoint fills them in.
         super().__init__(
-            nn.utils.skip_init(nn.Linear, hidden_size, vocab_size, bias=False) for _ in range(count)
+            nn.utils.skip_init(
+                nn.Linear, hidden_size, vocab_size, bias=False, device=torch.get_default_device()
+            )
+            for _ in range(count)
         )
 
     @torch.no_grad()

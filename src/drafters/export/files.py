@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.errors import UserError
+from drafters.sharing.files import header, own_file, read_json
 
 WHOLE = ("model.safetensors", "medusa_lm_head.safetensors")
 INDEX = "model.safetensors.index.json"
@@ -26,7 +26,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
     """
     for name in WHOLE:
         if (folder / name).is_file():
-            return load_file(folder / name)
+            return _tensors(folder / name)
     if (folder / INDEX).is_file():
         return _parts(folder)
     for name in TORCH:
@@ -37,17 +37,24 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 def _parts(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values())):
+    for name in sorted(set(read_json(folder / INDEX)["weight_map"].values())):
         if Path(name).name != name:
             raise UserError(f"{INDEX} names {name!r}, which is no file of this folder")
-        found |= load_file(folder / name)
+        found |= _tensors(folder / name)
     return found
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    header(path)  # refuses what is too large, or lies elsewhere
+    return load_file(path)
 
 
 def _saved_by_torch(path: Path) -> dict[str, Tensor]:
     try:
         # Nobody else reads what is published in this form. Anything but tensors is refused and never run.
-        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
+        found: Any = torch.load(own_file(path), map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
+    except UserError:
+        raise
     except Exception:  # whatever a foreign file makes of it
         raise UserError(f"{path.name}: not a file of tensors alone; convert it to safetensors") from None
     if not (isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())):

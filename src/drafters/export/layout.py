@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -40,7 +41,8 @@ class Layout(NamedTuple):
     Attributes:
         config: of `config.json`.
         tensors: of `model.safetensors`.
-        serve: the command that serves it; `{target}` and `{drafter}` stand for where these are.
+        serve: template of the command that serves it, for a shell; `{target}` and `{drafter}` stand
+            for where these are, and other braces are doubled.
         note: what else its user has to know.
         files: other files of the folder, by name.
         model: a whole model in the place of `tensors`: transformers alone knows by which names it
@@ -53,6 +55,12 @@ class Layout(NamedTuple):
     note: str = ""
     files: Mapping[str, bytes] = MappingProxyType({})
     model: PreTrainedModel | None = None
+
+    def command(self, target: str, drafter: str) -> str:
+        """The one that serves it, for a shell, whatever is in these names; "" where nothing does."""
+        # Quoted word by word: a name may stand inside of a word, as in JSON.
+        words = [word.format(target=target, drafter=drafter) for word in shlex.split(self.serve)]
+        return shlex.join(words)
 
     def write(self, folder: Path) -> None:
         """Into an existing folder."""
