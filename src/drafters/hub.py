@@ -27,6 +27,7 @@ FORMAT = 1
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
     "bigram": "drafters.bigram:Bigram",
+    "dflash": "drafters.dflash:DFlash",
     "diffusion": "drafters.diffusion:Diffusion",
     "eagle": "drafters.eagle:Eagle",
     "eagle3": "drafters.eagle3:Eagle3",
