@@ -31,7 +31,7 @@ class DFlash(BlockDrafter):
         super().__init__(hidden_size=hidden_size, qk_norm=True, **options)
         self.settings = {"hidden_size": hidden_size, "mask_id": mask_id} | options
         self.settings["taps"] = list(options["taps"])
-        self.register_buffer("mask", torch.zeros(1, hidden_size))
+        self.register_buffer("mask", torch.zeros(1, hidden_size), persistent=False)
 
     @override
     @classmethod
@@ -45,9 +45,16 @@ class DFlash(BlockDrafter):
         if not embedding(target, options["mask_id"]).any():  # masks would not know their positions
             raise UserError(f"drafter.mask_id={token}: its embedding is 0; choose another token")
         sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
-        drafter = cls(**sizes | options)
+        drafter = cls.restore(sizes | options, target)
         drafter.add_nothing()
-        drafter.mask.copy_(embedding(target, options["mask_id"]))
+        return drafter
+
+    @override
+    @classmethod
+    @torch.no_grad()
+    def restore(cls, settings: dict[str, Any], target: Target) -> Self:
+        drafter = cls(**settings)
+        drafter.mask.copy_(embedding(target, settings["mask_id"]))
         return drafter
 
     @override

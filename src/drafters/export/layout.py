@@ -78,13 +78,13 @@ def unfused(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[
     found: dict[str, Tensor] = {}
     queries, keys = (settings[name] * settings["head_dim"] for name in ("heads", "kv_heads"))
     for name, weight in weights.items():
-        stem, _, end = name.rpartition("qkv_proj.")
-        if end:
+        stem, part, end = name.rpartition("qkv_proj.")
+        if part:
             parts = zip("qkv", weight.split([queries, keys, keys]), strict=True)
             found |= {f"{stem}self_attn.{letter}_proj.{end}": part for letter, part in parts}
             continue
-        stem, _, end = name.rpartition("gate_up_proj.")
-        if end:
+        stem, part, end = name.rpartition("gate_up_proj.")
+        if part:
             gate, up = weight.chunk(2)
             found |= {f"{stem}mlp.gate_proj.{end}": gate, f"{stem}mlp.up_proj.{end}": up}
             continue
@@ -98,13 +98,13 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `unfused`."""
     found: dict[str, Tensor] = {}
     for name, weight in tensors.items():
-        stem, _, end = name.rpartition("self_attn.q_proj.")
-        if end:
+        stem, part, end = name.rpartition("self_attn.q_proj.")
+        if part:
             parts = [tensors[f"{stem}self_attn.{letter}_proj.{end}"] for letter in "qkv"]
             found[f"{stem}qkv_proj.{end}"] = torch.cat(parts)
             continue
-        stem, _, end = name.rpartition("mlp.gate_proj.")
-        if end:
+        stem, part, end = name.rpartition("mlp.gate_proj.")
+        if part:
             found[f"{stem}gate_up_proj.{end}"] = torch.cat([weight, tensors[f"{stem}mlp.up_proj.{end}"]])
             continue
         if not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):

@@ -7,10 +7,20 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.target import Target
+from drafters.export import block, speculators, speculators_reader
 from drafters.export.layout import Layout, Reader, Saved, Writer
 
-WRITERS: Mapping[str, Mapping[str, Writer]] = {"vllm": {}, "sglang": {}, "speculators": {}}  # by short name
-READERS: Sequence[Reader] = ()
+WRITERS: Mapping[str, Mapping[str, Writer]] = {  # by short name
+    "vllm": {"dflash": block.vllm, "diffusion": block.departs},
+    "sglang": {"dflash": block.sglang, "diffusion": block.departs},
+    "speculators": {
+        "dflash": speculators.dflash,
+        "diffusion": block.departs,
+        "eagle3": speculators.eagle3,
+        "p_eagle": speculators.p_eagle,
+    },
+}
+READERS: Sequence[Reader] = (speculators_reader.READER, block.READER)
 
 
 def written(saved: Saved, target: Target, to: str) -> Layout:

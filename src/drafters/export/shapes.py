@@ -1,0 +1,170 @@
+"""Sizes of a drafter's layers in a transformers configuration, and back; which of them we cannot have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decode.errors import UserError
+from decode.target import LAST, Target
+
+PLAIN = "default"  # rotary positions that nothing scales
+NO_LIMIT = 131_072  # positions, where the target names no limit
+
+
+def layer_config(settings: Mapping[str, Any], target: Target, kind: str) -> dict[str, Any]:
+    """Of the drafter's decoder layers, as transformers has it for a `model_type`.
+
+    Rotary positions are the drafter's own, which are never scaled. Special tokens are the target's:
+    left out, they would be Llama's.
+    """
+    if type(target.embed) is not nn.Embedding:
+        raise UserError(
+            "export: the target scales what its embedding gives, and engines hand drafters the bare one; "
+            "set to=native"
+        )
+    ends = {
+        f"{end}_token_id": getattr(target.config, f"{end}_token_id", None) for end in ("bos", "eos", "pad")
+    }
+    return ends | {
+        "model_type": kind,
+        "vocab_size": target.vocab_size,
+        "hidden_size": settings["hidden_size"],
+        "intermediate_size": settings["intermediate_size"],
+        "num_hidden_layers": settings["layers"],
+        "num_attention_heads": settings["heads"],
+        "num_key_value_heads": settings["kv_heads"],
+        "head_dim": settings["head_dim"],
+        "hidden_act": "silu",
+        "rms_norm_eps": settings["eps"],
+        "max_position_embeddings": target.max_positions or NO_LIMIT,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": settings["rope_theta"],
+        "rope_parameters": {"rope_type": PLAIN, "rope_theta": settings["rope_theta"]},
+        "tie_word_embeddings": False,
+    }
+
+
+def layer_settings(config: Mapping[str, Any], target: Target, kinds: Sequence[str]) -> dict[str, Any]:
+    """The inverse: what our constructors call these sizes.
+
+    Args:
+        config: as transformers writes it.
+        target: that the drafter is for.
+        kinds: each `model_type` whose layer we have.
+
+    Raises:
+        UserError: another target's sizes, or layers that are none of ours.
+    """
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    for name, size in sizes.items():
+        if config[name] != size:
+            raise UserError(
+                f"its {name} is {config[name]}, the target's {size}; it was made for another target"
+            )
+    kind = config.get("model_type", "llama")
+    if kind not in kinds:
+        raise UserError(f"its layers are of model_type {kind!r}; read here are {' and '.join(kinds)}")
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name):
+            raise UserError(f"its layers have biases ({name}), which ours have not")
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaled = rope.get("rope_type", rope.get("type", PLAIN))
+    if scaled != PLAIN or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"its rotary positions are scaled ({scaled}); ours are plain")
+    window = config.get("sliding_window")
+    if "sliding_attention" in (config.get("layer_types") or ()) and window < (
+        target.max_positions or NO_LIMIT
+    ):
+        raise UserError(f"its layers see the newest {window} tokens alone; ours see the whole text")
+    heads = config["num_attention_heads"]
+    return sizes | {
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "intermediate_size": config["intermediate_size"],
+        "eps": config["rms_norm_eps"],
+        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        "layers": config["num_hidden_layers"],
+    }
+
+
+def layer_ids(taps: Sequence[Any], target: Target) -> list[int]:
+    """Taps as numbers of the values entering layers.
+
+    Raises:
+        UserError: one is the head's input, which no engine hands to a drafter.
+    """
+    if LAST in taps:
+        n = len(target.layers)
+        raise UserError(
+            f"drafter.taps={list(taps)}: engines hand drafters no value from behind the final norm; "
+            f"train with layers alone, as in drafter.taps=[{min(2, n - 1)},{n // 2},{max(n - 3, 0)}]"
+        )
+    return [int(tap) for tap in taps]
+
+
+def taps_of(ids: Sequence[int], target: Target) -> list[int]:
+    """The inverse of `layer_ids`.
+
+    Raises:
+        UserError: a layer that the target does not have.
+    """
+    n = len(target.layers)
+    if not ids or not all(0 <= i < n for i in ids):
+        raise UserError(
+            f"it reads the values entering layers {list(ids)}, and the target's go from 0 to {n - 1}"
+        )
+    return list(ids)
+
+
+def named(target: Target) -> str:
+    """Path or hub id of the target, for other programs to load it by.
+
+    Raises:
+        UserError: it was not loaded from anywhere.
+    """
+    name = target.model.name_or_path
+    if not name:
+        raise UserError("export: the target has no path or hub id; give target=<path or hub id>")
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def dtype_of(tensors: Mapping[str, Tensor]) -> str:
+    """As transformers spells it."""
+    return str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
+
+
+def same_rows(theirs: Tensor, ours: Tensor, but: int | None = None) -> bool:
+    """Whether two (V, D) tables hold the same, but for rounding and one row."""
+    narrow = min(theirs.dtype, ours.dtype, key=lambda dtype: dtype.itemsize)
+    equal = (theirs.to(narrow) == ours.to(theirs.device, narrow)).all(-1)
+    if but is not None:
+        equal[but] = True
+    return theirs.shape == ours.shape and bool(equal.all())
+
+
+def offsets(ids: Tensor) -> Tensor:
+    """(V',) the target's ids of draft ids -> (V',) what is to be added to draft ids, as engines have it."""
+    return ids - torch.arange(len(ids), device=ids.device)
+
+
+def target_ids(tensors: Mapping[str, Tensor], count: int, size: int) -> Tensor | None:
+    """The inverse of `offsets`; None: no vocabulary of its own.
+
+    Raises:
+        UserError: a smaller vocabulary, and nothing or nonsense about which tokens are in it.
+    """
+    if count == size:
+        return None
+    if "d2t" not in tensors:
+        raise UserError(f"its d2t is missing: it drafts {count} of {size} tokens, and nothing says which")
+    ids = tensors["d2t"].long() + torch.arange(count) if len(tensors["d2t"]) == count else torch.tensor([-1])
+    if ids[0] < 0 or ids[-1] >= size or not bool((ids.diff() > 0).all()):
+        raise UserError(f"its d2t does not name {count} tokens out of {size}, in ascending order")
+    return ids

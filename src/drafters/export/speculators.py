@@ -1,0 +1,162 @@
+"""The layout of vLLM's `speculators`, which names its target: `vllm serve <drafter>` is enough.
+
+Read from speculators 0.9.0 (`models/*/config.py`, `models/*/core.py`) and from vLLM's reader of it
+(`transformers_utils/configs/speculators`). Never for SGLang, which skips its tensors in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.target import Target
+from drafters.export.layout import Layout, Saved, unfused
+from drafters.export.preimage import fused_from
+from drafters.export.shapes import dtype_of, layer_config, layer_ids, named, offsets
+from drafters.vocabulary import unwritten
+
+VERSION = "0.9.0"  # of the layout
+SERVE = "vllm serve {drafter}"
+VLLM_TAPS = 3  # what its EAGLE-3 sizes `fc` for
+MASKS = ("mask_token", "mask_hidden")  # of P-EAGLE
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")
+
+
+def eagle3(saved: Saved, target: Target) -> Layout:
+    """EAGLE-3: `Eagle3DraftModel`.
+
+    The embedding is left out, as both readers then take the target's.
+    """
+    tensors = _eagle3_tensors(saved)
+    config = _eagle3_config(saved, target) | {"norm_output": saved.settings["norm_output"]}
+    return _layout("eagle3", "Eagle3DraftModel", config, tensors, saved, target)
+
+
+def p_eagle(saved: Saved, target: Target) -> Layout:
+    """P-EAGLE: `PEagleDraftModel`, which keeps its masks where ours are not.
+
+    In place of a token it has one that nobody writes, in an embedding of its own: the target's, but
+    for that row. In place of a feature it has what is fused into one.
+    """
+    settings, weights = saved.settings, saved.weights
+    token = unwritten(target)
+    table = target.embed.weight.detach().to(weights["mask_token"].dtype, copy=True)
+    table[token] = weights["mask_token"]
+    if settings["norm_before_fc"]:
+        norms = [weights["input_norm.weight"]]
+    else:
+        norms = [weights[f"fc_norm.{i}.weight"] for i in range(len(settings["taps"]) * settings["fc_norm"])]
+    found = fused_from(weights["mask_hidden"], weights["fc.weight"], norms, settings["eps"])
+    if found is None:
+        raise UserError(
+            "to=speculators: no input of fc and its norms gives the masks' feature; train with "
+            "drafter.fc_norm=false, or set to=native"
+        )
+    tensors = _eagle3_tensors(saved._replace(weights={k: v for k, v in weights.items() if k not in MASKS}))
+    tensors["embed_tokens.weight"] = table
+    tensors["mask_hidden"] = found.to(table.dtype)[None, None]
+    config = _eagle3_config(saved, target) | {"norm_output": False, "mask_token_id": token}
+    config["embed_requires_grad"] = True
+    # vLLM's reader takes these from the layers' configuration alone.
+    config["transformer_layer_config"] |= {"fc_norm": settings["fc_norm"]}
+    return _layout("peagle", "PEagleDraftModel", config, tensors, saved, target)
+
+
+def dflash(saved: Saved, target: Target) -> Layout:
+    """DFlash: `DFlashDraftModel`; embedding and head are the target's, and left out."""
+    settings = saved.settings
+    config = {
+        "aux_hidden_state_layer_ids": layer_ids(settings["taps"], target),
+        "block_size": settings["depth"] + 1,
+        "draft_vocab_size": target.vocab_size,
+        "mask_token_id": settings["mask_id"],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": True,  # else vLLM takes the block for a causal one
+        "transformer_layer_config": block_config(settings, target),
+    }
+    return _layout("dflash", "DFlashDraftModel", config, block_tensors(saved), saved, target)
+
+
+def block_config(settings: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Of DFlash's layers."""
+    kinds = ["full_attention"] * settings["layers"]
+    return layer_config(settings, target, "qwen3") | {"layer_types": kinds, "use_sliding_window": False}
+
+
+def block_tensors(saved: Saved) -> dict[str, Tensor]:
+    """DFlash's, by the names that all have for them."""
+    tensors = unfused(_bare(saved), saved.settings)
+    tensors["hidden_norm.weight"] = tensors.pop("context_norm.weight")
+    return tensors
+
+
+def _bare(saved: Saved) -> dict[str, Tensor]:
+    """Without the confidence head, which no engine reads."""
+    return {name: value for name, value in saved.weights.items() if not name.startswith("confidence.")}
+
+
+def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
+    tensors = unfused(_bare(saved), saved.settings)
+    tensors["layers.0.hidden_norm.weight"] = tensors.pop("hidden_norm.weight")
+    ids = tensors.pop("d2t", None)
+    if ids is not None:
+        known = torch.zeros(saved.settings["vocab_size"], dtype=torch.bool, device=ids.device)
+        tensors |= {"d2t": offsets(ids), "t2d": known.index_fill(0, ids, True)}
+    return tensors
+
+
+def _eagle3_config(saved: Saved, target: Target) -> dict[str, Any]:
+    settings = saved.settings
+    ids = layer_ids(settings["taps"], target)
+    if len(ids) != VLLM_TAPS:
+        raise UserError(
+            f"drafter.taps={ids}: vLLM fuses {VLLM_TAPS} layers into an EAGLE-3 feature; train with as many"
+        )
+    return {name: settings[name] for name in NORMS} | {
+        "draft_vocab_size": settings["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+        "transformer_layer_config": layer_config(settings, target, "llama"),
+    }
+
+
+def _layout(
+    kind: str,
+    architecture: str,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    saved: Saved,
+    target: Target,
+) -> Layout:
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": saved.settings["depth"],
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    verifier = {
+        "name_or_path": named(target),
+        "architectures": list(
+            getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
+        ),
+    }
+    # No `model_type` here: vLLM takes a folder that has one for a model of its own.
+    whole = config | {
+        "architectures": [architecture],
+        "dtype": dtype_of(tensors),
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "tie_word_embeddings": False,
+    }
+    return Layout(whole, tensors, SERVE)
