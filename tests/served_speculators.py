@@ -82,6 +82,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         found["model.hidden_norm.weight"] = (size,)
     else:
         found["model.layers.0.hidden_norm.weight"] = (size,)
+        # vLLM would share the target's; speculators would be left with zeros.
+        found["model.embed_tokens.weight"] = (config["vocab_size"], size)
         found["lm_head.weight"] = (config["draft_vocab_size"], size)
         if config.get("norm_before_fc"):
             found["model.input_norm.weight"] = (3 * size,)
@@ -91,7 +93,6 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         found["draft_id_to_target_id"] = (config["draft_vocab_size"],)
     if "pard_token" in config:
         found["mask_hidden"] = (1, 1, 3 * size)
-        found["model.embed_tokens.weight"] = (config["vocab_size"], size)
     return found
 
 

@@ -77,7 +77,7 @@ def unmasked(rows, length, seed):
 
 
 @torch.no_grad()
-def apart(drafter, target, layout, texts=10, roots=10) -> float:
+def apart(drafter, target, layout, texts, roots=10) -> float:
     """The largest difference of logits on so many random texts and places of a root."""
     served, most = load(layout.config, layout.tensors), 0.0
     assert served.tokens == K
@@ -100,7 +100,8 @@ def apart(drafter, target, layout, texts=10, roots=10) -> float:
 def test_readers_rebuild_the_drafter_from_its_files_alone(made, target, case):
     """Every tensor there, none beside, each of its shape; and the same logits."""
     drafter, layout = made(case)
-    assert apart(drafter, target, layout) < 1e-5
+    texts = 10 if case in ("eagle3", "p_eagle", "dflash") else 2  # times ten places of the root
+    assert apart(drafter, target, layout, texts) < 1e-5
 
 
 @pytest.mark.parametrize("case", ["eagle3", "p_eagle", "dflash"])
@@ -118,14 +119,16 @@ def test_the_configuration_says_what_the_target_is(made, target, case):
     assert json.loads(json.dumps(config)) == config
 
 
-def test_an_export_holds_nothing_of_the_target_but_an_embedding_with_the_mask_in_it(made, target):
-    for case in ("eagle3", "dflash"):
-        assert not {"embed_tokens.weight", "verifier_norm.weight"} & made(case)[1].tensors.keys()
+def test_the_embedding_is_the_targets_but_for_the_mask(made, target):
+    """EAGLE-3 needs it: speculators would compute with zeros."""
+    assert torch.equal(made("eagle3")[1].tensors["embed_tokens.weight"], target.embed.weight)
+    assert not {"embed_tokens.weight", "lm_head.weight"} & made("dflash")[1].tensors.keys()
     drafter, layout = made("p_eagle")
     rows = layout.tensors["embed_tokens.weight"]
     differ = (rows != target.embed.weight).any(-1).nonzero().flatten().tolist()
     assert differ == [MASK] == [layout.config["mask_token_id"]]
     assert torch.equal(rows[MASK], drafter.mask_token)
+    assert not torch.equal(rows[MASK], target.embed.weight[MASK])
 
 
 def drop(*names):
@@ -171,6 +174,7 @@ BREAKS = {
         "",
     ),
     "a norm of ones": ("eagle3", ones("layers.0.hidden_norm.weight"), ""),
+    "no embedding": ("eagle3", drop("embed_tokens.weight"), "missing: .*embed"),
     "no mask": ("p_eagle", drop("mask_hidden"), "missing: mask_hidden"),
     "the target's embedding of the mask": ("p_eagle", drop("embed_tokens.weight"), "missing: .*embed"),
     "a causal block": ("dflash", causal, ""),
@@ -204,14 +208,14 @@ def test_what_was_exported_is_read_back_and_has_the_same_tau(made, target, tmp_p
     assert type(back) is type(drafter)
     changed = {k for k, v in drafter.settings.items() if back.settings[k] != v}
     assert changed <= {"anchors"}  # of training alone
-    texts = unmasked(4, 24, seed=9).tolist()
+    texts = unmasked(2, 24, seed=9).tolist()
     rollouts = [Rollout(text[:4], text[4:]) for text in texts]
     plans = [Plan(depth=K), Plan(depth=K, proposal="sampled")]
     target.tap(drafter.taps)
     before, after = (replay(target, one.eval(), rollouts, plans, Sampler(1.0)) for one in (drafter, back))
     for one, other in zip(before, after, strict=True):
         assert abs(one.counts.tau - other.counts.tau) < 1e-5
-        assert one.counts.tau > 1.0
+    assert before[1].counts.tau > 1.0
 
 
 @pytest.mark.parametrize("case", ["eagle3", "p_eagle", "dflash"])
@@ -268,7 +272,8 @@ REFUSED = {
         lambda c, tensors: tensors["d2t"].add_(99),
         "d2t does not name 10 tokens",
     ),
-    "an embedding of its own": ("p_eagle", train_embedding, "its embedding was trained"),
+    "an embedding of its own": ("eagle3", train_embedding, "its embedding is its own"),
+    "an embedding that was trained": ("p_eagle", train_embedding, "its embedding was trained"),
     "a root that predicts": ("dflash", put(sample_from_anchor=True), "sample_from_anchor"),
     "fewer tokens in a block drafter": ("dflash", put(draft_vocab_size=8), "drafts 8 tokens"),
     "a head of its own": (

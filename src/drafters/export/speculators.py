@@ -29,9 +29,10 @@ NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 def eagle3(saved: Saved, target: Target) -> Layout:
     """EAGLE-3: `Eagle3DraftModel`.
 
-    The embedding is left out, as both readers then take the target's.
+    With the target's embedding: vLLM shares it either way, but speculators 0.9.0, where it is left out,
+    computes with zeros (`load_verifier_weights` looks for NaN, which transformers 5 does not leave).
     """
-    tensors = _eagle3_tensors(saved)
+    tensors = _eagle3_tensors(saved) | {"embed_tokens.weight": _table(saved, target)}
     config = _eagle3_config(saved, target) | {"norm_output": saved.settings["norm_output"]}
     return _layout("eagle3", "Eagle3DraftModel", config, tensors, saved, target)
 
@@ -44,7 +45,7 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
     """
     settings, weights = saved.settings, saved.weights
     token = unwritten(target)
-    table = target.embed.weight.detach().to(weights["mask_token"].dtype, copy=True)
+    table = _table(saved, target)
     table[token] = weights["mask_token"]
     if settings["norm_before_fc"]:
         norms = [weights["input_norm.weight"]]
@@ -97,6 +98,11 @@ def block_tensors(saved: Saved) -> dict[str, Tensor]:
 def _bare(saved: Saved) -> dict[str, Tensor]:
     """Without the confidence head, which no engine reads."""
     return {name: value for name, value in saved.weights.items() if not name.startswith("confidence.")}
+
+
+def _table(saved: Saved, target: Target) -> Tensor:
+    """(V, D) a copy of the target's embedding."""
+    return target.embed.weight.detach().to("cpu", saved.weights["fc.weight"].dtype, copy=True)
 
 
 def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
