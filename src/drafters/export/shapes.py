@@ -77,7 +77,7 @@ def layer_settings(config: Mapping[str, Any], target: Target, kinds: Sequence[st
     scaled = rope.get("rope_type", rope.get("type", PLAIN))
     if scaled != PLAIN or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"its rotary positions are scaled ({scaled}); ours are plain")
-    window = config.get("sliding_window")
+    window = config.get("sliding_window") or 0
     if "sliding_attention" in (config.get("layer_types") or ()) and window < (
         target.max_positions or NO_LIMIT
     ):
@@ -138,6 +138,13 @@ def named(target: Target) -> str:
 def dtype_of(tensors: Mapping[str, Tensor]) -> str:
     """As transformers spells it."""
     return str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
+
+
+def table_of(target: Target) -> Tensor:
+    """(V, D) its embedding."""
+    weight = target.embed.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
 
 
 def same_rows(theirs: Tensor, ours: Tensor, but: int | None = None) -> bool:

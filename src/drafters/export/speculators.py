@@ -16,7 +16,7 @@ from decode.errors import UserError
 from decode.target import Target
 from drafters.export.layout import Layout, Saved, unfused
 from drafters.export.preimage import fused_from
-from drafters.export.shapes import dtype_of, layer_config, layer_ids, named, offsets
+from drafters.export.shapes import dtype_of, layer_config, layer_ids, named, offsets, table_of
 from drafters.vocabulary import unwritten
 
 VERSION = "0.9.0"  # of the layout
@@ -102,7 +102,7 @@ def _bare(saved: Saved) -> dict[str, Tensor]:
 
 def _table(saved: Saved, target: Target) -> Tensor:
     """(V, D) a copy of the target's embedding."""
-    return target.embed.weight.detach().to("cpu", saved.weights["fc.weight"].dtype, copy=True)
+    return table_of(target).to("cpu", saved.weights["fc.weight"].dtype, copy=True)
 
 
 def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:

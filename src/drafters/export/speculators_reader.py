@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from decode.errors import UserError
 from decode.target import Target
 from drafters.export.layout import Layout, Reader, Saved, fused
-from drafters.export.shapes import layer_settings, same_rows, taps_of, target_ids
+from drafters.export.shapes import layer_settings, same_rows, table_of, taps_of, target_ids
 
 Read = Callable[[Layout, Target], Saved]
 
@@ -31,7 +31,7 @@ def p_eagle(layout: Layout, target: Target) -> Saved:
     config, tensors = layout.config, layout.tensors
     settings, weights = _eagle3(layout, target)
     token = config["mask_token_id"]
-    table = tensors.get("embed_tokens.weight", target.embed.weight)
+    table = tensors.get("embed_tokens.weight", table_of(target))
     if not _shares_embedding(tensors, target, token):
         raise UserError("its embedding was trained; ours shares the target's, but for the mask's row")
     taps = weights.pop("mask_hidden").flatten().unflatten(0, (len(settings["taps"]), -1)).float()  # (L, D)
@@ -69,7 +69,7 @@ def block(layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[i
     sizes = layer_settings(layers, target, ("qwen3",))
     if config.get("draft_vocab_size") not in (None, target.vocab_size):
         raise UserError(f"it drafts {config['draft_vocab_size']} tokens of the target's; ours draft all")
-    tables = {"embed_tokens.weight": target.embed.weight, "lm_head.weight": target.head.weight}
+    tables = {"embed_tokens.weight": table_of(target), "lm_head.weight": target.head.weight}
     for name, table in tables.items():
         if name in tensors and not same_rows(tensors.pop(name), table):
             raise UserError(f"its {name} is its own; ours shares the target's")
@@ -125,4 +125,4 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
 
 def _shares_embedding(tensors: Mapping[str, Tensor], target: Target, but: int | None = None) -> bool:
     table = tensors.get("embed_tokens.weight")
-    return table is None or same_rows(table, target.embed.weight, but)
+    return table is None or same_rows(table, table_of(target), but)
