@@ -74,7 +74,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of all parameters of the model that a configuration builds; q, k, v and gate, up still apart."""
     size, dflash = config["hidden_size"], "dflash_config" in config
-    taps = len(config["dflash_config"]["target_layer_ids"]) if dflash else 3
+    taps = len(config["dflash_config"]["target_layer_ids"]) if dflash else _taps(config)
     found: dict[str, tuple[int, ...]] = {"model.fc.weight": (size, taps * size), "model.norm.weight": (size,)}
     for i in range(config["num_hidden_layers"]):
         found |= _layer_shapes(config, f"model.layers.{i}.", size if dflash or i else 2 * size)
@@ -86,14 +86,18 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         found["model.embed_tokens.weight"] = (config["vocab_size"], size)
         found["lm_head.weight"] = (config["draft_vocab_size"], size)
         if config.get("norm_before_fc"):
-            found["model.input_norm.weight"] = (3 * size,)
+            found["model.input_norm.weight"] = (taps * size,)
         if config.get("fc_norm"):
-            found |= {f"model.fc_norm.{i}.weight": (size,) for i in range(3)}
+            found |= {f"model.fc_norm.{i}.weight": (size,) for i in range(taps)}
     if config["draft_vocab_size"] != config["vocab_size"]:
         found["draft_id_to_target_id"] = (config["draft_vocab_size"],)
     if "pard_token" in config:
-        found["mask_hidden"] = (1, 1, 3 * size)
+        found["mask_hidden"] = (1, 1, taps * size)
     return found
+
+
+def _taps(config: Mapping[str, Any]) -> int:
+    return config.get("num_aux_hidden_states") or 3
 
 
 def _layer_shapes(config: Mapping[str, Any], stem: str, wide: int) -> dict[str, tuple[int, ...]]:
@@ -212,7 +216,7 @@ class _Model:
         if self.config.get("norm_before_fc"):
             taps = self.norm(taps, "input_norm")
         if self.config.get("fc_norm"):
-            parts = taps.chunk(3, -1)
+            parts = taps.chunk(_taps(self.config), -1)
             taps = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
         return F.linear(taps, self.weights["model.fc.weight"])
 
@@ -252,7 +256,8 @@ def draft(served: Served, model: Any, states: Sequence[Tensor], text: Tensor, an
         anchor: t.
     """
     here, config = _Model(served), served.config
-    taps = torch.cat([states[i][0, : anchor + 1] for i in config["eagle_aux_hidden_state_layer_ids"]], -1)
+    ids = sorted(config["eagle_aux_hidden_state_layer_ids"])  # gathered as the layers run
+    taps = torch.cat([states[i][0, : anchor + 1] for i in ids], -1)
     table = served.weights.get("model.embed_tokens.weight", model.get_input_embeddings().weight)
     head = model.get_output_embeddings().weight
     if "dflash_config" in config:

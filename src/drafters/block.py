@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ class BlockDrafter(Informed):
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: its rank.
         hot_tokens: its tokens.
+        rope: the rest of the rotary positions, see `drafters.rope`.
         qk_norm: see `DecoderLayer`.
 
     Attributes:
@@ -88,6 +90,7 @@ class BlockDrafter(Informed):
         token_info: str = "none",
         info_rank: int = 0,
         hot_tokens: int = 0,
+        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
         qk_norm: bool = False,
     ) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class BlockDrafter(Informed):
         self.anchors, self.steps = anchors, steps
         if steps > 1:
             self.proposals = ("fixed",)
-        self.rotary = Rotary(head_dim, rope_theta)
+        self.rotary = Rotary(head_dim, rope_theta, rope)
         self.fc = nn.Linear(len(taps) * hidden_size, hidden_size, bias=False)
         self.context_norm = RMSNorm(hidden_size, eps=eps)
         size = (hidden_size, heads, kv_heads, head_dim, intermediate_size, eps)

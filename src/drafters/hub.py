@@ -21,8 +21,9 @@ from drafters import adapters
 from drafters.base import Drafter
 from drafters.export import layout, table
 from drafters.export.layout import Layout, Saved
+from drafters.export.pickled import PICKLED, weights_of
 
-FILES = (*layout.FILES, *adapters.FILES)
+FILES = (*layout.FILES, PICKLED, *adapters.FILES)
 FORMAT = 1
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
@@ -222,11 +223,10 @@ def _saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
     """What a folder holds, whoever wrote it."""
     known = None if _ours(config) else table.reader(config)
     try:
-        tensors = load_file(folder / layout.FILES[1])
-        if known is None:
-            weights = tensors | adapters.read(folder)
-            return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
-        return known.read(Layout(config, tensors), target)
+        if known is not None:
+            return known.read(Layout(config, weights_of(folder)), target)
+        weights = load_file(folder / layout.FILES[1]) | adapters.read(folder)
+        return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
     except (OSError, SafetensorError, RuntimeError, TypeError, KeyError) as error:

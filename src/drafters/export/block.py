@@ -5,7 +5,8 @@ from __future__ import annotations
 from decode.errors import UserError
 from decode.target import Target
 from drafters.export.layout import Layout, Reader, Saved
-from drafters.export.shapes import dtype_of, layer_ids
+from drafters.export.llama import told
+from drafters.export.shapes import ascending, dtype_of
 from drafters.export.speculators import block_config, block_tensors
 from drafters.export.speculators_reader import block
 
@@ -22,12 +23,12 @@ SGLANG = (
 
 def vllm(saved: Saved, target: Target) -> Layout:
     """A folder for `--speculative-config`."""
-    return _flat(saved, target, VLLM)
+    return _flat(saved, target, "vllm", VLLM)
 
 
 def sglang(saved: Saved, target: Target) -> Layout:
     """The same folder, served by SGLang."""
-    return _flat(saved, target, SGLANG)
+    return _flat(saved, target, "sglang", SGLANG)
 
 
 def departs(saved: Saved, target: Target) -> Layout:
@@ -43,16 +44,16 @@ def departs(saved: Saved, target: Target) -> Layout:
     )
 
 
-def _flat(saved: Saved, target: Target, serve: str) -> Layout:
+def _flat(saved: Saved, target: Target, to: str, serve: str) -> Layout:
+    saved, ids = ascending(saved, target)
     settings = saved.settings
-    ids = layer_ids(settings["taps"], target)
     if 0 in ids:
         raise UserError(
             f"drafter.taps={ids}: this format names layers by their outputs, and 0 is the embedding; "
             "train without it, or set to=speculators"
         )
     tensors, depth = block_tensors(saved), settings["depth"]
-    config = block_config(settings, target) | {
+    config = block_config(saved, target, to) | {
         "architectures": [ARCHITECTURE],
         "block_size": depth + 1,
         "dflash_config": {"mask_token_id": settings["mask_id"], "target_layer_ids": [i - 1 for i in ids]},
@@ -72,4 +73,4 @@ def _read(layout: Layout, target: Target) -> Saved:
     return block(whole, target, layout.config, ids, more["mask_token_id"])
 
 
-READER = Reader("DFlash", lambda config: "dflash_config" in config, _read)
+READER = Reader("DFlash", lambda config: "dflash_config" in config, told(_read))

@@ -80,8 +80,8 @@ def unfused(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[
     for name, weight in weights.items():
         stem, part, end = name.rpartition("qkv_proj.")
         if part:
-            parts = zip("qkv", weight.split([queries, keys, keys]), strict=True)
-            found |= {f"{stem}self_attn.{letter}_proj.{end}": part for letter, part in parts}
+            rows = zip("qkv", weight.split([queries, keys, keys]), strict=True)
+            found |= {f"{stem}self_attn.{letter}_proj.{end}": own for letter, own in rows}
             continue
         stem, part, end = name.rpartition("gate_up_proj.")
         if part:
@@ -100,8 +100,8 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, weight in tensors.items():
         stem, part, end = name.rpartition("self_attn.q_proj.")
         if part:
-            parts = [tensors[f"{stem}self_attn.{letter}_proj.{end}"] for letter in "qkv"]
-            found[f"{stem}qkv_proj.{end}"] = torch.cat(parts)
+            rows = [tensors[f"{stem}self_attn.{letter}_proj.{end}"] for letter in "qkv"]
+            found[f"{stem}qkv_proj.{end}"] = torch.cat(rows)
             continue
         stem, part, end = name.rpartition("mlp.gate_proj.")
         if part:

@@ -7,91 +7,77 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import LAST, Target
+from drafters.export.layout import Saved
+from drafters.export.llama import check_target, config_of, plain_embedding, sizes
+from drafters.rope import SCALED
 
-PLAIN = "default"  # rotary positions that nothing scales
-NO_LIMIT = 131_072  # positions, where the target names no limit
-
-
-def layer_config(settings: Mapping[str, Any], target: Target, kind: str) -> dict[str, Any]:
-    """Of the drafter's decoder layers, as transformers has it for a `model_type`.
-
-    Rotary positions are the drafter's own, which are never scaled. Special tokens are the target's:
-    left out, they would be Llama's.
-    """
-    if type(target.embed) is not nn.Embedding:
-        raise UserError(
-            "export: the target scales what its embedding gives, and engines hand drafters the bare one; "
-            "set to=native"
-        )
-    ends = {
-        f"{end}_token_id": getattr(target.config, f"{end}_token_id", None) for end in ("bos", "eos", "pad")
-    }
-    return ends | {
-        "model_type": kind,
-        "vocab_size": target.vocab_size,
-        "hidden_size": settings["hidden_size"],
-        "intermediate_size": settings["intermediate_size"],
-        "num_hidden_layers": settings["layers"],
-        "num_attention_heads": settings["heads"],
-        "num_key_value_heads": settings["kv_heads"],
-        "head_dim": settings["head_dim"],
-        "hidden_act": "silu",
-        "rms_norm_eps": settings["eps"],
-        "max_position_embeddings": target.max_positions or NO_LIMIT,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_theta": settings["rope_theta"],
-        "rope_parameters": {"rope_type": PLAIN, "rope_theta": settings["rope_theta"]},
-        "tie_word_embeddings": False,
-    }
+NO_LIMIT = 2**31  # positions, where the target names no limit
 
 
-def layer_settings(config: Mapping[str, Any], target: Target, kinds: Sequence[str]) -> dict[str, Any]:
+def layer_config(saved: Saved, target: Target, kind: str, to: str) -> dict[str, Any]:
+    """Of the drafter's decoder layers, as transformers has it for a `model_type`."""
+    plain_embedding(target, to)
+    settings = saved.settings
+    dtype = next(weight.dtype for weight in saved.weights.values() if weight.is_floating_point())
+    return config_of(settings, settings["layers"], target, dtype) | {"model_type": kind}
+
+
+def layer_settings(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target, kinds: Sequence[str]
+) -> dict[str, Any]:
     """The inverse: what our constructors call these sizes.
 
     Args:
         config: as transformers writes it.
+        tensors: by their names.
         target: that the drafter is for.
         kinds: each `model_type` whose layer we have.
 
     Raises:
         UserError: another target's sizes, or layers that are none of ours.
     """
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    for name, size in sizes.items():
-        if config[name] != size:
-            raise UserError(
-                f"its {name} is {config[name]}, the target's {size}; it was made for another target"
-            )
+    check_target(config, {}, target)
     kind = config.get("model_type", "llama")
     if kind not in kinds:
         raise UserError(f"its layers are of model_type {kind!r}; read here are {' and '.join(kinds)}")
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
             raise UserError(f"its layers have biases ({name}), which ours have not")
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    scaled = rope.get("rope_type", rope.get("type", PLAIN))
-    if scaled != PLAIN or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"its rotary positions are scaled ({scaled}); ours are plain")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default"))
+    if scaled not in ("default", *SCALED):
+        raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
     window = config.get("sliding_window") or 0
     if "sliding_attention" in (config.get("layer_types") or ()) and window < (
         target.max_positions or NO_LIMIT
     ):
         raise UserError(f"its layers see the newest {window} tokens alone; ours see the whole text")
-    heads = config["num_attention_heads"]
-    return sizes | {
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "intermediate_size": config["intermediate_size"],
-        "eps": config["rms_norm_eps"],
-        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        "layers": config["num_hidden_layers"],
-    }
+    more = {"vocab_size": target.vocab_size, "layers": config["num_hidden_layers"]}
+    return sizes(config, tensors, "layers.0.") | more
+
+
+def ascending(saved: Saved, target: Target) -> tuple[Saved, list[int]]:
+    """With the taps from the lowest to the highest: engines gather them while they run the layers.
+
+    Raises:
+        UserError: one is twice there, or no layer; see `layer_ids`.
+    """
+    settings, weights = saved.settings, dict(saved.weights)
+    ids, size = layer_ids(settings["taps"], target), settings["hidden_size"]
+    order = sorted(range(len(ids)), key=lambda i: ids[i])
+    if len(set(ids)) < len(ids):
+        raise UserError(f"drafter.taps={ids} has one twice; train with each once")
+    weights["fc.weight"] = weights["fc.weight"].unflatten(1, (-1, size))[:, order].flatten(1)
+    if "input_norm.weight" in weights:
+        weights["input_norm.weight"] = weights["input_norm.weight"].view(-1, size)[order].flatten()
+    for new, old in enumerate(order):
+        if (name := f"fc_norm.{old}.weight") in saved.weights:
+            weights[f"fc_norm.{new}.weight"] = saved.weights[name]
+    return saved._replace(weights=weights), [ids[i] for i in order]
 
 
 def layer_ids(taps: Sequence[Any], target: Target) -> list[int]:

@@ -6,7 +6,6 @@ Read from speculators 0.9.0 (`models/*/config.py`, `models/*/core.py`) and from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from decode.errors import UserError
 from decode.target import Target
 from drafters.export.layout import Layout, Saved, unfused
 from drafters.export.preimage import fused_from
-from drafters.export.shapes import dtype_of, layer_config, layer_ids, named, offsets, table_of
+from drafters.export.shapes import ascending, dtype_of, layer_config, named, offsets, table_of
 from drafters.vocabulary import unwritten
 
 VERSION = "0.9.0"  # of the layout
 SERVE = "vllm serve {drafter}"
-VLLM_TAPS = 3  # what its EAGLE-3 sizes `fc` for
+VLLM_TAPS = 3  # what its EAGLE-3 sizes `fc` for unless it is told
 MASKS = ("mask_token", "mask_hidden")  # of P-EAGLE
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
@@ -32,8 +31,9 @@ def eagle3(saved: Saved, target: Target) -> Layout:
     With the target's embedding: vLLM shares it either way, but speculators 0.9.0, where it is left out,
     computes with zeros (`load_verifier_weights` looks for NaN, which transformers 5 does not leave).
     """
+    saved, ids = ascending(saved, target)
     tensors = _eagle3_tensors(saved) | {"embed_tokens.weight": _table(saved, target)}
-    config = _eagle3_config(saved, target) | {"norm_output": saved.settings["norm_output"]}
+    config = _eagle3_config(saved, ids, target) | {"norm_output": saved.settings["norm_output"]}
     return _layout("eagle3", "Eagle3DraftModel", config, tensors, saved, target)
 
 
@@ -43,6 +43,7 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
     In place of a token it has one that nobody writes, in an embedding of its own: the target's, but
     for that row. In place of a feature it has what is fused into one.
     """
+    saved, ids = ascending(saved, target)
     settings, weights = saved.settings, saved.weights
     token = unwritten(target)
     table = _table(saved, target)
@@ -60,7 +61,7 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
     tensors = _eagle3_tensors(saved._replace(weights={k: v for k, v in weights.items() if k not in MASKS}))
     tensors["embed_tokens.weight"] = table
     tensors["mask_hidden"] = found.to(table.dtype)[None, None]
-    config = _eagle3_config(saved, target) | {"norm_output": False, "mask_token_id": token}
+    config = _eagle3_config(saved, ids, target) | {"norm_output": False, "mask_token_id": token}
     config["embed_requires_grad"] = True
     # vLLM's reader takes these from the layers' configuration alone.
     config["transformer_layer_config"] |= {"fc_norm": settings["fc_norm"]}
@@ -69,23 +70,24 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
 
 def dflash(saved: Saved, target: Target) -> Layout:
     """DFlash: `DFlashDraftModel`; embedding and head are the target's, and left out."""
+    saved, ids = ascending(saved, target)
     settings = saved.settings
     config = {
-        "aux_hidden_state_layer_ids": layer_ids(settings["taps"], target),
+        "aux_hidden_state_layer_ids": ids,
         "block_size": settings["depth"] + 1,
         "draft_vocab_size": target.vocab_size,
         "mask_token_id": settings["mask_id"],
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,  # else vLLM takes the block for a causal one
-        "transformer_layer_config": block_config(settings, target),
+        "transformer_layer_config": block_config(saved, target, "speculators"),
     }
     return _layout("dflash", "DFlashDraftModel", config, block_tensors(saved), saved, target)
 
 
-def block_config(settings: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def block_config(saved: Saved, target: Target, to: str) -> dict[str, Any]:
     """Of DFlash's layers."""
-    kinds = ["full_attention"] * settings["layers"]
-    return layer_config(settings, target, "qwen3") | {"layer_types": kinds, "use_sliding_window": False}
+    kinds = ["full_attention"] * saved.settings["layers"]
+    return layer_config(saved, target, "qwen3", to) | {"layer_types": kinds, "use_sliding_window": False}
 
 
 def block_tensors(saved: Saved) -> dict[str, Tensor]:
@@ -115,19 +117,17 @@ def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
     return tensors
 
 
-def _eagle3_config(saved: Saved, target: Target) -> dict[str, Any]:
+def _eagle3_config(saved: Saved, ids: list[int], target: Target) -> dict[str, Any]:
     settings = saved.settings
-    ids = layer_ids(settings["taps"], target)
-    if len(ids) != VLLM_TAPS:
-        raise UserError(
-            f"drafter.taps={ids}: vLLM fuses {VLLM_TAPS} layers into an EAGLE-3 feature; train with as many"
-        )
+    layers = layer_config(saved, target, "llama", "speculators")
+    if len(ids) != VLLM_TAPS:  # its reader passes this on, and not the number of ids
+        layers["num_aux_hidden_states"] = len(ids)
     return {name: settings[name] for name in NORMS} | {
         "draft_vocab_size": settings["draft_vocab_size"],
         "eagle_aux_hidden_state_layer_ids": ids,
         "embed_requires_grad": False,
         "target_hidden_size": None,
-        "transformer_layer_config": layer_config(settings, target, "llama"),
+        "transformer_layer_config": layers,
     }
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from decode.errors import UserError
 from decode.target import Target
 from drafters.export.layout import Layout, Reader, Saved, fused
+from drafters.export.llama import told
 from drafters.export.shapes import layer_settings, same_rows, table_of, taps_of, target_ids
 
 Read = Callable[[Layout, Target], Saved]
@@ -66,7 +67,7 @@ def block(layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[i
         token: whose embedding is a mask's.
     """
     config, tensors = layout.config, dict(layout.tensors)
-    sizes = layer_settings(layers, target, ("qwen3",))
+    sizes = layer_settings(layers, tensors, target, ("qwen3",))
     if config.get("draft_vocab_size") not in (None, target.vocab_size):
         raise UserError(f"it drafts {config['draft_vocab_size']} tokens of the target's; ours draft all")
     tables = {"embed_tokens.weight": table_of(target), "lm_head.weight": target.head.weight}
@@ -93,13 +94,13 @@ def _read(layout: Layout, target: Target) -> Saved:
     return KINDS[kind](layout, target)
 
 
-READER = Reader("speculators", lambda config: "speculators_model_type" in config, _read)
+READER = Reader("speculators", lambda config: "speculators_model_type" in config, told(_read))
 
 
 def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and weights of what EAGLE-3 and P-EAGLE have in common."""
     config, tensors = layout.config, dict(layout.tensors)
-    sizes = layer_settings(config["transformer_layer_config"], target, ("llama",))
+    sizes = layer_settings(config["transformer_layer_config"], tensors, target, ("llama",))
     if config.get("target_hidden_size") not in (None, target.hidden_size):
         raise UserError(f"it was made for a target of hidden size {config['target_hidden_size']}")
     n, taps = len(target.layers), config.get("eagle_aux_hidden_state_layer_ids")

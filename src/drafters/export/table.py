@@ -7,12 +7,23 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.target import Target
-from drafters.export import block, speculators, speculators_reader
+from drafters.export import block, eagle, eagle3, speculators, speculators_reader
 from drafters.export.layout import Layout, Reader, Saved, Writer
 
-WRITERS: Mapping[str, Mapping[str, Writer]] = {  # by short name
-    "vllm": {"dflash": block.vllm, "diffusion": block.departs},
-    "sglang": {"dflash": block.sglang, "diffusion": block.departs},
+# By short name.
+WRITERS: Mapping[str, Mapping[str, Writer]] = {
+    "vllm": {
+        "dflash": block.vllm,
+        "diffusion": block.departs,
+        "eagle": eagle.to_vllm,
+        "eagle3": eagle3.to_vllm,
+    },
+    "sglang": {
+        "dflash": block.sglang,
+        "diffusion": block.departs,
+        "eagle": eagle.to_sglang,
+        "eagle3": eagle3.to_sglang,
+    },
     "speculators": {
         "dflash": speculators.dflash,
         "diffusion": block.departs,
@@ -20,7 +31,13 @@ WRITERS: Mapping[str, Mapping[str, Writer]] = {  # by short name
         "p_eagle": speculators.p_eagle,
     },
 }
-READERS: Sequence[Reader] = (speculators_reader.READER, block.READER)
+# The first that knows a file reads it: the likeliest to take another's for its own come last.
+READERS: Sequence[Reader] = (
+    speculators_reader.READER,
+    block.READER,
+    eagle3.READER,
+    eagle.READER,
+)
 
 
 def written(saved: Saved, target: Target, to: str) -> Layout:
