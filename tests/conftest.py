@@ -34,6 +34,7 @@ from distill.run import OF_ANY
 from distill.sources import read_prompts
 from distill.writer import Writer
 from drafters.base import Drafter
+from drafters.dflash import DFlash
 from drafters.dllm import Dllm
 
 ROOT = Path(__file__).parents[1]
@@ -136,6 +137,8 @@ def _sizes(yaml: Any, target: Target, depth: int, draft_folder: Callable[[int], 
         sizes["path"] = draft_folder(target.vocab_size)
     if "mask_token" in yaml:  # the folder names none
         sizes["mask_token"] = target.vocab_size - 1
+    if "mask_id" in yaml:  # five layers test nothing that two do not
+        sizes["layers"] = 2
     return sizes
 
 
@@ -146,6 +149,9 @@ def _scatter(drafter: Drafter) -> None:
     if isinstance(drafter, Dllm):  # masks are alike but for what they attend to, so let that differ
         for layer in drafter.model.base_model.layers:
             layer.self_attn.q_proj.weight.data.mul_(9)
+    if isinstance(drafter, DFlash):
+        for layer in drafter.stack:
+            layer.q_norm.weight.data.mul_(9)
 
 
 @pytest.fixture(scope="session")

@@ -65,8 +65,8 @@ def check(to: str, push_to: str | None, kind: str = "") -> None:
     programs = [NATIVE, *table.WRITERS]
     if to not in programs:
         raise UserError(f"to={to}: choose {', '.join(programs[:-1])} or {programs[-1]}")
-    if kind and to != NATIVE and kind not in table.WRITERS[to]:
-        raise UserError(f"to={to}: {to} has no format for drafter {kind!r}; set to={NATIVE}")
+    if kind and to != NATIVE:
+        table.check(kind, to)
     if push_to:
         upload.check_repo(push_to)
 

@@ -31,6 +31,7 @@ WRITTEN = ("name", "revision", "fingerprint", "tokenizer")  # of a target, in co
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
     "bigram": "drafters.bigram:Bigram",
+    "dflash": "drafters.dflash:DFlash",
     "diffusion": "drafters.diffusion:Diffusion",
     "eagle": "drafters.eagle:Eagle",
     "eagle3": "drafters.eagle3:Eagle3",

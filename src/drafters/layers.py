@@ -70,6 +70,7 @@ class DecoderLayer(nn.Module):
         eps: of the RMS norms.
         input_norm: whether the attention input is normalised (EAGLE-1's is not).
         inputs: vectors of size D side by side that make the attention input.
+        qk_norm: whether queries and keys are normalised, head by head, before they are rotated (Qwen3).
     """
 
     def __init__(
@@ -82,12 +83,16 @@ class DecoderLayer(nn.Module):
         eps: float,
         input_norm: bool = True,
         inputs: int = 1,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
         # One product each for q, k, v and for gate, up: at draft sizes a call costs more than its work.
         self.qkv_proj = nn.Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
+        self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.qk_norm = qk_norm
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
@@ -106,12 +111,15 @@ class DecoderLayer(nn.Module):
         rows = qkv.unflatten(-1, (-1, self.head_dim))
         asking = rows.shape[-2] - 2 * self.kv_heads
         qk, v = rows.split([asking + self.kv_heads, self.kv_heads], -2)
+        if self.qk_norm:
+            q, k = qk.split([asking, self.kv_heads], -2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
         q, k = rotate(qk, angles).split([asking, self.kv_heads], -2)
         return q, k, v
 
     def turn(self, q: Tensor, angles: Tensor) -> Tensor:
         """(..., n) queries of `qkv_proj` alone -> (..., heads, dim)."""
-        return rotate(q.unflatten(-1, (-1, self.head_dim)), angles)
+        return rotate(self.q_norm(q.unflatten(-1, (-1, self.head_dim))), angles)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """(..., D) input and (..., heads * dim) attention output -> (..., D)."""

@@ -91,6 +91,10 @@ class Reader(NamedTuple):
     read: Callable[[Layout, Target], Saved]
 
 
+# Parts of `drafters.layers.DecoderLayer` that Llama has one level deeper.
+HOMES = {"o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn", "down_proj": "mlp"}
+
+
 def unfused(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """`drafters.layers.DecoderLayer` weights under Llama's names: q, k, v and gate, up apart."""
     found: dict[str, Tensor] = {}
@@ -106,7 +110,8 @@ def unfused(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[
             gate, up = weight.chunk(2)
             found |= {f"{stem}mlp.gate_proj.{end}": gate, f"{stem}mlp.up_proj.{end}": up}
             continue
-        name = name.replace("o_proj.", "self_attn.o_proj.").replace("down_proj.", "mlp.down_proj.")
+        for part, home in HOMES.items():
+            name = name.replace(f"{part}.", f"{home}.{part}.")
         found[name] = weight
     return found
 
@@ -125,7 +130,7 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[f"{stem}gate_up_proj.{end}"] = torch.cat([weight, tensors[f"{stem}mlp.up_proj.{end}"]])
             continue
         if not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
-            found[name.replace("self_attn.o_proj.", "o_proj.").replace("mlp.down_proj.", "down_proj.")] = (
-                weight
-            )
+            for part, home in HOMES.items():
+                name = name.replace(f"{home}.{part}.", f"{part}.")
+            found[name] = weight
     return found

@@ -7,12 +7,13 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.target import Target
-from drafters.export import eagle, eagle3, heads, whole
+from drafters.export import block, eagle, eagle3, heads, speculators, speculators_reader, whole
 from drafters.export.layout import Layout, Reader, Saved, Writer
 
 # By short name.
 WRITERS: Mapping[str, Mapping[str, Writer]] = {
     "vllm": {
+        "dflash": block.vllm,
         "eagle": eagle.to_vllm,
         "eagle3": eagle3.to_vllm,
         "lm": whole.vllm,
@@ -21,11 +22,16 @@ WRITERS: Mapping[str, Mapping[str, Writer]] = {
         "mlp": heads.mlp,
     },
     "sglang": {
+        "dflash": block.sglang,
         "eagle": eagle.to_sglang,
         "eagle3": eagle3.to_sglang,
         "lm": whole.sglang,
     },
-    "speculators": {},
+    "speculators": {
+        "dflash": speculators.dflash,
+        "eagle3": speculators.eagle3,
+        "p_eagle": speculators.p_eagle,
+    },
     "hf": {
         "hf_dllm": whole.fills,
         "lm": whole.hf,
@@ -36,6 +42,8 @@ WRITERS: Mapping[str, Mapping[str, Writer]] = {
 READERS: Sequence[Reader] = (
     heads.MEDUSA,
     heads.MLP,
+    speculators_reader.READER,
+    block.READER,
     eagle3.READER,
     eagle.READER,
 )
@@ -48,7 +56,24 @@ INSTEAD: Mapping[tuple[str, str], str] = {
     ("vllm", "suffix"): "it has suffix decoding of its own, once arctic-inference is installed: "
     """--speculative-config '{"method": "suffix"}'""",
     ("sglang", "ngram"): "it has one of its own: --speculative-algorithm NGRAM",
+    **dict.fromkeys(
+        [(program, "diffusion") for program in ("vllm", "sglang", "speculators")],
+        "it departs from DFlash, which has one (the newest feature in every position, a vector for each "
+        "mask, norms of the taps); train drafter=dflash, or set to=native",
+    ),
 }
+
+
+def check(drafter: str, to: str) -> None:
+    """Refuse a program that has no format for a drafter of this short name.
+
+    Raises:
+        UserError: it has none.
+    """
+    if drafter not in WRITERS[to]:
+        where = [program for program, writers in WRITERS.items() if drafter in writers]
+        instead = INSTEAD.get((to, drafter), f"set to={' or '.join([*where, 'native'])}")
+        raise UserError(f"to={to}: {to} has no format for drafter {drafter!r}; {instead}")
 
 
 def written(saved: Saved, target: Target, to: str) -> Layout:
@@ -57,10 +82,7 @@ def written(saved: Saved, target: Target, to: str) -> Layout:
     Raises:
         UserError: it has none for this drafter, or cannot load it as it is.
     """
-    if saved.drafter not in WRITERS[to]:
-        where = [program for program, writers in WRITERS.items() if saved.drafter in writers]
-        instead = INSTEAD.get((to, saved.drafter), f"set to={' or '.join([*where, 'native'])}")
-        raise UserError(f"to={to}: {to} has no format for drafter {saved.drafter!r}; {instead}")
+    check(saved.drafter, to)
     return WRITERS[to][saved.drafter](saved, target)
 
 
