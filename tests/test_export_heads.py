@@ -34,7 +34,6 @@ from decode.plan import Plan
 from decode.replay import Rollout, replay
 from decode.sampling import Sampler
 from decode.target import LAST, Target
-from distill.exporting import _advice
 from drafters import hub
 from drafters.dllm import Dllm
 from drafters.export import table
@@ -79,8 +78,7 @@ def files(folder):
 
 def speculative(layout, target="t", drafter="d"):
     """What vLLM's command says in its JSON."""
-    (line,) = [line for line in _advice(layout, target, drafter) if line.startswith("serve it: ")]
-    words = shlex.split(line.removeprefix("serve it: "))
+    words = shlex.split(layout.command(target, drafter))
     return words, json.loads(words[words.index("--speculative-config") + 1])
 
 
@@ -301,7 +299,7 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-@pytest.mark.parametrize("content", [{"0.0.linear.weight": Evil()}, [torch.zeros(2)], {"a": 3}], ids=str)
+@pytest.mark.parametrize("content", [{"0.0.linear.weight": Evil()}, [torch.zeros(2)], {"a": 3}], ids=["code", "a list", "a number"])
 def test_a_file_of_more_than_tensors_is_refused(target, tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
@@ -462,7 +460,7 @@ def test_a_draft_model_is_a_plain_folder(chat, tmp_path, form, to):
     ids = AutoTokenizer.from_pretrained(folder).get_vocab()
     assert ids == AutoTokenizer.from_pretrained(chat.model.name_or_path).get_vocab()
     assert AutoTokenizer.from_pretrained(folder).chat_template
-    advice = "\n".join(_advice(layout, "t", "d"))
+    advice = layout.command("t", "d") + layout.note
     assert ("STANDALONE" in advice) is (to == "sglang")
     assert ("draft_model" in advice) is (to == "vllm")
     assert ("to=vllm" in advice) is (to == "hf")

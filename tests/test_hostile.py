@@ -6,6 +6,7 @@ import json
 import struct
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from decode.errors import UserError
 from distill.files import sha256
 from drafters import adapters, hub
 from drafters.base import Drafter
+from drafters.export import files as stored
 from drafters.export import layout
 from drafters.sharing import files, untrusted
 
@@ -318,5 +320,6 @@ def test_a_file_of_a_downloaded_folder_that_is_not_ours_is_never_opened(checkpoi
         (folder / name).write_bytes(b"cos\nsystem\n(S'exit 9'\ntR.")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("unpickles"))
     hub.load(folder, target)
-    assert set(hub.FILES) == {*layout.FILES, *adapters.FILES}
+    assert set(hub.FILES) == {*layout.FILES, *adapters.FILES, *stored.PATTERNS}
+    assert {Path(name).suffix for name in hub.FILES} == {".json", ".safetensors", ".pt", ".bin"}
     assert untrusted.LARGEST < HUGE
