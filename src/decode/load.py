@@ -208,9 +208,16 @@ def kernels(config: Any) -> dict[str, str]:
 
 
 def load_tokenizer(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, what: str = "target"
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    what: str = "target",
+    fetch: bool = True,
 ) -> PreTrainedTokenizerBase:
     """A model's tokenizer; arguments as in `load_config`.
+
+    Args:
+        fetch: else only one that is on this machine counts, and nobody waits for a network.
 
     Raises:
         UserError: there is none.
@@ -218,7 +225,10 @@ def load_tokenizer(
     folder = Path(name).expanduser()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder if folder.is_dir() else name, revision=revision, trust_remote_code=trust_remote_code
+            folder if folder.is_dir() else name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=not fetch,
         )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{what}={name}: no tokenizer ({_first_line(error)})") from None

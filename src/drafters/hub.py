@@ -75,10 +75,10 @@ def origin_of(target: Target, name: str = "") -> Origin:
 
 
 @lru_cache(maxsize=8)
-def tokenizer_hash(name: str, revision: str | None) -> str:
-    """Of what a model's tokenizer calls each id; "" where there is none."""
+def tokenizer_hash(name: str, revision: str | None, fetch: bool = False) -> str:
+    """Of what a model's tokenizer calls each id; "" where there is none, on this machine or at all."""
     try:
-        words = load_tokenizer(name, revision).get_vocab() if name else {}
+        words = load_tokenizer(name, revision, fetch=fetch).get_vocab() if name else {}
     except UserError:
         words = {}
     text = json.dumps(sorted(words.items()))

@@ -43,7 +43,7 @@ def _named_target(folder: Path) -> Target:
     if downloaded(folder) and not is_hub_id(name):
         raise UserError(f"{folder}: made for {name!r}, which is no hub id; load that target and pass target=")
     target = load_target(name, revision=known.revision)
-    now = hub.origin_of(target).tokenizer
+    now = hub.tokenizer_hash(name, known.revision, fetch=True)
     if known.tokenizer and now != known.tokenizer:
         raise UserError(
             f"{folder}: the tokenizer of {name} is another by now; if that is meant, load it and pass target="
