@@ -299,7 +299,9 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-@pytest.mark.parametrize("content", [{"0.0.linear.weight": Evil()}, [torch.zeros(2)], {"a": 3}], ids=["code", "a list", "a number"])
+@pytest.mark.parametrize(
+    "content", [{"0.0.linear.weight": Evil()}, [torch.zeros(2)], {"a": 3}], ids=["code", "a list", "a number"]
+)
 def test_a_file_of_more_than_tensors_is_refused(target, tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')

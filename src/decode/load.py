@@ -214,10 +214,9 @@ def load_tokenizer(
     what: str = "target",
     fetch: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """A model's tokenizer; arguments as in `load_config`.
+    """A model's tokenizer; arguments as in `load_config`, and `fetch`.
 
-    Args:
-        fetch: else only one that is on this machine counts, and nobody waits for a network.
+    Without `fetch` only one that is on this machine counts, and nobody waits for a network.
 
     Raises:
         UserError: there is none.
