@@ -12,9 +12,9 @@ from drafters.export.layout import Layout
 EAGLE3 = {"fc_norm": False, "draft_vocab_size": 12}
 # name: drafter, options, engines
 CASES = {
-    "eagle with a bias": ("eagle", {}, ["sglang"]),
-    "eagle without": ("eagle", {"bias": False}, ["vllm", "sglang"]),
-    "hass": ("hass", {"bias": False}, ["vllm", "sglang"]),
+    "eagle with a bias": ("eagle", {"bias": True}, ["sglang"]),
+    "eagle without": ("eagle", {}, ["vllm", "sglang"]),
+    "hass": ("hass", {}, ["vllm", "sglang"]),
     "eagle3": ("eagle3", EAGLE3, ["vllm", "sglang"]),
     "eagle3, every token": ("eagle3", EAGLE3 | {"draft_vocab_size": V}, ["vllm", "sglang"]),
     "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}, ["vllm", "sglang"]),
