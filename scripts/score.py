@@ -17,12 +17,13 @@ def rescore(cfg: DictConfig, folder: Path) -> float:
     from distill.report import settings_table
     from distill.run import build_target, quiet, read_inputs
     from distill.scoring import Scorer
+    from drafters import hub
 
     quiet()
     check_ranges(cfg)
     chat, _, held = read_inputs(cfg)
     scorer = Scorer(cfg, build_target(cfg), chat, held, Path(cfg.answers))
-    checkpoint = Path(cfg.checkpoint)
+    checkpoint = hub.fetch(cfg.checkpoint)
     name = checkpoint.resolve().name
     card = scorer(checkpoint, int(name) if name.isdigit() else 0)
     if cfg.out:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from faces import both, random_rollouts
+from fake_hub import FakeHub
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -32,6 +34,7 @@ from distill.run import OF_ANY
 from distill.sources import read_prompts
 from distill.writer import Writer
 from drafters.base import Drafter
+from drafters.dflash import DFlash
 from drafters.dllm import Dllm
 
 ROOT = Path(__file__).parents[1]
@@ -134,6 +137,8 @@ def _sizes(yaml: Any, target: Target, depth: int, draft_folder: Callable[[int], 
         sizes["path"] = draft_folder(target.vocab_size)
     if "mask_token" in yaml:  # the folder names none
         sizes["mask_token"] = target.vocab_size - 1
+    if "mask_id" in yaml:  # five layers test nothing that two do not
+        sizes["layers"] = 2
     return sizes
 
 
@@ -144,6 +149,9 @@ def _scatter(drafter: Drafter) -> None:
     if isinstance(drafter, Dllm):  # masks are alike but for what they attend to, so let that differ
         for layer in drafter.model.base_model.layers:
             layer.self_attn.q_proj.weight.data.mul_(9)
+    if isinstance(drafter, DFlash):
+        for layer in drafter.stack:
+            layer.q_norm.weight.data.mul_(9)
 
 
 @pytest.fixture(scope="session")
@@ -166,6 +174,24 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
         return drafter
 
     return make
+
+
+@pytest.fixture
+def fake_hub(monkeypatch, tmp_path) -> Iterator[FakeHub]:
+    """A Hub on this machine, which huggingface_hub talks to, with a token, for as long as the test runs."""
+    with FakeHub() as hub:
+        constants = {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+        }
+        for name, value in constants.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        yield hub
 
 
 @pytest.fixture

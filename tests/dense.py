@@ -79,7 +79,7 @@ def dense(drafter, batch: Batch, target) -> dict[tuple[int, int, int], Tensor]:
                     )
                     x = norm(feature, drafter.hidden_norm) if drafter.norm_before_residual else feature
                 else:
-                    x = y = torch.cat([embedded, feature], 1) @ part.fc.weight.T + part.fc.bias
+                    x = y = part.fc(torch.cat([embedded, feature], 1))
                 x = layer_step(layer, y, x, times, drafter.rotary.theta, past[i])
             hidden = norm(x, drafter.norm) if third else x
             feature = hidden if third and drafter.norm_output else x

@@ -45,6 +45,7 @@ class FakeServer:
         self.faults: list[Fault] = []  # for the requests to come, one each
         self.message: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {}
         self.prompt: Callable[[list[int]], list[int]] = lambda ids: ids
+        self.pages: dict[str, Callable[[], tuple[int, str]]] = {}  # path -> status and text of other pages
         self.now = self.most = 0
         self.lock, self.open = threading.Lock(), set[socket.socket]()
         handler = type("Handler", (_Handler,), {"fake": self})
@@ -121,6 +122,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self._wrong_key():
+            return
+        if page := self.fake.pages.get(self.path):
+            status, text = page()
+            self._head(status, {"content-type": "text/plain"}, len(text.encode()))
+            self.wfile.write(text.encode())
             return
         listed = [{"id": name, "object": "model", "max_model_len": 256} for name in self.fake.models]
         self._send(200, {"object": "list", "data": listed})

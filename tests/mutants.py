@@ -1120,7 +1120,7 @@ MUTANTS = {
     ),
     "a checkpoint forgets its head": Mutant(
         "drafters.hub:load",
-        'if config.get("confidence"):',
+        "if saved.confidence:",
         "if False:",
         "test_confidence:test_a_head_comes_back_with_its_drafter",
         EAGLE,
@@ -1631,7 +1631,7 @@ MUTANTS = {
     ),
     "another target's drafter is loaded": Mutant(
         "drafters.hub:load",
-        'made_for.get("fingerprint") != target.fingerprint()',
+        "known.fingerprint != target.fingerprint()",
         "False",
         "test_hub:test_another_targets_drafter_is_refused",
         EAGLE,

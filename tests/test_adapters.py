@@ -365,13 +365,13 @@ def test_training_goes_on_from_adapters(target, tmp_path):
     drafter, texts = adapted(target, tmp_path / "draft"), random_texts()
     folder, want = saved(drafter, target, tmp_path / "checkpoint"), logits(drafter.model, texts)
     new = fresh(target, tmp_path, lora=LORA)
-    assert hub.warm_start(new, folder) == []
+    assert hub.warm_start(new, folder, target) == []
     assert same(new.state_dict(), drafter.state_dict())
     louder = fresh(target, tmp_path, lora=LORA | {"alpha": 20})
-    assert hub.warm_start(louder, folder) == []
+    assert hub.warm_start(louder, folder, target) == []
     torch.testing.assert_close(logits(louder.model, texts), want, rtol=0, atol=1e-4)
     every = fresh(target, tmp_path)
-    assert hub.warm_start(every, folder) == []
+    assert hub.warm_start(every, folder, target) == []
     assert all(w.requires_grad for w in every.parameters())
     torch.testing.assert_close(logits(every.model, texts), want, rtol=0, atol=1e-4)
 
@@ -382,12 +382,12 @@ def test_where_it_cannot_one_line_says_why(target, tmp_path):
     for options in ({"layers": 2}, {"layers": 2, "lora": LORA}):
         stranger = DraftLM.for_target(target, **options)
         with pytest.raises(UserError, match=f"on another model; set drafter.path={tmp_path / 'draft'}$"):
-            hub.warm_start(stranger, folder)
+            hub.warm_start(stranger, folder, target)
     beside = fresh(target, tmp_path, lora=LORA)
     with pytest.raises(UserError, match=r"it holds a whole model, .* set drafter\.lora=null"):
-        hub.warm_start(beside, whole)
+        hub.warm_start(beside, whole, target)
     with pytest.raises(UserError, match="none of its 28 tensors fits this drafter"):
-        hub.warm_start(fresh(target, tmp_path, lora=LORA | {"r": 4}), folder)
+        hub.warm_start(fresh(target, tmp_path, lora=LORA | {"r": 4}), folder, target)
     change(folder, base={"path": 1})
     with pytest.raises(UserError, match="damaged checkpoint"):
-        hub.warm_start(beside, folder)
+        hub.warm_start(beside, folder, target)

@@ -41,7 +41,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from decode.target import Target
 from drafters.base import Batch, supervised
-from drafters.diffusion import Diffusion
+from drafters.block import BlockDrafter
 from drafters.dllm import Dllm
 from drafters.expand import expand
 from drafters.medusa import Medusa, Medusa2
@@ -454,7 +454,7 @@ def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
     """
     target, drafter = taught(pair)
     heads, makes = isinstance(drafter, Medusa), isinstance(drafter, Medusa2)
-    blind = isinstance(drafter, (Diffusion, Dllm, PEagle))
+    blind = isinstance(drafter, (BlockDrafter, Dllm, PEagle))
     texts = random_texts(rows=1, length=12)
     batch = batch_of(target, texts)
 

@@ -46,8 +46,14 @@ def test_every_file_the_documents_name_exists():
 
 def test_nothing_is_unpickled_and_no_remote_code_runs_unasked():
     sources = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
+    # Other programs' drafters come pickled: one call reads them, and makes tensors or nothing.
+    pickled = sources[ROOT / "src" / "drafters" / "export" / "files.py"]
+    assert len(re.findall(r"\btorch\.load\(", pickled)) == 1 == pickled.count("weights_only=True")
+    assert not re.search(r"\bpickle\b", pickled)
     for path, text in sources.items():
-        assert not re.search(r"\btorch\.load\(|\bpickle\b|weights_only=False", text), path
+        if text is not pickled:
+            assert not re.search(r"\btorch\.load\(|\bpickle\b", text), path
+        assert "weights_only=False" not in text, path
         assert "trust_remote_code=True" not in text, path
     for path in (ROOT / "conf").rglob("*.yaml"):
         assert not re.search(r"trust_remote_code:\s*true", path.read_text()), path

@@ -114,9 +114,7 @@ def test_bf16_products_are_the_same_wherever_weights_lie(trainer, bench, single)
     assert_close(mixed, single["bf16-mixed"], 6, 2e-3)
 
 
-@pytest.mark.parametrize(
-    "trainer", ["deepspeed_2", *(pytest.param(t, marks=pytest.mark.proof) for t in SLOW)]
-)
+@pytest.mark.parametrize("trainer", ["deepspeed_2", *SLOW])
 def test_the_accumulation_is_divided_by_once(trainer, bench, single):
     """Under SGD: AdamW forgives a gradient of another scale."""
     options = ["optimizer.optimizer._target_=torch.optim.SGD", "~optimizer.optimizer.betas"]
@@ -163,9 +161,7 @@ def nodes(rank: int, count: int, port: int) -> dict[str, str]:
     return torchrun(rank, count, port) | {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-@pytest.mark.parametrize(
-    "trainer", ["deepspeed_2", *(pytest.param(t, marks=pytest.mark.proof) for t in SLOW)]
-)
+@pytest.mark.parametrize("trainer", ["deepspeed_2", *SLOW])
 def test_two_machines_of_one_process_are_two_processes_of_one(trainer, bench, single):
     launch = [f"trainer={trainer}", "trainer.devices=1", "trainer.num_nodes=2", "trainer.precision=32-true"]
     done = ranks(2, [*bench.command, *SCORELESS, *launch], launcher=nodes)

@@ -171,7 +171,7 @@ def test_it_goes_on_from_an_eagle3(tiny_target, make_drafter, tmp_path):
     target, old = both(tiny_target, make_drafter, "eagle3", norm_output=True)
     hub.save(old, target, tmp_path)
     _, new = both(tiny_target, make_drafter, "p_eagle", seed=1)
-    assert hub.warm_start(new, tmp_path) == ["mask_token (not there)", "mask_hidden (not there)"]
+    assert hub.warm_start(new, tmp_path, target) == ["mask_token (not there)", "mask_hidden (not there)"]
     batch = batch_of(target, random_texts())
     ours, theirs = (states(drafter, target, batch) for drafter in (new, old))
     assert all(torch.equal(row, theirs[at]) == (at[1] == 1) for at, row in ours.items())
@@ -292,7 +292,7 @@ def test_every_module_goes_on_from_an_eagle(tiny_target, make_drafter, tmp_path)
     for drafter in (eagle, prism):
         drafter.add_confidence()  # which is of the whole, and of no module
     hub.save(eagle, target, tmp_path)
-    assert hub.warm_start(prism, tmp_path) == []
+    assert hub.warm_start(prism, tmp_path, target) == []
     batch = batch_of(target, random_texts())
     ours, theirs = (states(drafter, target, batch) for drafter in (prism, eagle))
     assert all(torch.equal(row, theirs[at]) for at, row in ours.items())
@@ -302,11 +302,11 @@ def test_it_goes_on_from_a_prism_module_by_module(tiny_target, make_drafter, tmp
     target, old = both(tiny_target, make_drafter, "prism")
     hub.save(old, target, tmp_path)
     _, new = both(tiny_target, make_drafter, "prism", seed=1)
-    assert hub.warm_start(new, tmp_path) == []
+    assert hub.warm_start(new, tmp_path, target) == []
     assert all(torch.equal(w, old.state_dict()[name]) for name, w in new.state_dict().items())
     _, eagle = both(tiny_target, make_drafter, "eagle")
     with pytest.raises(UserError, match="drafter 'prism', not 'eagle'"):
-        hub.warm_start(eagle, tmp_path)
+        hub.warm_start(eagle, tmp_path, target)
 
 
 @pytest.mark.parametrize("order", [[], [1, 0], [0, 2], [0, -1], [0, 0, 0, 1]], ids=str)

@@ -1,15 +1,5 @@
 """drafter.init_from: going on from another drafter's weights."""
 
-import hashlib
-import json
-import os
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import ClassVar
-
 import pytest
 import torch
 from faces import V, random_texts
@@ -21,8 +11,6 @@ from distill import run
 from distill.cli import main
 from drafters import hub
 from drafters.base import Text
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -47,7 +35,7 @@ def test_every_tensor_is_taken_over_what_was_counted_too(saved, make_drafter):
     old, folder, target = saved("eagle3", draft_vocab_size=7)
     new = make_drafter("eagle3", target, seed=2, draft_vocab_size=7)
     assert not new.d2t.equal(old.d2t)
-    assert hub.warm_start(new, folder) == []
+    assert hub.warm_start(new, folder, target) == []
     assert all(value.equal(old.state_dict()[name]) for name, value in new.state_dict().items())
 
 
@@ -55,7 +43,7 @@ def test_other_shapes_are_listed_and_left_alone(saved, make_drafter):
     old, folder, target = saved("eagle3", draft_vocab_size=7)
     new = make_drafter("eagle3", target, seed=2, draft_vocab_size=9)
     before = {name: value.clone() for name, value in new.state_dict().items()}
-    left = hub.warm_start(new, folder)
+    left = hub.warm_start(new, folder, target)
     assert "d2t ((9,) here, (7,) there)" in left
     names = {line.split(" ")[0] for line in left}
     for name, value in new.state_dict().items():
@@ -66,24 +54,27 @@ def test_other_shapes_are_listed_and_left_alone(saved, make_drafter):
 def test_what_is_not_there_is_listed(saved, make_drafter):
     _, folder, target = saved("eagle3", draft_vocab_size=7, fc_norm=False)
     new = make_drafter("eagle3", target, seed=2, draft_vocab_size=7)
-    left = hub.warm_start(new, folder)
+    left = hub.warm_start(new, folder, target)
     assert left
     assert all(line.endswith(" (not there)") for line in left)
 
 
-def test_what_cannot_be_gone_on_from_is_refused(saved, make_drafter, tmp_path):
+def test_what_cannot_be_gone_on_from_is_refused(saved, make_drafter, tiny_target, tmp_path):
     _, folder, target = saved("eagle")
     with pytest.raises(UserError, match="drafter 'eagle', not 'eagle3'"):
-        hub.warm_start(make_drafter("eagle3", target), folder)
+        hub.warm_start(make_drafter("eagle3", target), folder, target)
     with pytest.raises(UserError, match=r"no config\.json there"):
-        hub.warm_start(make_drafter("eagle", target), tmp_path)
+        hub.warm_start(make_drafter("eagle", target), tmp_path, target)
     (folder / "model.safetensors").write_bytes(b"no")
     with pytest.raises(UserError, match="damaged checkpoint"):
-        hub.warm_start(make_drafter("eagle", target), folder)
-    other, elsewhere, _ = saved("eagle")
+        hub.warm_start(make_drafter("eagle", target), folder, target)
+    _, elsewhere, _ = saved("eagle")
+    wider = make_drafter("eagle", tiny_target(vocab=V, hidden=16))
+    with pytest.raises(UserError, match=r"none of its \d+ tensors fits this drafter"):
+        hub.warm_start(wider, elsewhere, target)
     save_file({"nothing": torch.zeros(1)}, elsewhere / "model.safetensors")
-    with pytest.raises(UserError, match="none of its 1 tensors fits this drafter"):
-        hub.warm_start(other, elsewhere)
+    with pytest.raises(UserError, match="damaged checkpoint"):
+        hub.warm_start(wider, elsewhere, target)
 
 
 # -- a whole run ---------------------------------------------------------------------------------
@@ -125,76 +116,12 @@ def test_a_drafter_that_is_counted_has_nothing_to_start_from(bench, tmp_path):
 # -- from a hub ------------------------------------------------------------------------------------
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The part of the Hub's interface that a download uses."""
-
-    files: ClassVar[dict[str, bytes]] = {}
-    asked: ClassVar[list[str]] = []
-    commit = "a" * 40
-
-    def do_GET(self):
-        self.asked.append(self.path)
-        path = self.path.split("?")[0]
-        if path.startswith("/api/models/me/drafter/tree"):
-            entries = [
-                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
-                for name, body in self.files.items()
-            ]
-            return self.reply(json.dumps(entries).encode())
-        if path.startswith("/api/models/me/drafter"):
-            listing = {
-                "id": "me/drafter",
-                "sha": self.commit,
-                "siblings": [{"rfilename": n} for n in self.files],
-            }
-            return self.reply(json.dumps(listing).encode())
-        name = path.rsplit("/", 1)[-1]
-        if path.startswith("/me/drafter/resolve/") and name in self.files:
-            return self.reply(self.files[name])
-        return self.reply(b"{}", 404, "RepoNotFound")
-
-    do_HEAD = do_GET  # noqa: N815  (http.server calls it by this name)
-
-    def reply(self, body, code=200, error=None):
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", self.commit)
-        if error:
-            self.send_header("X-Error-Code", error)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-def test_a_hub_id_is_fetched_and_nothing_but_the_two_files(saved, tmp_path):
+def test_a_hub_id_is_fetched_and_nothing_but_the_two_files(saved, fake_hub):
     _, folder, _ = saved("eagle")
-    Hub.files = {p.name: p.read_bytes() for p in folder.iterdir()} | {"evil.py": b"raise SystemExit(9)"}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    environment = os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}",
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "PYTHONPATH": str(ROOT / "src"),
-    }
-    code = "import sys; from drafters.hub import fetch; [print(fetch(s)) for s in sys.argv[1:]]"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, "me/drafter", "me/other"],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-    finally:
-        server.shutdown()
-        server.server_close()
-    there = Path(done.stdout.strip())
+    fake_hub.give("me/drafter", {p.name: p.read_bytes() for p in folder.iterdir()} | {"evil.py": b"exit(9)"})
+    there = hub.fetch("me/drafter")
     assert sorted(p.name for p in there.iterdir()) == ["config.json", "model.safetensors"]
     assert load_file(there / "model.safetensors").keys() == weights(folder).keys()
-    assert not any("evil" in path for path in Hub.asked)
-    assert "UserError: me/other: no such folder, and not to be had from the hub" in done.stderr
+    assert not any("evil" in path for _, path in fake_hub.asked)
+    with pytest.raises(UserError, match="me/other: no such folder, and not to be had from the hub"):
+        hub.fetch("me/other")

@@ -7,3 +7,7 @@ class UserError(ValueError):
 
 class TooLargeError(RuntimeError):
     """A run that is too large for its machine; its text is the single line that is shown (exit 1)."""
+
+
+class RemoteError(RuntimeError):
+    """A service elsewhere that failed; its text is the single line that is shown (exit 1)."""

@@ -33,6 +33,17 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# A tokenizer's files, none of which is code.
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.*",
+    "chat_template.*",
+    "*.model",
+    "*.tiktoken",
+)
 
 
 def load_config(
@@ -197,9 +208,15 @@ def kernels(config: Any) -> dict[str, str]:
 
 
 def load_tokenizer(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, what: str = "target"
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    what: str = "target",
+    fetch: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """A model's tokenizer; arguments as in `load_config`.
+    """A model's tokenizer; arguments as in `load_config`, and `fetch`.
+
+    Without `fetch` only one that is on this machine counts, and nobody waits for a network.
 
     Raises:
         UserError: there is none.
@@ -207,7 +224,10 @@ def load_tokenizer(
     folder = Path(name).expanduser()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder if folder.is_dir() else name, revision=revision, trust_remote_code=trust_remote_code
+            folder if folder.is_dir() else name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=not fetch,
         )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{what}={name}: no tokenizer ({_first_line(error)})") from None

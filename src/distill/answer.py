@@ -52,7 +52,7 @@ def answer(cfg: DictConfig) -> float:
             "in its score.json; name one here"
         )
     target = build_target(cfg)
-    drafter = hub.load(cfg.checkpoint, target) if cfg.checkpoint else None
+    drafter = hub.load(hub.fetch(cfg.checkpoint), target) if cfg.checkpoint else None
     original = target
     if drafter:
         target = drafter.verifier(target)

@@ -47,6 +47,13 @@ LEAST = {
     "score.repeats": 1,
     "score.threads": 0,
     "max_new_tokens": 1,
+    "timeout": 0.001,
+    "retries": 0,
+    "patience": 0,
+    "concurrency": 1,
+    "seconds": 0,
+    "tolerance": 0,
+    "depth": 1,
     "threads": 0,
     "tokens": 3,
     "rows": 0,
@@ -110,20 +117,35 @@ def check_server(cfg: DictConfig) -> None:
         if OmegaConf.select(cfg, "rollout.engine") == "openai":
             raise UserError("rollout.engine=openai: choose it by rollout=openai, which has its settings")
         return
+    check_address(str(url), str(key), "rollout.", "/v1")
+
+
+def check_address(url: str, key: str, group: str, end: str) -> None:
+    """Check a server's url and where its key is.
+
+    Args:
+        url: as it was given.
+        key: name of an environment variable.
+        group: before the options' names.
+        end: of the url, as the line shows it.
+
+    Raises:
+        UserError: no address, or a secret in it or in place of the name.
+    """
     try:
-        parts = urlsplit(str(url))
+        parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError
     except ValueError:  # of a port that is none, too
-        raise UserError("rollout.url: not an address; write http://host:port/v1") from None
+        raise UserError(f"{group}url: not an address; write http://host:port{end}") from None
     if "@" in parts.netloc or parts.query:
         raise UserError(
-            "rollout.url: has a secret in it, which the run would record; put a key into an environment "
-            "variable and its name into rollout.api_key_env"
+            f"{group}url: has a secret in it, which the run would record; put a key into an environment "
+            f"variable and its name into {group}api_key_env"
         )
-    if not str(key).isidentifier():
+    if not key.isidentifier():
         raise UserError(
-            "rollout.api_key_env: is the name of the environment variable with the key, not the key"
+            f"{group}api_key_env: is the name of the environment variable with the key, not the key"
         )
 
 

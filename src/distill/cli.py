@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from decode.errors import TooLargeError, UserError
+from decode.errors import RemoteError, TooLargeError, UserError
 from distill import multirun
 from distill.launch import LostRankError, launch, watch_parent
 from distill.runs import Run, claim, join
@@ -128,7 +128,7 @@ def one_line_errors(
         if run:
             run.discard_if_empty()
         code, text = 2, f"error: {error}"
-    except (TooLargeError, LostRankError) as error:
+    except (TooLargeError, LostRankError, RemoteError) as error:
         code, text = 1, f"error: {error}"
     except KeyboardInterrupt:
         again = f"; the same command goes on in {run.path}" if run else ""

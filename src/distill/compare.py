@@ -45,7 +45,7 @@ def read(paths: Sequence[str]) -> list[Scored]:
     Raises:
         UserError: no scorecard there, or one of another version.
     """
-    found = [(path, _card(Path(path))) for path in paths]
+    found = [(path, scorecard(Path(path))) for path in paths]
     kinds = [card["drafter"] for _, card in found]
     return [
         Scored(kind if kinds.count(kind) == 1 else f"{kind} ({Path(path).name})", card)
@@ -53,7 +53,12 @@ def read(paths: Sequence[str]) -> list[Scored]:
     ]
 
 
-def _card(path: Path) -> dict[str, Any]:
+def scorecard(path: Path) -> dict[str, Any]:
+    """What was measured of a run's `best`, of a checkpoint, or stands in a file.
+
+    Raises:
+        UserError: no scorecard there, or one of another version.
+    """
     tried = [path, path / "score.json", path / "checkpoints" / "best" / "score.json"]
     place = next((p for p in tried if p.is_file()), None)
     if place is None:

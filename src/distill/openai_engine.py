@@ -35,6 +35,10 @@ class OpenAIEngine:
         chat: the target's own, for what a server gives as text.
         seed: of all draws, for servers that heed it.
         context: tokens that the target has room for, or None.
+        extra: fields for every request, of servers that are known to have them.
+
+    Attributes:
+        rounds: of every answer whose server said so, how many of its rounds kept 0, 1, ... drafted tokens.
 
     Raises:
         UserError: the package openai is missing, nobody answers at the url, or not with this key.
@@ -42,9 +46,12 @@ class OpenAIEngine:
 
     begins = False
 
-    def __init__(self, server: Server, chat: Chat, seed: int, context: int | None) -> None:
-        self.server, self.chat, self.seed = server, chat, seed
-        self.patience = Patience(str(server), server.patience, server.retries)
+    def __init__(
+        self, server: Server, chat: Chat, seed: int, context: int | None, extra: Fields | None = None
+    ) -> None:
+        self.server, self.chat, self.seed, self.extra = server, chat, seed, extra or {}
+        self.rounds: list[list[int]] = []
+        self.patience = Patience(str(server), server.patience, server.retries, server.group, server.stored)
         self.dialect: Callable[[Law], Fields] | None = None
         self.lost: Counter[str] = Counter()
         self.warned = self.useful = False
@@ -131,6 +138,8 @@ class OpenAIEngine:
                 f"{self.server}: it reads prompt {request.id} as {_length(reply)} tokens, where the target's "
                 f"chat template gives {len(request.tokens)}, or others; is it the same model?"
             )
+        if reply.rounds is not None:
+            self.rounds.append(reply.rounds)
         answer = to_answer(reply, request, law, self.chat)
         if isinstance(answer, str):
             self.lost[answer] += 1
@@ -141,6 +150,7 @@ class OpenAIEngine:
         self, client: Any, request: Request, law: Law, dialect: Callable[[Law], Fields], longest: int
     ) -> Reply:
         fields = body(request, law, dialect, self.chat, self.seed)
+        fields["extra_body"] = fields["extra_body"] | self.extra
         kind = client.chat.completions if "messages" in fields else client.completions
         sure = self.dialect is not None or self.server.model in self.models
         async with self.server.understood(self.dialect is None, sure):
@@ -160,7 +170,9 @@ class OpenAIEngine:
         if refusal.status == 404 or (self.dialect is None and server.model not in names):
             listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
             has = f"it lists {listed}" if names else "it lists none; does the url end in /v1?"
-            return f"rollout.model={server.model}: {server.url} does not answer with it ({refusal}); {has}"
+            return (
+                f"{server.group}model={server.model}: {server.url} does not answer with it ({refusal}); {has}"
+            )
         return f"{server}: refuses request {request} ({refusal})"
 
     def _report(self, answers: list[Answer]) -> None:

@@ -38,10 +38,15 @@ class Patience:
         name: of the server, in what is said of it.
         seconds: from the first failure of a request to giving up.
         retries: of a request that the server was there for, and failed.
+        group: before the names of these options, where a line names one.
+        stored: what was answered is not lost when it is given up.
     """
 
-    def __init__(self, name: str, seconds: float, retries: int) -> None:
+    def __init__(
+        self, name: str, seconds: float, retries: int, group: str = "rollout.", stored: bool = True
+    ) -> None:
         self.name, self.seconds, self.retries = name, seconds, retries
+        self.group, self.stored = group, stored
         self.answered = float("-inf")  # when anything was
         self.waiting = False
 
@@ -81,14 +86,13 @@ class Patience:
 
     def _given_up(self, failure: PassingError, failures: int, broken: int) -> str:
         if broken > self.retries:
-            which = f"rollout.retries={self.retries}"
+            which = f"{self.group}retries={self.retries}"
         else:
-            which = f"rollout.patience={self.seconds:g}"
+            which = f"{self.group}patience={self.seconds:g}"
         asked = f", and asks to wait {failure.wait:g} s" if failure.wait else ""
-        return (
-            f"{self.name}: {failure}{asked}; given up after {failures} attempts ({which}); what was "
-            "answered in whole shards is kept, and the same command goes on from there"
-        )
+        line = f"{self.name}: {failure}{asked}; given up after {failures} attempts ({which})"
+        kept = "; what was answered in whole shards is kept, and the same command goes on from there"
+        return line + kept * self.stored
 
 
 def retry_after(value: str | None) -> float | None:

@@ -63,7 +63,8 @@ def rollout_plan(
 
 
 def _fingerprint(drafter: Path) -> str:
-    return digest("".join(sha256(drafter / name) for name in hub.FILES if (drafter / name).exists()))
+    paths = [path for name in hub.FILES for path in sorted(drafter.glob(name))]
+    return digest("".join(sha256(path) for path in paths))
 
 
 def produce(

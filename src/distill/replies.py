@@ -25,6 +25,8 @@ class Reply(NamedTuple):
         ids: of the answer, where the server gives them.
         prompt: ids of the prompt, likewise.
         prompt_length: how many there were.
+        rounds: how many kept 0, 1, ... drafted tokens, where the server was asked to say so (SGLang, pull
+            request 33518) or started to (vLLM, 48915).
     """
 
     text: str
@@ -33,6 +35,7 @@ class Reply(NamedTuple):
     ids: list[int] | None = None
     prompt: list[int] | None = None
     prompt_length: int | None = None
+    rounds: list[int] | None = None
 
 
 def with_ids(law: Law) -> Fields:
@@ -109,12 +112,20 @@ def read_reply(text: str) -> Reply:
             choice.get("token_ids"),
             prompt if isinstance(prompt, list) else None,
             (said.get("usage") or {}).get("prompt_tokens"),
+            _rounds(said),
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"no reply: {error!r}") from None
     if not isinstance(reply.text, str) or reply.finish not in (*STOPPED, "length", "content_filter"):
         raise ValueError(f"finish_reason={reply.finish!r}")
     return reply
+
+
+def _rounds(said: Fields) -> list[int] | None:
+    sglang = (said.get("sglext") or {}).get("spec_tokens_details") or {}
+    vllm = (said.get("metrics") or {}).get("speculative_decoding") or {}
+    found = sglang.get("spec_correct_drafts_histogram") or vllm.get("acceptance_histogram")
+    return found if isinstance(found, list) and all(type(n) is int and n >= 0 for n in found) else None
 
 
 def same_prompt(reply: Reply, request: Request) -> bool:

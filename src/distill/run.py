@@ -21,7 +21,7 @@ from decode.load import stop_tokens
 from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
-from distill import inputs
+from distill import exporting, inputs
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
@@ -75,6 +75,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
         drafter = build_drafter(cfg, target)
+        exporting.check(cfg.export.to or exporting.NATIVE, cfg.export.push_to, hub.short_name(drafter))
         if cfg.gradient_checkpointing:
             drafter.checkpoint_gradients()
         objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights), cfg.logits_rows)
@@ -87,12 +88,12 @@ def run(cfg: DictConfig, folder: Path) -> float:
     saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)
     meter = Throughput(memory := MemoryWatch(cfg.try_largest))
     trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
-    counted = _begin(cfg, drafter)
+    counted = _begin(cfg, drafter, target)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
-        return _finish(trainer, folder)
+        return _finish(trainer, cfg, folder, target)
     stores = cache(partial(produce, cfg, target, chat, train, drafter, folder))
     store = stores(0)
     target.tap(drafter.taps)
@@ -101,7 +102,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
         say(f"{name}: {drafter.fit(store.texts())}")
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
-        return _finish(trainer, folder)
+        return _finish(trainer, cfg, folder, target)
 
     if scorer:
         scorer.prepare()
@@ -117,7 +118,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
         say(f"resuming from step {begun}")
     with explained(trainer, memory, cfg, module):
         fit(trainer, module, data, state, stop)
-    return _finish(trainer, folder)
+    return _finish(trainer, cfg, folder, target)
 
 
 def _scorer(cfg: DictConfig, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter) -> Scorer:
@@ -215,7 +216,7 @@ def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
     return drafter
 
 
-def _begin(cfg: DictConfig, drafter: Drafter) -> bool:
+def _begin(cfg: DictConfig, drafter: Drafter, target: Target) -> bool:
     """Take over what `drafter.init_from` has; whether that includes all that would be counted."""
     source = cfg.drafter.init_from
     if not source:
@@ -224,7 +225,7 @@ def _begin(cfg: DictConfig, drafter: Drafter) -> bool:
         raise UserError(
             f"drafter.init_from={source}: this drafter has no weights that training could go on with"
         )
-    left = hub.warm_start(drafter, hub.fetch(source))
+    left = hub.warm_start(drafter, hub.fetch(source), target)
     say(
         f"drafter.init_from={source}: "
         + (f"all but {', '.join(left)}" if left else "every tensor taken over")
@@ -233,9 +234,10 @@ def _begin(cfg: DictConfig, drafter: Drafter) -> bool:
     return not any(name.split(" ")[0] in buffers for name in left)
 
 
-def _finish(trainer: L.Trainer, folder: Path) -> float:
+def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -> float:
     if not trainer.is_global_zero:
         return 0.0
     say(table(folder))
+    exporting.at_end(cfg, folder, target)
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0

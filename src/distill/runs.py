@@ -22,8 +22,8 @@ FAILED = "failed"  # folder of batches that no number came of
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Of the resolved configuration, how to resume aside."""
-    kept = {k: v for k, v in config.items() if k != "resume"}
+    """Of the resolved configuration, how to resume and what becomes of the result aside."""
+    kept = {k: v for k, v in config.items() if k not in ("resume", "export")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

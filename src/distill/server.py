@@ -39,6 +39,8 @@ class Server:
         retries: of a request that the server fails at.
         patience: seconds that a server is waited for which is away, or has failed.
         api_key_env: name of the environment variable with the key; the key itself is kept nowhere.
+        group: before the names of these options, where a line names one.
+        stored: its answers are kept as they come.
     """
 
     url: str
@@ -48,9 +50,11 @@ class Server:
     retries: int
     patience: float
     api_key_env: str
+    group: str = "rollout."
+    stored: bool = True
 
     def __str__(self) -> str:
-        return f"rollout.url={self.url}"
+        return f"{self.group}url={self.url}"
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Any]:
@@ -85,7 +89,7 @@ class Server:
         try:
             yield
         except library.APITimeoutError:
-            raise PassingError(f"no answer within rollout.timeout={self.timeout:g} s", True) from None
+            raise PassingError(f"no answer within {self.group}timeout={self.timeout:g} s", True) from None
         except library.APIConnectionError as error:
             reason = self.clean(str(error.__cause__ or error)) or "connection lost"
             if first:
@@ -122,6 +126,6 @@ def openai() -> Any:
         import openai as library
     except ImportError:
         raise UserError(
-            "rollout=openai: the package openai is missing; pip install -e '.[serving]'"
+            "asking a server: the package openai is missing; pip install -e '.[serving]'"
         ) from None
     return library

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from decode.errors import UserError
+from decode.load import TOKENIZER_FILES
 from distill.callbacks import STATE, TrainingBar
 from distill.checks import refused
 from distill.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
@@ -26,7 +27,6 @@ from distill.runs import checkpoints
 from distill.stopping import Stop
 from distill.training import build_trainer, fit
 
-TOKENIZER_FILES = ("*token*.*", "vocab.*", "merges.*", "chat_template.*")
 SPECIAL_IDS = ("bos", "eos", "pad")  # what a model's configuration says of its tokenizer
 
 

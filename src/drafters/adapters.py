@@ -73,8 +73,13 @@ def located(model: PreTrainedModel, path: str, revision: str | None = None) -> B
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Tells a model's weights from another's, whatever dtype they are in: a sample of every one."""
+    return sampled(model.named_parameters())
+
+
+def sampled(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Hash of a few hundred values of each."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in sorted(tensors, key=lambda pair: pair[0]):
         flat = weight.detach().flatten()
         sample = flat[:: flat.numel() // 512 | 1].to("cpu", torch.bfloat16)  # odd, so columns change
         digest.update(f"{name} {tuple(weight.shape)}".encode())
@@ -123,7 +128,7 @@ def write(
 def read(folder: Path) -> dict[str, Tensor]:
     """Adapters in a folder, by the names that they have in a drafter; none where there is no file."""
     path = folder / FILES[1]
-    return {_in_drafter(name): w for name, w in load_file(path).items()} if path.exists() else {}
+    return {in_drafter(name): w for name, w in load_file(path).items()} if path.exists() else {}
 
 
 def absent(tensors: Iterable[str], targets: Iterable[str], stem: str) -> list[str]:
@@ -136,6 +141,7 @@ def _on_file(name: str) -> str:
     return "base_model." + name.replace(".default.weight", ".weight")
 
 
-def _in_drafter(name: str) -> str:
+def in_drafter(name: str) -> str:
+    """An adapter's name on file -> its name in a drafter."""
     stem, _, end = name.removeprefix("base_model.").rpartition(".")
     return f"{stem}.default.{end}"

@@ -99,6 +99,26 @@ def some_of(anchors: Tensor, count: int, seed: int) -> Tensor:
     return anchors[chosen.sort().values.to(anchors.device)]
 
 
+class Origin(NamedTuple):
+    """Whom a drafter was made for, and where it was read.
+
+    Attributes:
+        name: path or hub id of the target; "": nobody said.
+        revision: commit of a hub id, where it is known.
+        fingerprint: of the target's weights, `Target.fingerprint`.
+        tokenizer: hash of what the target's tokenizer calls each id; "": it has none to be read.
+        folder: that the drafter was read from; None: it was made here.
+        sample: of the weights that were read, to tell whether they are still these.
+    """
+
+    name: str
+    revision: str | None
+    fingerprint: str
+    tokenizer: str
+    folder: Path | None = None
+    sample: str = ""
+
+
 class Drafter(nn.Module, ABC):
     """Base class. A new drafter is one file here, one yaml in conf/drafter, one contract row.
 
@@ -114,6 +134,7 @@ class Drafter(nn.Module, ABC):
         deepest: levels that it can draft; None: any number.
         confidence: says from a state how likely its token is to be accepted; None: nothing does.
         continues: another drafter's short name whose weights it may begin with, or "".
+        origin: known once it was saved or loaded.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -123,6 +144,7 @@ class Drafter(nn.Module, ABC):
     deepest: int | None = None
     confidence: Confidence | None
     continues: str = ""
+    origin: Origin | None = None
     settings: dict[str, Any]
 
     def __init__(self) -> None:
@@ -149,6 +171,63 @@ class Drafter(nn.Module, ABC):
         """Write those that have a file of their own into a checkpoint's folder, and give the others."""
         del folder
         return tensors
+
+    # -- on file and on the Hub; see drafters.sharing.pretrained -------------------------------
+
+    def save_pretrained(self, folder: str | Path, target: Target | None = None) -> None:
+        """Write a folder for `from_pretrained`, with a model card and what is known of its score.
+
+        Args:
+            folder: new, or empty.
+            target: that it was made for; None: the one that it was loaded with.
+
+        Raises:
+            UserError: no target is known, or something is in the folder.
+        """
+        from drafters.sharing.pretrained import save_pretrained
+
+        save_pretrained(self, Path(folder), target)
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, target: Target | None = None, revision: str | None = None
+    ) -> Self:
+        """A drafter of this class from a folder or the Hub, frozen, in the target's dtype.
+
+        Args:
+            source: folder or hub id. Code that comes with it is never run.
+            target: None: the one that its config names, at the revision it names, loaded without
+                code of its own.
+            revision: of a hub id; None: the newest.
+
+        Raises:
+            UserError: see `hub.fetch` and `hub.load`; another class; a target that is not to be had.
+        """
+        from drafters.sharing.pretrained import from_pretrained
+
+        drafter = from_pretrained(str(source), target, revision)
+        if not isinstance(drafter, cls):
+            raise UserError(f"{source}: drafter {type(drafter).__name__}, not {cls.__name__}")
+        return drafter
+
+    def push_to_hub(self, repo: str, target: Target | None = None, private: bool = True) -> str:
+        """Upload what `save_pretrained` writes, in one commit.
+
+        Args:
+            repo: owner/name; made if there is none.
+            target: as in `save_pretrained`.
+            private: of a repository that is made.
+
+        Returns:
+            Address of the commit.
+
+        Raises:
+            UserError: no target is known; no token, or one that may not write there.
+            RemoteError: the Hub cannot be reached, or the upload was cut off; nothing is committed.
+        """
+        from drafters.sharing.pretrained import push_to_hub
+
+        return push_to_hub(self, repo, target, private)
 
     # -- training face -----------------------------------------------------------------------
 

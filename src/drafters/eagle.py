@@ -36,6 +36,8 @@ class Eagle(Recurrent):
             the depths before.
         feature_noise: half-width of the uniform noise on training features, scaled by 512 / T.
         feature_weight: of the Smooth-L1 feature regression, beside a divergence of weight 1.
+        bias: whether the fusion has one; vLLM's EAGLE has none.
+        rope: the rest of the rotary positions, see `drafters.rope`.
     """
 
     taps = (LAST,)
@@ -53,13 +55,15 @@ class Eagle(Recurrent):
         feature_noise: float,
         feature_weight: float,
         detach: bool = False,  # what checkpoints have that were saved before there was a choice
+        bias: bool = True,  # as all of them
+        rope: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         self.depth, self.detach, self.feature_noise = depth, detach, feature_noise
         self.aux_weights = {"feature": feature_weight}
-        self.fc = nn.Linear(2 * hidden_size, hidden_size)
-        self.rotary = Rotary(head_dim, rope_theta)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=bias)
+        self.rotary = Rotary(head_dim, rope_theta, rope)
         self.layer = DecoderLayer(
             hidden_size, heads, kv_heads, head_dim, intermediate_size, eps, input_norm=False
         )
@@ -72,7 +76,8 @@ class Eagle(Recurrent):
         self.layer.down_proj.weight.zero_()
         self.fc.weight.normal_(std=0.32 * hidden_size**-0.5)  # as much beside the feature at any size
         self.fc.weight[:, hidden_size:] += torch.eye(hidden_size)
-        self.fc.bias.zero_()
+        if self.fc.bias is not None:
+            self.fc.bias.zero_()
 
     @override
     @classmethod

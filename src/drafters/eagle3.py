@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -46,6 +46,7 @@ class Eagle3(Recurrent):
         norm_before_fc: whether the tapped features are normalised together (gpt-oss).
         fc_norm: whether each of them is normalised by itself (EAGLE 3.1).
         norm_output: whether the feature that is fed back has passed the final norm.
+        rope: the rest of the rotary positions, see `drafters.rope`.
 
     Raises:
         UserError: no taps, no layers, a vocabulary that is none, or both norms before `fc`.
@@ -71,6 +72,7 @@ class Eagle3(Recurrent):
         norm_before_fc: bool,
         fc_norm: bool,
         norm_output: bool,
+        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
     ) -> None:
         super().__init__()
         self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
@@ -90,7 +92,7 @@ class Eagle3(Recurrent):
         self.input_norm = RMSNorm(fused, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps) if fc_norm else None
         self.fc = nn.Linear(fused, hidden_size, bias=False)
-        self.rotary = Rotary(head_dim, rope_theta)
+        self.rotary = Rotary(head_dim, rope_theta, rope)
         self.hidden_norm = RMSNorm(hidden_size, eps=eps)
         size = (hidden_size, heads, kv_heads, head_dim, intermediate_size, eps)
         self.layers = nn.ModuleList(DecoderLayer(*size, inputs=1 if i else 2) for i in range(layers))

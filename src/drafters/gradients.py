@@ -86,5 +86,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate (..., heads, dim) by its position's (..., 2, 1, dim) cosine and sine."""
-    return _Rotate.apply(x, angles)
+    """Rotate (..., heads, dim) by its position's (..., 2, 1, n) cosine and sine; past n nothing turns."""
+    turning = angles.shape[-1]
+    if turning == x.shape[-1]:
+        return _Rotate.apply(x, angles)
+    return torch.cat([_Rotate.apply(x[..., :turning], angles), x[..., turning:]], -1)

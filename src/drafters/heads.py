@@ -14,11 +14,11 @@ from decode.target import Target
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x), layer after layer; W begins at 0, so that a fresh block changes nothing."""
+    """x + SiLU(W x + b), layer after layer; W and b begin at 0, so that a fresh block changes nothing."""
 
-    def __init__(self, hidden_size: int, layers: int) -> None:
+    def __init__(self, hidden_size: int, layers: int, bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(layers))
         for weight in self.parameters():
             nn.init.zeros_(weight)
 
@@ -43,7 +43,10 @@ class OwnHeads(nn.ModuleList):
     def __init__(self, hidden_size: int, vocab_size: int, count: int) -> None:
         # Not worth a random start: `begin` or a checkpoint fills them in.
         super().__init__(
-            nn.utils.skip_init(nn.Linear, hidden_size, vocab_size, bias=False) for _ in range(count)
+            nn.utils.skip_init(
+                nn.Linear, hidden_size, vocab_size, bias=False, device=torch.get_default_device()
+            )
+            for _ in range(count)
         )
 
     @torch.no_grad()

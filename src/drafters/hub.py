@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.errors import UserError
+from decode.load import load_tokenizer
 from decode.target import Target
 from drafters import adapters
-from drafters.base import Drafter
+from drafters.base import Drafter, Origin
+from drafters.export import files, layout, table
+from drafters.export.layout import Layout, Saved
+from drafters.sharing import download, untrusted
+from drafters.sharing.files import Shape, header, is_hub_id, read_json, shape_of
 
-FILES = ("config.json", "model.safetensors", *adapters.FILES)
+FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
 FORMAT = 1
+WRITTEN = ("name", "revision", "fingerprint", "tokenizer")  # of a target, in config.json
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
     "bigram": "drafters.bigram:Bigram",
+    "dflash": "drafters.dflash:DFlash",
     "diffusion": "drafters.diffusion:Diffusion",
     "eagle": "drafters.eagle:Eagle",
     "eagle3": "drafters.eagle3:Eagle3",
@@ -61,9 +68,26 @@ def short_name(drafter: Drafter) -> str:
     return next(name for name, entry in CLASSES.items() if entry == where)
 
 
+def origin_of(target: Target, name: str = "") -> Origin:
+    """What to write down of a target; `name` where it is not the one that it was loaded by."""
+    where, revision = target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None)
+    return Origin(name or where, revision, target.fingerprint(), tokenizer_hash(where, revision))
+
+
+@lru_cache(maxsize=8)
+def tokenizer_hash(name: str, revision: str | None, fetch: bool = False) -> str:
+    """Of what a model's tokenizer calls each id; "" where there is none, on this machine or at all."""
+    try:
+        words = load_tokenizer(name, revision, fetch=fetch).get_vocab() if name else {}
+    except UserError:
+        words = {}
+    text = json.dumps(sorted(words.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if words else ""
+
+
 def save(
     drafter: Drafter,
-    target: Target,
+    target: Target | Origin,
     folder: Path,
     target_name: str = "",
     weights: Mapping[str, Tensor] | None = None,
@@ -74,7 +98,7 @@ def save(
 
     Args:
         drafter: what is saved.
-        target: that it was made for.
+        target: that it was made for, or what is known of that one.
         folder: to write into.
         target_name: written down beside the target's fingerprint.
         weights: whole, of a drafter whose own are cut up among processes; None: its own.
@@ -82,6 +106,8 @@ def save(
     left_out, weights = drafter.borrowed | _tied(drafter).keys(), weights or drafter.state_dict()
     whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in left_out}
     save_file(drafter.put_aside(whole, folder), folder / "model.safetensors")
+    made_for = target if isinstance(target, Origin) else origin_of(target, target_name)
+    drafter.origin = drafter.origin or made_for
     config = {
         "format": FORMAT,
         "drafter": short_name(drafter),
@@ -89,13 +115,15 @@ def save(
         "confidence": drafter.confidence is not None,
         "taps": list(drafter.taps),
         "taps_mean": "the value entering decoder layer i; 'last' is the head's input",
-        "target": {"name": target_name, "fingerprint": target.fingerprint()},
+        "target": {name: getattr(made_for, name) for name in WRITTEN},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
 def load(folder: str | Path, target: Target) -> Drafter:
-    """Read a drafter saved by `save`, frozen, in the target's dtype and on its device.
+    """Read a drafter saved by `save`, or by a program that `export.table` knows.
+
+    It is frozen, in the target's dtype and on its device.
 
     Raises:
         UserError: no checkpoint there, a damaged one, or one made for another target; adapters
@@ -103,30 +131,88 @@ def load(folder: str | Path, target: Target) -> Drafter:
     """
     folder = Path(folder)
     config = _config(folder)
-    made_for = config["target"]
-    if made_for.get("fingerprint") != target.fingerprint():
+    known = _target_in(config)
+    if _ours(config) and known.fingerprint != target.fingerprint():
         raise UserError(
-            f"{folder}: this drafter was made for target {made_for.get('name') or '(unnamed)'!r} "
+            f"{folder}: this drafter was made for target {known.name or '(unnamed)'!r} "
             "with other weights or another vocabulary; score it with that target"
         )
+    saved = _saved(folder, config, target)
+    kind = drafter_class(saved.drafter)
     try:
-        drafter = drafter_class(config["drafter"]).restore(config["settings"], target)
-        if config.get("confidence"):  # older ones do not say
+        untrusted.check_target(saved.settings, target)
+        if not _ours(config):  # ours were looked at before they were read
+            untrusted.check_settings(kind, saved.settings)
+            shapes = {name: shape_of(value) for name, value in saved.weights.items()}
+            untrusted.check_shapes(kind, saved.settings, saved.confidence, shapes)
+        drafter = kind.restore(dict(saved.settings), target)
+        if saved.confidence:
             drafter.add_confidence()
-        weights = _tensors(folder)
-        weights |= {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
-        drafter.load_state_dict(weights)
+        drafter.load_state_dict(_named_twice(drafter, saved.weights))
+        untrusted.check_values(drafter, target.vocab_size)
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
-    except (OSError, SafetensorError, RuntimeError, TypeError, KeyError) as error:
+    except (RuntimeError, TypeError, KeyError) as error:
         raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
-    return drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+    drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+    now = origin_of(target)
+    drafter.origin = Origin(
+        known.name or now.name,
+        known.revision or now.revision,
+        now.fingerprint,
+        known.tokenizer or now.tokenizer,
+        folder,
+        sample(drafter),
+    )
+    return drafter
 
 
-def fetch(source: str) -> Path:
+def sample(drafter: Drafter) -> str:
+    """Tells a drafter's weights and counts from what they were before some change."""
+    return adapters.sampled(drafter.state_dict().items())
+
+
+def opened(drafter: Drafter) -> Saved:
+    """A drafter without its code."""
+    weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in drafter.borrowed}
+    return Saved(short_name(drafter), drafter.settings, weights, drafter.confidence is not None)
+
+
+def weights_on_file(folder: Path, drafter: Drafter, target: Target) -> dict[str, Tensor] | None:
+    """What a checkpoint holds, in its own dtype; None where the drafter has it in another form now."""
+    saved = _saved(folder, _config(folder), target).weights
+    names = drafter.state_dict().keys() - drafter.borrowed - _tied(drafter).keys()
+    return saved if saved.keys() == names else None
+
+
+def made_for(folder: Path) -> str:
+    """Path or hub id of the target that a checkpoint was made for.
+
+    Raises:
+        UserError: no checkpoint there, or it does not say.
+    """
+    name = written(folder).name
+    if not name:
+        raise UserError(
+            f"{folder}: it does not say for which target it was made; give target=<path or hub id>"
+        )
+    return name
+
+
+def written(folder: Path) -> Origin:
+    """What a checkpoint says of the target that it was made for; "" and None where it does not.
+
+    Raises:
+        UserError: no checkpoint there.
+    """
+    return _target_in(_config(folder))
+
+
+def fetch(source: str, revision: str | None = None) -> Path:
     """The local folder of a drafter: `source` itself, or the hub repository of that name, fetched.
 
-    Only `FILES` are ever downloaded.
+    Only `FILES` and what says how it was made and scored are ever downloaded, and weights only
+    beside a config.json that is a drafter's.
 
     Raises:
         UserError: neither a folder nor a repository that can be had.
@@ -134,22 +220,25 @@ def fetch(source: str) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
-    try:
-        return Path(snapshot_download(source, allow_patterns=list(FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    if not is_hub_id(source):
         raise UserError(
-            f"{source}: no such folder, and not to be had from the hub ({_first(error)})"
-        ) from None
+            f"checkpoint={source}: no config.json there; give a checkpoints/<step> folder, or a hub id "
+            "(owner/name)"
+        )
+    small = [FILES[0], *download.NOTES]
+    _config(download.snapshot(source, revision, small))
+    return download.snapshot(source, revision, [*FILES, *download.NOTES])
 
 
-def warm_start(drafter: Drafter, folder: Path) -> list[str]:
+def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     """Begin with another drafter's weights and buffers where names and shapes agree.
 
     It may have been made for another target: that is what one warm-starts for.
 
     Args:
         drafter: fresh; changed in place.
-        folder: of a drafter of the same class or of the one that it `continues`, saved by `save`.
+        folder: of a drafter of the same class or of the one that it `continues`; see `load`.
+        target: that the fresh one is for.
 
     Returns:
         What stays as it was: "name (its shape here, there)", "name (not there)" or "name (not here)".
@@ -158,18 +247,15 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
         UserError: no checkpoint there, a damaged one, another class, or nothing that fits.
     """
     config, kind = _config(folder), short_name(drafter)
-    if config["drafter"] not in (kind, drafter.continues):
-        raise UserError(f"drafter.init_from={folder}: drafter {config['drafter']!r}, not {kind!r}")
-    try:
-        found = _tensors(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
-    found |= {name: found[first] for name, first in _tied(drafter).items() if first in found}
-    if config["drafter"] != kind:
+    saved = _saved(folder, config, target)
+    if saved.drafter not in (kind, drafter.continues):
+        raise UserError(f"drafter.init_from={folder}: drafter {saved.drafter!r}, not {kind!r}")
+    found = _named_twice(drafter, saved.weights)
+    if saved.drafter != kind:
         found = drafter.adopt(found)
     else:
         try:
-            found = drafter.translate(found, config["settings"])
+            found = drafter.translate(found, saved.settings)
         except UserError as error:
             raise UserError(f"drafter.init_from={folder}: {error}") from None
         except (KeyError, TypeError) as error:
@@ -191,9 +277,45 @@ def warm_start(drafter: Drafter, folder: Path) -> list[str]:
     return left + [f"{name} (not here)" for name in found if name not in own]
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """All that was saved, by the names that the drafter has for it."""
-    return load_file(folder / "model.safetensors") | adapters.read(folder)
+def _target_in(config: Mapping[str, Any]) -> Origin:
+    target = config["target"] if _ours(config) else {}
+    found = {name: value if isinstance(value := target.get(name), str) else "" for name in WRITTEN}
+    return Origin(found["name"], found["revision"] or None, found["fingerprint"], found["tokenizer"])
+
+
+def _ours(config: Mapping[str, Any]) -> bool:
+    return "format" in config
+
+
+def _saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
+    """What a folder holds, whoever wrote it."""
+    known = None if _ours(config) else table.reader(config)
+    try:
+        if known is None:
+            _look_at(folder, config, header(folder / layout.FILES[1]))
+            weights = load_file(folder / layout.FILES[1]) | adapters.read(folder)
+            return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
+        return known.read(Layout(config, files.stored(folder)), target)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    except (OSError, SafetensorError, RuntimeError, TypeError, KeyError) as error:
+        raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
+
+
+def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape]) -> None:
+    """Compare settings with what is on file, before either is believed; see `untrusted`."""
+    kind = drafter_class(config["drafter"])
+    untrusted.check_settings(kind, config["settings"])
+    untrusted.check_base(folder, config["settings"])
+    pairs = folder / adapters.FILES[1]
+    if pairs.exists():
+        shapes = shapes | {adapters.in_drafter(name): shape for name, shape in header(pairs).items()}
+    untrusted.check_shapes(kind, config["settings"], config.get("confidence", False), shapes)
+
+
+def _named_twice(drafter: Drafter, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With what the drafter has under a second name."""
+    return weights | {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
 
 
 def _first(error: Exception) -> str:
@@ -211,20 +333,26 @@ def _tied(drafter: Drafter) -> dict[str, str]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+    path = folder / layout.FILES[0]
     if not path.is_file():
         raise UserError(f"checkpoint={folder}: no config.json there; give a checkpoints/<step> folder")
-    config: dict[str, Any] = {}
+    config: Any = None
     try:
-        config = json.loads(path.read_text())
+        config = read_json(path)
         kinds = {"format": int, "drafter": str, "settings": dict, "target": dict}
         broken = [key for key, kind in kinds.items() if not isinstance(config[key], kind)]
-    except (ValueError, KeyError, TypeError):
+        broken += ["confidence"] * (not isinstance(config.get("confidence", False), bool))
+    except KeyError:
         broken = ["its keys"]
+    except (ValueError, TypeError) as error:
+        broken = [_first(error)]
+    if isinstance(config, dict) and not _ours(config) and table.reader(config):
+        return config
     if broken:
         raise UserError(f"{path}: not a drafter's config ({', '.join(broken)})")
     if config["format"] != FORMAT:
         raise UserError(f"{path}: format {config['format']}, this version reads {FORMAT}")
+    drafter_class(config["drafter"])
     return config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from decode.lm import CausalLM
 from drafters.gradients import rms_norm, rotate, swiglu
+from drafters.rope import copied, frequencies
 
 
 class Rotary(nn.Module):
@@ -19,25 +21,30 @@ class Rotary(nn.Module):
     Args:
         dim: of one head.
         theta: base of the geometric series of wavelengths.
+        rope: what makes it another one, see `drafters.rope`.
     """
 
-    def __init__(self, dim: int, theta: float) -> None:
+    def __init__(self, dim: int, theta: float, rope: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.dim, self.theta = dim, theta
+        self.dim, self.theta, self.rope = dim, theta, rope
+        frequencies(dim, theta, rope, torch.empty(0))  # refuses what it cannot be
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def table(self, limit: int, like: Tensor) -> Tensor:
-        """(positions >= limit, 2, 1, dim) cosines and sines in the dtype and place of `like`."""
+        """(positions >= limit, 2, 1, n) cosines and sines in the dtype and place of `like`.
+
+        Of the first n <= dim numbers of a head; the others do not turn.
+        """
         # A plain attribute, not a buffer: casting the module must not round the angles.
         key = (like.device, like.dtype)
         table = self._tables.get(key)
         if table is None or table.shape[0] < limit:
             with torch.inference_mode(False):
-                steps = torch.arange(0, self.dim, 2, device=like.device, dtype=torch.float64)
+                steps, scale = frequencies(self.dim, self.theta, self.rope, like)
                 places = torch.arange(max(256, 2 * limit), device=like.device)
-                angles = places[:, None] * self.theta ** (-steps / self.dim)
+                angles = places[:, None] * steps
                 angles = torch.cat([angles, angles], -1)[:, None]
-                table = torch.stack([angles.cos(), angles.sin()], 1).to(like.dtype)
+                table = (torch.stack([angles.cos(), angles.sin()], 1) * scale).to(like.dtype)
             self._tables[key] = table
         return table
 
@@ -63,6 +70,7 @@ class DecoderLayer(nn.Module):
         eps: of the RMS norms.
         input_norm: whether the attention input is normalised (EAGLE-1's is not).
         inputs: vectors of size D side by side that make the attention input.
+        qk_norm: whether queries and keys are normalised, head by head, before they are rotated (Qwen3).
     """
 
     def __init__(
@@ -75,12 +83,16 @@ class DecoderLayer(nn.Module):
         eps: float,
         input_norm: bool = True,
         inputs: int = 1,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
         # One product each for q, k, v and for gate, up: at draft sizes a call costs more than its work.
         self.qkv_proj = nn.Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
+        self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.qk_norm = qk_norm
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
@@ -99,12 +111,15 @@ class DecoderLayer(nn.Module):
         rows = qkv.unflatten(-1, (-1, self.head_dim))
         asking = rows.shape[-2] - 2 * self.kv_heads
         qk, v = rows.split([asking + self.kv_heads, self.kv_heads], -2)
+        if self.qk_norm:
+            q, k = qk.split([asking, self.kv_heads], -2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
         q, k = rotate(qk, angles).split([asking, self.kv_heads], -2)
         return q, k, v
 
     def turn(self, q: Tensor, angles: Tensor) -> Tensor:
         """(..., n) queries of `qkv_proj` alone -> (..., heads, dim)."""
-        return rotate(q.unflatten(-1, (-1, self.head_dim)), angles)
+        return rotate(self.q_norm(q.unflatten(-1, (-1, self.head_dim))), angles)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """(..., D) input and (..., heads * dim) attention output -> (..., D)."""
@@ -119,10 +134,10 @@ def _add_product(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
 
 
 def shape_of(target: CausalLM) -> dict[str, Any]:
-    """Sizes of a decoder layer that is like the target's own, and its rotary base."""
+    """Sizes of a decoder layer that is like the target's own, and its rotary positions."""
     config = target.config
     heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
+    theta, rope = copied(config)
     return {
         "hidden_size": target.hidden_size,
         "heads": heads,
@@ -130,7 +145,8 @@ def shape_of(target: CausalLM) -> dict[str, Any]:
         "head_dim": getattr(config, "head_dim", None) or target.hidden_size // heads,
         "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
         "eps": getattr(config, "rms_norm_eps", 1e-6),
-        "rope_theta": rope.get("rope_theta", 10_000.0),
+        "rope_theta": theta,
+        "rope": rope,
     }
 
 

@@ -70,6 +70,7 @@ class Lyanna(Informed, Recurrent):
         warmup: share of the steps in which the states learn first: 1 for the regression and 0.1 for
             each divergence.
         reuse: of `Reuse`.
+        rope: the rest of the rotary positions, see `drafters.rope`.
 
     Raises:
         UserError: an option that is none of these.
@@ -98,6 +99,7 @@ class Lyanna(Informed, Recurrent):
         base_weight: float,
         warmup: float,
         reuse: dict[str, Any],
+        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
     ) -> None:
         super().__init__()
         self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
@@ -114,7 +116,7 @@ class Lyanna(Informed, Recurrent):
         add = root_token == "add"
         self.in_proj = nn.Linear(hidden_size * (1 + add), hidden_size, bias=False)
         self.no_token = nn.Parameter(torch.zeros(hidden_size)) if add else None
-        self.rotary = Rotary(head_dim, rope_theta)
+        self.rotary = Rotary(head_dim, rope_theta, rope)
         size = (hidden_size, heads, kv_heads, head_dim, intermediate_size, eps)
         self.layers = nn.ModuleList(DecoderLayer(*size) for _ in range(layers))
         self.out_norm = RMSNorm(hidden_size, eps=eps)

@@ -44,6 +44,7 @@ class Medusa(Informed, NewestDrafter):
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: its rank.
         hot_tokens: its tokens.
+        bias: whether a residual layer has one, as in the authors' checkpoints.
 
     Raises:
         UserError: no head, or a head without a layer.
@@ -59,12 +60,13 @@ class Medusa(Informed, NewestDrafter):
         token_info: str = "none",  # what checkpoints have that were saved before there was a choice
         info_rank: int = 1,
         hot_tokens: int = 1,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         at_least_one(depth=depth, layers=layers)
         self.depth = depth
-        self.blocks = nn.ModuleList(ResBlock(hidden_size, layers) for _ in range(depth))
+        self.blocks = nn.ModuleList(ResBlock(hidden_size, layers, bias) for _ in range(depth))
         self.lm_heads = OwnHeads(hidden_size, vocab_size, depth if own_head else 0)
         self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from decode.load import stop_tokens
 from decode.sampling import Sampler
+from decode.target import Target
 
 
 class Vocabulary(NamedTuple):
@@ -36,6 +39,23 @@ def frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
     rank = counts.clone()
     rank[list(first)] = int(counts.max()) + 1
     return rank.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def unwritten(target: Target) -> int:
+    """A token that no text holds, as far as a model can tell: its padding, or else its last id.
+
+    Last ids are reserved or fill up the table in most models. Passed over are tokens with a meaning,
+    and those whose embedding is 0, which would be nothing to begin a mask with.
+    """
+    padding = getattr(target.config, "pad_token_id", None)
+    taken = {*stop_tokens(target), getattr(target.config, "bos_token_id", None), None}
+    likely = [padding, *reversed(range(target.vocab_size))]
+    return next(token for token in likely if token not in taken and embedding(target, token).any())
+
+
+def embedding(target: Target, token: int) -> Tensor:
+    """(1, D) what the target reads of a token."""
+    return target.embed(torch.tensor([token], device=target.device)).detach()
 
 
 def names(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:

@@ -1,0 +1,21 @@
+"""Open an export with speculators: python scripts/check_speculators.py python=<its> checkpoint=<folder>."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from distill.cli import main
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+
+def task(cfg: DictConfig, folder: Path) -> float:
+    """Seconds of imports that `--help` does not wait for."""
+    del folder
+    from distill.check_speculators import check
+
+    return check(cfg)
+
+
+if __name__ == "__main__":
+    main(task, CONF, "check_speculators")

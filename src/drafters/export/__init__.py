@@ -1,0 +1,1 @@
+"""Drafters in the files of other programs, and back: rename rules and configs, nothing else."""

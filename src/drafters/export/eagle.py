@@ -1,0 +1,140 @@
+"""EAGLE-1 and 2 in the files of vLLM and SGLang, and the authors' back.
+
+Read off `llama_eagle.py` of both engines and `eagle/model/cnets1.py` of SafeAILab/EAGLE: all feed
+(embedding, feature) to `fc`, the feature being the input of the target's head, and have no
+`input_layernorm` in the first layer; vLLM's `fc` has no bias, SGLang's has one. Embedding and head are
+the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.target import Target
+from drafters.export.layout import Layout, Reader, Saved, fused, unfused
+from drafters.export.llama import (
+    architecture,
+    check_target,
+    config_of,
+    leftover,
+    plain_embedding,
+    sizes,
+    told,
+)
+
+LAYER = "layers.0."
+OWN = {
+    "fc.weight",
+    *(
+        f"layer.{part}.weight"
+        for part in ("qkv_proj", "o_proj", "post_attention_layernorm", "gate_up_proj", "down_proj")
+    ),
+}
+# What only training asks; nothing in the files tells how these were trained.
+UNTOLD = {"depth": 1, "feature_noise": 0.0, "feature_weight": 0.0}
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+
+
+def to_vllm(saved: Saved, target: Target) -> Layout:
+    """Files of `EagleLlamaForCausalLM`.
+
+    Raises:
+        UserError: a fusion with a bias, or a target whose embedding or head the engine would not share.
+    """
+    tensors = _tensors(saved, target, "vllm")
+    bias = tensors.pop("fc.bias", None)
+    if bias is not None and bias.any():
+        raise UserError(
+            "to=vllm: this drafter's fusion has a bias, and vLLM's EAGLE has none; set to=sglang, or train "
+            "on with drafter.bias=false drafter.init_from=<this checkpoint>"
+        )
+    # vLLM puts "Eagle" before the name. `bias` is read as that of attention, so it may not be true.
+    config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
+    return Layout(config, tensors, vllm("eagle", saved))
+
+
+def to_sglang(saved: Saved, target: Target) -> Layout:
+    """Files of `LlamaForCausalLMEagle`.
+
+    Raises:
+        UserError: a target whose embedding or head the engine would not share.
+    """
+    tensors = _tensors(saved, target, "sglang")
+    if "fc.bias" not in tensors:  # there it is a weight that nothing else would set
+        tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
+    config = _config(saved, target) | {"architectures": ["LlamaForCausalLMEagle"]}
+    return Layout(config, tensors, sglang("EAGLE", saved))
+
+
+def _tensors(saved: Saved, target: Target, to: str) -> dict[str, Tensor]:
+    plain_embedding(target, to)
+    if target.head.bias is not None:
+        raise UserError(f"to={to}: the target's head has a bias, which {to}'s drafter does not add")
+    own = {k: v for k, v in saved.weights.items() if not k.startswith("confidence.")}
+    names = unfused(own, saved.settings).items()
+    return {k.replace("layer.", LAYER, 1) if k.startswith("layer.") else k: v for k, v in names}
+
+
+def _config(saved: Saved, target: Target) -> dict[str, Any]:
+    config, head = config_of(saved.settings, 1, target, saved.weights["fc.weight"].dtype), target.head
+    if head.scale != 1.0:
+        config["logit_scale"] = head.scale
+    if head.softcap is not None:
+        config["final_logit_softcapping"] = head.softcap
+    return config
+
+
+def vllm(method: str, saved: Saved) -> str:
+    """The command that serves a drafter there."""
+    flag = "--speculative-config."
+    return (
+        f"vllm serve {{target}} {flag}method {method} {flag}model {{drafter}} "
+        f"{flag}num_speculative_tokens {_depth(saved)}"
+    )
+
+
+def sglang(algorithm: str, saved: Saved) -> str:
+    """The command that serves a drafter there."""
+    depth, flag = _depth(saved), "--speculative-"
+    return (
+        f"python -m sglang.launch_server --model-path {{target}} {flag}algorithm {algorithm} "
+        f"{flag}draft-model-path {{drafter}} {flag}num-steps {depth} {flag}eagle-topk 4 "
+        f"{flag}num-draft-tokens {4 * depth}"
+    )
+
+
+def _depth(saved: Saved) -> int:
+    """Tokens to draft: as deep as it was trained, and 3 where that was less (vLLM's own examples)."""
+    return max(3, saved.settings["depth"])
+
+
+def _knows(config: Mapping[str, Any]) -> bool:
+    name = architecture(config)
+    if "format" in config or "speculators_config" in config or "draft_vocab_size" in config:
+        return False
+    # The authors' files are a Llama of one layer, by their configuration alone.
+    plain = name == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1
+    return plain or name in ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+
+
+def _read(layout: Layout, target: Target) -> Saved:
+    config = layout.config
+    tensors = {k.removeprefix("model."): v for k, v in layout.tensors.items() if "rotary_emb" not in k}
+    if "fc.weight" not in tensors:
+        raise UserError("a language model of one layer, no EAGLE (it has no fc.weight)")
+    check_target(config, tensors, target)
+    if config.get("num_hidden_layers", 1) != 1:
+        raise UserError(f"it has {config['num_hidden_layers']} layers; EAGLE has 1 here")
+    own = {k: v for k, v in tensors.items() if k not in SHARED}
+    weights = {k.replace(LAYER, "layer.", 1): v for k, v in fused(own).items()}
+    bias = "fc.bias" in weights
+    leftover(set(weights), OWN | ({"fc.bias"} if bias else set()))
+    return Saved("eagle", sizes(config, tensors, LAYER) | UNTOLD | {"bias": bias}, weights)
+
+
+READER = Reader("EAGLE", _knows, told(_read))

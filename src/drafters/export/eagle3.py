@@ -1,0 +1,203 @@
+"""EAGLE-3 in the flat files that vLLM and SGLang both load, and SafeAILab's and SpecForge's back.
+
+Read off `llama_eagle3.py` of both engines: `midlayer.*` is the first layer; `d2t` holds offsets,
+target id - draft id. Layer ids at the top level are vLLM's, values entering a layer, as ours; those
+in `eagle_config` are SGLang's and SpecForge's, outputs of a layer: ours minus 1. Where there are
+none, both take [2, n / 2, n - 3] in our terms. An embedding is the target's, so there is none in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.target import LAST, Target
+from drafters.export.eagle import sglang, vllm
+from drafters.export.layout import Layout, Reader, Saved, fused, unfused
+from drafters.export.llama import (
+    architecture,
+    check_target,
+    config_of,
+    leftover,
+    plain_embedding,
+    sizes,
+    told,
+)
+
+FIRST = "midlayer."
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER = ("qkv_proj", "o_proj", "post_attention_layernorm", "input_layernorm", "gate_up_proj", "down_proj")
+SHARED = ("embed_tokens.weight", "d2t", "t2d")
+# Those of SGLang: it loads what it knows and says nothing of the rest.
+UNKNOWN_TO_SGLANG = ("norm_before_residual", "norm_before_fc")
+
+
+def to_vllm(saved: Saved, target: Target) -> Layout:
+    """Files of `Eagle3LlamaForCausalLM`.
+
+    Raises:
+        UserError: `last` or one tap twice, no draft vocabulary yet, a scaled embedding.
+    """
+    return _layout(saved, target, "vllm", vllm("eagle3", saved))
+
+
+def to_sglang(saved: Saved, target: Target) -> Layout:
+    """Files of `LlamaForCausalLMEagle3`; the same as vLLM's.
+
+    Raises:
+        UserError: see `to_vllm`; several layers, the embedding as a tap, norms that SGLang does not know.
+    """
+    settings = saved.settings
+    for name in UNKNOWN_TO_SGLANG:
+        if settings[name]:
+            raise UserError(
+                f"to=sglang: SGLang does not know {name}; train with drafter.{name}=false, or set to=vllm"
+            )
+    if settings["layers"] > 1:
+        raise UserError(
+            f"to=sglang: {settings['layers']} layers, of which most versions read one; train with "
+            "drafter.layers=1, or set to=vllm"
+        )
+    if 0 in settings["taps"]:
+        raise UserError(
+            "to=sglang: it cannot tap the embedding (layer 0); train with other drafter.taps, or set to=vllm"
+        )
+    return _layout(saved, target, "sglang", sglang("EAGLE3", saved))
+
+
+def _layout(saved: Saved, target: Target, to: str, serve: str) -> Layout:
+    plain_embedding(target, to)
+    settings = saved.settings
+    order = _order(settings["taps"], to)
+    weights = {k: v for k, v in saved.weights.items() if not k.startswith("confidence.")}
+    weights = _by_height(weights, order, settings["hidden_size"])
+    ids = weights.pop("d2t", None)
+    if ids is None:
+        ids = torch.arange(target.vocab_size)
+    elif (ids < 0).any():
+        raise UserError(
+            f"to={to}: its draft vocabulary has not been counted; export a checkpoint of training"
+        )
+    tensors = {_theirs(k): v for k, v in unfused(weights, settings).items()}
+    tensors["d2t"] = (ids - torch.arange(len(ids), device=ids.device)).long()
+    tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool, device=ids.device).index_fill_(
+        0, ids, True
+    )
+    config = config_of(settings, settings["layers"], target, tensors["fc.weight"].dtype)
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids)}
+    config |= {name: settings[name] for name in SWITCHES}
+    taps = [settings["taps"][i] for i in order]
+    if taps != default_taps(len(target.layers)):
+        config[IDS], config["num_aux_hidden_states"] = taps, len(taps)
+        config["eagle_config"] = {"use_aux_hidden_state": True, IDS: [tap - 1 for tap in taps]}
+    return Layout(config, tensors, serve)
+
+
+def default_taps(n: int) -> list[int]:
+    """What both engines take from a target of n layers where a file names none."""
+    return [2, n // 2, n - 3]
+
+
+def _order(taps: Sequence[Any], to: str) -> list[int]:
+    """Places of the taps from the lowest to the highest: engines gather them while they run the layers."""
+    if LAST in taps:
+        raise UserError(
+            f"to={to}: {to} taps what enters a layer, never `{LAST}`; train with drafter.taps of numbers"
+        )
+    if len(set(taps)) < len(taps):
+        raise UserError(f"to={to}: drafter.taps={list(taps)} has one twice; train with each once")
+    return sorted(range(len(taps)), key=lambda i: taps[i])
+
+
+def _by_height(weights: dict[str, Tensor], order: Sequence[int], size: int) -> dict[str, Tensor]:
+    """With what reads the taps in another order of them."""
+    weights = dict(weights)
+    weights["fc.weight"] = weights["fc.weight"].unflatten(1, (-1, size))[:, list(order)].flatten(1)
+    if "input_norm.weight" in weights:
+        weights["input_norm.weight"] = weights["input_norm.weight"].view(-1, size)[list(order)].flatten()
+    norms = {f"fc_norm.{new}.weight": weights.get(f"fc_norm.{old}.weight") for new, old in enumerate(order)}
+    return weights | {k: v for k, v in norms.items() if v is not None}
+
+
+def _theirs(name: str) -> str:
+    if name == "hidden_norm.weight":
+        return FIRST + name
+    return name.replace("layers.0.", FIRST, 1)
+
+
+def _knows(config: Mapping[str, Any]) -> bool:
+    name = architecture(config)
+    if "format" in config or "speculators_config" in config or "speculators_model_type" in config:
+        return False
+    return "Eagle3" in name or (name == "LlamaForCausalLM" and "draft_vocab_size" in config)
+
+
+def _read(layout: Layout, target: Target) -> Saved:
+    config, more = layout.config, layout.config.get("eagle_config") or {}
+    names = ((k.removeprefix("model."), v) for k, v in layout.tensors.items() if "rotary_emb" not in k)
+    tensors = {k.replace(FIRST, "layers.0.", 1): v for k, v in names}
+    check_target(config, tensors, target)
+    if more.get("use_aux_hidden_state") is False:
+        raise UserError("it reads the target's last hidden state alone, which no EAGLE-3 here does")
+    layers, taps = config.get("num_hidden_layers", 1), _taps(config, more, target)
+    switches = {name: bool(config.get(name, more.get(name, False))) for name in SWITCHES}
+    weights = fused({k: v for k, v in tensors.items() if k not in SHARED})
+    if "layers.0.hidden_norm.weight" in weights:
+        weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
+    if "lm_head.weight" not in weights and "d2t" not in tensors:
+        weights["lm_head.weight"] = (target.head.weight * target.head.scale).cpu()
+    leftover(set(weights), _own(layers, len(taps), switches))
+    size = len(weights["lm_head.weight"])
+    if "d2t" in tensors or size < target.vocab_size:
+        ids, order = _ids(tensors, size, target.vocab_size).sort()
+        weights["lm_head.weight"] = weights["lm_head.weight"][order]
+        if size < target.vocab_size:
+            weights["d2t"] = ids
+    settings = sizes(config, tensors, "layers.0.") | switches
+    settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers, "draft_vocab_size": size}
+    return Saved("eagle3", settings | {"depth": 1}, weights)  # how deep it was trained nothing tells
+
+
+def _taps(config: Mapping[str, Any], more: Mapping[str, Any], target: Target) -> list[int]:
+    if entering := config.get(IDS):
+        taps = list(entering)
+    else:
+        taps = [output + 1 for output in more.get(IDS) or ()] or default_taps(len(target.layers))
+    if not all(0 <= tap < len(target.layers) for tap in taps):
+        raise UserError(f"it taps layers {taps} of a target that has {len(target.layers)}: another target's")
+    return taps
+
+
+def _own(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
+    """Names that our drafter has for its weights."""
+    names = {"fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight"}
+    names |= {f"layers.{i}.{part}.weight" for i in range(layers) for part in LAYER}
+    if switches["norm_before_fc"]:
+        names.add("input_norm.weight")
+    if switches["fc_norm"]:
+        names |= {f"fc_norm.{i}.weight" for i in range(taps)}
+    return names
+
+
+def _ids(tensors: Mapping[str, Tensor], size: int, vocab_size: int) -> Tensor:
+    """(V',) target ids of the draft ids."""
+    if "d2t" not in tensors:
+        raise UserError(
+            f"its head knows {size} of {vocab_size} tokens, and d2t, which tells them, is missing"
+        )
+    offsets = tensors["d2t"]
+    if len(offsets) != size:
+        raise UserError(f"d2t tells {len(offsets)} tokens, its head knows {size}")
+    ids = offsets.long() + torch.arange(size)
+    told = "t2d" not in tensors or tensors["t2d"].nonzero()[:, 0].equal(ids.sort().values)
+    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < size or not told:
+        raise UserError("d2t is no list of offsets from draft id to target id, or not what t2d says")
+    return ids
+
+
+READER = Reader("EAGLE-3", _knows, told(_read))

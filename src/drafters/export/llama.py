@@ -1,0 +1,158 @@
+"""What flat `config.json` files of Llama-like drafters have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decode.errors import UserError
+from decode.target import Target
+from drafters.export.layout import Layout, Saved
+from drafters.rope import copied
+
+EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class that a `config.json` names first, or ""."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def told(read: Callable[[Layout, Target], Saved]) -> Callable[[Layout, Target], Saved]:
+    """A reader to which a configuration of other kinds of values than it knows is the user's mistake."""
+
+    @wraps(read)
+    def guarded(layout: Layout, target: Target) -> Saved:
+        try:
+            return read(layout, target)
+        except UserError:
+            raise
+        except (AttributeError, ValueError, IndexError, ArithmeticError) as error:
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"config.json or tensors are not what they should be ({what})") from None
+
+    return guarded
+
+
+def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: torch.dtype) -> dict[str, Any]:
+    """A LlamaConfig with a drafter's sizes and its target's vocabulary, length and end tokens.
+
+    Positions stand there twice: `rope_parameters`, and what readers before transformers 5 know.
+    """
+    longest = getattr(target.config, "max_position_embeddings", None) or target.max_positions
+    return {
+        "model_type": "llama",
+        "hidden_size": settings["hidden_size"],
+        "intermediate_size": settings["intermediate_size"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": settings["heads"],
+        "num_key_value_heads": settings["kv_heads"],
+        "head_dim": settings["head_dim"],
+        "hidden_act": "silu",
+        "rms_norm_eps": settings["eps"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": target.vocab_size,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **({"max_position_embeddings": longest} if longest else {}),
+        **{name: getattr(target.config, name, None) for name in EOS},
+        **_positions(settings),
+    }
+
+
+def _positions(settings: Mapping[str, Any]) -> dict[str, Any]:
+    theta, rope = settings["rope_theta"], settings.get("rope") or {}
+    kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor")
+    found: dict[str, Any] = {
+        "rope_theta": theta,
+        "rope_parameters": {"rope_theta": theta, "rope_type": kind, **rope},
+    }
+    if kind != "default":
+        found["rope_scaling"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+    return found if part is None else found | {"partial_rotary_factor": part}
+
+
+def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) -> dict[str, Any]:
+    """The inverse: a drafter's settings, of what all that have decoder layers have.
+
+    Args:
+        config: of the file.
+        tensors: by Llama's names.
+        layer: prefix of the first decoder layer's.
+    """
+    heads = config["num_attention_heads"]
+    theta, rope = copied(dict(config))
+    return {
+        "hidden_size": config["hidden_size"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        # Some files have a `head_dim` that their own readers pass over.
+        "head_dim": len(tensors[f"{layer}self_attn.q_proj.weight"]) // heads,
+        "intermediate_size": config["intermediate_size"],
+        "eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": theta,
+        "rope": rope,
+    }
+
+
+def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> None:
+    """Refuse files that were made for another target, or for a drafter that is no Llama.
+
+    Raises:
+        UserError: another hidden size, vocabulary or embedding; another activation.
+    """
+    for name, here in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if config[name] != here:
+            raise UserError(
+                f"{name} is {config[name]}, the target's {here}: this drafter is another target's"
+            )
+    other = config.get("target_hidden_size")
+    if other not in (None, target.hidden_size):
+        raise UserError(f"target_hidden_size is {other}, the target's {target.hidden_size}")
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"hidden_act is {act}; drafters here have silu")
+    if "embed_tokens.weight" in tensors and not _same(tensors["embed_tokens.weight"], target.embed):
+        raise UserError("its embedding is not the target's, which drafters here share: another target's?")
+
+
+def _same(weight: Tensor, embed: nn.Module) -> bool:
+    """Whether an embedding is the target's, but for the rounding of a narrower dtype."""
+    ours = embed.weight
+    assert isinstance(ours, Tensor)
+    if ours.shape != weight.shape:
+        return False
+    step = max(1, len(weight) // 64)
+    some, other = (w[::step].detach().cpu().float() for w in (ours, weight))
+    return bool((some - other).abs().max() <= 2**-6 * some.abs().max())
+
+
+def plain_embedding(target: Target, to: str) -> None:
+    """Refuse a target whose embedding does more than look up: engines give the drafter the bare table.
+
+    Raises:
+        UserError: it scales.
+    """
+    if getattr(target.embed, "embed_scale", 1.0) != 1.0:
+        raise UserError(
+            f"to={to}: the target scales its embeddings ({type(target.embed).__name__}), which {to}'s "
+            "drafter does not; set to=native"
+        )
+
+
+def leftover(names: set[str], known: set[str]) -> None:
+    """Refuse tensors that a drafter has no place for, and one that lacks some.
+
+    Raises:
+        UserError: the first of them.
+    """
+    if unknown := sorted(names - known):
+        raise UserError(f"its tensor {unknown[0]} has no place in the drafter that is known here")
+    if missing := sorted(known - names):
+        raise UserError(f"{missing[0]} is missing")

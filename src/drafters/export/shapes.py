@@ -1,0 +1,163 @@
+"""Sizes of a drafter's layers in a transformers configuration, and back; which of them we cannot have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.target import LAST, Target
+from drafters.export.layout import Saved
+from drafters.export.llama import check_target, config_of, plain_embedding, sizes
+from drafters.rope import SCALED
+
+NO_LIMIT = 2**31  # positions, where the target names no limit
+
+
+def layer_config(saved: Saved, target: Target, kind: str, to: str) -> dict[str, Any]:
+    """Of the drafter's decoder layers, as transformers has it for a `model_type`."""
+    plain_embedding(target, to)
+    settings = saved.settings
+    dtype = next(weight.dtype for weight in saved.weights.values() if weight.is_floating_point())
+    return config_of(settings, settings["layers"], target, dtype) | {"model_type": kind}
+
+
+def layer_settings(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target, kinds: Sequence[str]
+) -> dict[str, Any]:
+    """The inverse: what our constructors call these sizes.
+
+    Args:
+        config: as transformers writes it.
+        tensors: by their names.
+        target: that the drafter is for.
+        kinds: each `model_type` whose layer we have.
+
+    Raises:
+        UserError: another target's sizes, or layers that are none of ours.
+    """
+    check_target(config, {}, target)
+    kind = config.get("model_type", "llama")
+    if kind not in kinds:
+        raise UserError(f"its layers are of model_type {kind!r}; read here are {' and '.join(kinds)}")
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name):
+            raise UserError(f"its layers have biases ({name}), which ours have not")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default"))
+    if scaled not in ("default", *SCALED):
+        raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
+    window = config.get("sliding_window") or 0
+    if "sliding_attention" in (config.get("layer_types") or ()) and window < (
+        target.max_positions or NO_LIMIT
+    ):
+        raise UserError(f"its layers see the newest {window} tokens alone; ours see the whole text")
+    more = {"vocab_size": target.vocab_size, "layers": config["num_hidden_layers"]}
+    return sizes(config, tensors, "layers.0.") | more
+
+
+def ascending(saved: Saved, target: Target) -> tuple[Saved, list[int]]:
+    """With the taps from the lowest to the highest: engines gather them while they run the layers.
+
+    Raises:
+        UserError: one is twice there, or no layer; see `layer_ids`.
+    """
+    settings, weights = saved.settings, dict(saved.weights)
+    ids, size = layer_ids(settings["taps"], target), settings["hidden_size"]
+    order = sorted(range(len(ids)), key=lambda i: ids[i])
+    if len(set(ids)) < len(ids):
+        raise UserError(f"drafter.taps={ids} has one twice; train with each once")
+    weights["fc.weight"] = weights["fc.weight"].unflatten(1, (-1, size))[:, order].flatten(1)
+    if "input_norm.weight" in weights:
+        weights["input_norm.weight"] = weights["input_norm.weight"].view(-1, size)[order].flatten()
+    for new, old in enumerate(order):
+        if (name := f"fc_norm.{old}.weight") in saved.weights:
+            weights[f"fc_norm.{new}.weight"] = saved.weights[name]
+    return saved._replace(weights=weights), [ids[i] for i in order]
+
+
+def layer_ids(taps: Sequence[Any], target: Target) -> list[int]:
+    """Taps as numbers of the values entering layers.
+
+    Raises:
+        UserError: one is the head's input, which no engine hands to a drafter.
+    """
+    if LAST in taps:
+        n = len(target.layers)
+        raise UserError(
+            f"drafter.taps={list(taps)}: engines hand drafters no value from behind the final norm; "
+            f"train with layers alone, as in drafter.taps=[{min(2, n - 1)},{n // 2},{max(n - 3, 0)}]"
+        )
+    return [int(tap) for tap in taps]
+
+
+def taps_of(ids: Sequence[int], target: Target) -> list[int]:
+    """The inverse of `layer_ids`.
+
+    Raises:
+        UserError: a layer that the target does not have.
+    """
+    n = len(target.layers)
+    if not ids or not all(0 <= i < n for i in ids):
+        raise UserError(
+            f"it reads the values entering layers {list(ids)}, and the target's go from 0 to {n - 1}"
+        )
+    return list(ids)
+
+
+def named(target: Target) -> str:
+    """Path or hub id of the target, for other programs to load it by.
+
+    Raises:
+        UserError: it was not loaded from anywhere.
+    """
+    name = target.model.name_or_path
+    if not name:
+        raise UserError("export: the target has no path or hub id; give target=<path or hub id>")
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def dtype_of(tensors: Mapping[str, Tensor]) -> str:
+    """As transformers spells it."""
+    return str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
+
+
+def table_of(target: Target) -> Tensor:
+    """(V, D) its embedding."""
+    weight = target.embed.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
+
+
+def same_rows(theirs: Tensor, ours: Tensor, but: int | None = None) -> bool:
+    """Whether two (V, D) tables hold the same, but for rounding and one row."""
+    narrow = min(theirs.dtype, ours.dtype, key=lambda dtype: dtype.itemsize)
+    equal = (theirs.to(narrow) == ours.to(theirs.device, narrow)).all(-1)
+    if but is not None:
+        equal[but] = True
+    return theirs.shape == ours.shape and bool(equal.all())
+
+
+def offsets(ids: Tensor) -> Tensor:
+    """(V',) the target's ids of draft ids -> (V',) what is to be added to draft ids, as engines have it."""
+    return ids - torch.arange(len(ids), device=ids.device)
+
+
+def target_ids(tensors: Mapping[str, Tensor], count: int, size: int) -> Tensor | None:
+    """The inverse of `offsets`; None: no vocabulary of its own.
+
+    Raises:
+        UserError: a smaller vocabulary, and nothing or nonsense about which tokens are in it.
+    """
+    if count == size:
+        return None
+    if "d2t" not in tensors:
+        raise UserError(f"its d2t is missing: it drafts {count} of {size} tokens, and nothing says which")
+    ids = tensors["d2t"].long() + torch.arange(count) if len(tensors["d2t"]) == count else torch.tensor([-1])
+    if ids[0] < 0 or ids[-1] >= size or not bool((ids.diff() > 0).all()):
+        raise UserError(f"its d2t does not name {count} tokens out of {size}, in ascending order")
+    return ids

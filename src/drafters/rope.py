@@ -1,0 +1,101 @@
+"""A target's rotary positions, copied: base, scaling for long contexts, and how much of a head turns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from decode.errors import UserError
+
+THETA = 10_000.0
+SCALED = ("linear", "llama3", "yarn")  # angles that do not depend on how long the text has become
+ABOUT = ("rope_theta", "type", "mrope_section")  # of no scaling; texts have one position a token
+
+
+def copied(config: Any) -> tuple[float, dict[str, Any] | None]:
+    """Base of the wavelengths, and what else a drafter's positions need: None where nothing.
+
+    Where kinds of layers have positions of their own, those of full attention. Scaling that follows
+    the text's length is left out, with a warning: a drafter that is trained without needs none.
+
+    Args:
+        config: of a target, as transformers 5 has it; or a dictionary of `config.json`, of any version.
+    """
+    found = _parameters(config)
+    theta = float(found.get("rope_theta") or THETA)
+    rope = {k: v for k, v in found.items() if k not in ABOUT and v is not None}
+    kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+    if kind in SCALED:
+        if kind == "yarn" and "factor" not in rope:  # DeepSeek's
+            rope["factor"] = (
+                _get(config, "max_position_embeddings") / rope["original_max_position_embeddings"]
+            )
+        return theta, rope
+    if kind not in ("default", "mrope"):
+        warnings.warn(f"the drafter's positions are not scaled as the target's are ({kind})", stacklevel=2)
+    return theta, None if part == 1.0 else {"rope_type": "default", "partial_rotary_factor": part}
+
+
+def _parameters(config: Any) -> dict[str, Any]:
+    """Of full attention, flat, by the names of transformers 5."""
+    found = dict(_get(config, "rope_parameters") or _get(config, "rope_scaling") or {})
+    for kind in ("full_attention", "sliding_attention"):
+        if isinstance(found.get(kind), dict):
+            found = dict(found[kind])
+    if "rope_type" not in found and "type" in found:
+        found["rope_type"] = found["type"]
+    for name in ("rope_theta", "partial_rotary_factor"):
+        found.setdefault(name, _get(config, name))
+    if found.get("rope_type") in ("llama3", "yarn"):
+        found.setdefault("original_max_position_embeddings", _get(config, "max_position_embeddings"))
+    return found
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+
+def frequencies(dim: int, theta: float, rope: Mapping[str, Any] | None, like: Tensor) -> tuple[Tensor, float]:
+    """(n,) radians a position, and what cosines and sines are multiplied with; 2 n of a head's `dim` turn.
+
+    Args:
+        dim: of one head.
+        theta: base.
+        rope: from `copied`.
+        like: something on the device.
+
+    Raises:
+        UserError: a kind of scaling that is none of `SCALED`, or numbers that are none for it.
+    """
+    try:
+        return _frequencies(dim, theta, rope or {}, like)
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        what = (str(error).splitlines() or [type(error).__name__])[-1].strip()
+        raise UserError(f"drafter.rope={rope}: {what}") from None
+
+
+def _frequencies(dim: int, theta: float, rope: Mapping[str, Any], like: Tensor) -> tuple[Tensor, float]:
+    kind, turning = rope.get("rope_type", "default"), int(dim * rope.get("partial_rotary_factor", 1.0))
+    if kind == "default":
+        steps = torch.arange(0, turning, 2, device=like.device, dtype=torch.float64)
+        return theta ** (-steps / turning), 1.0
+    if kind not in SCALED:
+        raise UserError(f"drafter.rope: rope_type {kind!r} is not known; known are {', '.join(SCALED)}")
+    config = LlamaConfig(
+        hidden_size=dim,
+        num_attention_heads=1,
+        head_dim=dim,
+        max_position_embeddings=rope.get("original_max_position_embeddings", 1),
+        rope_parameters={"rope_theta": theta, **rope},
+    )
+    found, scale = ROPE_INIT_FUNCTIONS[kind](config, like.device)
+    return found.double(), float(scale)

@@ -1,0 +1,1 @@
+"""Drafters on their way from one person to another: what is read with distrust, said, and uploaded."""

@@ -1,0 +1,122 @@
+"""Files that somebody else wrote, opened with distrust: how large, links to where, how deep."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from decode.errors import UserError
+
+JSON_BYTES = 4 * 2**20  # of a config.json or scorecard; the largest that we write has some 100 kB
+HEADER_BYTES = 16 * 2**20  # of a safetensors file: 100,000 tensors
+DEEPEST = 40  # lists and objects in one another
+KINDS = {"F64": "float", "F32": "float", "F16": "float", "BF16": "float", "BOOL": "bool"}
+KINDS |= {f"{sign}{bits}": "int" for sign in "IU" for bits in (8, 16, 32, 64)}
+
+
+class Shape(NamedTuple):
+    """Of a tensor that may not be there yet."""
+
+    size: tuple[int, ...]
+    kind: str  # float | int | bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.size}"
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """What a tensor has."""
+    kind = "float" if tensor.is_floating_point() else "bool" if tensor.dtype is torch.bool else "int"
+    return Shape(tuple(tensor.shape), kind)
+
+
+def downloaded(folder: Path) -> bool:
+    """Whether a folder is in huggingface_hub's cache, where files are links to blobs beside it."""
+    return folder.resolve().parent.name == "snapshots"
+
+
+def own_file(path: Path) -> Path:
+    """A file of a checkpoint's folder.
+
+    Raises:
+        UserError: a link to somewhere else: a folder that others wrote must not choose what is read
+            here, or uploaded from here.
+    """
+    folder, where = path.parent.resolve(), path.resolve()
+    homes = [folder, folder.parent.parent / "blobs"] if downloaded(folder) else [folder]
+    if path.is_symlink() and where.parent not in homes:
+        raise UserError(f"{path}: a link to a file outside its folder; copy the file itself there")
+    return path
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        UserError: a link to elsewhere, or too large to be what it should be.
+        ValueError: no JSON, a key twice, a number that is none, or nested too deeply.
+    """
+    if (size := own_file(path).stat().st_size) > JSON_BYTES:
+        raise UserError(f"{path}: {size} bytes; no drafter's file has more than {JSON_BYTES}")
+    try:
+        value = json.loads(path.read_text(), object_pairs_hook=_once, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    _check_depth(value, DEEPEST)
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+def _check_depth(value: Any, left: int) -> None:
+    if not left:
+        raise ValueError("nested too deeply")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(part, left - 1)
+
+
+def header(path: Path) -> dict[str, Shape]:
+    """What a safetensors file says that it has, before any of it is read.
+
+    Raises:
+        UserError: a link to elsewhere, a header that is too large, a dtype that no drafter has.
+        OSError, SafetensorError: no such file, or one whose header is not of its contents.
+    """
+    with own_file(path).open("rb") as file:
+        if (size := int.from_bytes(file.read(8), "little")) > HEADER_BYTES:
+            raise UserError(
+                f"damaged checkpoint ({path.name}: a header of {size} bytes; none has {HEADER_BYTES})"
+            )
+    found = {}
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  (no mapping)
+            part = file.get_slice(name)
+            if part.get_dtype() not in KINDS:
+                raise UserError(f"damaged checkpoint (tensor {brief(name)} is of dtype {part.get_dtype()})")
+            found[name] = Shape(tuple(part.get_shape()), KINDS[part.get_dtype()])
+    return found
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can only be a repository's: owner/name."""
+    return re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name) is not None and ".." not in name
+
+
+def brief(value: Any) -> str:
+    """On one line, and not much of it."""
+    return " ".join(str(value).split())[:80] or type(value).__name__

@@ -1,0 +1,42 @@
+"""Drafters of the EAGLE family in all forms that are written for engines."""
+
+from __future__ import annotations
+
+import torch
+from faces import K, V
+
+from drafters import hub
+from drafters.export import table
+from drafters.export.layout import Layout
+
+EAGLE3 = {"fc_norm": False, "draft_vocab_size": 12}
+# name: drafter, options, engines
+CASES = {
+    "eagle with a bias": ("eagle", {"bias": True}, ["sglang"]),
+    "eagle without": ("eagle", {}, ["vllm", "sglang"]),
+    "hass": ("hass", {}, ["vllm", "sglang"]),
+    "eagle3": ("eagle3", EAGLE3, ["vllm", "sglang"]),
+    "eagle3, every token": ("eagle3", EAGLE3 | {"draft_vocab_size": V}, ["vllm", "sglang"]),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}, ["vllm", "sglang"]),
+    "eagle3, other taps": ("eagle3", EAGLE3 | {"taps": [3, 1]}, ["vllm", "sglang"]),
+    "eagle3, five taps": ("eagle3", {"fc_norm": True, "taps": [4, 2, 1, 0, 6]}, ["vllm"]),
+    "eagle3 of two layers, gpt-oss": (
+        "eagle3",
+        EAGLE3 | {"layers": 2, "norm_before_fc": True, "norm_before_residual": True},
+        ["vllm"],
+    ),
+}
+SERVED = [(case, engine) for case, (_, _, engines) in CASES.items() for engine in engines]
+
+
+def build(tiny_target, make_drafter, case, **more):
+    """A target of eight layers and a drafter of a case; default taps are 2, 4 and 5."""
+    name, options, _ = CASES[case]
+    target = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
+    options = ({"taps": None} if name == "eagle3" else {}) | options | more
+    drafter = make_drafter(name, target, depth=K, **options)
+    return target, drafter.requires_grad_(False)
+
+
+def written(drafter, target, to) -> Layout:
+    return table.written(hub.opened(drafter), target, to)

@@ -1,0 +1,227 @@
+"""How vLLM and SGLang load an EAGLE and what they compute, restated in plain PyTorch from their source.
+
+`Loaded` knows a folder's config.json and tensors alone: names are changed and shapes asked for as the
+loaders do, and what they would pass over in silence is an error here. `captured` is what such an
+engine's target hands to the drafter, taken by hooks of a Hugging Face model.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from drafters.export.layout import Layout
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+class LoadError(AssertionError):
+    """What an engine would refuse, or load without a word and then draft nonsense."""
+
+
+def expected(config: dict[str, Any], engine: str, eagle3: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of an engine's parameters, q, k, v and gate, up apart."""
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    head = config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    # "bias" is attention's, too, in both engines.
+    if config.get("attention_bias") or config.get("bias"):
+        raise LoadError("attention biases that nothing sets")
+    found: dict[str, tuple[int, ...]] = {}
+    for i in range(config["num_hidden_layers"]):
+        at, width = f"layers.{i}.", size * (2 if eagle3 and i == 0 else 1)
+        rows = {"q": queries, "k": keys, "v": keys}
+        found |= {f"{at}self_attn.{x}_proj.weight": (n, width) for x, n in rows.items()}
+        found[f"{at}self_attn.o_proj.weight"] = (size, queries)
+        found |= {f"{at}mlp.{x}_proj.weight": (inner, size) for x in ("gate", "up")}
+        found[f"{at}mlp.down_proj.weight"] = (size, inner)
+        found[f"{at}post_attention_layernorm.weight"] = (size,)
+        if eagle3 or i:
+            found[f"{at}input_layernorm.weight"] = (size,)
+        if eagle3 and i == 0:
+            found[f"{at}hidden_norm.weight"] = (size,)
+    if not eagle3:
+        found["fc.weight"] = (size, 2 * size)
+        if engine == "sglang":
+            found["fc.bias"] = (size,)
+        return found
+    taps = number_of_taps(config)
+    found |= {"fc.weight": (size, taps * size), "norm.weight": (size,)}
+    found["lm_head.weight"] = (config.get("draft_vocab_size") or config["vocab_size"], size)
+    if config.get("norm_before_fc"):
+        found["input_norm.weight"] = (taps * size,)
+    if config.get("fc_norm"):
+        found |= {f"fc_norm.{i}.weight": (size,) for i in range(taps)}
+    return found
+
+
+def number_of_taps(config: dict[str, Any]) -> int:
+    """Both engines: a number, or as many as `eagle_config` names, or 3."""
+    ids = (config.get("eagle_config") or {}).get(IDS)
+    return config.get("num_aux_hidden_states") or (len(ids) if ids else 3)
+
+
+class Loaded:
+    """An EAGLE as one of the engines has it.
+
+    Args:
+        layout: its files.
+        engine: vllm or sglang.
+        embedding: (V, D) of the target, which the engine shares.
+        head: (V, D) of the target, which it shares with an EAGLE-1.
+    """
+
+    def __init__(self, layout: Layout, engine: str, embedding: Tensor, head: Tensor) -> None:
+        self.config, self.engine, self.embedding = layout.config, engine, embedding
+        (name,) = self.config["architectures"]
+        self.eagle3 = name == "LlamaForCausalLMEagle3"
+        known = ("LlamaForCausalLM", "LlamaForCausalLMEagle3") if engine == "vllm" else ()
+        known = known or ("LlamaForCausalLMEagle", "LlamaForCausalLMEagle3")
+        if name not in known or self.config["model_type"] != "llama" or self.config["tie_word_embeddings"]:
+            raise LoadError(f"{name} is no drafter of {engine}")
+        if engine == "sglang" and self.eagle3:
+            if "target_hidden_size" in self.config:
+                raise LoadError("target_hidden_size is used even where it is null")
+            if any(self.config.get(k) for k in ("norm_before_residual", "norm_before_fc")):
+                raise LoadError("norms that it passes over")
+        self.ids: Tensor | None = None
+        self.weights: dict[str, Tensor] = {}
+        wanted = expected(self.config, engine, self.eagle3)
+        for file_name, tensor in layout.tensors.items():
+            self._load(file_name.replace("midlayer.", "layers.0."), tensor, wanted)
+        if missing := sorted(wanted.keys() - self.weights):
+            raise LoadError(f"{missing[0]} stays random")
+        vocab = self.config["vocab_size"]
+        if self.eagle3 and self.ids is None:
+            if self.config["draft_vocab_size"] < vocab:
+                raise LoadError("d2t is missing: draft ids are taken for the target's")
+            self.ids = torch.arange(vocab)
+        self.head = self.weights["lm_head.weight"] if self.eagle3 else head
+        self.rotary = LlamaRotaryEmbedding(LlamaConfig(**self.config))
+
+    def _load(self, name: str, tensor: Tensor, wanted: dict[str, tuple[int, ...]]) -> None:
+        if name == "t2d":
+            return
+        if name == "d2t":
+            if tensor.dtype != torch.long:
+                raise LoadError("d2t is not int64")
+            self.ids = tensor + torch.arange(len(tensor))
+            if self.ids.min() < 0 or self.ids.max() >= self.config["vocab_size"]:
+                raise LoadError("d2t leads out of the vocabulary")
+            return
+        if name not in wanted:
+            raise LoadError(f"{name} has no parameter")
+        if tuple(tensor.shape) != wanted[name]:
+            raise LoadError(f"{name} is {tuple(tensor.shape)}, not {wanted[name]}")
+        self.weights[name] = tensor
+
+    # -- what it computes ----------------------------------------------------------------------
+
+    def combine(self, read: Tensor) -> Tensor:
+        """(B, n, L * D) or, EAGLE-1, (B, n, D) from the target -> (B, n, D) features."""
+        if not self.eagle3:
+            return read
+        if self.config.get("norm_before_fc"):
+            read = self._norm(read, "input_norm")
+        if self.config.get("fc_norm"):
+            parts = read.chunk(number_of_taps(self.config), -1)
+            read = torch.cat([self._norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+        return F.linear(read, self.weights["fc.weight"])
+
+    def forward(self, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, n) tokens and (B, n, D) features of a whole text -> logits (B, n, V), and what is fed back."""
+        x = F.embedding(tokens, self.embedding)
+        if self.eagle3:
+            normed = self._norm(feature, "layers.0.hidden_norm")
+            first = torch.cat([self._norm(x, "layers.0.input_layernorm"), normed], -1)
+            x = normed if self.config.get("norm_before_residual") else feature
+        else:
+            first = x = F.linear(
+                torch.cat([x, feature], -1), self.weights["fc.weight"], self.weights.get("fc.bias")
+            )
+        for i in range(self.config["num_hidden_layers"]):
+            at = f"layers.{i}."
+            x = x + self._attend(first if i == 0 else self._norm(x, f"{at}input_layernorm"), at)
+            y = self._norm(x, f"{at}post_attention_layernorm")
+            gate, up = (self._linear(y, f"{at}mlp.{part}_proj") for part in ("gate", "up"))
+            x = x + self._linear(F.silu(gate) * up, f"{at}mlp.down_proj")
+        if not self.eagle3:
+            return F.linear(x, self.head), x
+        hidden = self._norm(x, "norm")
+        drafted = F.linear(hidden, self.head)
+        logits = drafted.new_full((*drafted.shape[:-1], self.config["vocab_size"]), -torch.inf)
+        logits[..., self.ids] = drafted
+        return logits, hidden if self.config.get("norm_output") else x
+
+    def _attend(self, x: Tensor, at: str) -> Tensor:
+        rows, length, _ = x.shape
+        heads = [
+            self._linear(x, f"{at}self_attn.{part}_proj").view(rows, length, -1, self.config["head_dim"])
+            for part in "qkv"
+        ]
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        cosine, sine = self.rotary(x, torch.arange(length)[None])
+        q, k = (_turned(part, cosine[:, None], sine[:, None]) for part in (q, k))
+        group = q.shape[1] // k.shape[1]
+        k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+        scores = q @ k.mT / math.sqrt(self.config["head_dim"])
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return self._linear(attended, f"{at}self_attn.o_proj")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"])
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
+        return x * scale * self.weights[f"{name}.weight"]
+
+
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    one, other = x.chunk(2, -1)
+    return x * cosine + torch.cat([-other, one], -1) * sine
+
+
+def captured(model: Any, tokens: Tensor, loaded: Loaded) -> Tensor:
+    """What the engine's target hands over, (B, T, L * D); (B, T, D) after its final norm for EAGLE-1."""
+    config, layers = loaded.config, model.model.layers
+    found: dict[int, Tensor] = {}
+    last: list[Tensor] = []
+    if loaded.engine == "vllm" or IDS not in (config.get("eagle_config") or {}):
+        entering = config.get(IDS) if loaded.engine == "vllm" else None
+    else:  # outputs of layers, of which SGLang takes what enters the next
+        entering = [output + 1 for output in config["eagle_config"][IDS]]
+    entering = entering or [2, len(layers) // 2, len(layers) - 3]
+
+    def keep(i: int):
+        def hook(module, args, kwargs):
+            found[i] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    handles = [layers[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in entering]
+    handles.append(model.model.norm.register_forward_hook(lambda m, a, out: last.append(out)))
+    model(input_ids=tokens, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    # Gathered while the layers run: from the lowest to the highest.
+    return torch.cat([found[i] for i in sorted(found)], -1) if loaded.eagle3 else last[0]
+
+
+def drafted(loaded: Loaded, model: Any, texts: Tensor, depth: int) -> dict[tuple[int, int], Tensor]:
+    """(anchor, depth) -> (B, V) logits, told the text: pair i is what was read at i, and token i + 1."""
+    feature = loaded.combine(captured(model, texts, loaded))
+    found = {}
+    for anchor in range(texts.shape[1] - 2):
+        fed = feature[:, : anchor + 1]
+        for ahead in range(1, min(depth, texts.shape[1] - 2 - anchor) + 1):
+            logits, back = loaded.forward(texts[:, 1 : anchor + 1 + ahead], fed)
+            found[anchor, ahead] = logits[:, -1]
+            fed = torch.cat([fed, back[:, -1:]], 1)
+    return found

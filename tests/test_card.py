@@ -1,0 +1,129 @@
+"""The model card says what the scorecard and the recipe say, and nothing that they do not."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import yaml
+from cards import row, scorecard
+from faces import V
+
+from decode.errors import UserError
+from drafters import hub
+from drafters.export import table
+from drafters.export.layout import Layout
+from drafters.sharing.card import Facts, card
+
+
+@pytest.fixture
+def facts(tiny_target, make_drafter):
+    target = tiny_target(vocab=V, hidden=16, dtype=torch.float32)
+    origin = hub.origin_of(target, "acme/target-7b")._replace(revision="c" * 40, tokenizer="7" * 16)
+    return Facts(make_drafter("eagle", target), "eagle", origin, scorecard(), {"seed": 11})
+
+
+def front(text: str) -> dict:
+    _, matter, _ = text.split("---\n", 2)
+    return yaml.safe_load(matter)
+
+
+def test_the_front_matter_is_what_the_hub_reads(facts):
+    matter = front(card(facts))
+    assert matter["base_model"] == "acme/target-7b"
+    assert matter["library_name"] == "foredraft"
+    assert "eagle" in matter["tags"]
+    assert "license" not in matter  # it is not ours to choose
+    folder = facts._replace(origin=facts.origin._replace(name="/home/alice/models/pocket", revision=None))
+    text = card(folder)
+    assert "base_model" not in front(text)
+    assert "alice" not in text
+    assert "pocket" in text
+
+
+def test_every_measured_number_is_in_the_table_with_where_it_was_measured(facts):
+    text = card(facts)
+    first = next(line for line in text.splitlines() if line.startswith("| chain-2 | 0 |"))
+    cells = ["chain-2", "0", "1", "1.98 (1.73..2.23)", "2.00", "0.61", "0.37", "1.43x", "211.5", "147.9"]
+    assert [cell.strip() for cell in first.strip("|").split("|")] == cells
+    assert "| chain-2 | 1 | 8 | 1.52 (1.27..1.77) | - |" in text
+    for part in ("Abacus 9000, 2 cores", "commit 0123456789ab", "prompts 12", "bfloat16", "load average 0.4"):
+        assert part in text
+    assert "Losslessness audit: passed. Of 640 greedy tokens 640" in text
+    assert "3 are near ties and 0 mismatches; of 320 drawn tokens 0 were impossible." in text
+    assert "- seed: `11`" in text
+    assert "revision cccc" in text
+
+
+def test_no_number_is_made_up(facts):
+    """Without scorecard and recipe no measurement is left, and the card says that none is known."""
+    text = card(facts._replace(score=None, recipe=None))
+    assert "It comes without a scorecard" in text
+    assert "Nothing was written down beside it" in text
+    body = text.partition("## Score")[2]
+    assert not re.findall(r"\d+\.\d+", body)
+    assert "speedup:" not in body
+
+
+def test_what_is_no_headline_is_called_what_it_is(facts):
+    lossy = scorecard(rows=[row(0.0, 1, 1.98), row(0.0, 1, 3.0, lossy=True)])
+    assert "chain-2 (lossy)" in card(facts._replace(score=lossy))
+    failed = scorecard(audit={**scorecard()["audit"], "passed": False, "mismatches": 9})
+    assert "Losslessness audit: FAILED" in card(facts._replace(score=failed))
+    control = card(facts._replace(score=scorecard(control="shuffled_taps")))
+    assert "control=shuffled_taps: this is a control, no real score" in control
+    moved = {"kl": 0.0071, "top1_agreement": 0.967}
+    text = card(facts._replace(score=scorecard(lossless_to="tuned target", target_moved=moved)))
+    assert "no longer the original: KL 0.0071" in text
+    assert "96.7 %" in text
+
+
+def test_it_says_how_to_serve(facts, monkeypatch):
+    text = card(facts._replace(repo="me/drafter"))
+    assert "python scripts/generate.py checkpoint=me/drafter target=acme/target-7b" in text
+    assert "Drafter.from_pretrained('me/drafter', target)" in text
+    monkeypatch.setattr(table, "WRITERS", {"vllm": {"eagle": None}, "sglang": {}})
+    text = card(facts)
+    assert "python scripts/export.py checkpoint=<this folder or repository> to=vllm" in text
+    assert "to=sglang" not in text
+    monkeypatch.setattr(table, "WRITERS", {"vllm": {}})
+    assert "No serving engine" in card(facts)
+    theirs = card(
+        facts._replace(to="vllm", layout=Layout({}, {}, "vllm serve {target} --with {drafter}"), repo="me/d")
+    )
+    assert "    vllm serve acme/target-7b --with me/d" in theirs
+    assert "generate.py" not in theirs
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"rows": []},
+        {"rows": 3},
+        {"rows": [{}]},
+        {"rows": [row(0.0, 1, 1.0) | {"tau": "<script>"}]},
+        {"audit": None},
+        {"audit": []},
+    ],
+    ids=str,
+)
+def test_a_scorecard_that_is_none_is_one_line(facts, broken):
+    with pytest.raises(UserError, match="scorecard or recipe is damaged") as error:
+        card(facts._replace(score=scorecard(**broken)))
+    assert "\n" not in str(error.value)
+
+
+def test_text_of_others_ends_no_line_and_begins_no_markup(facts):
+    evil = "x\n\n# Heading | <img src=y> [here](http://z)"
+    text = card(
+        facts._replace(
+            score=scorecard(rows=[row(0.0, 1, 2.0, decode=evil)], hardware=evil),
+            recipe={"a": evil, evil: "`b`"},
+        )
+    )
+    assert not [line for line in text.splitlines() if line.startswith("# Heading")]
+    outside = re.sub("`[^`]*`", "", text)  # nothing is markup within code
+    assert "<img" not in outside.replace("\\<img", "")
+    json.dumps(front(text))

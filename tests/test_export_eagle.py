@@ -1,0 +1,176 @@
+"""EAGLE in the files of vLLM and SGLang: loaded by their rules it is the same drafter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from eagles import EAGLE3, SERVED, build, written
+from faces import K, V, random_texts
+from loaders_eagle import IDS, Loaded, LoadError, drafted
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decode.errors import UserError
+from drafters.base import Batch
+from drafters.export.layout import Layout
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 4}
+
+
+@pytest.fixture
+def made(tiny_target, make_drafter):
+    """Makes a target and a drafter of a case."""
+    return partial(build, tiny_target, make_drafter)
+
+
+def loaded_by(layout: Layout, engine: str, target) -> Loaded:
+    return Loaded(layout, engine, target.embed.weight, target.head.weight)
+
+
+@torch.no_grad()
+def difference(target, drafter, layout, engine, texts=100) -> float:
+    """Largest between logits of the drafter's training face and of what the engine has loaded."""
+    tokens = random_texts(texts, 9)
+    theirs = drafted(loaded_by(layout, engine, target), target.model, tokens, K)
+    target.tap(drafter.taps)
+    read, worst = target.read(tokens), 0.0
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), read.taps, read.last)
+    for step in drafter.unroll(batch, target):
+        own = step.head(step.hidden)
+        ours = own
+        if step.head.d2t is not None:
+            ours = own.new_full((len(own), V), -torch.inf).index_copy_(1, step.head.d2t, own)
+        row, anchor = step.anchor // tokens.shape[1], step.anchor % tokens.shape[1]
+        other = torch.stack([theirs[int(a), step.depth][r] for r, a in zip(row, anchor, strict=True)])
+        assert ours.isfinite().equal(other.isfinite())
+        worst = max(worst, float((ours - other)[ours.isfinite()].abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(("case", "engine"), SERVED)
+def test_an_engine_computes_the_drafters_logits(made, case, engine):
+    target, drafter = made(case)
+    layout = written(drafter, target, engine)
+    assert difference(target, drafter, layout, engine) < 1e-5
+    assert "embed_tokens.weight" not in layout.tensors
+    assert layout.config["max_position_embeddings"] >= target.config.max_position_embeddings
+    assert layout.config["torch_dtype"] == "float32"
+    served = layout.serve.format(target="T", drafter="D")
+    assert {"T", "D"} <= set(served.split())
+
+
+def test_both_engines_load_the_same_files_of_an_eagle3(made):
+    target, drafter = made("eagle3, other taps")
+    one, other = (written(drafter, target, engine) for engine in ("vllm", "sglang"))
+    assert one.config == other.config
+    assert all(tensor.equal(other.tensors[name]) for name, tensor in one.tensors.items())
+    assert one.serve != other.serve
+
+
+def test_default_taps_go_unnamed_and_others_by_both_conventions(made):
+    target, drafter = made("eagle3")
+    assert drafter.taps == (2, 4, 5)
+    assert not {IDS, "eagle_config"} & written(drafter, target, "vllm").config.keys()
+    config = written(made("eagle3, other taps")[1], target, "vllm").config
+    assert config[IDS] == [1, 3]
+    assert config["eagle_config"][IDS] == [0, 2]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_broken_export_is_caught(made, engine):
+    """Each is what other trainers have shipped."""
+    target, drafter = made("eagle3, other taps")
+    layout = written(drafter, target, engine)
+    assert difference(target, drafter, layout, engine, texts=2) < 1e-5
+
+    def without(name):
+        return layout._replace(tensors={k: v for k, v in layout.tensors.items() if k != name})
+
+    broken = [without("d2t"), without("norm.weight"), without("midlayer.hidden_norm.weight")]
+    for other in broken:
+        with pytest.raises(LoadError, match=r"d2t is missing|stays random"):
+            loaded_by(other, engine, target)
+    ids = layout.tensors["d2t"] + torch.arange(12)
+    absolute = layout._replace(tensors=layout.tensors | {"d2t": ids})
+    with pytest.raises(AssertionError):  # out of the vocabulary, or other tokens
+        difference(target, drafter, absolute, engine, texts=2)
+    config = layout.config | {IDS: [2, 4], "eagle_config": {IDS: [1, 3]}}  # ours as outputs
+    assert difference(target, drafter, layout._replace(config=config), engine, texts=2) > 1e-2
+    swapped = layout.tensors["fc.weight"].unflatten(1, (2, -1)).flip(1).flatten(1)
+    swapped = layout._replace(tensors=layout.tensors | {"fc.weight": swapped})
+    assert difference(target, drafter, swapped, engine, texts=2) > 1e-2
+
+
+def test_scaled_positions_are_there_for_readers_of_any_version(made, tiny_target, make_drafter):
+    target, _ = made("eagle3")
+    target.config.rope_parameters = dict(YARN)
+    drafter = make_drafter("eagle3", target, taps=None, **EAGLE3).requires_grad_(False)
+    layout = written(drafter, target, "vllm")
+    assert difference(target, drafter, layout, "vllm", texts=5) < 1e-5
+    old = {k: v for k, v in layout.config.items() if k != "rope_parameters"}
+    new = {k: v for k, v in layout.config.items() if k not in ("rope_scaling", "rope_theta")}
+    one, other = (LlamaRotaryEmbedding(LlamaConfig(**config)) for config in (old, new))
+    assert one.inv_freq.equal(other.inv_freq)
+    assert one.attention_scaling == other.attention_scaling != 1.0
+    plain = layout.config | {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}
+    assert difference(target, drafter, layout._replace(config=plain), "vllm", texts=5) > 1e-3
+
+
+REFUSED = {
+    "vLLM's EAGLE has none; set to=sglang.*drafter.bias=false": ("eagle with a bias", {}, "vllm"),
+    "never `last`; train with drafter.taps of numbers": ("eagle3", {"taps": [1, "last"]}, "vllm"),
+    "has one twice": ("eagle3", {"taps": [1, 1]}, "sglang"),
+    "does not know norm_before_residual.*set to=vllm": ("eagle3", {"norm_before_residual": True}, "sglang"),
+    "does not know norm_before_fc": ("eagle3", {"norm_before_fc": True}, "sglang"),
+    "2 layers.*drafter.layers=1": ("eagle3", {"layers": 2}, "sglang"),
+    "cannot tap the embedding": ("eagle3", {"taps": [0, 3]}, "sglang"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_an_engine_cannot_express_is_refused(made, message):
+    case, more, to = REFUSED[message]
+    target, drafter = made(case, **more)
+    with pytest.raises(UserError, match=message):
+        written(drafter, target, to)
+
+
+def test_a_target_that_scales_its_embeddings_is_refused(made):
+    target, drafter = made("eagle without")
+    target.embed.embed_scale = 4.0
+    with pytest.raises(UserError, match="scales its embeddings"):
+        written(drafter, target, "vllm")
+
+
+def test_the_targets_head_is_shared_as_far_as_it_goes(made):
+    target, drafter = made("eagle without")
+    target.head = replace(target.head, scale=0.5, softcap=30.0)
+    config = written(drafter, target, "sglang").config
+    assert (config["logit_scale"], config["final_logit_softcapping"]) == (0.5, 30.0)
+    target.head = replace(target.head, bias=torch.zeros(V))
+    with pytest.raises(UserError, match="head has a bias"):
+        written(drafter, target, "sglang")
+
+
+def test_a_vocabulary_that_is_not_counted_is_refused(made):
+    target, drafter = made("eagle3")
+    drafter.d2t.fill_(-1)
+    with pytest.raises(UserError, match="has not been counted"):
+        written(drafter, target, "vllm")
+
+
+def test_a_confidence_head_stays_here(made):
+    target, drafter = made("eagle without")
+    drafter.add_confidence()
+    layout = written(drafter, target, "vllm")
+    assert not any("confidence" in name for name in layout.tensors)
+    loaded_by(layout, "vllm", target)
+
+
+def test_a_bias_of_zeros_is_none(made):
+    target, drafter = made("eagle with a bias")
+    drafter.fc.bias.zero_()
+    assert "fc.bias" not in written(drafter, target, "vllm").tensors

@@ -1,0 +1,359 @@
+"""Drafters in speculators' layout and in DFlash's own: read by their readers' rules, and read back."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from faces import batch_of, random_texts
+from served_speculators import BrokenError, draft, load
+
+from decode.errors import UserError
+from decode.plan import Plan
+from decode.replay import Rollout, replay
+from decode.sampling import Sampler
+from drafters import hub
+from drafters.export import table
+from drafters.export.layout import Layout
+from drafters.export.preimage import fused_from
+
+V, LAYERS, K, MASK, NAME = 40, 8, 3, 7, "some/target"
+PLAIN = {"norm_before_fc": False, "fc_norm": False}
+CASES = {
+    "eagle3": ("eagle3", "speculators", {}),
+    "eagle3 as the paper has it": ("eagle3", "speculators", PLAIN),
+    "eagle3 of gpt-oss": ("eagle3", "speculators", PLAIN | {"norm_before_fc": True}),
+    "eagle3 of speculators": ("eagle3", "speculators", {"norm_before_residual": True, "norm_output": True}),
+    "eagle3 of two layers": ("eagle3", "speculators", {"layers": 2}),
+    "eagle3 of all tokens": ("eagle3", "speculators", {"draft_vocab_size": V}),
+    "eagle3 of four taps": ("eagle3", "speculators", {"taps": [1, 2, 4, 5]}),
+    "eagle3 of taps in disorder": ("eagle3", "speculators", {"taps": [5, 0, 3]}),
+    "p_eagle": ("p_eagle", "speculators", {"layers": 2}),
+    "p_eagle as the paper has it": ("p_eagle", "speculators", PLAIN | {"norm_before_residual": True}),
+    "p_eagle of gpt-oss": ("p_eagle", "speculators", PLAIN | {"norm_before_fc": True}),
+    "dflash": ("dflash", "speculators", {"taps": [2, 4, 6]}),
+    "dflash of its authors": ("dflash", "vllm", {"taps": [6, 2, 3]}),
+}
+
+
+@pytest.fixture
+def target(tiny_target):
+    """With a name to be loaded by, a token nobody writes, and an end."""
+    made = tiny_target(vocab=V, layers=LAYERS, hidden=16, dtype=torch.float32)
+    made.model.config._name_or_path = made.model.name_or_path = NAME
+    made.config.pad_token_id, made.config.eos_token_id, made.config.bos_token_id = MASK, [3, 5], 11
+    return made
+
+
+@pytest.fixture
+def made(target, make_drafter):
+    """A drafter as it is, and as another program would find it."""
+
+    def make(case):
+        name, to, options = CASES[case]
+        drafter = make_drafter(name, target, depth=K, **options)
+        return drafter, table.written(hub.opened(drafter), target, to)
+
+    return make
+
+
+def ours(drafter, target, text) -> dict[tuple[int, int], torch.Tensor]:
+    """(anchor, depth) -> (V,) logits of the training face, -inf outside of its vocabulary."""
+    found = {}
+    with torch.no_grad():
+        for step in drafter.unroll(batch_of(target, text[None]), target):
+            logits = step.head(step.hidden)
+            if step.head.d2t is not None:
+                none = logits.new_full((len(logits), V), -torch.inf)
+                logits = none.index_copy(1, step.head.d2t, logits)
+            found |= {(a, step.depth): row for a, row in zip(step.anchor.tolist(), logits, strict=True)}
+    return found
+
+
+def unmasked(rows, length, seed):
+    """Texts without the token that stands for masks: P-EAGLE's embedding of it is not the target's."""
+    texts = random_texts(rows, length, seed)
+    return texts.masked_fill(texts == MASK, MASK + 1)
+
+
+@torch.no_grad()
+def apart(drafter, target, layout, texts, roots=10) -> float:
+    """The largest difference of logits on so many random texts and places of a root."""
+    served, most = load(layout.config, layout.tensors), 0.0
+    assert served.tokens == K
+    target.tap(drafter.taps)
+    for text in unmasked(texts, roots + K + 1, seed=2):
+        mine = ours(drafter, target, text)
+        states = target.model(text[None], output_hidden_states=True).hidden_states
+        for anchor in range(roots):
+            theirs = draft(served, target.model, states, text, anchor)
+            for depth in range(1, K + 1):
+                got, want = theirs[depth - 1], mine[anchor, depth]
+                if not torch.equal(got.isinf(), want.isinf()):
+                    return torch.inf
+                known = ~want.isinf()
+                most = max(most, float((got - want)[known].abs().max()))
+    return most
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_readers_rebuild_the_drafter_from_its_files_alone(made, target, case):
+    """Every tensor there, none beside, each of its shape; and the same logits."""
+    drafter, layout = made(case)
+    texts = 10 if case in ("eagle3", "p_eagle", "dflash") else 2  # times ten places of the root
+    assert apart(drafter, target, layout, texts) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["eagle3", "p_eagle", "dflash"])
+def test_the_configuration_says_what_the_target_is(made, target, case):
+    config = made(case)[1].config
+    assert "model_type" not in config
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": NAME,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    layers = config["transformer_layer_config"]
+    assert (layers["bos_token_id"], layers["eos_token_id"], layers["pad_token_id"]) == (11, [3, 5], 7)
+    assert layers["vocab_size"] == V
+    assert layers["max_position_embeddings"] == target.max_positions
+    assert json.loads(json.dumps(config)) == config
+
+
+def test_the_embedding_is_the_targets_but_for_the_mask(made, target):
+    """EAGLE-3 needs it: speculators would compute with zeros."""
+    assert torch.equal(made("eagle3")[1].tensors["embed_tokens.weight"], target.embed.weight)
+    assert not {"embed_tokens.weight", "lm_head.weight"} & made("dflash")[1].tensors.keys()
+    drafter, layout = made("p_eagle")
+    rows = layout.tensors["embed_tokens.weight"]
+    differ = (rows != target.embed.weight).any(-1).nonzero().flatten().tolist()
+    assert differ == [MASK] == [layout.config["mask_token_id"]]
+    assert torch.equal(rows[MASK], drafter.mask_token)
+    assert not torch.equal(rows[MASK], target.embed.weight[MASK])
+
+
+def drop(*names):
+    return lambda config, tensors: [tensors.pop(name) for name in names]
+
+
+def shift(key):
+    def change(config, tensors):
+        config[key] = [i - 1 for i in config[key]]
+
+    return change
+
+
+def leave_out(name, switch):
+    def change(config, tensors):
+        del tensors[name]
+        config[switch] = config["transformer_layer_config"][switch] = False
+
+    return change
+
+
+def ones(name):
+    return lambda config, tensors: tensors[name].fill_(1.0)
+
+
+def causal(config, tensors):
+    config["sliding_window_non_causal"] = False
+
+
+def absolute(config, tensors):
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))  # ids in the place of offsets
+
+
+BREAKS = {
+    "no d2t": ("eagle3", drop("d2t"), "missing: draft_id_to_target_id"),
+    "ids in the place of offsets": ("eagle3", absolute, "d2t"),
+    "layer ids of outputs": ("eagle3", shift("eagle_aux_hidden_state_layer_ids"), ""),
+    "layer ids of outputs in a block": ("dflash", shift("aux_hidden_state_layer_ids"), ""),
+    "a norm left out": ("eagle3", drop("fc_norm.1.weight"), r"missing: model\.fc_norm\.1"),
+    "a norm left out, and not asked for": (
+        "eagle3 of gpt-oss",
+        leave_out("input_norm.weight", "norm_before_fc"),
+        "",
+    ),
+    "a norm of ones": ("eagle3", ones("layers.0.hidden_norm.weight"), ""),
+    "no embedding": ("eagle3", drop("embed_tokens.weight"), "missing: .*embed"),
+    "no mask": ("p_eagle", drop("mask_hidden"), "missing: mask_hidden"),
+    "the target's embedding of the mask": ("p_eagle", drop("embed_tokens.weight"), "missing: .*embed"),
+    "a causal block": ("dflash", causal, ""),
+    "a model type": ("eagle3", lambda config, tensors: config.update(model_type="llama"), "model_type"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_export_is_noticed(made, target, name):
+    case, change, said = BREAKS[name]
+    drafter, layout = made(case)
+    tensors = {k: v.clone() for k, v in layout.tensors.items()}
+    layout = Layout(copy.deepcopy(layout.config), tensors)
+    assert apart(drafter, target, layout, 1) < 1e-5
+    change(layout.config, layout.tensors)
+    if said:
+        with pytest.raises(BrokenError, match=said):
+            load(layout.config, layout.tensors)
+    else:
+        assert apart(drafter, target, layout, 1) > 1e-3
+
+
+# -- and back --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_exported_is_read_back_and_has_the_same_tau(made, target, tmp_path, case):
+    drafter, layout = made(case)
+    layout.write(tmp_path)
+    back = hub.load(tmp_path, target)
+    assert type(back) is type(drafter)
+    changed = {k for k, v in drafter.settings.items() if back.settings[k] != v}
+    assert changed <= {"anchors", *(["taps"] if drafter.settings["taps"] != sorted(drafter.taps) else [])}
+    texts = unmasked(2, 24, seed=9).tolist()
+    rollouts = [Rollout(text[:4], text[4:]) for text in texts]
+    plans = [Plan(depth=K), Plan(depth=K, proposal="sampled")]
+    found = []
+    for one in (drafter, back):
+        target.tap(one.taps)
+        found.append(replay(target, one.eval(), rollouts, plans, Sampler(1.0)))
+    before, after = found
+    for one, other in zip(before, after, strict=True):
+        assert abs(one.counts.tau - other.counts.tau) < 1e-5
+    assert before[1].counts.tau > 1.0
+
+
+@pytest.mark.parametrize("case", ["eagle3", "p_eagle", "dflash"])
+def test_training_goes_on_from_what_was_exported(made, target, make_drafter, tmp_path, case):
+    drafter, layout = made(case)
+    layout.write(tmp_path)
+    name, _, options = CASES[case]
+    fresh = make_drafter(name, target, depth=K, seed=3, **options)
+    assert hub.warm_start(fresh, tmp_path, target) == []
+    for key, value in drafter.state_dict().items():
+        torch.testing.assert_close(fresh.state_dict()[key], value, rtol=1e-5, atol=1e-6)
+
+
+def layers(**changes):
+    return lambda config, tensors: config["transformer_layer_config"].update(changes)
+
+
+def put(**changes):
+    return lambda config, tensors: config.update(changes)
+
+
+def train_embedding(config, tensors):
+    tensors["embed_tokens.weight"][2] += 1
+
+
+REFUSED = {
+    "an unknown kind": (
+        "eagle3",
+        put(speculators_model_type="mtp"),
+        "speculators_model_type 'mtp' has no drafter",
+    ),
+    "another width": ("eagle3", layers(hidden_size=32), "hidden_size is 32, the target's 16"),
+    "another vocabulary": ("dflash", layers(vocab_size=41), "vocab_size is 41, the target's 40"),
+    "layers that are not there": (
+        "eagle3",
+        put(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
+        r"layers \[2, 4, 8\], and the target's go from 0 to 7",
+    ),
+    "layers of another kind": (
+        "eagle3",
+        layers(model_type="qwen3"),
+        "model_type 'qwen3'; read here are llama",
+    ),
+    "biases": ("eagle3", layers(attention_bias=True), r"biases \(attention_bias\)"),
+    "scaled positions": ("eagle3", layers(rope_parameters={"rope_type": "longrope"}), r"scaled \(longrope\)"),
+    "a window": (
+        "dflash",
+        layers(layer_types=["sliding_attention"], sliding_window=32),
+        "the newest 32 tokens alone",
+    ),
+    "no d2t": ("eagle3", drop("d2t"), "d2t is missing"),
+    "a d2t of nonsense": (
+        "eagle3",
+        lambda c, tensors: tensors["d2t"].add_(99),
+        "d2t does not name 10 tokens",
+    ),
+    "an embedding of its own": ("eagle3", train_embedding, "its embedding is its own"),
+    "an embedding that was trained": ("p_eagle", train_embedding, "its embedding was trained"),
+    "a root that predicts": ("dflash", put(sample_from_anchor=True), "sample_from_anchor"),
+    "fewer tokens in a block drafter": ("dflash", put(draft_vocab_size=8), "drafts 8 tokens"),
+    "a head of its own": (
+        "dflash",
+        lambda c, tensors: tensors.update({"lm_head.weight": torch.zeros(V, 16)}),
+        "lm_head.weight is its own",
+    ),
+    "a mask that is no token": ("dflash", put(mask_token_id=V), "its mask is token 40"),
+    "another projector": (
+        "dflash of its authors",
+        lambda config, tensors: config["dflash_config"].update(projector_type="domino"),
+        "projector_type is 'domino'",
+    ),
+    "a tensor short": ("eagle3", drop("layers.0.self_attn.k_proj.weight"), "damaged checkpoint"),
+    "a key short": ("eagle3", lambda config, tensors: config.pop("draft_vocab_size"), "damaged checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_none_of_our_drafters_is_refused_in_a_line(made, target, tmp_path, name):
+    case, change, said = REFUSED[name]
+    _, layout = made(case)
+    change(layout.config, layout.tensors)
+    layout.write(tmp_path)
+    with pytest.raises(UserError, match=said) as caught:
+        hub.load(tmp_path, target)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "options", "said"),
+    [
+        (
+            "eagle3",
+            "speculators",
+            {"taps": [2, 4, "last"]},
+            r"train with layers alone, as in drafter\.taps=\[2,4,5\]",
+        ),
+        ("eagle3", "speculators", {"taps": [2, 4, 4]}, "has one twice"),
+        ("dflash", "vllm", {"taps": [0, 4]}, "0 is the embedding"),
+        ("diffusion", "vllm", {}, "drafter=dflash"),
+        ("lyanna", "speculators", {}, "set to=native"),
+    ],
+)
+def test_what_an_engine_cannot_load_is_refused_in_a_line(target, make_drafter, name, to, options, said):
+    drafter = make_drafter(name, target, depth=K, **options)
+    with pytest.raises(UserError, match=said):
+        table.written(hub.opened(drafter), target, to)
+
+
+def test_masks_that_no_input_gives_are_refused():
+    """The norm makes the input long, and `fc` keeps all of it: nothing short comes out."""
+    fc = torch.diag(torch.tensor([1.0, 1.0, 1.0, 1.0]))
+    assert fused_from(torch.full((4,), 0.1), fc, [torch.ones(4)], 1e-6) is None
+    assert fused_from(torch.full((4,), 0.1), torch.zeros(4, 8), [torch.ones(8)], 1e-6) is None
+
+
+def test_the_command_serves_the_folder_alone(made):
+    assert made("eagle3")[1].serve.format(target="T", drafter="D") == "vllm serve D"
+    said = made("dflash of its authors")[1].serve.format(target="T", drafter="/a/b")
+    assert said.startswith("vllm serve T --speculative-config '{")
+    config = json.loads("".join(said.split("--speculative-config ")[1].split("'")))
+    assert config == {"method": "dflash", "model": "/a/b", "num_speculative_tokens": K}
+
+
+def test_both_engines_read_the_authors_folder(target, make_drafter):
+    saved = hub.opened(make_drafter("dflash", target, depth=K))
+    one, other = (table.written(saved, target, to) for to in ("vllm", "sglang"))
+    assert one.config == other.config
+    assert all(torch.equal(other.tensors[name], value) for name, value in one.tensors.items())
+    assert f"--speculative-num-draft-tokens {K + 1}" in other.serve
+
+
+@pytest.mark.parametrize("mask", [V, MASK])
+def test_a_mask_that_is_no_token_or_nothing_is_refused(target, make_drafter, mask):
+    target.embed.weight.data[MASK] = 0.0
+    with pytest.raises(UserError, match=rf"drafter\.mask_id={mask}: "):
+        make_drafter("dflash", target, mask_id=mask)

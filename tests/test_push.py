@@ -1,0 +1,309 @@
+"""Drafters given away: folders, the Hub, and everything that may go wrong on the way there."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from cards import scorecard
+from faces import V
+from safetensors.torch import load_file
+from workbench import CONF, Bench, command, make_target
+
+from decode.errors import RemoteError, UserError
+from decode.load import load_target
+from distill.cli import main
+from distill.exporting import export
+from drafters import hub
+from drafters.base import Drafter
+from drafters.eagle import Eagle
+from drafters.medusa import Medusa
+from drafters.sharing import pretrained, upload
+
+REPO = "me/drafter"
+
+
+@pytest.fixture
+def made(tiny_target, make_drafter):
+    """A target and an EAGLE for it that nobody has saved yet."""
+    target = tiny_target(vocab=V, hidden=16, dtype=torch.float32)
+    return target, make_drafter("eagle", target)
+
+
+def same(one: Drafter, other: Drafter) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    """The client waits a second and more before it asks again."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+def test_a_drafter_is_saved_and_comes_back_bit_for_bit(made, tmp_path):
+    target, drafter = made
+    drafter.save_pretrained(tmp_path / "new", target)
+    names = sorted(p.name for p in (tmp_path / "new").iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors"]
+    loaded = Drafter.from_pretrained(tmp_path / "new", target)
+    assert type(loaded) is Eagle
+    assert same(loaded, drafter)
+    loaded.save_pretrained(tmp_path / "again")  # it knows whom it was made for
+    assert same(Eagle.from_pretrained(tmp_path / "again", target), drafter)
+    with pytest.raises(UserError, match="drafter Eagle, not Medusa"):
+        Medusa.from_pretrained(tmp_path / "new", target)
+
+
+def test_one_that_knows_no_target_asks_for_it_and_a_folder_in_use_is_left_alone(made, tmp_path):
+    target, drafter = made
+    with pytest.raises(UserError, match="pass target="):
+        drafter.save_pretrained(tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(UserError, match="is there already"):
+        drafter.save_pretrained(tmp_path, target)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_score_goes_along_while_the_weights_are_those_that_were_scored(made, tmp_path):
+    target, drafter = made
+    folder = tmp_path / "checkpoint"
+    drafter.save_pretrained(folder, target)
+    card = scorecard()
+    (folder / "score.json").write_text(json.dumps(card))
+    loaded = Drafter.from_pretrained(folder, target)
+    loaded.save_pretrained(tmp_path / "same")
+    assert json.loads((tmp_path / "same" / "scorecard.json").read_text()) == card
+    with torch.no_grad():
+        next(loaded.parameters()).add_(1)
+    loaded.save_pretrained(tmp_path / "changed")
+    assert not (tmp_path / "changed" / "scorecard.json").exists()
+    assert "without a scorecard" in (tmp_path / "changed" / "README.md").read_text()
+
+
+def test_a_full_disk_leaves_nothing(made, tmp_path, monkeypatch):
+    target, drafter = made
+
+    def full(facts):
+        raise OSError(errno.ENOSPC, "No space left on device", "README.md")
+
+    monkeypatch.setattr(pretrained, "card", full)
+    with pytest.raises(OSError, match="No space left"):
+        drafter.save_pretrained(tmp_path / "new", target)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_target_that_a_checkpoint_names_is_loaded_if_it_is_still_that_one(tmp_path):
+    where = make_target(tmp_path / "target")
+    target = load_target(str(where))
+    drafter = Eagle.for_target(target, depth=1, feature_noise=0.0, feature_weight=1.0)
+    folder = tmp_path / "drafter"
+    drafter.save_pretrained(folder, target)
+    written = json.loads((folder / "config.json").read_text())["target"]
+    assert written["name"] == str(where)
+    assert len(written["tokenizer"]) == 16
+    assert same(Drafter.from_pretrained(folder), drafter.to(target.dtype))
+    hub.tokenizer_hash.cache_clear()
+    words = json.loads((where / "tokenizer.json").read_text())
+    words["model"]["vocab"] |= {"a": words["model"]["vocab"]["b"], "b": words["model"]["vocab"]["a"]}
+    (where / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(UserError, match=r"tokenizer of .* is another by now"):
+        Drafter.from_pretrained(folder)
+    assert same(Drafter.from_pretrained(folder, target), drafter)  # whoever passes it knows it
+    hub.tokenizer_hash.cache_clear()
+
+
+def test_what_older_checkpoints_do_not_say_they_need_not(made, tmp_path):
+    target, drafter = made
+    drafter.save_pretrained(tmp_path / "old", target)
+    config = json.loads((tmp_path / "old" / "config.json").read_text())
+    config["target"] = {name: config["target"][name] for name in ("name", "fingerprint")}
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    assert same(Drafter.from_pretrained(tmp_path / "old", target), drafter)
+
+
+# -- the Hub ---------------------------------------------------------------------------------------
+
+
+def test_what_is_pushed_comes_back_bit_for_bit(made, fake_hub):
+    target, drafter = made
+    where = drafter.push_to_hub(REPO, target)
+    repo = fake_hub.repos[REPO]
+    assert where == f"{fake_hub.url}/{REPO}/commit/{repo.sha}"
+    assert repo.private
+    assert repo.commits == 1
+    assert sorted(repo.files) == ["README.md", "config.json", "model.safetensors"]
+    assert same(Drafter.from_pretrained(REPO, target), drafter)
+    with pytest.raises(UserError, match=r"it has no revision|none of that name"):
+        Drafter.from_pretrained("me/nothing", target)
+
+
+def test_a_second_push_is_one_commit_and_takes_our_old_files_away(made, fake_hub):
+    target, drafter = made
+    fake_hub.give(REPO, {"adapter_model.safetensors": b"old", "LICENSE": b"theirs", "config.json": b"{}"})
+    drafter.push_to_hub(REPO, target)
+    assert fake_hub.repos[REPO].commits == 2
+    assert sorted(fake_hub.repos[REPO].files) == ["LICENSE", "README.md", "config.json", "model.safetensors"]
+    assert not fake_hub.repos[REPO].private  # it was there, and stays as it was
+
+
+@pytest.mark.parametrize("cut", ["/lfs/", "/commit/", "/preupload/", "/api/repos/create"])
+def test_an_upload_that_is_cut_off_commits_nothing_and_can_be_made_again(made, fake_hub, cut):
+    target, drafter = made
+    fake_hub.cut = cut
+    with pytest.raises(RemoteError, match="cut off") as error:
+        drafter.push_to_hub(REPO, target)
+    assert "\n" not in str(error.value)
+    assert not fake_hub.repos or not fake_hub.repos[REPO].files
+    fake_hub.cut = ""
+    drafter.push_to_hub(REPO, target)
+    assert same(Drafter.from_pretrained(REPO, target), drafter)
+
+
+def test_who_may_not_write_is_told_so_without_the_token(made, fake_hub, monkeypatch):
+    target, drafter = made
+    secret = "hf_aSecretThatIsWrong"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    with pytest.raises(UserError, match=r"does not know this token \(401\)") as error:
+        drafter.push_to_hub(REPO, target)
+    assert secret not in str(error.value)
+    monkeypatch.setenv("HF_TOKEN", fake_hub.token)
+    fake_hub.failing = {"/api/repos/create": 403}
+    with pytest.raises(UserError, match=r"may not write there \(403\)"):
+        drafter.push_to_hub("others/drafter", target)
+    fake_hub.failing = {"/commit/": 500}
+    with pytest.raises(RemoteError, match="answers 500; nothing was committed"):
+        drafter.push_to_hub(REPO, target)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match="no token of the Hub is known here"):
+        drafter.push_to_hub(REPO, target)
+
+
+@pytest.mark.parametrize("name", ["drafter", "a/b/c", "../b", "a/..", "a b/c", "", "https://x/y"])
+def test_a_name_that_no_repository_can_have_is_refused_at_once(made, fake_hub, name):
+    with pytest.raises(UserError, match="give owner/name"):
+        made[1].push_to_hub(name, made[0])
+    assert not fake_hub.asked
+
+
+def test_a_private_repository_is_open_to_who_may_read_it(made, fake_hub, monkeypatch, tmp_path):
+    target, drafter = made
+    drafter.push_to_hub(REPO, target)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match="or a private one that this login"):
+        Drafter.from_pretrained(REPO, target)
+    monkeypatch.setenv("HF_TOKEN", fake_hub.token)
+    assert same(Drafter.from_pretrained(REPO, target), drafter)
+
+
+def test_without_a_network_one_line_says_so(made, fake_hub, monkeypatch):
+    target, drafter = made
+    drafter.push_to_hub("me/known", target)
+    Drafter.from_pretrained("me/known", target)
+    fake_hub.cut = "/"
+    with pytest.raises(RemoteError, match="cut off"):
+        Drafter.from_pretrained(REPO, target)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(RemoteError, match="cannot be reached, and nothing was fetched before"):
+        Drafter.from_pretrained(REPO, target)
+    assert same(Drafter.from_pretrained("me/known", target), drafter)
+
+
+def test_weights_are_fetched_beside_a_drafters_config_alone(made, fake_hub):
+    files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"a whole model's"}
+    fake_hub.give("me/model", files)
+    with pytest.raises(UserError, match="not a drafter's config"):
+        Drafter.from_pretrained("me/model", made[0])
+    assert not any("safetensors" in path for _, path in fake_hub.asked)
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("push"))
+
+
+def exported(*arguments: str):
+    def task(cfg, folder):
+        return export(cfg)
+
+    return command(lambda: main(task, CONF, "export"), ["export.py", *arguments])
+
+
+def test_a_run_ends_on_the_hub_and_its_failure_there_is_not_the_runs(bench, fake_hub, monkeypatch):
+    fake_hub.cut = "/commit/"
+    push = [f"export.push_to={REPO}"]
+    done = bench.train("seed=31", *push)
+    assert done.code == 0, done.err
+    line = next(line for line in done.out.splitlines() if line.startswith("export: "))
+    again = line.partition("tries again: ")[2].split()
+    assert again[:2] == ["python", "scripts/export.py"]
+    assert not fake_hub.repos[REPO].files
+    fake_hub.cut = ""
+    retried = exported(*again[2:])
+    assert retried.code == 0, retried.err
+    assert f"uploaded: {fake_hub.url}/{REPO}/commit/" in retried.out
+    files = fake_hub.repos[REPO].files
+    assert sorted(files) == sorted(
+        ["README.md", "config.json", "model.safetensors", "recipe.json", "scorecard.json"]
+    )
+    best = (done.folder / "checkpoints" / "best").resolve()
+    assert load_file(best / "model.safetensors").keys()
+    score = json.loads((best / "score.json").read_text())
+    assert json.loads(files["scorecard.json"]) == score | {"target": "target"}
+    assert files["model.safetensors"] == (best / "model.safetensors").read_bytes()
+    target = load_target(str(bench.target))
+    assert same(Drafter.from_pretrained(REPO, target), hub.load(best, target))
+    text = files["README.md"].decode() + files["config.json"].decode() + files["recipe.json"].decode()
+    text += files["scorecard.json"].decode()
+    assert str(bench.root) not in text, "where things lie on this machine is nobody's business"
+    everything = done.out + done.err + retried.out + retried.err + text
+    assert fake_hub.token not in everything
+    written = [p for p in bench.root.rglob("*") if p.is_file()]
+    assert not [p for p in written if fake_hub.token.encode() in p.read_bytes()]
+    assert len(written) > 20
+    # The card may be changed before it goes up again.
+    out = next((done.folder / "export").iterdir())
+    (out / "README.md").write_text("---\nlicense: mit\n---\n")
+    monkeypatch.delenv("HF_TOKEN")
+    dry = exported(*again[2:])
+    assert dry.code == 0, dry.err
+    assert "is there already and is uploaded as it is" in dry.out
+    assert "would upload to" in dry.out
+    assert "dry run: no token of the Hub is known here" in dry.out
+    assert fake_hub.repos[REPO].commits == 1
+
+
+def test_commands_refuse_in_one_line(bench, fake_hub, tmp_path):
+    folder = bench.untrained_eagle()
+    base = [f"checkpoint={folder}", f"target={bench.target}", f"out={tmp_path / 'out'}"]
+    wrong = exported(*base, "to=native", "push_to=nobody")
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)
+    assert exported(*base, "to=llama.cpp").code == 2
+    fake_hub.failing = {"/api/repos/create": 401}
+    assert exported(*base, "to=native", f"push_to={REPO}").code == 2
+    fake_hub.failing = {"/preupload/": 503}
+    broken = exported(*base, "to=native", f"push_to={REPO}")
+    assert (broken.code, broken.err.count("\n")) == (1, 1)
+    early = bench.train("seed=32", "export.push_to=nobody")
+    assert early.code == 2
+    assert "push_to=nobody" in early.err
+
+
+def test_a_link_to_elsewhere_is_never_uploaded(tmp_path, fake_hub):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (tmp_path / "id_rsa").write_text("secret")
+    (folder / "README.md").symlink_to(tmp_path / "id_rsa")
+    with pytest.raises(UserError, match="a link to a file outside"):
+        upload.upload(folder, REPO)
+    assert not fake_hub.asked
