@@ -79,6 +79,7 @@ def masses(draft: Draft, laws: Tensor) -> Tensor:
     return mass[:, 1:] * real
 
 
+@torch.inference_mode()
 def kept(
     target: Target,
     drafter: Proposer,
@@ -108,6 +109,7 @@ def kept(
     return Kept(torch.cat(chosen), torch.cat(ranked))
 
 
+@torch.inference_mode()
 def acceptance(
     target: Target,
     drafter: Proposer,

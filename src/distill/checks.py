@@ -58,6 +58,8 @@ LEAST = {
     "tokens": 3,
     "rows": 0,
     "sample": 0,
+    "nodes": 1,
+    "starts": 1,
     "turn": 1,
     "steps": 1,
     "processes": 1,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from decode.errors import UserError
@@ -40,13 +41,11 @@ def limits(cfg: DictConfig) -> float:
         cfg: composed from conf/limit.yaml.
 
     Returns:
-        The fraction of the best trees that the drafter's keep; of the target alone, mu.
+        The fraction of what the best trees keep that the drafter's do; mu, where there is none.
 
     Raises:
         UserError: bad input; a plan that cannot be settled without scoring.
     """
-    from hydra.utils import instantiate
-
     quiet()
     check_ranges(cfg)
     with refused():
@@ -56,6 +55,8 @@ def limits(cfg: DictConfig) -> float:
         raise UserError(
             "decode=auto and decode=calibrated find plans where a checkpoint is scored; name one here"
         )
+    if not cfg.nodes:
+        raise UserError("nodes=[]: name one size of a tree or more, as in nodes=[16,64]")
     chat, _, held = read_inputs(cfg)
     target = build_target(cfg)
     drafter = hub.load(hub.fetch(cfg.checkpoint), target) if cfg.checkpoint else None
@@ -71,7 +72,8 @@ def limits(cfg: DictConfig) -> float:
     print(describe(card))
     if cfg.out:
         write_json(Path(cfg.out), card)
-    return card["drafter"]["fraction"][0] if card["drafter"] and card["bounded"] else card["mu"][0]
+    fraction = card["drafter"] and card["drafter"]["fraction"]
+    return fraction[0] if fraction else card["mu"][0]
 
 
 def _laws(target: Target, rollouts: Sequence[Rollout], sampler: Sampler) -> list[torch.Tensor]:
