@@ -146,9 +146,9 @@ def test_vllm_makes_our_speculator_of_it(target, make_drafter, tmp_path, form):
 
 def test_the_command_survives_any_path(target, make_drafter, tmp_path):
     _, layout = exported(make_drafter("medusa", target), target, tmp_path)
-    words, asked = speculative(layout, "/a b/it's", "/c d/{x}'s")
+    words, asked = speculative(layout, "/a b/it's", '/c d/{x}"s')
     assert words[:3] == ["vllm", "serve", "/a b/it's"]
-    assert asked["model"] == "/c d/{x}'s"
+    assert asked["model"] == '/c d/{x}"s'
 
 
 def swapped(tensors, one, other):
@@ -299,7 +299,9 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-@pytest.mark.parametrize("content", [{"0.0.linear.weight": Evil()}, [torch.zeros(2)], {"a": 3}], ids=["code", "a list", "a number"])
+@pytest.mark.parametrize(
+    "content", [{"0.0.linear.weight": Evil()}, [torch.zeros(2)], {"a": 3}], ids=["code", "a list", "a number"]
+)
 def test_a_file_of_more_than_tensors_is_refused(target, tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')

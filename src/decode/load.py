@@ -216,8 +216,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """A model's tokenizer; arguments as in `load_config`.
 
-    Args:
-        fetch: else only one that is on this machine counts, and nobody waits for a network.
+    Without `fetch` only one that is on this machine counts, and nobody waits for a network.
 
     Raises:
         UserError: there is none.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import Target
+from drafters.export import serve
 from drafters.export.layout import Layout, Reader, Saved, fused, unfused
 from drafters.export.llama import (
     architecture,
@@ -55,7 +56,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
         )
     # vLLM puts "Eagle" before the name. `bias` is read as that of attention, so it may not be true.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
-    return Layout(config, tensors, vllm("eagle", saved))
+    return Layout(config, tensors, serve.vllm("eagle", drafted(saved)))
 
 
 def to_sglang(saved: Saved, target: Target) -> Layout:
@@ -68,7 +69,7 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
     if "fc.bias" not in tensors:  # there it is a weight that nothing else would set
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLMEagle"]}
-    return Layout(config, tensors, sglang("EAGLE", saved))
+    return Layout(config, tensors, serve.sglang("EAGLE", drafted(saved)))
 
 
 def _tensors(saved: Saved, target: Target, to: str) -> dict[str, Tensor]:
@@ -89,26 +90,7 @@ def _config(saved: Saved, target: Target) -> dict[str, Any]:
     return config
 
 
-def vllm(method: str, saved: Saved) -> str:
-    """The command that serves a drafter there."""
-    flag = "--speculative-config."
-    return (
-        f"vllm serve {{target}} {flag}method {method} {flag}model {{drafter}} "
-        f"{flag}num_speculative_tokens {_depth(saved)}"
-    )
-
-
-def sglang(algorithm: str, saved: Saved) -> str:
-    """The command that serves a drafter there."""
-    depth, flag = _depth(saved), "--speculative-"
-    return (
-        f"python -m sglang.launch_server --model-path {{target}} {flag}algorithm {algorithm} "
-        f"{flag}draft-model-path {{drafter}} {flag}num-steps {depth} {flag}eagle-topk 4 "
-        f"{flag}num-draft-tokens {4 * depth}"
-    )
-
-
-def _depth(saved: Saved) -> int:
+def drafted(saved: Saved) -> int:
     """Tokens to draft: as deep as it was trained, and 3 where that was less (vLLM's own examples)."""
     return max(3, saved.settings["depth"])
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import LAST, Target
-from drafters.export.eagle import sglang, vllm
+from drafters.export import serve
+from drafters.export.eagle import drafted
 from drafters.export.layout import Layout, Reader, Saved, fused, unfused
 from drafters.export.llama import (
     architecture,
@@ -43,7 +44,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
     Raises:
         UserError: `last` or one tap twice, no draft vocabulary yet, a scaled embedding.
     """
-    return _layout(saved, target, "vllm", vllm("eagle3", saved))
+    return _layout(saved, target, "vllm", serve.vllm("eagle3", drafted(saved)))
 
 
 def to_sglang(saved: Saved, target: Target) -> Layout:
@@ -67,10 +68,10 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
         raise UserError(
             "to=sglang: it cannot tap the embedding (layer 0); train with other drafter.taps, or set to=vllm"
         )
-    return _layout(saved, target, "sglang", sglang("EAGLE3", saved))
+    return _layout(saved, target, "sglang", serve.sglang("EAGLE3", drafted(saved)))
 
 
-def _layout(saved: Saved, target: Target, to: str, serve: str) -> Layout:
+def _layout(saved: Saved, target: Target, to: str, command: str) -> Layout:
     plain_embedding(target, to)
     settings = saved.settings
     order = _order(settings["taps"], to)
@@ -95,7 +96,7 @@ def _layout(saved: Saved, target: Target, to: str, serve: str) -> Layout:
     if taps != default_taps(len(target.layers)):
         config[IDS], config["num_aux_hidden_states"] = taps, len(taps)
         config["eagle_config"] = {"use_aux_hidden_state": True, IDS: [tap - 1 for tap in taps]}
-    return Layout(config, tensors, serve)
+    return Layout(config, tensors, command)
 
 
 def default_taps(n: int) -> list[int]:

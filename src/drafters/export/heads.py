@@ -10,12 +10,9 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import Target
+from drafters.export import serve
 from drafters.export.layout import Layout, Reader, Saved
 
-SERVE = (
-    'vllm serve {{target}} --speculative-config \'{{{{"method": "{method}", '
-    '"model": "{{drafter}}", "num_speculative_tokens": {tokens}}}}}\''
-)
 NO_MLP = (
     "No newer vLLM than 0.9.2 runs an MLP speculator: the engine that did, V0, has lost speculative "
     "decoding since (vLLM pull request 21152), and V1 refuses the method (issue 47825)."
@@ -64,7 +61,7 @@ def medusa(saved: Saved, target: Target) -> Layout:
         "logit_scale": target.head.scale,
         "torch_dtype": _dtype(tensors),
     }
-    return Layout(config, tensors, SERVE.format(method="medusa", tokens=settings["depth"]))
+    return Layout(config, tensors, serve.vllm("medusa", settings["depth"]))
 
 
 def medusa2(saved: Saved, target: Target) -> Layout:
@@ -155,8 +152,8 @@ def mlp(saved: Saved, target: Target) -> Layout:
         "scale_input": settings["scale_input"],
         "torch_dtype": _dtype(saved.weights),
     }
-    serve = "VLLM_USE_V1=0 " + SERVE.format(method="mlp_speculator", tokens=depth)
-    return Layout(config, {name: saved.weights[name] for name in kept}, serve, NO_MLP)
+    command = "VLLM_USE_V1=0 " + serve.vllm("mlp_speculator", depth)
+    return Layout(config, {name: saved.weights[name] for name in kept}, command, NO_MLP)
 
 
 def read_mlp(layout: Layout, target: Target) -> Saved:
