@@ -167,6 +167,7 @@ def test_another_drafters_files_are_refused_in_one_line(made, message, tmp_path)
         {"num_attention_heads": 0},
         {"num_attention_heads": "four"},
         {"num_hidden_layers": [1]},
+        {"num_hidden_layers": 10**12},
         {"rope_parameters": "spiral"},
         {"rope_parameters": {"rope_type": "yarn", "factor": "much"}},
         {"rope_parameters": {"rope_type": "llama3"}},
@@ -204,7 +205,18 @@ class Loud:
         Loud.made = True
 
 
-@pytest.mark.parametrize("content", [{"fc.weight": Loud()}, [torch.ones(2)], {"fc.weight": 3}, b"junk"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"fc.weight": Loud()},
+        [torch.ones(2)],
+        {"fc.weight": 3},
+        {"fc.weight": torch.ones(1).expand(2**40)},
+        {"fc.weight": torch.ones(2, device="meta")},
+        b"junk",
+    ],
+    ids=["code", "a list", "a number", "a number many times", "a shape", "junk"],
+)
 def test_a_pickled_file_gives_tensors_or_nothing(made, content, tmp_path):
     target, drafter = made("eagle without")
     folder = public(written(drafter, target, "vllm"), tmp_path / "x")
@@ -212,7 +224,31 @@ def test_a_pickled_file_gives_tensors_or_nothing(made, content, tmp_path):
         (folder / "pytorch_model.bin").write_bytes(content)
     else:
         torch.save(content, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model|damaged") as error:
+    with pytest.raises(UserError, match=r"pytorch_model.bin: not a .*convert it to safetensors") as error:
         hub.load(folder, target)
     assert "\n" not in str(error.value)
     assert not Loud.made
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        [],
+        {},
+        {"weight_map": ["model.safetensors"]},
+        {"weight_map": {"fc.weight": 3}},
+        {"weight_map": {"fc.weight": ".."}},
+        {"weight_map": {"fc.weight": "../config.json"}},
+        {"weight_map": {"fc.weight": "a\0b"}},
+        {"weight_map": {"fc.weight": "config.json"}},
+    ],
+    ids=str,
+)
+def test_an_index_names_files_of_its_folder(made, index, tmp_path):
+    target, drafter = made("eagle without")
+    folder = public(written(drafter, target, "vllm"), tmp_path / "x", pickled=False)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"damaged|no file of this folder") as error:
+        hub.load(folder, target)
+    assert "\n" not in str(error.value)

@@ -27,6 +27,9 @@ from drafters.sharing.files import Shape, header, is_hub_id, read_json, shape_of
 
 FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
 FORMAT = 1
+# What files that are not what they should be make of code that takes them at their word.
+DAMAGE = (OSError, SafetensorError, RuntimeError, TypeError, AttributeError, ValueError, LookupError)
+DAMAGE += (ArithmeticError,)
 WRITTEN = ("name", "revision", "fingerprint", "tokenizer")  # of a target, in config.json
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
@@ -152,7 +155,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
         untrusted.check_values(drafter, target.vocab_size)
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
-    except (RuntimeError, TypeError, KeyError) as error:
+    except DAMAGE as error:
         raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
     drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
     now = origin_of(target)
@@ -298,7 +301,7 @@ def _saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
         return known.read(Layout(config, files.stored(folder)), target)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    except (OSError, SafetensorError, RuntimeError, TypeError, KeyError) as error:
+    except DAMAGE as error:
         raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
 
 

@@ -6,7 +6,6 @@ from decode.errors import UserError
 from decode.target import Target
 from drafters.export import serve
 from drafters.export.layout import Layout, Reader, Saved
-from drafters.export.llama import told
 from drafters.export.shapes import ascending, dtype_of
 from drafters.export.speculators import block_config, block_tensors
 from drafters.export.speculators_reader import block
@@ -54,4 +53,4 @@ def _read(layout: Layout, target: Target) -> Saved:
     return block(whole, target, layout.config, ids, more["mask_token_id"])
 
 
-READER = Reader("DFlash", lambda config: "dflash_config" in config, told(_read))
+READER = Reader("DFlash", lambda config: "dflash_config" in config, _read)

@@ -25,7 +25,6 @@ from drafters.export.llama import (
     leftover,
     plain_embedding,
     sizes,
-    told,
 )
 
 LAYER = "layers.0."
@@ -119,4 +118,4 @@ def _read(layout: Layout, target: Target) -> Saved:
     return Saved("eagle", sizes(config, tensors, LAYER) | UNTOLD | {"bias": bias}, weights)
 
 
-READER = Reader("EAGLE", _knows, told(_read))
+READER = Reader("EAGLE", _knows, _read)

@@ -26,7 +26,6 @@ from drafters.export.llama import (
     leftover,
     plain_embedding,
     sizes,
-    told,
 )
 
 FIRST = "midlayer."
@@ -152,6 +151,8 @@ def _read(layout: Layout, target: Target) -> Saved:
         weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
     if "lm_head.weight" not in weights and "d2t" not in tensors:
         weights["lm_head.weight"] = (target.head.weight * target.head.scale).cpu()
+    if layers > len(weights):  # a number is no reason to count to it
+        raise UserError(f"num_hidden_layers is {layers}, for {len(weights)} tensors")
     leftover(set(weights), _own(layers, len(taps), switches))
     size = len(weights["lm_head.weight"])
     if "d2t" in tensors or size < target.vocab_size:
@@ -201,4 +202,4 @@ def _ids(tensors: Mapping[str, Tensor], size: int, vocab_size: int) -> Tensor:
     return ids
 
 
-READER = Reader("EAGLE-3", _knows, told(_read))
+READER = Reader("EAGLE-3", _knows, _read)

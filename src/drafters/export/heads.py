@@ -89,8 +89,11 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
     depth = 1 + max((int(n[1]) for n in numbers if n), default=-1)
     layers = 1 + max((int(n[2]) for n in numbers if n), default=-1)
     bias = any(name.endswith(".bias") for name in tensors)
-    # No more than there are tensors: a number in a name is no reason to count to it.
-    every, each = range(min(depth, len(tensors))), range(min(layers, len(tensors)))
+    if depth * layers > len(tensors):  # a number in a name is no reason to count to it
+        raise UserError(
+            f"tensors are missing: {depth} x {layers} layers by their names, {len(tensors)} there"
+        )
+    every, each = range(depth), range(layers)
     parts = ("weight", "bias") if bias else ("weight",)
     blocks = [f"blocks.{i}.layers.{j}.{part}" for i in every for j in each for part in parts]
     heads = [f"lm_heads.{i}.weight" for i in every]

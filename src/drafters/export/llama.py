@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 from decode.target import Target
-from drafters.export.layout import Layout, Saved
 from drafters.rope import copied
 
 EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -21,22 +19,6 @@ def architecture(config: Mapping[str, Any]) -> str:
     """The class that a `config.json` names first, or ""."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-
-
-def told(read: Callable[[Layout, Target], Saved]) -> Callable[[Layout, Target], Saved]:
-    """A reader to which a configuration of other kinds of values than it knows is the user's mistake."""
-
-    @wraps(read)
-    def guarded(layout: Layout, target: Target) -> Saved:
-        try:
-            return read(layout, target)
-        except UserError:
-            raise
-        except (AttributeError, ValueError, IndexError, ArithmeticError) as error:
-            what = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"config.json or tensors are not what they should be ({what})") from None
-
-    return guarded
 
 
 def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: torch.dtype) -> dict[str, Any]:

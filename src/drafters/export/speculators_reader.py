@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from decode.errors import UserError
 from decode.target import Target
 from drafters.export.layout import Layout, Reader, Saved, fused
-from drafters.export.llama import told
 from drafters.export.shapes import layer_settings, same_rows, table_of, taps_of, target_ids
 
 Read = Callable[[Layout, Target], Saved]
@@ -94,7 +93,7 @@ def _read(layout: Layout, target: Target) -> Saved:
     return KINDS[kind](layout, target)
 
 
-READER = Reader("speculators", lambda config: "speculators_model_type" in config, told(_read))
+READER = Reader("speculators", lambda config: "speculators_model_type" in config, _read)
 
 
 def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
