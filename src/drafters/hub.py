@@ -352,7 +352,9 @@ def _config(folder: Path) -> dict[str, Any]:
     if isinstance(config, dict) and not _ours(config) and table.reader(config):
         return config
     if broken:
-        raise UserError(f"{path}: not a drafter's config ({', '.join(broken)})")
+        whole = isinstance(config, dict) and "model_type" in config
+        more = "; a whole model drafts by drafter=lm_given drafter.path=<it>" if whole else ""
+        raise UserError(f"{path}: not a drafter's config ({', '.join(broken)}){more}")
     if config["format"] != FORMAT:
         raise UserError(f"{path}: format {config['format']}, this version reads {FORMAT}")
     drafter_class(config["drafter"])
