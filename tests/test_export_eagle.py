@@ -122,7 +122,7 @@ def test_scaled_positions_are_there_for_readers_of_any_version(made, tiny_target
 
 REFUSED = {
     "vLLM's EAGLE has none; set to=sglang.*drafter.bias=false": ("eagle with a bias", {}, "vllm"),
-    "never `last`; train with drafter.taps of numbers": ("eagle3", {"taps": [1, "last"]}, "vllm"),
+    "behind the final norm; train with layers alone": ("eagle3", {"taps": [1, "last"]}, "vllm"),
     "has one twice": ("eagle3", {"taps": [1, 1]}, "sglang"),
     "does not know norm_before_residual.*set to=vllm": ("eagle3", {"norm_before_residual": True}, "sglang"),
     "does not know norm_before_fc": ("eagle3", {"norm_before_fc": True}, "sglang"),
@@ -159,8 +159,9 @@ def test_the_targets_head_is_shared_as_far_as_it_goes(made):
 def test_a_vocabulary_that_is_not_counted_is_refused(made):
     target, drafter = made("eagle3")
     drafter.d2t.fill_(-1)
-    with pytest.raises(UserError, match="has not been counted"):
-        written(drafter, target, "vllm")
+    for to in ("vllm", "speculators"):
+        with pytest.raises(UserError, match="has not been counted"):
+            written(drafter, target, to)
 
 
 def test_a_confidence_head_stays_here(made):

@@ -272,11 +272,11 @@ REFUSED = {
         layers(layer_types=["sliding_attention"], sliding_window=32),
         "the newest 32 tokens alone",
     ),
-    "no d2t": ("eagle3", drop("d2t"), "d2t is missing"),
+    "no d2t": ("eagle3", drop("d2t"), "d2t, which tells them, is missing"),
     "a d2t of nonsense": (
         "eagle3",
         lambda c, tensors: tensors["d2t"].add_(99),
-        "d2t does not name 10 tokens",
+        "d2t is no list of offsets",
     ),
     "an embedding of its own": ("eagle3", train_embedding, "its embedding is its own"),
     "an embedding that was trained": ("p_eagle", train_embedding, "its embedding was trained"),

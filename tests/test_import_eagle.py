@@ -131,20 +131,23 @@ FOREIGN = {
     "its embedding is not the target's": ("eagle3", {"embed_tokens.weight": torch.randn(V, 16)}),
     "target_hidden_size is 64": ("eagle3", {"config": {"target_hidden_size": 64}}),
     "hidden_act is gelu": ("eagle without", {"config": {"hidden_act": "gelu"}}),
-    "layer.input_layernorm.weight has no place": (
+    "no place in such a drafter, layer.input_layernorm.weight first": (
         "eagle without",
         {"layers.0.input_layernorm.weight": torch.ones(16)},
     ),
-    "layer.qkv_proj.bias has no place": (
+    "no place in such a drafter, layer.qkv_proj.bias first": (
         "eagle without",
         {f"layers.0.self_attn.{x}_proj.bias": torch.ones(8) for x in "qkv"},
     ),
-    "q_norm.weight has no place": ("eagle3", {"midlayer.self_attn.q_norm.weight": torch.ones(8)}),
-    "norm.weight is missing": ("eagle3", {"norm.weight": None}),
+    "no place in such a drafter, layers.0.q_norm.weight first": (
+        "eagle3",
+        {"midlayer.self_attn.q_norm.weight": torch.ones(8)},
+    ),
+    "1 tensors are missing, norm.weight first": ("eagle3", {"norm.weight": None}),
     "d2t, which tells them, is missing": ("eagle3", {"d2t": None}),
     "d2t is no list of offsets": ("eagle3", {"d2t": torch.arange(12) * 3}),
     "no EAGLE": ("eagle without", {"fc.weight": None}),
-    "taps layers": ("eagle3", {"config": {IDS: [2, 9, 40]}}),
+    "values entering layers": ("eagle3", {"config": {IDS: [2, 9, 40]}}),
     "last hidden state alone": ("eagle3", {"config": {"eagle_config": {"use_aux_hidden_state": False}}}),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from decode.errors import UserError
 from decode.target import Target
 from drafters.export import serve
-from drafters.export.layout import Layout, Reader, Saved, fused, unfused
+from drafters.export.layout import Layout, Reader, Saved, bare, fused, unfused
 from drafters.export.llama import (
     architecture,
     check_target,
@@ -75,8 +75,7 @@ def _tensors(saved: Saved, target: Target, to: str) -> dict[str, Tensor]:
     plain_embedding(target, to)
     if target.head.bias is not None:
         raise UserError(f"to={to}: the target's head has a bias, which {to}'s drafter does not add")
-    own = {k: v for k, v in saved.weights.items() if not k.startswith("confidence.")}
-    names = unfused(own, saved.settings).items()
+    names = unfused(bare(saved), saved.settings).items()
     return {k.replace("layer.", LAYER, 1) if k.startswith("layer.") else k: v for k, v in names}
 
 

@@ -77,6 +77,11 @@ class Layout(NamedTuple):
             (folder / name).write_bytes(content)
 
 
+def bare(saved: Saved) -> dict[str, Tensor]:
+    """Its weights without the confidence head, which no engine reads."""
+    return {name: value for name, value in saved.weights.items() if not name.startswith("confidence.")}
+
+
 # Raises UserError: what that program cannot load, with what to train or export instead.
 Writer = Callable[[Saved, Target], Layout]
 

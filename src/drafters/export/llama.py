@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -91,13 +91,9 @@ def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
         UserError: another hidden size, vocabulary or embedding; another activation.
     """
     for name, here in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if config[name] != here:
-            raise UserError(
-                f"{name} is {config[name]}, the target's {here}: this drafter is another target's"
-            )
-    other = config.get("target_hidden_size")
-    if other not in (None, target.hidden_size):
-        raise UserError(f"target_hidden_size is {other}, the target's {target.hidden_size}")
+        made_for(name, here, config[name])
+    if (other := config.get("target_hidden_size")) is not None:
+        made_for("target_hidden_size", target.hidden_size, other)
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise UserError(f"hidden_act is {act}; drafters here have silu")
     if "embed_tokens.weight" in tensors and not _same(tensors["embed_tokens.weight"], target.embed):
@@ -128,13 +124,24 @@ def plain_embedding(target: Target, to: str) -> None:
         )
 
 
-def leftover(names: set[str], known: set[str]) -> None:
-    """Refuse tensors that a drafter has no place for, and one that lacks some.
+def made_for(name: str, here: Any, there: Any) -> None:
+    """Refuse files of another target, by the name of a size, what it is here and what it is there.
 
     Raises:
-        UserError: the first of them.
+        UserError: it is another.
     """
-    if unknown := sorted(names - known):
-        raise UserError(f"its tensor {unknown[0]} has no place in the drafter that is known here")
-    if missing := sorted(known - names):
-        raise UserError(f"{missing[0]} is missing")
+    if here != there:
+        raise UserError(f"it was made for another target: its {name} is {there}, the target's {here}")
+
+
+def leftover(names: Iterable[str], wanted: Iterable[str], known: Iterable[str] = ()) -> None:
+    """Refuse where a tensor is missing, or there is one that is neither wanted nor known.
+
+    Raises:
+        UserError: how many, and the first of them.
+    """
+    names, wanted = set(names), set(wanted)
+    if lost := sorted(wanted - names):
+        raise UserError(f"{len(lost)} tensors are missing, {lost[0]} first")
+    if strange := sorted(names - wanted - set(known)):
+        raise UserError(f"{len(strange)} tensors have no place in such a drafter, {strange[0]} first")

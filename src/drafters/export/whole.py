@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,6 +16,7 @@ from decode.target import Target
 from drafters.export import serve
 from drafters.export.layout import Layout, Saved
 from drafters.models import build, own
+from drafters.sharing import download
 from drafters.tuned import Lora
 
 STEM = "model."  # of the model's names in a drafter
@@ -142,7 +141,7 @@ def _tokenizer(target: Target) -> dict[str, bytes]:
     """The target's, byte for byte; nothing for a target that has no place.
 
     Raises:
-        UserError: it was on the Hub and is not to be had now.
+        UserError, RemoteError: it was on the Hub and is not to be had now.
     """
     name = target.model.name_or_path
     if not name:
@@ -150,9 +149,6 @@ def _tokenizer(target: Target) -> dict[str, bytes]:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         commit = getattr(target.model.config, "_commit_hash", None)
-        try:
-            folder = Path(snapshot_download(name, revision=commit, allow_patterns=list(TOKENIZER_FILES)))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise UserError(f"{name}: the target's tokenizer is not to be had ({error})") from None
+        folder = download.snapshot(name, commit, TOKENIZER_FILES)
     paths = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)))
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
