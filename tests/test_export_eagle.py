@@ -9,7 +9,7 @@ import pytest
 import torch
 from eagles import EAGLE3, SERVED, build, written
 from faces import K, V, random_texts
-from loaders_eagle import IDS, Loaded, LoadError, drafted
+from served_eagle import IDS, Loaded, LoadError, drafted
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

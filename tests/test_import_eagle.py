@@ -9,7 +9,7 @@ import pytest
 import torch
 from eagles import CASES, SERVED, build, written
 from faces import K, V, random_texts
-from loaders_eagle import IDS
+from served_eagle import IDS
 
 from decode.errors import UserError
 from decode.plan import Plan
