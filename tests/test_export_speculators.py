@@ -209,6 +209,8 @@ def test_what_was_exported_is_read_back_and_has_the_same_tau(made, target, tmp_p
     layout.write(tmp_path)
     back = hub.load(tmp_path, target)
     assert type(back) is type(drafter)
+    if CASES[case][1] == "speculators":
+        assert hub.made_for(tmp_path) == back.origin.name == NAME
     changed = {k for k, v in drafter.settings.items() if back.settings[k] != v}
     assert changed <= {"anchors", *(["taps"] if drafter.settings["taps"] != sorted(drafter.taps) else [])}
     texts = unmasked(2, 24, seed=9).tolist()
@@ -287,6 +289,7 @@ REFUSED = {
         lambda c, tensors: tensors.update({"lm_head.weight": torch.zeros(V, 16)}),
         "lm_head.weight is its own",
     ),
+    "a block without end": ("dflash", put(block_size=2**20), "depth=1048575 must be from 1 to"),
     "a mask that is no token": ("dflash", put(mask_token_id=V), "its mask is token 40"),
     "another projector": (
         "dflash of its authors",

@@ -146,6 +146,7 @@ FOREIGN = {
     "1 tensors are missing, norm.weight first": ("eagle3", {"norm.weight": None}),
     "d2t, which tells them, is missing": ("eagle3", {"d2t": None}),
     "d2t is no list of offsets": ("eagle3", {"d2t": torch.arange(12) * 3}),
+    r"positions are scaled \(dynamic\)": ("eagle3", {"config": {"rope_scaling": {"type": "dynamic"}}}),
     "no EAGLE": ("eagle without", {"fc.weight": None}),
     "values entering layers": ("eagle3", {"config": {IDS: [2, 9, 40]}}),
     "last hidden state alone": ("eagle3", {"config": {"eagle_config": {"use_aux_hidden_state": False}}}),

@@ -281,9 +281,16 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
 
 
 def _target_in(config: Mapping[str, Any]) -> Origin:
-    target = config["target"] if _ours(config) else {}
+    target = config["target"] if _ours(config) else {"name": _verifier(config)}
     found = {name: value if isinstance(value := target.get(name), str) else "" for name in WRITTEN}
     return Origin(found["name"], found["revision"] or None, found["fingerprint"], found["tokenizer"])
+
+
+def _verifier(config: Any) -> Any:
+    """What speculators' layout says of its target; "": nothing."""
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        config = config.get(key, "") if isinstance(config, dict) else ""
+    return config
 
 
 def _ours(config: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 from decode.target import Target
-from drafters.rope import copied
+from drafters.rope import SCALED, copied
 
 EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -68,8 +68,16 @@ def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) 
         config: of the file.
         tensors: by Llama's names.
         layer: prefix of the first decoder layer's.
+
+    Raises:
+        UserError: positions that are scaled by the length of the text.
     """
-    heads = config["num_attention_heads"]
+    heads, rope = (
+        config["num_attention_heads"],
+        config.get("rope_parameters") or config.get("rope_scaling") or {},
+    )
+    if (scaled := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "mrope", *SCALED):
+        raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
     theta, rope = copied(dict(config))
     return {
         "hidden_size": config["hidden_size"],

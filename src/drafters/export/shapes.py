@@ -13,7 +13,6 @@ from decode.errors import UserError
 from decode.target import LAST, Target
 from drafters.export.layout import Saved
 from drafters.export.llama import check_target, config_of, plain_embedding, sizes
-from drafters.rope import SCALED
 
 NO_LIMIT = 2**31  # positions, where the target names no limit
 
@@ -47,10 +46,6 @@ def layer_settings(
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
             raise UserError(f"its layers have biases ({name}), which ours have not")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaled = rope.get("rope_type", rope.get("type", "default"))
-    if scaled not in ("default", *SCALED):
-        raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
     window = config.get("sliding_window") or 0
     if "sliding_attention" in (config.get("layer_types") or ()) and window < (
         target.max_positions or NO_LIMIT
