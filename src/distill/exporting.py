@@ -44,6 +44,7 @@ def export(cfg: DictConfig) -> float:
             raise UserError(f"out={out}: is there already and no drafter's; choose a new folder")
         say(f"{out} is there already and is uploaded as it is; remove it to have it written anew")
     else:
+        check(cfg.to, cfg.push_to, hub.kind_of(checkpoint))  # before the target is loaded
         known = hub.written(checkpoint)
         if not cfg.target.path:
             cfg.target.path, cfg.target.revision = hub.made_for(checkpoint), known.revision

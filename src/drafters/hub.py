@@ -202,6 +202,16 @@ def made_for(folder: Path) -> str:
     return name
 
 
+def kind_of(folder: Path) -> str:
+    """Short name of the drafter in a folder; "": another program's, which only its reader can tell.
+
+    Raises:
+        UserError: no checkpoint there.
+    """
+    config = _config(folder)
+    return config["drafter"] if _ours(config) else ""
+
+
 def written(folder: Path) -> Origin:
     """What a checkpoint says of the target that it was made for; "" and None where it does not.
 
