@@ -6,8 +6,12 @@ import re
 import subprocess
 from pathlib import Path
 
+from drafters.export.table import WRITERS
+from drafters.hub import CLASSES
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+DOCS = ("docs/lossless.md", "docs/serving.md", "docs/sharing.md")
 
 
 def _commands() -> list[str]:
@@ -34,7 +38,13 @@ def test_ci_runs_the_readmes_second_command():
 
 
 def test_every_file_the_documents_name_exists():
-    for document in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/lossless.md"):
+    for document in (
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "docs/lossless.md",
+        "docs/serving.md",
+    ):
         text = (ROOT / document).read_text()
         named = re.findall(r"\]\(((?!http)[^)#]+)\)", text) + re.findall(
             r"`((?:src|tests|scripts|docs)/[\w/.]+)`", text
@@ -65,3 +75,19 @@ def test_no_path_outside_the_repository_is_needed():
             if path.suffix in (".py", ".yaml"):
                 assert "/work/" not in path.read_text(), path
                 assert "../shared" not in path.read_text(), path
+
+
+def test_the_table_of_what_is_served_where_is_the_codes():
+    lines = (ROOT / "docs" / "serving.md").read_text().partition("| `drafter=` |")[2].split("\n\n")[0]
+    head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines.splitlines())
+    programs = re.findall(r"to=(\w+)", " ".join(head))
+    assert programs == list(WRITERS)
+    said = {
+        (name, program)
+        for _, names, *cells, _ in rows
+        for name in re.findall(r"`(\w+)`", names)
+        for program, cell in zip(programs, cells, strict=True)
+        if cell and name not in ("hass", "ngram", "suffix")  # a setting of eagle; the engines' own
+    }
+    assert said == {(name, program) for program, writers in WRITERS.items() for name in writers}
+    assert set(CLASSES) <= {name for _, names, *_ in rows for name in re.findall(r"`(\w+)`", names)}
