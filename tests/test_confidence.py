@@ -165,10 +165,11 @@ def test_a_drafter_without_states_refuses_a_head(pair):
 # -- learning ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["eagle", "medusa"])
-def test_a_head_learns_what_is_accepted(tiny_target, make_drafter, name):
+# Of a random EAGLE without a bias the states say little of its laws, however long one learns.
+@pytest.mark.parametrize(("name", "options"), [("eagle", {"bias": True}), ("medusa", {})])
+def test_a_head_learns_what_is_accepted(tiny_target, make_drafter, name, options):
     """On other texts than those it learnt from, and of random laws, which are accepted much alike."""
-    target, drafter = both(tiny_target, make_drafter, name)
+    target, drafter = both(tiny_target, make_drafter, name, **options)
     drafter.requires_grad_(False)
     drafter.add_confidence()
     objective = Objective(kl, constant)
