@@ -69,6 +69,12 @@ def test_the_fastest_comes_first_with_all_its_costs(runs):
     assert lines[-1] == "float32, a machine"
 
 
+def test_what_was_given_away_has_its_card_by_another_name(tmp_path):
+    folder = Path(card(tmp_path / "a", [row([1.0] * 4)]))
+    (folder / "score.json").rename(folder / "scorecard.json")
+    assert read([str(folder)])[0].card["drafter"] == "eagle"
+
+
 def test_two_runs_of_one_drafter_are_told_apart_and_a_failed_audit_is_seen(runs):
     lines = table(read(runs), [0.0]).splitlines()
     assert [line.split("  ")[0].strip() for line in lines[1:3]] == ["eagle (b)", "eagle (c)"]

@@ -28,6 +28,7 @@ from workbench import Bench, final, fork, same, train, weights
 
 from decode.draft import PAD
 from decode.errors import UserError
+from decode.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.divergences import kl
@@ -164,10 +165,11 @@ def test_a_drafter_without_states_refuses_a_head(pair):
 # -- learning ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["eagle", "medusa"])
-def test_a_head_learns_what_is_accepted(tiny_target, make_drafter, name):
+# Of a random EAGLE without a bias the states say little of its laws, however long one learns.
+@pytest.mark.parametrize(("name", "options"), [("eagle", {"bias": True}), ("medusa", {})])
+def test_a_head_learns_what_is_accepted(tiny_target, make_drafter, name, options):
     """On other texts than those it learnt from, and of random laws, which are accepted much alike."""
-    target, drafter = both(tiny_target, make_drafter, name)
+    target, drafter = both(tiny_target, make_drafter, name, **options)
     drafter.requires_grad_(False)
     drafter.add_confidence()
     objective = Objective(kl, constant)
@@ -240,6 +242,24 @@ def test_chains_that_a_head_ends_are_lossless(tiny_target, make_drafter, name, r
     drafter.propose = watch
     check_lossless(target, drafter, plan, Sampler(0.7), rows=[0, 2])
     assert len(ended) > 1
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_what_a_row_draws_where_it_drafts_nothing_is_its_own(tiny_target, make_drafter, rule):
+    """Whether or not a row beside it drafts something."""
+    target = tiny_target()
+    drafter = make_drafter("eagle", target)
+    lend((target, drafter))
+    plan = Plan(2, proposal="sampled", rule=rule, min_confidence=0.3)
+    prompts = [[i % 3, i // 3 % 3, i // 9] for i in range(18)]
+    options = {"max_new_tokens": 8, "sampler": Sampler(1.0), "plan": plan, "seed": 3}
+    together = generate(target, drafter, prompts, requests=list(range(18)), **options).outputs
+    alone = [
+        generate(target, drafter, [prompt], requests=[i], **options).outputs[0]
+        for i, prompt in enumerate(prompts)
+    ]
+    assert any(0 in output.offered for output in together)
+    assert [output.tokens for output in together] == [output.tokens for output in alone]
 
 
 # -- runs ----------------------------------------------------------------------------------------

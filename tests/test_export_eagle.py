@@ -9,7 +9,7 @@ import pytest
 import torch
 from eagles import EAGLE3, SERVED, build, written
 from faces import K, V, random_texts
-from loaders_eagle import IDS, Loaded, LoadError, drafted
+from served_eagle import IDS, Loaded, LoadError, drafted
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -58,8 +58,9 @@ def test_an_engine_computes_the_drafters_logits(made, case, engine):
     assert "embed_tokens.weight" not in layout.tensors
     assert layout.config["max_position_embeddings"] >= target.config.max_position_embeddings
     assert layout.config["torch_dtype"] == "float32"
-    served = layout.serve.format(target="T", drafter="D")
-    assert {"T", "D"} <= set(served.split())
+    served = layout.command("T", "D")
+    assert "T" in served.split()
+    assert '"model": "D"' in served if engine == "vllm" else "D --speculative-num-steps" in served
 
 
 def test_both_engines_load_the_same_files_of_an_eagle3(made):
@@ -121,7 +122,7 @@ def test_scaled_positions_are_there_for_readers_of_any_version(made, tiny_target
 
 REFUSED = {
     "vLLM's EAGLE has none; set to=sglang.*drafter.bias=false": ("eagle with a bias", {}, "vllm"),
-    "never `last`; train with drafter.taps of numbers": ("eagle3", {"taps": [1, "last"]}, "vllm"),
+    "behind the final norm; train with layers alone": ("eagle3", {"taps": [1, "last"]}, "vllm"),
     "has one twice": ("eagle3", {"taps": [1, 1]}, "sglang"),
     "does not know norm_before_residual.*set to=vllm": ("eagle3", {"norm_before_residual": True}, "sglang"),
     "does not know norm_before_fc": ("eagle3", {"norm_before_fc": True}, "sglang"),
@@ -158,8 +159,9 @@ def test_the_targets_head_is_shared_as_far_as_it_goes(made):
 def test_a_vocabulary_that_is_not_counted_is_refused(made):
     target, drafter = made("eagle3")
     drafter.d2t.fill_(-1)
-    with pytest.raises(UserError, match="has not been counted"):
-        written(drafter, target, "vllm")
+    for to in ("vllm", "speculators"):
+        with pytest.raises(UserError, match="has not been counted"):
+            written(drafter, target, to)
 
 
 def test_a_confidence_head_stays_here(made):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shlex
 from dataclasses import replace
@@ -146,9 +145,9 @@ def test_vllm_makes_our_speculator_of_it(target, make_drafter, tmp_path, form):
 
 def test_the_command_survives_any_path(target, make_drafter, tmp_path):
     _, layout = exported(make_drafter("medusa", target), target, tmp_path)
-    words, asked = speculative(layout, "/a b/it's", "/c d/{x}'s")
+    words, asked = speculative(layout, "/a b/it's", '/c d/{x}"s')
     assert words[:3] == ["vllm", "serve", "/a b/it's"]
-    assert asked["model"] == "/c d/{x}'s"
+    assert asked["model"] == '/c d/{x}"s'
 
 
 def swapped(tensors, one, other):
@@ -294,23 +293,6 @@ def test_ibms_files_are_read(target, make_drafter, tmp_path):
     alike(target, drafter, hub.load(folder, target))
 
 
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("evil",)
-
-
-@pytest.mark.parametrize(
-    "content", [{"0.0.linear.weight": Evil()}, [torch.zeros(2)], {"a": 3}], ids=["code", "a list", "a number"]
-)
-def test_a_file_of_more_than_tensors_is_refused(target, tmp_path, monkeypatch, content):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
-    torch.save(content, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(UserError, match=r"medusa_lm_head\.pt: not a .*convert it to safetensors"):
-        hub.load(tmp_path, target)
-    assert not (tmp_path / "evil").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
@@ -332,11 +314,16 @@ def test_another_targets_is_refused(target, make_drafter, tiny_target, tmp_path,
     [
         ("medusa", {"blocks.1.layers.0.weight": None}, "1 tensors are missing, blocks.1.layers.0.weight"),
         ("medusa", {"lm_heads.2.weight": None}, "1 tensors are missing, lm_heads.2.weight first"),
-        ("medusa", {"blocks.99999999.layers.0.weight": torch.zeros(1)}, "tensors are missing"),
-        ("medusa", {"model.layers.0.x": torch.zeros(1)}, "1 tensors are no part of such a drafter"),
+        ("medusa", {"blocks.99999999.layers.99999999.weight": torch.zeros(1)}, "tensors are missing"),
+        ("medusa", {f"blocks.{'9' * 5000}.layers.0.weight": torch.zeros(1)}, "damaged checkpoint"),
+        ("medusa", {"model.layers.0.x": torch.zeros(1)}, "1 tensors have no place in such a drafter"),
         ("medusa", {"token_map": torch.zeros(7)}, "its heads know 7 tokens"),
         ("mlp", {"ln.0.bias": None}, "1 tensors are missing, ln.0.bias first"),
-        ("mlp", {"ln0.weight": torch.zeros(1)}, "1 tensors are no part of such a drafter, ln0.weight first"),
+        (
+            "mlp",
+            {"ln0.weight": torch.zeros(1)},
+            "no place in such a drafter, ln0.weight first",
+        ),
         ("mlp", {"n_predict": 10**9}, "n_predict=1000000000 for 6 tensors"),
         ("mlp", {"inner_dim": 10**12}, "inner_dim=1000000000000, the tensors: 16"),
         ("mlp", {"model.safetensors": None}, "no weights there"),

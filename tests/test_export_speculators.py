@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 
 import pytest
 import torch
@@ -208,6 +209,8 @@ def test_what_was_exported_is_read_back_and_has_the_same_tau(made, target, tmp_p
     layout.write(tmp_path)
     back = hub.load(tmp_path, target)
     assert type(back) is type(drafter)
+    if CASES[case][1] == "speculators":
+        assert hub.made_for(tmp_path) == back.origin.name == NAME
     changed = {k for k, v in drafter.settings.items() if back.settings[k] != v}
     assert changed <= {"anchors", *(["taps"] if drafter.settings["taps"] != sorted(drafter.taps) else [])}
     texts = unmasked(2, 24, seed=9).tolist()
@@ -271,11 +274,11 @@ REFUSED = {
         layers(layer_types=["sliding_attention"], sliding_window=32),
         "the newest 32 tokens alone",
     ),
-    "no d2t": ("eagle3", drop("d2t"), "d2t is missing"),
+    "no d2t": ("eagle3", drop("d2t"), "d2t, which tells them, is missing"),
     "a d2t of nonsense": (
         "eagle3",
         lambda c, tensors: tensors["d2t"].add_(99),
-        "d2t does not name 10 tokens",
+        "d2t is no list of offsets",
     ),
     "an embedding of its own": ("eagle3", train_embedding, "its embedding is its own"),
     "an embedding that was trained": ("p_eagle", train_embedding, "its embedding was trained"),
@@ -286,6 +289,7 @@ REFUSED = {
         lambda c, tensors: tensors.update({"lm_head.weight": torch.zeros(V, 16)}),
         "lm_head.weight is its own",
     ),
+    "a block without end": ("dflash", put(block_size=2**20), "depth=1048575 must be from 1 to"),
     "a mask that is no token": ("dflash", put(mask_token_id=V), "its mask is token 40"),
     "another projector": (
         "dflash of its authors",
@@ -337,11 +341,10 @@ def test_masks_that_no_input_gives_are_refused():
 
 
 def test_the_command_serves_the_folder_alone(made):
-    assert made("eagle3")[1].serve.format(target="T", drafter="D") == "vllm serve D"
-    said = made("dflash of its authors")[1].serve.format(target="T", drafter="/a/b")
-    assert said.startswith("vllm serve T --speculative-config '{")
-    config = json.loads("".join(said.split("--speculative-config ")[1].split("'")))
-    assert config == {"method": "dflash", "model": "/a/b", "num_speculative_tokens": K}
+    assert made("eagle3")[1].command("T", "D") == "vllm serve D"
+    *said, config = shlex.split(made("dflash of its authors")[1].command("T", "/a/b"))
+    assert said == ["vllm", "serve", "T", "--speculative-config"]
+    assert json.loads(config) == {"method": "dflash", "model": "/a/b", "num_speculative_tokens": K}
 
 
 def test_both_engines_read_the_authors_folder(target, make_drafter):

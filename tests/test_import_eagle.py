@@ -9,7 +9,7 @@ import pytest
 import torch
 from eagles import CASES, SERVED, build, written
 from faces import K, V, random_texts
-from loaders_eagle import IDS
+from served_eagle import IDS
 
 from decode.errors import UserError
 from decode.plan import Plan
@@ -131,20 +131,24 @@ FOREIGN = {
     "its embedding is not the target's": ("eagle3", {"embed_tokens.weight": torch.randn(V, 16)}),
     "target_hidden_size is 64": ("eagle3", {"config": {"target_hidden_size": 64}}),
     "hidden_act is gelu": ("eagle without", {"config": {"hidden_act": "gelu"}}),
-    "layer.input_layernorm.weight has no place": (
+    "no place in such a drafter, layer.input_layernorm.weight first": (
         "eagle without",
         {"layers.0.input_layernorm.weight": torch.ones(16)},
     ),
-    "layer.qkv_proj.bias has no place": (
+    "no place in such a drafter, layer.qkv_proj.bias first": (
         "eagle without",
         {f"layers.0.self_attn.{x}_proj.bias": torch.ones(8) for x in "qkv"},
     ),
-    "q_norm.weight has no place": ("eagle3", {"midlayer.self_attn.q_norm.weight": torch.ones(8)}),
-    "norm.weight is missing": ("eagle3", {"norm.weight": None}),
+    "no place in such a drafter, layers.0.q_norm.weight first": (
+        "eagle3",
+        {"midlayer.self_attn.q_norm.weight": torch.ones(8)},
+    ),
+    "1 tensors are missing, norm.weight first": ("eagle3", {"norm.weight": None}),
     "d2t, which tells them, is missing": ("eagle3", {"d2t": None}),
     "d2t is no list of offsets": ("eagle3", {"d2t": torch.arange(12) * 3}),
+    r"positions are scaled \(dynamic\)": ("eagle3", {"config": {"rope_scaling": {"type": "dynamic"}}}),
     "no EAGLE": ("eagle without", {"fc.weight": None}),
-    "taps layers": ("eagle3", {"config": {IDS: [2, 9, 40]}}),
+    "values entering layers": ("eagle3", {"config": {IDS: [2, 9, 40]}}),
     "last hidden state alone": ("eagle3", {"config": {"eagle_config": {"use_aux_hidden_state": False}}}),
 }
 
@@ -167,6 +171,7 @@ def test_another_drafters_files_are_refused_in_one_line(made, message, tmp_path)
         {"num_attention_heads": 0},
         {"num_attention_heads": "four"},
         {"num_hidden_layers": [1]},
+        {"num_hidden_layers": 10**12},
         {"rope_parameters": "spiral"},
         {"rope_parameters": {"rope_type": "yarn", "factor": "much"}},
         {"rope_parameters": {"rope_type": "llama3"}},
@@ -204,7 +209,18 @@ class Loud:
         Loud.made = True
 
 
-@pytest.mark.parametrize("content", [{"fc.weight": Loud()}, [torch.ones(2)], {"fc.weight": 3}, b"junk"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"fc.weight": Loud()},
+        [torch.ones(2)],
+        {"fc.weight": 3},
+        {"fc.weight": torch.ones(1).expand(2**40)},
+        {"fc.weight": torch.ones(2, device="meta")},
+        b"junk",
+    ],
+    ids=["code", "a list", "a number", "a number many times", "a shape", "junk"],
+)
 def test_a_pickled_file_gives_tensors_or_nothing(made, content, tmp_path):
     target, drafter = made("eagle without")
     folder = public(written(drafter, target, "vllm"), tmp_path / "x")
@@ -212,7 +228,31 @@ def test_a_pickled_file_gives_tensors_or_nothing(made, content, tmp_path):
         (folder / "pytorch_model.bin").write_bytes(content)
     else:
         torch.save(content, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model|damaged") as error:
+    with pytest.raises(UserError, match=r"pytorch_model.bin: not a .*convert it to safetensors") as error:
         hub.load(folder, target)
     assert "\n" not in str(error.value)
     assert not Loud.made
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        [],
+        {},
+        {"weight_map": ["model.safetensors"]},
+        {"weight_map": {"fc.weight": 3}},
+        {"weight_map": {"fc.weight": ".."}},
+        {"weight_map": {"fc.weight": "../config.json"}},
+        {"weight_map": {"fc.weight": "a\0b"}},
+        {"weight_map": {"fc.weight": "config.json"}},
+    ],
+    ids=str,
+)
+def test_an_index_names_files_of_its_folder(made, index, tmp_path):
+    target, drafter = made("eagle without")
+    folder = public(written(drafter, target, "vllm"), tmp_path / "x", pickled=False)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"damaged|no file of this folder") as error:
+        hub.load(folder, target)
+    assert "\n" not in str(error.value)

@@ -219,7 +219,7 @@ def test_without_a_network_one_line_says_so(made, fake_hub, monkeypatch):
 def test_weights_are_fetched_beside_a_drafters_config_alone(made, fake_hub):
     files = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"a whole model's"}
     fake_hub.give("me/model", files)
-    with pytest.raises(UserError, match="not a drafter's config"):
+    with pytest.raises(UserError, match=r"not a drafter's config .*drafter\.path=<it>"):
         Drafter.from_pretrained("me/model", made[0])
     assert not any("safetensors" in path for _, path in fake_hub.asked)
 
@@ -286,14 +286,24 @@ def test_a_run_ends_on_the_hub_and_its_failure_there_is_not_the_runs(bench, fake
 def test_commands_refuse_in_one_line(bench, fake_hub, tmp_path):
     folder = bench.untrained_eagle()
     base = [f"checkpoint={folder}", f"target={bench.target}", f"out={tmp_path / 'out'}"]
+    assert exported(*base[:2], f"out={tmp_path / 'first'}", "to=native").code == 0
+    written = "".join((tmp_path / "first" / name).read_text() for name in ("config.json", "README.md"))
+    assert str(bench.root) not in written, "it may be uploaded as it is"
     wrong = exported(*base, "to=native", "push_to=nobody")
     assert (wrong.code, wrong.err.count("\n")) == (2, 1)
     assert exported(*base, "to=llama.cpp").code == 2
+    early = exported(base[0], f"target={tmp_path / 'none'}", "to=hf")
+    assert early.code == 2
+    assert "hf has no format for drafter 'eagle'" in early.err  # and nothing of a target
     fake_hub.failing = {"/api/repos/create": 401}
     assert exported(*base, "to=native", f"push_to={REPO}").code == 2
     fake_hub.failing = {"/preupload/": 503}
     broken = exported(*base, "to=native", f"push_to={REPO}")
     assert (broken.code, broken.err.count("\n")) == (1, 1)
+    (tmp_path / "out" / "config.json").unlink()  # whatever this folder is now
+    other = exported(*base, "to=native", f"push_to={REPO}")
+    assert (other.code, other.err.count("\n")) == (2, 1)
+    assert "no drafter's" in other.err
     early = bench.train("seed=32", "export.push_to=nobody")
     assert early.code == 2
     assert "push_to=nobody" in early.err

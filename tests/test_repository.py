@@ -6,8 +6,12 @@ import re
 import subprocess
 from pathlib import Path
 
+from drafters.export.table import WRITERS
+from drafters.hub import CLASSES
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+DOCS = ("docs/lossless.md", "docs/serving.md", "docs/sharing.md")
 
 
 def _commands() -> list[str]:
@@ -34,7 +38,13 @@ def test_ci_runs_the_readmes_second_command():
 
 
 def test_every_file_the_documents_name_exists():
-    for document in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/lossless.md"):
+    for document in (
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "docs/lossless.md",
+        "docs/serving.md",
+    ):
         text = (ROOT / document).read_text()
         named = re.findall(r"\]\(((?!http)[^)#]+)\)", text) + re.findall(
             r"`((?:src|tests|scripts|docs)/[\w/.]+)`", text
@@ -45,14 +55,15 @@ def test_every_file_the_documents_name_exists():
 
 
 def test_nothing_is_unpickled_and_no_remote_code_runs_unasked():
-    sources = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "train.py"]
+    sources = {path: path.read_text() for path in files}
     # Other programs' drafters come pickled: one call reads them, and makes tensors or nothing.
     pickled = sources[ROOT / "src" / "drafters" / "export" / "files.py"]
     assert len(re.findall(r"\btorch\.load\(", pickled)) == 1 == pickled.count("weights_only=True")
     assert not re.search(r"\bpickle\b", pickled)
     for path, text in sources.items():
         if text is not pickled:
-            assert not re.search(r"\btorch\.load\(|\bpickle\b", text), path
+            assert not re.search(r"\btorch\.load\b|\bpickle\b|\bdill\b|\bjoblib\b", text), path
         assert "weights_only=False" not in text, path
         assert "trust_remote_code=True" not in text, path
     for path in (ROOT / "conf").rglob("*.yaml"):
@@ -65,3 +76,19 @@ def test_no_path_outside_the_repository_is_needed():
             if path.suffix in (".py", ".yaml"):
                 assert "/work/" not in path.read_text(), path
                 assert "../shared" not in path.read_text(), path
+
+
+def test_the_table_of_what_is_served_where_is_the_codes():
+    lines = (ROOT / "docs" / "serving.md").read_text().partition("| `drafter=` |")[2].split("\n\n")[0]
+    head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines.splitlines())
+    programs = re.findall(r"to=(\w+)", " ".join(head))
+    assert programs == list(WRITERS)
+    said = {
+        (name, program)
+        for _, names, *cells, _ in rows
+        for name in re.findall(r"`(\w+)`", names)
+        for program, cell in zip(programs, cells, strict=True)
+        if cell and name not in ("hass", "ngram", "suffix")  # a setting of eagle; the engines' own
+    }
+    assert said == {(name, program) for program, writers in WRITERS.items() for name in writers}
+    assert set(CLASSES) <= {name for _, names, *_ in rows for name in re.findall(r"`(\w+)`", names)}

@@ -380,7 +380,10 @@ def test_an_sglang_without_histograms_is_judged_by_tau(ask, start):
     ],
 )
 def test_each_cause_has_its_pattern(ask, start, alpha, cause):
-    agrees, said = ask(start(alpha=alpha))
+    server = start(alpha=alpha)
+    for _ in range(PROMPTS):
+        server._draft({"max_tokens": TOKENS})
+    agrees, said = ask(server, send=False, since_start=True)
     assert not agrees
     assert "DIFFERS" in said
     assert cause in said.split("likely causes:")[1].splitlines()[1]

@@ -73,7 +73,7 @@ def verify(plan: Plan, draft: Draft, rows: Rows, coin: Coin) -> Verdict:
         UserError: a draft that the rule cannot verify without loss.
     """
     rule = RULES[plan.rule]
-    if not draft.depth:
+    if not draft.depth and draft.laws is None:
         return match(draft, rows, coin)  # nothing to verify; every rule draws from p
     if (rule.needs_chain and not draft.is_chain) or (rule.needs_laws and draft.laws is None):
         raise UserError(f"decode.rule={plan.rule} verifies {rule.takes}; this draft is none: use rule=match")

@@ -59,7 +59,9 @@ def scorecard(path: Path) -> dict[str, Any]:
     Raises:
         UserError: no scorecard there, or one of another version.
     """
-    tried = [path, path / "score.json", path / "checkpoints" / "best" / "score.json"]
+    # The second is what a folder that was given away has.
+    names = ("score.json", "scorecard.json", "checkpoints/best/score.json")
+    tried = [path, *(path / name for name in names)]
     place = next((p for p in tried if p.is_file()), None)
     if place is None:
         raise UserError(f"{path}: no score.json there; give a run's folder, a checkpoint or a scorecard")

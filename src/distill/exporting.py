@@ -14,7 +14,7 @@ from distill.progress import first_rank, say
 from distill.recipe import recipe_of
 from drafters import hub
 from drafters.base import Drafter
-from drafters.export import table
+from drafters.export import layout, table
 from drafters.export.layout import Layout
 from drafters.sharing import pretrained, upload
 from drafters.sharing.card import portable
@@ -40,8 +40,11 @@ def export(cfg: DictConfig) -> float:
     checkpoint = hub.fetch(cfg.checkpoint)
     out = Path(cfg.out) if cfg.out else _beside(checkpoint.resolve(), cfg.to)
     if out.is_dir() and cfg.push_to:
+        if not (out / layout.FILES[0]).is_file():
+            raise UserError(f"out={out}: is there already and no drafter's; choose a new folder")
         say(f"{out} is there already and is uploaded as it is; remove it to have it written anew")
     else:
+        check(cfg.to, cfg.push_to, hub.kind_of(checkpoint))  # before the target is loaded
         known = hub.written(checkpoint)
         if not cfg.target.path:
             cfg.target.path, cfg.target.revision = hub.made_for(checkpoint), known.revision
@@ -79,12 +82,13 @@ def write(checkpoint: Path, target: Target, to: str, out: Path, repo: str | None
     """
     drafter = hub.load(checkpoint, target)
     assert drafter.origin is not None
-    origin = portable(drafter.origin) if repo else drafter.origin
-    layout = None if to == NATIVE else table.written(hub.opened(drafter), target, to)
+    # Without folders of this machine: what is written today without push_to may be uploaded tomorrow.
+    origin = portable(drafter.origin)
+    theirs = None if to == NATIVE else table.written(hub.opened(drafter), target, to)
     with pretrained.whole(out) as temporary:
-        weights = None if layout else hub.weights_on_file(checkpoint, drafter, target)
-        pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), layout, to, weights, repo or "")
-    say(f"{out}\n\n{_served(layout, drafter, out)}")
+        weights = None if theirs else hub.weights_on_file(checkpoint, drafter, target)
+        pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
+    say(f"{out}\n\n{_served(theirs, drafter, out)}")
 
 
 def push(out: Path, repo: str, private: bool, dry_run: bool) -> None:
@@ -130,11 +134,11 @@ def at_end(cfg: DictConfig, folder: Path, target: Target) -> None:
         say(f"export: {reason}; the run itself is whole, and this tries again: {shlex.join(words)}")
 
 
-def _served(layout: Layout | None, drafter: Drafter, out: Path) -> str:
+def _served(theirs: Layout | None, drafter: Drafter, out: Path) -> str:
     """The command that serves it, whatever is in the paths, and the note."""
     assert drafter.origin is not None
     native = Layout({}, {}, "python scripts/generate.py checkpoint={drafter} target={target} prompt=...")
-    found = layout or native
+    found = theirs or native
     command = found.command(drafter.origin.name, str(out))
     return "\n\n".join(part for part in (command and f"serve it: {command}", found.note) if part)
 

@@ -18,16 +18,15 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 ABSENT = 3  # exit code: the package is not in this environment
 
-try:
+try:  # before torch, which takes its time
     import speculators.models.dflash.core as dflash_core  # pyright: ignore[reportMissingImports]
     import speculators.models.peagle.core as peagle_core  # pyright: ignore[reportMissingImports]
+    import torch
+    from safetensors.torch import load_file, save_file
     from speculators import SpeculatorModel, SpeculatorModelConfig  # pyright: ignore[reportMissingImports]
+    from torch import Tensor
 except ImportError as error:
     print(error, file=sys.stderr)
     sys.exit(ABSENT)

@@ -25,6 +25,8 @@ from drafters.layers import DecoderLayer, RMSNorm, Rotary, attend
 from drafters.token_info import Informed, Levels, Teaching
 from drafters.unrolled import Look, attend_unrolled, blocks
 
+MOST = 1024  # layers, masks or passes: far beyond what any has, and an end to what a file may ask for
+
 
 @dataclass(slots=True)
 class DiffusionState:
@@ -95,8 +97,8 @@ class BlockDrafter(Informed):
     ) -> None:
         super().__init__()
         for name, number in (("layers", layers), ("depth", depth), ("steps", steps)):
-            if number < 1:
-                raise UserError(f"drafter.{name}={number} must be at least 1")
+            if not 1 <= number <= MOST:
+                raise UserError(f"drafter.{name}={number} must be from 1 to {MOST}")
         if anchors < 0 or not taps:
             raise UserError(
                 f"drafter: anchors={anchors} must be at least 0, and taps={list(taps)} one or more"

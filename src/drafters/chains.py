@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,19 +42,25 @@ def chain(
             else:  # at temperature 0 every law is sure of its token; what it was made from is not
                 sure = sure * _largest(logits, law if warp and warp.temperature else None)
             going = going & (sure >= plan.min_confidence)
-            if not going.any():  # asks the device, once a level
-                break
+        if law is not None:
+            laws.append(law)
+        if plan.min_confidence and not going.any():  # asks the device, once a level
+            break
         if law is None:
             token = names(logits.max(-1).indices, vocabulary)  # `argmax` takes twice as long on a CPU
         else:
-            laws.append(law)
             token = coin.draw(law, Key(Purpose.PROPOSE, level), going)
         tokens.append(token.masked_fill(~going, PAD) if plan.min_confidence else token)
         if level + 1 < plan.depth:
             logits = step(token[:, None], first)[:, 0]
     if not tokens:
-        return Draft.empty(len(going), going.device)
-    return Draft.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+        empty = Draft.empty(len(going), going.device)
+        if not laws:
+            return empty
+        # Its rows draw by the keys of a row that drafts nothing beside one that does: a text is its own.
+        none = empty.tokens
+        return replace(empty, laws=Laws(laws[0][:, None][:, :0], none, (), none.bool()))
+    return Draft.chain(torch.stack(tokens, 1), torch.stack(laws[: len(tokens)], 1) if laws else None)
 
 
 def _largest(logits: Tensor, law: Tensor | None) -> Tensor:

@@ -27,6 +27,9 @@ from drafters.sharing.files import Shape, header, is_hub_id, read_json, shape_of
 
 FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
 FORMAT = 1
+# What files that are not what they should be make of code that takes them at their word.
+DAMAGE = (OSError, SafetensorError, RuntimeError, TypeError, AttributeError, ValueError, LookupError)
+DAMAGE += (ArithmeticError,)
 WRITTEN = ("name", "revision", "fingerprint", "tokenizer")  # of a target, in config.json
 # A closed table: what a downloaded config names is looked up here and nowhere else.
 CLASSES = {
@@ -152,7 +155,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
         untrusted.check_values(drafter, target.vocab_size)
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
-    except (RuntimeError, TypeError, KeyError) as error:
+    except DAMAGE as error:
         raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
     drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
     now = origin_of(target)
@@ -197,6 +200,16 @@ def made_for(folder: Path) -> str:
             f"{folder}: it does not say for which target it was made; give target=<path or hub id>"
         )
     return name
+
+
+def kind_of(folder: Path) -> str:
+    """Short name of the drafter in a folder; "": another program's, which only its reader can tell.
+
+    Raises:
+        UserError: no checkpoint there.
+    """
+    config = _config(folder)
+    return config["drafter"] if _ours(config) else ""
 
 
 def written(folder: Path) -> Origin:
@@ -278,9 +291,16 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
 
 
 def _target_in(config: Mapping[str, Any]) -> Origin:
-    target = config["target"] if _ours(config) else {}
+    target = config["target"] if _ours(config) else {"name": _verifier(config)}
     found = {name: value if isinstance(value := target.get(name), str) else "" for name in WRITTEN}
     return Origin(found["name"], found["revision"] or None, found["fingerprint"], found["tokenizer"])
+
+
+def _verifier(config: Any) -> Any:
+    """What speculators' layout says of its target; "": nothing."""
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        config = config.get(key, "") if isinstance(config, dict) else ""
+    return config
 
 
 def _ours(config: Mapping[str, Any]) -> bool:
@@ -298,7 +318,7 @@ def _saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
         return known.read(Layout(config, files.stored(folder)), target)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    except (OSError, SafetensorError, RuntimeError, TypeError, KeyError) as error:
+    except DAMAGE as error:
         raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
 
 
@@ -349,7 +369,9 @@ def _config(folder: Path) -> dict[str, Any]:
     if isinstance(config, dict) and not _ours(config) and table.reader(config):
         return config
     if broken:
-        raise UserError(f"{path}: not a drafter's config ({', '.join(broken)})")
+        whole = isinstance(config, dict) and "model_type" in config
+        more = "; a whole model drafts by drafter=lm_given drafter.path=<it>" if whole else ""
+        raise UserError(f"{path}: not a drafter's config ({', '.join(broken)}){more}")
     if config["format"] != FORMAT:
         raise UserError(f"{path}: format {config['format']}, this version reads {FORMAT}")
     drafter_class(config["drafter"])

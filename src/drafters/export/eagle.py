@@ -16,7 +16,8 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import Target
-from drafters.export.layout import Layout, Reader, Saved, fused, unfused
+from drafters.export import serve
+from drafters.export.layout import Layout, Reader, Saved, bare, fused, unfused
 from drafters.export.llama import (
     architecture,
     check_target,
@@ -24,7 +25,6 @@ from drafters.export.llama import (
     leftover,
     plain_embedding,
     sizes,
-    told,
 )
 
 LAYER = "layers.0."
@@ -55,7 +55,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
         )
     # vLLM puts "Eagle" before the name. `bias` is read as that of attention, so it may not be true.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
-    return Layout(config, tensors, vllm("eagle", saved))
+    return Layout(config, tensors, serve.vllm("eagle", drafted(saved)))
 
 
 def to_sglang(saved: Saved, target: Target) -> Layout:
@@ -68,15 +68,14 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
     if "fc.bias" not in tensors:  # there it is a weight that nothing else would set
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLMEagle"]}
-    return Layout(config, tensors, sglang("EAGLE", saved))
+    return Layout(config, tensors, serve.sglang("EAGLE", drafted(saved)))
 
 
 def _tensors(saved: Saved, target: Target, to: str) -> dict[str, Tensor]:
     plain_embedding(target, to)
     if target.head.bias is not None:
         raise UserError(f"to={to}: the target's head has a bias, which {to}'s drafter does not add")
-    own = {k: v for k, v in saved.weights.items() if not k.startswith("confidence.")}
-    names = unfused(own, saved.settings).items()
+    names = unfused(bare(saved), saved.settings).items()
     return {k.replace("layer.", LAYER, 1) if k.startswith("layer.") else k: v for k, v in names}
 
 
@@ -89,26 +88,7 @@ def _config(saved: Saved, target: Target) -> dict[str, Any]:
     return config
 
 
-def vllm(method: str, saved: Saved) -> str:
-    """The command that serves a drafter there."""
-    flag = "--speculative-config."
-    return (
-        f"vllm serve {{target}} {flag}method {method} {flag}model {{drafter}} "
-        f"{flag}num_speculative_tokens {_depth(saved)}"
-    )
-
-
-def sglang(algorithm: str, saved: Saved) -> str:
-    """The command that serves a drafter there."""
-    depth, flag = _depth(saved), "--speculative-"
-    return (
-        f"python -m sglang.launch_server --model-path {{target}} {flag}algorithm {algorithm} "
-        f"{flag}draft-model-path {{drafter}} {flag}num-steps {depth} {flag}eagle-topk 4 "
-        f"{flag}num-draft-tokens {4 * depth}"
-    )
-
-
-def _depth(saved: Saved) -> int:
+def drafted(saved: Saved) -> int:
     """Tokens to draft: as deep as it was trained, and 3 where that was less (vLLM's own examples)."""
     return max(3, saved.settings["depth"])
 
@@ -137,4 +117,4 @@ def _read(layout: Layout, target: Target) -> Saved:
     return Saved("eagle", sizes(config, tensors, LAYER) | UNTOLD | {"bias": bias}, weights)
 
 
-READER = Reader("EAGLE", _knows, told(_read))
+READER = Reader("EAGLE", _knows, _read)

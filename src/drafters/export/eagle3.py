@@ -8,16 +8,16 @@ none, both take [2, n / 2, n - 3] in our terms. An embedding is the target's, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from decode.errors import UserError
-from decode.target import LAST, Target
-from drafters.export.eagle import sglang, vllm
-from drafters.export.layout import Layout, Reader, Saved, fused, unfused
+from decode.target import Target
+from drafters.export import serve
+from drafters.export.eagle import drafted
+from drafters.export.layout import Layout, Reader, Saved, bare, fused, unfused
 from drafters.export.llama import (
     architecture,
     check_target,
@@ -25,8 +25,8 @@ from drafters.export.llama import (
     leftover,
     plain_embedding,
     sizes,
-    told,
 )
+from drafters.export.shapes import ascending, default_taps, maps, take_maps, taps_of
 
 FIRST = "midlayer."
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -43,7 +43,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
     Raises:
         UserError: `last` or one tap twice, no draft vocabulary yet, a scaled embedding.
     """
-    return _layout(saved, target, "vllm", vllm("eagle3", saved))
+    return _layout(saved, target, "vllm", serve.vllm("eagle3", drafted(saved)))
 
 
 def to_sglang(saved: Saved, target: Target) -> Layout:
@@ -67,61 +67,22 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
         raise UserError(
             "to=sglang: it cannot tap the embedding (layer 0); train with other drafter.taps, or set to=vllm"
         )
-    return _layout(saved, target, "sglang", sglang("EAGLE3", saved))
+    return _layout(saved, target, "sglang", serve.sglang("EAGLE3", drafted(saved)))
 
 
-def _layout(saved: Saved, target: Target, to: str, serve: str) -> Layout:
+def _layout(saved: Saved, target: Target, to: str, command: str) -> Layout:
     plain_embedding(target, to)
-    settings = saved.settings
-    order = _order(settings["taps"], to)
-    weights = {k: v for k, v in saved.weights.items() if not k.startswith("confidence.")}
-    weights = _by_height(weights, order, settings["hidden_size"])
-    ids = weights.pop("d2t", None)
-    if ids is None:
-        ids = torch.arange(target.vocab_size)
-    elif (ids < 0).any():
-        raise UserError(
-            f"to={to}: its draft vocabulary has not been counted; export a checkpoint of training"
-        )
-    tensors = {_theirs(k): v for k, v in unfused(weights, settings).items()}
-    tensors["d2t"] = (ids - torch.arange(len(ids), device=ids.device)).long()
-    tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool, device=ids.device).index_fill_(
-        0, ids, True
-    )
+    saved, taps = ascending(saved, target)
+    settings, weights = saved.settings, bare(saved)
+    ids = weights.pop("d2t", torch.arange(target.vocab_size))
+    tensors = {_theirs(k): v for k, v in unfused(weights, settings).items()} | maps(ids, target.vocab_size)
     config = config_of(settings, settings["layers"], target, tensors["fc.weight"].dtype)
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids)}
     config |= {name: settings[name] for name in SWITCHES}
-    taps = [settings["taps"][i] for i in order]
     if taps != default_taps(len(target.layers)):
         config[IDS], config["num_aux_hidden_states"] = taps, len(taps)
         config["eagle_config"] = {"use_aux_hidden_state": True, IDS: [tap - 1 for tap in taps]}
-    return Layout(config, tensors, serve)
-
-
-def default_taps(n: int) -> list[int]:
-    """What both engines take from a target of n layers where a file names none."""
-    return [2, n // 2, n - 3]
-
-
-def _order(taps: Sequence[Any], to: str) -> list[int]:
-    """Places of the taps from the lowest to the highest: engines gather them while they run the layers."""
-    if LAST in taps:
-        raise UserError(
-            f"to={to}: {to} taps what enters a layer, never `{LAST}`; train with drafter.taps of numbers"
-        )
-    if len(set(taps)) < len(taps):
-        raise UserError(f"to={to}: drafter.taps={list(taps)} has one twice; train with each once")
-    return sorted(range(len(taps)), key=lambda i: taps[i])
-
-
-def _by_height(weights: dict[str, Tensor], order: Sequence[int], size: int) -> dict[str, Tensor]:
-    """With what reads the taps in another order of them."""
-    weights = dict(weights)
-    weights["fc.weight"] = weights["fc.weight"].unflatten(1, (-1, size))[:, list(order)].flatten(1)
-    if "input_norm.weight" in weights:
-        weights["input_norm.weight"] = weights["input_norm.weight"].view(-1, size)[list(order)].flatten()
-    norms = {f"fc_norm.{new}.weight": weights.get(f"fc_norm.{old}.weight") for new, old in enumerate(order)}
-    return weights | {k: v for k, v in norms.items() if v is not None}
+    return Layout(config, tensors, command)
 
 
 def _theirs(name: str) -> str:
@@ -151,26 +112,21 @@ def _read(layout: Layout, target: Target) -> Saved:
         weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
     if "lm_head.weight" not in weights and "d2t" not in tensors:
         weights["lm_head.weight"] = (target.head.weight * target.head.scale).cpu()
+    if layers > len(weights):  # a number is no reason to count to it
+        raise UserError(f"num_hidden_layers is {layers}, for {len(weights)} tensors")
     leftover(set(weights), _own(layers, len(taps), switches))
-    size = len(weights["lm_head.weight"])
-    if "d2t" in tensors or size < target.vocab_size:
-        ids, order = _ids(tensors, size, target.vocab_size).sort()
-        weights["lm_head.weight"] = weights["lm_head.weight"][order]
-        if size < target.vocab_size:
-            weights["d2t"] = ids
+    take_maps(tensors, weights, target.vocab_size)
     settings = sizes(config, tensors, "layers.0.") | switches
-    settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers, "draft_vocab_size": size}
+    settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers}
+    settings["draft_vocab_size"] = len(weights["lm_head.weight"])
     return Saved("eagle3", settings | {"depth": 1}, weights)  # how deep it was trained nothing tells
 
 
 def _taps(config: Mapping[str, Any], more: Mapping[str, Any], target: Target) -> list[int]:
     if entering := config.get(IDS):
-        taps = list(entering)
-    else:
-        taps = [output + 1 for output in more.get(IDS) or ()] or default_taps(len(target.layers))
-    if not all(0 <= tap < len(target.layers) for tap in taps):
-        raise UserError(f"it taps layers {taps} of a target that has {len(target.layers)}: another target's")
-    return taps
+        return taps_of(entering, target)
+    outputs = [output + 1 for output in more.get(IDS) or ()]
+    return taps_of(outputs or default_taps(len(target.layers)), target)
 
 
 def _own(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
@@ -184,20 +140,4 @@ def _own(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
     return names
 
 
-def _ids(tensors: Mapping[str, Tensor], size: int, vocab_size: int) -> Tensor:
-    """(V',) target ids of the draft ids."""
-    if "d2t" not in tensors:
-        raise UserError(
-            f"its head knows {size} of {vocab_size} tokens, and d2t, which tells them, is missing"
-        )
-    offsets = tensors["d2t"]
-    if len(offsets) != size:
-        raise UserError(f"d2t tells {len(offsets)} tokens, its head knows {size}")
-    ids = offsets.long() + torch.arange(size)
-    told = "t2d" not in tensors or tensors["t2d"].nonzero()[:, 0].equal(ids.sort().values)
-    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < size or not told:
-        raise UserError("d2t is no list of offsets from draft id to target id, or not what t2d says")
-    return ids
-
-
-READER = Reader("EAGLE-3", _knows, told(_read))
+READER = Reader("EAGLE-3", _knows, _read)

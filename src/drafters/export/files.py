@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 from safetensors.torch import load_file
@@ -51,12 +52,20 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 def _saved_by_torch(path: Path) -> dict[str, Tensor]:
     try:
+        with ZipFile(own_file(path)) as archive:
+            packed = any(part.compress_type for part in archive.infolist())
         # Nobody else reads what is published in this form. Anything but tensors is refused and never run.
-        found: Any = torch.load(own_file(path), map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
+        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
     except UserError:
         raise
     except Exception:  # whatever a foreign file makes of it
         raise UserError(f"{path.name}: not a file of tensors alone; convert it to safetensors") from None
-    if not (isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())):
+    if packed or not (isinstance(found, dict) and all(map(_is_whole, found.values()))):
         raise UserError(f"{path.name}: not a state dict; convert it to safetensors")
     return found
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a tensor that has all its numbers: a view may show one number a trillion times."""
+    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+    return plain and value.untyped_storage().nbytes() >= value.numel() * value.itemsize

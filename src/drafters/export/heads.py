@@ -10,12 +10,11 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import Target
+from drafters.export import serve
 from drafters.export.layout import Layout, Reader, Saved
+from drafters.export.llama import leftover, made_for
+from drafters.export.shapes import dtype_of
 
-SERVE = (
-    'vllm serve {{target}} --speculative-config \'{{{{"method": "{method}", '
-    '"model": "{{drafter}}", "num_speculative_tokens": {tokens}}}}}\''
-)
 NO_MLP = (
     "No newer vLLM than 0.9.2 runs an MLP speculator: the engine that did, V0, has lost speculative "
     "decoding since (vLLM pull request 21152), and V1 refuses the method (issue 47825)."
@@ -62,9 +61,9 @@ def medusa(saved: Saved, target: Target) -> Layout:
         "medusa_fc_bias": settings["bias"],
         "original_lm_head": not settings["own_head"],
         "logit_scale": target.head.scale,
-        "torch_dtype": _dtype(tensors),
+        "torch_dtype": dtype_of(tensors),
     }
-    return Layout(config, tensors, SERVE.format(method="medusa", tokens=settings["depth"]))
+    return Layout(config, tensors, serve.vllm("medusa", settings["depth"]))
 
 
 def medusa2(saved: Saved, target: Target) -> Layout:
@@ -92,8 +91,11 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
     depth = 1 + max((int(n[1]) for n in numbers if n), default=-1)
     layers = 1 + max((int(n[2]) for n in numbers if n), default=-1)
     bias = any(name.endswith(".bias") for name in tensors)
-    # No more than there are tensors: a number in a name is no reason to count to it.
-    every, each = range(min(depth, len(tensors))), range(min(layers, len(tensors)))
+    if depth * layers > len(tensors):  # a number in a name is no reason to count to it
+        raise UserError(
+            f"tensors are missing: {depth} x {layers} layers by their names, {len(tensors)} there"
+        )
+    every, each = range(depth), range(layers)
     parts = ("weight", "bias") if bias else ("weight",)
     blocks = [f"blocks.{i}.layers.{j}.{part}" for i in every for j in each for part in parts]
     heads = [f"lm_heads.{i}.weight" for i in every]
@@ -101,7 +103,7 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
         heads = [next((name for name in ("lm_head.weight", *heads[:1]) if name in tensors), "lm_head.weight")]
     elif not any(name in tensors for name in heads):
         heads = []
-    _complete(tensors, [*blocks, *heads])
+    leftover(tensors, [*blocks, *heads])
     own = {f"lm_heads.{i}.weight": tensors[heads[i % len(heads)]] for i in every} if heads else {}
     _made_for(target, tensors["blocks.0.layers.0.weight"].shape[0], [len(w) for w in own.values()])
     own = _scaled(own, config.get("logit_scale", 1.0) / target.head.scale)
@@ -153,10 +155,10 @@ def mlp(saved: Saved, target: Target) -> Layout:
         "n_candidates": 1,
         "tie_weights": tied,
         "scale_input": settings["scale_input"],
-        "torch_dtype": _dtype(saved.weights),
+        "torch_dtype": dtype_of(saved.weights),
     }
-    serve = "VLLM_USE_V1=0 " + SERVE.format(method="mlp_speculator", tokens=depth)
-    return Layout(config, {name: saved.weights[name] for name in kept}, serve, NO_MLP)
+    command = "VLLM_USE_V1=0 " + serve.vllm("mlp_speculator", depth)
+    return Layout(config, {name: saved.weights[name] for name in kept}, command, NO_MLP)
 
 
 def read_mlp(layout: Layout, target: Target) -> Saved:
@@ -172,7 +174,7 @@ def read_mlp(layout: Layout, target: Target) -> Saved:
         raise UserError(f"config.json: n_predict={depth!r} for {len(tensors)} tensors")
     kept = _names_of_mlp(depth, tied)
     # Some files repeat what is shared under every depth's name.
-    _complete(tensors, kept, _names_of_mlp(depth, False))
+    leftover(tensors, kept, _names_of_mlp(depth, False))
     _made_for(target, config["emb_dim"], [len(w) for n, w in tensors.items() if n.startswith("head.")])
     settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}
     settings |= {"inner_size": len(tensors["ln.0.weight"]), "tie_weights": tied}
@@ -192,30 +194,15 @@ def _names_of_mlp(depth: int, tied: bool) -> list[str]:
 # -- both ------------------------------------------------------------------------------------------
 
 
-def _complete(tensors: Mapping[str, Tensor], wanted: Iterable[str], known: Iterable[str] = ()) -> None:
-    """Refuse where one is missing, or there is one that is neither wanted nor known."""
-    if lost := sorted(set(wanted) - tensors.keys()):
-        raise UserError(f"{len(lost)} tensors are missing, {lost[0]} first")
-    if strange := sorted(tensors.keys() - set(wanted) - set(known)):
-        raise UserError(f"{len(strange)} tensors are no part of such a drafter, {strange[0]} first")
-
-
 def _made_for(target: Target, hidden: int, rows: Iterable[int]) -> None:
-    for name, here, there in [
-        ("hidden size", target.hidden_size, hidden),
-        *(("vocabulary", target.vocab_size, count) for count in rows),
-    ]:
-        if here != there:
-            raise UserError(f"it was made for another target: its {name} is {there}, the target's {here}")
+    made_for("hidden size", target.hidden_size, hidden)
+    for count in rows:
+        made_for("vocabulary", target.vocab_size, count)
 
 
 def _no_bias(target: Target, where: str) -> None:
     if target.head.bias is not None:
         raise UserError(f"{where}this target's head has a bias, which no head of that Medusa has")
-
-
-def _dtype(tensors: Mapping[str, Tensor]) -> str:
-    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
 
 
 MEDUSA = Reader(

@@ -58,8 +58,12 @@ class Layout(NamedTuple):
 
     def command(self, target: str, drafter: str) -> str:
         """The one that serves it, for a shell, whatever is in these names; "" where nothing does."""
-        # Quoted word by word: a name may stand inside of a word, as in JSON.
-        words = [word.format(target=target, drafter=drafter) for word in shlex.split(self.serve)]
+        plain = {"target": target, "drafter": drafter}
+        quoted = {name: json.dumps(value, ensure_ascii=False)[1:-1] for name, value in plain.items()}
+        # Word by word: a name may stand inside of a word, as in JSON.
+        words = [
+            word.format(**(quoted if word.startswith("{{") else plain)) for word in shlex.split(self.serve)
+        ]
         return shlex.join(words)
 
     def write(self, folder: Path) -> None:
@@ -71,6 +75,11 @@ class Layout(NamedTuple):
         (folder / FILES[0]).write_text(json.dumps(self.config, indent=1, sort_keys=True) + "\n")
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
+
+
+def bare(saved: Saved) -> dict[str, Tensor]:
+    """Its weights without the confidence head, which no engine reads."""
+    return {name: value for name, value in saved.weights.items() if not name.startswith("confidence.")}
 
 
 # Raises UserError: what that program cannot load, with what to train or export instead.

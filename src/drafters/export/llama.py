@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 from decode.target import Target
-from drafters.export.layout import Layout, Saved
-from drafters.rope import copied
+from drafters.rope import SCALED, copied
 
 EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -21,22 +19,6 @@ def architecture(config: Mapping[str, Any]) -> str:
     """The class that a `config.json` names first, or ""."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-
-
-def told(read: Callable[[Layout, Target], Saved]) -> Callable[[Layout, Target], Saved]:
-    """A reader to which a configuration of other kinds of values than it knows is the user's mistake."""
-
-    @wraps(read)
-    def guarded(layout: Layout, target: Target) -> Saved:
-        try:
-            return read(layout, target)
-        except UserError:
-            raise
-        except (AttributeError, ValueError, IndexError, ArithmeticError) as error:
-            what = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"config.json or tensors are not what they should be ({what})") from None
-
-    return guarded
 
 
 def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: torch.dtype) -> dict[str, Any]:
@@ -86,8 +68,16 @@ def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) 
         config: of the file.
         tensors: by Llama's names.
         layer: prefix of the first decoder layer's.
+
+    Raises:
+        UserError: positions that are scaled by the length of the text.
     """
-    heads = config["num_attention_heads"]
+    heads, rope = (
+        config["num_attention_heads"],
+        config.get("rope_parameters") or config.get("rope_scaling") or {},
+    )
+    if (scaled := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "mrope", *SCALED):
+        raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
     theta, rope = copied(dict(config))
     return {
         "hidden_size": config["hidden_size"],
@@ -109,13 +99,9 @@ def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
         UserError: another hidden size, vocabulary or embedding; another activation.
     """
     for name, here in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if config[name] != here:
-            raise UserError(
-                f"{name} is {config[name]}, the target's {here}: this drafter is another target's"
-            )
-    other = config.get("target_hidden_size")
-    if other not in (None, target.hidden_size):
-        raise UserError(f"target_hidden_size is {other}, the target's {target.hidden_size}")
+        made_for(name, here, config[name])
+    if (other := config.get("target_hidden_size")) is not None:
+        made_for("target_hidden_size", target.hidden_size, other)
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise UserError(f"hidden_act is {act}; drafters here have silu")
     if "embed_tokens.weight" in tensors and not _same(tensors["embed_tokens.weight"], target.embed):
@@ -146,13 +132,24 @@ def plain_embedding(target: Target, to: str) -> None:
         )
 
 
-def leftover(names: set[str], known: set[str]) -> None:
-    """Refuse tensors that a drafter has no place for, and one that lacks some.
+def made_for(name: str, here: Any, there: Any) -> None:
+    """Refuse files of another target, by the name of a size, what it is here and what it is there.
 
     Raises:
-        UserError: the first of them.
+        UserError: it is another.
     """
-    if unknown := sorted(names - known):
-        raise UserError(f"its tensor {unknown[0]} has no place in the drafter that is known here")
-    if missing := sorted(known - names):
-        raise UserError(f"{missing[0]} is missing")
+    if here != there:
+        raise UserError(f"it was made for another target: its {name} is {there}, the target's {here}")
+
+
+def leftover(names: Iterable[str], wanted: Iterable[str], known: Iterable[str] = ()) -> None:
+    """Refuse where a tensor is missing, or there is one that is neither wanted nor known.
+
+    Raises:
+        UserError: how many, and the first of them.
+    """
+    names, wanted = set(names), set(wanted)
+    if lost := sorted(wanted - names):
+        raise UserError(f"{len(lost)} tensors are missing, {lost[0]} first")
+    if strange := sorted(names - wanted - set(known)):
+        raise UserError(f"{len(strange)} tensors have no place in such a drafter, {strange[0]} first")

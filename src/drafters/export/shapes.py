@@ -13,7 +13,6 @@ from decode.errors import UserError
 from decode.target import LAST, Target
 from drafters.export.layout import Saved
 from drafters.export.llama import check_target, config_of, plain_embedding, sizes
-from drafters.rope import SCALED
 
 NO_LIMIT = 2**31  # positions, where the target names no limit
 
@@ -47,10 +46,6 @@ def layer_settings(
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
             raise UserError(f"its layers have biases ({name}), which ours have not")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaled = rope.get("rope_type", rope.get("type", "default"))
-    if scaled not in ("default", *SCALED):
-        raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
     window = config.get("sliding_window") or 0
     if "sliding_attention" in (config.get("layer_types") or ()) and window < (
         target.max_positions or NO_LIMIT
@@ -142,22 +137,40 @@ def same_rows(theirs: Tensor, ours: Tensor, but: int | None = None) -> bool:
     return theirs.shape == ours.shape and bool(equal.all())
 
 
-def offsets(ids: Tensor) -> Tensor:
-    """(V',) the target's ids of draft ids -> (V',) what is to be added to draft ids, as engines have it."""
-    return ids - torch.arange(len(ids), device=ids.device)
+def default_taps(n: int) -> list[int]:
+    """What engines take from a target of n layers where an EAGLE-3 names none."""
+    return [2, n // 2, n - 3]
 
 
-def target_ids(tensors: Mapping[str, Tensor], count: int, size: int) -> Tensor | None:
-    """The inverse of `offsets`; None: no vocabulary of its own.
+def maps(ids: Tensor, size: int) -> dict[str, Tensor]:
+    """(V',) the target's ids of draft ids -> what is to be added to draft ids, and (V,) which are among them.
+
+    Raises:
+        UserError: nobody has counted them yet.
+    """
+    if (ids < 0).any():
+        raise UserError("its draft vocabulary has not been counted; export a checkpoint of training")
+    known = torch.zeros(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+    return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": known}
+
+
+def take_maps(tensors: Mapping[str, Tensor], weights: dict[str, Tensor], size: int) -> None:
+    """The inverse: put the head into ascending order of ids, and them beside it where they are not all.
 
     Raises:
         UserError: a smaller vocabulary, and nothing or nonsense about which tokens are in it.
     """
-    if count == size:
-        return None
+    count = len(weights["lm_head.weight"])
     if "d2t" not in tensors:
-        raise UserError(f"its d2t is missing: it drafts {count} of {size} tokens, and nothing says which")
-    ids = tensors["d2t"].long() + torch.arange(count) if len(tensors["d2t"]) == count else torch.tensor([-1])
-    if ids[0] < 0 or ids[-1] >= size or not bool((ids.diff() > 0).all()):
-        raise UserError(f"its d2t does not name {count} tokens out of {size}, in ascending order")
-    return ids
+        if count < size:
+            raise UserError(f"its head knows {count} of {size} tokens, and d2t, which tells them, is missing")
+        return
+    if len(tensors["d2t"]) != count:
+        raise UserError(f"d2t tells {len(tensors['d2t'])} tokens, its head knows {count}")
+    ids, order = (tensors["d2t"].long() + torch.arange(count)).sort()
+    told = "t2d" not in tensors or tensors["t2d"].nonzero()[:, 0].equal(ids)
+    if ids[0] < 0 or ids[-1] >= size or not bool((ids.diff() > 0).all()) or not told:
+        raise UserError("d2t is no list of offsets from draft id to target id, or not what t2d says")
+    weights["lm_head.weight"] = weights["lm_head.weight"][order]
+    if count < size:
+        weights["d2t"] = ids

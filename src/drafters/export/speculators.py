@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from decode.errors import UserError
 from decode.target import Target
-from drafters.export.layout import Layout, Saved, unfused
+from drafters.export.layout import Layout, Saved, bare, unfused
 from drafters.export.preimage import fused_from
-from drafters.export.shapes import ascending, dtype_of, layer_config, named, offsets, table_of
+from drafters.export.shapes import ascending, dtype_of, layer_config, maps, named, table_of
 from drafters.vocabulary import unwritten
 
 VERSION = "0.9.0"  # of the layout
@@ -92,14 +91,9 @@ def block_config(saved: Saved, target: Target, to: str) -> dict[str, Any]:
 
 def block_tensors(saved: Saved) -> dict[str, Tensor]:
     """DFlash's, by the names that all have for them."""
-    tensors = unfused(_bare(saved), saved.settings)
+    tensors = unfused(bare(saved), saved.settings)
     tensors["hidden_norm.weight"] = tensors.pop("context_norm.weight")
     return tensors
-
-
-def _bare(saved: Saved) -> dict[str, Tensor]:
-    """Without the confidence head, which no engine reads."""
-    return {name: value for name, value in saved.weights.items() if not name.startswith("confidence.")}
 
 
 def _table(saved: Saved, target: Target) -> Tensor:
@@ -108,12 +102,11 @@ def _table(saved: Saved, target: Target) -> Tensor:
 
 
 def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
-    tensors = unfused(_bare(saved), saved.settings)
+    tensors = unfused(bare(saved), saved.settings)
     tensors["layers.0.hidden_norm.weight"] = tensors.pop("hidden_norm.weight")
     ids = tensors.pop("d2t", None)
     if ids is not None:
-        known = torch.zeros(saved.settings["vocab_size"], dtype=torch.bool, device=ids.device)
-        tensors |= {"d2t": offsets(ids), "t2d": known.index_fill(0, ids, True)}
+        tensors |= maps(ids, saved.settings["vocab_size"])
     return tensors
 
 

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from decode.errors import UserError
 from decode.target import Target
 from drafters.export.layout import Layout, Reader, Saved, fused
-from drafters.export.llama import told
-from drafters.export.shapes import layer_settings, same_rows, table_of, taps_of, target_ids
+from drafters.export.llama import made_for
+from drafters.export.shapes import default_taps, layer_settings, same_rows, table_of, take_maps, taps_of
 
+SHARED = ("embed_tokens.weight", "d2t", "t2d")
 Read = Callable[[Layout, Target], Saved]
 
 
@@ -94,28 +95,24 @@ def _read(layout: Layout, target: Target) -> Saved:
     return KINDS[kind](layout, target)
 
 
-READER = Reader("speculators", lambda config: "speculators_model_type" in config, told(_read))
+READER = Reader("speculators", lambda config: "speculators_model_type" in config, _read)
 
 
 def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Settings and weights of what EAGLE-3 and P-EAGLE have in common."""
     config, tensors = layout.config, dict(layout.tensors)
     sizes = layer_settings(config["transformer_layer_config"], tensors, target, ("llama",))
-    if config.get("target_hidden_size") not in (None, target.hidden_size):
-        raise UserError(f"it was made for a target of hidden size {config['target_hidden_size']}")
-    n, taps = len(target.layers), config.get("eagle_aux_hidden_state_layer_ids")
-    count = config["draft_vocab_size"]
-    ids = target_ids(tensors, count, target.vocab_size)
-    tensors.pop("embed_tokens.weight", None)
-    tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
-    weights = fused(tensors)
+    if (size := config.get("target_hidden_size")) is not None:
+        made_for("hidden size", target.hidden_size, size)
+    taps = config.get("eagle_aux_hidden_state_layer_ids") or default_taps(len(target.layers))
+    own = {name: value for name, value in tensors.items() if name not in SHARED}
+    weights = fused(own)
     weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
-    if ids is not None:
-        weights["d2t"] = ids
+    take_maps(tensors, weights, target.vocab_size)
     settings = sizes | {
-        "taps": taps_of(taps or [2, n // 2, n - 3], target),
+        "taps": taps_of(taps, target),
         "depth": config["speculators_config"]["proposal_methods"][0]["speculative_tokens"],
-        "draft_vocab_size": count,
+        "draft_vocab_size": config["draft_vocab_size"],
         # Where a configuration does not say, as vLLM serves it.
         "norm_before_residual": config.get("norm_before_residual", "mask_token_id" not in config),
         "norm_before_fc": config.get("norm_before_fc", False),

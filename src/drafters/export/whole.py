@@ -7,29 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.load import TOKENIZER_FILES
 from decode.target import Target
+from drafters.export import serve
 from drafters.export.layout import Layout, Saved
 from drafters.models import build, own
+from drafters.sharing import download
 from drafters.tuned import Lora
 
 STEM = "model."  # of the model's names in a drafter
 TOKENS = 5  # of a draft: as many as decode=auto tries
-VLLM = (
-    "vllm serve {target} --speculative-config '"
-    f'{{{{"method": "draft_model", "model": "{{drafter}}", "num_speculative_tokens": {TOKENS}}}}}\''
-)
-SGLANG = (
-    "python3 -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE "
-    f"--speculative-draft-model-path {{drafter}} --speculative-num-steps {TOKENS} "
-    f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {TOKENS + 1}"
-)
 ENGINES = (
     "A plain Hugging Face model, adapters merged. For an engine write it with to=vllm or to=sglang, which "
     "give it the target's vocabulary size; in transformers it is an assistant_model of generate()."
@@ -51,12 +42,14 @@ def fills(saved: Saved, target: Target) -> Layout:
 
 def vllm(saved: Saved, target: Target) -> Layout:
     """A draft model for `draft_model`, which wants the target's vocabulary size."""
-    return _folder(_model(saved, target.vocab_size), target)._replace(serve=VLLM)
+    return _folder(_model(saved, target.vocab_size), target)._replace(serve=serve.vllm("draft_model", TOKENS))
 
 
 def sglang(saved: Saved, target: Target) -> Layout:
     """A draft model for `STANDALONE`, which wants the target's vocabulary size, too."""
-    return _folder(_model(saved, target.vocab_size), target)._replace(serve=SGLANG)
+    return _folder(_model(saved, target.vocab_size), target)._replace(
+        serve=serve.sglang("STANDALONE", TOKENS)
+    )
 
 
 def tuned(saved: Saved, target: Target) -> Layout:
@@ -148,7 +141,7 @@ def _tokenizer(target: Target) -> dict[str, bytes]:
     """The target's, byte for byte; nothing for a target that has no place.
 
     Raises:
-        UserError: it was on the Hub and is not to be had now.
+        UserError, RemoteError: it was on the Hub and is not to be had now.
     """
     name = target.model.name_or_path
     if not name:
@@ -156,9 +149,6 @@ def _tokenizer(target: Target) -> dict[str, bytes]:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         commit = getattr(target.model.config, "_commit_hash", None)
-        try:
-            folder = Path(snapshot_download(name, revision=commit, allow_patterns=list(TOKENIZER_FILES)))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise UserError(f"{name}: the target's tokenizer is not to be had ({error})") from None
+        folder = download.snapshot(name, commit, TOKENIZER_FILES)
     paths = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)))
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
