@@ -53,6 +53,9 @@ class Independent:
     def keep(self, counts):
         pass
 
+    def extend(self, tokens):
+        pass
+
     def forward(self, tokens, block=None, scratch=0):
         return tokens
 

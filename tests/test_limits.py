@@ -2,13 +2,12 @@
 
 import json
 
-import numpy as np
 import pytest
 from scripts.limit import CONF, task
 from workbench import Bench, command, write_prompts
 
 from distill.cli import main
-from distill.limits import describe, interval
+from distill.limits import describe
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +80,6 @@ def test_bad_input_is_one_line(bench, tmp_path, given, said):
     assert done.code == 2
     assert said in done.err
     assert len(done.err.splitlines()) == 1
-
-
-def test_an_interval_is_drawn_by_text():
-    values = np.array([0.0] * 10 + [1.0] * 10)
-    alone = interval(values, range(20))
-    together = interval(values, [0] * 10 + [1] * 10)
-    assert 0.2 < alone[0] < 0.5 < alone[1] < 0.8
-    assert together == (0.0, 1.0), "a text or the other, or both"
 
 
 def test_what_real_rows_keep_beyond_the_bound_is_explained():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decode.sampling import Sampler
-from decode.target import Target
+from decode.target import Read, Target
 
 DEEPEST = 128  # levels of a best tree; where the target is certain it would go on for ever
 
@@ -82,6 +82,28 @@ def published(nodes: int, mu: float, mu2: float) -> float:
     return (mu + mu2) * math.log(nodes) / mu**2 if mu > 0 else math.inf
 
 
+class Settled(NamedTuple):
+    """Contexts that the target has read, but for their roots."""
+
+    tokens: Tensor  # (B, n) right-padded, the roots left out
+    counts: list[int]
+    root: Tensor  # (B,)
+    read: Read
+
+
+def settle(target: Target, contexts: Sequence[Sequence[int]], room: int) -> Settled:
+    """Begin the target's cache anew with contexts of two tokens or more, and `room` for what is below."""
+    counts = [len(context) - 1 for context in contexts]
+    tokens = torch.zeros(len(contexts), max(counts), dtype=torch.long)
+    for row, context in enumerate(contexts):
+        tokens[row, : counts[row]] = torch.tensor(context[:-1])
+    tokens = tokens.to(target.device)
+    target.start(len(contexts), max(counts) + 1 + room)
+    read = target.extend(tokens)
+    target.keep(counts)
+    return Settled(tokens, counts, torch.tensor([c[-1] for c in contexts], device=target.device), read)
+
+
 class _Grown:
     """The best nodes found so far below every context, and what has been read of them.
 
@@ -142,16 +164,8 @@ def best_trees(target: Target, contexts: Sequence[Sequence[int]], nodes: int, sa
         the sum of the first k.
     """
     rows, device = len(contexts), target.device
-    counts = [len(c) - 1 for c in contexts]
-    settled = torch.zeros(rows, max(counts), dtype=torch.long, device=device)
-    for row, context in enumerate(contexts):
-        settled[row, : counts[row]] = torch.tensor(context[:-1])
-    target.start(rows, max(counts) + 2 * nodes)
-    target.forward(settled)
-    target.keep(counts)
-
+    tokens = settle(target, contexts, room=2 * nodes).root[:, None]  # (B, 1)
     grown, most = _Grown(rows, nodes, device), max(8, nodes // 4)
-    tokens = torch.tensor([[c[-1]] for c in contexts], device=device)  # (B, 1)
     mass = torch.ones(rows, 1, dtype=torch.float64, device=device)
     slots = level = torch.zeros(rows, 1, dtype=torch.long, device=device)
     used = 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from decode.coin import KeyedCoin
 from decode.draft import PAD, Draft
 from decode.generate import generate
+from decode.limit import settle
 from decode.plan import Plan
 from decode.rounds import Proposer, Round
 from decode.sampling import Sampler
@@ -161,15 +162,8 @@ def _drafts(
     """For every batch of starts and plan the draft, and the target's (B, S, V) laws of its slots."""
     for first in range(0, len(contexts), batch_size):
         part = contexts[first : first + batch_size]
-        rows, counts = len(part), [len(c) - 1 for c in part]
-        tokens = torch.zeros(rows, max(counts), dtype=torch.long)
-        for row, context in enumerate(part):
-            tokens[row, : counts[row]] = torch.tensor(context[:-1])
-        tokens = tokens.to(target.device)
-        root = torch.tensor([c[-1] for c in part], device=target.device)
-        target.start(rows, max(counts) + 2 + max(plan.nodes for plan in plans))
-        read = target.extend(tokens)
-        target.keep(counts)
+        rows = len(part)
+        tokens, counts, root, read = settle(target, part, room=1 + max(plan.nodes for plan in plans))
         state = drafter.new_state(rows)
         drafter.advance(state, target, tokens, read.taps, counts, root)
         found = []

@@ -9,7 +9,6 @@ sum over it (docs/lossless.md). The rollout must have been drawn from the very l
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from decode.bootstrap import interval
 from decode.draft import PAD, Draft
 from decode.plan import Plan
 from decode.rounds import Proposer, remembers
@@ -47,14 +47,7 @@ class Counts(NamedTuple):
 
     def interval(self) -> list[float]:
         """95 % bootstrap interval of tau over prompts."""
-        dice = random.Random(0)
-        draws = []
-        for _ in range(1000):
-            chosen = dice.choices(range(len(self.rounds)), k=len(self.rounds))
-            rounds = sum(self.rounds[i] for i in chosen)
-            draws.append(sum(self.tokens[i] for i in chosen) / rounds if rounds else 0.0)
-        draws.sort()
-        return [draws[25], draws[974]]
+        return list(interval(self.tokens, self.rounds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from decode.bootstrap import interval
 from decode.errors import UserError
 from decode.limit import Entropy, best_trees, bound, entropy, published
 from decode.load import stop_tokens
@@ -129,13 +130,13 @@ def _card(
             shown.update(len(part))
     best = torch.cat(parts)[:, [n - 1 for n in sizes]].numpy()  # (M, sizes)
     mu, mu2 = found.moments
-    mus = interval(found.sums[:, 0] / found.counts, range(len(found.counts)), found.counts)
+    mus = interval(found.sums[:, 0], found.counts)
     trees = [
         {
             "nodes": n,
             "bound": bound(n, mu, mu2),
             "published": published(n, mu, mu2),
-            "best": [float(best[:, i].mean()), *interval(best[:, i], groups)],
+            "best": _mean(best[:, i], groups),
         }
         for i, n in enumerate(sizes)
     ]
@@ -152,7 +153,7 @@ def _card(
         "positions": int(found.counts.sum()),
         "starts": len(starts),
         "trees": trees,
-        "per_doubling": [float(doubling.mean()), *interval(doubling, groups)],
+        "per_doubling": _mean(doubling, groups),
         "expected_per_doubling": float(np.log(2) / mu) if mu else None,
         "drafter": reached,
         "target": cfg.target.path,
@@ -175,49 +176,40 @@ def _reached(
     facts: dict[str, Any] = {"name": hub.short_name(drafter), "plan": plan.name, "nodes": plan.nodes}
     if plan.draws_at(sampler.temperature) is not None:
         most = acceptance(target, drafter, contexts, plan, sampler, BATCH).cpu().numpy()
-        return facts | {"fraction": None, "first_level": [float(most.mean()), *interval(most, groups)]}
+        return facts | {"fraction": None, "first_level": _mean(most, groups)}
     own = kept(target, drafter, contexts, plan, sampler, BATCH)
     chosen, ranked = own.chosen.cpu().numpy(), own.ranked.cpu().numpy()
     oracle = best[:, list(sizes).index(plan.nodes)]
 
     def ratio(part: np.ndarray) -> list[float]:
-        return [float(part.sum() / oracle.sum()), *interval(part / oracle, groups, oracle)]
+        return [float(part.sum() / oracle.sum()), *interval(part, oracle, groups)]
 
     return facts | {
-        "kept": [float(chosen.mean()), *interval(chosen, groups)],
+        "kept": _mean(chosen, groups),
         "fraction": ratio(chosen),
         "coverage_loss": ratio(oracle - ranked),
         "shape_loss": ratio(ranked - chosen),
     }
 
 
-def interval(
-    values: np.ndarray, groups: Sequence[int], weights: np.ndarray | None = None
-) -> tuple[float, float]:
-    """95 % bootstrap interval of a weighted mean, drawn by group: places of one text are alike."""
-    weights = np.ones(len(values)) if weights is None else weights
-    _, member = np.unique(np.asarray(groups), return_inverse=True)
-    top = np.bincount(member, values * weights)
-    bottom = np.bincount(member, weights)
-    chosen = np.random.default_rng(0).integers(len(top), size=(2000, len(top)))
-    means = top[chosen].sum(1) / bottom[chosen].sum(1)
-    return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
+def _mean(values: np.ndarray, groups: Sequence[int]) -> list[float]:
+    """With its interval; places of one text are alike."""
+    return [float(values.mean()), *interval(values, np.ones(len(values)), groups)]
 
 
 def describe(card: dict[str, Any]) -> str:
     """For people."""
-    told: Callable[[list[float]], str] = lambda x: f"{x[0]:.3f} [{x[1]:.3f}, {x[2]:.3f}]"  # noqa: E731
     lines = [
         [
             str(tree["nodes"]),
             f"{tree['bound']:.2f}" if card["bounded"] else "-",
             f"{tree['published']:.2f}" if card["bounded"] else "-",
-            told(tree["best"]),
+            _told(tree["best"]),
         ]
         for tree in card["trees"]
     ]
     text = [
-        f"T={card['temperature']:g}: mu = {told(card['mu'])} nats a token, mu2 = {card['mu2']:.3f}, "
+        f"T={card['temperature']:g}: mu = {_told(card['mu'])} nats a token, mu2 = {card['mu2']:.3f}, "
         f"on {card['positions']} tokens of the target's own; entropies k tokens apart correlate by "
         + ", ".join(f"{c:.2f}" for c in card["correlation"][:4]),
         "",
@@ -230,7 +222,7 @@ def describe(card: dict[str, Any]) -> str:
         )
     else:
         text.append(
-            f"a doubling of the nodes brings {told(card['per_doubling'])} tokens; ln 2 / mu is "
+            f"a doubling of the nodes brings {_told(card['per_doubling'])} tokens; ln 2 / mu is "
             f"{card['expected_per_doubling']:.3f}"
         )
         over = [str(tree["nodes"]) for tree in card["trees"] if tree["best"][0] > tree["bound"]]
@@ -245,16 +237,23 @@ def describe(card: dict[str, Any]) -> str:
 def _described(drafter: dict[str, Any] | None) -> list[str]:
     if not drafter:
         return []
-    told: Callable[[list[float]], str] = lambda x: f"{x[0]:.1%} [{x[1]:.1%}, {x[2]:.1%}]"  # noqa: E731
     name = f"\n{drafter['name']}, {drafter['plan']}: "
     if drafter["fraction"] is None:
         return [
             name
             + "its tokens are drawn, and the bound on fixed trees says nothing of them. No lossless rule "
-            f"accepts the first level more often than {told(drafter['first_level'])}"
+            f"accepts the first level more often than {_told(drafter['first_level'], '.1%')}"
         ]
     return [
-        name + f"{drafter['kept'][0]:.3f} tokens kept, {told(drafter['fraction'])} of the best trees of "
-        f"{drafter['nodes']} nodes. Lost to nodes that it did not look at: {told(drafter['coverage_loss'])}; "
-        f"to its choice among those that it did: {told(drafter['shape_loss'])}"
+        name
+        + f"{drafter['kept'][0]:.3f} tokens kept, {_told(drafter['fraction'], '.1%')} of the best trees of "
+        f"{drafter['nodes']} nodes. Lost to nodes that it did not look at: "
+        f"{_told(drafter['coverage_loss'], '.1%')}; to its choice among those that it did: "
+        f"{_told(drafter['shape_loss'], '.1%')}"
     ]
+
+
+def _told(found: Sequence[float], form: str = ".3f") -> str:
+    """A mean and its interval."""
+    mean, low, high = (format(value, form) for value in found)
+    return f"{mean} [{low}, {high}]"

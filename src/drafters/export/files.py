@@ -51,13 +51,12 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _saved_by_torch(path: Path) -> dict[str, Tensor]:
+    own_file(path)
     try:
-        with ZipFile(own_file(path)) as archive:
+        with ZipFile(path) as archive:
             packed = any(part.compress_type for part in archive.infolist())
-        # Nobody else reads what is published in this form. Anything but tensors is refused and never run.
+        # Most public drafters are published in this form alone. Anything but tensors is refused, never run.
         found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
-    except UserError:
-        raise
     except Exception:  # whatever a foreign file makes of it
         raise UserError(f"{path.name}: not a file of tensors alone; convert it to safetensors") from None
     if packed or not (isinstance(found, dict) and all(map(_is_whole, found.values()))):
