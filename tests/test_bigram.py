@@ -20,9 +20,9 @@ from distill import callbacks, produce
 from distill import run as run_module
 from distill.runs import checkpoints
 from drafters import bigram as bigram_module
-from drafters import hub
 from drafters.base import Text
 from drafters.bigram import Bigram
+from drafters.registry import drafter_class
 
 V = 5
 TEXTS = [Text([0, 1, 2, 1, 2], [0, 0, 1, 1, 1]), Text([2, 1, 3], [0, 1, 1]), Text([4], [1]), Text([], [])]
@@ -157,7 +157,7 @@ def test_a_run_counts_and_scores_checkpoint_0(bench, name):
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_run_counts_every_training_row_and_no_held_out_one(bench, name, monkeypatch):
     seen = []
-    kind = hub.drafter_class(name)
+    kind = drafter_class(name)
     fit = kind.fit
 
     def watch(self, texts):

@@ -19,6 +19,7 @@ from drafters import hub
 from drafters.export import table
 from drafters.export.layout import Layout
 from drafters.export.preimage import fused_from
+from drafters.folder import made_for
 
 V, LAYERS, K, MASK, NAME = 40, 8, 3, 7, "some/target"
 PLAIN = {"norm_before_fc": False, "fc_norm": False}
@@ -210,7 +211,7 @@ def test_what_was_exported_is_read_back_and_has_the_same_tau(made, target, tmp_p
     back = hub.load(tmp_path, target)
     assert type(back) is type(drafter)
     if CASES[case][1] == "speculators":
-        assert hub.made_for(tmp_path) == back.origin.name == NAME
+        assert made_for(tmp_path) == back.origin.name == NAME
     changed = {k for k, v in drafter.settings.items() if back.settings[k] != v}
     assert changed <= {"anchors", *(["taps"] if drafter.settings["taps"] != sorted(drafter.taps) else [])}
     texts = unmasked(2, 24, seed=9).tolist()

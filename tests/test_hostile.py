@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from decode.errors import UserError
 from distill.files import sha256
-from drafters import adapters, hub
+from drafters import adapters, hub, registry
 from drafters.base import Drafter
 from drafters.export import files as stored
 from drafters.export import layout
@@ -166,7 +166,7 @@ def test_a_models_configuration_inside_is_no_back_door(checkpoint, change):
 def test_only_names_of_the_table_are_classes(checkpoint, kind, monkeypatch):
     target, folder, config = checkpoint()
     write(folder, config | {"drafter": kind})
-    monkeypatch.setattr(hub.importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
+    monkeypatch.setattr(registry.importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
     refused(folder, target, "is not known")
 
 

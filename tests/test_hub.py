@@ -11,6 +11,7 @@ from faces import Follower, V, equal, plans_of, random_texts
 from decode.errors import UserError
 from decode.target import Target
 from drafters import hub
+from drafters.registry import drafter_class, short_name
 
 
 def saved(pair, folder):
@@ -96,7 +97,7 @@ def test_a_damaged_config_is_refused_in_one_line(pair, tmp_path, changes):
 def test_an_unknown_drafter_is_answered_with_the_known_ones(pair, tmp_path):
     target, drafter, folder = saved(pair, tmp_path)
     damage(folder, drafter="nobody")
-    with pytest.raises(UserError, match=rf"'nobody'.*{hub.short_name(drafter)}"):
+    with pytest.raises(UserError, match=rf"'nobody'.*{short_name(drafter)}"):
         hub.load(folder, target)
 
 
@@ -123,5 +124,5 @@ def test_a_folder_without_a_checkpoint_is_refused(pair, tmp_path):
 
 
 def test_every_yaml_has_a_name_in_the_table(drafter_name, pair):
-    name = hub.short_name(pair[1])
-    assert hub.drafter_class(name) is type(pair[1])
+    name = short_name(pair[1])
+    assert drafter_class(name) is type(pair[1])

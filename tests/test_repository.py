@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from drafters.export.table import WRITERS
-from drafters.hub import CLASSES
+from drafters.registry import CLASSES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

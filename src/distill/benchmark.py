@@ -26,6 +26,7 @@ from distill.run import build_drafter, build_target, quiet, read_inputs
 from distill.scoring import threads
 from drafters import hub
 from drafters.lm import DraftLM
+from drafters.registry import short_name
 
 
 def decoders(cfg: DictConfig, folder: Path) -> float:
@@ -102,7 +103,7 @@ def _contenders(cfg: DictConfig, target: Target) -> list[Contender]:
         only_untuned(target, trained.verifier(target), "checkpoint")
         for name, plan in plans.items():
             decode = ours(target, trained, plan, **law, taps=trained.taps, seed=cfg.seed)
-            contenders.append(Contender(f"ours-{hub.short_name(trained)}-{name}", decode))
+            contenders.append(Contender(f"ours-{short_name(trained)}-{name}", decode))
     return contenders
 
 

@@ -21,6 +21,7 @@ from distill.run import quiet
 from drafters import hub
 from drafters.base import Batch, Drafter
 from drafters.export import table
+from drafters.folder import made_for
 
 OPENER = Path(__file__).with_name("open_speculators.py")
 CLOSE = 1e-4  # largest difference of logits, relative to the largest logit; fp32
@@ -58,7 +59,7 @@ def check(cfg: DictConfig) -> float:
     """
     quiet()
     checkpoint = hub.fetch(cfg.checkpoint)
-    cfg.target.path = cfg.target.path or hub.made_for(checkpoint)
+    cfg.target.path = cfg.target.path or made_for(checkpoint)
     target = build_target(cfg)
     opened = compare(hub.load(checkpoint, target), target, cfg.python, cfg.texts)
     if isinstance(opened, str):

@@ -16,6 +16,7 @@ from drafters import hub
 from drafters.base import Drafter
 from drafters.export import layout, table
 from drafters.export.layout import Layout
+from drafters.folder import kind_of, made_for, written
 from drafters.sharing import pretrained, upload
 from drafters.sharing.card import portable
 
@@ -44,10 +45,10 @@ def export(cfg: DictConfig) -> float:
             raise UserError(f"out={out}: is there already and no drafter's; choose a new folder")
         say(f"{out} is there already and is uploaded as it is; remove it to have it written anew")
     else:
-        check(cfg.to, cfg.push_to, hub.kind_of(checkpoint))  # before the target is loaded
-        known = hub.written(checkpoint)
+        check(cfg.to, cfg.push_to, kind_of(checkpoint))  # before the target is loaded
+        known = written(checkpoint)
         if not cfg.target.path:
-            cfg.target.path, cfg.target.revision = hub.made_for(checkpoint), known.revision
+            cfg.target.path, cfg.target.revision = made_for(checkpoint), known.revision
         write(checkpoint, build_target(cfg), cfg.to, out, cfg.push_to)
     if cfg.push_to:
         push(out, cfg.push_to, cfg.private, cfg.dry_run)

@@ -31,6 +31,7 @@ from distill.report import grid
 from distill.run import build_target, quiet, read_inputs
 from drafters import hub
 from drafters.base import Drafter
+from drafters.registry import short_name
 
 BATCH = 8  # starts side by side
 
@@ -173,7 +174,7 @@ def _reached(
     sizes: Sequence[int],
 ) -> dict[str, Any]:
     """Of a drafter's plan: the fraction that it keeps and where the rest goes, or the bounds on draws."""
-    facts: dict[str, Any] = {"name": hub.short_name(drafter), "plan": plan.name, "nodes": plan.nodes}
+    facts: dict[str, Any] = {"name": short_name(drafter), "plan": plan.name, "nodes": plan.nodes}
     if plan.draws_at(sampler.temperature) is not None:
         most = acceptance(target, drafter, contexts, plan, sampler, BATCH).cpu().numpy()
         return facts | {"fraction": None, "first_level": _mean(most, groups)}

@@ -26,6 +26,7 @@ from distill.report import grid
 from distill.run import quiet, read_inputs
 from distill.scoring import threads
 from drafters import hub
+from drafters.registry import short_name
 
 
 def rollouts(cfg: DictConfig, folder: Path) -> float:
@@ -81,7 +82,7 @@ def _engines(cfg: DictConfig, target: Target) -> dict[tuple[str, int], InProcess
     if cfg.checkpoint:
         drafter, plan = hub.load(hub.fetch(cfg.checkpoint), target), instantiate(cfg.decode)
         only_untuned(target, drafter.verifier(target), "checkpoint")
-        name = hub.short_name(drafter)
+        name = short_name(drafter)
         engines |= {
             (name, size): InProcess(target, size, cfg.seed, drafter, plan) for size in cfg.batch_sizes
         }

@@ -45,6 +45,7 @@ from distill.too_large import explained
 from distill.training import build_optimizer, build_trainer, fit
 from drafters import hub
 from drafters.base import Drafter
+from drafters.registry import short_name
 
 OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
 
@@ -75,7 +76,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
         drafter = build_drafter(cfg, target)
-        exporting.check(cfg.export.to or exporting.NATIVE, cfg.export.push_to, hub.short_name(drafter))
+        exporting.check(cfg.export.to or exporting.NATIVE, cfg.export.push_to, short_name(drafter))
         if cfg.gradient_checkpointing:
             drafter.checkpoint_gradients()
         objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights), cfg.logits_rows)
@@ -89,7 +90,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     meter = Throughput(memory := MemoryWatch(cfg.try_largest))
     trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
     counted = _begin(cfg, drafter, target)
-    name = f"drafter={hub.short_name(drafter)}"
+    name = f"drafter={short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)

@@ -32,6 +32,7 @@ from distill.salvage import salvage
 from drafters import hub
 from drafters.base import Drafter
 from drafters.lyanna import Lyanna
+from drafters.registry import short_name
 
 
 class Scorer:
@@ -143,7 +144,7 @@ class Scorer:
             "control": control,
             "lossless_to": "tuned target" if tuned else "target",
             "target_moved": self._moved(target) if tuned else None,
-            "drafter": hub.short_name(drafter),
+            "drafter": short_name(drafter),
             "parameters": hub.parameters(drafter),
             "head_calls_per_round": head_calls(target, drafter, self.ids[0], settings[0].plan),
             "reuse": self._reuse(target, drafter, settings, answers),

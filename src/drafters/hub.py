@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from decode.errors import UserError
@@ -20,55 +17,14 @@ from decode.load import load_tokenizer
 from decode.target import Target
 from drafters import adapters
 from drafters.base import Drafter, Origin
-from drafters.export import files, layout, table
-from drafters.export.layout import Layout, Saved
+from drafters.export import files, layout
+from drafters.export.layout import Saved
+from drafters.folder import DAMAGE, FORMAT, WRITTEN, config_of, first_line, is_ours, read, target_in
+from drafters.registry import drafter_class, short_name
 from drafters.sharing import download, untrusted
-from drafters.sharing.files import Shape, header, is_hub_id, read_json, shape_of
+from drafters.sharing.files import is_hub_id, shape_of
 
 FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
-FORMAT = 1
-# What files that are not what they should be make of code that takes them at their word.
-DAMAGE = (OSError, SafetensorError, RuntimeError, TypeError, AttributeError, ValueError, LookupError)
-DAMAGE += (ArithmeticError,)
-WRITTEN = ("name", "revision", "fingerprint", "tokenizer")  # of a target, in config.json
-# A closed table: what a downloaded config names is looked up here and nowhere else.
-CLASSES = {
-    "bigram": "drafters.bigram:Bigram",
-    "dflash": "drafters.dflash:DFlash",
-    "diffusion": "drafters.diffusion:Diffusion",
-    "eagle": "drafters.eagle:Eagle",
-    "eagle3": "drafters.eagle3:Eagle3",
-    "hf_dllm": "drafters.dllm:Dllm",
-    "hydra": "drafters.hydra:Hydra",
-    "lm": "drafters.lm:DraftLM",
-    "lyanna": "drafters.lyanna:Lyanna",
-    "lstm": "drafters.mlp:Lstm",
-    "medusa": "drafters.medusa:Medusa",
-    "medusa2": "drafters.medusa:Medusa2",
-    "mlp": "drafters.mlp:Mlp",
-    "ngram": "drafters.ngram:Ngram",
-    "p_eagle": "drafters.p_eagle:PEagle",
-    "prism": "drafters.prism:Prism",
-    "suffix": "drafters.suffix:Suffix",
-}
-
-
-def drafter_class(name: str) -> type[Drafter]:
-    """The class behind a short name.
-
-    Raises:
-        UserError: a name that is not in the table.
-    """
-    if name not in CLASSES:
-        raise UserError(f"drafter {name!r} is not known; known are {', '.join(sorted(CLASSES))}")
-    module, _, attribute = CLASSES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def short_name(drafter: Drafter) -> str:
-    """The inverse of `drafter_class`."""
-    where = f"{type(drafter).__module__}:{type(drafter).__qualname__}"
-    return next(name for name, entry in CLASSES.items() if entry == where)
 
 
 def origin_of(target: Target, name: str = "") -> Origin:
@@ -133,18 +89,18 @@ def load(folder: str | Path, target: Target) -> Drafter:
             whose base is gone or is another model by now.
     """
     folder = Path(folder)
-    config = _config(folder)
-    known = _target_in(config)
-    if _ours(config) and known.fingerprint != target.fingerprint():
+    config = config_of(folder)
+    known = target_in(config)
+    if is_ours(config) and known.fingerprint != target.fingerprint():
         raise UserError(
             f"{folder}: this drafter was made for target {known.name or '(unnamed)'!r} "
             "with other weights or another vocabulary; score it with that target"
         )
-    saved = _saved(folder, config, target)
+    saved = read(folder, config, target)
     kind = drafter_class(saved.drafter)
     try:
         untrusted.check_target(saved.settings, target)
-        if not _ours(config):  # ours were looked at before they were read
+        if not is_ours(config):  # ours were looked at before they were read
             untrusted.check_settings(kind, saved.settings)
             shapes = {name: shape_of(value) for name, value in saved.weights.items()}
             untrusted.check_shapes(kind, saved.settings, saved.confidence, shapes)
@@ -156,7 +112,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
     except DAMAGE as error:
-        raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
+        raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
     drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
     now = origin_of(target)
     drafter.origin = Origin(
@@ -183,42 +139,9 @@ def opened(drafter: Drafter) -> Saved:
 
 def weights_on_file(folder: Path, drafter: Drafter, target: Target) -> dict[str, Tensor] | None:
     """What a checkpoint holds, in its own dtype; None where the drafter has it in another form now."""
-    saved = _saved(folder, _config(folder), target).weights
+    saved = read(folder, config_of(folder), target).weights
     names = drafter.state_dict().keys() - drafter.borrowed - _tied(drafter).keys()
     return saved if saved.keys() == names else None
-
-
-def made_for(folder: Path) -> str:
-    """Path or hub id of the target that a checkpoint was made for.
-
-    Raises:
-        UserError: no checkpoint there, or it does not say.
-    """
-    name = written(folder).name
-    if not name:
-        raise UserError(
-            f"{folder}: it does not say for which target it was made; give target=<path or hub id>"
-        )
-    return name
-
-
-def kind_of(folder: Path) -> str:
-    """Short name of the drafter in a folder; "": another program's, which only its reader can tell.
-
-    Raises:
-        UserError: no checkpoint there.
-    """
-    config = _config(folder)
-    return config["drafter"] if _ours(config) else ""
-
-
-def written(folder: Path) -> Origin:
-    """What a checkpoint says of the target that it was made for; "" and None where it does not.
-
-    Raises:
-        UserError: no checkpoint there.
-    """
-    return _target_in(_config(folder))
 
 
 def fetch(source: str, revision: str | None = None) -> Path:
@@ -239,7 +162,7 @@ def fetch(source: str, revision: str | None = None) -> Path:
             "(owner/name)"
         )
     small = [FILES[0], *download.NOTES]
-    _config(download.snapshot(source, revision, small))
+    config_of(download.snapshot(source, revision, small))
     return download.snapshot(source, revision, [*FILES, *download.NOTES])
 
 
@@ -259,8 +182,8 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     Raises:
         UserError: no checkpoint there, a damaged one, another class, or nothing that fits.
     """
-    config, kind = _config(folder), short_name(drafter)
-    saved = _saved(folder, config, target)
+    config, kind = config_of(folder), short_name(drafter)
+    saved = read(folder, config, target)
     if saved.drafter not in (kind, drafter.continues):
         raise UserError(f"drafter.init_from={folder}: drafter {saved.drafter!r}, not {kind!r}")
     found = _named_twice(drafter, saved.weights)
@@ -272,7 +195,7 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
         except UserError as error:
             raise UserError(f"drafter.init_from={folder}: {error}") from None
         except (KeyError, TypeError) as error:
-            raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
+            raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
     own = {name: value for name, value in drafter.state_dict().items() if name not in drafter.borrowed}
     fits = {
         name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape
@@ -290,56 +213,9 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     return left + [f"{name} (not here)" for name in found if name not in own]
 
 
-def _target_in(config: Mapping[str, Any]) -> Origin:
-    target = config["target"] if _ours(config) else {"name": _verifier(config)}
-    found = {name: value if isinstance(value := target.get(name), str) else "" for name in WRITTEN}
-    return Origin(found["name"], found["revision"] or None, found["fingerprint"], found["tokenizer"])
-
-
-def _verifier(config: Any) -> Any:
-    """What speculators' layout says of its target; "": nothing."""
-    for key in ("speculators_config", "verifier", "name_or_path"):
-        config = config.get(key, "") if isinstance(config, dict) else ""
-    return config
-
-
-def _ours(config: Mapping[str, Any]) -> bool:
-    return "format" in config
-
-
-def _saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
-    """What a folder holds, whoever wrote it."""
-    known = None if _ours(config) else table.reader(config)
-    try:
-        if known is None:
-            _look_at(folder, config, header(folder / layout.FILES[1]))
-            weights = load_file(folder / layout.FILES[1]) | adapters.read(folder)
-            return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
-        return known.read(Layout(config, files.stored(folder)), target)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
-    except DAMAGE as error:
-        raise UserError(f"{folder}: damaged checkpoint ({_first(error)})") from None
-
-
-def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape]) -> None:
-    """Compare settings with what is on file, before either is believed; see `untrusted`."""
-    kind = drafter_class(config["drafter"])
-    untrusted.check_settings(kind, config["settings"])
-    untrusted.check_base(folder, config["settings"])
-    pairs = folder / adapters.FILES[1]
-    if pairs.exists():
-        shapes = shapes | {adapters.in_drafter(name): shape for name, shape in header(pairs).items()}
-    untrusted.check_shapes(kind, config["settings"], config.get("confidence", False), shapes)
-
-
 def _named_twice(drafter: Drafter, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """With what the drafter has under a second name."""
     return weights | {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
-
-
-def _first(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def _tied(drafter: Drafter) -> dict[str, str]:
@@ -350,32 +226,6 @@ def _tied(drafter: Drafter) -> dict[str, str]:
         if first.setdefault(id(value), name) != name:
             found[name] = first[id(value)]
     return found
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / layout.FILES[0]
-    if not path.is_file():
-        raise UserError(f"checkpoint={folder}: no config.json there; give a checkpoints/<step> folder")
-    config: Any = None
-    try:
-        config = read_json(path)
-        kinds = {"format": int, "drafter": str, "settings": dict, "target": dict}
-        broken = [key for key, kind in kinds.items() if not isinstance(config[key], kind)]
-        broken += ["confidence"] * (not isinstance(config.get("confidence", False), bool))
-    except KeyError:
-        broken = ["its keys"]
-    except (ValueError, TypeError) as error:
-        broken = [_first(error)]
-    if isinstance(config, dict) and not _ours(config) and table.reader(config):
-        return config
-    if broken:
-        whole = isinstance(config, dict) and "model_type" in config
-        more = "; a whole model drafts by drafter=lm_given drafter.path=<it>" if whole else ""
-        raise UserError(f"{path}: not a drafter's config ({', '.join(broken)}){more}")
-    if config["format"] != FORMAT:
-        raise UserError(f"{path}: format {config['format']}, this version reads {FORMAT}")
-    drafter_class(config["drafter"])
-    return config
 
 
 def parameters(drafter: torch.nn.Module) -> int:

@@ -23,7 +23,7 @@ class Saved(NamedTuple):
     """A drafter without its code.
 
     Attributes:
-        drafter: short name, as in `hub.CLASSES`.
+        drafter: short name, as in `registry.CLASSES`.
         settings: its constructor's.
         weights: by the names that it has for them.
         confidence: it has a confidence head, which no engine reads.

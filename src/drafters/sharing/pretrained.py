@@ -22,6 +22,8 @@ from decode.target import Target
 from drafters import hub
 from drafters.base import Drafter, Origin
 from drafters.export.layout import Layout
+from drafters.folder import made_for, written
+from drafters.registry import short_name
 from drafters.sharing.card import Facts, card, portable
 from drafters.sharing.download import NOTES
 from drafters.sharing.files import downloaded, is_hub_id, read_json
@@ -39,7 +41,7 @@ def from_pretrained(source: str, target: Target | None, revision: str | None) ->
 
 def _named_target(folder: Path) -> Target:
     """The target that a checkpoint names, as it was when the drafter was made."""
-    name, known = hub.made_for(folder), hub.written(folder)
+    name, known = made_for(folder), written(folder)
     if downloaded(folder) and not is_hub_id(name):
         raise UserError(f"{folder}: made for {name!r}, which is no hub id; load that target and pass target=")
     target = load_target(name, revision=known.revision)
@@ -99,7 +101,7 @@ def write(
     for name, value in zip(NOTES, (score, recipe), strict=True):
         if value is not None:
             (folder / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-    facts = Facts(drafter, hub.short_name(drafter), origin, score, recipe, to, layout, repo)
+    facts = Facts(drafter, short_name(drafter), origin, score, recipe, to, layout, repo)
     (folder / "README.md").write_text(card(facts))
 
 
