@@ -55,3 +55,27 @@
   system.addEventListener("change", draw);
   draw();
 })();
+(() => {
+  const number = (text) => parseFloat((/-?\d+(\.\d+)?/.exec(text.replace(/\u2212/g, "-")) || [])[0]);
+  // What has no number goes to the end either way.
+  const compare = (texts, sign) => (a, b) => {
+    if (texts) return sign * a.localeCompare(b);
+    const [x, y] = [number(a), number(b)];
+    return Number.isNaN(x) - Number.isNaN(y) || sign * (x - y) || 0;
+  };
+  for (const button of document.querySelectorAll("button.sort")) {
+    button.addEventListener("click", () => {
+      const head = button.parentElement;
+      const body = head.closest("table").tBodies[0];
+      const column = head.cellIndex;
+      const texts = head.className === "text";
+      const before = head.getAttribute("aria-sort");
+      const up = before ? before === "descending" : texts; // numbers begin with the largest
+      for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const order = compare(texts, up ? 1 : -1);
+      const cell = (row) => row.cells[column].textContent;
+      body.append(...[...body.rows].sort((a, b) => order(cell(a), cell(b))));
+    });
+  }
+})();

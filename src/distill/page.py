@@ -156,17 +156,22 @@ def facts(pairs: Iterable[tuple[str, Cell | Markup]]) -> Markup:
     return Markup('<dl class="facts">{}</dl>').format(Markup("").join(lines))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Cell | Markup]], texts: int = 1) -> Markup:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[Cell | Markup]], texts: int = 1, sortable: bool = False
+) -> Markup:
     """A table that scrolls in itself where the screen is narrow.
 
     Args:
         head: names of the columns.
         rows: cells; None is shown as a dash.
         texts: columns from the left that are text; the others are aligned as numbers.
+        sortable: headings are buttons; numbers are in order of the first one in each cell.
     """
     kind = ["text" if i < texts else "number" for i in range(len(head))]
+    names = [Markup('<button type="button" class="sort">{}</button>').format(h) for h in head]
     top = Markup("").join(
-        Markup('<th scope="col" class="{}">{}</th>').format(k, h) for k, h in zip(kind, head, strict=True)
+        Markup('<th scope="col" class="{}">{}</th>').format(k, h)
+        for k, h in zip(kind, names if sortable else head, strict=True)
     )
     lines = Markup("\n").join(
         Markup("<tr>{}</tr>").format(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from distill.heldout import held_out_answers
 from distill.moved import moved
 from distill.progress import bar
 from distill.prompts import Prompt
-from distill.provenance import commit
+from distill.provenance import commit, digest
 from distill.salvage import salvage
 from drafters import hub
 from drafters.base import Drafter
@@ -141,6 +142,7 @@ class Scorer:
             "commit": commit(),
             "target": self.cfg.target.path,
             "control": control,
+            "prompts_digest": digest(json.dumps(self.ids)),
             "lossless_to": "tuned target" if tuned else "target",
             "target_moved": self._moved(target) if tuned else None,
             "drafter": hub.short_name(drafter),
