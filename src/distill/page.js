@@ -54,4 +54,20 @@
   });
   system.addEventListener("change", draw);
   draw();
+
+  const tip = document.createElement("div");
+  tip.id = "tip";
+  tip.hidden = true;
+  document.body.append(tip);
+  document.addEventListener("pointerover", (event) => {
+    const at = event.target.closest("[data-tip]");
+    tip.hidden = !at;
+    if (!at) return;
+    tip.textContent = at.dataset.tip;
+    const box = at.getBoundingClientRect();
+    const [wide, high] = [tip.offsetWidth, tip.offsetHeight];
+    tip.style.left = `${Math.max(8, Math.min(event.clientX - wide / 2, root.clientWidth - wide - 8))}px`;
+    tip.style.top = `${box.top > high + 8 ? Math.min(box.top, event.clientY) - high - 8 : event.clientY + 18}px`;
+  });
+  document.addEventListener("scroll", () => (tip.hidden = true), { passive: true });
 })();
