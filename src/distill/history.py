@@ -21,6 +21,7 @@ IN_ADDRESS = re.compile(
     r"(?<=://)[^/@\s]+@|(?<=[?&])(?:[\w-]*(?:key|token|secret|password|sig)[\w-]*)=[^&\s]+"
 )
 HIDDEN = "(hidden)"
+WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has one of these
 Curve = tuple[list[float], list[float]]  # optimizer steps, values
 
 
@@ -60,7 +61,7 @@ def read(folder: Path) -> History:
     Raises:
         UserError: no run there, or a file of it that cannot be read.
     """
-    if not (folder / "run.json").is_file():
+    if not any((folder / name).exists() for name in WRITTEN):
         raise UserError(f"{folder}: no run there; give the folder that train.py printed")
     cards = {}
     for checkpoint in checkpoints(folder):
@@ -96,7 +97,7 @@ def curves(folder: Path) -> dict[str, Curve]:
     parts = sorted((begin, path) for begin, path in parts if path.is_file())
     ends = [begin for begin, _ in parts[1:]] + [math.inf]
     found: dict[str, Curve] = {}
-    for (_, path), end in zip(parts, ends, strict=True):
+    for (_, path), end in zip(parts, ends, strict=False):
         with path.open(newline="") as handle:
             for line in csv.DictReader(handle):
                 step = _number(line.get("step"))

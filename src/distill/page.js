@@ -25,7 +25,7 @@
     font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 12, color: "var(--soft)" },
     margin: { l: 8, r: 10, t: 8, b: 8 },
     hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--line)", font: { color: "var(--ink)", size: 12.5 } },
-    legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 12 } },
+    legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 12 } },
     colorway: ["var(--blue)", "var(--orange)", "var(--green)", "var(--purple)", "var(--sky)", "var(--grey)"],
   });
   const merged = (under, over) => {

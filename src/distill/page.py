@@ -196,6 +196,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Cell | Markup]], texts: i
     ).format(top, lines)
 
 
+def split(*parts: Markup) -> Markup:
+    """Side by side within a card, or below one another where the screen is narrow."""
+    halves = Markup("").join(Markup("<div>{}</div>").format(part) for part in parts)
+    return Markup('<div class="split">{}</div>').format(halves)
+
+
 def details(title: str, *parts: Markup | str, opened: bool = False) -> Markup:
     """What is folded away until it is asked for."""
     return Markup("<details{}><summary>{}</summary>{}</details>").format(
@@ -231,6 +237,9 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() >= {"dtype", "bdata"}:  # Plotly packs arrays
+        flat = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
+        return _plain(flat.reshape([int(n) for n in str(value.get("shape", flat.size)).split(",")]))
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, np.ndarray | np.generic):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from markupsafe import Markup
 
@@ -188,12 +189,12 @@ def shares(card: Card) -> Markup | None:
     times = [round_times(r) for r in rows]
     names = [_short_setting(r) if len(rows) > 1 else "" for r in rows]
     ours = [(page.label(n) + "<br>" if n else "") + "a round" for n in names]
-    theirs = [(page.label(n) + "<br>" if n else "") + "plain, as many tokens" for n in names]
+    theirs = [(page.label(n) + "<br>" if n else "") + "plain decoding,<br>as many tokens" for n in names]
     figure = go.Figure()
     for part, colour, what in (
         ("draft", "orange", "drafter"),
         ("verify", "blue", "target's pass"),
-        ("other", "grey", "everything else"),
+        ("other", "grey", "other"),
     ):
         figure.add_bar(
             y=ours,
@@ -206,7 +207,7 @@ def shares(card: Card) -> Markup | None:
     figure.add_bar(
         y=theirs,
         x=[t["plain"] for t in times],
-        name="plain decoding",
+        showlegend=False,
         orientation="h",
         marker={"color": paint("took"), "line": {"color": paint("blue"), "width": 1.5}},
         hovertemplate="%{x:.2f} ms<extra>plain decoding</extra>",
@@ -281,26 +282,26 @@ def categories(card: Card) -> Markup | None:
     if not found:
         return None
     figure = go.Figure()
-    known = [line for line in found if line[4]]
+    value = [line[3] for line in found]
+    low, high = zip(*(line[4] or (line[3], line[3]) for line in found), strict=True)
     figure.add_vline(x=card["replay"]["tau"], line={"color": paint("grey"), "width": 1, "dash": "dash"})
     figure.add_scatter(
-        x=[line[3] for line in found],
+        x=value,
         y=[page.label(line[0]) for line in found],
         mode="markers",
-        marker={"color": paint("blue"), "size": 9},
+        marker={"color": paint("blue"), "size": 10},
+        error_x={
+            "type": "data",
+            "symmetric": False,
+            "array": np.subtract(high, value),
+            "arrayminus": np.subtract(value, low),
+            "thickness": 2,
+            "width": 0,
+            "color": paint("blue"),
+        },
         showlegend=False,
         hovertemplate="%{y}: tau %{x:.2f}<extra></extra>",
     )
-    for name, _, _, _, reach in known:
-        assert reach is not None
-        figure.add_scatter(
-            x=list(reach),
-            y=[page.label(name)] * 2,
-            mode="lines",
-            line={"color": paint("blue"), "width": 2},
-            showlegend=False,
-            hoverinfo="skip",
-        )
     figure.update_layout(axes("tau (tokens per target pass)", ""))
     figure.update_yaxes(autorange="reversed", type="category")
     says = (
@@ -313,9 +314,12 @@ def categories(card: Card) -> Markup | None:
     ]
     return page.section(
         "Acceptance by category",
-        page.plot(figure, says, 90 + 30 * len(found)),
-        page.table(["category", "prompts", "tokens", "tau", "95 % interval"], lines),
+        page.split(
+            page.plot(figure, says, 90 + 30 * len(found)),
+            page.table(["category", "prompts", "tokens", "tau", "95 % interval"], lines),
+        ),
         says=says,
+        wide=True,
     )
 
 

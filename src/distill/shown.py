@@ -57,7 +57,7 @@ def texts(
             plan=setting.plan,
             sampler=sampler,
             max_new_tokens=min(TOKENS, max_new_tokens),
-            laws=_has_laws(drafter, setting.plan),
+            laws=has_laws(drafter, setting.plan),
             stop=stop_tokens(target),
             seed=seed,
             names=[p.id for p in chosen],
@@ -87,7 +87,7 @@ def varied(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return [prompts[i] for i in order[:count]]
 
 
-def _has_laws(drafter: Drafter, plan: Plan) -> bool:
+def has_laws(drafter: Drafter, plan: Plan) -> bool:
     """Whether it can draw a chain as deep as the plan, and so has a probability for every token."""
     try:
         drafter.check(Plan(plan.depth, proposal="sampled"))

@@ -37,7 +37,7 @@ def tau(run: History) -> Markup | None:
             name="replay, 95 % interval",
             mode="lines+markers",
             line={"color": paint("blue"), "width": 2},
-            marker={"size": [11 if s == run.best else 6 for s, _ in replays]},
+            marker={"size": [11 if s == run.best else 6 for s, _ in replays], "opacity": 1},
             error_y={
                 "type": "data",
                 "symmetric": False,
