@@ -25,7 +25,7 @@
     font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 12, color: "var(--soft)" },
     margin: { l: 8, r: 10, t: 8, b: 8 },
     hoverlabel: { bgcolor: "var(--card)", bordercolor: "var(--line)", font: { color: "var(--ink)", size: 12.5 } },
-    legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 12 } },
+    legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 12 } },
     colorway: ["var(--blue)", "var(--orange)", "var(--green)", "var(--purple)", "var(--sky)", "var(--grey)"],
   });
   const merged = (under, over) => {
@@ -54,6 +54,22 @@
   });
   system.addEventListener("change", draw);
   draw();
+
+  const tip = document.createElement("div");
+  tip.id = "tip";
+  tip.hidden = true;
+  document.body.append(tip);
+  document.addEventListener("pointerover", (event) => {
+    const at = event.target.closest("[data-tip]");
+    tip.hidden = !at;
+    if (!at) return;
+    tip.textContent = at.dataset.tip;
+    const box = at.getBoundingClientRect();
+    const [wide, high] = [tip.offsetWidth, tip.offsetHeight];
+    tip.style.left = `${Math.max(8, Math.min(event.clientX - wide / 2, root.clientWidth - wide - 8))}px`;
+    tip.style.top = `${box.top > high + 8 ? Math.min(box.top, event.clientY) - high - 8 : event.clientY + 18}px`;
+  });
+  document.addEventListener("scroll", () => (tip.hidden = true), { passive: true });
 })();
 (() => {
   const number = (text) => parseFloat((/-?\d+(\.\d+)?/.exec(text.replace(/\u2212/g, "-")) || [])[0]);

@@ -64,7 +64,7 @@ def page(title: str, parts: Iterable[Markup], subtitle: str = "") -> str:
         parts: from the functions below, in reading order.
         subtitle: one line under the heading.
     """
-    body = Markup("\n").join(parts)
+    body = Markup("\n").join(_paired(parts))
     scripts = [_plotly()] if 'class="plot"' in body else []
     scripts.append(_resource("page.js"))
     allowed = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
@@ -113,10 +113,25 @@ _FRAME = Markup("""<!doctype html>
 """)
 
 
+_HALF, _WHOLE = '<section class="card">', '<section class="card wide">'
+
+
+def _paired(parts: Iterable[Markup]) -> list[Markup]:
+    """Cards stand two in a row; one that is left over has the row to itself."""
+    result, open_row = [], False
+    for part in [*parts, Markup()]:
+        half = part.startswith(_HALF)
+        if open_row and not half:
+            result[-1] = Markup(_WHOLE) + result[-1][len(_HALF) :]
+        open_row = half and not open_row
+        result.append(part)
+    return result
+
+
 def section(title: str, *parts: Markup | str, says: str = "", wide: bool = False) -> Markup:
     """A card with a heading, and a line that says what to look for."""
-    return Markup('<section class="{}"><h2>{}</h2>{}{}</section>').format(
-        "card wide" if wide else "card",
+    return Markup("{}<h2>{}</h2>{}{}</section>").format(
+        Markup(_WHOLE if wide else _HALF),
         title,
         Markup('<p class="says">{}</p>').format(says) if says else "",
         Markup("\n").join(parts),
@@ -186,6 +201,12 @@ def table(
     ).format(top, lines)
 
 
+def split(*parts: Markup) -> Markup:
+    """Side by side within a card, or below one another where the screen is narrow."""
+    halves = Markup("").join(Markup("<div>{}</div>").format(part) for part in parts)
+    return Markup('<div class="split">{}</div>').format(halves)
+
+
 def details(title: str, *parts: Markup | str, opened: bool = False) -> Markup:
     """What is folded away until it is asked for."""
     return Markup("<details{}><summary>{}</summary>{}</details>").format(
@@ -221,6 +242,9 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() >= {"dtype", "bdata"}:  # Plotly packs arrays
+        flat = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
+        return _plain(flat.reshape([int(n) for n in str(value.get("shape", flat.size)).split(",")]))
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, np.ndarray | np.generic):
