@@ -11,7 +11,7 @@ from decode.errors import UserError
 from decode.score import SCHEMA
 from distill.earlier import CARDS
 from distill.moved import describe
-from distill.paired import FEWEST, comparable, counts, faster, less, speedup
+from distill.paired import FEWEST, accepted, comparable, counts, exact, faster, less, speedup
 from distill.report import grid
 
 LEVELS = 4
@@ -136,11 +136,6 @@ def scorecard(path: Path) -> dict[str, Any]:
             f"{place}: a scorecard of version {version}, this one reads {SCHEMA}; score the checkpoint again"
         )
     return card
-
-
-def accepted(row: dict[str, Any]) -> dict[str, Any]:
-    """Replay where there is one, else what the decoder counted."""
-    return row["replay"] or row
 
 
 def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
@@ -286,11 +281,6 @@ def tau_cell(row: dict[str, Any]) -> str:
     found = accepted(row)
     low, high = found["tau_interval"]
     return f"{found['tau']:.2f}{'' if exact(row) else '~'} ({low:.2f}..{high:.2f})"
-
-
-def exact(row: dict[str, Any]) -> bool:
-    """Whether its acceptance was replayed without a coin."""
-    return bool(row["replay"]) and row["replay"]["method"] == "exact"
 
 
 def _less(scored: Scored, base: Scored, row: dict[str, Any], other: dict[str, Any]) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 import plotly.graph_objects as go
 
 from distill import page
-from distill.compare import Choice, Scored, accepted, compared, draft_ms, fastest, in_order, machines
-from distill.paired import counts, speedup
+from distill.compare import Choice, Scored, compared, draft_ms, fastest, in_order, machines
+from distill.paired import accepted, speedup
+from distill.panels import by_category
 
 DASHES = ("solid", "dot", "dash", "dashdot")
-ROW = 26  # pixels of a bar
+HIGH, ROW = 360, 26  # pixels of a plot, and of a bar
 
 
 def page_of(scored: Sequence[Scored], choice: Choice) -> str:
@@ -39,28 +40,27 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
         page.section(
             "Speedup",
             page.plot(
-                _bars(names, rows), f"Speedup of each drafter, {setting}", 90 + max(ROW * len(names), 110)
+                _bars(names, rows), f"Speedup of each drafter, {setting}", max(90 + ROW * len(names), HIGH)
             ),
             says=f"Over plain decoding, {setting}. Left of 1 a drafter costs more than it gives.",
         ),
         page.section(
             "What drafting costs",
-            page.plot(_costs(names, rows), f"Acceptance length against drafting time, {setting}", 360),
+            page.plot(_costs(names, rows), f"Acceptance length against drafting time, {setting}", HIGH),
             says="Tokens a target pass against the milliseconds that a round's draft took: further up is "
             "better, further left is cheaper.",
         ),
         page.section(
             "Survival",
-            page.plot(_survival(names, rows), f"Chance to accept j tokens, by j, {setting}", 360),
+            page.plot(_survival(names, rows), f"Chance to accept j tokens, by j, {setting}", HIGH),
             says=f"Share of rounds that accept at least j draft tokens, T={first:g}.",
-            wide=not batches,
         ),
     ]
     if batches:
         parts.append(
             page.section(
                 "Batch",
-                page.plot(batches, f"Speedup by batch size, T={first:g}", 360),
+                page.plot(batches, f"Speedup by batch size, T={first:g}", HIGH),
                 says=f"Speedup at T={first:g} with the fastest plan that was scored at each batch size"
                 + (f" ({choice.decode})." if choice.decode else "."),
             )
@@ -92,7 +92,8 @@ def _bars(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> go.Figure:
                 "array": [v.interval and v.interval[1] - v.value for v in values],
                 "arrayminus": [v.interval and v.value - v.interval[0] for v in values],
                 "color": page.paint("ink"),
-                "thickness": 1.2,
+                "thickness": 1.5,
+                "width": 0,
             },
             text=[f"{v.value:.2f}x" for v in values],
             textposition="inside",
@@ -180,23 +181,15 @@ def _by_category(
     ordered: Sequence[Scored], rows: Sequence[dict[str, Any]]
 ) -> tuple[list[str], list[list[str]]] | None:
     """Acceptance length on each kind of prompt; None where a card does not say which are of which."""
-    sums: list[dict[str, list[float]]] = []
-    for scored, row in zip(ordered, rows, strict=True):
-        kinds, counted = scored.card.get("categories") or [], counts(row)
-        if not kinds or len(kinds) != len(counted.tokens):
-            return None
-        sums.append({})
-        for kind, tokens, rounds in zip(kinds, *counted, strict=True):
-            of = sums[-1].setdefault(kind or "-", [0, 0, 0])
-            sums[-1][kind or "-"] = [of[0] + tokens, of[1] + rounds, of[2] + 1]
-    names = list(dict.fromkeys(kind for one in sums for kind in one))
-    if len(names) < 2:
+    found = [{one[0]: one for one in by_category(s.card | row)} for s, row in zip(ordered, rows, strict=True)]
+    names = list(dict.fromkeys(name for one in found for name in one))
+    if not names or not all(found):
         return None
-    cells = [
-        [f"{one[n][0] / one[n][1]:.2f} ({one[n][2]})" if n in one and one[n][1] else "-" for n in names]
-        for one in sums
+    lines = [
+        [s.name, *(f"{one[n][3]:.2f} ({one[n][1]})" if n in one else "-" for n in names)]
+        for s, one in zip(ordered, found, strict=True)
     ]
-    return ["drafter", *names], [[s.name, *line] for s, line in zip(ordered, cells, strict=True)]
+    return ["drafter", *names], lines
 
 
 def _styles() -> Iterator[tuple[str, str]]:

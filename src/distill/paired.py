@@ -32,6 +32,16 @@ class Estimate(NamedTuple):
         return f"{form.format(self.value)} ({bare.format(low)}..{bare.format(high)})"
 
 
+def accepted(row: Row) -> Row:
+    """Replay where there is one, else what the decoder counted."""
+    return row.get("replay") or row
+
+
+def exact(row: Row) -> bool:
+    """Whether acceptance was replayed without a coin."""
+    return bool(row.get("replay")) and row["replay"]["method"] == "exact"
+
+
 def counts(row: Row) -> Counts:
     """Of each replayed prompt; empty where nothing was replayed."""
     replay = row["replay"]

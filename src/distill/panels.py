@@ -16,21 +16,12 @@ from distill import page
 from distill.history import History
 from distill.moved import describe
 from distill.page import paint
+from distill.paired import accepted, exact
 from distill.training_panels import axes
 
 Card = dict[str, Any]
 ENOUGH = 4  # prompts of a category, for an interval
 SETTINGS = 6  # whose time is drawn, the first ones
-
-
-def accepted(row: Card) -> Card:
-    """Replay where there is one, else what the decoder counted."""
-    return row.get("replay") or row
-
-
-def exact(row: Card) -> bool:
-    """Whether acceptance was replayed without a coin."""
-    return bool(row.get("replay")) and row["replay"]["method"] == "exact"
 
 
 def warnings(card: Card) -> Markup | None:

@@ -9,18 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
-from distill.compare import (
-    Choice,
-    Scored,
-    accepted,
-    counts,
-    exact,
-    fastest,
-    in_order,
-    minutes,
-    short,
-)
-from distill.paired import Estimate, speedup
+from distill.compare import Choice, Scored, fastest, in_order, minutes, short
+from distill.paired import Estimate, accepted, counts, exact, speedup
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 FACTS = ("commit", "hardware", "dtype", "threads", "prompts", "max_new_tokens")  # of a scorecard
