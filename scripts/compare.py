@@ -1,30 +1,61 @@
-"""One table over runs: python scripts/compare.py outputs/<date>/<time> outputs/<date>/<time> ..."""
+"""Runs side by side: python scripts/compare.py outputs/<date>/<time> name=outputs/<date>/<time> ..."""
 
 import argparse
 from pathlib import Path
 
 
 def main() -> None:
-    """Print the table and, where `--out` says so, write it."""
+    """Print the table and write what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run's folder, a checkpoint's, or a score.json"
+        "runs",
+        nargs="+",
+        metavar="[NAME=]RUN",
+        help="a run's folder, a checkpoint's, or a score.json, and what to call it",
     )
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows scored at this batch size")
     parser.add_argument(
-        "--against", default="", metavar="NAME", help="a row; adds what each tau has over its"
+        "--decode",
+        default="",
+        metavar="PLAN",
+        help="rows of this plan; default: the fastest of each run",
     )
-    parser.add_argument("--out", type=Path, help="a file for the table")
+    parser.add_argument(
+        "--against", default="", metavar="NAME", help="a row to compare the others with; default: the best"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="for the table, as text")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="for a page with the table and plots")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="for the results, as JSON")
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        metavar="FILE",
+        help="Markdown whose results table is written anew, between <!-- results --> and <!-- /results -->",
+    )
     arguments = parser.parse_args()
 
     from distill.cli import one_line_errors
-    from distill.compare import read, table
+    from distill.compare import Choice, read, table
+    from distill.results import insert, results, written
 
     with one_line_errors():
-        text = table(read(arguments.runs), arguments.temperatures, arguments.against)
+        choice = Choice(arguments.temperatures, arguments.batch, arguments.decode, arguments.against)
+        scored = read(arguments.runs)
+        text = table(scored, choice)
         print(text)
         if arguments.out:
             arguments.out.write_text(text + "\n")
+        if arguments.html:
+            from distill.compare_page import page_of  # and with it a library of plots
+
+            arguments.html.write_text(page_of(scored, choice), encoding="utf-8")
+        if arguments.results or arguments.readme:
+            found = results(scored, choice)
+            if arguments.results:
+                arguments.results.write_text(written(found))
+            if arguments.readme:
+                insert(arguments.readme, found)
 
 
 if __name__ == "__main__":

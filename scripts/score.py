@@ -13,6 +13,7 @@ def rescore(cfg: DictConfig, folder: Path) -> float:
     """Print the table and, where `out` says so, write the scorecard."""
     del folder
     from distill.checks import check_ranges
+    from distill.earlier import earlier
     from distill.files import write_json
     from distill.report import settings_table
     from distill.run import build_target, quiet, read_inputs
@@ -24,8 +25,8 @@ def rescore(cfg: DictConfig, folder: Path) -> float:
     chat, _, held = read_inputs(cfg)
     scorer = Scorer(cfg, build_target(cfg), chat, held, Path(cfg.answers))
     checkpoint = hub.fetch(cfg.checkpoint)
-    name = checkpoint.resolve().name
-    card = scorer(checkpoint, int(name) if name.isdigit() else 0)
+    known = earlier(checkpoint)
+    card = scorer(checkpoint, known.get("step", 0)) | known
     if cfg.out:
         write_json(Path(cfg.out), card)
     print(settings_table(card))

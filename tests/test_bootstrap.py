@@ -1,8 +1,9 @@
 """Intervals by drawing prompts again."""
 
 import numpy as np
+import pytest
 
-from decode.bootstrap import interval
+from decode.bootstrap import drawn, interval, middle, ratio
 
 
 def test_what_is_alike_is_drawn_together():
@@ -15,3 +16,25 @@ def test_what_is_alike_is_drawn_together():
 
 def test_a_draw_without_a_round_counts_as_none():
     assert interval([4.0, 0.0], [2, 0]) == (0.0, 2.0)
+
+
+def test_all_columns_are_drawn_alike():
+    """A difference of two that rise and fall together is known better than either."""
+    easy = np.arange(20.0)
+    mine, other, rounds = drawn([easy + 1, easy, np.ones(20)]).T
+    assert np.allclose(mine - other, rounds)
+    assert (rounds == 20).all()
+    assert mine.std() > 10
+    assert middle(ratio(mine, rounds)) == pytest.approx(interval(easy + 1, np.ones(20)))
+
+
+def test_the_middle_is_that_of_many_new_samples():
+    """Of a ratio of sums: about as wide as what other prompts give, and about it in nineteen of twenty."""
+    random = np.random.default_rng(3)
+    inside = 0
+    for _ in range(60):
+        bottom = random.integers(5, 15, 48)
+        top = 2 * bottom + random.normal(0, 3, 48)
+        low, high = interval(top, bottom)
+        inside += low <= 2 <= high
+    assert 52 <= inside <= 59

@@ -1,119 +1,189 @@
 """The table over runs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from compared import FAST, SLOW, TOKENS, card, row, timed
 from scripts.compare import main
 from workbench import command
 
 from decode.errors import UserError
-from decode.replay import Counts, agreement
-from decode.score import SCHEMA
-from distill.compare import difference, read, table
+from decode.replay import Counts
+from distill.compare import Choice, compared, read, table
+from distill.paired import less
 
-ROOT = Path(__file__).resolve().parents[1]
-TOKENS = [30, 20, 41, 8]
-
-
-def row(rounds, temperature=0.0, batch=1, speedup=1.5, tokens=TOKENS, lossy=False, **more):
-    counts = Counts(tokens, rounds)
-    replay = {
-        "method": "exact",
-        "tau": counts.tau,
-        "tau_interval": counts.interval(),
-        "survival": [0.5, 0.25],
-        "counts": counts._asdict(),
-    }
-    decoded = {"tau": 9.0, "tau_interval": [8.0, 10.0], "survival": [0.9], "tpot": 0.004, "draft_share": 0.25}
-    setting = {"temperature": temperature, "batch_size": batch, "decode": "chain-2", "lossy": lossy}
-    return setting | decoded | {"speedup": speedup, "replay": replay} | more
-
-
-def card(folder, rows, drafter="eagle", **more):
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = {"schema": SCHEMA, "dtype": "float32", "hardware": "a machine", "audit_passed": True}
-    costs = {"parameters": 1_500_000, "drafter_kv_bytes_per_token": 512, "train_seconds": 90.0}
-    whole = facts | costs | {"drafter": drafter, "rows": rows} | more
-    (folder / "score.json").write_text(json.dumps(whole))
-    return str(folder)
+BOTH = Choice([0.0, 1.0])
+FAR = {"kl": 0, "reverse_kl": 0, "top1_agreement": 1, "greedy_prefix": 1, "prompts": 6}
 
 
 @pytest.fixture
 def runs(tmp_path):
     """Three runs: of a run's folder `best` is read."""
-    slow = [row([20.0, 15.0, 30.0, 5.0], speedup=1.1), row([25.0, 18.0, 33.0, 7.0], 1.0, speedup=9.0)]
+    slow = [row(SLOW, speedup=1.1), row([25.0, 18.0, 33.0, 7.0, 20.0, 22.0], 1.0, speedup=9.0)]
     fast = [
-        row([1.0] * 4, batch=8),
-        row([1.0] * 4, lossy=True),
-        row([10.0, 9.0, 16.0, 4.0], speedup=1.4),
-        row([12.0, 10.0, 17.0, 4.0], 1.0, speedup=0.5),
+        row([1.0] * 6, batch=8),
+        row([1.0] * 6, lossy=True),
+        row(FAST, speedup=1.4),
+        row([12.0, 10.0, 17.0, 4.0, 11.0, 15.0], 1.0, speedup=0.5),
     ]
     card(tmp_path / "a" / "checkpoints" / "best", slow, "bigram")
     return [str(tmp_path / "a"), card(tmp_path / "b", fast), card(tmp_path / "c", fast, audit_passed=False)]
 
 
+def column(scored, choice, name):
+    """Of every run, by name."""
+    found = compared(scored, choice)
+    return {line[0]: line[found.head.index(name)] for line in found.lines}
+
+
 def test_the_fastest_comes_first_with_all_its_costs(runs):
-    head, *lines = table(read(runs[:2]), [0.0, 1.0]).splitlines()
-    assert head.split()[:2] == ["drafter", "decode"]
+    head, *lines = table(read(runs[:2]), BOTH).splitlines()
+    assert head.split()[:3] == ["drafter", "decode", "speedup"]
     first, second = lines[0].split(), lines[1].split()
-    assert first[:3] == ["eagle", "chain-2", f"{99 / 39:.2f}"]
-    assert second[:3] == ["bigram", "chain-2", f"{99 / 70:.2f}"]
-    assert f"{99 / 43:.2f}" in lines[0]  # T=1
+    assert first[:3] == ["eagle", "chain-2", "1.40x"]
+    assert second[:3] == ["bigram", "chain-2", "1.10x"]
+    assert f"{157 / 63:.2f} (" in lines[0]
+    assert f"{157 / 69:.2f} (" in lines[0]  # T=1
     # 0.25 of 4 ms a token, 9 tokens a round.
-    for cell in ("0.50  0.25    -    -", "1.40x", "25%", "9.00", "1.5 min", "1.50 M", "512 B", "pass"):
+    for cell in ("0.50  0.25    -    -", "25%", "9.00", "1.5 min", "1.50 M", "512 B", "pass"):
         assert cell in lines[0]
-    assert "4 held-out prompts" in lines[2]
+    assert "6 held-out prompts" in lines[2]
     assert lines[-1] == "float32, a machine"
 
 
 def test_what_was_given_away_has_its_card_by_another_name(tmp_path):
-    folder = Path(card(tmp_path / "a", [row([1.0] * 4)]))
+    folder = Path(card(tmp_path / "a", [row([1.0] * 6)]))
     (folder / "score.json").rename(folder / "scorecard.json")
     assert read([str(folder)])[0].card["drafter"] == "eagle"
 
 
 def test_two_runs_of_one_drafter_are_told_apart_and_a_failed_audit_is_seen(runs):
-    lines = table(read(runs), [0.0]).splitlines()
+    lines = table(read(runs), Choice()).splitlines()
     assert [line.split("  ")[0].strip() for line in lines[1:3]] == ["eagle (b)", "eagle (c)"]
     assert lines[2].endswith("FAIL")
 
 
-def test_the_order_may_be_that_of_tau(tmp_path):
-    long = card(tmp_path / "long", [row([9.0, 8.0, 15.0, 4.0], speedup=1.1)])
-    fast = card(tmp_path / "fast", [row([20.0, 15.0, 30.0, 5.0], speedup=1.9)])
+def test_runs_may_be_given_names(runs, tmp_path):
+    found = read([runs[0], f"mine={runs[1]}", f"other={runs[2]}"])
+    assert [s.name for s in found] == ["bigram", "mine", "other"]
+    odd = card(tmp_path / "depth=2", [row(FAST)], "medusa")  # a sweep's folder is no name
+    assert [s.name for s in read([odd])] == ["medusa"]
+    same = card(tmp_path / "more" / "b", [row(FAST)])
+    assert [s.name for s in read([runs[1], same])] == [f"eagle ({runs[1]})", f"eagle ({same})"]
+    with pytest.raises(UserError, match="mine: two runs of that name"):
+        read([f"mine={runs[0]}", f"mine={runs[1]}"])
+
+
+def test_the_order_may_be_that_of_tau_and_goes_by_the_first_plan(tmp_path):
+    other = row([1.0] * 6, speedup=5.0, decode="tree-4")
+    long = card(tmp_path / "long", [row([9.0, 8.0, 15.0, 4.0, 10.0, 12.0], speedup=1.1)])
+    fast = card(tmp_path / "fast", [row(SLOW, speedup=1.9), other])
     for by, order in (("tau", ["long", "fast"]), ("speedup", ["fast", "long"])):
-        lines = table(read([long, fast]), [0.0], by=by).splitlines()[1:3]
+        lines = table(read([long, fast]), Choice(by=by)).splitlines()[1:3]
         assert [line.split()[1].strip("()") for line in lines] == order
+        assert ("tree-4" in "".join(lines)) == (by == "speedup")
+
+
+def test_batch_and_plan_are_chosen(tmp_path):
+    """The fastest lossless plan at a batch, or the one that is named, in short or in full."""
+    tree = "tree-7 (depth 3, width 3)"
+    rows = [
+        row(FAST, speedup=1.2, decode=tree),
+        row(SLOW, speedup=1.3),
+        row(SLOW, speedup=9.0, decode="typical", lossy=True),
+        row(FAST, batch=8, speedup=0.6, decode=tree),
+        row(SLOW, batch=8, speedup=0.9),
+        row(FAST, 1.0, speedup=2.0, decode=tree),
+        row(SLOW, 1.0, speedup=1.0),
+    ]
+    scored = read([card(tmp_path / "a", rows)])
+    for choice, plan, speed in (
+        (Choice(), "chain-2", "1.30x"),
+        (Choice(batch=8), "chain-2", "0.90x"),
+        (Choice(decode="tree-7"), tree, "1.20x"),
+        (Choice(batch=8, decode=tree), tree, "0.60x"),
+    ):
+        assert column(scored, choice, "decode") == {"eagle": plan}
+        assert column(scored, choice, "speedup") == {"eagle": speed}
+    # A line is of one plan at all temperatures, where it can be.
+    assert column(scored, BOTH, "tau T=1")["eagle"].startswith(f"{157 / 107:.2f}")
+    del rows[-1]
+    scored = read([card(tmp_path / "a", rows)])
+    assert column(scored, BOTH, "tau T=1")["eagle"].startswith(f"{157 / 63:.2f}")
+    assert f"eagle: T=1: {tree}" in table(scored, BOTH)
+    with pytest.raises(UserError, match=r"decode=tree-9: eagle was not scored .* of tree-7 .*, chain-2$"):
+        table(scored, Choice(decode="tree-9"))
+    with pytest.raises(UserError, match="decode=typical: eagle was not"):  # which is not lossless
+        table(scored, Choice(decode="typical"))
 
 
 def test_a_difference_is_paired_by_prompt(runs):
     scored = read(runs[:2])
-    text = table(scored, [0.0], against="bigram")
-    mine, base = Counts(TOKENS, [10.0, 9.0, 16.0, 4.0]), Counts(TOKENS, [20.0, 15.0, 30.0, 5.0])
-    low, high = agreement(mine, base)
-    assert f"{mine.tau - base.tau:+.2f} ({low:+.2f}..{high:+.2f})" in text
-    assert 0 < low < high
-    assert "less bigram's, T=0" in text
+    found = less(row(FAST), row(SLOW))
+    assert found.value == pytest.approx(157 / 63 - 157 / 107)
+    low, high = found.interval
+    assert 0 < low < found.value < high
+    near = less(row(SLOW), row([1.1 * rounds for rounds in SLOW])).interval
+    alone = Counts(TOKENS, SLOW).interval()
+    assert 0 < near[0] < near[1], "what is a tenth better on every prompt is better"
+    assert near[1] - near[0] < (alone[1] - alone[0]) / 5
+    assert column(scored, Choice(against="bigram"), "less bigram's, T=0") == {
+        "eagle": f"{found.value:+.2f} ({low:+.2f}..{high:+.2f})",
+        "bigram": "-",
+    }
+    assert column(scored, Choice(), "less best's, T=0") == {
+        "eagle": "-",
+        "bigram": f"{-found.value:+.2f} ({-high:+.2f}..{-low:+.2f})",
+    }
+    assert "best" not in table(scored[:1], Choice()).splitlines()[0], "one run is beside nobody"
+
+
+def test_speedups_are_divided_where_that_is_fair(tmp_path):
+    """Each was measured over plain decoding in its own process: one machine, the same texts."""
+    one = row(FAST, speedup=1.5, timed=timed(1.4, 1.5, 1.6, 1.5, 1.5))
+    two = row(SLOW, speedup=1.2, timed=timed(1.1, 1.2, 1.3, 1.2, 1.2))
+    paths = [card(tmp_path / "a", [one]), card(tmp_path / "b", [two], "bigram")]
+    assert column(read(paths), Choice(), "of best's")["bigram"].startswith("0.80 (0.79..0.81)")
+    assert column(read(paths), Choice(), "speedup")["eagle"].startswith("1.50x (1.4")
+    for more, why in (
+        ({"hardware": "another"}, "other hardware"),
+        ({"prompts_digest": "77"}, "other prompts"),
+        ({"target_moved": FAR}, "other target"),
+        ({"seed": 3}, "0.80 (0.79..0.81)"),  # draws nothing at T=0
+    ):
+        card(tmp_path / "b", [two], "bigram", lossless_to="", **more)
+        assert column(read(paths), Choice(), "of best's")["bigram"] == why
+    drawn = [setting | {"temperature": 1.0} for setting in (one, two)]
+    card(tmp_path / "a", drawn[:1])
+    card(tmp_path / "b", drawn[1:], "bigram", seed=3)
+    assert column(read(paths), Choice([1.0]), "of best's")["bigram"] == "other seed"
+    card(tmp_path / "a", [one])
+    card(tmp_path / "b", [row(SLOW, speedup=1.2)], "bigram")
+    assert column(read(paths), Choice(), "of best's")["bigram"] == "not timed by batch"
+    assert column(read(paths), Choice(), "speedup")["bigram"] == "1.20x", "a card from before has no interval"
 
 
 def test_answers_that_are_not_the_same_are_not_subtracted():
-    other = row([10.0, 9.0, 16.0, 4.0], tokens=[30, 20, 41, 9])
-    assert difference(row([20.0, 15.0, 30.0, 5.0]), other) is None
-    assert difference(row([1.0] * 4, replay=None), row([1.0] * 4)) is None
+    other = row(FAST, tokens=[*TOKENS[:-1], 9])
+    assert less(row(SLOW), other) is None
+    assert less(row(FAST, replay=None), row(FAST)) is None
+
+
+def test_a_score_that_is_none_is_said_to_be(tmp_path):
+    text = table(read([card(tmp_path / "a", [row(FAST)], control="shuffled_taps")]), Choice())
+    assert "eagle: control=shuffled_taps: no real score" in text
 
 
 def test_what_was_counted_is_marked_and_what_was_not_trained_has_no_time(tmp_path):
-    estimate = row([10.0, 9.0, 16.0, 4.0])
+    estimate = row(FAST)
     estimate["replay"]["method"] = "an estimate"
-    counted = row([1.0] * 4, replay=None, speedup=1.2)
+    counted = row([1.0] * 6, replay=None, speedup=1.2)
     paths = [card(tmp_path / "x", [estimate]), card(tmp_path / "y", [counted], "ngram")]
     text = (tmp_path / "y" / "score.json").read_text()
     (tmp_path / "y" / "score.json").write_text(text.replace('"train_seconds"', '"other"'))
-    lines = table(read(paths), [0.0]).splitlines()
-    assert f"{99 / 39:.2f}~ (" in lines[1]
+    lines = table(read(paths), Choice()).splitlines()
+    assert f"{157 / 63:.2f}~ (" in lines[1]
     assert "9.00~ (8.00..10.00)" in lines[2]
     assert " 0.90 " in lines[2]
     assert " min" not in lines[2]
@@ -122,26 +192,37 @@ def test_what_was_counted_is_marked_and_what_was_not_trained_has_no_time(tmp_pat
 def test_what_is_wrong_is_said_in_a_line(runs, tmp_path):
     with pytest.raises(UserError, match=r"nowhere: no score\.json there"):
         read(["nowhere"])
+    with pytest.raises(UserError, match=r"^nowhere: no score\.json there"):
+        read(["mine=nowhere"])
     card(tmp_path / "old", [], schema=2)
     with pytest.raises(UserError, match="a scorecard of version 2, this one reads"):
         read([str(tmp_path / "old")])
     (tmp_path / "old" / "score.json").write_text("[]")
     with pytest.raises(UserError, match="a scorecard of version none"):
         read([str(tmp_path / "old")])
-    with pytest.raises(UserError, match=r"bigram: not scored at temperature 0\.7, batch 1"):
-        table(read(runs), [0.7])
+    with pytest.raises(UserError, match=r"T=0\.7, batch 1; it was at T=0 batch 1, T=1 batch 1:"):
+        table(read(runs), Choice([0.7]))
+    with pytest.raises(UserError, match=r"bigram: not scored at T=0, batch 8"):
+        table(read(runs), Choice(batch=8))
     with pytest.raises(UserError, match="against=medusa: no such run; there are bigram, eagle"):
-        table(read(runs), [0.0], against="medusa")
+        table(read(runs), Choice(against="medusa"))
 
 
 def test_the_command_writes_what_it_prints_and_refuses_in_one_line(runs, tmp_path):
-    out = tmp_path / "table.txt"
-    script = str(ROOT / "scripts" / "compare.py")
-    done = subprocess.run([sys.executable, script, *runs, "--out", str(out)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == out.read_text() == table(read(runs), [0.0]) + "\n"
+    out, kept, document = tmp_path / "table.txt", tmp_path / "results.json", tmp_path / "R.md"
+    document.write_text("Above.\n<!-- results -->\nold\n<!-- /results -->\nBelow.\n")
+    files = ["--out", str(out), "--results", str(kept), "--readme", str(document)]
+    done = command(main, ["compare.py", *runs, *files, "--html", str(tmp_path / "page.html")])
+    assert done.code == 0, done.err
+    assert done.out == out.read_text() == table(read(runs), Choice()) + "\n"
+    assert len(json.loads(kept.read_text())["runs"]) == 3
+    assert "| bigram | " in document.read_text()
+    assert "<h2>Speedup</h2>" in (tmp_path / "page.html").read_text()
     wrong = command(main, ["compare.py", "nowhere"])
     assert (wrong.code, wrong.out) == (2, "")
     assert (
         wrong.err == "error: nowhere: no score.json there; give a run's folder, a checkpoint or a scorecard\n"
     )
+    wrong = command(main, ["compare.py", runs[0], "--batch", "8"])
+    assert wrong.code == 2
+    assert len(wrong.err.splitlines()) == 1

@@ -193,7 +193,8 @@ def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     old, new = json.loads((checkpoint / "score.json").read_text()), json.loads(card.read_text())
-    for name in ("tau", "tau_interval", "survival", "alpha", "tokens", "rounds", "step", "audit"):
+    measured = ("tau", "tau_interval", "survival", "alpha", "tokens", "rounds", "audit")
+    for name in (*measured, "step", "train_seconds"):
         assert old[name] == new[name], name
     other = make_target(tmp_path / "other", seed=1)
     argv = ["score.py", *overrides, f"checkpoint={checkpoint}", f"target={other}"]

@@ -27,7 +27,7 @@ from decode.target import LAST
 from distill.answer import answer as say
 from distill.chat import Chat
 from distill.cli import main
-from distill.compare import read, table
+from distill.compare import Choice, read, table
 from distill.moved import moved as how_far
 from distill.moved import only_untuned
 from distill.objectives import Objective
@@ -372,7 +372,7 @@ def test_a_checkpoint_scored_again_says_the_same(bench, scored):
 def test_a_table_over_runs_names_the_one_with_another_target(bench, scored):
     other = bench.train("drafter=medusa", "score.temperatures=[0.0,1.0]")
     found = read([str(scored), str(other.folder)])
-    text = table(found, [0.0], against="medusa")
+    text = table(found, Choice(against="medusa"))
     assert text.count("lossless to the tuned target") == 1
     assert "medusa2: lossless to the tuned target" in text
     line = next(line for line in text.splitlines() if line.split()[0] == "medusa2")

@@ -87,8 +87,8 @@ def test_a_row_by_hand():
         output((1, 2, 2, 4)),
     ]
     tally, plain = Tally(), Tally()
-    tally.add(Generation(outputs, Times(prefill=9.0, draft=1.0, verify=2.0, total=4.0)), first_run=True)
-    plain.add(Generation([Output([0] * 9)], Times(total=8.0)), first_run=True)
+    tally.add(Generation(outputs, Times(prefill=9.0, draft=1.0, verify=2.0, total=4.0)), 0, 0)
+    plain.add(Generation([Output([0] * 9)], Times(total=8.0)), 0, 0)
     row = module._row(Setting(Sampler(0.5), Plan(depth=2, width=2, nodes=4), 2), tally, plain)
     assert row["tokens"] == 3 + 1 + 1 + 2
     assert row["rounds"] == 4
@@ -101,6 +101,8 @@ def test_a_row_by_hand():
     assert row["speedup"] == 7 / 4
     assert row["overhead"] == pytest.approx(7 / 4 * 1.0 / (7 / 4) - 1)
     assert (row["draft_share"], row["verify_share"], row["other_share"]) == (0.25, 0.5, 0.25)
+    timed = {"seconds": [4.0], "tokens": [7], "plain_seconds": [8.0], "plain_tokens": [8]}
+    assert row["timed"] == timed
     assert row["ttft"] == 0.5
     assert row["tpot"] == 2 * 4.0 / 7
     assert (row["temperature"], row["batch_size"], row["nodes"]) == (0.5, 2, 4)
@@ -110,12 +112,14 @@ def test_a_row_by_hand():
 def test_repeats_are_timed_but_counted_once():
     tally = Tally()
     for run in range(3):
-        times = Times(draft=1.0, verify=1.0, total=3.0)
-        tally.add(Generation([output((1, 1, 2, 1))], times), first_run=run == 0)
-    assert len(tally.outputs) == 1
-    assert tally.decoded == 6
-    assert tally.times.total == 9.0
-    assert tally.speed == 6 / 9
+        for batch in range(2):
+            times = Times(draft=1.0, verify=1.0, total=3.0 + batch)
+            tally.add(Generation([output((1, 1, 2 + batch, 1))], times), run, batch)
+    assert len(tally.outputs) == 2
+    assert (tally.seconds, tally.tokens) == ([9.0, 12.0], [6, 9])  # a batch's, whatever run
+    assert tally.decoded == 15
+    assert tally.times.total == 21.0
+    assert tally.speed == 15 / 21
 
 
 def test_the_interval_is_a_ratio_of_sums():
@@ -202,6 +206,11 @@ def test_a_row_is_what_the_decoder_did(card, target, oracle, index):
     assert row["rounds"] == rounds
     assert row["tokens"] == sum(len(o.tokens) - 1 for o in outputs) == len(PROMPTS) * (LENGTH - 1)
     assert row["tau"] == row["tokens"] / rounds
+    timed = row["timed"]
+    assert {len(column) for column in timed.values()} == {-(-len(PROMPTS) // setting.batch_size)}
+    assert row["tokens_per_second"] == pytest.approx(sum(timed["tokens"]) / sum(timed["seconds"]))
+    plain = sum(timed["plain_tokens"]) / sum(timed["plain_seconds"])
+    assert row["plain_tokens_per_second"] == pytest.approx(plain)
     low, high = row["tau_interval"]
     assert low <= row["tau"] <= high
     assert len(row["survival"]) == len(row["alpha"]) == len(row["offered"]) == setting.plan.depth

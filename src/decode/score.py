@@ -216,6 +216,12 @@ def _row(setting: Setting, tally: Tally, plain: Tally) -> dict[str, Any]:
         "other_share": _ratio(times.other, times.total),
         "ttft": _ratio(sum(latency), len(latency)),
         "tpot": _ratio(setting.batch_size * times.total, tally.decoded),
+        "timed": {  # of every batch, plain decoding's beside it: what an interval is drawn from
+            "seconds": tally.seconds,
+            "tokens": tally.tokens,
+            "plain_seconds": plain.seconds,
+            "plain_tokens": plain.tokens,
+        },
         "replay": None,
     }
 

@@ -13,19 +13,36 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(slots=True)
 class Tally:
-    """What all runs of one decoder at one setting gave. Tokens and rounds count run 0 alone."""
+    """What all runs of one decoder at one setting gave. Tokens and rounds count run 0 alone.
+
+    Attributes:
+        outputs: of run 0.
+        times: of all batches and runs.
+        seconds: of each batch, over all runs, prefill excluded.
+        tokens: behind `seconds`: all but each request's first.
+        requests: over all runs.
+    """
 
     outputs: list[Output] = field(default_factory=list)
     times: Times = field(default_factory=Times)
-    decoded: int = 0  # tokens behind `times.total`: all but each request's first
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     requests: int = 0
 
-    def add(self, generation: Generation, first_run: bool) -> None:
-        """Count one batch."""
-        if first_run:
+    @property
+    def decoded(self) -> int:
+        """Tokens behind `times.total`."""
+        return sum(self.tokens)
+
+    def add(self, generation: Generation, run: int, batch: int) -> None:
+        """Count one batch; run 0 has all batches in order."""
+        if not run:
             self.outputs += generation.outputs
+            self.seconds.append(0.0)
+            self.tokens.append(0)
         self.requests += len(generation.outputs)
-        self.decoded += sum(len(o.tokens) - 1 for o in generation.outputs)
+        self.seconds[batch] += generation.times.total
+        self.tokens[batch] += sum(len(o.tokens) - 1 for o in generation.outputs)
         for name in ("prefill", "draft", "verify", "total"):
             value = getattr(self.times, name) + getattr(generation.times, name)
             setattr(self.times, name, value)
@@ -78,6 +95,6 @@ def compete(
                 order.reverse()
             for i in order:
                 out = decode(who[i], part, plan=plans[i], requests=keys, max_new_tokens=max_new_tokens)
-                tallies[i].add(out, run == 0)
+                tallies[i].add(out, run, number)
             advanced()
     return tallies

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.target import Target
+from distill import html_report
 from distill.consolidate import consolidated
 from distill.files import clean, publish_folder, write_json
 from distill.module import DistillModule
@@ -31,6 +32,7 @@ from drafters.base import Drafter
 
 log = logging.getLogger(__name__)
 Scorer = Callable[[Path, int], dict[str, Any]]
+REPORT_EVERY = 60.0  # seconds between pages of a run that goes on
 STATE = Path("trainer") / "state.ckpt"  # optimizer and schedule; kept in the newest checkpoint only
 
 
@@ -56,6 +58,7 @@ class ScoreCheckpoint(L.Callback):
         self.every, self.scorer, self.target_name = every, scorer, target_name
         self.stop = stop or Stop()
         self.trained = 0.0  # seconds in training steps, whatever was scored between them
+        self._reported = time.monotonic()  # when its page was written
         self._kept = 0  # the newest save point; a disk may show it to other machines too late
 
     @override
@@ -192,6 +195,10 @@ class ScoreCheckpoint(L.Callback):
         numbers |= {f"target_moved_{name}": value for name, value in (card.get("target_moved") or {}).items()}
         for logger in trainer.loggers:
             logger.log_metrics({f"score/{k}": v for k, v in numbers.items()}, step=int(path.name))
+            logger.save()  # what is written now and then
+        if time.monotonic() - self._reported > REPORT_EVERY:
+            html_report.attempt(self.root.parent)
+            self._reported = time.monotonic()
 
 
 def _worth(checkpoint: Path) -> float:

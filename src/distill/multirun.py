@@ -277,6 +277,8 @@ def table(folder: Path) -> str:
     if not scored:
         return ""
     try:
-        return compare.table(scored, [scored[0].card["temperature"]], by="tau")
+        first = scored[0].card
+        choice = compare.Choice([first["temperature"]], first["batch_size"], by="tau")
+        return compare.table(scored, choice)
     except UserError as error:  # jobs that are scored at other settings
         return f"no table: {error}"

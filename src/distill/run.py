@@ -21,7 +21,7 @@ from decode.load import stop_tokens
 from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
-from distill import exporting, inputs
+from distill import exporting, html_report, inputs
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
@@ -239,6 +239,8 @@ def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -
     if not trainer.is_global_zero:
         return 0.0
     say(table(folder))
+    if page := html_report.attempt(folder):
+        say(f"report: {page}")
     exporting.at_end(cfg, folder, target)
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0

@@ -1,0 +1,27 @@
+"""What a checkpoint that is scored again knew."""
+
+import json
+
+import pytest
+
+from distill.earlier import earlier
+
+
+def test_the_step_is_the_folders_name_and_the_time_the_cards(tmp_path):
+    folder = tmp_path / "800"
+    folder.mkdir()
+    (tmp_path / "best").symlink_to("800")
+    assert earlier(tmp_path / "best") == {"step": 800}
+    (folder / "score.json").write_text(json.dumps({"step": 800, "train_seconds": 61.5, "tau": 2.0}))
+    assert earlier(tmp_path / "best") == {"step": 800, "train_seconds": 61.5}
+
+
+def test_what_was_given_away_has_lost_its_folders_name(tmp_path):
+    (tmp_path / "scorecard.json").write_text(json.dumps({"step": 400, "train_seconds": 7.0}))
+    assert earlier(tmp_path) == {"step": 400, "train_seconds": 7.0}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": "far", "train_seconds": null}'])
+def test_a_card_that_is_none_says_nothing(tmp_path, text):
+    (tmp_path / "score.json").write_text(text)
+    assert earlier(tmp_path) == {}
