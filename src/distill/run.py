@@ -12,7 +12,6 @@ from pathlib import Path
 import datasets
 import lightning as L
 import transformers
-import wandb
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -42,6 +41,7 @@ from distill.scoring import Scorer
 from distill.stopping import Stop
 from distill.strategies import check_strategy, join_others
 from distill.too_large import explained
+from distill.tracking import ending, trackers
 from distill.training import build_optimizer, build_trainer, fit
 from drafters import hub
 from drafters.base import Drafter
@@ -49,6 +49,7 @@ from drafters.base import Drafter
 OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
 
 
+@ending()
 def run(cfg: DictConfig, folder: Path) -> float:
     """Rollouts, training, scores.
 
@@ -88,6 +89,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
     saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)
     meter = Throughput(memory := MemoryWatch(cfg.try_largest))
     trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
+    for tracker in trackers(trainer.loggers):
+        tracker.begin(folder)
     counted = _begin(cfg, drafter, target)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
@@ -161,13 +164,9 @@ def _check_target(cfg: DictConfig, held: list[Prompt], chat: Chat, target: Targe
 
 def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
     """Save and score a drafter as it is, and end the loggers, as the end of a fit would."""
-    try:
-        saver.save_untrained(trainer, drafter, target)
-        for logger in trainer.loggers:
-            logger.finalize("success")
-    finally:
-        if wandb.run:
-            wandb.finish()
+    saver.save_untrained(trainer, drafter, target)
+    for logger in trainer.loggers:
+        logger.finalize("success")
 
 
 def quiet() -> None:
@@ -239,5 +238,7 @@ def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -
         return 0.0
     say(table(folder))
     exporting.at_end(cfg, folder, target)
+    for tracker in trackers(trainer.loggers):
+        tracker.ended(folder)
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0
