@@ -1,8 +1,9 @@
 """What a run shows while it works: bars on a terminal, a line at each save point, from rank 0 alone.
 
-Bars are on stderr and go when they are done; what is said stays, on stdout. Where no terminal is, or in CI, there
-are no bars, and no control characters. Nothing is drawn by a thread: a terminal is written to where work is counted,
-at most a few times a second, so that bars cost neither time that is measured nor locks that a fork would break.
+Bars are on stderr and go when they are done; what is said stays, on stdout. Where no terminal is, or in
+CI, there are no bars, and no control characters. Nothing is drawn by a thread: a terminal is written to
+where work is counted, at most a few times a second, so that bars cost neither time that is measured nor
+locks that a fork would break.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import Self
+from typing import Any, Self
 
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console, RenderableType
@@ -60,7 +61,8 @@ class Facts(ProgressColumn):
     def render(self, task: Task) -> Text:
         n, total, note = int(task.completed), int(task.total or 0), task.fields["note"]
         seconds = task.elapsed or 0.0
-        rate = (n - task.fields["begun"]) / seconds if seconds else 0.0  # pauses count: what follows has some, too
+        # Pauses count: what is to come has some, too.
+        rate = (n - task.fields["begun"]) / seconds if seconds else 0.0
         left = clock((total - n) / rate) if rate else "?"
         if not self.wide:
             return Text(f"{task.description} {100 * n // max(1, total)}% <{left} {note}".rstrip())
@@ -152,7 +154,7 @@ class Bar:
         self.n += count
         if self._task is None or not (bars := _shown.get("bars")):
             return
-        fields = {} if note is None else {"note": note}
+        fields: dict[str, Any] = {} if note is None else {"note": note}
         bars.update(self._task, completed=self.n, total=self._total, **fields)
         bars.draw()
 

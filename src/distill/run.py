@@ -20,7 +20,7 @@ from decode.load import stop_tokens
 from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
-from distill import exporting, inputs
+from distill import exporting, inputs, tracking
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
@@ -41,7 +41,6 @@ from distill.scoring import Scorer
 from distill.stopping import Stop
 from distill.strategies import check_strategy, join_others
 from distill.too_large import explained
-from distill.tracking import ending, trackers
 from distill.training import build_optimizer, build_trainer, fit
 from drafters import hub
 from drafters.base import Drafter
@@ -49,7 +48,7 @@ from drafters.base import Drafter
 OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
 
 
-@ending()
+@tracking.ending()
 def run(cfg: DictConfig, folder: Path) -> float:
     """Rollouts, training, scores.
 
@@ -85,12 +84,10 @@ def run(cfg: DictConfig, folder: Path) -> float:
         optimizer = build_optimizer(cfg, trainer)
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
-    stop = Stop()
-    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)
+    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop := Stop())
     meter = Throughput(memory := MemoryWatch(cfg.try_largest))
     trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
-    for tracker in trackers(trainer.loggers):
-        tracker.begin(folder)
+    tracking.begin(trainer.loggers)
     counted = _begin(cfg, drafter, target)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
@@ -238,7 +235,7 @@ def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -
         return 0.0
     say(table(folder))
     exporting.at_end(cfg, folder, target)
-    for tracker in trackers(trainer.loggers):
+    for tracker in tracking.trackers(trainer.loggers):
         tracker.ended(folder)
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0

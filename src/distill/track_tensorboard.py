@@ -28,13 +28,14 @@ class TensorBoard(Careful, TensorBoardLogger):
     label = "TensorBoard"
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        again = {"purge_step": first_step} if first_step else {}
+        again: dict[str, Any] = {"purge_step": first_step} if first_step else {}
         super().__init__(folder, name=FOLDER, version="", default_hp_metric=False, **again)
         self.first_step = first_step
 
     @rank_zero_only
-    def begin(self, folder: Path) -> None:
-        """Say where it is; log again what the score at the first step was, which readers purge with that step."""
+    def begin(self) -> None:
+        """Say where it is; log the score at the first step again, which readers purge with that step."""
+        folder = Path(self.save_dir)
         say(f"TensorBoard: tensorboard --logdir {self.log_dir}")
         checkpoint = folder / "checkpoints" / str(self.first_step)
         if (card := checkpoint / "score.json").exists():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import wandb
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -15,19 +17,22 @@ from typing_extensions import override
 
 from distill.progress import say
 from distill.provenance import digest
+from distill.runs import checkpoints
 from distill.tracking import COLUMNS, REPORT, Careful, best, cards, lengths, reason, rows, setting
 from drafters import hub
 
 STEP = "trainer/global_step"
-NOTE = "logged.json"  # beside W&B's own files: up to which step each kind of number was logged
+JOURNAL = "history.jsonl"  # beside W&B's own files: [step, numbers] of all that was logged
 PATIENCE = 600.0  # seconds that an upload may take when a run has ended
+SAID = {"end": "; best and last weights too, when the run ends", "always": "; all weights too", "never": ""}
 
 
 class Wandb(Careful, Logger):
     """Logs to W&B: online where a key is known, offline elsewhere, as WANDB_MODE says where it is set.
 
-    A run's folder is one W&B run: what goes on there after a kill goes on in it, and steps that are made again
-    are not logged again.
+    A run's folder is one W&B run: what goes on there after a kill goes on in it, and steps that are made
+    again are not logged again. Offline, W&B writes 32 KB at a time, and a kill loses what it has not
+    written; so the record is then made anew from a journal, in the place of the one that was cut off.
 
     Args:
         folder: of the run.
@@ -61,7 +66,7 @@ class Wandb(Careful, Logger):
         """Nothing: the configuration is there from the beginning."""
 
     @rank_zero_only
-    def begin(self, folder: Path) -> None:
+    def begin(self) -> None:
         """Start W&B's run, or go on in it, and say where it is."""
         if os.environ.get("WANDB_MODE") == "disabled":
             self._off = True
@@ -70,21 +75,36 @@ class Wandb(Careful, Logger):
     def _begin(self) -> Any:
         if self._run is not None:
             return self._run
-        mode = os.environ.get("WANDB_MODE") or ("online" if _key_known() else "offline")
+        wanted = os.environ.get("WANDB_MODE")
         try:
-            self._run = self._init(mode)
+            self._run = self._init(wanted or ("online" if _key_known() else "offline"))
         except Exception as error:
-            if mode != "online":
+            if wanted == "offline":
                 raise
             say(f"W&B: {reason(error)}; this run is recorded offline")
+            wandb.teardown()  # or the run that it did not get would be in its way
             self._run = self._init("offline")
-        note = Path(self._run.settings.wandb_dir) / NOTE
-        self._logged = json.loads(note.read_text()) if note.exists() else {}
-        self._note = note
+        self._go_on(self._run)
         place = self._run.url or f"offline, `wandb sync {self._run.settings.sync_dir}` uploads it"
-        weights = {"end": "; the best and the last weights too, when the run ends", "always": "; all weights too"}
-        say(f"W&B: {place}{weights.get(self.weights, '')}")
+        say(f"W&B: {place}{SAID[self.weights]}")
         return self._run
+
+    def _go_on(self, run: Any) -> None:
+        """Take note of what was logged by processes before this one; offline, log it again."""
+        place = Path(run.settings.wandb_dir)
+        self._journal = place / JOURNAL
+        lines = self._journal.read_text().splitlines() if self._journal.exists() else []
+        known = [json.loads(line) for line in lines if line.endswith("]")]  # the last may have been cut off
+        self._logged = {_kind(metrics): step for step, metrics in known}
+        older = [p for p in place.glob(f"*run-*-{run.id}") if p != Path(run.settings.sync_dir)]
+        if not older or any(p.name.startswith("run-") or list(p.glob("*.synced")) for p in older):
+            return
+        for step, metrics in known:
+            run.log({**metrics, STEP: step})
+        for checkpoint in checkpoints(self.folder):
+            self._saved(self.folder, checkpoint)
+        for folder in older:
+            shutil.rmtree(folder)
 
     def _init(self, mode: Any) -> Any:
         settings = wandb.Settings(finish_timeout=PATIENCE, finish_timeout_raises=True)
@@ -106,18 +126,18 @@ class Wandb(Careful, Logger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        kind = " ".join(sorted({name.partition("/")[0] for name in metrics if "/" in name}))
+        """Numbers of one step, unless this or a later one is there already."""
+        if step is not None:
+            self._try(lambda: self._log(dict(metrics), step))
 
-        def log() -> None:
-            run = self._begin()
-            if step is not None and step <= self._logged.get(kind, -1):
-                return  # a kill came between it and the next checkpoint
-            run.log(dict(metrics) if step is None else {**metrics, STEP: step})
-            if step is not None:
-                self._logged[kind] = step
-                self._note.write_text(json.dumps(self._logged))
-
-        self._try(log)
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        run, kind = self._begin(), _kind(metrics)
+        if step <= self._logged.get(kind, -1):
+            return
+        run.log({**metrics, STEP: step})
+        self._logged[kind] = step
+        with self._journal.open("a") as file:
+            file.write(json.dumps([step, metrics]) + "\n")
 
     @rank_zero_only
     def saved(self, folder: Path, checkpoint: Path) -> None:
@@ -128,7 +148,8 @@ class Wandb(Careful, Logger):
         run = self._begin()
         if (checkpoint / "score.json").exists():
             scored = cards(folder)
-            table = wandb.Table(columns=["step", *COLUMNS], data=[line for card in scored for line in rows(card)])
+            lines: list[Any] = [line for card in scored for line in rows(card)]
+            table = wandb.Table(columns=["step", *COLUMNS], data=lines)
             card = next(c for c in scored if c["step"] == int(checkpoint.name))
             shown = {f"accepted_length/{setting(row)}": _histogram(lengths(row)) for row in card["rows"]}
             run.log({"scorecard": table, **shown, STEP: card["step"]})
@@ -156,7 +177,7 @@ class Wandb(Careful, Logger):
                 self._upload(folder, checkpoint, last=checkpoint == last)
 
     def _upload(self, folder: Path, checkpoint: Path, last: bool) -> None:
-        """Hand a checkpoint's files over where they lie: nothing is copied, and no trainer's state is among them."""
+        """Hand a checkpoint's files over where they lie: no copy is made, and no trainer's state goes."""
         run, card = self._begin(), checkpoint / "score.json"
         about = json.loads(card.read_text()) if card.exists() else {}
         about = {k: v for k, v in about.items() if isinstance(v, str | int | float)}
@@ -165,12 +186,17 @@ class Wandb(Careful, Logger):
             artifact.add_file(str(path), name=path.name, policy="immutable", skip_cache=True)
         if card.exists():
             artifact.add_file(str(card), name=card.name, policy="immutable", skip_cache=True)
-        names = {"last": last, "best": checkpoint == best(folder)}
-        run.log_artifact(artifact, aliases=[f"step-{checkpoint.name}", *(n for n, given in names.items() if given)])
+        aliases = [f"step-{checkpoint.name}"] + ["last"] * last + ["best"] * (checkpoint == best(folder))
+        run.log_artifact(artifact, aliases=aliases)
+
+
+def _kind(metrics: Mapping[str, float]) -> str:
+    """What is logged together: `train`, say."""
+    return " ".join(sorted({name.partition("/")[0] for name in metrics if "/" in name}))
 
 
 def _histogram(counts: list[int]) -> wandb.Histogram:
-    return wandb.Histogram(np_histogram=(counts, [j - 0.5 for j in range(len(counts) + 1)]))
+    return wandb.Histogram(np_histogram=(np.array(counts), np.arange(len(counts) + 1) - 0.5))
 
 
 def _key_known() -> bool:

@@ -1,7 +1,7 @@
 """Where a run's numbers go: a CSV file always, W&B and TensorBoard where the configuration says so.
 
-Every run logs the same under the same names (docs/tracking.md). A tracker that fails, for want of a network, of a
-disk or of a server that works, says so in one line and is left alone: no run ends for it.
+Every run logs the same under the same names (docs/tracking.md). A tracker that fails, for want of a
+network, of a disk or of a server that works, says so in one line and is left alone: no run ends for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -29,8 +30,9 @@ KEYS = ("WANDB_API_KEY",)  # environment variables whose values no message may r
 COLUMNS = (
     *("drafter", "target", "decode", "rule", "temperature", "batch_size", "nodes"),
     *("replay_tau", "tau", "tau_low", "tau_high", "s_1", "s_2", "s_3", "s_4", "s_5", "acceptance_rate"),
-    *("speedup", "tokens_per_second", "plain_tokens_per_second", "draft_share", "verify_share", "other_share"),
-    *("ttft", "tpot", "audit", "lossy", "lossless_to", "prompts", "dtype", "hardware", "seed", "commit"),
+    *("speedup", "tokens_per_second", "plain_tokens_per_second"),
+    *("draft_share", "verify_share", "other_share", "ttft", "tpot"),
+    *("audit", "lossy", "lossless_to", "prompts", "dtype", "hardware", "seed", "commit"),
 )
 T = TypeVar("T")
 
@@ -39,7 +41,7 @@ T = TypeVar("T")
 class Tracker(Protocol):
     """A logger that takes more than numbers."""
 
-    def begin(self, folder: Path) -> None:
+    def begin(self) -> None:
         """Be ready, before work that takes long."""
         ...
 
@@ -118,6 +120,12 @@ def trackers(made: Sequence[Logger]) -> list[Tracker]:
     return [logger for logger in made if isinstance(logger, Tracker)]
 
 
+def begin(made: Sequence[Logger]) -> None:
+    """Have them ready, and say where they are."""
+    for tracker in trackers(made):
+        tracker.begin()
+
+
 @contextmanager
 def ending() -> Iterator[None]:
     """End what W&B began in here, so that another run of this process does not go on in it."""
@@ -153,11 +161,13 @@ def cards(folder: Path) -> list[dict[str, Any]]:
 
 def rows(card: dict[str, Any]) -> list[list[Any]]:
     """A scorecard as a table: the step and COLUMNS, a row for each setting; None where nothing is known."""
-    common = {name: card.get(name) for name in COLUMNS} | {"audit": "pass" if card["audit_passed"] else "FAIL"}
+    common = {name: card.get(name) for name in COLUMNS}
+    common["audit"] = "pass" if card["audit_passed"] else "FAIL"
     lines = []
     for row in card["rows"]:
         low, high = row["tau_interval"]
-        known = common | row | {"replay_tau": row["replay"] and row["replay"]["tau"], "tau_low": low, "tau_high": high}
+        known = common | row | {"tau_low": low, "tau_high": high}
+        known["replay_tau"] = row["replay"]["tau"] if row["replay"] else None
         known |= {f"s_{j}": value for j, value in enumerate(row["survival"], 1)}
         lines.append([card["step"], *(known.get(name) for name in COLUMNS)])
     return lines
@@ -171,7 +181,7 @@ def setting(row: dict[str, Any]) -> str:
 def lengths(row: dict[str, Any]) -> list[int]:
     """How many of the decoder's rounds accepted 0, 1, 2, ... draft tokens."""
     reached = [1.0, *row["survival"], 0.0]
-    return [round(row["rounds"] * (a - b)) for a, b in zip(reached, reached[1:], strict=False)]
+    return [round(row["rounds"] * (a - b)) for a, b in pairwise(reached)]
 
 
 def best(folder: Path) -> Path | None:
