@@ -32,9 +32,9 @@ def records(path: Path) -> Iterator[bytes]:
             part = b""
 
 
-def read(path: Path) -> tuple[dict, list[dict]]:
-    """Configuration and history of a .wandb file."""
-    config, history = {}, []
+def read(path: Path) -> tuple[dict, list[dict], list]:
+    """Configuration, history and artifacts of a .wandb file."""
+    config, history, artifacts = {}, [], []
     for raw in records(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(raw)
@@ -45,7 +45,11 @@ def read(path: Path) -> tuple[dict, list[dict]]:
         elif kind in ("config", "run"):
             update = record.config.update if kind == "config" else record.run.config.update
             config |= {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in update}
-    return config, history
+        elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
+            artifacts.append(record.request.log_artifact.artifact)
+        elif kind == "artifact":
+            artifacts.append(record.artifact)
+    return config, history, artifacts
 
 
 def offline_sweep(bench: Bench, folder: Path) -> int:
@@ -78,7 +82,7 @@ def test_every_job_has_its_own_offline_run_with_its_configuration(sweep):
     seeds = []
     for job in jobs(sweep):
         (file,) = job.glob("wandb/offline-run-*/run-*.wandb")
-        config, _ = read(file)
+        config, *_ = read(file)
         seeds.append(config["seed"])
         assert config["trainer"]["max_steps"] == 6
         assert config["drafter"]["depth"] == 2
@@ -88,7 +92,7 @@ def test_every_job_has_its_own_offline_run_with_its_configuration(sweep):
 def test_history_holds_losses_and_scores_as_the_files_do(sweep):
     for job in jobs(sweep):
         (file,) = job.glob("wandb/offline-run-*/run-*.wandb")
-        _, history = read(file)
+        _, history, _ = read(file)
         losses = [row["train/loss"] for row in history if "train/loss" in row]
         with (job / "csv" / "metrics.csv").open() as lines:
             table = list(csv.DictReader(lines))

@@ -27,6 +27,7 @@ from distill.progress import bar, say
 from distill.ranks import write_state
 from distill.runs import checkpoints
 from distill.stopping import Stop
+from distill.tracking import numbers, trackers
 from drafters import hub
 from drafters.base import Drafter
 
@@ -91,7 +92,8 @@ class ScoreCheckpoint(L.Callback):
             # A kill may have come between a checkpoint and its links or its score.
             self._link(trainer)
             for path in checkpoints(self.root.parent):
-                self._score(trainer, path)
+                if self._score(trainer, path):
+                    self._track(trainer, path)
         target.rest()  # the first rank alone scores
         trainer.strategy.barrier()
 
@@ -154,6 +156,8 @@ class ScoreCheckpoint(L.Callback):
             publish_folder(temporary, final)
             self._link(trainer)
             self._score(trainer, final)
+            if self._due(trainer, step):
+                self._track(trainer, final)
 
     def _link(self, trainer: L.Trainer) -> None:
         """Point `last` to the newest checkpoint; it alone keeps the trainer's state."""
@@ -165,14 +169,19 @@ class ScoreCheckpoint(L.Callback):
             if not self._due(trainer, int(older.name)):
                 _remove(older)
 
-    def _score(self, trainer: L.Trainer, path: Path) -> None:
+    def _track(self, trainer: L.Trainer, path: Path) -> None:
+        for tracker in trackers(trainer.loggers):
+            tracker.saved(self.root.parent, path)
+
+    def _score(self, trainer: L.Trainer, path: Path) -> bool:
+        """Whether it had no score, and has one now."""
         scorer, step = self.scorer, int(path.name)
         if scorer is None or (path / "score.json").exists() or not self._due(trainer, step):
-            return
+            return False
         with torch.random.fork_rng():  # loading a drafter first makes a random one
             card = self.stop.unless_asked(lambda: scorer(path, step))
         if card is None:
-            return
+            return False
         card["train_seconds"] = self.trained
         write_json(path / "score.json", card)
         if not card["audit_passed"]:
@@ -187,18 +196,13 @@ class ScoreCheckpoint(L.Callback):
                 )
         scored = [p for p in checkpoints(self.root.parent) if (p / "score.json").exists()]
         _point(self.root / "best", max(scored, key=_worth))
-        numbers = {k: v for k, v in card.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        if card["replay"]:
-            numbers["replay_tau"] = card["replay"]["tau"]
-        for j, value in enumerate(card["survival"], 1):
-            numbers[f"survival_{j}"] = value
-        numbers |= {f"target_moved_{name}": value for name, value in (card.get("target_moved") or {}).items()}
         for logger in trainer.loggers:
-            logger.log_metrics({f"score/{k}": v for k, v in numbers.items()}, step=int(path.name))
+            logger.log_metrics(numbers(card), step=int(path.name))
             logger.save()  # what is written now and then
         if time.monotonic() - self._reported > REPORT_EVERY:
             html_report.attempt(self.root.parent)
             self._reported = time.monotonic()
+        return True
 
 
 def _worth(checkpoint: Path) -> float:
@@ -247,8 +251,7 @@ class TrainingBar(L.Callback):
         if trainer.global_step > self.shown.n:
             speed = trainer.callback_metrics.get("train/tokens_per_second")
             shown = f"loss {pl_module.loss:.3f}" + (f", {speed:,.0f} tokens/s" if speed else "")
-            self.shown.set_postfix_str(shown, refresh=False)
-            self.shown.update(trainer.global_step - self.shown.n)
+            self.shown.update(trainer.global_step - self.shown.n, shown)
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

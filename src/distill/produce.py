@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -22,6 +24,7 @@ from distill.prompts import Prompt
 from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.runs import checkpoints
+from distill.shards import count
 from distill.surprise import doubt
 from distill.writer import check_plan
 from drafters import hub
@@ -176,14 +179,25 @@ def fill(
     if missing < store.shards:
         say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
     with bar(store.shards, "rollouts", "shards", store.shards - missing) as shown:
-
-        def done(missing: int) -> None:
-            shown.update(store.shards - missing - shown.n)
-
-        work(done)
+        speed = _speed(store)
+        work(lambda missing: shown.update(store.shards - missing - shown.n, speed()))
     counts = store.manifest()["counts"]
     say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")
     if counts["rows"] and (store.plan.answers == "given" or store.plan.server):
         rows = [text._asdict() for text in islice(store.texts(), DOUBTED)]
         if warning := doubt(target, rows, asdict(store.plan)):
             say(warning)
+
+
+def _speed(store: RolloutStore) -> Callable[[], str]:
+    """Tokens a second of the shards that are made from now on, whoever makes them."""
+    todo, begun, tokens = set(store.missing()), time.monotonic(), 0
+
+    def speed() -> str:
+        nonlocal tokens
+        for shard in [shard for shard in todo if store.path(shard).exists()]:
+            todo.remove(shard)
+            tokens += count(store.path(shard))["answer_tokens"]
+        return f"{tokens / (time.monotonic() - begun):,.0f} tokens/s"
+
+    return speed

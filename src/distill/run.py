@@ -12,7 +12,6 @@ from pathlib import Path
 import datasets
 import lightning as L
 import transformers
-import wandb
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,7 +20,7 @@ from decode.load import stop_tokens
 from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
-from distill import exporting, html_report, inputs
+from distill import exporting, html_report, inputs, tracking
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
@@ -50,6 +49,7 @@ from drafters.registry import short_name
 OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
 
 
+@tracking.ending()
 def run(cfg: DictConfig, folder: Path) -> float:
     """Rollouts, training, scores.
 
@@ -85,10 +85,10 @@ def run(cfg: DictConfig, folder: Path) -> float:
         optimizer = build_optimizer(cfg, trainer)
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
-    stop = Stop()
-    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)
+    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop := Stop())
     meter = Throughput(memory := MemoryWatch(cfg.try_largest))
     trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
+    tracking.begin(trainer.loggers)
     counted = _begin(cfg, drafter, target)
     name = f"drafter={short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
@@ -162,13 +162,9 @@ def _check_target(cfg: DictConfig, held: list[Prompt], chat: Chat, target: Targe
 
 def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
     """Save and score a drafter as it is, and end the loggers, as the end of a fit would."""
-    try:
-        saver.save_untrained(trainer, drafter, target)
-        for logger in trainer.loggers:
-            logger.finalize("success")
-    finally:
-        if wandb.run:
-            wandb.finish()
+    saver.save_untrained(trainer, drafter, target)
+    for logger in trainer.loggers:
+        logger.finalize("success")
 
 
 def quiet() -> None:
@@ -242,5 +238,7 @@ def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -
     if page := html_report.attempt(folder):
         say(f"report: {page}")
     exporting.at_end(cfg, folder, target)
+    for tracker in tracking.trackers(trainer.loggers):
+        tracker.ended(folder)
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0

@@ -25,11 +25,13 @@ from distill.provenance import commit, digest, local
 from distill.run import quiet
 from distill.runs import checkpoints
 from distill.stopping import Stop
+from distill.tracking import ending
 from distill.training import build_trainer, fit
 
 SPECIAL_IDS = ("bos", "eos", "pad")  # what a model's configuration says of its tokenizer
 
 
+@ending()
 def pretrain(cfg: DictConfig, folder: Path) -> float:
     """Tokenizer, training, a model folder.
 
@@ -81,7 +83,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         f"{trainer.max_steps} steps are {sequences / len(data.rows):.2f} passes"
     )
     fit(trainer, module, data, state, stop)
-    trainer.loggers = []  # W&B's run has ended with the training
+    trainer.loggers = []  # the last validation is of the whole text, and no point of a curve
     loss = trainer.validate(module, data, verbose=False)[0] if held else {}
     if trainer.is_global_zero:
         record = {

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import wandb
 from hydra.utils import instantiate
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from distill.checks import refused
-from distill.provenance import digest
 from distill.ranks import check_state, check_world, lost_ranks, watched
 from distill.stopping import Signals, Stop, Stopped
 from distill.strategies import check_optimizer
+from distill.tracking import loggers
 
 
 def build_trainer(cfg: DictConfig, folder: Path, state: Path | None, **options: Any) -> L.Trainer:
@@ -76,34 +73,7 @@ def fit(
         raise KeyboardInterrupt from None
     finally:
         torch.set_flush_denormal(False)  # a backward pass that failed has left it on
-        if wandb.run:  # a second run of this process would go on in it
-            wandb.finish()
     if stop.by:
         stop.leave(trainer.global_step)
     if trainer.global_step < trainer.max_steps:
         raise KeyboardInterrupt
-
-
-def loggers(cfg: DictConfig, folder: Path, first_step: int) -> list[Logger]:
-    """A CSV file, and W&B where the configuration says so."""
-    # The CSV logger begins its file anew, so a resumed run has another.
-    part = f"from-{first_step}" if first_step else ""
-    loggers: list[Logger] = [CSVLogger(folder, name="csv", version=part)]
-    if cfg.logger.wandb:
-        settled = "WANDB_MODE" in os.environ
-        offline = not settled and "WANDB_API_KEY" not in os.environ
-        config: Any = OmegaConf.to_container(cfg, resolve=True)
-        name = f"{folder.parent.name}/{folder.name}"
-        record = folder / "run.json"
-        logger = WandbLogger(
-            name,
-            save_dir=folder,
-            # A resumed run goes on in its own W&B run.
-            version=digest(record.read_text())[:8] if record.exists() else None,
-            offline=offline,
-            project=cfg.logger.project,
-            config=config,
-        )
-        logger._wandb_init.pop("anonymous", None)  # Lightning passes it, W&B warns of it
-        loggers.append(logger)
-    return loggers
