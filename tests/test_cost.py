@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from decode.auto import Auto, forecast
 from decode.acceptance import Acceptance
+from decode.auto import Auto, forecast
 from decode.cost import PLAIN, Curve, Measured, Timed, batch_seconds, fastest, spanning, worth
 from decode.oracle import least_seconds, lowest_share
 from decode.plan import Plan
@@ -113,15 +113,18 @@ def test_a_curve_pools_what_falls_and_goes_on_behind_its_end():
     assert Curve((4,), (2.0,))(9) == 2
 
 
-def rounds(plans, batches, noise=0.0, slots=lambda plan: [plan.nodes + 1]):
-    """On the clock of a machine whose times are linear in slots and in depth."""
+def rounds(plans, batches, busy=0.0, slots=lambda plan: [plan.nodes + 1]):
+    """On the clock of a machine whose times are linear in slots and depth, now and then slowed by others."""
     dice = random.Random(0)
     return [
-        Timed(plan, batch, n, *((time * batch) * (1 + dice.gauss(0, noise)) for time in times))
+        Timed(plan, batch, n, *(time * batch * (1.7 if slow else 1) for time in times))
         for plan in plans
         for batch in batches
-        for n in slots(plan) * 5
-        for times in [(0.1 + 0.2 * plan.depth + 0.05 * plan.width * bool(plan.depth), 1 + 0.03 * n, 0.1 + 0.01 * n)]
+        for n in slots(plan) * 7
+        for slow in [dice.random() < busy]
+        for times in [
+            (0.1 + 0.2 * plan.depth + 0.05 * plan.width * bool(plan.depth), 1 + 0.03 * n, 0.1 + 0.01 * n)
+        ]
     ]
 
 
@@ -147,12 +150,13 @@ def test_drafts_of_varying_size_cost_what_they_are():
     assert Measured(timed).round_seconds(one, 1) == pytest.approx(0.95 + read)
 
 
-def test_noise_is_averaged_over_plans():
-    plans = [*CHAINS, *TREES]
-    noisy, clean = (Measured(rounds([PLAIN, *plans], [1], noise)) for noise in (0.1, 0.0))
-    errors = [noisy.round_seconds(p, 1) / clean.round_seconds(p, 1) - 1 for p in [PLAIN, *plans]]
-    assert np.abs(errors).max() < 0.1
-    assert np.abs(errors).mean() < 0.04
+def test_others_on_the_machine_change_little():
+    """Though they slow four rounds of ten, by much."""
+    plans = [PLAIN, *CHAINS, *TREES]
+    noisy, clean = (Measured(rounds(plans, [1], busy)) for busy in (0.4, 0.0))
+    errors = [noisy.round_seconds(p, 1) / clean.round_seconds(p, 1) - 1 for p in plans]
+    assert np.median(errors) == pytest.approx(0, abs=1e-9)
+    assert max(errors) < 0.2
 
 
 # -- the oracle ----------------------------------------------------------------------------------
@@ -236,7 +240,7 @@ def test_a_chain_that_never_pays_is_switched_off_and_tried_again():
     assert played.rounds == 200
     assert 200 < played.seconds.sum() < 1.2 * 200
     always = rehearse(Plan(4, adapt=pace), [np.ones((200, 4))], costs, 1)
-    assert always.rounds <= 200 / 4.5
+    assert always.rounds <= 200 / 4.2
 
 
 def test_drafting_begins_when_the_batch_has_shrunk():

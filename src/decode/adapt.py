@@ -19,11 +19,9 @@ from decode.sampling import Sampler
 from decode.target import Target
 
 
-def paced(drafter: Proposer | None, plan: Plan) -> Proposer | None:
+def paced(drafter: Proposer, plan: Plan) -> Proposer:
     """The drafter, at the plan's pace if it has one."""
-    if drafter is None or plan.adapt is None:
-        return drafter
-    return Paced(drafter, plan, plan.adapt)
+    return drafter if plan.adapt is None else Paced(drafter, plan, plan.adapt)
 
 
 @dataclass(slots=True)

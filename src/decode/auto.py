@@ -18,6 +18,8 @@ from decode.sampling import Sampler
 from decode.target import Target
 from decode.timing import REPEATS, measure
 
+DECIDING = 1.02  # how much faster an adaptive chain has to be: deciding takes time that costs leave out
+
 
 class Forecast(NamedTuple):
     """What a plan is predicted to do at one law and batch size."""
@@ -76,14 +78,14 @@ def forecast(
     known = worth(every, counts, costs, batch)
     rows = [
         Forecast(plan, one.tau, why, costs.round_seconds(plan, batch), value)
-        for plan, one, why, value in zip(every, counts, ["", *(f.estimate for f in found)], known, strict=True)
+        for plan, one, why, value in zip(
+            every, counts, ["", *(f.estimate for f in found)], known, strict=True
+        )
     ]
     return rows + (_adaptive(plans, found, costs, batch) if adapt else [])
 
 
-def _adaptive(
-    plans: Sequence[Plan], found: Sequence[Acceptance], costs: Costs, batch: int
-) -> list[Forecast]:
+def _adaptive(plans: Sequence[Plan], found: Sequence[Acceptance], costs: Costs, batch: int) -> list[Forecast]:
     rows = []
     for proposal in ("fixed", "sampled"):
         chains = [
@@ -172,8 +174,12 @@ class Auto:
             repeats=self.repeats,
         )
         rows = forecast(plans, found, costs, batch_size, self.adapt, plain_counts(rollouts))
-        best = fastest([row.worth.speed for row in rows])
-        return rows[best].plan, [row.report() for row in rows]
+        return choice(rows).plan, [row.report() for row in rows]
+
+
+def choice(rows: Sequence[Forecast]) -> Forecast:
+    """The fastest; of equals the first."""
+    return rows[fastest([r.worth.speed / (DECIDING if r.plan.adapt else 1.0) for r in rows])]
 
 
 def plain_counts(rollouts: Sequence[Rollout]) -> Counts:

@@ -61,9 +61,7 @@ def generate(
     names = range(len(prompts)) if requests is None else requests
     coin = KeyedCoin(seed, names, samples) if coin is None else coin
     limits = _limits(target, prompts, max_new_tokens)
-    loop = Loop(
-        target, drafter, prompts, limits, sampler, plan or Plan(), coin, stop, until, on_round, clock
-    )
+    loop = Loop(target, drafter, prompts, limits, sampler, plan or Plan(), coin, stop, until, on_round, clock)
     for _ in loop.rounds():
         pass
     return Generation(loop.outputs, loop.times)

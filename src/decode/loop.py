@@ -60,7 +60,7 @@ class Loop:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.prompts, self.clock = target, prompts, clock
-        self.drafter = paced(drafter, plan)
+        self.drafter = None if drafter is None else paced(drafter, plan)
         self.sampler, self.plan, self.coin = sampler, plan, coin
         self.stop = frozenset(stop)
         self.ends = [until() for _ in prompts] if until else None

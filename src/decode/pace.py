@@ -10,7 +10,7 @@ import numpy as np
 from decode.errors import UserError
 
 MEMORY = 0.9  # what a round's counts are worth a round later
-WEIGHT = 2.0  # tokens that the prior counts for
+WEIGHT = 8.0  # tokens that the prior counts for
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ class Pace:
         """As yaml has it: `{prior: 0.6, costs: {1: [1, 1.3], 8: [1, 1.5]}}`."""
         costs = given.get("costs")
         if set(given) != {"prior", "costs"} or not isinstance(costs, Mapping) or not costs:
-            raise UserError("decode.adapt: give {prior: ..., costs: {<batch size>: [...]}}, as advise prints it")
+            raise UserError(
+                "decode.adapt: give {prior: ..., costs: {<batch size>: [...]}}, as advise prints it"
+            )
         curves = {int(batch): tuple(float(c) for c in curve) for batch, curve in costs.items()}
         return cls(float(given["prior"]), tuple(sorted(curves.items())))  # pyright: ignore[reportArgumentType]
 
@@ -47,7 +49,9 @@ class Pace:
         if len({len(curve) for curve in curves}) > 1:
             raise UserError("decode.adapt.costs: every batch size needs as many costs")
         if not 0 <= self.prior <= 1 or min(batches) < 1 or min(map(min, curves)) <= 0:
-            raise UserError("decode.adapt: prior is from 0 to 1, batch sizes are 1 or more, costs more than 0")
+            raise UserError(
+                "decode.adapt: prior is from 0 to 1, batch sizes are 1 or more, costs more than 0"
+            )
 
     @property
     def deepest(self) -> int:

@@ -48,9 +48,7 @@ def shortened(plan: Plan, depth: int) -> Plan:
     return replace(plan, depth=depth, nodes=0, adapt=None)
 
 
-def rehearse(
-    plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int, seed: int = 0
-) -> Played:
+def rehearse(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int, seed: int = 0) -> Played:
     """Play the rounds of an adaptive chain, batch by batch, rows leaving as they end.
 
     How long a chosen chain would have been kept at a place does not depend on how deep it was grown, so

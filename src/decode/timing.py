@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -79,7 +80,7 @@ def measure(
 def _sizes(batch_sizes: Sequence[int]) -> list[int]:
     """Those asked for, 1, and one between neighbours that are far apart."""
     sizes = sorted({1, *batch_sizes})
-    between = {round((a * b) ** 0.5) for a, b in zip(sizes, sizes[1:], strict=False) if b > 8 * a}
+    between = {round((a * b) ** 0.5) for a, b in pairwise(sizes) if b > 8 * a}
     return sorted({*sizes, *between})
 
 
