@@ -45,16 +45,24 @@ class ScoreCheckpoint(L.Callback):
         every: optimizer steps between save points.
         scorer: (checkpoint folder, step) -> scorecard, or None to save only.
         target_name: written into the checkpoint.
+        also: asked after every step whether it is to be saved all the same, without a score, and only
+            until there is a newer.
         stop: says when to stop. The step that a run stops at is a save point like any other, but for
             one thing: if it would not have been one, it is not scored, and goes once there is a newer.
     """
 
     def __init__(
-        self, folder: Path, every: int, scorer: Scorer | None, target_name: str, stop: Stop | None = None
+        self,
+        folder: Path,
+        every: int,
+        scorer: Scorer | None,
+        target_name: str,
+        stop: Stop | None = None,
+        also: Callable[[], bool] = lambda: False,
     ) -> None:
         self.root = folder / "checkpoints"
         self.every, self.scorer, self.target_name = every, scorer, target_name
-        self.stop = stop or Stop()
+        self.stop, self.also = stop or Stop(), also
         self.trained = 0.0  # seconds in training steps, whatever was scored between them
         self._kept = 0  # the newest save point; a disk may show it to other machines too late
 
@@ -102,7 +110,7 @@ class ScoreCheckpoint(L.Callback):
         self.trained += time.monotonic() - self._begin
         step = trainer.global_step
         # Micro-batches of the next step come with the same number.
-        if step > self._kept and (self._due(trainer, step) or self.stop.by):
+        if step > self._kept and (self._due(trainer, step) or self.stop.by or self.also()):
             self.save(trainer, pl_module, step)
         if self.stop.by:
             trainer.should_stop = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
@@ -29,12 +29,14 @@ class Keep:
         taps: see `taps.wanted`.
         limit: gigabytes.
         packing: the target reads rows without padding, here and in every step.
+        held: what runs of this process share that train on the same rows, by what it is of.
     """
 
     target: Target
     taps: str
     limit: float
     packing: bool = False
+    held: dict[tuple, TapMemory] = field(default_factory=dict)
 
     def __call__(
         self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, epochs: float
@@ -44,7 +46,10 @@ class Keep:
             where = (store.cache, store.content(), self.limit)
             return TapCache(self.target, rows, max_tokens, *where, self.packing)
         if wanted(self.taps, self.limit, gigabytes(self.target, rows, max_tokens), epochs):
-            return TapMemory(self.target, rows, max_tokens, self.packing)
+            key = (store.content(), tuple(self.target.taps), max_tokens, self.packing)
+            if key not in self.held:
+                self.held[key] = TapMemory(self.target, rows, max_tokens, self.packing)
+            return self.held[key]
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -152,6 +153,7 @@ def fill(
     store: RolloutStore,
     helper: Helper,
     drafter: Drafter | None,
+    watch: Callable[[int], None] = lambda missing: None,
 ) -> None:
     """Make what is missing, under a progress bar, and say what there is.
 
@@ -162,6 +164,7 @@ def fill(
         store: opened.
         helper: drafts the answers.
         drafter: that will be trained, for the estimate of memory; None: none will be.
+        watch: told how many shards are missing still; may raise, and what is made is kept.
     """
     missing = len(store.missing())
     if store.complete:
@@ -179,6 +182,7 @@ def fill(
 
         def done(missing: int) -> None:
             shown.update(store.shards - missing - shown.n)
+            watch(missing)
 
         work(done)
     counts = store.manifest()["counts"]

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import warnings
+from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 
 import datasets
@@ -22,6 +24,7 @@ from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
 from distill import exporting, inputs
+from distill.budget import Budget
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
@@ -41,6 +44,7 @@ from distill.runs import checkpoints
 from distill.scoring import Scorer
 from distill.stopping import Stop
 from distill.strategies import check_strategy, join_others
+from distill.taps import TapMemory
 from distill.too_large import explained
 from distill.training import build_optimizer, build_trainer, fit
 from drafters import hub
@@ -49,12 +53,27 @@ from drafters.base import Drafter
 OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
 
 
-def run(cfg: DictConfig, folder: Path) -> float:
-    """Rollouts, training, scores.
+@dataclass(frozen=True)
+class Shared:
+    """What runs of one process have in common, so that none of them makes it anew.
+
+    Attributes:
+        target: loaded.
+        held: what it says of rows; see `Keep`.
+    """
+
+    target: Target
+    held: dict[tuple, TapMemory] = field(default_factory=dict)
+
+
+def run(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Shared | None = None) -> float:
+    """Rollouts, training, scores; with `drafter=auto`, that of several families.
 
     Args:
         cfg: composed from conf/config.yaml.
         folder: of this run; checkpoints and logs are written below it.
+        budget: ends training; None: trainer.max_steps does.
+        shared: with other runs of this process; None: nothing is.
 
     Returns:
         tau of the best checkpoint, 0 if nothing was scored.
@@ -65,12 +84,14 @@ def run(cfg: DictConfig, folder: Path) -> float:
     quiet()
     switch["on"] = cfg.trainer.enable_progress_bar
     check_ranges(cfg)
+    if "families" in cfg.drafter:
+        return import_module("distill.auto").choose(cfg, folder)  # which runs this for every family
     chat, train, held = read_inputs(cfg, folder)
     L.seed_everything(cfg.seed, verbose=False)
     state = next((c / STATE for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     trainer = build_trainer(cfg, folder, state, callbacks=[TrainingBar()])
     join_others(trainer, cfg.target.placement)
-    target = build_target(cfg, trainer.strategy.root_device)
+    target = shared.target if shared else build_target(cfg, trainer.strategy.root_device)
     _check_target(cfg, held, chat, target)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
@@ -85,9 +106,10 @@ def run(cfg: DictConfig, folder: Path) -> float:
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
     stop = Stop()
-    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop)
+    also = budget.save_now if budget else lambda: False
+    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop, also)
     meter = Throughput(memory := MemoryWatch(cfg.try_largest))
-    trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.callbacks += [memory, meter, *([budget] * bool(budget)), saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
     counted = _begin(cfg, drafter, target)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
@@ -107,13 +129,15 @@ def run(cfg: DictConfig, folder: Path) -> float:
     if scorer:
         scorer.prepare()
         target.rest()
-    keep, every = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing), cfg.rollout.refresh_every
+    held_rows = shared.held if shared else {}
+    keep, every = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing, held_rows), cfg.rollout.refresh_every
     data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
     begun = int(state.parents[1].name) if state else 0
+    if budget:
+        budget.resume(trainer, begun)
     data.open(begun, trainer)
-    module = DistillModule(
-        target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr, on_policy, stop
-    )
+    rates = (cfg.optimizer.warmup, cfg.optimizer.final_lr)
+    module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
     if begun:
         say(f"resuming from step {begun}")
     with explained(trainer, memory, cfg, module):
