@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from decode.errors import UserError
 from decode.plan import Plan
 from distill import families, halving, ledger
-from distill.checks import refused
+from distill.checks import check_ranges, refused
 from distill.families import Jobs, Place, Stretch
 from distill.files import publish
 from distill.halving import FREE, LAST, SCORE, Row
@@ -24,8 +24,8 @@ from distill.ledger import Ledger
 from distill.loading import build_target
 from distill.multirun import processes
 from distill.produce import fill, open_store, rollout_plan
-from distill.progress import say
-from distill.run import Shared, build_drafter, read_inputs
+from distill.progress import say, switch
+from distill.run import Shared, build_drafter, quiet, read_inputs
 from drafters.base import Drafter
 
 MOST = 0.9  # of the budget, that rollouts may take
@@ -46,6 +46,9 @@ def choose(cfg: DictConfig, folder: Path) -> float:
     Raises:
         UserError: bad input, found before any work; rollouts that leave no time; no family that works.
     """
+    quiet()
+    switch["on"] = cfg.trainer.enable_progress_bar
+    check_ranges(cfg)
     place = Place.of(folder)
     begun = time.monotonic() - (0.0 if place.in_sweep else lived())
     names = _check(cfg, place)
@@ -61,7 +64,7 @@ def choose(cfg: DictConfig, folder: Path) -> float:
 
 def _check(cfg: DictConfig, place: Place) -> list[str]:
     """The families, if all that a configuration can tell is well."""
-    auto, score = cfg.drafter, cfg.score
+    auto = cfg.drafter
     names = [str(name) for name in auto.families]
     known = sorted(p.stem for p in (place.conf / "drafter").glob("*.yaml") if p.stem != "auto")
     for name in names:
@@ -71,6 +74,13 @@ def _check(cfg: DictConfig, place: Place) -> list[str]:
         raise UserError("drafter.families: name at least one family, and none twice")
     if others := sorted(set(map(str, auto.options)) - set(names)):
         raise UserError(f"drafter.options: {', '.join(others)}: not among drafter.families")
+    _check_rest(cfg)
+    return names
+
+
+def _check_rest(cfg: DictConfig) -> None:
+    """What has nothing to do with which families they are."""
+    auto, score = cfg.drafter, cfg.score
     for name in ("search", "cooldown"):
         if not 0 < auto[name] < 1:
             raise UserError(f"drafter.{name}={auto[name]}: must be between 0 and 1")
@@ -87,7 +97,6 @@ def _check(cfg: DictConfig, place: Place) -> list[str]:
         )
     if cfg.rollout.refresh_every:
         raise UserError("drafter=auto: rollouts are made once for all families; set rollout.refresh_every=0")
-    return names
 
 
 class Search:
@@ -179,8 +188,8 @@ class Search:
         if self.spent + expected > MOST * self.total:
             need = (self.spent + expected) / 60
             raise UserError(
-                f"drafter.minutes={self.cfg.drafter.minutes:g}: rollouts alone need about {need:.1f} min; raise it "
-                f"to {3 * need:.0f}, or answer fewer prompts (prompts.limit, prompts.self); what is made is kept"
+                f"drafter.minutes={self.cfg.drafter.minutes:g}: rollouts alone need about {need:.1f} min; set "
+                f"it to {3 * need:.0f}, or set prompts.limit and prompts.self; what is made is kept"
             )
 
     def _sort(self) -> tuple[list[str], list[str]]:
@@ -229,7 +238,7 @@ class Search:
         room = self.left - self._reserve()
         if rung == 1:
             self.ledger.searched = self.cfg.drafter.search * room
-        judging = self.judge.seconds(self.judge.few)
+        judging = self.judge.seconds(self.judge.few) + self.ledger.setup
         total = min(self.ledger.searched, count * room)  # a slow rung takes of the next
         each = halving.share(total, count, len(alive), self.jobs.parallel, judging)
         if each < LEAST:
@@ -250,7 +259,7 @@ class Search:
             return UNMEASURED * self.total
         plans = max(len(self.judge.all), len(self.judge.few))
         choosing = self.judge.each * (plans + 1)
-        return choosing + self.judge.card_seconds(max(judged)) + 2 * self.ledger.setup
+        return choosing + self.judge.card_seconds(max(judged)) + self.ledger.setup
 
     def _judge(self, rung: int, names: Sequence[str], plans: Sequence[Plan]) -> None:
         for name in names:
@@ -258,7 +267,7 @@ class Search:
                 continue
             note = self.jobs.done(name, rung)
             assert note
-            self.ledger.setup = max(self.ledger.setup, note.get("setup", 0.0))
+            self.ledger.setup = note.get("setup", self.ledger.setup)  # the first has made what all share
             if why := note.get("failed"):
                 self._fail(rung, name, why, note["steps"])
                 continue
@@ -270,9 +279,8 @@ class Search:
             seconds = self.ledger.trained(name) + note["seconds"]
             row = Row(rung, name, seconds, note["steps"], verdict, "" if rung else "needs no training")
             self.ledger.rows.append(row)
-            say(
-                f"{name}: {row.steps} steps, tau {verdict.tau:.2f}, {verdict.speedup:.2f}x with {verdict.plan}"
-            )
+            worth = f"tau {verdict.tau:.2f}, {verdict.speedup:.2f}x with {verdict.plan}"
+            say(f"{name}: {row.steps} steps, {worth}")
             self._note()
 
     def _fail(self, rung: int, name: str, why: str, steps: int = 0) -> None:
@@ -288,8 +296,8 @@ class Search:
         """The rest of the budget, on one family."""
         key = f"{LAST}/{name}"
         if key not in self.ledger.given:
-            seconds = self.left - self._reserve()
-            if seconds < LEAST + self.ledger.setup:
+            seconds = self.left - self._reserve() - self.ledger.setup
+            if seconds < LEAST:
                 return
             self.ledger.given[key] = seconds
             self._note(reserved=self._reserve())
@@ -304,9 +312,7 @@ class Search:
         found = halving.best(self.ledger.newest(), 1)
         if not found:
             reasons = "; ".join(f"{row.family}: {row.fate}" for row in self.ledger.rows) or "no time was left"
-            raise UserError(
-                f"drafter=auto: no family came to a score ({reasons}). Rollouts are kept: raise drafter.minutes"
-            )
+            raise UserError(f"drafter=auto: no score ({reasons}); raise drafter.minutes, rollouts are kept")
         winner = found[0]
         name, verdict = winner.family, winner.verdict
         assert verdict

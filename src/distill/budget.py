@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,10 +30,9 @@ class Budget(L.Callback):
     Comes before what saves. One process alone.
 
     Args:
-        seconds: from `begun` to the last step, loading included.
+        seconds: from the first step to the last.
         part: number of this stretch; what another part had used does not count.
         cooldown: share of the seconds in which the learning rate falls.
-        begun: when they began, as `clock` tells it; None: now.
         clock: seconds.
     """
 
@@ -41,11 +41,11 @@ class Budget(L.Callback):
         seconds: float,
         part: int = 0,
         cooldown: float = 0.3,
-        begun: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.seconds, self.part, self.cooldown, self.clock = seconds, part, cooldown, clock
-        self.begun = self._start = clock() if begun is None else begun
+        self._before = 0.0  # seconds of this part before a kill
+        self._made, self._start = clock(), math.nan  # this, and the first step
         self.steps = FOREVER  # of the run in all, as predicted by now
         self.setup = 0.0  # seconds before the first step
         self.taken: deque[float] = deque(maxlen=RECENT)
@@ -54,7 +54,7 @@ class Budget(L.Callback):
     @property
     def used(self) -> float:
         """Seconds of this part so far, those before a kill among them."""
-        return self.clock() - self.begun
+        return self._before + (0.0 if math.isnan(self._start) else self.clock() - self._start)
 
     @property
     def left(self) -> float:
@@ -75,7 +75,7 @@ class Budget(L.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["part"] == self.part:
-            self.begun -= state_dict["used"]
+            self._before = state_dict["used"]
 
     def resume(self, trainer: L.Trainer, step: int) -> None:
         """Say where the run goes on; before its state is restored, which may leave nothing to do."""
@@ -89,8 +89,9 @@ class Budget(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._step, self._then = trainer.global_step, self.clock()
-        self._saved, self.setup = self._then, self._then - self._start
+        self._step = trainer.global_step
+        self._start = self._then = self._saved = self.clock()
+        self.setup = self._start - self._made
 
     @override
     def on_train_batch_end(

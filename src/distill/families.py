@@ -26,7 +26,7 @@ from decode.plan import Plan
 from distill.budget import Budget
 from distill.files import read_json, write_json
 from distill.halving import LAST, SCORE
-from distill.run import Shared, run
+from distill.run import Shared, train
 from distill.runs import checkpoints
 
 FOLDER, LOG = "families", "log.txt"
@@ -38,7 +38,7 @@ class Stretch(NamedTuple):
 
     Attributes:
         rung: it is of; see `halving`.
-        seconds: from the start of the job to the end of training; None: as its configuration says.
+        seconds: of training; None: as its configuration says.
         cooldown: share of them.
     """
 
@@ -197,12 +197,12 @@ def job(cfg: DictConfig, stretches: Mapping[str, Stretch], shared: Shared | None
     begun = time.monotonic()
     budget = None
     if stretch.seconds is not None:
-        budget = Budget(stretch.seconds, stretch.rung, stretch.cooldown, begun)
+        budget = Budget(stretch.seconds, stretch.rung, stretch.cooldown)
     note: dict[str, Any] = {}
     # The scorecard is what the terminal is for.
     with (folder / LOG).open("a") as log, nullcontext() if stretch.rung == SCORE else redirect_stdout(log):
         try:
-            run(cfg, folder, budget, shared)
+            train(cfg, folder, budget, shared)
         except (UserError, TooLargeError) as error:
             note["failed"] = str(error)
         except OSError:  # a disk; it would end the others as well

@@ -153,7 +153,7 @@ def fill(
     store: RolloutStore,
     helper: Helper,
     drafter: Drafter | None,
-    watch: Callable[[int], None] = lambda missing: None,
+    watch: Callable[[int], None] | None = None,
 ) -> None:
     """Make what is missing, under a progress bar, and say what there is.
 
@@ -182,7 +182,8 @@ def fill(
 
         def done(missing: int) -> None:
             shown.update(store.shards - missing - shown.n)
-            watch(missing)
+            if watch:
+                watch(missing)
 
         work(done)
     counts = store.manifest()["counts"]

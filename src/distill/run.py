@@ -66,14 +66,12 @@ class Shared:
     held: dict[tuple, TapMemory] = field(default_factory=dict)
 
 
-def run(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Shared | None = None) -> float:
-    """Rollouts, training, scores; with `drafter=auto`, that of several families.
+def run(cfg: DictConfig, folder: Path) -> float:
+    """`train`; with `drafter=auto`, of several families.
 
     Args:
         cfg: composed from conf/config.yaml.
         folder: of this run; checkpoints and logs are written below it.
-        budget: ends training; None: trainer.max_steps does.
-        shared: with other runs of this process; None: nothing is.
 
     Returns:
         tau of the best checkpoint, 0 if nothing was scored.
@@ -81,12 +79,27 @@ def run(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Sha
     Raises:
         UserError: bad input; it is found before any work starts, and nothing is left behind.
     """
+    if "families" in cfg.drafter:
+        return import_module("distill.auto").choose(cfg, folder)  # which trains each of them
+    return train(cfg, folder)
+
+
+def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Shared | None = None) -> float:
+    """Rollouts, training, scores.
+
+    Args:
+        cfg: of one drafter.
+        folder: see `run`.
+        budget: ends training; None: trainer.max_steps does.
+        shared: with other runs of this process; None: nothing is.
+
+    Returns:
+        See `run`, as for what is raised.
+    """
     quiet()
     switch["on"] = cfg.trainer.enable_progress_bar
     check_ranges(cfg)
-    if "families" in cfg.drafter:
-        return import_module("distill.auto").choose(cfg, folder)  # which runs this for every family
-    chat, train, held = read_inputs(cfg, folder)
+    chat, prompts, held = read_inputs(cfg, folder)
     L.seed_everything(cfg.seed, verbose=False)
     state = next((c / STATE for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     trainer = build_trainer(cfg, folder, state, callbacks=[TrainingBar()])
@@ -106,17 +119,15 @@ def run(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Sha
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
     stop = Stop()
-    also = budget.save_now if budget else lambda: False
-    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop, also)
-    meter = Throughput(memory := MemoryWatch(cfg.try_largest))
-    trainer.callbacks += [memory, meter, *([budget] * bool(budget)), saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
+    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop, budget)
+    memory = _watch(trainer, cfg, saver, budget)
     counted = _begin(cfg, drafter, target)
     name = f"drafter={hub.short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, cfg, folder, target)
-    stores = cache(partial(produce, cfg, target, chat, train, drafter, folder))
+    stores = cache(partial(produce, cfg, target, chat, prompts, drafter, folder))
     store = stores(0)
     target.tap(drafter.taps)
     # What was counted for another run, a draft vocabulary say, is kept with its weights.
@@ -129,20 +140,30 @@ def run(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Sha
     if scorer:
         scorer.prepare()
         target.rest()
-    held_rows = shared.held if shared else {}
-    keep, every = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing, held_rows), cfg.rollout.refresh_every
-    data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
+    keep = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing, shared.held if shared else None)
+    data = RolloutData(
+        stores, cfg.rollout.refresh_every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed
+    )
     begun = int(state.parents[1].name) if state else 0
-    if budget:
-        budget.resume(trainer, begun)
     data.open(begun, trainer)
-    rates = (cfg.optimizer.warmup, cfg.optimizer.final_lr)
+    rates = cfg.optimizer.warmup, cfg.optimizer.final_lr
     module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
     if begun:
         say(f"resuming from step {begun}")
     with explained(trainer, memory, cfg, module):
         fit(trainer, module, data, state, stop)
     return _finish(trainer, cfg, folder, target)
+
+
+def _watch(trainer: L.Trainer, cfg: DictConfig, saver: ScoreCheckpoint, budget: Budget | None) -> MemoryWatch:
+    """Give the trainer what looks on, in the order in which it has to: the budget before what saves."""
+    meter = Throughput(memory := MemoryWatch(cfg.try_largest))
+    watching = [memory, meter, *([budget] if budget else []), saver, meter.resume]
+    trainer.callbacks += watching  # pyright: ignore[reportAttributeAccessIssue]
+    if budget:
+        found = checkpoints(saver.root.parent)
+        budget.resume(trainer, int(found[-1].name) if found else 0)
+    return memory
 
 
 def _scorer(cfg: DictConfig, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter) -> Scorer:
