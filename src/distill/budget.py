@@ -47,7 +47,7 @@ class Budget(L.Callback):
         self._before = 0.0  # seconds of this part before a kill
         self._made, self._start = clock(), math.nan  # this, and the first step
         self.steps = FOREVER  # of the run in all, as predicted by now
-        self.setup = 0.0  # seconds before the first step
+        self.waited = 0.0  # seconds before the first step
         self.taken: deque[float] = deque(maxlen=RECENT)
         self._step = -1
 
@@ -91,7 +91,7 @@ class Budget(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
         self._start = self._then = self._saved = self.clock()
-        self.setup = self._start - self._made
+        self.waited = self._start - self._made
 
     @override
     def on_train_batch_end(

@@ -215,7 +215,7 @@ def job(cfg: DictConfig, stretches: Mapping[str, Stretch], shared: Shared | None
     found = checkpoints(folder)
     note |= {"steps": int(found[-1].name) if found else 0, "seconds": time.monotonic() - begun}
     if budget:
-        note |= {"seconds": budget.used, "setup": budget.setup}
+        note |= {"seconds": budget.used, "setup": budget.waited}
     write_json(_note(folder, stretch.rung), note)
 
 
