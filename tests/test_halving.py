@@ -112,6 +112,7 @@ def fit(budget: Budget, clock: Clock, run: SimpleNamespace, seconds: Sequence[fl
         rates.append(optimizer.param_groups[0]["lr"])
         clock.now += seconds[len(rates) % len(seconds)]
         run.global_step += 1
+        optimizer.step()
         schedule.step()
         budget.on_train_batch_end(run, module, None, None, 0)
     return rates
@@ -184,9 +185,9 @@ class Made:
         self.trained = dict.fromkeys(worth, 0.0)
 
     # as Jobs
-    def __call__(self, overrides, stretches=None):
-        if stretches is None:
-            return self._judge(Path(overrides).parts[-3])
+    def __call__(self, overrides, stretches):
+        if isinstance(overrides, Path):
+            return self._judge(overrides.parts[-3])
         for name, (rung, seconds, _) in stretches.items():
             if (name, rung) in self.notes:
                 continue
@@ -271,7 +272,7 @@ def test_the_family_that_is_fastest_wins_and_has_most_of_the_time(tmp_path):
 
 
 def test_a_search_that_is_killed_goes_on_from_what_is_finished(tmp_path):
-    class Killed(Exception):
+    class KilledError(Exception):
         pass
 
     clock = Clock()
@@ -286,11 +287,11 @@ def test_a_search_that_is_killed_goes_on_from_what_is_finished(tmp_path):
         search, verdicts = again.search(folder), iter(range(99))
         judge = again._judge
         again._judge = lambda name, judge=judge, it=verdicts, at=moment: _or_die(
-            next(it) == at, Killed, judge, name
+            next(it) == at, KilledError, judge, name
         )
         try:
             search.run()
-        except Killed:
+        except KilledError:
             clock.now += 3600.0  # nobody is there
             again._judge = judge
             again.search(folder).run()
@@ -314,9 +315,10 @@ def test_a_family_that_fails_is_dropped_with_its_reason(tmp_path):
     record = json.loads((tmp_path / "auto.json").read_text())
     assert record["result"]["winner"] in ("early", "late")
     assert "failed: out of memory" in [r["fate"] for r in record["rows"]]
-    with pytest.raises(UserError, match="no score .*all: broken"):
-        (tmp_path / "again").mkdir()
-        Made(Clock(), {"all": WORTH["fast"]}, broken={"all": "broken"}).search(tmp_path / "again").run()
+    (tmp_path / "again").mkdir()
+    none = Made(Clock(), {"all": WORTH["fast"]}, broken={"all": "broken"}).search(tmp_path / "again")
+    with pytest.raises(UserError, match=r"no score .*all: failed: broken"):
+        none.run()
 
 
 def test_what_needs_no_training_may_win_and_nothing_may_pay(tmp_path):
@@ -340,5 +342,5 @@ def test_a_budget_without_time_to_train_is_said_and_rollouts_are_refused_early(t
     search._watch(100.0, 10, 10)  # nothing is made yet
     search._watch(100.0, 10, 9)
     clock.now += 20.0
-    with pytest.raises(UserError, match=r"rollouts alone need about 6\.7 min; set it to 20"):
+    with pytest.raises(UserError, match=r"rollouts alone take about 7\.0; set it to 21"):
         search._watch(60.0, 10, 8)

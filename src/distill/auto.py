@@ -188,7 +188,7 @@ class Search:
         if self.spent + expected > MOST * self.total:
             need = (self.spent + expected) / 60
             raise UserError(
-                f"drafter.minutes={self.cfg.drafter.minutes:g}: rollouts alone need about {need:.1f} min; set "
+                f"drafter.minutes={self.cfg.drafter.minutes:g}: rollouts alone take about {need:.1f}; set "
                 f"it to {3 * need:.0f}, or set prompts.limit and prompts.self; what is made is kept"
             )
 
@@ -213,8 +213,7 @@ class Search:
         for rung in range(1, count + 1):
             if not self._give(rung, count, alive):
                 return None
-            stretches = {name: self._stretch(rung, name) for name in alive}
-            self.jobs({name: self.overrides[name] for name in alive}, stretches)
+            self._train(rung, alive)
             self._judge(rung, alive, self.judge.few)
             rows = [row for name in alive if (row := self.ledger.row(rung, name))]
             good = halving.going_on(rows)
@@ -229,6 +228,13 @@ class Search:
             if len(alive) < 2:
                 break
         return alive[0] if alive else None
+
+    def _train(self, rung: int, names: Sequence[str]) -> None:
+        """As many at the same time as the launcher takes; what one alone has spent is on file at once."""
+        for group in [[name] for name in names] if self.jobs.parallel == 1 else [names]:
+            stretches = {name: self._stretch(rung, name) for name in group}
+            self.jobs({name: self.overrides[name] for name in group}, stretches)
+            self._note()
 
     def _give(self, rung: int, count: int, alive: Sequence[str]) -> bool:
         """Settle how long each family of a rung trains; whether there is time."""
@@ -305,6 +311,7 @@ class Search:
         self.jobs(
             {name: families.at_last(self.place, self.overrides[name])}, {name: self._stretch(LAST, name)}
         )
+        self._note()
         self._judge(LAST, [name], self.judge.all)
 
     def _finish(self) -> float:

@@ -8,6 +8,7 @@ from math import ceil, log2
 
 # Rungs of drafters that need no training, of the family that all the rest is spent on, and of its scorecard.
 FREE, LAST, SCORE = 0, -1, -2
+SAME = 0.005  # relative; a smaller difference is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,11 @@ def why(winner: Row, others: Sequence[Row], own: Sequence[Row], batch: int) -> s
     more, cheaper = mine.tau / other.tau - 1, 1 - mine.cost / other.cost
     taus = f"tau {mine.tau:.2f} against {other.tau:.2f}"
     costs = f"a round costs {mine.cost:.2f} plain ones against {other.cost:.2f}"
-    if more > 0 and cheaper > 0:
+    if abs(more) < SAME:
+        reason = f"it accepts as much ({taus}) and is cheaper ({costs})"
+    elif abs(cheaper) < SAME:
+        reason = f"it accepts more ({taus}) at the same price ({costs})"
+    elif more > 0 and cheaper > 0:
         reason = f"it accepts more ({taus}) and is cheaper ({costs})"
     elif more > 0:
         reason = f"it accepts more ({taus}), which outweighs its price ({costs})"
