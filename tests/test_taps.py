@@ -71,7 +71,7 @@ def test_batches_carry_the_taps_of_their_own_rows(target, rows):
 def test_the_estimate_is_what_memory_holds(target, rows):
     target.tap((0, 2))
     memory = TapMemory(target, rows, 10)
-    held = sum(last.nbytes + taps.nbytes for last, taps in memory._rows)
+    held = sum(last.nbytes + taps.nbytes for last, taps in memory._rows.values())
     assert gigabytes(target, rows, 10) * 2**30 == held
 
 

@@ -20,6 +20,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.target import Target
 from distill import html_report
+from distill.budget import Budget
 from distill.consolidate import consolidated
 from distill.files import clean, publish_folder, write_json
 from distill.module import DistillModule
@@ -50,14 +51,21 @@ class ScoreCheckpoint(L.Callback):
         target_name: written into the checkpoint.
         stop: says when to stop. The step that a run stops at is a save point like any other, but for
             one thing: if it would not have been one, it is not scored, and goes once there is a newer.
+        budget: says when a step is to be saved like that.
     """
 
     def __init__(
-        self, folder: Path, every: int, scorer: Scorer | None, target_name: str, stop: Stop | None = None
+        self,
+        folder: Path,
+        every: int,
+        scorer: Scorer | None,
+        target_name: str,
+        stop: Stop | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.root = folder / "checkpoints"
         self.every, self.scorer, self.target_name = every, scorer, target_name
-        self.stop = stop or Stop()
+        self.stop, self.budget = stop or Stop(), budget
         self.trained = 0.0  # seconds in training steps, whatever was scored between them
         self._reported = time.monotonic()  # when its page was written
         self._kept = 0  # the newest save point; a disk may show it to other machines too late
@@ -107,10 +115,14 @@ class ScoreCheckpoint(L.Callback):
         self.trained += time.monotonic() - self._begin
         step = trainer.global_step
         # Micro-batches of the next step come with the same number.
-        if step > self._kept and (self._due(trainer, step) or self.stop.by):
+        if step > self._kept and (self._due(trainer, step) or self._meanwhile()):
             self.save(trainer, pl_module, step)
         if self.stop.by:
             trainer.should_stop = True
+
+    def _meanwhile(self) -> bool:
+        """Whether a step is saved that is not due."""
+        return bool(self.stop.by) or (self.budget is not None and self.budget.save_now())
 
     def save(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
         """Make the save point of `step`."""

@@ -17,7 +17,7 @@ from decode.target import Target
 from distill.data import From, Micro, RolloutBatches
 from distill.rollouts import RolloutStore
 from distill.tap_cache import TapCache
-from distill.taps import TapMemory, gigabytes, wanted
+from distill.taps import GrowingTaps, TapMemory, gigabytes, wanted
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,15 @@ class Keep:
         taps: see `taps.wanted`.
         limit: gigabytes.
         packing: the target reads rows without padding, here and in every step.
+        held: what runs of this process share that train on the same rows, by what it is of; it grows with
+            the rows they meet. None: all rows are read before the first step.
     """
 
     target: Target
     taps: str
     limit: float
     packing: bool = False
+    held: dict[tuple, TapMemory] | None = None
 
     def __call__(
         self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, epochs: float
@@ -43,8 +46,16 @@ class Keep:
         if self.taps == "cache":
             where = (store.cache, store.content(), self.limit)
             return TapCache(self.target, rows, max_tokens, *where, self.packing)
-        if wanted(self.taps, self.limit, gigabytes(self.target, rows, max_tokens), epochs):
-            return TapMemory(self.target, rows, max_tokens, self.packing)
+        need = gigabytes(self.target, rows, max_tokens)
+        if wanted(self.taps, self.limit, need, epochs):
+            if self.held is None:
+                return TapMemory(self.target, rows, max_tokens, self.packing)
+            key = (store.content(), self.target.taps, max_tokens, self.packing)
+            grown = self.held.setdefault(key, GrowingTaps(self.target, rows, max_tokens, self.packing))
+            for other in [k for k in self.held if k != key]:  # the limit is for all of them
+                if need + self.held[other].bytes / 2**30 > self.limit:
+                    del self.held[other]
+            return grown
         return None
 
 

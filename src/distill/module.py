@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.target import Target
+from distill.budget import Budget
 from distill.data import Micro
 from distill.failed import Watched
 from distill.gradients import Gradients
@@ -55,6 +56,7 @@ class DistillModule(L.LightningModule):
         final_lr: share of the learning rate that the cosine ends at.
         on_policy: replaces answers by the drafter's own; None: none.
         stop: is told, at every optimizer step, which signals any rank has had.
+        budget: ends the run, and says what the learning rate is until then; None: the number of steps does.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class DistillModule(L.LightningModule):
         final_lr: float,
         on_policy: OnPolicy | None = None,
         stop: Stop | None = None,
+        budget: Budget | None = None,
     ) -> None:
         super().__init__()
         self._target = (target,)  # in a tuple, so that nothing registers it
         self.drafter, self.objective, self.optimizer = drafter, objective, optimizer
         self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
-        self.stop = stop or Stop()
+        self.stop, self.budget = stop or Stop(), budget
         self._mixed: list[Micro] = []  # micro-batches of this optimizer step that are still to come
         self._sums: Tensor | None = None  # (1 + DEPTHS, 6) of this optimizer step so far
         self._micros = 0  # micro-batches of this optimizer step that are done
@@ -263,11 +266,10 @@ class DistillModule(L.LightningModule):
                 for number, g in enumerate(groups)
             ]
         )
-        schedule = warm_up_and_decay(
-            optimizer,
-            self.trainer.max_steps,
-            self.warmup,
-            self.final_lr,
-            factors=[groups[part["group"]].rate for part in optimizer.param_groups],
-        )
+        factors = [groups[part["group"]].rate for part in optimizer.param_groups]
+        if self.budget:
+            schedule = self.budget.schedule(optimizer, self.warmup, self.final_lr, factors)
+        else:
+            steps = self.trainer.max_steps
+            schedule = warm_up_and_decay(optimizer, steps, self.warmup, self.final_lr, factors=factors)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

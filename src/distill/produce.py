@@ -155,6 +155,7 @@ def fill(
     store: RolloutStore,
     helper: Helper,
     drafter: Drafter | None,
+    watch: Callable[[int], None] | None = None,
 ) -> None:
     """Make what is missing, under a progress bar, and say what there is.
 
@@ -165,6 +166,7 @@ def fill(
         store: opened.
         helper: drafts the answers.
         drafter: that will be trained, for the estimate of memory; None: none will be.
+        watch: told how many shards are missing still; may raise, and what is made is kept.
     """
     missing = len(store.missing())
     if store.complete:
@@ -180,7 +182,13 @@ def fill(
         say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
     with bar(store.shards, "rollouts", "shards", store.shards - missing) as shown:
         speed = _speed(store)
-        work(lambda missing: shown.update(store.shards - missing - shown.n, speed()))
+
+        def done(missing: int) -> None:
+            shown.update(store.shards - missing - shown.n, speed())
+            if watch:
+                watch(missing)
+
+        work(done)
     counts = store.manifest()["counts"]
     say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")
     if counts["rows"] and (store.plan.answers == "given" or store.plan.server):

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import warnings
+from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 
 import datasets
@@ -21,6 +23,7 @@ from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
 from distill import exporting, html_report, inputs, tracking
+from distill.budget import Budget
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
@@ -40,6 +43,7 @@ from distill.runs import checkpoints
 from distill.scoring import Scorer
 from distill.stopping import Stop
 from distill.strategies import check_strategy, join_others
+from distill.taps import TapMemory
 from distill.too_large import explained
 from distill.training import build_optimizer, build_trainer, fit
 from drafters import hub
@@ -49,9 +53,21 @@ from drafters.registry import short_name
 OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
 
 
-@tracking.ending()
+@dataclass(frozen=True)
+class Shared:
+    """What runs of one process have in common, so that none of them makes it anew.
+
+    Attributes:
+        target: loaded.
+        held: what it says of rows; see `Keep`.
+    """
+
+    target: Target
+    held: dict[tuple, TapMemory] = field(default_factory=dict)
+
+
 def run(cfg: DictConfig, folder: Path) -> float:
-    """Rollouts, training, scores.
+    """`train`; with `drafter=auto`, of several families.
 
     Args:
         cfg: composed from conf/config.yaml.
@@ -63,15 +79,33 @@ def run(cfg: DictConfig, folder: Path) -> float:
     Raises:
         UserError: bad input; it is found before any work starts, and nothing is left behind.
     """
+    if "families" in cfg.drafter:
+        return import_module("distill.auto").choose(cfg, folder)  # which trains each of them
+    return train(cfg, folder)
+
+
+@tracking.ending()
+def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Shared | None = None) -> float:
+    """Rollouts, training, scores.
+
+    Args:
+        cfg: of one drafter.
+        folder: see `run`.
+        budget: ends training; None: trainer.max_steps does.
+        shared: with other runs of this process; None: nothing is.
+
+    Returns:
+        See `run`, as for what is raised.
+    """
     quiet()
     switch["on"] = cfg.trainer.enable_progress_bar
     check_ranges(cfg)
-    chat, train, held = read_inputs(cfg, folder)
+    chat, prompts, held = read_inputs(cfg, folder)
     L.seed_everything(cfg.seed, verbose=False)
     state = next((c / STATE for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     trainer = build_trainer(cfg, folder, state, callbacks=[TrainingBar()])
     join_others(trainer, cfg.target.placement)
-    target = build_target(cfg, trainer.strategy.root_device)
+    target = shared.target if shared else build_target(cfg, trainer.strategy.root_device)
     _check_target(cfg, held, chat, target)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
@@ -85,9 +119,8 @@ def run(cfg: DictConfig, folder: Path) -> float:
         optimizer = build_optimizer(cfg, trainer)
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
-    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop := Stop())
-    meter = Throughput(memory := MemoryWatch(cfg.try_largest))
-    trainer.callbacks += [memory, meter, saver, meter.resume]  # pyright: ignore[reportAttributeAccessIssue]
+    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop := Stop(), budget)
+    memory = _watch(trainer, cfg, saver, budget)
     tracking.begin(trainer.loggers)
     counted = _begin(cfg, drafter, target)
     name = f"drafter={short_name(drafter)}"
@@ -95,7 +128,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, cfg, folder, target)
-    stores = cache(partial(produce, cfg, target, chat, train, drafter, folder))
+    stores = cache(partial(produce, cfg, target, chat, prompts, drafter, folder))
     store = stores(0)
     target.tap(drafter.taps)
     # What was counted for another run, a draft vocabulary say, is kept with its weights.
@@ -108,18 +141,30 @@ def run(cfg: DictConfig, folder: Path) -> float:
     if scorer:
         scorer.prepare()
         target.rest()
-    keep, every = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing), cfg.rollout.refresh_every
-    data = RolloutData(stores, every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed)
+    keep = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing, shared.held if shared else None)
+    data = RolloutData(
+        stores, cfg.rollout.refresh_every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed
+    )
     begun = int(state.parents[1].name) if state else 0
     data.open(begun, trainer)
-    module = DistillModule(
-        target, drafter, objective, optimizer, cfg.optimizer.warmup, cfg.optimizer.final_lr, on_policy, stop
-    )
+    rates = cfg.optimizer.warmup, cfg.optimizer.final_lr
+    module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
     if begun:
         say(f"resuming from step {begun}")
     with explained(trainer, memory, cfg, module):
         fit(trainer, module, data, state, stop)
     return _finish(trainer, cfg, folder, target)
+
+
+def _watch(trainer: L.Trainer, cfg: DictConfig, saver: ScoreCheckpoint, budget: Budget | None) -> MemoryWatch:
+    """Give the trainer what looks on, in the order in which it has to: the budget before what saves."""
+    meter = Throughput(memory := MemoryWatch(cfg.try_largest))
+    watching = [memory, meter, *([budget] if budget else []), saver, meter.resume]
+    trainer.callbacks += watching  # pyright: ignore[reportAttributeAccessIssue]
+    if budget:
+        found = checkpoints(saver.root.parent)
+        budget.resume(trainer, int(found[-1].name) if found else 0)
+    return memory
 
 
 def _scorer(cfg: DictConfig, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter) -> Scorer:

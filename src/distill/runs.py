@@ -50,7 +50,9 @@ class Run:
 
     def discard_if_empty(self) -> None:
         """Remove a folder that no work was written to."""
-        if not (self.resumed or checkpoints(self.path) or (self.path / FAILED).exists()):
+        families = self.path.glob("families/*/checkpoints/*")  # of drafter=auto
+        worked = checkpoints(self.path) or (self.path / FAILED).exists() or any(families)
+        if not (self.resumed or worked):
             shutil.rmtree(self.path, ignore_errors=True)
             with suppress(OSError):  # other runs of this day are in there
                 self.path.parent.rmdir()

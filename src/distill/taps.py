@@ -8,6 +8,7 @@ import datasets
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from decode.errors import UserError
 from decode.target import LAST, Read, Target
@@ -32,22 +33,46 @@ class TapMemory:
     def __init__(
         self, target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
     ) -> None:
-        self._rows: list[tuple[Tensor, Tensor]] = []
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         with bar(len(rows), "taps", "rows") as progress:
-            for pair in read_rows(target, rows, max_tokens, packing):
-                self._rows.append(pair)
+            for number, pair in enumerate(read_rows(target, rows, max_tokens, packing)):
+                self._rows[number] = pair
                 progress.update()
 
     @property
     def bytes(self) -> int:
         """Held, where the target is."""
-        pairs = ((last, taps) for last, taps in self._rows)
+        pairs = self._rows.values()
         return sum(t.untyped_storage().nbytes() for t in {id(t): t for p in pairs for t in p}.values())
 
     def batch(self, rows: Sequence[int]) -> Read:
         """Right-padded (B, T, D) and (B, T, L, D) of these rows."""
         last = pad_sequence([self._rows[r][0] for r in rows], batch_first=True)
         return Read(last, pad_sequence([self._rows[r][1] for r in rows], batch_first=True))
+
+
+class GrowingTaps(TapMemory):
+    """The same, of rows as they are met: for runs that may end before they have met all of them.
+
+    What a row's numbers are, to rounding, depends on the batch that it first came in.
+
+    Args:
+        target, rows, max_tokens, packing: see `TapMemory`; the target has other taps set at other times.
+    """
+
+    def __init__(
+        self, target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
+    ) -> None:
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._read = target, rows, max_tokens, packing
+
+    @override
+    def batch(self, rows: Sequence[int]) -> Read:
+        target, source, max_tokens, packing = self._read
+        new = sorted({int(r) for r in rows} - self._rows.keys())
+        if new:
+            self._rows |= zip(new, read_rows(target, source.select(new), max_tokens, packing), strict=True)
+        return super().batch([int(r) for r in rows])
 
 
 def read_rows(

@@ -1,0 +1,133 @@
+"""What drafters are worth beside one another: replayed acceptance over the measured cost of a round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from decode.auto import Auto
+from decode.errors import UserError
+from decode.load import stop_tokens
+from decode.plan import Plan
+from decode.replay import Rollout
+from decode.target import Target
+from distill.chat import Chat
+from distill.halving import Verdict
+from distill.prompts import Prompt
+from distill.scoring import Scorer, threads
+from drafters import hub
+from drafters.base import Drafter
+
+UNKNOWN = 1.0  # seconds that a plan takes to be judged, before one was
+
+
+class Judge:
+    """Judges checkpoints on held-out answers that are not those their scorecards report.
+
+    Args:
+        cfg: as `Scorer` takes it, with the `drafter` of conf/drafter/auto.yaml.
+        target: that all of them draft for.
+        chat: renders the prompts.
+        held: prompts that are held out.
+
+    Attributes:
+        each: seconds that one plan took, at the most so far.
+
+    Raises:
+        UserError: a `decode` without plans to choose from, or nothing to replay.
+    """
+
+    def __init__(self, cfg: DictConfig, target: Target, chat: Chat, held: Sequence[Prompt]) -> None:
+        self.cfg, self.target = cfg, target
+        self.scorer = Scorer(cfg, target, chat, held, Path(cfg.output_dir) / "heldout")
+        self.sampler, self.batch = self.scorer.samplers[0], int(cfg.score.batch_sizes[0])
+        headline = self.scorer.plans[0]
+        if isinstance(headline, Auto):
+            self.all = [p for p in headline.plans if isinstance(p, Plan) and p.depth]
+            self.few = [Plan(**plan) for plan in cfg.drafter.plans]
+        elif isinstance(headline, Plan) and headline.depth:
+            self.all = self.few = [headline]
+        else:
+            raise UserError(
+                "drafter=auto: decode is one plan that drafts, or decode=auto, which chooses among several"
+            )
+        if not self.sampler.temperature:  # a drawn chain is the likeliest one
+            self.all = [p for p in self.all if p.proposal != "sampled"] or self.all
+        if not self.scorer.replayed:
+            raise UserError("drafter=auto compares families on replayed prompts; raise score.replay_prompts")
+        self.tokens = min(cfg.drafter.tokens, cfg.score.max_new_tokens)
+        self.each = 0.0
+
+    def prepare(self) -> None:
+        """Have the target answer the held-out prompts."""
+        self.scorer.prepare()
+        answers = self.scorer.rollouts[self.sampler]
+        unseen = answers[len(self.scorer.prompts) :] or answers
+        chosen = [Rollout(r.prompt, r.answer[: self.tokens]) for r in unseen[: self.cfg.drafter.answers]]
+        # A batch larger than that decodes them again.
+        self.answers = [chosen[i % len(chosen)] for i in range(max(len(chosen), self.batch))]
+
+    def seconds(self, plans: Sequence[Plan]) -> float:
+        """That a verdict by these takes."""
+        return (self.each or UNKNOWN) * (len(plans) + 1)
+
+    def __call__(self, checkpoint: Path, plans: Sequence[Plan]) -> tuple[Verdict, Plan]:
+        """The worth of a checkpoint with the best of these plans, those that it cannot follow left out.
+
+        Raises:
+            UserError: it can follow none.
+        """
+        begun = time.monotonic()
+        drafter = hub.load(checkpoint, self.target)
+        self.target.tap(drafter.taps)
+        plans = _followed(drafter, plans)
+        with threads(self.cfg.score.threads):
+            _, curve = Auto(plans, prompts=1).choose(
+                self.target,
+                drafter,
+                self.answers,
+                self.sampler,
+                self.batch,
+                max_new_tokens=self.tokens,
+                stop=stop_tokens(self.target),
+                seed=self.cfg.seed,
+            )
+        self.each = max(self.each, (time.monotonic() - begun) / len(curve))
+        plain = next(row for row in curve if row["decode"] == Plan().name)
+        named = {plan.name: plan for plan in plans}
+        best = max((row for row in curve if row["decode"] in named), key=lambda row: row["tokens_per_second"])
+        verdict = Verdict(best["decode"], best["tau"], best["round_seconds"], plain["round_seconds"])
+        return verdict, named[best["decode"]]
+
+    def card_seconds(self, plain: float) -> float:
+        """That a scorecard takes, from the seconds of a plain round.
+
+        Plain decoding and the plan over what is decoded, the audit's texts, the replay of all answers.
+        """
+        score = self.cfg.score
+        batches = -(-score.prompts // self.batch)
+        decoded = (2 * batches * score.repeats + 3 * score.audit_prompts) * score.max_new_tokens
+        replayed = len(self.scorer.replayed) * score.max_new_tokens / (len(self.answers) * self.tokens)
+        return len(self.scorer.samplers) * (1.5 * plain * decoded + (self.each or UNKNOWN) * replayed)
+
+
+def _followed(drafter: Drafter, plans: Sequence[Plan]) -> list[Plan]:
+    """Plans that a drafter can follow.
+
+    Raises:
+        UserError: none; why not the first.
+    """
+    found, refused = [], None
+    for plan in plans:
+        try:
+            drafter.check(plan)
+        except UserError as error:
+            refused = refused or error
+        else:
+            found.append(plan)
+    if not found and refused:
+        raise refused
+    return found

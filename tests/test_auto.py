@@ -1,0 +1,167 @@
+"""drafter=auto: several families, a budget of seconds, one winner; killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from workbench import CONF, Bench, Outcome, fork, leftovers, train
+
+from distill import auto, families
+from distill.compare import scorecard
+from distill.runs import checkpoints
+
+NAMES = ("eagle", "medusa", "bigram", "lm")
+SMALL = (
+    "drafter=auto",
+    f"drafter.families=[{','.join(NAMES)}]",
+    "drafter.options={eagle: {depth: 1}, lm: {path: /nowhere}}",
+    "drafter.minutes=0.12",
+    "drafter.plans=[{depth: 2}]",
+    "drafter.answers=2",
+    "drafter.tokens=4",
+    "score.replay_prompts=4",
+    "score.batch_sizes=[2]",
+)
+SECONDS = 7.2
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("auto"))
+
+
+@pytest.fixture(autouse=True)
+def _young(monkeypatch):
+    """The process of all tests has lived for minutes."""
+    monkeypatch.setattr(auto, "lived", lambda: 0.0)
+
+
+def go(bench: Bench, *more: str) -> Outcome:
+    own = [o for o in bench.command if not o.startswith("drafter.")]
+    return train([*own, *SMALL, *more])
+
+
+def of(folder: Path) -> dict:
+    return json.loads((folder / "auto.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def killed(bench) -> Path:
+    """The run's folder, left by a kill in the second family's first rung."""
+
+    def die(name):
+        if name == "medusa":
+            os.kill(os.getpid(), 9)
+
+    def body() -> int:
+        auto.lived = lambda: 0.0
+        job = families.train
+        families.train = lambda cfg, folder, *rest: (die(folder.name), job(cfg, folder, *rest))[1]
+        return go(bench).code
+
+    assert fork(body) == 9
+    (folder,) = bench.runs()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(bench, killed) -> Outcome:
+    """The same command again."""
+    begun = (killed / families.FOLDER / "eagle" / "rung-1.json").stat().st_mtime_ns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "lived", lambda: 0.0)
+        outcome = go(bench)
+    assert outcome.code == 0, outcome.err
+    assert (killed / families.FOLDER / "eagle" / "rung-1.json").stat().st_mtime_ns == begun, "trained again"
+    return outcome
+
+
+def test_a_killed_search_goes_on_in_its_folder_and_keeps_its_budget(killed, done):
+    assert done.folder == killed
+    assert f"resuming: {killed}" in done.out
+    assert of(killed)["spent"] < 1.15 * SECONDS
+    assert not leftovers(killed)
+
+
+def test_the_winner_is_the_runs_checkpoint_with_its_scorecard(done):
+    record = of(done.folder)
+    winner = record["result"]["winner"]
+    card = scorecard(done.folder)
+    assert card["drafter"] == winner
+    assert card["rows"][0]["batch_size"] == 2
+    assert card["decode"] == record["result"]["plan"] == "chain-2", (
+        "decode was given, so nothing else is tried"
+    )
+    steps = [r["steps"] for r in record["rows"] if r["family"] == winner]
+    assert (done.folder / "checkpoints" / "best").resolve().name == str(steps[-1])
+    assert (done.folder / "checkpoints").resolve().parent.name == winner
+
+
+def test_families_share_the_rollouts_and_train_equally_long(bench, done):
+    assert len(list((bench.root / "outputs" / "rollouts").iterdir())) == 1
+    record = of(done.folder)
+    assert record["given"]["1/eagle"] == record["given"]["1/medusa"]
+    for name in ("eagle", "medusa"):
+        note = json.loads((done.folder / families.FOLDER / name / "rung-1.json").read_text())
+        assert note["seconds"] == pytest.approx(record["given"]["1/eagle"], abs=0.5)
+        assert note["steps"] > 2
+        assert len(checkpoints(done.folder / families.FOLDER / name)) == 1
+    survivor = next(r["family"] for r in record["rows"] if r["fate"] in ("goes on",))
+    assert f"-1/{survivor}" in record["given"]
+
+
+def test_a_family_that_cannot_be_built_is_out_and_the_table_says_why(done):
+    row = next(r for r in of(done.folder)["rows"] if r["family"] == "lm")
+    assert row["fate"].startswith("failed: drafter.path=/nowhere") or "/nowhere" in row["fate"]
+    page = (done.folder / "auto.md").read_text()
+    assert "/nowhere" in page
+    assert of(done.folder)["result"]["why"] in page
+    assert of(done.folder)["result"]["why"] in done.out
+
+
+BAD = {
+    "drafter.families=[eagle,medussa]": "no such family; choose of bigram",
+    "drafter.families=[]": "name at least one family",
+    "drafter.families=[eagle,medusa2]": "medusa2 tunes the target",
+    "drafter.options={mlp: {depth: 2}}": "mlp: not among drafter.families",
+    "drafter.options={eagle: {dpth: 2}}": "did you mean depth?",
+    "drafter.search=1.0": "drafter.search=1.0: must be between 0 and 1",
+    "drafter.minutes=0.0": "drafter.minutes=0.0: must be at least 0.01",
+    "drafter.init_from=somewhere": "are a family's",
+    "score.enabled=false": "decides by scores",
+    "trainer.devices=2": "set trainer.devices=1",
+    "rollout.refresh_every=5": "set rollout.refresh_every=0",
+}
+
+
+@pytest.mark.parametrize("wrong", BAD)
+def test_bad_input_is_one_line_before_any_work(wrong, bench, monkeypatch):
+    monkeypatch.setattr(auto, "build_target", lambda cfg: pytest.fail("work has begun"))
+    before = len(bench.runs())
+    refused = go(bench, wrong)
+    assert refused.code == 2
+    assert BAD[wrong] in refused.err
+    assert len(refused.err.strip().splitlines()) == 1
+    assert len(bench.runs()) == before
+
+
+def test_a_launcher_of_other_machines_is_refused_and_joblib_taken(tmp_path):
+    place = families.Place(CONF, "config", [], [], tmp_path)
+    assert families.Jobs(place, None).parallel == 1
+    two = place._replace(launcher=["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
+    assert families.Jobs(two, None).parallel == 2
+    with pytest.raises(families.UserError, match="choose hydra/launcher=basic or joblib"):
+        families.Jobs(place._replace(launcher=["hydra/launcher=submitit_local"]), None)
+    GlobalHydra.instance().clear()
+
+
+def test_values_are_written_as_hydra_reads_them():
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for value in (3, 0.5, True, None, "a,b: it's", [0, 1], [[0], [0, 1]], {"r": 4, "targets": ["a"]}):
+        (parsed,) = OverridesParser.create().parse_overrides([f"key={families.written(value)}"])
+        assert parsed.value() == value or str(parsed.value()) == value
