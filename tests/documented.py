@@ -152,7 +152,7 @@ SIZES = {
     "starts": "4",
     "nodes": "[4,8]",
     "repeats": "1",
-    "count": "2",
+    "count": "8",
     "sample": "2",
     "threads": "1",
     "contexts": "[16,32]",
@@ -184,7 +184,7 @@ class Places:
         (self.masked / "config.json").write_text(json.dumps(config | {"mask_token_id": 0}))
         self.prompts = write_prompts(self.root / "prompts.jsonl", 12)
         self.more = write_prompts(self.root / "more.jsonl", 12, first=50)
-        self.heldout = write_prompts(self.root / "heldout.jsonl", 4, first=100)
+        self.heldout = write_prompts(self.root / "heldout.jsonl", 8, first=100)
 
     def run_of(self, drafter: str, options: str = "") -> str:
         """Folder of a run that trained this drafter."""

@@ -8,12 +8,11 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from documented import CONF, ROOT, SERVED, Places, commands, configuration, lines, parts, program
-from test_verify_served import Engine
+from test_verify_served import Engine, a_card, a_row
 
 from decode.load import load_tokenizer
 from distill.chat import Chat
@@ -59,12 +58,10 @@ def places(tmp_path_factory) -> Iterator[Places]:
     for module in LOADED:  # once, before the forks
         importlib.import_module(module)
     places = Places(tmp_path_factory.mktemp("documented"))
-    card = json.loads(
-        (Path(places.run_of("eagle", SERVED)) / "checkpoints" / "best" / "score.json").read_text()
-    )
-    survival = card["rows"][0]["replay"]["survival"]
-    alpha = [kept / before if before else 0.0 for before, kept in pairwise([1.0, *survival])]
-    engine = Engine(Chat(load_tokenizer(str(places.target))), alpha=alpha, models=(str(places.target),))
+    # A scorecard that was made on as many rounds as it takes, and an engine that keeps as much.
+    best = Path(places.run_of("eagle", SERVED)) / "checkpoints" / "best"
+    (best / "score.json").write_text(json.dumps(a_card(places.target, [a_row()])))
+    engine = Engine(Chat(load_tokenizer(str(places.target))), models=(str(places.target),))
     places.server = engine.url.removesuffix("/v1")
     yield places
     engine.kill()
