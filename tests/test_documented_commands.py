@@ -31,7 +31,7 @@ SLOW = {
 # Not run at all, and why; the part that is this repository's is composed and checked like any other.
 UNRUN = {
     r"^python3? -m venv |^(\.venv/bin/|spec/bin/)?pip install": "the network; .ci/run installs",
-    r"-m pytest$|^pytest |pytest -m proof": "the tests themselves",
+    r"-m pytest\b|^pytest ": "the tests themselves",
     r"^make ": "what it runs are the tests, installs or proofs; `make -n` is asked for the target",
     r"^vllm ": "no engine is installed",
     r"^torchrun |^srun |^scontrol ": "other machines, GPUs or a SLURM cluster",
