@@ -146,7 +146,7 @@ SIZES = {
     "score.replay_prompts": "2",
     "score.audit_prompts": "1",
     "score.max_new_tokens": "5",
-    "score.temperatures": "[0.0,1.0]",
+    "score.temperatures": "[0.0]",
     "score.repeats": "1",
     "max_new_tokens": "6",
     "starts": "4",
@@ -158,6 +158,8 @@ SIZES = {
     "contexts": "[16,32]",
     "new_tokens": "[8,4]",
 }
+# Of which runs are compared, at two temperatures.
+COMPARED = ["eagle", "bigram", "mlp", "medusa"]
 # And with these choices, where the command makes none and they are there.
 CHOICES = {"logger": "csv"}
 SERVED = "decode=chain decode.depth=3"  # as engines draft: what a run is scored with whose drafter is served
@@ -184,6 +186,7 @@ class Places:
         (self.masked / "config.json").write_text(json.dumps(config | {"mask_token_id": 0}))
         self.prompts = write_prompts(self.root / "prompts.jsonl", 12)
         self.more = write_prompts(self.root / "more.jsonl", 12, first=50)
+        shutil.copy(ROOT / "README.md", self.root)  # that one command writes into
         self.heldout = write_prompts(self.root / "heldout.jsonl", 8, first=100)
 
     def run_of(self, drafter: str, options: str = "") -> str:
@@ -197,10 +200,7 @@ class Places:
         drafter = m[1] if (m := re.search(r"train\.py.* drafter=(\w+)", text)) else "eagle"
         options = SERVED if "verify_served" in text else ""
         fillings: list[tuple[str, Callable[[], str]]] = [
-            (
-                r"outputs/<date>/\*|outputs/<date>/<time> outputs/<date>/<time>",
-                lambda: f"{self.run_of('eagle')} {self.run_of('bigram')}",
-            ),
+            (r"outputs/<date>/\*|RUN \.\.\.", lambda: f"{self.run_of('eagle')} {self.run_of('bigram')}"),
             (
                 r"drafter\.init_from=(<[^>]*>|\S*<date>\S*)",
                 lambda: f"drafter.init_from={self.run_of(drafter)}/checkpoints/best",
@@ -220,9 +220,12 @@ class Places:
             (r"row=gsm8k-17", lambda: "row=p1"),
             (r"http://host:8000", lambda: self.server or "http://127.0.0.1:8000"),
         ]
+        if "compare" in text:  # of several runs each is another
+            several = iter(COMPARED)
+            text = re.sub(r"outputs/<date>/<time>", lambda _: self.run_of(next(several)), text)
         for pattern, become in fillings:
             if re.search(pattern, text):
-                text = re.sub(pattern, become().replace("\\", r"\\"), text)
+                text = re.sub(pattern, become(), text)
         return text
 
     @property
@@ -293,10 +296,13 @@ def sized(text: str, places: Places) -> list[str]:
     """Script and arguments of a filled-in command, at the sizes at which it is run here."""
     argv = program(text)
     name, given = configuration(argv)
+    head, given = argv[: len(argv) - len(given)], few(given)
     if not name or any(g.startswith("--") for g in given if g != "--multirun"):
         return argv
-    said = {g.partition("=")[0] for g in given}
+    said = dict(g.partition("=")[::2] for g in given)
     more = [f"{key}={value}" for key, value in SIZES.items() if has(name, key)]
+    if said.get("drafter") in COMPARED:
+        more += ["score.temperatures=[0.0,1.0]"]
     if name == "config":
         more += [f"{key}={value}" for key, value in CHOICES.items() if key not in said]
     if has(name, "target") and has(name, "target.dtype") and "target" not in said:
@@ -306,4 +312,19 @@ def sized(text: str, places: Places) -> list[str]:
         more += [f"prompts.heldout={places.heldout}"]
     if "drafter=hf_dllm" in given or "drafter=lm_given" in given or name == "benchmark_decode":
         more += [f"drafter.path={places.masked}"] if "drafter.path" not in said else []
-    return [*argv, *more]
+    return [*head, *given, *more]
+
+
+def few(given: list[str]) -> list[str]:
+    """Two jobs of a sweep: the first thing that is swept keeps two values, all others one."""
+    if "experiment=sweep_depth_objective" in given:
+        return [*given, "objective=kl"]
+    if "-m" not in given:
+        return given
+    kept, left = [], 2
+    for argument in given:
+        key, _, values = argument.partition("=")
+        if "," in values and values[0] not in "[{'\"":
+            argument, left = f"{key}={','.join(values.split(',')[:left])}", 1
+        kept.append(argument)
+    return kept

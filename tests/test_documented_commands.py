@@ -32,6 +32,7 @@ SLOW = {
 UNRUN = {
     r"^python3? -m venv |^(\.venv/bin/|spec/bin/)?pip install": "the network; .ci/run installs",
     r"-m pytest\b|^pytest ": "the tests themselves",
+    r"^git clone|^cd ": "the clone that this runs in",
     r"^make ": "what it runs are the tests, installs or proofs; `make -n` is asked for the target",
     r"^vllm ": "no engine is installed",
     r"^torchrun |^srun |^scontrol ": "other machines, GPUs or a SLURM cluster",
