@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install style check test proofs clean
+.PHONY: help install style check test proofs docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F':.*?## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -24,5 +24,8 @@ test:  ## CI's second half
 proofs:  ## Minutes-long proofs; keeps their output and the commit in docs/proofs.md
 	python scripts/proofs.py
 
+docs:  ## The site of these documents, into site/; open site/index.html
+	mkdocs build
+
 clean:  ## Remove caches (never outputs/)
-	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist site

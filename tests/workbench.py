@@ -79,8 +79,8 @@ def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_target(folder: Path, template: str | None = TEMPLATE, seed: int = 0) -> Path:
-    """A random two-layer Llama with its tokenizer, as a model folder."""
+def make_target(folder: Path, template: str | None = TEMPLATE, seed: int = 0, layers: int = 2) -> Path:
+    """A random Llama of few layers with its tokenizer, as a model folder."""
     tokenizer = make_tokenizer(template)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
@@ -88,7 +88,7 @@ def make_target(folder: Path, template: str | None = TEMPLATE, seed: int = 0) ->
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
