@@ -20,7 +20,7 @@ from workbench import CONF, QUICK, ROOT, command, fork, make_target, write_promp
 
 from distill.cli import main
 from distill.run import run
-from drafters import hub
+from drafters import registry
 
 PAGE = (ROOT / "docs" / "adding.md").read_text()
 CODE, NAME = re.findall(r"```python\n(.*?)```", PAGE, re.S)
@@ -43,11 +43,11 @@ def added(tmp_path_factory) -> Path:
     sys.modules["drafters.tiny"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     ((name, place),) = yaml.safe_load("{" + NAME + "}").items()
-    hub.CLASSES[name] = place
+    registry.CLASSES[name] = place
     shutil.copytree(CONF, root / "conf")
     (root / "conf" / "drafter" / "tiny.yaml").write_text(YAML)
     yield root
-    del hub.CLASSES[name], sys.modules["drafters.tiny"]
+    del registry.CLASSES[name], sys.modules["drafters.tiny"]
 
 
 @pytest.fixture
