@@ -18,7 +18,7 @@ from decode.generate import generate
 from decode.plan import Plan
 from decode.samples import ACCEPTED, CORRECTED, PLAIN, samples
 from decode.sampling import Sampler
-from distill import html_report
+from distill import callbacks, html_report
 from distill.history import HIDDEN, read
 from distill.panels import by_category, length_shares, round_times
 from distill.prompts import Prompt
@@ -153,6 +153,22 @@ def test_a_run_without_scores_has_its_curves(bench, tmp_path):
         "Where it was measured",
     ]
     assert "Tau over training" not in text
+
+
+def test_a_long_run_has_a_page_before_it_ends(bench, tmp_path, monkeypatch):
+    seen = []
+
+    def attempt(folder: Path) -> None:
+        found = read(folder)
+        seen.append((sorted(found.cards), len(found.curves["loss"][0])))
+
+    monkeypatch.setattr(callbacks, "REPORT_EVERY", -1.0)
+    monkeypatch.setattr(html_report, "attempt", attempt)
+    bench.run(tmp_path / "long")
+    # At both save points, with what was logged before them, and at the end.
+    assert seen[0] == ([3], 2)
+    assert [cards for cards, _ in seen] == [[3], [3, 6], [3, 6]]
+    assert seen[-1][1] == 6
 
 
 def test_the_script_makes_it_anew(run, tmp_path):

@@ -93,7 +93,8 @@ def headline(card: Card) -> Markup:
 
 
 def _audited(audit: Card) -> str:
-    greedy = f"{audit['mismatches']} mismatch{'es' * (audit['mismatches'] != 1)}, {audit['near_ties']} near tie{'s' * (audit['near_ties'] != 1)}"
+    wrong, near = audit["mismatches"], audit["near_ties"]
+    greedy = f"{wrong} mismatch{'es' * (wrong != 1)}, {near} near tie{'s' * (near != 1)}"
     drawn = sum(run["tokens"] for run in audit["sampled"])
     return f"{audit['tokens']} greedy tokens: {greedy}" + (f"; {drawn} drawn ones tested" if drawn else "")
 
