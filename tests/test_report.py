@@ -20,10 +20,11 @@ from decode.samples import ACCEPTED, CORRECTED, PLAIN, samples
 from decode.sampling import Sampler
 from distill import callbacks, html_report
 from distill.history import HIDDEN, read
-from distill.panels import by_category, length_shares, round_times
+from distill.panels import by_category, length_shares
 from distill.prompts import Prompt
 from distill.shown import has_laws, varied
 from distill.texts_panel import chance
+from distill.time_panels import round_times
 from distill.training_panels import smoothed
 from drafters.sharing.pretrained import scorecard
 
