@@ -8,7 +8,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from distill import history, page, panels, texts_panel, training_panels
+from distill import history, page, panels, setup_panels, texts_panel, time_panels, training_panels
 from distill.files import publish
 from distill.history import History
 
@@ -61,16 +61,20 @@ def _measured(run: History) -> list[Markup | None]:
         training_panels.loss(run),
         panels.positions(card),
         panels.lengths(card),
-        panels.shares(card),
-        panels.batches(card),
+        time_panels.shares(card),
+        time_panels.batches(card),
         panels.categories(card),
-        panels.settings(card),
+        setup_panels.settings(card),
         texts_panel.samples(card),
     ]
 
 
 def _origin(run: History) -> list[Markup | None]:
-    return [panels.about(run.card) if run.card else None, panels.machine(run), panels.configuration(run)]
+    return [
+        setup_panels.about(run.card) if run.card else None,
+        setup_panels.machine(run),
+        setup_panels.configuration(run),
+    ]
 
 
 def _title(run: History) -> str:
