@@ -84,7 +84,7 @@ def headline(card: Card) -> Markup:
 
 
 def _audited(audit: Card) -> str:
-    greedy = f"{audit['mismatches']} mismatches, {audit['near_ties']} near ties"
+    greedy = f"{audit['mismatches']} mismatch{'es' * (audit['mismatches'] != 1)}, {audit['near_ties']} near tie{'s' * (audit['near_ties'] != 1)}"
     drawn = sum(run["tokens"] for run in audit["sampled"])
     return f"{audit['tokens']} greedy tokens: {greedy}" + (f"; {drawn} drawn ones tested" if drawn else "")
 
@@ -142,7 +142,7 @@ def lengths(card: Card) -> Markup | None:
         x=list(range(len(share))),
         y=[100 * s for s in share],
         name="replay" if exact(card) else "decoder",
-        marker={"color": paint("blue")},
+        marker={"color": paint("took"), "line": {"color": paint("blue"), "width": 1.5}},
         width=0.6,
         hovertemplate="%{x} accepted: %{y:.1f} % of rounds<extra></extra>",
     )
@@ -178,7 +178,7 @@ def shares(card: Card) -> Markup | None:
     if not rows:
         return None
     times = [round_times(r) for r in rows]
-    names = [_short_setting(r) if len(rows) > 1 else "" for r in rows]
+    names = _settings_named(rows)
     ours = [(page.label(n) + "<br>" if n else "") + "a round" for n in names]
     theirs = [(page.label(n) + "<br>" if n else "") + "plain decoding,<br>as many tokens" for n in names]
     figure = go.Figure()
@@ -408,8 +408,15 @@ def _replayed(card: Card) -> int:
     return len(card["replay"]["counts"]["tokens"]) if card.get("replay") else 0
 
 
-def _short_setting(row: Card) -> str:
-    return f"{row['decode'].split(' (')[0]}, T={row['temperature']:g}, batch {row['batch_size']}"
+def _settings_named(rows: Sequence[Card]) -> list[str]:
+    """As short as tells them apart."""
+    if len(rows) == 1:
+        return [""]
+    laws = [f"T={r['temperature']:g}, batch {r['batch_size']}" for r in rows]
+    plans = [r["decode"] for r in rows]
+    short = [f"{p.split(' (')[0]}, {law}" for p, law in zip(plans, laws, strict=True)]
+    full = [f"{p}, {law}" for p, law in zip(plans, laws, strict=True)]
+    return short if len(set(short)) == len(rows) else full
 
 
 def _count(number: int) -> str:
