@@ -97,7 +97,7 @@ def test_bad_input_is_one_line(bench, tmp_path, more, said):
 
 
 PLANS = [
-    Plan(3, proposal="sampled"),
+    Plan(3, proposal="sampled", min_confidence=0.3),
     Plan(4, 3, 16, proposal="hybrid"),
     Plan(2, adapt=Pace(0.625, ((1, (1.0, 1.25, 1.5)), (8, (1.0, 1.5, 2.25))))),
 ]
@@ -148,12 +148,14 @@ def test_where_plain_wins_it_says_do_not_draft(bench, tmp_path, monkeypatch):
 
 
 def test_trees_have_room_for_their_nodes_and_are_no_deeper_than_chains():
-    plans = candidates(8, [4, 8, 16, 32], [2, 4], ["fixed", "sampled", "hybrid"])
+    plans = candidates(8, [4, 8, 16, 32], [2, 4], [0.3], ["fixed", "sampled", "hybrid"])
     assert len(plans) == len(set(plans))
     trees = [(p.depth, p.width, p.nodes) for p in plans if p.width > 1 and p.proposal == "fixed"]
     assert trees == [(2, 2, 4), (2, 4, 4), (3, 2, 8), (3, 4, 8), (5, 2, 16), (4, 4, 16), (5, 4, 32)]
     assert {p.proposal for p in plans if p.width > 1} == {"fixed", "hybrid"}
-    assert [p.depth for p in plans if p.width == 1] == [*range(1, 9), *range(1, 9)]
+    lengths = [p.depth for p in plans if p.width == 1 and not p.min_confidence]
+    assert lengths == [*range(1, 9), *range(1, 9)]
+    assert [p.proposal for p in plans if p.min_confidence] == ["fixed", "sampled"]
 
 
 # -- regret --------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from itertools import pairwise
 import torch
 
 from decode.coin import KeyedCoin
-from decode.cost import PLAIN, Measured, Timed, spanning
+from decode.cost import PLAIN, Measured, Timed, family, spanning
 from decode.loop import Loop
 from decode.plan import Plan
-from decode.rounds import Proposer
+from decode.rounds import Proposer, Round
 from decode.sampling import Sampler
 from decode.target import Target
 
-REPEATS = 7  # rounds of each plan; their median counts
+REPEATS = 11  # rounds of each plan; their median counts
 
 
 def clock_of(target: Target) -> Callable[[], float]:
@@ -71,8 +71,8 @@ def measure(
                 progress(sizes.index(size) * each + min(rounds, each), each * len(sizes))
 
         own = timer.time(timed, repeats, done)
-        if any(one.plan.depth and one.slots != one.plan.nodes + 1 for one in own):
-            own += timer.time([plan for plan in drafting if plan not in some], repeats, done)
+        vary = {family(one.plan) for one in own if one.slots != one.plan.nodes + 1}
+        own += timer.time([p for p in drafting if p not in some and family(p) in vary], repeats, done)
         found += own
     return Measured(found)
 
@@ -92,7 +92,7 @@ class _Timer:
     ) -> None:
         self.target, self.drafter, self.prompts = target, drafter, prompts
         self.widest, self.batch, self.clock = widest, batch, clock_of(target)
-        self.turn = 0
+        self.turn = self.slots = 0
 
     def begin(self, sampler: Sampler, max_new_tokens: int, seed: int) -> None:
         """Of which law and how long texts are."""
@@ -125,19 +125,17 @@ class _Timer:
 
     def _round(self, plan: Plan) -> Timed:
         while True:
-            loop, slots = self.loop, 0
+            loop = self.loop
             if len(loop.batch.request) < self.batch:
                 self._next()
                 continue
-
-            def read(seen: object) -> None:
-                nonlocal slots
-                slots = seen.logits.shape[1]  # pyright: ignore[reportAttributeAccessIssue]
-
-            loop.plan, loop.on_round = plan, read
+            loop.plan, loop.on_round = plan, self._look
             before, begin = replace(loop.times), loop.now()
             loop.round()
             total = loop.now() - begin
             draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
             if loop.batch.request and len(loop.batch.request) == self.batch:
-                return Timed(plan, self.batch, slots, draft, verify, total - draft - verify)
+                return Timed(plan, self.batch, self.slots, draft, verify, total - draft - verify)
+
+    def _look(self, seen: Round) -> None:
+        self.slots = seen.logits.shape[1]

@@ -118,9 +118,13 @@ def _drafters(cfg: DictConfig, target: Target) -> list[tuple[str, Drafter]]:
 
 
 def candidates(
-    chains: int, trees: Sequence[int], widths: Sequence[int], proposals: Sequence[str]
+    chains: int,
+    trees: Sequence[int],
+    widths: Sequence[int],
+    confidences: Sequence[float],
+    proposals: Sequence[str],
 ) -> list[Plan]:
-    """Chains of 1 to `chains` tokens, and trees.
+    """Chains of 1 to `chains` tokens, the longest ended at each of the confidences too, and trees.
 
     A tree of n nodes and width w is log2 n deep, or as deep as it has to be to have room for n; one that
     would be deeper than the chains is left out.
@@ -129,6 +133,7 @@ def candidates(
     for proposal in proposals:
         if proposal != "hybrid":
             plans += [Plan(k, proposal=proposal) for k in range(1, chains + 1)]
+            plans += [Plan(chains, proposal=proposal, min_confidence=sure) for sure in confidences]
         if proposal == "sampled":
             continue  # a dynamic tree of drawn nodes would not be lossless
         for nodes in trees:
@@ -150,7 +155,7 @@ def _known(
     """Acceptance and costs of one drafter."""
     proposals = [p for p in cfg.proposals if p == "fixed" or sampler.temperature]
     with refused():
-        plans = possible(drafter, candidates(cfg.chains, cfg.trees, cfg.widths, proposals))
+        plans = possible(drafter, candidates(cfg.chains, cfg.trees, cfg.widths, cfg.confidences, proposals))
     target.tap(drafter.taps)
     options = {"max_new_tokens": cfg.score.max_new_tokens, "seed": cfg.seed}
     what = f"{name}, T={sampler.temperature:g}"
@@ -216,8 +221,7 @@ def _result(
 
 def served(rows: Sequence[Forecast]) -> int:
     """Length of the best chain where a server keeps its batch full; 0: serve without."""
-    chains = [row for row in rows if row.plan.adapt is None and not row.plan.forks]
-    chains = [row for row in chains if row.plan.proposal == "fixed"]
+    chains = [row for row in rows if row.plan == Plan(row.plan.depth)]
     return chains[fastest([row.worth.full for row in chains])].plan.depth  # pyright: ignore[reportArgumentType]
 
 
@@ -280,6 +284,8 @@ def setting(plan: Plan) -> str:
     text = f"decode=chain decode.depth={plan.depth}"
     if plan.proposal != "fixed":
         text += f" decode.proposal={plan.proposal}"
+    if plan.min_confidence:
+        text += f" decode.min_confidence={plan.min_confidence:g}"
     if plan.adapt is not None:
         curves = ",".join(f"{batch}:[{','.join(map(str, curve))}]" for batch, curve in plan.adapt.costs)
         text += f" 'decode.adapt={{prior:{plan.adapt.prior},costs:{{{curves}}}}}'"

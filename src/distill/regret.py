@@ -71,7 +71,9 @@ def regrets(cfg: DictConfig, folder: Path) -> float:
         sampler = Sampler(cfg.temperature)
         proposals = [p for p in cfg.proposals if p == "fixed" or cfg.temperature]
         auto = Auto(
-            candidates(cfg.chains, cfg.trees, cfg.widths, proposals), adapt=cfg.adapt, repeats=cfg.repeats
+            candidates(cfg.chains, cfg.trees, cfg.widths, cfg.confidences, proposals),
+            adapt=cfg.adapt,
+            repeats=cfg.repeats,
         )
     new, root = options.max_new_tokens, Path(cfg.answers)
     rollouts = held_out_answers(target, chat, held, sampler, new, cfg.seed, root)
