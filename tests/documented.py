@@ -200,12 +200,13 @@ class Places:
         drafter = m[1] if (m := re.search(r"train\.py.* drafter=(\w+)", text)) else "eagle"
         options = SERVED if "verify_served" in text else ""
         fillings: list[tuple[str, Callable[[], str]]] = [
+            (r" \[--[^]]*\]", lambda: ""),  # what may be left out
             (r"outputs/<date>/\*|RUN \.\.\.", lambda: f"{self.run_of('eagle')} {self.run_of('bigram')}"),
             (
                 r"drafter\.init_from=(<[^>]*>|\S*<date>\S*)",
                 lambda: f"drafter.init_from={self.run_of(drafter)}/checkpoints/best",
             ),
-            (r"outputs/<date>/<time>", lambda: self.run_of("eagle", options)),
+            (r"outputs/<date>/<time>|\bRUN\b", lambda: self.run_of("eagle", options)),
             (r"checkpoint=(<[^>]*>|\.\.\.)", lambda: f"checkpoint={self.run_of('eagle')}/checkpoints/best"),
             (r"store=<[^>]*>", lambda: f"store={self.store}"),
             (r"\bdrafter\.path=(/path/or/hub-id|<[^>]*>)", lambda: f"drafter.path={self.masked}"),

@@ -94,7 +94,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
     if is_ours(config) and known.fingerprint != target.fingerprint():
         raise UserError(
             f"{folder}: this drafter was made for target {known.name or '(unnamed)'!r} "
-            "with other weights or another vocabulary; score it with that target"
+            "with other weights or another vocabulary; give that one as target="
         )
     saved = read(folder, config, target)
     kind = drafter_class(saved.drafter)
