@@ -36,7 +36,7 @@ def site(tmp_path_factory) -> Path:
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     environment |= dict.fromkeys(("http_proxy", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
