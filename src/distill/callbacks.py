@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.target import Target
+from distill import html_report
 from distill.consolidate import consolidated
 from distill.files import clean, publish_folder, write_json
 from distill.module import DistillModule
@@ -32,6 +33,7 @@ from drafters.base import Drafter
 
 log = logging.getLogger(__name__)
 Scorer = Callable[[Path, int], dict[str, Any]]
+REPORT_EVERY = 60.0  # seconds between pages of a run that goes on
 STATE = Path("trainer") / "state.ckpt"  # optimizer and schedule; kept in the newest checkpoint only
 
 
@@ -57,6 +59,7 @@ class ScoreCheckpoint(L.Callback):
         self.every, self.scorer, self.target_name = every, scorer, target_name
         self.stop = stop or Stop()
         self.trained = 0.0  # seconds in training steps, whatever was scored between them
+        self._reported = time.monotonic()  # when its page was written
         self._kept = 0  # the newest save point; a disk may show it to other machines too late
 
     @override
@@ -195,6 +198,10 @@ class ScoreCheckpoint(L.Callback):
         _point(self.root / "best", max(scored, key=_worth))
         for logger in trainer.loggers:
             logger.log_metrics(numbers(card), step=int(path.name))
+            logger.save()  # what is written now and then
+        if time.monotonic() - self._reported > REPORT_EVERY:
+            html_report.attempt(self.root.parent)
+            self._reported = time.monotonic()
         return True
 
 

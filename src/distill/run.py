@@ -20,7 +20,7 @@ from decode.load import stop_tokens
 from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
-from distill import exporting, inputs, summary, tracking
+from distill import exporting, html_report, inputs, summary, tracking
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
 from distill.checks import check_ranges, refused
@@ -233,6 +233,7 @@ def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -
     if not trainer.is_global_zero:
         return 0.0
     summary.show(folder)
+    html_report.attempt(folder)
     exporting.at_end(cfg, folder, target)
     for tracker in tracking.trackers(trainer.loggers):
         tracker.ended(folder)

@@ -24,11 +24,13 @@ from distill.chat import Chat
 from distill.control import Strangers
 from distill.head_calls import head_calls
 from distill.heldout import held_out_answers
+from distill.manifest import versions
 from distill.moved import moved
 from distill.progress import bar
 from distill.prompts import Prompt
 from distill.provenance import commit
 from distill.salvage import salvage
+from distill.shown import texts
 from drafters import hub
 from drafters.base import Drafter
 from drafters.lyanna import Lyanna
@@ -140,6 +142,11 @@ class Scorer:
             "step": step,
             "commit": commit(),
             "target": self.cfg.target.path,
+            "versions": versions(),
+            "categories": [p.category for p in self.replayed],
+            "samples": texts(
+                target, drafter, self.chat, self.prompts, settings, options.max_new_tokens, self.cfg.seed
+            ),
             "control": control,
             "lossless_to": "tuned target" if tuned else "target",
             "target_moved": self._moved(target) if tuned else None,

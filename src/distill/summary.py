@@ -64,7 +64,7 @@ def places(cfg: DictConfig, folder: Path) -> None:
         return
     kind = cards(folder)[-1]["drafter"]
     where = {"run": folder, "report": folder / REPORT, "best": checkpoint}
-    say("\nwritten:\n" + "\n".join(f"  {name:7}{path}" for name, path in where.items() if path.exists()))
+    say("\nwritten:\n" + "\n".join(f"  {name}: {path}" for name, path in where.items() if path.exists()))
     given = [f"checkpoint={checkpoint}", *_given(cfg, "target")]
     more = [*given, *_given(cfg, "prompts")]
     commands = [

@@ -104,7 +104,7 @@ def write(
 
 
 def scorecard(folder: Path | None) -> dict[str, Any] | None:
-    """What a folder knows of its score; None: nothing.
+    """What a folder knows of its score; None: nothing. Prompts and texts stay with the run.
 
     Raises:
         UserError: a scorecard that cannot be read, or of another version.
@@ -116,7 +116,7 @@ def scorecard(folder: Path | None) -> dict[str, Any] | None:
                     f"{folder}/{name}: a scorecard of version {found.get('schema')}, this reads {SCHEMA}; "
                     "score the checkpoint again, or take it away"
                 )
-            return found
+            return {name: value for name, value in found.items() if name != "samples"}
     return None
 
 
