@@ -2,9 +2,17 @@
 
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from distill.cli import main
 
-if __name__ == "__main__":
+
+def train(cfg: DictConfig, folder: Path) -> float:
+    """Rollouts, training, scores; imported here, so that help and refusals do not wait for torch."""
     from distill.run import run
 
-    main(run, Path(__file__).parent / "conf")
+    return run(cfg, folder)
+
+
+if __name__ == "__main__":
+    main(train, Path(__file__).parent / "conf")

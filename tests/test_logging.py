@@ -1,16 +1,22 @@
-"""What is logged where: W&B offline files and the CSV file hold the same numbers."""
+"""What is logged where: W&B, online and offline, TensorBoard and the CSV file hold the same numbers."""
 
 import csv
 import json
 import os
+import signal
 import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_wandb import KEY, FakeWandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 from workbench import Bench, fork, train
+
+from distill import callbacks, tracking
+from distill.track_wandb import Wandb
 
 BLOCK = 32768  # of the LevelDB log format
 
@@ -108,3 +114,179 @@ def test_history_holds_losses_and_scores_as_the_files_do(sweep):
 def test_nothing_is_muttered_on_the_side(sweep):
     assert (sweep / "log").read_text() == ""
     assert (sweep / "stderr").read_text() == ""
+
+
+# -- a run that is killed, and goes on ---------------------------------------------------------------
+
+
+def stop_at(step: int, how: int) -> None:
+    """Have this process send itself a signal behind a step."""
+    end = callbacks.TrainingBar.on_train_batch_end
+
+    def stop(self, trainer, *rest):
+        end(self, trainer, *rest)
+        if trainer.global_step == step:
+            os.kill(os.getpid(), how)
+
+    callbacks.TrainingBar.on_train_batch_end = stop
+
+
+def read_events(folder: Path) -> EventAccumulator:
+    """All of them: 0 is no limit."""
+    events = EventAccumulator(str(folder), {"scalars": 0, "histograms": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def offline(folder: Path) -> None:
+    """No key, and a home where W&B may write."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        os.environ.pop(name, None)
+    os.environ["HOME"] = str(folder)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> Path:
+    """Killed behind step 5, two steps behind its newest checkpoint; then made to its end."""
+    bench = Bench(tmp_path_factory.mktemp("resumed"))
+    words = ["logger=all", "logger.weights=always"]
+    killed = bench.fork(*words, before=lambda: (offline(bench.root), stop_at(5, signal.SIGKILL)))
+    assert killed == signal.SIGKILL
+    assert bench.fork(*words, before=lambda: offline(bench.root)) == 0
+    (folder,) = bench.runs()
+    return folder
+
+
+def test_a_killed_run_goes_on_in_its_own_record_without_gaps_or_doubles(resumed):
+    (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
+    config, history, _ = read(file)
+    assert [r["trainer/global_step"] for r in history if "train/loss" in r] == [0, 1, 2, 3, 4, 5]
+    assert [r["trainer/global_step"] for r in history if "score/tau" in r] == [3, 6]
+    assert config["commit"] == json.loads((resumed / "checkpoints/6/score.json").read_text())["commit"]
+    losses = [r["train/loss"] for r in history if "train/loss" in r]
+    events = read_events(resumed / "tensorboard")
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)
+    assert [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3, 4, 5]
+    assert [e.step for e in events.Scalars("score/tau")] == [3, 6]
+
+
+def test_scorecards_are_tables_and_accepted_lengths_histograms(resumed):
+    cards = [json.loads((resumed / f"checkpoints/{s}/score.json").read_text()) for s in (3, 6)]
+    (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
+    _, history, _ = read(file)
+    tables = [r["scorecard/path"] for r in history if "scorecard/path" in r]
+    table = json.loads((file.parent / "files" / tables[-1]).read_text())
+    lines = [dict(zip(table["columns"], line, strict=True)) for line in table["data"]]
+    assert [line["step"] for line in lines] == [3, 6]
+    for line, card in zip(lines, cards, strict=True):
+        row = card["rows"][0]
+        assert line["tau"] == row["tau"]
+        assert (line["decode"], line["audit"], line["drafter"]) == (row["decode"], "pass", "eagle")
+        assert line["s_1"] == row["survival"][0]
+    name = f"accepted_length/{tracking.setting(cards[1]['rows'][0])}"
+    shown = [r for r in history if f"{name}/values" in r]
+    assert [r["trainer/global_step"] for r in shown] == [3, 6]
+    assert sum(shown[1][f"{name}/values"]) == cards[1]["rows"][0]["rounds"]
+    assert shown[1][f"{name}/bins"][:2] == [-0.5, 0.5]
+    events = read_events(resumed / "tensorboard")
+    (first, last) = events.Histograms(name)
+    assert (first.step, last.step) == (3, 6)
+    assert last.histogram_value.num == cards[1]["rows"][0]["rounds"]
+    (text,) = [t.tensor_proto.string_val[0].decode() for t in events.Tensors("scorecard/text_summary")][-1:]
+    assert f"{cards[1]['tau']:.2f}" in text
+
+
+def test_lengths_are_what_survival_says():
+    row = {"rounds": 10, "survival": [0.7, 0.4, 0.1]}
+    assert tracking.lengths(row) == [3, 3, 3, 1]
+
+
+def test_checkpoints_are_artifacts_where_they_lie(resumed):
+    (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
+    *_, artifacts = read(file)
+    models = [a for a in artifacts if a.type == "model"]
+    best = (resumed / "checkpoints" / "best").readlink()
+    aliases = {next(a for a in m.aliases if a.startswith("step-")): set(m.aliases) for m in models}
+    assert "last" in aliases["step-6"]
+    assert "best" in aliases[f"step-{best}"]
+    for model in models:
+        entries = {e.path: Path(e.local_path) for e in model.manifest.contents}
+        assert set(entries) == {"model.safetensors", "config.json", "score.json"}
+        assert {path.parents[1] for path in entries.values()} == {resumed / "checkpoints"}
+
+
+# -- a server ----------------------------------------------------------------------------------------
+
+
+def connect(folder: Path, server: FakeWandb) -> None:
+    offline(folder)
+    os.environ.update(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, WANDB_INIT_TIMEOUT="3")
+
+
+def test_with_a_key_the_run_is_online_and_ends_with_best_and_last(tmp_path):
+    bench, server = Bench(tmp_path), FakeWandb()
+    assert bench.fork("logger=wandb", before=lambda: connect(tmp_path, server)) == 0
+    (folder,) = bench.runs()
+    losses = [r["trainer/global_step"] for r in server.history if "train/loss" in r]
+    assert losses == [0, 1, 2, 3, 4, 5]
+    models = [a for a in server.artifacts if a["artifactTypeName"] == "model"]
+    best = (folder / "checkpoints" / "best").readlink()
+    wanted = {f"step-{best}": "best", "step-6": "last"}
+    for step, name in wanted.items():
+        (given,) = [n for m in models if step in (n := {a["alias"] for a in m["aliases"]})]
+        assert name in given
+    assert len(models) == len({best, Path("6")})
+    written = "".join(p.read_text() for p in folder.rglob("*.log")) + (folder / "run.json").read_text()
+    assert KEY not in written
+    server.close()
+
+
+def test_a_server_that_fails_costs_a_line_and_no_run(tmp_path, capfd):
+    bench, server = Bench(tmp_path), FakeWandb()
+    server.broken = True
+
+    def body() -> int:
+        connect(tmp_path, server)
+        done = bench.train("logger=wandb")
+        os.write(1, (done.out + done.err).encode())
+        return done.code
+
+    assert fork(body) == 0
+    said = capfd.readouterr().out
+    assert len([line for line in said.splitlines() if "this run is recorded offline" in line]) == 1
+    assert KEY not in said
+    (file,) = tmp_path.glob("outputs/*/*/wandb/offline-run-*/run-*.wandb")
+    assert len([r for r in read(file)[1] if "train/loss" in r]) == 6
+    server.close()
+
+
+def test_what_fails_is_said_once_and_repeats_no_key(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
+    logger = Wandb(tmp_path, "p", {}, "never")
+    asked = []
+
+    def fail(*_):
+        asked.append(1)
+        raise OSError(28, "No space left on device for secret-key")
+
+    monkeypatch.setattr(logger, "_begin", fail)
+    for step in range(3):
+        logger.log_metrics({"train/loss": 1.0}, step)
+    assert len(asked) == 1
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "No space left" in said
+    assert "secret-key" not in said
+
+
+def test_tensorboard_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    bench = Bench(tmp_path)
+    done = bench.train("logger=tensorboard")
+    assert done.code == 2
+    assert (
+        done.err == "error: logger=tensorboard: it is not installed; pip install 'foredraft[tensorboard]'\n"
+    )
+    assert bench.train("logger=csv", "logger.weights=some").err.startswith(
+        "error: logger.weights=some: choose"
+    )

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decode.errors import RemoteError, TooLargeError, UserError
 from distill import multirun
+from distill.help import show_help
 from distill.launch import LostRankError, launch, watch_parent
 from distill.runs import Run, claim, join
 
@@ -83,6 +84,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         with multirun.summed_up(plan.folder), one_line_errors():
             hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
 
+    show_help(config_dir, config_name)
     watch_parent()
     with one_line_errors():
         argv = rewrite(sys.argv[1:], config_dir)

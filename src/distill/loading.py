@@ -11,6 +11,7 @@ from decode.errors import UserError
 from decode.load import load_config, load_target, load_tokenizer
 from decode.target import Target
 from distill.chat import Chat
+from distill.progress import bar
 from distill.provenance import local
 
 
@@ -38,14 +39,15 @@ def build_target(cfg: DictConfig, device: torch.device | None = None) -> Target:
         device: of this process, one of several; None: the one that cfg.target names.
     """
     target = cfg.target
-    return load_target(
-        str(local(target.path)),
-        target.dtype,
-        str(device or target.device),
-        target.revision,
-        target.trust_remote_code,
-        target.compile,
-        target.placement,
-        max_memory=target.max_memory,
-        offload_folder=target.offload_folder,
-    )
+    with bar(1, f"loading target {target.path}", "", leave=False):
+        return load_target(
+            str(local(target.path)),
+            target.dtype,
+            str(device or target.device),
+            target.revision,
+            target.trust_remote_code,
+            target.compile,
+            target.placement,
+            max_memory=target.max_memory,
+            offload_folder=target.offload_folder,
+        )

@@ -64,6 +64,8 @@ class Facts(ProgressColumn):
         # Pauses count: what is to come has some, too.
         rate = (n - task.fields["begun"]) / seconds if seconds else 0.0
         left = clock((total - n) / rate) if rate else "?"
+        if not task.fields["unit"]:  # nothing of it can be counted
+            return Text(f"{'' if self.wide else task.description} ...".strip())
         if not self.wide:
             return Text(f"{task.description} {100 * n // max(1, total)}% <{left} {note}".rstrip())
         words = [f"{n}/{total} {task.fields['unit']}", f"{clock(seconds)}<{left}"]

@@ -18,23 +18,32 @@ def table(folder: Path) -> str:
     cards = [json.loads(p.read_text()) for c in checkpoints(folder) if (p := c / "score.json").exists()]
     if not cards:
         return ""
-    head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other", "audit"]
-    lines = [[str(c["step"]), *_cells(c), "pass" if c["audit_passed"] else "FAIL"] for c in cards]
     last = cards[-1]
     far = describe(last)
-    text = (
-        f"headline: {_setting(last)}\n" + grid(head, lines) + (f"\nstep {last['step']}: {far}" if far else "")
-    )
+    text = f"headline: {headline(last)}\n" + grid(*by_step(cards))
+    text += f"\nstep {last['step']}: {far}" if far else ""
     return text if len(last["rows"]) == 1 else f"{text}\n\nstep {last['step']}, {settings_table(last)}"
+
+
+def by_step(cards: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of a table with the headline of every scorecard."""
+    head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other", "audit"]
+    return head, [[str(c["step"]), *_cells(c), "pass" if c["audit_passed"] else "FAIL"] for c in cards]
+
+
+def by_setting(card: dict) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of a table with every setting of a scorecard."""
+    head = ["decode", "T", "batch", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other"]
+    return head, [
+        [r["decode"], f"{r['temperature']:g}", str(r["batch_size"]), *_cells(r)] for r in card["rows"]
+    ]
 
 
 def settings_table(card: dict) -> str:
     """One line a setting of one scorecard."""
-    head = ["decode", "T", "batch", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other"]
-    lines = [[r["decode"], f"{r['temperature']:g}", str(r["batch_size"]), *_cells(r)] for r in card["rows"]]
     control = "" if card.get("control", "none") == "none" else f"control={card['control']}: no real score"
     notes = [note for note in (control, describe(card), _audit(card["audit"])) if note]
-    return "\n".join([f"all settings:\n{grid(head, lines)}", *notes])
+    return "\n".join([f"all settings:\n{grid(*by_setting(card))}", *notes])
 
 
 def _audit(audit: dict) -> str:
@@ -55,7 +64,8 @@ def _audit(audit: dict) -> str:
     return "\n".join(lines)
 
 
-def _setting(card: dict) -> str:
+def headline(card: dict) -> str:
+    """What a card's first row was measured with, and on."""
     return (
         f"{card['decode']}, T={card['temperature']:g}, batch {card['batch_size']}, {card['dtype']}, "
         f"{card['prompts']} held-out prompts, {card['hardware']}"

@@ -22,7 +22,7 @@ from decode.load import stop_tokens
 from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
-from distill import exporting, html_report, inputs, tracking
+from distill import exporting, html_report, inputs, summary, tracking
 from distill.budget import Budget
 from distill.callbacks import STATE, ScoreCheckpoint, TrainingBar
 from distill.chat import Chat
@@ -38,7 +38,6 @@ from distill.produce import produce
 from distill.progress import say, switch
 from distill.prompts import Prompt
 from distill.provenance import local
-from distill.report import table
 from distill.runs import checkpoints
 from distill.scoring import Scorer
 from distill.stopping import Stop
@@ -279,11 +278,11 @@ def _begin(cfg: DictConfig, drafter: Drafter, target: Target) -> bool:
 def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -> float:
     if not trainer.is_global_zero:
         return 0.0
-    say(table(folder))
-    if page := html_report.attempt(folder):
-        say(f"report: {page}")
+    summary.show(folder)
+    html_report.attempt(folder)
     exporting.at_end(cfg, folder, target)
     for tracker in tracking.trackers(trainer.loggers):
         tracker.ended(folder)
+    summary.places(cfg, folder)
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0

@@ -45,23 +45,25 @@ class TensorBoard(Careful, TensorBoardLogger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._try(lambda: super(TensorBoard, self).log_metrics(metrics, step))
+        self._try("curves", lambda: super(TensorBoard, self).log_metrics(metrics, step))
 
     @override
     @rank_zero_only
     def save(self) -> None:
-        self._try(super().save)
+        self._try("curves", super().save)
 
     @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        self._try(lambda: super(TensorBoard, self).finalize(status))
+        self._try("curves", lambda: super(TensorBoard, self).finalize(status))
 
     @rank_zero_only
     def saved(self, folder: Path, checkpoint: Path) -> None:
         """Log a scored checkpoint's card and its histograms."""
         if (card := checkpoint / "score.json").exists():
-            self._try(lambda: self._saved(json.loads(card.read_text()), checkpoint == best(folder)))
+            self._try(
+                "scorecards", lambda: self._saved(json.loads(card.read_text()), checkpoint == best(folder))
+            )
 
     def _saved(self, card: dict[str, Any], is_best: bool) -> None:
         from distill.report import settings_table

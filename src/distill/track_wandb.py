@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from distill.progress import say
+from distill.progress import bar, say
 from distill.provenance import digest
 from distill.runs import checkpoints
 from distill.tracking import COLUMNS, REPORT, Careful, best, cards, lengths, reason, rows, setting
@@ -23,7 +26,10 @@ from drafters import hub
 
 STEP = "trainer/global_step"
 JOURNAL = "history.jsonl"  # beside W&B's own files: [step, numbers] of all that was logged
-PATIENCE = 600.0  # seconds that an upload may take when a run has ended
+UPLOAD = 600.0  # seconds that weights may take when a run has ended well
+FINISH = 60.0  # and everything else, whatever has become of it
+_turn = threading.Lock()
+_busy: list[threading.Thread] = []  # with what asks a server, which may take its time
 SAID = {"end": "; best and last weights too, when the run ends", "always": "; all weights too", "never": ""}
 
 
@@ -69,8 +75,8 @@ class Wandb(Careful, Logger):
     def begin(self) -> None:
         """Start W&B's run, or go on in it, and say where it is."""
         if os.environ.get("WANDB_MODE") == "disabled":
-            self._off = True
-        self._try(self._begin)
+            self._off |= {"curves", "scorecards", "reports and weights"}
+        self._try("curves", self._begin)
 
     def _begin(self) -> Any:
         if self._run is not None:
@@ -107,7 +113,7 @@ class Wandb(Careful, Logger):
             shutil.rmtree(folder)
 
     def _init(self, mode: Any) -> Any:
-        settings = wandb.Settings(finish_timeout=PATIENCE, finish_timeout_raises=True)
+        settings = wandb.Settings(finish_timeout=FINISH, finish_timeout_raises=True)
         name = f"{self.folder.parent.name}/{self.folder.name}"
         run = wandb.init(
             project=self.project,
@@ -128,7 +134,7 @@ class Wandb(Careful, Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Numbers of one step, unless this or a later one is there already."""
         if step is not None:
-            self._try(lambda: self._log(dict(metrics), step))
+            self._try("curves", lambda: self._log(dict(metrics), step))
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         run, kind = self._begin(), _kind(metrics)
@@ -139,55 +145,75 @@ class Wandb(Careful, Logger):
         with self._journal.open("a") as file:
             file.write(json.dumps([step, metrics]) + "\n")
 
+    def _later(self, what: str, work: Callable[[], object]) -> None:
+        """Do it in a thread, where waiting for a server holds up nothing."""
+
+        def turn() -> None:
+            with _turn:
+                try:
+                    if thread in _busy and what not in self._off:
+                        work()
+                except Exception as error:
+                    if thread in _busy:  # the run is still there, and W&B's with it
+                        self._leave(what, error)
+
+        thread = threading.Thread(target=turn, daemon=True)
+        _busy.append(thread)
+        thread.start()
+
     @rank_zero_only
     def saved(self, folder: Path, checkpoint: Path) -> None:
         """Log a scored checkpoint's card; and its weights, where they are wanted now."""
-        self._try(lambda: self._saved(folder, checkpoint))
+        self._try("scorecards", lambda: self._saved(folder, checkpoint))
 
     def _saved(self, folder: Path, checkpoint: Path) -> None:
-        run = self._begin()
-        if (checkpoint / "score.json").exists():
-            scored = cards(folder)
-            lines: list[Any] = [line for card in scored for line in rows(card)]
-            table = wandb.Table(columns=["step", *COLUMNS], data=lines)
-            card = next(c for c in scored if c["step"] == int(checkpoint.name))
+        run, scored, headline = self._begin(), cards(folder), best(folder)
+        if card := next((c for c in scored if c["step"] == int(checkpoint.name)), None):
+            lines: list[Any] = [line for c in scored for line in rows(c)]
             shown = {f"accepted_length/{setting(row)}": _histogram(lengths(row)) for row in card["rows"]}
-            run.log({"scorecard": table, **shown, STEP: card["step"]})
-        if (headline := best(folder)) is not None:
-            card = json.loads((headline / "score.json").read_text())
-            run.summary.update({f"best/{name}": card[name] for name in ("step", "tau", "speedup")})
+            made = {**shown, "scorecard": wandb.Table(columns=["step", *COLUMNS], data=lines)}
+            self._later("scorecards", lambda: run.log({**made, STEP: card["step"]}))
+        if top := next((c for c in scored if headline and c["step"] == int(headline.name)), None):
+            run.summary.update({f"best/{name}": top[name] for name in ("step", "tau", "speedup")})
         if self.weights == "always":
-            self._upload(folder, checkpoint, last=True)
+            self._upload(checkpoint, ["last"] + ["best"] * (checkpoint == headline))
 
     @rank_zero_only
     def ended(self, folder: Path) -> None:
         """Log the report, and the weights that are wanted when a run has ended."""
-        self._try(lambda: self._ended(folder))
+        self._try("reports and weights", lambda: self._ended(folder))
 
     def _ended(self, folder: Path) -> None:
-        run = self._begin()
+        run, last = self._begin(), (folder / "checkpoints" / "last").resolve()
         if (report := folder / REPORT).exists():
-            run.log({"report": wandb.Html(report, inject=False)})
             artifact = wandb.Artifact(f"report-{run.id}", type="report")
             artifact.add_file(str(report), policy="immutable", skip_cache=True)
-            run.log_artifact(artifact)
-        last = (folder / "checkpoints" / "last").resolve()
+            self._later("reports", lambda: run.log({"report": wandb.Html(report, inject=False)}))
+            self._later("reports", lambda: run.log_artifact(artifact))
         if self.weights == "end" and last.is_dir():
-            for checkpoint in dict.fromkeys([best(folder) or last, last]):
-                self._upload(folder, checkpoint, last=checkpoint == last)
+            top = best(folder) or last
+            for checkpoint in dict.fromkeys([top, last]):
+                self._upload(checkpoint, ["best"] * (checkpoint == top) + ["last"] * (checkpoint == last))
 
-    def _upload(self, folder: Path, checkpoint: Path, last: bool) -> None:
+    def _upload(self, checkpoint: Path, aliases: list[str]) -> None:
         """Hand a checkpoint's files over where they lie: no copy is made, and no trainer's state goes."""
         run, card = self._begin(), checkpoint / "score.json"
         about = json.loads(card.read_text()) if card.exists() else {}
         about = {k: v for k, v in about.items() if isinstance(v, str | int | float)}
         artifact = wandb.Artifact(f"drafter-{run.id}", type="model", metadata=about)
-        for path in sorted({p for name in hub.FILES for p in checkpoint.glob(name)}):
+        found = {p for name in hub.FILES for p in checkpoint.glob(name)} | (
+            {card} if card.exists() else set()
+        )
+        for path in sorted(found):
             artifact.add_file(str(path), name=path.name, policy="immutable", skip_cache=True)
-        if card.exists():
-            artifact.add_file(str(card), name=card.name, policy="immutable", skip_cache=True)
-        aliases = [f"step-{checkpoint.name}"] + ["last"] * last + ["best"] * (checkpoint == best(folder))
-        run.log_artifact(artifact, aliases=aliases)
+
+        def upload() -> None:
+            logged = run.log_artifact(artifact, aliases=[f"step-{checkpoint.name}", *aliases])
+            if run.url:
+                with suppress(Exception):  # what has not arrived when the run ends, `finish` says
+                    logged.wait()
+
+        self._later("weights", upload)
 
 
 def _kind(metrics: Mapping[str, float]) -> str:
@@ -207,8 +233,13 @@ def _key_known() -> bool:
 def finish(failed: bool) -> None:
     """End W&B's run; what could not be uploaded can be later."""
     assert wandb.run
-    folder = wandb.run.settings.sync_dir
-    try:
-        wandb.finish(exit_code=int(failed))
-    except Exception as error:  # it has all it needs on disk
-        say(f"W&B: {reason(error)}; `wandb sync {folder}` uploads the rest")
+    folder, end = wandb.run.settings.sync_dir, time.monotonic() + (FINISH if failed else UPLOAD)
+    with bar(1, "W&B: finishing", "", leave=False):
+        try:
+            for thread in _busy:
+                thread.join(max(0.0, end - time.monotonic()))
+            wandb.finish(exit_code=int(failed))
+        except Exception as error:  # it has all it needs on disk
+            say(f"W&B: {reason(error)}; `wandb sync {folder}` uploads the rest")
+        finally:
+            _busy.clear()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger
@@ -34,7 +34,6 @@ COLUMNS = (
     *("draft_share", "verify_share", "other_share", "ttft", "tpot"),
     *("audit", "lossy", "lossless_to", "prompts", "dtype", "hardware", "seed", "commit"),
 )
-T = TypeVar("T")
 
 
 @runtime_checkable
@@ -55,25 +54,30 @@ class Tracker(Protocol):
 
 
 class Careful:
-    """What fails here is said once, and from then on nothing is tried.
+    """What fails here is said once, and from then on left alone.
 
     Attributes:
         label: how messages call it.
     """
 
     label = ""
-    _off = False
 
-    def _try(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None where it failed, or something did before."""
-        if self._off:
-            return None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._off: set[str] = set()
+
+    def _try(self, what: str, work: Callable[[], object]) -> None:
+        """Do `work`, unless that failed before for anything that is called the same."""
+        if what in self._off:
+            return
         try:
-            return work()
+            work()
         except Exception as error:  # of a library, a network, a server or a disk that are not the run's
-            self._off = True
-            say(f"{self.label}: {reason(error)}; nothing more is logged there, and the run goes on")
-            return None
+            self._leave(what, error)
+
+    def _leave(self, what: str, error: Exception) -> None:
+        self._off.add(what)
+        say(f"{self.label}: {reason(error)}; no more {what} go there, and the run goes on")
 
 
 def reason(error: BaseException) -> str:

@@ -1,0 +1,62 @@
+"""`--help` of every command, read off its configuration: comments there are what is said here."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+WIDTH = 100
+GROUP = re.compile(r"  - (\w+): (\S+)\s*(?:# (.*))?$")
+OPTION = re.compile(r"(\w+):\s*([^#]*?)\s*(?:# (.*))?$")
+MORE = """\
+A group is chosen by name (drafter=medusa); any setting of it is overridden with a dot
+(drafter.depth=3 trainer.max_steps=2000). Lists and mappings are quoted: 'score.temperatures=[0,1]'.
+  --cfg job          print the configuration that a command would run with, and run nothing
+  -m a=1,2 b=x,y     every combination, one after the other (docs/sweeps.md)
+What a value means stands in conf/<group>/<name>.yaml; what is not known is refused with the nearest name."""
+
+
+def show_help(config_dir: Path, config_name: str) -> None:
+    """Print it and leave, where this process was asked for it."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(help_text(config_dir, config_name))
+        raise SystemExit(0)
+
+
+def help_text(config_dir: Path, config_name: str) -> str:
+    """What a command does, its groups with a line each and all their names, its options with defaults."""
+    text = (config_dir / f"{config_name}.yaml").read_text()
+    about = {name: said for name, _, said in _groups((config_dir / "config.yaml").read_text())}
+    lines = [line.removeprefix("# ") for line in text.split("defaults:")[0].splitlines()]
+    lines = ["usage: " + lines[0], *lines[1:]]
+    groups = _groups(text)
+    if groups:
+        lines += ["", "Groups, with what they are unless you say so, and what else there is:"]
+    for name, chosen, said in groups:
+        lines.append(f"  {name}: {chosen}  ({said or about.get(name, '')})")
+        others = [n for n in _names(config_dir / name) if n != chosen]
+        lines += textwrap.wrap(" ".join(others), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    if options := [option for option in _options(text) if option[0] not in {name for name, *_ in groups}]:
+        lines += ["", "Options:"]
+        width = max(len(f"{name}={value}") for name, value, _ in options)
+        lines += [f"  {f'{name}={value}':{min(width, 36)}}  {said}".rstrip() for name, value, said in options]
+    return "\n".join([*lines, "", MORE])
+
+
+def _names(group: Path) -> list[str]:
+    return sorted(path.stem for path in group.glob("*.yaml"))
+
+
+def _groups(text: str) -> list[tuple[str, str, str]]:
+    """Name, choice and comment of each entry of the defaults list."""
+    found = map(GROUP.match, text.splitlines())
+    return [(m[1], m[2], m[3] or "") for m in found if m]
+
+
+def _options(text: str) -> list[tuple[str, str, str]]:
+    """Name, default and comment of each setting that is in no group; mappings have theirs in the file."""
+    found = [m for m in map(OPTION.match, text.partition("_self_")[2].splitlines()) if m]
+    kept = [m for m in found if m[1] != "hydra"]
+    return [(m[1], "..." if m[2] in ("", "???") else m[2], m[3] or "") for m in kept]

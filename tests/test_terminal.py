@@ -1,0 +1,165 @@
+"""What somebody at a terminal sees, and what a log does not: bars, lines above them, the table, `--help`."""
+
+import io
+import os
+import pty
+import re
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+from rich.console import Console
+from workbench import CONF, ROOT, command, fork
+
+from distill import progress, summary
+from distill.cli import main
+from distill.progress import bar, say
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def on_terminal(body, columns: int = 80, **environment: str) -> str:
+    """Everything that `body` writes where stdout and stderr are a terminal."""
+    parent, child = pty.openpty()
+
+    def run() -> int:
+        for name in ("CI", "NO_COLOR", "COLUMNS"):
+            os.environ.pop(name, None)
+        os.environ.update({"TERM": "xterm", "COLUMNS": str(columns)} | environment)
+        os.dup2(child, 1)
+        os.dup2(child, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        progress.switch["on"] = True
+        body()
+        sys.stdout.flush()
+        return 0
+
+    assert fork(run) == 0
+    os.close(child)
+    written = b""
+    while True:
+        try:
+            part = os.read(parent, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        written += part
+    os.close(parent)
+    return written.decode().replace("\r\n", "\n")
+
+
+def work() -> None:
+    with bar(4, "training", "steps") as outer:
+        outer.update(1, "loss 2.000, 1,000 tokens/s")
+        time.sleep(0.2)
+        with bar(2, "scoring step 1", "batches", leave=False) as inner:
+            inner.update()
+        say("step 1/4  [loss] 2.0")
+        outer.update(3)
+
+
+def test_bars_show_what_how_far_and_how_fast_and_go_when_done():
+    written = on_terminal(work)
+    assert "1/4 steps" in written
+    assert "loss 2.000, 1,000 tokens/s" in written
+    assert "/s" in CONTROL.sub("", written)
+    assert "scoring step 1" in written
+    assert "step 1/4  [loss] 2.0\n" in CONTROL.sub("", written)
+    assert CONTROL.sub("", written).rstrip().endswith("training: 4/4 steps in 0:00")
+    assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l"), "the cursor is hidden"
+
+
+def test_a_narrow_terminal_has_the_share_that_is_done():
+    lines = CONTROL.sub("", on_terminal(work, columns=40)).replace("\r", "\n").splitlines()
+    assert any(re.match(r"training 25% <\d", line) for line in lines)
+    assert all(len(line) <= 40 for line in lines)
+
+
+@pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
+def test_nobody_draws_where_nobody_watches(environment):
+    assert on_terminal(work, **environment) == "step 1/4  [loss] 2.0\n"
+
+
+def test_without_a_terminal_there_are_lines_alone(capfd):
+    work()
+    assert capfd.readouterr() == ("step 1/4  [loss] 2.0\n", "")
+
+
+def test_an_error_is_one_unpainted_line_below_bars_that_are_gone():
+    def fail() -> None:
+        def job(cfg, folder):
+            with bar(3, "training", "steps") as shown:
+                shown.update()
+                raise summary.UserError("wrong; mend it")
+
+        sys.argv = ["x", "hydra.run.dir=."]
+        with suppress(SystemExit):
+            main(job, CONF, "generate")
+
+    written = on_terminal(fail)
+    (line,) = [line for line in written.splitlines() if "error: " in line]
+    assert line.partition("error: ")[2] == "wrong; mend it"
+    assert written.partition("error: ")[2] == "wrong; mend it\n"
+
+
+def test_a_forked_child_leaves_the_bars_to_its_parent():
+    def body() -> None:
+        with bar(2, "training", "steps") as shown:
+            shown.update()
+            child = os.fork()
+            if not child:
+                say("from the child")
+                shown.update()
+                os._exit(0)
+            os.waitpid(child, 0)
+
+    written = CONTROL.sub("", on_terminal(body))
+    assert "from the child" in written
+    assert "2/2 steps" not in written.partition("from the child")[2]
+
+
+HEAD = [
+    "step",
+    "replay",
+    "tau",
+    "s_1",
+    "s_2",
+    "s_3",
+    "s_4",
+    "s_5",
+    "speedup",
+    "draft",
+    "verify",
+    "other",
+    "audit",
+]
+LINE = ["800", "2.87", "3.00", "0.75", "0.59", "0.43", "0.27", "-", "1.03x", "32%", "64%", "4%", "pass"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_drawn_table_fits_and_says_the_same(width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(summary.drawn(HEAD, [LINE], width))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    cells = [re.split(r"[┃│]", line)[1:-1] for line in (lines[1], lines[3])]
+    shown = {name.strip(): value.strip() for name, value in zip(*cells, strict=True)}
+    assert shown == {name: value for name, value in zip(HEAD, LINE, strict=True) if name in shown}
+    assert {"step", "tau", "speedup", "audit"} <= shown.keys()
+    if width == 120:
+        assert list(shown) == HEAD
+
+
+def test_help_lists_every_group_with_a_line_and_every_name_in_it():
+    text = command(lambda: main(lambda cfg, folder: 0.0, CONF), ["train.py", "--help"]).out
+    for group in [p for p in CONF.iterdir() if p.is_dir()]:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"  {group.name}: ")]
+        assert re.search(r"\(\w.*\)$", line), line
+        assert {p.stem for p in group.glob("*.yaml")} <= set(re.findall(r"\w+", text))
+    assert "resume=auto" in text
+    for path in CONF.glob("*.yaml"):
+        shown = command(lambda name=path.stem: main(lambda cfg, folder: 0.0, CONF, name), ["x", "-h"])
+        assert (shown.code, shown.out.partition(":")[0]) == (0, "usage"), path
+    assert (ROOT / "train.py").exists()
