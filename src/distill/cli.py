@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decode.errors import RemoteError, TooLargeError, UserError
 from distill import multirun
+from distill.follow import follow
 from distill.help import show_help
 from distill.launch import LostRankError, launch, watch_parent
 from distill.runs import Run, claim, join
@@ -87,7 +88,7 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
     show_help(config_dir, config_name)
     watch_parent()
     with one_line_errors():
-        argv = rewrite(sys.argv[1:], config_dir)
+        argv = rewrite(follow(sys.argv[1:], config_dir, config_name), config_dir)
         sweeps = multirun.wanted(argv, config_dir, config_name)
     if sweeps:
         sweep()

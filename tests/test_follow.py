@@ -1,0 +1,65 @@
+"""Commands about a checkpoint: target and prompts of its run, where they name none."""
+
+import json
+
+import pytest
+from workbench import CONF
+
+from distill.follow import follow
+
+
+@pytest.fixture
+def best(tmp_path):
+    """A checkpoint in a run's folder."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(
+        "- drafter=eagle\n- target=hf\n- prompts=jsonl\n- prompts.path='/a b.jsonl'\n"
+    )
+    folder = tmp_path / "checkpoints" / "best"
+    folder.mkdir(parents=True)
+    target = {"name": "/a/target", "revision": None, "fingerprint": "x", "tokenizer": ""}
+    config = {"format": 1, "drafter": "eagle", "settings": {}, "target": target}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+PROMPTS = ["prompts=jsonl", "prompts.path='/a b.jsonl'"]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "found"),
+    [
+        ("score_checkpoint", [], ["target=/a/target", *PROMPTS]),
+        ("benchmark_context", [], ["target=/a/target", *PROMPTS]),
+        ("generate", [], ["target=/a/target"]),
+        ("score_checkpoint", ["target=/mine"], PROMPTS),
+        ("score_checkpoint", ["target.dtype=float32", "prompts.seed=1"], []),
+        ("score_checkpoint", ["--cfg", "job"], []),
+        ("export", [], []),
+        ("config", [], []),
+    ],
+)
+def test_what_is_not_named_is_as_in_training(best, capsys, name, given, found):
+    argv = [f"checkpoint={best}", *given]
+    assert follow(argv, CONF, name) == [*found, *argv]
+    assert ("as in training: " in capsys.readouterr().out) == bool(found)
+
+
+def test_the_bundled_target_is_everybodys_default(best):
+    config = json.loads((best / "config.json").read_text())
+    config["target"]["name"] = "data/pocket"
+    (best / "config.json").write_text(json.dumps(config))
+    argv = [f"checkpoint={best}"]
+    assert follow(argv, CONF, "generate") == argv
+
+
+def test_what_was_moved_out_of_its_run_still_knows_its_target(best, tmp_path):
+    moved = best.rename(tmp_path / "moved")
+    (tmp_path / ".hydra" / "overrides.yaml").unlink()
+    argv = [f"checkpoint={moved}"]
+    assert follow(argv, CONF, "limit") == ["target=/a/target", *argv]
+
+
+@pytest.mark.parametrize("other", ["nowhere", "a/b/score.json", ""])
+def test_what_is_no_checkpoint_is_left_to_the_command(other):
+    assert follow([f"checkpoint={other}"], CONF, "verify_served") == [f"checkpoint={other}"]
