@@ -135,7 +135,7 @@ def test_a_run_counts_and_scores_checkpoint_0(bench, name):
     assert done.err == ""
     said = done.out.splitlines()
     assert any(line.startswith(f"drafter={name}: ") for line in said)
-    assert [line for line in said if re.match(r" +0 +", line)][0].split()[-1] == "pass"
+    assert next(line for line in said if re.match(r" +0 +", line)).split()[-1] == "pass"
     folder = done.folder
     assert (folder / "done").exists()
     assert [p.name for p in checkpoints(folder)] == ["0"]
