@@ -209,6 +209,8 @@ def test_checkpoints_are_artifacts_where_they_lie(resumed):
     aliases = {next(a for a in m.aliases if a.startswith("step-")): set(m.aliases) for m in models}
     assert "last" in aliases["step-6"]
     assert "best" in aliases[f"step-{best}"]
+    (page,) = [a for a in artifacts if a.type == "report"]
+    assert [Path(e.local_path) for e in page.manifest.contents] == [resumed / "report.html"]
     for model in models:
         entries = {e.path: Path(e.local_path) for e in model.manifest.contents}
         assert set(entries) == {"model.safetensors", "config.json", "score.json"}
