@@ -52,7 +52,7 @@ def choose(cfg: DictConfig, folder: Path) -> float:
     place = Place.of(folder)
     begun = time.monotonic() - (0.0 if place.in_sweep else lived())
     names = _check(cfg, place)
-    settings = families.plain(cfg.drafter.options)
+    settings = families.plain(cfg.drafter.options) or {}
     overrides = {name: families.overrides_of(place, name, settings.get(name, {})) for name in names}
     # All that can be wrong with any of them shows here.
     configs = {name: families.composed(place, own) for name, own in overrides.items()}
@@ -72,7 +72,10 @@ def _check(cfg: DictConfig, place: Place) -> list[str]:
             raise UserError(f"drafter.families: {name}: no such family; choose of {', '.join(known)}")
     if not names or len(set(names)) < len(names):
         raise UserError("drafter.families: name at least one family, and none twice")
-    if others := sorted(set(map(str, auto.options)) - set(names)):
+    settings = families.plain(auto.options) or {}
+    if not (isinstance(settings, dict) and all(isinstance(own, dict) for own in settings.values())):
+        raise UserError(f"drafter.options={settings}: write it as {{eagle: {{depth: 3}}}}")
+    if others := sorted(set(map(str, settings)) - set(names)):
         raise UserError(f"drafter.options: {', '.join(others)}: not among drafter.families")
     _check_rest(cfg)
     return names
@@ -166,7 +169,7 @@ class Search:
         chat, train, held = read_inputs(cfg, self.place.folder)
         target = build_target(cfg)
         with refused():
-            self.judge = Judge(cfg, target, chat, held)
+            self.judge = Judge(cfg, target, chat, held, self.clock)
         self.shared = Shared(target)
         self.jobs = Jobs(self.place, self.shared)
         plan = rollout_plan(cfg, target, chat, train)

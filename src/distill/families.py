@@ -150,7 +150,7 @@ class Jobs:
             )
         # Other processes load a target of their own.
         self.shared = shared if kind == "BasicLauncher" else None
-        count = 1 if self.shared else int(self.master.hydra.launcher.n_jobs)
+        count = 1 if kind == "BasicLauncher" else int(self.master.hydra.launcher.n_jobs)
         self.parallel = count if count > 0 else NEVER
 
     def __call__(self, overrides: Mapping[str, Sequence[str]], stretches: Mapping[str, Stretch]) -> None:

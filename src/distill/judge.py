@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -32,6 +32,7 @@ class Judge:
         target: that all of them draft for.
         chat: renders the prompts.
         held: prompts that are held out.
+        clock: seconds.
 
     Attributes:
         each: seconds that one plan took, at the most so far.
@@ -40,8 +41,15 @@ class Judge:
         UserError: a `decode` without plans to choose from, or nothing to replay.
     """
 
-    def __init__(self, cfg: DictConfig, target: Target, chat: Chat, held: Sequence[Prompt]) -> None:
-        self.cfg, self.target = cfg, target
+    def __init__(
+        self,
+        cfg: DictConfig,
+        target: Target,
+        chat: Chat,
+        held: Sequence[Prompt],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cfg, self.target, self.clock = cfg, target, clock
         self.scorer = Scorer(cfg, target, chat, held, Path(cfg.output_dir) / "heldout")
         self.sampler, self.batch = self.scorer.samplers[0], int(cfg.score.batch_sizes[0])
         headline = self.scorer.plans[0]
@@ -80,12 +88,12 @@ class Judge:
         Raises:
             UserError: it can follow none.
         """
-        begun = time.monotonic()
+        begun = self.clock()
         drafter = hub.load(checkpoint, self.target)
         self.target.tap(drafter.taps)
         plans = _followed(drafter, plans)
         with threads(self.cfg.score.threads):
-            _, curve = Auto(plans, prompts=1).choose(
+            _, curve = Auto(plans).choose(
                 self.target,
                 drafter,
                 self.answers,
@@ -95,7 +103,7 @@ class Judge:
                 stop=stop_tokens(self.target),
                 seed=self.cfg.seed,
             )
-        self.each = max(self.each, (time.monotonic() - begun) / len(curve))
+        self.each = max(self.each, (self.clock() - begun) / len(curve))
         plain = next(row for row in curve if row["decode"] == Plan().name)
         named = {plan.name: plan for plan in plans}
         best = max((row for row in curve if row["decode"] in named), key=lambda row: row["tokens_per_second"])
