@@ -12,6 +12,7 @@ WORDS = {
     "decode": "distill.benchmark:decoders",
     "batch": "distill.sweeps:batch_sizes",
     "context": "distill.sweeps:context_lengths",
+    "regret": "distill.regret:regrets",
     "rollout": "distill.rollout_race:rollouts",
     "scaling": "distill.scaling:scaling",
     "train": "distill.step_race:training",

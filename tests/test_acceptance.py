@@ -13,6 +13,7 @@ from decode.acceptance import acceptance
 from decode.auto import Auto
 from decode.errors import UserError
 from decode.generate import generate
+from decode.pace import Pace
 from decode.plan import Plan
 from decode.replay import Rollout
 from decode.sampling import Sampler
@@ -119,28 +120,50 @@ def test_a_lossy_plan_is_labelled_and_never_heads_the_table(target):
 # -- decode=auto -------------------------------------------------------------------------------
 
 
+class Given:
+    """Seconds of a round of each plan."""
+
+    def __init__(self, plans, seconds) -> None:
+        self.seconds = dict(zip(plans, seconds, strict=True))
+
+    def round_seconds(self, plan, batch):
+        return self.seconds[plan]
+
+    def idle_seconds(self, batch):
+        return self.seconds[Plan()]
+
+
 def test_auto_takes_the_most_tokens_a_second(target, monkeypatch):
-    auto = Auto([{"depth": 1}, {"depth": 3, "width": 2, "nodes": 6}, {"depth": 2, "proposal": "sampled"}])
+    plans = [{"depth": 1}, {"depth": 3, "width": 2, "nodes": 6}, {"depth": 2, "proposal": "sampled"}]
+    auto = Auto(plans, adapt=False)
     answers = rollouts(target, WARM)
     options = {"max_new_tokens": LENGTH, "stop": STOP, "seed": 0}
+    chosen = []
     for cost in ([1, 1, 1, 1], [1, 9, 9, 9], [1, 1.01, 9, 9], [1, 9, 9, 1.01]):
-        monkeypatch.setattr(module, "_seconds", lambda *_, cost=cost: cost)
+        given = Given(auto.plans, cost)
+        monkeypatch.setattr(module, "measure", lambda *_, given=given, **__: given)
         plan, curve = auto.choose(target, Grown(VOCAB), answers, WARM, 1, **options)
         assert [row["decode"] for row in curve] == [p.name for p in auto.plans]
-        assert curve[0]["tau"] == 1
+        assert curve[0]["tau"] == curve[0]["speedup"] == 1
         speeds = [row["tau"] / c for row, c in zip(curve, cost, strict=True)]
         assert [row["tokens_per_second"] for row in curve] == pytest.approx(speeds)
+        for row in curve:
+            low, high = row["speedup_interval"]
+            assert low <= row["speedup"] <= high
         assert plan == auto.plans[speeds.index(max(speeds))]
-    assert plan == auto.plans[3], "the last curve makes the sampled chain the fastest"
+        chosen.append(auto.plans.index(plan))
+    assert chosen[1:] == [0, 1, 3]
 
 
-def test_auto_times_every_candidate(target):
-    auto = Auto([{"depth": 1}, {"depth": 3}], prompts=3)
+def test_auto_times_candidates_and_may_adapt(target):
+    auto = Auto([{"depth": 1}, {"depth": 3}, {"depth": 2, "width": 2, "nodes": 3}], prompts=3, repeats=2)
     plan, curve = auto.choose(
         target, Grown(VOCAB), rollouts(target, WARM), WARM, 2, max_new_tokens=LENGTH, stop=STOP, seed=0
     )
     assert all(row["round_seconds"] > 0 for row in curve)
-    assert plan in auto.plans
+    assert [row["decode"] for row in curve] == [*(p.name for p in auto.plans), "chain-3 (adaptive)"]
+    assert plan in auto.plans or plan.adapt is not None
+    assert set(dict(Pace(**curve[-1]["adapt"]).costs)) == {1, 2}
 
 
 @pytest.mark.parametrize(

@@ -250,12 +250,10 @@ def test_confidence_is_refused_for_want_of_a_law():
         drafter.check(Plan(depth=2, min_confidence=0.3))
 
 
-@pytest.mark.parametrize("plan", ["decode.proposal=sampled", "decode=hybrid", "decode=auto"])
+@pytest.mark.parametrize("plan", ["decode.proposal=sampled", "decode=hybrid"])
 def test_a_plan_that_draws_is_refused_before_work_starts(bench, plan):
     before = bench.runs()
     argv = quick(bench)
-    if plan == "decode=auto":
-        argv = [a for a in argv if not a.startswith("decode")]
     done = train([a for a in argv if plan != "decode=hybrid" or not a.startswith("decode")] + [plan])
     assert done.code == 2
     (line,) = done.err.splitlines()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from decode.generate import generate
 from decode.plan import Plan
 from decode.replay import Counts, Rollout, inexact, replay
@@ -22,11 +24,13 @@ class Acceptance:
         counts: tokens and rounds of each rollout: expected ones, or those of one decoder run.
         survival: P(accepted >= j), j from 1.
         estimate: why the numbers are a decoder's count, with its noise; empty: they are exact.
+        keeps: see `replay.Replayed`; None where there are none.
     """
 
     counts: Counts
     survival: list[float]
     estimate: str
+    keeps: list[np.ndarray] | None = None
 
     def report(self) -> dict[str, Any]:
         """For the scorecard."""
@@ -75,7 +79,8 @@ def acceptance(
 
     replayed = replay(target, drafter, rollouts, exact, sampler, batch_size=batch_size, progress=advanced)
     found = {
-        plan: Acceptance(one.counts, one.survival, "") for plan, one in zip(exact, replayed, strict=True)
+        plan: Acceptance(one.counts, one.survival, "", one.keeps)
+        for plan, one in zip(exact, replayed, strict=True)
     }
     done = len(rollouts) * len(exact)
     for plan in plans:

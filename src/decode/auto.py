@@ -2,20 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
-from decode.acceptance import acceptance
+from decode.acceptance import Acceptance, acceptance
+from decode.bootstrap import interval
+from decode.cost import PLAIN, Costs, Worth, fastest, worth
 from decode.errors import UserError
-from decode.generate import generate
 from decode.plan import Plan
-from decode.replay import Rollout
-from decode.rounds import Proposer, Times
+from decode.rehearsal import pace_of, rehearse
+from decode.replay import Counts, Rollout
+from decode.rounds import Proposer
 from decode.sampling import Sampler
 from decode.target import Target
+from decode.timing import REPEATS, measure
 
-PLAIN = Plan()
+DECIDING = 1.02  # how much faster an adaptive chain has to be: deciding takes time that costs leave out
+
+
+class Forecast(NamedTuple):
+    """What a plan is predicted to do at one law and batch size."""
+
+    plan: Plan
+    tau: float
+    estimate: str  # why tau is a count and no exact expectation; empty: it is exact
+    round_seconds: float  # with all rows running; of an adaptive plan the mean over its rounds
+    worth: Worth
+
+    def report(self) -> dict[str, Any]:
+        """For files and tables."""
+        speedup, *span = self.worth.speedup
+        return {
+            "decode": self.plan.name,
+            "tau": self.tau,
+            "estimate": self.estimate,
+            "round_seconds": self.round_seconds,
+            "tokens_per_second": self.worth.speed,
+            "speedup": speedup,
+            "speedup_interval": span,
+            "full_batch_tokens_per_second": self.worth.full,
+            "adapt": None if self.plan.adapt is None else asdict(self.plan.adapt),
+        }
+
+
+def possible(drafter: Proposer, plans: Sequence[Plan]) -> list[Plan]:
+    """Those that this drafter can make."""
+    check: Callable[[Plan], None] | None = getattr(drafter, "check", None)
+    found = []
+    for plan in plans:
+        try:
+            if check:
+                check(plan)
+        except UserError:
+            continue
+        found.append(plan)
+    return found
+
+
+def forecast(
+    plans: Sequence[Plan], found: Sequence[Acceptance], costs: Costs, batch: int, adapt: bool, tokens: Counts
+) -> list[Forecast]:
+    """Predictions for plain decoding, every plan, and the longest of each kind of chain made adaptive.
+
+    Args:
+        plans: that draft.
+        found: their acceptance, on the same answers.
+        costs: of the machine.
+        batch: rows decoded together.
+        adapt: whether chains may adapt.
+        tokens: of the answers; plain decoding takes a round for each.
+    """
+    every = [PLAIN, *plans]
+    counts = [tokens, *(one.counts for one in found)]
+    known = worth(every, counts, costs, batch)
+    rows = [
+        Forecast(plan, one.tau, why, costs.round_seconds(plan, batch), value)
+        for plan, one, why, value in zip(
+            every, counts, ["", *(f.estimate for f in found)], known, strict=True
+        )
+    ]
+    return rows + (_adaptive(plans, found, costs, batch) if adapt else [])
+
+
+def _adaptive(plans: Sequence[Plan], found: Sequence[Acceptance], costs: Costs, batch: int) -> list[Forecast]:
+    rows = []
+    for proposal in ("fixed", "sampled"):
+        chains = [
+            (plan, one.keeps)
+            for plan, one in zip(plans, found, strict=True)
+            if plan.proposal == proposal and not plan.forks and not plan.min_confidence and plan.depth > 1
+        ]
+        longest, keeps = max(chains, key=lambda chain: chain[0].depth, default=(PLAIN, None))
+        if keeps is None or not any(map(len, keeps)):
+            continue
+        plan = replace(longest, nodes=0, adapt=pace_of(longest, keeps, costs, batch))
+        played = rehearse(plan, keeps, costs, batch)
+        seconds, tokens = float(played.seconds.sum()), float(played.tokens.sum())
+        low, high = interval(played.plain, played.seconds)
+        speedup = float(played.plain.sum()) / seconds, low, high
+        why = "rehearsed" if proposal == "fixed" else "rehearsed with one draw of its coins"
+        tau = tokens / played.rounds
+        mean = batch * tau * seconds / tokens
+        rows.append(Forecast(plan, tau, why, mean, Worth(tokens / seconds, speedup, None)))
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +113,10 @@ class Auto:
     """Candidates to choose from; plain decoding always is one.
 
     Args:
-        plans: as keyword arguments of `Plan`.
-        prompts: decoded with each candidate to time a round, at least one batch.
+        plans: as keyword arguments of `Plan`. Those that a drafter cannot make are left out.
+        prompts: decoded to time rounds, at least one batch.
+        repeats: rounds of each candidate that are timed.
+        adapt: chains whose length follows past acceptance are candidates as well.
 
     Raises:
         UserError: no candidates, or one that no draft can have.
@@ -32,11 +124,15 @@ class Auto:
 
     plans: Sequence[Mapping[str, Any] | Plan]
     prompts: int = 4
+    repeats: int = REPEATS
+    adapt: bool = True
 
     def __post_init__(self) -> None:
         plans = tuple(p if isinstance(p, Plan) else Plan(**p) for p in self.plans)  # pyright: ignore[reportArgumentType]
-        if not plans or self.prompts < 1:
-            raise UserError("decode=auto: give decode.plans to choose from and decode.prompts >= 1")
+        if not plans or min(self.prompts, self.repeats) < 1:
+            raise UserError(
+                "decode=auto: give decode.plans to choose from, decode.prompts and decode.repeats >= 1"
+            )
         if any(plan.lossy for plan in plans):
             raise UserError("decode=auto chooses among lossless plans; take out the lossy ones")
         object.__setattr__(self, "plans", (PLAIN, *plans))
@@ -61,43 +157,32 @@ class Auto:
             options: max_new_tokens, stop and seed, as `generate` takes them.
 
         Returns:
-            The plan, and of every candidate its name, tau, seconds a round and tokens a second of
-            one request, plain decoding first.
+            The plan, and of every candidate its `Forecast`, plain decoding first.
         """
-        plans: list[Plan] = list(self.plans)  # pyright: ignore[reportAssignmentType]
-        found = acceptance(target, drafter, rollouts, plans[1:], sampler, **options)
-        taus = [1.0, *(one.counts.tau for one in found)]
+        plans = possible(drafter, self.plans[1:])  # pyright: ignore[reportArgumentType]
+        found = acceptance(target, drafter, rollouts, plans, sampler, **options)
         prompts = [r.prompt for r in rollouts[: max(self.prompts, batch_size)]]
-        curve = []
-        for plan, tau, seconds in zip(
-            plans, taus, _seconds(target, drafter, prompts, plans, sampler, batch_size, options), strict=True
-        ):
-            row = {"decode": plan.name, "tau": tau, "round_seconds": seconds}
-            curve.append(row | {"tokens_per_second": tau / seconds})
-        fastest = max(range(len(plans)), key=lambda i: curve[i]["tokens_per_second"])
-        return plans[fastest], curve
+        costs = measure(
+            target,
+            drafter,
+            prompts,
+            plans,
+            sampler,
+            [batch_size],
+            max_new_tokens=options["max_new_tokens"],
+            seed=options.get("seed", 0),
+            repeats=self.repeats,
+        )
+        rows = forecast(plans, found, costs, batch_size, self.adapt, plain_counts(rollouts))
+        return choice(rows).plan, [row.report() for row in rows]
 
 
-def _seconds(
-    target: Target,
-    drafter: Proposer,
-    prompts: Sequence[Sequence[int]],
-    plans: Sequence[Plan],
-    sampler: Sampler,
-    batch_size: int,
-    options: Mapping[str, Any],
-) -> Iterable[float]:
-    """Seconds of one round of each plan, all plans taking turns.
+def choice(rows: Sequence[Forecast]) -> Forecast:
+    """The fastest; of equals the first."""
+    return rows[fastest([r.worth.speed / (DECIDING if r.plan.adapt else 1.0) for r in rows])]
 
-    The longest output of a batch has as many rounds as the batch took.
-    """
-    times, rounds = [Times() for _ in plans], [0] * len(plans)
-    for start in range(0, len(prompts), batch_size):
-        for i, plan in enumerate(plans):
-            part = prompts[start : start + batch_size]
-            run = generate(
-                target, drafter if plan.depth else None, part, plan=plan, sampler=sampler, **options
-            )
-            times[i].total += run.times.total
-            rounds[i] += max(len(o.emitted) for o in run.outputs)
-    return [t.total / max(n, 1) for t, n in zip(times, rounds, strict=True)]
+
+def plain_counts(rollouts: Sequence[Rollout]) -> Counts:
+    """Plain decoding's: a round a token."""
+    tokens = [len(r.answer) - 1 for r in rollouts]
+    return Counts(tokens, [float(n) for n in tokens])

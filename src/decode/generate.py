@@ -5,6 +5,7 @@ Both run the one loop of `decode.loop`; plain decoding is that loop with nothing
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ def generate(
     until: Until | None = None,
     coin: Any = None,
     on_round: Callable[[Round], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Generation:
     """Decode all prompts in one batch, distributed exactly as the target.
 
@@ -49,6 +51,7 @@ def generate(
         until: makes the test that ends a request, as `stop.StopStrings` does.
         coin: replaces the keyed coin (tests).
         on_round: observer.
+        clock: of `Generation.times`.
 
     Raises:
         UserError: an empty prompt, or one that fills the target's context.
@@ -58,7 +61,7 @@ def generate(
     names = range(len(prompts)) if requests is None else requests
     coin = KeyedCoin(seed, names, samples) if coin is None else coin
     limits = _limits(target, prompts, max_new_tokens)
-    loop = Loop(target, drafter, prompts, limits, sampler, plan or Plan(), coin, stop, until, on_round)
+    loop = Loop(target, drafter, prompts, limits, sampler, plan or Plan(), coin, stop, until, on_round, clock)
     for _ in loop.rounds():
         pass
     return Generation(loop.outputs, loop.times)

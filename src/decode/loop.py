@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.adapt import paced
 from decode.coin import KeyedCoin
 from decode.descent import match
 from decode.draft import Draft
@@ -56,8 +57,10 @@ class Loop:
         stop: Sequence[int],
         until: Until | None,
         on_round: Callable[[Round], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.target, self.drafter, self.prompts = target, drafter, prompts
+        self.target, self.prompts, self.clock = target, prompts, clock
+        self.drafter = None if drafter is None else paced(drafter, plan)
         self.sampler, self.plan, self.coin = sampler, plan, coin
         self.stop = frozenset(stop)
         self.ends = [until() for _ in prompts] if until else None
@@ -85,7 +88,7 @@ class Loop:
         """Seconds, after the device has caught up."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
+        return self.clock()
 
     @torch.inference_mode()  # of a step, not of the generator: its caller would be left in the mode
     def prefill(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from decode.errors import UserError
+from decode.pace import Pace
 
 Path = tuple[int, ...]  # child ranks from the root to a node
 # proposal -> the rule that `auto` stands for on a chain, and where nodes may have siblings
@@ -40,6 +42,7 @@ class Plan:
         lossy: allows the rules that change the target's law.
         threshold: of the lossy rules, in probability.
         alpha: `typical` lowers the threshold to alpha * exp(-entropy).
+        adapt: chains of at most `depth`, as long as past rounds and their costs advise; see `Pace`.
 
     Raises:
         UserError: a shape that no draft can have, or a combination that would not be lossless.
@@ -58,6 +61,7 @@ class Plan:
     lossy: bool = False
     threshold: float = 0.09
     alpha: float = 0.3
+    adapt: Pace | None = None
 
     def __post_init__(self) -> None:
         if self.proposal not in RULES_OF:
@@ -83,6 +87,7 @@ class Plan:
             raise UserError("decode.replacement is for sampled trees: decode=static proposal=sampled")
         self._choose_rule()
         self._check_rule()
+        self._check_pace()
 
     def _check_drafts(self) -> None:
         if self.drafts < 1:
@@ -149,6 +154,17 @@ class Plan:
                 "(decode=drafts), or rule=match"
             )
 
+    def _check_pace(self) -> None:
+        if isinstance(self.adapt, Mapping):
+            object.__setattr__(self, "adapt", Pace.of(self.adapt))
+        if self.adapt is None:
+            return
+        if self.forks or self.lossy or self.adapt.deepest != self.depth:
+            raise UserError(
+                "decode.adapt is for a single lossless chain, with a cost for each of 0 to decode.depth="
+                f"{self.depth} tokens; leave it out, or set width=1 and drafts=1, without a tree"
+            )
+
     @property
     def forks(self) -> bool:
         """Whether a node may have several children."""
@@ -175,6 +191,8 @@ class Plan:
             text = f"{kind}-{self.nodes} (depth {self.depth}, width {self.width})"
         if self.min_confidence:
             text += f" (confidence {self.min_confidence:g})"
+        if self.adapt is not None:
+            text += " (adaptive)"
         if self.draft_temperature is not None:
             text += f" drawn at {self.draft_temperature:g}"
         if self.rule != RULES_OF[self.proposal][self.forks]:

@@ -58,10 +58,13 @@ class Replayed:
         counts: tokens and expected rounds of each rollout.
         reached: (2, K + 1) over all rollouts, rounds that no end cuts: those that keep at least j
             tokens, and all of them.
+        keeps: of each rollout (starts, K) chances that token i past a start is kept if those before
+            are; of drafts that remember earlier rounds None.
     """
 
     counts: Counts
     reached: np.ndarray
+    keeps: list[np.ndarray] | None = None
 
     @property
     def survival(self) -> list[float]:
@@ -72,7 +75,8 @@ class Replayed:
 def inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> str:
     """Why a plan's acceptance is not a function of the rollout alone; empty if it is."""
     memory = drafter is not None and remembers(drafter, plan)
-    if memory and getattr(drafter, "sociable", False):
+    together = plan.adapt is not None and not (plan.proposal == "sampled" and plan.rule != "match")
+    if memory and (together or getattr(drafter, "sociable", False)):
         return "drafts depend on the rows beside them"
     if plan.lossy:
         return f"rule {plan.rule} does not keep the target's law"
@@ -121,6 +125,7 @@ def replay(
         return [found[plan] for plan in plans]
     forwards = [[0.0] * len(rollouts) for _ in plans]
     reached = [np.zeros((2, plan.depth + 1)) for plan in plans]
+    kept = [[np.zeros((0, plan.depth))] * len(rollouts) for plan in plans]
     # Longest first, so that those still running are always the first of a batch.
     order = sorted(range(len(rollouts)), key=lambda i: -len(rollouts[i].answer))
     for start in range(0, len(order), batch_size):
@@ -128,13 +133,15 @@ def replay(
         keeps = _keeps(target, drafter, [rollouts[i] for i in part], plans, sampler)
         for n, plan in enumerate(plans):
             for row, i in enumerate(part):
-                rounds = _Rounds(keeps[n][row, : len(rollouts[i].answer) - 1], plan.depth)
+                kept[n][i] = keeps[n][row, : len(rollouts[i].answer) - 1]
+                rounds = _Rounds(kept[n][i], plan.depth)
                 forwards[n][i] = rounds.count
                 reached[n] += rounds.reached
         if progress:
             progress(start + len(part))
     tokens = [len(r.answer) - 1 for r in rollouts]
-    return [Replayed(Counts(tokens, f), r) for f, r in zip(forwards, reached, strict=True)]
+    found = zip(forwards, reached, kept, strict=True)
+    return [Replayed(Counts(tokens, f), r, k) for f, r, k in found]
 
 
 def _walked(

@@ -57,6 +57,8 @@ class Proposer(Protocol):
 
 def remembers(drafter: Proposer, plan: Plan) -> bool:
     """Whether its drafts depend on where earlier rounds began."""
+    if plan.adapt is not None:
+        return True
     says: Callable[[Plan], bool] | None = getattr(drafter, "remembers", None)
     return says is not None and says(plan)
 

@@ -118,13 +118,15 @@ def score(
             rows[setting], decoded[setting] = _row(setting, tally, plain), counted(tally.outputs)
     for sampler, answers in rollouts.items():
         scored = [s for s in settings if s.sampler == sampler]
-        plans = list(dict.fromkeys(s.plan for s in scored if not s.plan.lossy))
         options = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed}
-        found = acceptance(target, drafter, answers, plans, sampler, **options)
-        accepted = dict(zip(plans, found, strict=True))
-        for setting in (s for s in scored if s.plan in accepted):
-            replayed = _replay(accepted[setting.plan], decoded[setting], len(prompts))
-            rows[setting] |= {"replay": replayed}
+        measure = partial(acceptance, target, drafter, answers, sampler=sampler, **options)
+        plans = list(dict.fromkeys(s.plan for s in scored if not s.plan.lossy and s.plan.adapt is None))
+        accepted = dict(zip(plans, measure(plans=plans), strict=True))
+        for setting in (s for s in scored if not s.plan.lossy):
+            found = accepted.get(setting.plan)
+            if found is None:  # how deep it drafts is a matter of company
+                (found,) = measure(plans=[setting.plan], batch_size=setting.batch_size)
+            rows[setting] |= {"replay": _replay(found, decoded[setting], len(prompts))}
         advanced()
     checked = audit(
         target,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.adapt import paced
 from decode.draft import Draft
 from decode.plan import Plan
 from decode.rounds import Proposer
@@ -84,13 +85,13 @@ class _Walker:
     """
 
     def __init__(self, target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plan: Plan) -> None:
-        self.target, self.drafter, self.plan = target, drafter, plan
+        self.target, self.drafter, self.plan = target, paced(drafter, plan), plan
         self.texts = Texts(target, rollouts, plan.depth)
         self.length = [len(r.answer) for r in rollouts]
         self.begin = [len(r.prompt) for r in rollouts]
         self.rows = list(range(len(rollouts)))
         self.place = [1] * len(rollouts)  # the answers' token that a round would draft first
-        self.state = drafter.new_state(len(rollouts))
+        self.state = self.drafter.new_state(len(rollouts))
         self._tell([0] * len(rollouts), self.begin)
 
     def _tell(self, first: Sequence[int], counts: Sequence[int]) -> None:

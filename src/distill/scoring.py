@@ -75,8 +75,9 @@ class Scorer:
 
     @property
     def candidates(self) -> list[Plan]:
-        """Every plan that a checkpoint may be scored with."""
-        plans = [[plan] if isinstance(plan, Plan) else plan.plans for plan in self.plans]
+        """What every checkpoint must be able to draft; of decode=auto's plans it may leave some out."""
+        named = [plan for plan in self.plans if not isinstance(plan, Auto)]
+        plans = [[plan] if isinstance(plan, Plan) else plan.plans for plan in named]
         return [plan for group in plans for plan in group]  # pyright: ignore[reportReturnType]
 
     def prepare(self) -> None:

@@ -1,0 +1,21 @@
+"""How much to draft on this machine: python scripts/advise.py checkpoint=<folder> [overrides]."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from distill.cli import main
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+
+def task(cfg: DictConfig, folder: Path) -> float:
+    """Seconds of imports that `--help` does not wait for."""
+    del folder
+    from distill.advise import advise
+
+    return advise(cfg)
+
+
+if __name__ == "__main__":
+    main(task, CONF, "advise")

@@ -1,0 +1,366 @@
+"""scripts/advise.py: how much to draft on this machine, and what a perfect choice of drafts would give."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from decode.acceptance import Acceptance, acceptance
+from decode.auto import Forecast, choice, forecast, plain_counts, possible
+from decode.cost import PLAIN, Costs, Measured, batch_seconds, fastest
+from decode.errors import UserError
+from decode.load import stop_tokens
+from decode.oracle import least_seconds, lowest_share
+from decode.plan import Plan
+from decode.replay import Rollout
+from decode.sampling import Sampler
+from decode.score import hardware
+from decode.target import Target
+from decode.timing import clock_of, measure
+from distill.checks import check_ranges, refused
+from distill.files import write_json
+from distill.heldout import held_out_answers
+from distill.moved import only_untuned
+from distill.progress import bar
+from distill.provenance import commit
+from distill.report import grid
+from distill.run import build_drafter, build_target, quiet, read_inputs
+from distill.scoring import threads
+from drafters import hub
+from drafters.base import Drafter
+
+SIDE_BY_SIDE = 16  # answers that are replayed together: the bar moves when they are done
+
+
+class Known(NamedTuple):
+    """One drafter at one law."""
+
+    name: str
+    plans: list[Plan]
+    found: list[Acceptance]
+    costs: Measured
+
+
+def advise(cfg: DictConfig) -> float:
+    """Print what to draft at every temperature and batch size, and write it where `out` says so.
+
+    Args:
+        cfg: composed from conf/advise.yaml.
+
+    Returns:
+        The predicted speedup of the first choice.
+
+    Raises:
+        UserError: bad input; no drafter.
+    """
+    quiet()
+    check_ranges(cfg)
+    with refused():
+        samplers = [Sampler(t, cfg.top_k, cfg.top_p, cfg.min_p) for t in cfg.temperatures]
+    if not samplers or not cfg.batch_sizes:
+        raise UserError("advise: give temperatures and batch_sizes, at least one of each")
+    chat, _, held = read_inputs(cfg)
+    target = build_target(cfg)
+    drafters = _drafters(cfg, target)
+    options = cfg.score
+    results = []
+    with threads(options.threads):
+        for sampler in samplers:
+            limits = sampler, options.max_new_tokens, cfg.seed, Path(cfg.answers)
+            rollouts = held_out_answers(target, chat, held[: options.replay_prompts], *limits)
+            known = [_known(cfg, target, name, one, rollouts, sampler) for name, one in drafters]
+            for batch in cfg.batch_sizes:
+                results.append(_result(known, rollouts, sampler, batch, cfg.adapt))
+    card = {
+        "what": "advise",
+        "results": results,
+        "target": cfg.target.path,
+        "prompts": min(len(held), options.replay_prompts),
+        "max_new_tokens": options.max_new_tokens,
+        "clock": clock_of(target).__name__,
+        "hardware": hardware(target.device),
+        "load_average": round(os.getloadavg()[0], 2),
+        "commit": commit(),
+    }
+    print(describe(card))
+    if cfg.out:
+        write_json(Path(cfg.out), card)
+    return results[0]["choice"]["speedup"]
+
+
+def _drafters(cfg: DictConfig, target: Target) -> list[tuple[str, Drafter]]:
+    """Everyone that is compared, by a name that tells them apart."""
+    named = [str(source) for source in [cfg.checkpoint, *cfg.checkpoints] if source]
+    found = [(source, hub.load(hub.fetch(source), target)) for source in named]
+    if OmegaConf.select(cfg, "drafter") is not None:
+        with refused():
+            one = build_drafter(cfg, target)
+        if one.trains or one.fits:
+            raise UserError(
+                f"drafter={hub.short_name(one)} has to learn first: train it, and give the checkpoint"
+            )
+        found.append((hub.short_name(one), one.to(target.device, target.dtype).eval().requires_grad_(False)))
+    if not found:
+        raise UserError("advise: give checkpoint=<folder or hub id>, or drafter=ngram")
+    for source, one in found:
+        only_untuned(target, one.verifier(target), source)
+    kinds = [hub.short_name(one) for _, one in found]
+    several = {kind for kind in kinds if kinds.count(kind) > 1}
+    return [
+        (f"{kind} ({source})" if kind in several else kind, one)
+        for kind, (source, one) in zip(kinds, found, strict=True)
+    ]
+
+
+def candidates(
+    chains: int,
+    trees: Sequence[int],
+    widths: Sequence[int],
+    confidences: Sequence[float],
+    proposals: Sequence[str],
+) -> list[Plan]:
+    """Chains of 1 to `chains` tokens, the longest ended at each of the confidences too, and trees.
+
+    A tree of n nodes and width w is log2 n deep, or as deep as it has to be to have room for n; one that
+    would be deeper than the chains is left out.
+    """
+    plans = []
+    for proposal in proposals:
+        if proposal != "hybrid":
+            plans += [Plan(k, proposal=proposal) for k in range(1, chains + 1)]
+            plans += [Plan(chains, proposal=proposal, min_confidence=sure) for sure in confidences]
+        if proposal == "sampled":
+            continue  # a dynamic tree of drawn nodes would not be lossless
+        for nodes in trees:
+            for width in widths:
+                depth = max(round(np.log2(nodes)), -(-(nodes - width) // width**2) + 1, 1)
+                if depth <= min(chains, nodes):
+                    plans.append(Plan(depth, width, nodes, proposal=proposal))
+    return list(dict.fromkeys(plans))
+
+
+def _known(
+    cfg: DictConfig,
+    target: Target,
+    name: str,
+    drafter: Drafter,
+    rollouts: Sequence[Rollout],
+    sampler: Sampler,
+) -> Known:
+    """Acceptance and costs of one drafter."""
+    proposals = [p for p in cfg.proposals if p == "fixed" or sampler.temperature]
+    with refused():
+        plans = possible(drafter, candidates(cfg.chains, cfg.trees, cfg.widths, cfg.confidences, proposals))
+    target.tap(drafter.taps)
+    options = {"max_new_tokens": cfg.score.max_new_tokens, "seed": cfg.seed}
+    what = f"{name}, T={sampler.temperature:g}"
+    with bar(len(rollouts) * len(plans), f"replaying {what}", "answers", leave=False) as moving:
+        found = acceptance(
+            target,
+            drafter,
+            rollouts,
+            plans,
+            sampler,
+            stop=stop_tokens(target),
+            batch_size=SIDE_BY_SIDE,
+            progress=lambda done: (moving.update(done - moving.n), None)[1],
+            **options,
+        )
+    with bar(1, f"timing {what}", "rounds", leave=False) as moving:
+
+        def progress(done: int, total: int) -> None:
+            moving.total = total
+            moving.update(done - moving.n)
+
+        costs = measure(
+            target,
+            drafter,
+            [r.prompt for r in rollouts],
+            plans,
+            sampler,
+            cfg.batch_sizes,
+            repeats=cfg.repeats,
+            progress=progress,
+            **options,
+        )
+    return Known(name, plans, found, costs)
+
+
+def _result(
+    known: Sequence[Known], rollouts: Sequence[Rollout], sampler: Sampler, batch: int, adapt: bool
+) -> dict[str, Any]:
+    """All that is said of one temperature and batch size."""
+    tokens = plain_counts(rollouts)
+    tables = [(one, forecast(one.plans, one.found, one.costs, batch, adapt, tokens)) for one in known]
+    drafters = []
+    for one, rows in tables:
+        chosen = choice(rows)
+        drafters.append(
+            {
+                "name": one.name,
+                "costs": one.costs.table(batch),
+                "rows": [row.report() for row in rows],
+                "choice": chosen.report() | {"setting": setting(chosen.plan)},
+                "num_speculative_tokens": served(rows),
+            }
+        )
+    best = max(drafters, key=lambda one: one["choice"]["speedup"])
+    return {
+        "temperature": sampler.temperature,
+        "batch_size": batch,
+        "drafters": drafters,
+        "choice": {"drafter": best["name"]} | best["choice"],
+        "oracle": oracle(known, rollouts, batch),
+    }
+
+
+def served(rows: Sequence[Forecast]) -> int:
+    """Length of the best chain where a server keeps its batch full; 0: serve without."""
+    chains = [row for row in rows if row.plan == Plan(row.plan.depth)]
+    return chains[fastest([row.worth.full for row in chains])].plan.depth  # pyright: ignore[reportArgumentType]
+
+
+def oracle(known: Sequence[Known], rollouts: Sequence[Rollout], batch: int) -> dict[str, Any]:
+    """What the best draft of all plans of all drafters, known in every round, would reach: a bound.
+
+    A row is charged its share of the round, at the batch size where that is least; so no way of batching
+    is cheaper.
+    """
+    starts = [len(r.answer) - 1 for r in rollouts]
+    keeps, prices, left_out = [[np.zeros((n, 0)) for n in starts]], [_share(known[0].costs, PLAIN, batch)], []
+    for one in known:
+        # Each was timed at its own moment; plain decoding says how fast the machine was.
+        pace = prices[0] / _share(one.costs, PLAIN, batch)
+        for plan, found in zip(one.plans, one.found, strict=True):
+            if found.keeps is None:
+                left_out.append(f"{one.name} {plan.name}")
+                continue
+            keeps.append(found.keeps)
+            prices.append(pace * _share(one.costs, plan, batch))
+    rows = -(-max(len(rollouts), batch) // batch) * batch
+    order = [i % len(rollouts) for i in range(rows)]  # as `cost.worth` takes them
+    answers = list(zip(*keeps, strict=True))
+
+    def least(prices: Sequence[float]) -> list[float]:
+        return [least_seconds(one, prices) if n else 0.0 for one, n in zip(answers, starts, strict=True)]
+
+    seconds, rounds = least(prices), least([1.0] * len(prices))
+    total = sum(starts[i] for i in order)
+    speed = total / sum(seconds[i] for i in order)
+    plain = _plain_speed(known[0].costs, np.array(starts, float)[order], batch)
+    return {
+        "tau": sum(starts) / sum(rounds),
+        "tokens_per_second": speed,
+        "speedup": speed / plain,
+        "drafts": len(prices),
+        "left_out": left_out,
+    }
+
+
+def _share(costs: Costs, plan: Plan, batch: int) -> float:
+    return lowest_share(np.array([costs.round_seconds(plan, b) for b in range(1, batch + 1)]))
+
+
+def _plain_speed(costs: Costs, rounds: np.ndarray, batch: int) -> float:
+    price = np.array([costs.round_seconds(PLAIN, b) for b in range(1, batch + 1)])
+    return float(rounds.sum() / batch_seconds(rounds.reshape(-1, batch), price).sum())
+
+
+# -- what a person reads -----------------------------------------------------------------------------
+
+
+def setting(plan: Plan) -> str:
+    """Options of train.py, scripts/score.py and scripts/generate.py that decode by a plan."""
+    if not plan.depth:
+        return "decode=chain decode.depth=0"
+    if plan.width > 1:
+        group = "hybrid" if plan.proposal == "hybrid" else "dynamic"
+        return f"decode={group} decode.depth={plan.depth} decode.width={plan.width} decode.nodes={plan.nodes}"
+    text = f"decode=chain decode.depth={plan.depth}"
+    if plan.proposal != "fixed":
+        text += f" decode.proposal={plan.proposal}"
+    if plan.min_confidence:
+        text += f" decode.min_confidence={plan.min_confidence:g}"
+    if plan.adapt is not None:
+        curves = ",".join(f"{batch}:[{','.join(map(str, curve))}]" for batch, curve in plan.adapt.costs)
+        text += f" 'decode.adapt={{prior:{plan.adapt.prior},costs:{{{curves}}}}}'"
+    return text
+
+
+def describe(card: dict[str, Any]) -> str:
+    """For people."""
+    texts = [_described(result) for result in card["results"]]
+    under = (
+        f"predicted from {card['prompts']} answers and rounds timed by {card['clock']} on "
+        f"{card['hardware']}, load {card['load_average']:.2f}; ~: not exact replay"
+    )
+    return "\n\n".join([*texts, under])
+
+
+def _described(result: dict[str, Any]) -> str:
+    where = f"T={result['temperature']:g}, batch {result['batch_size']}"
+    parts = []
+    for one in result["drafters"]:
+        verify = one["costs"]["verify"]
+        lines = [
+            [
+                row["decode"],
+                f"{row['tau']:.2f}{'~' if row['estimate'] else ''}",
+                _ms(row["round_seconds"]),
+                f"{row['tokens_per_second']:.0f}",
+                f"{row['speedup']:.2f}x",
+                "{:.2f}..{:.2f}".format(*row["speedup_interval"]),
+                "-"
+                if row["full_batch_tokens_per_second"] is None
+                else f"{row['full_batch_tokens_per_second']:.0f}",
+            ]
+            for row in one["rows"]
+        ]
+        head = ["decode", "tau", "ms a round", "tokens/s", "speedup", "95 %", "tokens/s, batch full"]
+        parts += [
+            f"{one['name']}, {where}",
+            "verify(n), ms: " + _curve(verify["slots"], verify["seconds"]),
+            *(
+                f"draft(k), ms, {curve['proposal']}, width {curve['width']}: "
+                + _curve(curve["depth"], curve["seconds"])
+                for curve in one["costs"]["draft"]
+            ),
+            grid(head, lines),
+        ]
+    return "\n".join([*parts, *_advice(result, where)])
+
+
+def _advice(result: dict[str, Any], where: str) -> Iterator[str]:
+    chosen, best = result["choice"], result["oracle"]
+    low, high = chosen["speedup_interval"]
+    if chosen["decode"] == PLAIN.name:
+        yield f"=> {where}: do not draft; nothing here is faster than plain decoding"
+    else:
+        yield (
+            f"=> {where}: {chosen['drafter']}, {chosen['decode']}, {chosen['speedup']:.2f}x "
+            f"({low:.2f}..{high:.2f}): {chosen['setting']}"
+        )
+    for one in result["drafters"]:
+        tokens = one["num_speculative_tokens"]
+        yield (
+            f"   serving {one['name']} with this many requests running, if costs are as here: "
+            + (f"num_speculative_tokens={tokens}" if tokens else "without speculation")
+        )
+    yield (
+        f"   oracle: the best of {best['drafts']} drafts known in every round: tau {best['tau']:.2f}, no "
+        f"more than {best['speedup']:.2f}x"
+        + (f"; without {', '.join(best['left_out'])}" if best["left_out"] else "")
+    )
+
+
+def _curve(x: Sequence[float], seconds: Sequence[float]) -> str:
+    return ", ".join(f"{at:g}: {_ms(s)}" for at, s in zip(x, seconds, strict=True))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"

@@ -1,0 +1,180 @@
+"""scripts/advise.py and scripts/benchmark.py regret: what they say, and that it holds together."""
+
+import json
+import re
+import shlex
+from types import SimpleNamespace
+
+import pytest
+from hydra.utils import instantiate
+from scripts.advise import CONF, task
+from workbench import Bench, command, write_prompts
+
+from decode.auto import Forecast, choice
+from decode.cost import PLAIN, Worth
+from decode.pace import Pace
+from decode.plan import Plan
+from distill.advise import candidates, describe, served, setting
+from distill.cli import compose, main
+from distill.regret import regrets
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    made = Bench(tmp_path_factory.mktemp("advise"))
+    return made, made.untrained_eagle()
+
+
+def given(bench, folder, *more):
+    prompts = write_prompts(folder / "p.jsonl", 16)
+    return [
+        f"target={bench[0].target}",
+        f"prompts={prompts}",
+        "prompts.heldout_share=0.5",
+        "chains=2",
+        "trees=[4]",
+        "widths=[2]",
+        "repeats=2",
+        "score.max_new_tokens=8",
+        f"answers={folder / 'answers'}",
+        f"out={folder / 'out.json'}",
+        *more,
+    ]
+
+
+def advise(bench, folder, *more):
+    argv = ["advise.py", *given(bench, folder, *more)]
+    done = command(lambda: main(task, CONF, "advise"), argv)
+    return done, json.loads((folder / "out.json").read_text()) if done.code == 0 else None
+
+
+def test_every_temperature_and_batch_size_has_its_advice(bench, tmp_path):
+    more = [f"checkpoint={bench[1]}", "drafter=ngram", "temperatures=[0.0,1.0]", "batch_sizes=[1,2]"]
+    done, card = advise(bench, tmp_path, *more)
+    assert done.code == 0, done.err
+    assert [(r["temperature"], r["batch_size"]) for r in card["results"]] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    for result in card["results"]:
+        eagle, ngram = result["drafters"]
+        assert (eagle["name"], ngram["name"]) == ("eagle", "ngram")
+        names = [row["decode"] for row in eagle["rows"]]
+        assert names[0] == "plain"
+        assert ("chain-2-sampled" in names) == bool(result["temperature"])
+        assert not any("sampled" in row["decode"] for row in ngram["rows"]), "it has no laws to draw from"
+        for one in (eagle, ngram):
+            for row in one["rows"]:
+                assert row["round_seconds"] > 0
+                assert row["speedup_interval"][0] <= row["speedup"] <= row["speedup_interval"][1]
+                if result["batch_size"] == 1:
+                    assert row["tokens_per_second"] == pytest.approx(row["tau"] / row["round_seconds"])
+            best = max(r["speedup"] for r in one["rows"] if r["adapt"] is None)
+            assert one["choice"]["speedup"] >= best
+        static = [
+            r for one in (eagle, ngram) for r in one["rows"] if r["adapt"] is None and not r["estimate"]
+        ]
+        assert result["oracle"]["tau"] >= max(row["tau"] for row in static) - 1e-9
+        assert result["oracle"]["speedup"] >= max(row["speedup"] for row in static) - 1e-9
+        assert any("hybrid" in name for name in result["oracle"]["left_out"]) == bool(result["temperature"])
+    assert "oracle: the best of" in done.out
+    assert describe(card) in done.out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "give checkpoint="),
+        (["drafter=eagle"], "has to learn first"),
+        (["drafter=ngram", "temperatures=[]"], "at least one of each"),
+    ],
+)
+def test_bad_input_is_one_line(bench, tmp_path, more, said):
+    done, _ = advise(bench, tmp_path, *more)
+    assert done.code == 2
+    (line,) = done.err.splitlines()
+    assert said in line
+
+
+# -- what it says --------------------------------------------------------------------------------
+
+
+PLANS = [
+    Plan(3, proposal="sampled", min_confidence=0.3),
+    Plan(4, 3, 16, proposal="hybrid"),
+    Plan(2, adapt=Pace(0.625, ((1, (1.0, 1.25, 1.5)), (8, (1.0, 1.5, 2.25))))),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
+def test_a_setting_is_what_makes_the_plan(plan):
+    cfg = compose(shlex.split(setting(plan)), CONF)
+    assert instantiate(cfg.decode) == plan
+
+
+def rows(*speeds):
+    def row(plan, speed, full):
+        return Forecast(plan, 1.0, "", 1.0, Worth(speed, (speed, speed, speed), full))
+
+    return [row(*one) for one in speeds]
+
+
+def test_a_server_is_told_the_best_chain_of_a_full_batch():
+    tree = Plan(3, 2, 6)
+    found = rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 1.4), (Plan(2), 1.4, 1.5), (tree, 2.0, 2.0))
+    assert choice(found).plan == tree
+    assert served(found) == 2
+    assert served(rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 0.9))) == 0
+
+
+def test_adapting_has_to_pay_for_deciding():
+    plan = PLANS[-1]
+    assert choice(rows((PLAIN, 1.0, 1.0), (plan, 1.01, None))).plan == PLAIN
+    assert choice(rows((PLAIN, 1.0, 1.0), (plan, 1.05, None))).plan == plan
+
+
+def test_where_plain_wins_it_says_do_not_draft(bench, tmp_path, monkeypatch):
+    """A drafter whose rounds take for ever."""
+    import distill.advise as module
+
+    slow = SimpleNamespace(
+        round_seconds=lambda plan, batch: 1.0 + 9 * plan.depth,
+        idle_seconds=lambda batch: 1.0,
+        table=lambda batch: {"verify": {"slots": [1], "seconds": [1.0]}, "draft": []},
+    )
+    monkeypatch.setattr(module, "measure", lambda *_, **__: slow)
+    done, card = advise(bench, tmp_path, "drafter=ngram", "batch_sizes=[1]")
+    assert "do not draft" in done.out
+    assert "without speculation" in done.out
+    assert card["results"][0]["choice"]["decode"] == "plain"
+    assert card["results"][0]["choice"]["speedup"] == 1
+
+
+def test_trees_have_room_for_their_nodes_and_are_no_deeper_than_chains():
+    plans = candidates(8, [4, 8, 16, 32], [2, 4], [0.3], ["fixed", "sampled", "hybrid"])
+    assert len(plans) == len(set(plans))
+    trees = [(p.depth, p.width, p.nodes) for p in plans if p.width > 1 and p.proposal == "fixed"]
+    assert trees == [(2, 2, 4), (2, 4, 4), (3, 2, 8), (3, 4, 8), (5, 2, 16), (4, 4, 16), (5, 4, 32)]
+    assert {p.proposal for p in plans if p.width > 1} == {"fixed", "hybrid"}
+    lengths = [p.depth for p in plans if p.width == 1 and not p.min_confidence]
+    assert lengths == [*range(1, 9), *range(1, 9)]
+    assert [p.proposal for p in plans if p.min_confidence] == ["fixed", "sampled"]
+
+
+# -- regret --------------------------------------------------------------------------------------
+
+
+def test_regret_races_the_choice_with_the_two_fastest(bench, tmp_path):
+    argv = [*given(bench, tmp_path, f"checkpoint={bench[1]}"), "score.prompts=4", "score.repeats=3"]
+    argv += ["batch_sizes=[2]", "adapt=false"]
+    done = command(lambda: main(regrets, CONF, "benchmark_regret"), ["benchmark.py", *argv])
+    assert done.code == 0, done.err
+    card = json.loads((tmp_path / "out.json").read_text())
+    (row,) = card["rows"]
+    swept = {one["decode"]: one["measured"] for one in row["sweep"]}
+    assert list(swept)[:3] == ["plain", "chain-1", "chain-2"]
+    assert [one["decode"] for one in row["best"]] == sorted(swept, key=lambda n: -swept[n])[:2]
+    worst = max(one["ratio"] for one in row["best"])
+    assert row["regret"] == pytest.approx(worst - 1)
+    assert row["regret_interval"][0] <= row["regret"] <= row["regret_interval"][1]
+    if row["choice"] in [one["decode"] for one in row["best"]]:
+        assert row["regret"] >= 0
+    assert card["clock"] == "process_time"
+    assert re.search(r"regret -?\d", done.out)

@@ -1,0 +1,264 @@
+"""The cost model: given costs and acceptance whose optimum is known, the choice is exact."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from decode.acceptance import Acceptance
+from decode.auto import Auto, forecast
+from decode.cost import PLAIN, Curve, Measured, Timed, batch_seconds, fastest, spanning, worth
+from decode.oracle import least_seconds, lowest_share
+from decode.plan import Plan
+from decode.rehearsal import pace_of, rehearse
+from decode.replay import Counts, _Rounds
+
+CHAINS = [Plan(k) for k in range(1, 9)]
+TREES = [Plan(depth, width, nodes) for depth, width, nodes in [(2, 2, 4), (3, 3, 9), (4, 4, 16), (5, 4, 32)]]
+
+
+class Given:
+    """Costs by a formula."""
+
+    def __init__(self, slot, level, batch=0.0, fixed=1.0) -> None:
+        self.slot, self.level, self.batch, self.fixed = slot, level, batch, fixed
+
+    def round_seconds(self, plan, batch):
+        return self.fixed + self.slot * plan.nodes * (1 + self.batch * (batch - 1)) + self.level * plan.depth
+
+    def idle_seconds(self, batch):
+        return self.fixed
+
+
+def counts_of(taus, prompts=6):
+    """Every prompt alike: 60 tokens at each tau."""
+    return [Counts([60] * prompts, [60 / float(tau)] * prompts) for tau in taus]
+
+
+def geometric(alpha, depth):
+    return sum((Fraction(alpha) ** j for j in range(depth + 1)), Fraction(0))
+
+
+@pytest.mark.parametrize("alpha", ["1/10", "2/5", "3/5", "4/5", "19/20", "1"])
+@pytest.mark.parametrize("level", ["1/100", "1/10", "1/4", "1"])
+def test_the_length_of_a_chain_is_the_optimum_of_its_formula(alpha, level):
+    plans = [PLAIN, *CHAINS]
+    taus = [geometric(alpha, plan.depth) for plan in plans]
+    values = [tau / (1 + Fraction(level) * plan.depth) for plan, tau in zip(plans, taus, strict=True)]
+    want = values.index(max(values))
+    found = worth(plans, counts_of(taus), Given(0.0, float(Fraction(level))), 1)
+    assert fastest([one.speed for one in found]) == want
+    for one, value in zip(found, values, strict=True):
+        assert one.speed == pytest.approx(float(value))
+        assert one.speedup == pytest.approx([float(value)] * 3)  # prompts are alike: no interval
+    if (alpha, level) == ("1/10", "1/4"):
+        assert want == 0  # plain decoding
+    if (alpha, level) == ("1", "1/10"):
+        assert want == 8
+
+
+def test_of_equals_the_first_is_taken_and_plain_before_all():
+    plans = [PLAIN, *CHAINS[:3]]
+    costs = Given(0.0, 1.0)
+    equal = [1 + plan.depth for plan in plans]  # as many tokens as a round costs
+    assert fastest([one.speed for one in worth(plans, counts_of(equal), costs, 1)]) == 0
+    better = [1, 2.2, 3.3, 4.4]
+    assert fastest([round(one.speed, 9) for one in worth(plans, counts_of(better), costs, 1)]) == 1
+
+
+def test_a_larger_batch_wants_fewer_nodes():
+    plans, costs = [PLAIN, *CHAINS, *TREES], Given(0.02, 0.05, batch=1.0)
+    taus = [geometric("7/10", p.depth) * (1 if p.width == 1 else Fraction(6, 5)) for p in plans]
+    chosen = []
+    for batch in (1, 4, 64):
+        values = [float(tau) / costs.round_seconds(p, batch) for p, tau in zip(plans, taus, strict=True)]
+        found = worth(plans, counts_of(taus, 64), costs, batch)
+        assert [one.speed for one in found] == pytest.approx([batch * value for value in values])
+        assert [one.full for one in found] == pytest.approx([batch * value for value in values])
+        chosen.append(plans[fastest([one.speed for one in found])].nodes)
+        assert chosen[-1] == plans[values.index(max(values))].nodes
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > 4
+    assert chosen[-1] == 0
+
+
+def test_rows_leave_as_they_end():
+    assert batch_seconds(np.array([[3.0, 1.0]]), np.array([1.0, 1.5])) == pytest.approx([1.5 + 2])
+    found = worth([PLAIN], [Counts([3, 1], [3.0, 1.0])], Given(0.0, 0.0), 2)[0]
+    assert found.speed == pytest.approx(4 / 3)  # a round costs 1 however many rows it has
+    assert found.full == pytest.approx(2)
+    # Three prompts at batch 2: the first is taken again.
+    found = worth([PLAIN], [Counts([3, 1, 2], [3.0, 1.0, 2.0])], Given(0.0, 0.0), 2)[0]
+    assert found.speed == pytest.approx((3 + 1 + 2 + 3) / (3 + 3))
+
+
+def test_an_interval_is_over_prompts():
+    counts = [Counts([10, 50], [10.0, 50.0]), Counts([10, 50], [10.0, 20.0])]
+    speedup, low, high = worth([PLAIN, Plan(1)], counts, Given(0.0, 0.0), 1)[1].speedup
+    assert speedup == pytest.approx(2)
+    assert (low, high) == pytest.approx((1, 2.5))
+
+
+# -- curves --------------------------------------------------------------------------------------
+
+
+def test_a_curve_pools_what_falls_and_goes_on_behind_its_end():
+    curve = Curve.fit({1: [1.0, 1.0, 9.0], 2: [3.0], 4: [2.0]})
+    assert [curve(x) for x in (1, 2, 3, 4)] == pytest.approx([1, 2.5, 2.5, 2.5])
+    assert curve(0) == 1
+    assert Curve((1, 2), (1, 3))(5) == pytest.approx(9)
+    assert Curve((4,), (2.0,))(9) == 2
+
+
+def rounds(plans, batches, busy=0.0, slots=lambda plan: [plan.nodes + 1]):
+    """On the clock of a machine whose times are linear in slots and depth, now and then slowed by others."""
+    dice = random.Random(0)
+    return [
+        Timed(plan, batch, n, *(time * batch * (1.7 if slow else 1) for time in times))
+        for plan in plans
+        for batch in batches
+        for n in slots(plan) * 7
+        for slow in [dice.random() < busy]
+        for times in [
+            (0.1 + 0.2 * plan.depth + 0.05 * plan.width * bool(plan.depth), 1 + 0.03 * n, 0.1 + 0.01 * n)
+        ]
+    ]
+
+
+def test_a_few_plans_tell_the_costs_of_all():
+    plans = [*CHAINS, *[Plan(d, 3, n) for d in (2, 3, 4) for n in (4, 8, 12, 20)]]
+    some = spanning(plans)
+    assert len(some) < len(plans) / 2
+    told, all_ = (Measured(rounds([PLAIN, *part], [1, 8])) for part in (some, plans))
+    for plan in [PLAIN, *plans]:
+        for batch in (1, 3, 8):
+            assert told.round_seconds(plan, batch) == pytest.approx(all_.round_seconds(plan, batch))
+            read = batch * (1.1 + 0.04 * (plan.nodes + 1))
+            drafted = batch * (0.1 + 0.2 * plan.depth + 0.05 * plan.width) if plan.depth else 0
+            assert told.round_seconds(plan, batch) == pytest.approx(read + drafted)
+    assert told.idle_seconds(8) == pytest.approx(8 * (1.14 + 0.1))
+
+
+def test_drafts_of_varying_size_cost_what_they_are():
+    """A drafter that offers nothing in three rounds of four."""
+    one = Plan(4)
+    timed = rounds([PLAIN], [1]) + rounds([one], [1], slots=lambda plan: [1, 1, 1, 5])
+    read = (3 * (1.1 + 0.04) + (1.1 + 0.2)) / 4
+    assert Measured(timed).round_seconds(one, 1) == pytest.approx(0.95 + read)
+
+
+def test_others_on_the_machine_change_little():
+    """Though they slow four rounds of ten, by much."""
+    plans = [PLAIN, *CHAINS, *TREES]
+    noisy, clean = (Measured(rounds(plans, [1], busy)) for busy in (0.4, 0.0))
+    errors = [noisy.round_seconds(p, 1) / clean.round_seconds(p, 1) - 1 for p in plans]
+    assert np.median(errors) == pytest.approx(0, abs=1e-9)
+    assert max(errors) < 0.2
+
+
+# -- the oracle ----------------------------------------------------------------------------------
+
+
+def brute(keeps, prices, t=0):
+    """The least of all ways to pick drafts, fixed ones."""
+    if t >= len(keeps[0]):
+        return 0.0
+    kept = [int(np.cumprod(keep[t]).sum()) for keep in keeps]
+    return min(price + brute(keeps, prices, t + k + 1) for price, k in zip(prices, kept, strict=True))
+
+
+def test_the_oracle_is_the_best_of_all_ways_to_pick():
+    for seed in range(6):
+        dice = np.random.default_rng(seed)
+        keeps = [np.zeros((9, 0)), *((dice.random((9, k)) < 0.6).astype(float) for k in (1, 3, 4))]
+        prices = [1.0, *(1 + dice.random(3))]
+        assert least_seconds(keeps, prices) == pytest.approx(brute(keeps, prices))
+
+
+def test_nothing_that_picks_by_the_past_is_faster_than_the_oracle():
+    dice = np.random.default_rng(5)
+    keeps = [np.zeros((12, 0)), dice.random((12, 2)), dice.random((12, 4))]
+    prices = [1.0, 1.2, 1.5]
+    least = least_seconds(keeps, prices)
+    # One draft throughout: what replay says of it, at its price.
+    for keep, price in zip(keeps, prices, strict=True):
+        assert least_seconds([keep], [price]) == pytest.approx(price * _Rounds(keep, keep.shape[1]).count)
+        assert least <= price * _Rounds(keep, keep.shape[1]).count
+    # Picked anew in every round, coins tossed.
+    total = []
+    for _ in range(4000):
+        t = spent = 0
+        while t < 12:
+            i = dice.integers(3)
+            spent += prices[i]
+            t += 1 + int(np.cumprod(dice.random(keeps[i].shape[1]) < keeps[i][t]).sum())
+        total.append(spent)
+    assert least < np.mean(total)
+
+
+def test_a_row_is_charged_no_more_than_its_share():
+    assert lowest_share(np.array([1.0, 1.2, 3.0])) == pytest.approx(0.6)
+
+
+# -- adaptive chains -----------------------------------------------------------------------------
+
+
+def moods(seed=0, prompts=6, length=80, depth=6):
+    """Texts that are easy for a while and hard for a while: what one length cannot suit."""
+    dice = np.random.default_rng(seed)
+    texts = []
+    for row in range(prompts):
+        easy = (np.arange(length) // 20 + row) % 2
+        keep = dice.random((length, depth)) < np.where(easy, 0.98, 0.02)[:, None]
+        texts.append(keep.astype(float))
+    return texts
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_adapting_beats_every_length_where_moods_change(batch):
+    keeps, costs = moods(), Given(0.0, 0.2)
+    plans = [Plan(k) for k in range(1, 7)]
+    found = []
+    for plan in plans:
+        part = [keep[:, : plan.depth] for keep in keeps]
+        spent = [_Rounds(keep, plan.depth).count for keep in part]
+        found.append(Acceptance(Counts([80] * 6, spent), [], "", part))
+    tokens = Counts([80] * 6, [80.0] * 6)
+    rows = forecast(plans, found, costs, batch, adapt=True, tokens=tokens)
+    best = rows[fastest([row.worth.speed for row in rows])]
+    assert (best.plan.adapt is not None) == (batch == 1)  # rows in step with one another have one mood
+    assert [row.plan for row in forecast(plans, found, costs, batch, False, tokens)] == [PLAIN, *plans]
+
+
+def test_a_chain_that_never_pays_is_switched_off_and_tried_again():
+    keeps, costs = [np.zeros((200, 4))], Given(0.0, 0.4)
+    pace = pace_of(Plan(4), [np.full((9, 4), 0.6)], costs, 1)
+    played = rehearse(Plan(4, adapt=pace), keeps, costs, 1)
+    assert played.rounds == 200
+    assert 200 < played.seconds.sum() < 1.2 * 200
+    always = rehearse(Plan(4, adapt=pace), [np.ones((200, 4))], costs, 1)
+    assert always.rounds <= 200 / 4.2
+
+
+def test_drafting_begins_when_the_batch_has_shrunk():
+    costs = Given(0.05, 0.0, batch=3.0)
+    keeps = [np.ones((20, 2)), *[np.ones((5, 2))] * 7]
+    pace = pace_of(Plan(2), keeps, costs, 8)
+    assert pace.depths(pace.start(8), alone=False) == [0] * 8
+    assert pace.depths(pace.start(1), alone=False) == [2]
+    assert rehearse(Plan(2, adapt=pace), keeps, costs, 8).rounds == 8 * 5 + 15 / 3
+
+
+def test_auto_leaves_out_what_a_drafter_cannot_make():
+    from decode.auto import possible
+    from decode.errors import UserError
+
+    class Shallow:
+        def check(self, plan):
+            if plan.depth > 1:
+                raise UserError("too deep")
+
+    assert possible(Shallow(), Auto([{"depth": 1}, {"depth": 2}]).plans) == [PLAIN, Plan(1)]
