@@ -9,6 +9,7 @@ from distill.cli import main
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # what is measured -> what measures it; its configuration is conf/benchmark_<word>.yaml
 WORDS = {
+    "auto": "distill.auto_regret:auto_regret",
     "decode": "distill.benchmark:decoders",
     "batch": "distill.sweeps:batch_sizes",
     "context": "distill.sweeps:context_lengths",

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 from workbench import CONF, Bench, Outcome, fork, leftovers, train
 
+from decode.errors import UserError
 from distill import auto, families
+from distill.budget import Budget
+from distill.cli import compose
 from distill.compare import scorecard
 from distill.runs import checkpoints
 
@@ -34,15 +42,18 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("auto"))
 
 
-@pytest.fixture(autouse=True)
-def _young(monkeypatch):
-    """The process of all tests has lived for minutes."""
-    monkeypatch.setattr(auto, "lived", lambda: 0.0)
+def timed(patch: pytest.MonkeyPatch) -> None:
+    """Count the seconds of this process's own work from now on, whatever else the machine does."""
+    patch.setattr(auto.Search.__init__, "__defaults__", (time.process_time,))
+    patch.setattr(Budget.__init__, "__defaults__", (0, 0.3, time.process_time))
+    patch.setattr(auto, "LEAST", 0.1)
+    patch.setattr(auto, "lived", lambda: time.monotonic() - time.process_time())
 
 
 def go(bench: Bench, *more: str) -> Outcome:
-    own = [o for o in bench.command if not o.startswith("drafter.")]
-    return train([*own, *SMALL, *more])
+    keys = {o.partition("=")[0] for o in more}
+    own = [o for o in [*bench.command, *SMALL] if o.partition("=")[0] not in {"drafter.depth", *keys}]
+    return train([*own, *more])
 
 
 def of(folder: Path) -> dict:
@@ -58,7 +69,7 @@ def killed(bench) -> Path:
             os.kill(os.getpid(), 9)
 
     def body() -> int:
-        auto.lived = lambda: 0.0
+        timed(pytest.MonkeyPatch())
         job = families.train
         families.train = lambda cfg, folder, *rest: (die(folder.name), job(cfg, folder, *rest))[1]
         return go(bench).code
@@ -73,7 +84,7 @@ def done(bench, killed) -> Outcome:
     """The same command again."""
     begun = (killed / families.FOLDER / "eagle" / "rung-1.json").stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "lived", lambda: 0.0)
+        timed(patch)
         outcome = go(bench)
     assert outcome.code == 0, outcome.err
     assert (killed / families.FOLDER / "eagle" / "rung-1.json").stat().st_mtime_ns == begun, "trained again"
@@ -83,7 +94,7 @@ def done(bench, killed) -> Outcome:
 def test_a_killed_search_goes_on_in_its_folder_and_keeps_its_budget(killed, done):
     assert done.folder == killed
     assert f"resuming: {killed}" in done.out
-    assert of(killed)["spent"] < 1.15 * SECONDS
+    assert of(killed)["spent"] < SECONDS + 5, "loading twice is all that may come on top of so small a budget"
     assert not leftovers(killed)
 
 
@@ -110,13 +121,12 @@ def test_families_share_the_rollouts_and_train_equally_long(bench, done):
         assert note["seconds"] == pytest.approx(record["given"]["1/eagle"], abs=0.5)
         assert note["steps"] > 2
         assert len(checkpoints(done.folder / families.FOLDER / name)) == 1
-    survivor = next(r["family"] for r in record["rows"] if r["fate"] in ("goes on",))
-    assert f"-1/{survivor}" in record["given"]
 
 
 def test_a_family_that_cannot_be_built_is_out_and_the_table_says_why(done):
     row = next(r for r in of(done.folder)["rows"] if r["family"] == "lm")
-    assert row["fate"].startswith("failed: drafter.path=/nowhere") or "/nowhere" in row["fate"]
+    assert row["fate"].startswith("failed: ")
+    assert "/nowhere" in row["fate"]
     page = (done.folder / "auto.md").read_text()
     assert "/nowhere" in page
     assert of(done.folder)["result"]["why"] in page
@@ -126,11 +136,9 @@ def test_a_family_that_cannot_be_built_is_out_and_the_table_says_why(done):
 BAD = {
     "drafter.families=[eagle,medussa]": "no such family; choose of bigram",
     "drafter.families=[]": "name at least one family",
-    "drafter.families=[eagle,medusa2]": "medusa2 tunes the target",
     "drafter.options={mlp: {depth: 2}}": "mlp: not among drafter.families",
-    "drafter.options={eagle: {dpth: 2}}": "did you mean depth?",
+    "drafter.options=3": "write it as",
     "drafter.search=1.0": "drafter.search=1.0: must be between 0 and 1",
-    "drafter.minutes=0.0": "drafter.minutes=0.0: must be at least 0.01",
     "drafter.init_from=somewhere": "are a family's",
     "score.enabled=false": "decides by scores",
     "trainer.devices=2": "set trainer.devices=1",
@@ -138,13 +146,35 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def cfg(bench) -> DictConfig:
+    return compose(["drafter=auto", "drafter.families=[eagle,ngram]"], CONF)
+
+
 @pytest.mark.parametrize("wrong", BAD)
+def test_what_cannot_be_is_refused(wrong, cfg, tmp_path):
+    key, _, value = wrong.partition("=")
+    cfg = copy.deepcopy(cfg)
+    OmegaConf.update(cfg, key, yaml.safe_load(value))
+    place = families.Place(CONF, "config", [], [], tmp_path)
+    with pytest.raises(UserError) as refused:
+        auto._check(cfg, place)
+    assert BAD[wrong] in str(refused.value)
+
+
+LINES = {
+    "drafter.families=[eagle,lm,medusa2]": "medusa2 tunes the target",
+    "drafter.options={eagle: {dpth: 2}}": "did you mean depth?",
+}
+
+
+@pytest.mark.parametrize("wrong", LINES)
 def test_bad_input_is_one_line_before_any_work(wrong, bench, monkeypatch):
     monkeypatch.setattr(auto, "build_target", lambda cfg: pytest.fail("work has begun"))
     before = len(bench.runs())
     refused = go(bench, wrong)
     assert refused.code == 2
-    assert BAD[wrong] in refused.err
+    assert LINES[wrong] in refused.err
     assert len(refused.err.strip().splitlines()) == 1
     assert len(bench.runs()) == before
 
@@ -154,14 +184,12 @@ def test_a_launcher_of_other_machines_is_refused_and_joblib_taken(tmp_path):
     assert families.Jobs(place, None).parallel == 1
     two = place._replace(launcher=["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
     assert families.Jobs(two, None).parallel == 2
-    with pytest.raises(families.UserError, match="choose hydra/launcher=basic or joblib"):
+    with pytest.raises(UserError, match="leave hydra/launcher"):
         families.Jobs(place._replace(launcher=["hydra/launcher=submitit_local"]), None)
     GlobalHydra.instance().clear()
 
 
 def test_values_are_written_as_hydra_reads_them():
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     for value in (3, 0.5, True, None, "a,b: it's", [0, 1], [[0], [0, 1]], {"r": 4, "targets": ["a"]}):
         (parsed,) = OverridesParser.create().parse_overrides([f"key={families.written(value)}"])
         assert parsed.value() == value or str(parsed.value()) == value

@@ -13,15 +13,22 @@ from decode.errors import UserError
 from decode.plan import Plan
 from distill import families, halving
 from distill.auto import Search
+from distill.auto_regret import Runner, described, summary
 from distill.budget import FOREVER, Budget
 from distill.families import Place
 from distill.halving import FREE, LAST, SCORE, Row, Verdict
 
 PLAN = Plan(depth=2)
+PLACE = {"hardware": "here", "load_average": [0.0, 0.1]}
 
 
 def verdict(speedup: float, tau: float = 2.0) -> Verdict:
-    return Verdict(PLAN.name, tau, tau / speedup, 1.0)
+    return judged(PLAN.name, tau, tau / speedup)
+
+
+def judged(plan: str, tau: float, cost: float, slow: float = 1.0) -> Verdict:
+    """On a machine that is `slow` times as slow as another, with rounds of so many plain ones."""
+    return Verdict(plan, tau, cost * slow, 8 * tau / cost / slow, 8 / slow)
 
 
 def rows(**speedups: float | None) -> list[Row]:
@@ -53,23 +60,23 @@ def test_a_rung_has_an_equal_part_of_the_time_less_what_comparing_takes():
     ("won", "lost", "said"),
     [
         (
-            Verdict("x", 3.0, 1.5, 1.0),
-            Verdict("y", 2.0, 1.6, 1.0),
+            judged("x", 3.0, 1.5),
+            judged("y", 2.0, 1.6),
             "accepts more (tau 3.00 against 2.00) and is",
         ),
-        (Verdict("x", 3.0, 1.6, 1.0), Verdict("y", 2.0, 1.5, 1.0), "which outweighs its price"),
-        (Verdict("x", 2.0, 1.0, 1.0), Verdict("y", 3.0, 1.9, 1.0), "which outweighs what it accepts"),
+        (judged("x", 3.0, 1.6), judged("y", 2.0, 1.5), "which outweighs its price"),
+        (judged("x", 2.0, 1.0), judged("y", 3.0, 1.9), "which outweighs what it accepts"),
         # The machine had slowed down to a third when the loser was judged; plain decoding tells.
         (
-            Verdict("x", 3.0, 1.5, 1.0),
-            Verdict("y", 3.0, 5.4, 3.0),
+            judged("x", 3.0, 1.5),
+            judged("y", 3.0, 1.8, 3.0),
             "(a round costs 1.50 plain ones against 1.80)",
         ),
     ],
 )
 def test_the_sentence_says_what_the_winner_does_better(won, lost, said):
     first, other = Row(1, "a", 9.0, 5, won), Row(1, "b", 9.0, 5, lost)
-    last = Row(LAST, "a", 50.0, 40, Verdict("z", 4.0, 1.5, 1.0))
+    last = Row(LAST, "a", 50.0, 40, judged("z", 4.0, 1.5))
     text = halving.why(last, [other], [first, last], 8)
     assert text.startswith("a won: 2.67x plain decoding at batch 8 with z; beside b when both")
     assert said in text
@@ -218,9 +225,9 @@ class Made:
         return verdict(self.worth[name](self.trained[name])), PLAN
 
     def seconds(self, plans):
-        return 3.0
+        return 2.0 + len(plans)
 
-    def card_seconds(self, plain):
+    def card_seconds(self):
         return 8.0
 
     def search(self, folder: Path, minutes: float = 5.0) -> Search:
@@ -344,3 +351,17 @@ def test_a_budget_without_time_to_train_is_said_and_rollouts_are_refused_early(t
     clock.now += 20.0
     with pytest.raises(UserError, match=r"rollouts alone take about 7\.0; set it to 21"):
         search._watch(60.0, 10, 8)
+
+
+# -- the benchmark of it -------------------------------------------------------------------------
+
+
+def test_regret_is_against_the_fastest_family_by_itself():
+    runners = [Runner(name, None, PLAN, 5.0, name) for name in ("auto", "a", "b")]
+    card = summary(runners, [[10.0, 20.0, 30.0], [9.0, 18.0, 27.0], [10.6, 21.0, 31.2]])
+    assert card["best"] == "b"
+    assert card["regret"] == pytest.approx(0.05)
+    low, high = card["regret_interval"]
+    assert 0.04 - 1e-9 <= low <= 0.05 <= high <= 0.06 + 1e-9
+    text = described(card | {"budget_minutes": 5.0, "batch_size": 8, "prompts": 16, "repeats": 3} | PLACE)
+    assert "regret against b with all 5 min: 5.0%" in text

@@ -19,7 +19,7 @@ from distill.data import RolloutBatches
 from distill.divergences import kl
 from distill.objectives import Objective
 from distill.tap_cache import TapCache, cache_gigabytes
-from distill.taps import TapMemory, gigabytes, wanted
+from distill.taps import GrowingTaps, TapMemory, gigabytes, wanted
 from distill.weighting import constant
 from drafters.base import Batch
 
@@ -46,10 +46,12 @@ def rows():
     )
 
 
+@pytest.mark.parametrize("kind", [TapMemory, GrowingTaps])
 @pytest.mark.parametrize("taps", [(LAST,), (0, 2), (LAST, 1)])
-def test_memory_gives_what_a_plain_read_of_the_row_gives(target, rows, taps):
+def test_memory_gives_what_a_plain_read_of_the_row_gives(target, rows, taps, kind):
     target.tap(taps)
-    memory = TapMemory(target, rows, max_tokens=10)
+    memory = kind(target, rows, max_tokens=10)
+    memory.batch([1, 3])
     read = memory.batch([3, 0])
     for place, row in enumerate([3, 0]):
         tokens = torch.tensor([rows[row]["tokens"][:10]])
@@ -73,6 +75,10 @@ def test_the_estimate_is_what_memory_holds(target, rows):
     memory = TapMemory(target, rows, 10)
     held = sum(last.nbytes + taps.nbytes for last, taps in memory._rows.values())
     assert gigabytes(target, rows, 10) * 2**30 == held
+    growing = GrowingTaps(target, rows, 10)
+    assert not growing.bytes
+    growing.batch(range(len(rows)))
+    assert growing.bytes == memory.bytes
 
 
 def test_auto_keeps_taps_only_where_they_fit_and_are_used_again():

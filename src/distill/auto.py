@@ -29,7 +29,6 @@ from distill.run import Shared, build_drafter, quiet, read_inputs
 from drafters.base import Drafter
 
 MOST = 0.9  # of the budget, that rollouts may take
-UNMEASURED = 0.12  # of the budget, that the end is taken to need before anything was judged
 LEAST = 1.0  # seconds of training that are worth a job
 
 
@@ -52,7 +51,7 @@ def choose(cfg: DictConfig, folder: Path) -> float:
     place = Place.of(folder)
     begun = time.monotonic() - (0.0 if place.in_sweep else lived())
     names = _check(cfg, place)
-    settings = families.plain(cfg.drafter.options)
+    settings = families.plain(cfg.drafter.options) or {}
     overrides = {name: families.overrides_of(place, name, settings.get(name, {})) for name in names}
     # All that can be wrong with any of them shows here.
     configs = {name: families.composed(place, own) for name, own in overrides.items()}
@@ -72,7 +71,10 @@ def _check(cfg: DictConfig, place: Place) -> list[str]:
             raise UserError(f"drafter.families: {name}: no such family; choose of {', '.join(known)}")
     if not names or len(set(names)) < len(names):
         raise UserError("drafter.families: name at least one family, and none twice")
-    if others := sorted(set(map(str, auto.options)) - set(names)):
+    settings = families.plain(auto.options) or {}
+    if not (isinstance(settings, dict) and all(isinstance(own, dict) for own in settings.values())):
+        raise UserError(f"drafter.options={settings}: write it as {{eagle: {{depth: 3}}}}")
+    if others := sorted(set(map(str, settings)) - set(names)):
         raise UserError(f"drafter.options: {', '.join(others)}: not among drafter.families")
     _check_rest(cfg)
     return names
@@ -166,7 +168,7 @@ class Search:
         chat, train, held = read_inputs(cfg, self.place.folder)
         target = build_target(cfg)
         with refused():
-            self.judge = Judge(cfg, target, chat, held)
+            self.judge = Judge(cfg, target, chat, held, self.clock)
         self.shared = Shared(target)
         self.jobs = Jobs(self.place, self.shared)
         plan = rollout_plan(cfg, target, chat, train)
@@ -260,12 +262,7 @@ class Search:
 
     def _reserve(self) -> float:
         """Seconds that the end will need: the winner's plan chosen among all, its scorecard."""
-        judged = [row.verdict.plain_seconds for row in self.ledger.rows if row.verdict]
-        if not judged:
-            return UNMEASURED * self.total
-        plans = max(len(self.judge.all), len(self.judge.few))
-        choosing = self.judge.each * (plans + 1)
-        return choosing + self.judge.card_seconds(max(judged)) + self.ledger.setup
+        return self.judge.seconds(self.judge.all) + self.judge.card_seconds() + self.ledger.setup
 
     def _judge(self, rung: int, names: Sequence[str], plans: Sequence[Plan]) -> None:
         for name in names:
@@ -330,9 +327,9 @@ class Search:
                 verdict, plan = self.judge(self.jobs.checkpoint(name), self.judge.all)
                 winner.verdict = verdict
             winner.fate = "won"
-            self.ledger.result = {"winner": name, "plan": plan.name}
+            self.ledger.result = {"winner": name, "plan": plan.name, "shape": families.shape_of(plan)}
             self._note(choosing=self.clock() - before)
-        plan = next(p for p in [*self.judge.all, *self.judge.few] if p.name == self.ledger.result["plan"])
+        plan = Plan(**self.ledger.result["shape"])
         _link(self.place.folder, name)
         steps = int(self.jobs.checkpoint(name).name)
         card = {name: families.scored(self.place, self.overrides[name], plan, steps)}
@@ -351,9 +348,9 @@ class Search:
     def _publish(self, reason: str) -> float:
         rows, folder = self.ledger.rows, self.place.folder
         took = f"{self.spent / 60:.1f} of {self.cfg.drafter.minutes:g} min spent"
-        say(f"\n{ledger.text(rows, self.batch)}\n{took}\n{reason}")
+        say(f"\n{ledger.text(rows)}\n{took}\n{reason}")
         with publish(folder / ledger.PAGE) as temporary:
-            temporary.write_text(ledger.markdown(rows, self.batch, [took, "", reason]))
+            temporary.write_text(ledger.markdown(rows, [took, "", reason]))
         return float(json.loads((folder / "checkpoints" / "best" / "score.json").read_text())["tau"])
 
 

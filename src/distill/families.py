@@ -105,9 +105,14 @@ def at_last(place: Place, overrides: Sequence[str]) -> list[str]:
 def scored(place: Place, overrides: Sequence[str], plan: Plan, steps: int) -> list[str]:
     """The same once more, to score what was trained, by one plan; and what becomes of the best."""
     user = [o for o in place.overrides if key_of(o).split(".")[0] == "export"]
-    shape = [f"decode.{name}={written(value)}" for name, value in asdict(plan).items()]
+    shape = [f"decode.{name}={written(value)}" for name, value in shape_of(plan).items()]
     kept = without(overrides, "decode", "export", "score.enabled", "trainer.max_steps")
     return [*kept, *user, "score.enabled=true", f"trainer.max_steps={max(1, steps)}", "decode=chain", *shape]
+
+
+def shape_of(plan: Plan) -> dict[str, Any]:
+    """A plan's fields, as JSON has them."""
+    return {name: plain(value) for name, value in asdict(plan).items()}
 
 
 def written(value: Any) -> str:
@@ -146,11 +151,11 @@ class Jobs:
         if kind not in ("BasicLauncher", "JoblibLauncher"):
             raise UserError(
                 "drafter=auto: its jobs run on this machine, whose costs are measured, within a budget of "
-                "time; choose hydra/launcher=basic or joblib"
+                "time; leave hydra/launcher, or choose one of this machine (docs/auto.md)"
             )
         # Other processes load a target of their own.
         self.shared = shared if kind == "BasicLauncher" else None
-        count = 1 if self.shared else int(self.master.hydra.launcher.n_jobs)
+        count = 1 if kind == "BasicLauncher" else int(self.master.hydra.launcher.n_jobs)
         self.parallel = count if count > 0 else NEVER
 
     def __call__(self, overrides: Mapping[str, Sequence[str]], stretches: Mapping[str, Stretch]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from decode.auto import Auto
 from decode.errors import UserError
+from decode.generate import generate
 from decode.load import stop_tokens
 from decode.plan import Plan
 from decode.replay import Rollout
@@ -21,7 +22,8 @@ from distill.scoring import Scorer, threads
 from drafters import hub
 from drafters.base import Drafter
 
-UNKNOWN = 1.0  # seconds that a plan takes to be judged, before one was
+# Plain rounds that take as long as judging a plan, before one was judged; they are timed over so many tokens.
+UNKNOWN, TIMED = 60.0, 16
 
 
 class Judge:
@@ -32,16 +34,25 @@ class Judge:
         target: that all of them draft for.
         chat: renders the prompts.
         held: prompts that are held out.
+        clock: seconds.
 
     Attributes:
-        each: seconds that one plan took, at the most so far.
+        plain: seconds of a round of plain decoding.
+        each: seconds that judging one plan takes: the most so far, or a guess.
 
     Raises:
         UserError: a `decode` without plans to choose from, or nothing to replay.
     """
 
-    def __init__(self, cfg: DictConfig, target: Target, chat: Chat, held: Sequence[Prompt]) -> None:
-        self.cfg, self.target = cfg, target
+    def __init__(
+        self,
+        cfg: DictConfig,
+        target: Target,
+        chat: Chat,
+        held: Sequence[Prompt],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cfg, self.target, self.clock = cfg, target, clock
         self.scorer = Scorer(cfg, target, chat, held, Path(cfg.output_dir) / "heldout")
         self.sampler, self.batch = self.scorer.samplers[0], int(cfg.score.batch_sizes[0])
         headline = self.scorer.plans[0]
@@ -59,7 +70,8 @@ class Judge:
         if not self.scorer.replayed:
             raise UserError("drafter=auto compares families on replayed prompts; raise score.replay_prompts")
         self.tokens = min(cfg.drafter.tokens, cfg.score.max_new_tokens)
-        self.each = 0.0
+        self.plain = self.each = 0.0
+        self._judged = False
 
     def prepare(self) -> None:
         """Have the target answer the held-out prompts."""
@@ -69,10 +81,16 @@ class Judge:
         chosen = [Rollout(r.prompt, r.answer[: self.tokens]) for r in unseen[: self.cfg.drafter.answers]]
         # A batch larger than that decodes them again.
         self.answers = [chosen[i % len(chosen)] for i in range(max(len(chosen), self.batch))]
+        part, tokens = [r.prompt for r in self.answers[: self.batch]], min(TIMED, self.tokens)
+        for _ in range(2):  # the first warms up
+            begun = self.clock()
+            generate(self.target, None, part, sampler=self.sampler, seed=self.cfg.seed, max_new_tokens=tokens)
+            self.plain = (self.clock() - begun) / tokens
+        self.each = UNKNOWN * self.plain
 
     def seconds(self, plans: Sequence[Plan]) -> float:
         """That a verdict by these takes."""
-        return (self.each or UNKNOWN) * (len(plans) + 1)
+        return self.each * (len(plans) + 1)
 
     def __call__(self, checkpoint: Path, plans: Sequence[Plan]) -> tuple[Verdict, Plan]:
         """The worth of a checkpoint with the best of these plans, those that it cannot follow left out.
@@ -80,12 +98,12 @@ class Judge:
         Raises:
             UserError: it can follow none.
         """
-        begun = time.monotonic()
+        begun = self.clock()
         drafter = hub.load(checkpoint, self.target)
         self.target.tap(drafter.taps)
         plans = _followed(drafter, plans)
         with threads(self.cfg.score.threads):
-            _, curve = Auto(plans, prompts=1).choose(
+            _, curve = Auto(plans, adapt=False).choose(
                 self.target,
                 drafter,
                 self.answers,
@@ -95,14 +113,16 @@ class Judge:
                 stop=stop_tokens(self.target),
                 seed=self.cfg.seed,
             )
-        self.each = max(self.each, (time.monotonic() - begun) / len(curve))
+        self.each = max(self.each * self._judged, (self.clock() - begun) / len(curve))
+        self._judged = True
         plain = next(row for row in curve if row["decode"] == Plan().name)
         named = {plan.name: plan for plan in plans}
         best = max((row for row in curve if row["decode"] in named), key=lambda row: row["tokens_per_second"])
-        verdict = Verdict(best["decode"], best["tau"], best["round_seconds"], plain["round_seconds"])
+        speeds = best["tokens_per_second"], plain["tokens_per_second"]
+        verdict = Verdict(best["decode"], best["tau"], best["round_seconds"], *speeds)
         return verdict, named[best["decode"]]
 
-    def card_seconds(self, plain: float) -> float:
+    def card_seconds(self) -> float:
         """That a scorecard takes, from the seconds of a plain round.
 
         Plain decoding and the plan over what is decoded, the audit's texts, the replay of all answers.
@@ -111,7 +131,7 @@ class Judge:
         batches = -(-score.prompts // self.batch)
         decoded = (2 * batches * score.repeats + 3 * score.audit_prompts) * score.max_new_tokens
         replayed = len(self.scorer.replayed) * score.max_new_tokens / (len(self.answers) * self.tokens)
-        return len(self.scorer.samplers) * (1.5 * plain * decoded + (self.each or UNKNOWN) * replayed)
+        return len(self.scorer.samplers) * (1.5 * self.plain * decoded + self.each * replayed)
 
 
 def _followed(drafter: Drafter, plans: Sequence[Plan]) -> list[Plan]:

@@ -68,7 +68,7 @@ class Ledger:
         return list(found.values())
 
 
-def lines(rows: Sequence[Row], batch: int) -> list[list[str]]:
+def lines(rows: Sequence[Row]) -> list[list[str]]:
     """Cells of a table, as text; tokens a second are those of the whole batch."""
     names = {FREE: "-", LAST: "last"}
     table = []
@@ -77,19 +77,19 @@ def lines(rows: Sequence[Row], batch: int) -> list[list[str]]:
         if row.verdict:
             own = row.verdict
             cells += [f"{own.tau:.2f}", own.plan, f"{1000 * own.round_seconds:.1f}"]
-            cells += [f"{batch * own.speed:.0f}", f"{own.speedup:.2f}x"]
+            cells += [f"{own.speed:.0f}", f"{own.speedup:.2f}x"]
         else:
             cells += ["-"] * 5
         table.append([*cells, row.fate])
     return table
 
 
-def text(rows: Sequence[Row], batch: int) -> str:
+def text(rows: Sequence[Row]) -> str:
     """For a terminal."""
-    return grid(HEAD, lines(rows, batch))
+    return grid(HEAD, lines(rows))
 
 
-def markdown(rows: Sequence[Row], batch: int, notes: Sequence[str]) -> str:
+def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """For a page."""
-    table = [HEAD, ["---"] * len(HEAD), *lines(rows, batch)]
+    table = [HEAD, ["---"] * len(HEAD), *lines(rows)]
     return "\n".join(["| " + " | ".join(row) + " |" for row in table] + ["", *notes]) + "\n"
