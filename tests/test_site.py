@@ -83,7 +83,8 @@ def test_links_lead_to_files_as_github_reads_them(document):
 
 
 def test_every_drafter_has_a_page_and_a_line_in_the_menu():
-    drafters = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml"))
+    files = [path for path in (CONF / "drafter").glob("*.yaml") if path.stem != "auto"]  # a choice of them
+    drafters = sorted(path.stem for path in files)
     assert sorted(path.stem for path in (DOCS / "drafters").glob("*.md")) == drafters
     assert sorted(NAV) == drafters
     overview = (DOCS / "drafters.md").read_text()
