@@ -347,7 +347,7 @@ class Search:
 
     def _publish(self, reason: str) -> float:
         rows, folder = self.ledger.rows, self.place.folder
-        took = f"{self.spent / 60:.1f} of {self.cfg.drafter.minutes:g} min spent"
+        took = f"{self.spent / 60:.2f} of {self.cfg.drafter.minutes:g} min spent"
         say(f"\n{ledger.text(rows)}\n{took}\n{reason}")
         with publish(folder / ledger.PAGE) as temporary:
             temporary.write_text(ledger.markdown(rows, [took, "", reason]))

@@ -23,7 +23,7 @@ from drafters import hub
 from drafters.base import Drafter
 
 # Plain rounds that take as long as judging a plan, before one was judged; they are timed over so many tokens.
-UNKNOWN, TIMED = 60.0, 16
+UNKNOWN, TIMED = 40.0, 16
 
 
 class Judge:
@@ -129,7 +129,7 @@ class Judge:
         """
         score = self.cfg.score
         batches = -(-score.prompts // self.batch)
-        decoded = (2 * batches * score.repeats + 3 * score.audit_prompts) * score.max_new_tokens
+        decoded = (2 * batches * score.repeats + 3) * score.max_new_tokens
         replayed = len(self.scorer.replayed) * score.max_new_tokens / (len(self.answers) * self.tokens)
         return len(self.scorer.samplers) * (1.5 * self.plain * decoded + self.each * replayed)
 
