@@ -15,6 +15,8 @@ from decode.oracle import least_seconds, lowest_share
 from decode.plan import Plan
 from decode.rehearsal import pace_of, rehearse
 from decode.replay import Counts, _Rounds
+from decode.sampling import Sampler
+from decode.timing import measure
 
 CHAINS = [Plan(k) for k in range(1, 9)]
 TREES = [Plan(depth, width, nodes) for depth, width, nodes in [(2, 2, 4), (3, 3, 9), (4, 4, 16), (5, 4, 32)]]
@@ -262,3 +264,12 @@ def test_auto_leaves_out_what_a_drafter_cannot_make():
                 raise UserError("too deep")
 
     assert possible(Shallow(), Auto([{"depth": 1}, {"depth": 2}]).plans) == [PLAIN, Plan(1)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_texts_that_end_in_every_round_are_timed_all_the_same(tiny_target, make_drafter, batch):
+    target = tiny_target()
+    drafter = make_drafter("ngram", target)
+    prompts = [[0, 1, 2, 0, 1, 2]] * 3
+    found = measure(target, drafter, prompts, [Plan(4)], Sampler(0.0), [batch], max_new_tokens=2, repeats=2)
+    assert found.round_seconds(Plan(4), batch) > 0

@@ -124,17 +124,17 @@ class _Timer:
         return found
 
     def _round(self, plan: Plan) -> Timed:
+        """One round of a whole batch; one in which a row ends only where a new text gives no other."""
         while True:
-            loop = self.loop
-            if len(loop.batch.request) < self.batch:
+            if fresh := len(self.loop.batch.request) < self.batch:
                 self._next()
-                continue
+            loop = self.loop
             loop.plan, loop.on_round = plan, self._look
             before, begin = replace(loop.times), loop.now()
             loop.round()
             total = loop.now() - begin
             draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
-            if loop.batch.request and len(loop.batch.request) == self.batch:
+            if fresh or len(loop.batch.request) == self.batch:
                 return Timed(plan, self.batch, self.slots, draft, verify, total - draft - verify)
 
     def _look(self, seen: Round) -> None:
