@@ -264,4 +264,4 @@ def test_the_table_is_at_the_first_setting_that_all_jobs_were_scored_at(tmp_path
     assert "at batch 1, " in found
     assert [line.split()[0] for line in found.splitlines()[1:4]] == ["a", "b", "c"], "the longest first"
     card(tmp_path / "c" / "checkpoints" / "best", [row(long, batch=4)])
-    assert multirun.table(tmp_path).startswith("no table: c: not scored at T=0, batch 8")
+    assert multirun.table(tmp_path).startswith("no table: b: not scored at T=0, batch 8")
