@@ -14,7 +14,8 @@ from decode.auto import Forecast, choice
 from decode.cost import PLAIN, Worth
 from decode.pace import Pace
 from decode.plan import Plan
-from distill.advise import candidates, describe, served, setting
+from distill.advice import describe, setting
+from distill.advise import candidates, served
 from distill.cli import compose, main
 from distill.regret import regrets
 

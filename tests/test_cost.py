@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
+from itertools import count
 
 import numpy as np
 import pytest
+from exact import Grown
 
+from decode import timing
 from decode.acceptance import Acceptance
 from decode.auto import Auto, forecast
 from decode.cost import PLAIN, Curve, Measured, Timed, batch_seconds, fastest, spanning, worth
@@ -16,7 +19,6 @@ from decode.plan import Plan
 from decode.rehearsal import pace_of, rehearse
 from decode.replay import Counts, _Rounds
 from decode.sampling import Sampler
-from decode.timing import measure
 
 CHAINS = [Plan(k) for k in range(1, 9)]
 TREES = [Plan(depth, width, nodes) for depth, width, nodes in [(2, 2, 4), (3, 3, 9), (4, 4, 16), (5, 4, 32)]]
@@ -266,10 +268,27 @@ def test_auto_leaves_out_what_a_drafter_cannot_make():
     assert possible(Shallow(), Auto([{"depth": 1}, {"depth": 2}]).plans) == [PLAIN, Plan(1)]
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_texts_that_end_in_every_round_are_timed_all_the_same(tiny_target, make_drafter, batch):
-    target = tiny_target()
-    drafter = make_drafter("ngram", target)
-    prompts = [[0, 1, 2, 0, 1, 2]] * 3
-    found = measure(target, drafter, prompts, [Plan(4)], Sampler(0.0), [batch], max_new_tokens=2, repeats=2)
-    assert found.round_seconds(Plan(4), batch) > 0
+# -- the clock -----------------------------------------------------------------------------------
+
+
+def test_every_rule_of_a_family_is_timed():
+    """Its rounds take a time of their own, whatever the drafter's are like."""
+    mixed = [Plan(k, proposal="sampled", rule="block" if k == 2 else "token") for k in range(1, 6)]
+    timed = rounds([PLAIN, *spanning(mixed)], [1])
+    assert all(Measured(timed).round_seconds(plan, 1) > 0 for plan in mixed)
+
+
+@pytest.mark.parametrize(("new", "room"), [(2, 64), (40, 3)])
+def test_texts_that_end_in_every_round_are_timed_all_the_same(tiny_target, monkeypatch, new, room):
+    ticks = count()
+
+    def clock():
+        assert next(ticks) < 5000, "it looks for a round that there cannot be"
+        return float(next(ticks))
+
+    monkeypatch.setattr(timing, "clock_of", lambda target: clock)
+    target = tiny_target(positions=room)
+    found = timing.measure(
+        target, Grown(3), [[1]], [Plan(1)], Sampler(0.0), [2], max_new_tokens=new, repeats=2
+    )
+    assert found.round_seconds(Plan(1), 2) > 0

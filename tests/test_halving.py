@@ -287,7 +287,7 @@ def test_a_search_that_is_killed_goes_on_from_what_is_finished(tmp_path):
     straight = made.search(tmp_path / "straight")
     (tmp_path / "straight").mkdir()
     straight.run()
-    for moment in range(1, 9):
+    for moment in range(1, 9, 2):
         folder = tmp_path / str(moment)
         folder.mkdir()
         again = Made(clock, WORTH)
@@ -314,6 +314,34 @@ def _or_die(dies: bool, error: type[Exception], call, *args):
     if dies:
         raise error
     return call(*args)
+
+
+def test_who_has_won_stays_the_winner_when_the_scorecard_is_made_again(tmp_path):
+    """Judged once more, by more plans, it came out slower: noise, and no reason to score another family."""
+    made = Made(Clock(), {"free": lambda s: 1.5, "other": lambda s: 1.4}, free=["free", "other"])
+    search, verdicts = made.search(tmp_path), iter([1.5, 1.4, 1.3])
+    made._judge = lambda name: (verdict(next(verdicts)), PLAN)
+    made.folder = tmp_path / "nowhere"  # the scorecard is lost with the process
+    search._publish = lambda why: 0.0
+    assert search.run() == 0.0
+    made.notes = {key: note for key, note in made.notes.items() if key[1] != SCORE}
+    again = made.search(tmp_path)
+    made._judge = lambda name: pytest.fail("judged again")
+    assert again.run() == 2.5
+    assert [name for name, rung in made.ran if rung == SCORE] == ["free", "free"]
+    page = (tmp_path / "auto.md").read_text()
+    assert "free won: needs no training; 1.30x" in page
+    assert "| won |" in page
+
+
+def test_slow_comparing_leaves_the_budget_to_somebody(tmp_path):
+    """It takes more than all that `search` gives to a rung, and far less than there is."""
+    made = Made(Clock(), WORTH)
+    made.seconds = lambda plans: 12.0
+    made.search(tmp_path).run()
+    record = json.loads((tmp_path / "auto.json").read_text())
+    assert record["given"]["1/fast"] == 1.0
+    assert any(key.startswith("-1/") and value > 20 for key, value in record["given"].items())
 
 
 def test_a_family_that_fails_is_dropped_with_its_reason(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from compared import card, row
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,6 +22,7 @@ from omegaconf import DictConfig
 from workbench import CONF, ROOT, Bench, Outcome, command, leftovers, tau, train
 
 from decode.errors import UserError
+from distill import multirun
 from distill.cli import main
 
 SMALL = Path("conf")
@@ -250,3 +252,16 @@ def test_jobs_at_the_same_time_make_one_store(tmp_path):
     (store,) = (tmp_path / "outputs" / "rollouts").iterdir()
     assert len(list(store.glob("shard-*.parquet"))) == 3
     assert not leftovers(tmp_path / "outputs")
+
+
+def test_the_table_is_at_the_first_setting_that_all_jobs_were_scored_at(tmp_path):
+    long, short = [10.0, 9.0, 16.0, 4.0, 11.0, 13.0], [5.0, 4.0, 8.0, 2.0, 5.0, 6.0]
+    jobs = {"a": [row(long, batch=8), row(short)], "b": [row(short, 1.0), row(long)], "c": [row(long)]}
+    for name, rows in jobs.items():
+        card(tmp_path / name / "checkpoints" / "best", rows)
+        (tmp_path / name / "run.json").write_text(json.dumps({"job": name}))
+    found = multirun.table(tmp_path)
+    assert "at batch 1, " in found
+    assert [line.split()[0] for line in found.splitlines()[1:4]] == ["a", "b", "c"], "the longest first"
+    card(tmp_path / "c" / "checkpoints" / "best", [row(long, batch=4)])
+    assert multirun.table(tmp_path).startswith("no table: b: not scored at T=0, batch 8")

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from browser import browser
+from exact import Grown
 from faces import V
 from workbench import ROOT, Bench, command
 
 from decode.errors import UserError
 from decode.generate import generate
+from decode.pace import Pace
 from decode.plan import Plan
 from decode.samples import ACCEPTED, CORRECTED, PLAIN, samples
 from decode.sampling import Sampler
@@ -304,6 +306,27 @@ def test_a_texts_tokens_are_the_decoders_and_p_is_the_targets(tiny_target, make_
         assert all(w.q for w in kept)
         if plan.proposal == "fixed":  # it is among its node's likeliest two for the drafter
             assert all(w.q_rank <= 2 for w in kept)
+
+
+def test_rounds_that_draft_nothing_have_no_q_and_change_nothing(tiny_target):
+    """Rows leave while others pause; what was asked before then is of another batch."""
+    target, drafter, sampler = tiny_target(), Grown(3), Sampler(0.8)
+    pace = Pace(0.45, ((1, (1.0, 1.42, 1.64)),))
+    prompts = [[i % 3, i // 3] for i in range(9)]
+    options = {"plan": Plan(2, proposal="sampled", adapt=pace), "sampler": sampler, "stop": [0]}
+    options |= {"max_new_tokens": 24, "seed": 3}
+    found = samples(target, drafter, prompts, laws=True, **options)
+    done = generate(target, drafter, prompts, **options)
+    assert [[w.token for w in text] for text in found] == [o.tokens for o in done.outputs]
+    assert len({len(text) for text in found}) > 1
+    paused = 0
+    for text, output in zip(found, done.outputs, strict=True):
+        rest = iter(text[1:])
+        for emitted, offered in zip(output.emitted, output.offered, strict=True):
+            part = [next(rest) for _ in range(emitted)]
+            paused += not offered
+            assert offered or {w.source for w in part} == {PLAIN}
+    assert paused
 
 
 def test_every_drafter_shows_its_texts(tiny_target, make_drafter, drafter_name):

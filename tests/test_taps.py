@@ -17,6 +17,7 @@ from decode.target import LAST, Target
 from distill import tap_cache
 from distill.data import RolloutBatches
 from distill.divergences import kl
+from distill.feed import Keep
 from distill.objectives import Objective
 from distill.tap_cache import TapCache, cache_gigabytes
 from distill.taps import GrowingTaps, TapMemory, gigabytes, wanted
@@ -79,6 +80,20 @@ def test_the_estimate_is_what_memory_holds(target, rows):
     assert not growing.bytes
     growing.batch(range(len(rows)))
     assert growing.bytes == memory.bytes
+
+
+def test_what_runs_share_fits_into_the_limit_together(target, rows):
+    """Three drafters that read as much each, and room for two; the last one begins with nothing yet."""
+    target.tap((0,))
+    need, held = gigabytes(target, rows, 10), {}
+    keep = Keep(target, "memory", 2.5 * need, held=held)
+    store = SimpleNamespace(content=lambda: "rows")
+    for taps in ((0,), (1,), (0,), (2,)):
+        target.tap(taps)
+        kept = keep(rows, store, 10, 9.0)
+        kept.batch(range(len(rows)))
+        assert sum(k.bytes for k in held.values()) <= keep.limit * 2**30
+    assert [key[1] for key in held] == [(1,), (2,)]
 
 
 def test_auto_keeps_taps_only_where_they_fit_and_are_used_again():

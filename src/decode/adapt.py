@@ -36,7 +36,8 @@ class Paced:
 
     Chosen tokens are verified by `match`, which draws the text of plain decoding whatever is drafted, so
     the rows of a batch agree on a depth. Where tokens are drawn, the length of a draft says which keys
-    decide the text, so there every row goes by its own past and keeps its text in any company.
+    decide the text, so there every row goes by its own past and keeps its text in any company, unless
+    what a drafter remembers of a draft depends on how deep that was (Lyanna's `logit_sum`).
 
     Args:
         drafter: drafts.

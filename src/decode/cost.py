@@ -185,7 +185,7 @@ def spanning(plans: Sequence[Plan]) -> list[Plan]:
     """Plans whose rounds tell those of all: of every family the ends and the middle, in depth and nodes."""
     families: dict[tuple, list[Plan]] = defaultdict(list)
     for plan in plans:
-        families[family(plan)].append(plan)
+        families[(*family(plan), _kind(plan))].append(plan)  # a rule takes time of its own
     chosen: dict[Plan, None] = {}
     for members in families.values():
         for size in (lambda p: (p.depth, p.nodes), lambda p: (p.nodes, p.depth)):

@@ -41,13 +41,17 @@ class Pace:
             raise UserError(
                 "decode.adapt: give {prior: ..., costs: {<batch size>: [...]}}, as advise prints it"
             )
-        curves = {int(batch): tuple(float(c) for c in curve) for batch, curve in costs.items()}
-        return cls(float(given["prior"]), tuple(sorted(curves.items())))  # pyright: ignore[reportArgumentType]
+        try:
+            curves = {int(batch): tuple(float(c) for c in curve) for batch, curve in costs.items()}
+            prior = float(given["prior"])  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError) as error:
+            raise UserError(f"decode.adapt: {error}; all of it is numbers, as advise prints them") from None
+        return cls(prior, tuple(sorted(curves.items())))
 
     def __post_init__(self) -> None:
         batches, curves = zip(*self.costs, strict=True)
-        if len({len(curve) for curve in curves}) > 1:
-            raise UserError("decode.adapt.costs: every batch size needs as many costs")
+        if len({len(curve) for curve in curves}) > 1 or not curves[0]:
+            raise UserError("decode.adapt.costs: every batch size needs as many costs, one or more")
         if not 0 <= self.prior <= 1 or min(batches) < 1 or min(map(min, curves)) <= 0:
             raise UserError(
                 "decode.adapt: prior is from 0 to 1, batch sizes are 1 or more, costs more than 0"

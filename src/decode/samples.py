@@ -29,7 +29,7 @@ class Written(NamedTuple):
             plain: its own where nothing was offered.
         p: the target's probability, before any warper but temperature.
         p_rank: its place among all tokens, 1 the likeliest.
-        q: likewise the drafter's; None where it has no law, or does not draft this far.
+        q: likewise the drafter's; None where it has no law, or does not draft this far or in this round.
         q_rank: likewise; None where q is 0, too.
     """
 
@@ -126,17 +126,18 @@ class _Watched:
         self.new_state, self.advance, self.select = drafter.new_state, drafter.advance, drafter.select
 
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
-        self._asked = state, target, sampler, coin, plan
-        return self._drafter.propose(*self._asked)
+        self._asked = asked = state, target, sampler, coin, plan
+        return self._drafter.propose(*asked)
 
     def laws(self, text: Tensor) -> Tensor | None:
         """(B, K + 1) tokens that the round emitted -> (B, K, V) what it would have drawn them from."""
-        if self._asked is None or not self._depth:
+        asked, self._asked = self._asked, None  # a round that drafts nothing does not ask
+        if asked is None or not self._depth:
             return None
         ahead = torch.nn.functional.pad(text, (0, self._depth), value=PAD)[:, : self._depth]
         plan = Plan(self._depth, proposal="sampled")
-        draft = self._drafter.propose(*self._asked[:2], self._view, Dictate(ahead), plan)  # pyright: ignore[reportArgumentType]
-        self._drafter.propose(*self._asked)  # what a state remembers of a draft is the real one's again
+        draft = self._drafter.propose(*asked[:2], self._view, Dictate(ahead), plan)  # pyright: ignore[reportArgumentType]
+        self._drafter.propose(*asked)  # what a state remembers of a draft is the real one's again
         return draft.q
 
 

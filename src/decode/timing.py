@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 
@@ -18,7 +18,8 @@ from decode.rounds import Proposer, Round
 from decode.sampling import Sampler
 from decode.target import Target
 
-REPEATS = 11  # rounds of each plan; their median counts
+REPEATS = 11  # rounds of each plan; their lower quartile counts
+TRIES = 3  # texts in which a round is looked for that ends no row
 
 
 def clock_of(target: Target) -> Callable[[], float]:
@@ -51,7 +52,7 @@ def measure(
         plans: whose costs will be asked for.
         sampler: the law.
         batch_sizes: rows decoded together.
-        max_new_tokens: of each text.
+        max_new_tokens: of each text, or as many as two rounds of the deepest plan may settle.
         seed: of the draws.
         repeats: rounds of each plan.
         progress: called with rounds done and rounds in all.
@@ -62,13 +63,14 @@ def measure(
     found: list[Timed] = []
     for size in sizes:
         timer = _Timer(target, drafter, prompts, max(drafting, key=lambda p: p.nodes, default=PLAIN), size)
-        timer.begin(sampler, max_new_tokens, seed)
+        deepest = max((plan.depth for plan in drafting), default=0)
+        timer.begin(sampler, max(max_new_tokens, 2 * (deepest + 2)), seed)
         timed = [PLAIN, *some]
+        each, counted = (repeats + 1) * len(timed), count(1)
 
-        def done(rounds: int, size: int = size) -> None:
+        def done(size: int = size, each: int = each, counted: count[int] = counted) -> None:
             if progress:
-                each = (repeats + 1) * (len(some) + 1)
-                progress(sizes.index(size) * each + min(rounds, each), each * len(sizes))
+                progress(sizes.index(size) * each + min(next(counted), each), each * len(sizes))
 
         own = timer.time(timed, repeats, done)
         vary = {family(one.plan) for one in own if one.slots != one.plan.nodes + 1}
@@ -112,30 +114,30 @@ class _Timer:
         self.loop.prefill()
         self.turn += 1
 
-    def time(self, plans: Sequence[Plan], repeats: int, done: Callable[[int], None]) -> list[Timed]:
+    def time(self, plans: Sequence[Plan], repeats: int, done: Callable[[], None]) -> list[Timed]:
         """Rounds of every plan, in an order that changes; the first of each warms up."""
-        found, count = [], 0
+        found = []
         for repeat in range(repeats + 1):
             for plan in self.dice.sample(list(plans), len(plans)):
                 one = self._round(plan)
                 found += [one] if repeat else []
-                count += 1
-                done(count)
+                done()
         return found
 
     def _round(self, plan: Plan) -> Timed:
-        """One round of a whole batch; one in which a row ends only where a new text gives no other."""
-        while True:
-            if fresh := len(self.loop.batch.request) < self.batch:
+        """One that all rows survive; where texts have room for none, one that ends some of them."""
+        for last in [False] * TRIES + [True]:
+            if len(self.loop.batch.request) < self.batch:
                 self._next()
             loop = self.loop
             loop.plan, loop.on_round = plan, self._look
             before, begin = replace(loop.times), loop.now()
             loop.round()
             total = loop.now() - begin
-            draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
-            if fresh or len(loop.batch.request) == self.batch:
-                return Timed(plan, self.batch, self.slots, draft, verify, total - draft - verify)
+            if last or len(loop.batch.request) == self.batch:
+                break
+        draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
+        return Timed(plan, self.batch, self.slots, draft, verify, total - draft - verify)
 
     def _look(self, seen: Round) -> None:
         self.slots = seen.logits.shape[1]

@@ -5,28 +5,26 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hydra.utils import get_class
 from omegaconf import DictConfig
 
 from decode.errors import UserError
 from decode.plan import Plan
-from distill import families, halving, ledger
+from distill import auto_checks, families, halving, html_report, ledger
 from distill.checks import check_ranges, refused
 from distill.families import Jobs, Place, Stretch
 from distill.files import publish
 from distill.halving import FREE, LAST, SCORE, Row
 from distill.judge import Judge
-from distill.launch import launch, lived
+from distill.launch import lived
 from distill.ledger import Ledger
 from distill.loading import build_target
-from distill.multirun import processes
 from distill.produce import fill, open_store, rollout_plan
 from distill.progress import say, switch
 from distill.run import Shared, build_drafter, quiet, read_inputs
-from drafters.base import Drafter
 
 MOST = 0.9  # of the budget, that rollouts may take
 LEAST = 1.0  # seconds of training that are worth a job
@@ -50,55 +48,8 @@ def choose(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     place = Place.of(folder)
     begun = time.monotonic() - (0.0 if place.in_sweep else lived())
-    names = _check(cfg, place)
-    settings = families.plain(cfg.drafter.options) or {}
-    overrides = {name: families.overrides_of(place, name, settings.get(name, {})) for name in names}
-    # All that can be wrong with any of them shows here.
-    configs = {name: families.composed(place, own) for name, own in overrides.items()}
-    for name, config in configs.items():
-        if get_class(config.drafter._target_.rpartition(".")[0]).verifier is not Drafter.verifier:
-            raise UserError(f"drafter.families: {name} tunes the target, and is lossless to another one")
+    overrides, configs = auto_checks.jobs(cfg, place)
     return Search(cfg, place, overrides, configs, begun).run()
-
-
-def _check(cfg: DictConfig, place: Place) -> list[str]:
-    """The families, if all that a configuration can tell is well."""
-    auto = cfg.drafter
-    names = [str(name) for name in auto.families]
-    known = sorted(p.stem for p in (place.conf / "drafter").glob("*.yaml") if p.stem != "auto")
-    for name in names:
-        if name not in known:
-            raise UserError(f"drafter.families: {name}: no such family; choose of {', '.join(known)}")
-    if not names or len(set(names)) < len(names):
-        raise UserError("drafter.families: name at least one family, and none twice")
-    settings = families.plain(auto.options) or {}
-    if not (isinstance(settings, dict) and all(isinstance(own, dict) for own in settings.values())):
-        raise UserError(f"drafter.options={settings}: write it as {{eagle: {{depth: 3}}}}")
-    if others := sorted(set(map(str, settings)) - set(names)):
-        raise UserError(f"drafter.options: {', '.join(others)}: not among drafter.families")
-    _check_rest(cfg)
-    return names
-
-
-def _check_rest(cfg: DictConfig) -> None:
-    """What has nothing to do with which families they are."""
-    auto, score = cfg.drafter, cfg.score
-    for name in ("search", "cooldown"):
-        if not 0 < auto[name] < 1:
-            raise UserError(f"drafter.{name}={auto[name]}: must be between 0 and 1")
-    if auto.init_from or auto.confidence:
-        raise UserError(
-            "drafter=auto: init_from and confidence are a family's: drafter.options={eagle: {...}}"
-        )
-    if not score.enabled or not len(score.batch_sizes) or not len(score.temperatures):
-        raise UserError("drafter=auto decides by scores: score.enabled=true, a batch size and a temperature")
-    if processes(cfg.trainer) > 1 or launch():
-        raise UserError(
-            "drafter=auto trains its families in one process; set trainer.devices=1, and train the family "
-            "that wins on more devices by itself (drafter=<family>)"
-        )
-    if cfg.rollout.refresh_every:
-        raise UserError("drafter=auto: rollouts are made once for all families; set rollout.refresh_every=0")
 
 
 class Search:
@@ -214,7 +165,7 @@ class Search:
         count = halving.rungs(len(alive))
         for rung in range(1, count + 1):
             if not self._give(rung, count, alive):
-                return None
+                return None if rung == 1 else alive[0]
             self._train(rung, alive)
             self._judge(rung, alive, self.judge.few)
             rows = [row for name in alive if (row := self.ledger.row(rung, name))]
@@ -249,6 +200,10 @@ class Search:
         judging = self.judge.seconds(self.judge.few) + self.ledger.setup
         total = min(self.ledger.searched, count * room)  # a slow rung takes of the next
         each = halving.share(total, count, len(alive), self.jobs.parallel, judging)
+        if (
+            each < LEAST
+        ):  # what comparing takes is most of a rung: a little of what is left for the winner, then
+            each = min(LEAST, halving.share(room, 1, len(alive), self.jobs.parallel, judging))
         if each < LEAST:
             say(f"drafter=auto: {self.left:.0f} s are left, too few to train {len(alive)} families")
             return False
@@ -270,10 +225,10 @@ class Search:
                 continue
             note = self.jobs.done(name, rung)
             assert note
-            self.ledger.setup = note.get("setup", self.ledger.setup)  # the first has made what all share
             if why := note.get("failed"):
                 self._fail(rung, name, why, note["steps"])
                 continue
+            self.ledger.setup = note.get("setup", self.ledger.setup)  # the first has made what all share
             try:
                 verdict, _ = self.judge(self.jobs.checkpoint(name), plans)
             except UserError as error:
@@ -313,37 +268,40 @@ class Search:
 
     def _finish(self) -> float:
         """Score the winner, and say what it won by."""
-        found = halving.best(self.ledger.newest(), 1)
-        if not found:
-            reasons = "; ".join(f"{row.family}: {row.fate}" for row in self.ledger.rows) or "no time was left"
-            raise UserError(f"drafter=auto: no score ({reasons}); raise drafter.minutes, rollouts are kept")
-        winner = found[0]
-        name, verdict = winner.family, winner.verdict
-        assert verdict
         if "plan" not in self.ledger.result:
-            before = self.clock()
-            plan = next(p for p in [*self.judge.all, *self.judge.few] if p.name == verdict.plan)
-            if winner.rung != LAST:
-                verdict, plan = self.judge(self.jobs.checkpoint(name), self.judge.all)
-                winner.verdict = verdict
-            winner.fate = "won"
-            self.ledger.result = {"winner": name, "plan": plan.name, "shape": families.shape_of(plan)}
-            self._note(choosing=self.clock() - before)
-        plan = Plan(**self.ledger.result["shape"])
+            self._settle()
+        name, plan = self.ledger.result["winner"], Plan(**self.ledger.result["shape"])
         _link(self.place.folder, name)
         steps = int(self.jobs.checkpoint(name).name)
-        card = {name: families.scored(self.place, self.overrides[name], plan, steps)}
+        logged = families.at_last(self.place, self.overrides[name])
         before = self.clock()
-        self.jobs(card, {name: Stretch(SCORE, None)})
+        self.jobs({name: families.scored(self.place, logged, plan, steps)}, {name: Stretch(SCORE, None)})
         note = self.jobs.done(name, SCORE) or {}
         if why := note.get("failed"):
             raise UserError(f"drafter=auto: the scorecard of {name}: {why}")
         own = [row for row in self.ledger.rows if row.family == name]
         others = [row for row in self.ledger.newest() if row.family != name]
-        reason = halving.why(winner, others, own, self.batch)
-        self.ledger.result |= {"why": reason}
+        self.ledger.result |= {"why": halving.why(own[-1], others, own, self.batch)}
         self._note(scorecard=self.clock() - before)
-        return self._publish(reason)
+        return self._publish(self.ledger.result["why"])
+
+    def _settle(self) -> None:
+        """Say on file who has won, and by which plan; from then on that stands."""
+        found = halving.best(self.ledger.newest(), 1)
+        if not found:
+            reasons = "; ".join(f"{row.family}: {row.fate}" for row in self.ledger.rows) or "no time was left"
+            raise UserError(f"drafter=auto: no score ({reasons}); raise drafter.minutes, rollouts are kept")
+        winner, before = found[0], self.clock()
+        assert winner.verdict
+        name = winner.family
+        plan = next(p for p in [*self.judge.all, *self.judge.few] if p.name == winner.verdict.plan)
+        if winner.rung != LAST:  # the row of its rung stays what the others were compared with
+            verdict, plan = self.judge(self.jobs.checkpoint(name), self.judge.all)
+            winner = replace(winner, rung=LAST, verdict=verdict)
+            self.ledger.rows.append(winner)
+        winner.fate = "won"
+        self.ledger.result = {"winner": name, "plan": plan.name, "shape": families.shape_of(plan)}
+        self._note(choosing=self.clock() - before)
 
     def _publish(self, reason: str) -> float:
         rows, folder = self.ledger.rows, self.place.folder
@@ -351,11 +309,13 @@ class Search:
         say(f"\n{ledger.text(rows)}\n{took}\n{reason}")
         with publish(folder / ledger.PAGE) as temporary:
             temporary.write_text(ledger.markdown(rows, [took, "", reason]))
+        html_report.attempt(folder)
         return float(json.loads((folder / "checkpoints" / "best" / "score.json").read_text())["tau"])
 
 
 def _link(folder: Path, family: str) -> None:
-    """Show a family's checkpoints as the run's."""
-    link, to = folder / "checkpoints", Path(families.FOLDER) / family / "checkpoints"
-    if not link.is_symlink():
-        link.symlink_to(to)
+    """Show a family's checkpoints and curves as the run's."""
+    for name in ("checkpoints", "csv"):
+        link, to = folder / name, Path(families.FOLDER) / family / name
+        if not link.is_symlink():
+            link.symlink_to(to)

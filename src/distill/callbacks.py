@@ -260,6 +260,7 @@ class TrainingBar(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module.loss, float)
+        self.shown.total = trainer.max_steps  # which a budget of time foretells anew in every step
         if trainer.global_step > self.shown.n:
             speed = trainer.callback_metrics.get("train/tokens_per_second")
             shown = f"loss {pl_module.loss:.3f}" + (f", {speed:,.0f} tokens/s" if speed else "")

@@ -54,6 +54,10 @@ class Scored(NamedTuple):
             found.append((same or there)[0] if choice.by == "tau" else fastest(same or there))
         return found
 
+    def settings(self) -> list[tuple[float, int]]:
+        """Temperatures and batch sizes of lossless rows, in order; at least the headline's."""
+        return [(r["temperature"], r["batch_size"]) for r in self.card["rows"] if not r["lossy"]]
+
     def at(self, temperature: float, batch: int, decode: str = "") -> list[dict[str, Any]]:
         """Lossless rows at one setting, of all plans or of one; at least one.
 
@@ -63,7 +67,7 @@ class Scored(NamedTuple):
         lossless = [row for row in self.card["rows"] if not row["lossy"]]
         there = [r for r in lossless if (r["temperature"], r["batch_size"]) == (temperature, batch)]
         if not there:
-            settings = dict.fromkeys(f"T={r['temperature']:g} batch {r['batch_size']}" for r in lossless)
+            settings = dict.fromkeys(f"T={t:g} batch {size}" for t, size in self.settings())
             raise UserError(
                 f"{self.name}: not scored at T={temperature:g}, batch {batch}; it was at "
                 f"{', '.join(settings)}: choose among these, or score it again with scripts/score.py out=..."

@@ -52,11 +52,16 @@ class Keep:
                 return TapMemory(self.target, rows, max_tokens, self.packing)
             key = (store.content(), self.target.taps, max_tokens, self.packing)
             grown = self.held.setdefault(key, GrowingTaps(self.target, rows, max_tokens, self.packing))
-            for other in [k for k in self.held if k != key]:  # the limit is for all of them
-                if need + self.held[other].bytes / 2**30 > self.limit:
-                    del self.held[other]
+            self._make_room(key, need)
             return grown
         return None
+
+    def _make_room(self, key: tuple, need: float) -> None:
+        """The limit is for all of them together: the oldest go, until one that may grow to `need` fits in."""
+        held = self.held or {}
+        others = [k for k in held if k != key]
+        while others and need + sum(held[k].bytes for k in others) / 2**30 > self.limit:
+            del held[others.pop(0)]
 
 
 class Phases(Dataset[Micro]):

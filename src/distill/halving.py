@@ -112,7 +112,7 @@ def why(winner: Row, others: Sequence[Row], own: Sequence[Row], batch: int) -> s
             f"nothing pays at batch {batch} on this machine: the best, {winner.family} with {verdict.plan}, "
             f"makes {gain}; decode plainly"
         )
-    free = "needs no training; " if winner.rung == FREE else ""
+    free = "needs no training; " if any(row.rung == FREE for row in own) else ""
     second = next(iter(best(others, 1)), None)
     if second is None or second.verdict is None:
         return f"{winner.family} won: {free}{gain} with {verdict.plan}; nothing else was judged"

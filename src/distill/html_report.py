@@ -8,7 +8,16 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from distill import history, page, panels, setup_panels, texts_panel, time_panels, training_panels
+from distill import (
+    history,
+    page,
+    panels,
+    search_panel,
+    setup_panels,
+    texts_panel,
+    time_panels,
+    training_panels,
+)
 from distill.files import publish
 from distill.history import History
 
@@ -46,7 +55,7 @@ def build(run: History) -> str:
     card = run.card
     parts: list[Markup | None] = []
     if card:
-        parts += [panels.warnings(card), panels.headline(card), *_measured(run)]
+        parts += [panels.warnings(card), panels.headline(card), search_panel.families(run), *_measured(run)]
     for title, group in (("Training", training_panels.curves(run)), ("Setup", _origin(run))):
         if any(group):
             parts += [page.heading(title), *group]

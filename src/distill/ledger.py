@@ -25,7 +25,7 @@ class Ledger:
         rows: in the order in which they came to be.
         given: seconds of a family's next stretch, by "<rung>/<family>".
         searched: seconds for all rungs together.
-        setup: seconds before the first step of a job, at the most so far.
+        setup: seconds before the first step of the newest job that came to one.
         took: seconds of the parts of the work, and what had been expected.
         result: winner, plan, why.
     """

@@ -265,7 +265,10 @@ def _of_jobs(folder: Path, name: str) -> list[Path]:
 
 
 def table(folder: Path) -> str:
-    """A sweep's jobs by acceptance length, the longest first; empty if none was scored."""
+    """A sweep's jobs by acceptance length, the longest first; empty if none was scored.
+
+    At the first temperature and batch size that all were scored at.
+    """
     from distill import compare
 
     scored = []
@@ -276,9 +279,9 @@ def table(folder: Path) -> str:
             scored.append(compare.Scored(job, json.loads(card.read_text())))
     if not scored:
         return ""
+    first, *others = (one.settings() for one in scored)
+    temperature, batch = next((s for s in first if all(s in other for other in others)), first[0])
     try:
-        first = scored[0].card
-        choice = compare.Choice([first["temperature"]], first["batch_size"], by="tau")
-        return compare.table(scored, choice)
+        return compare.table(scored, compare.Choice([temperature], batch, by="tau"))
     except UserError as error:  # jobs that are scored at other settings
         return f"no table: {error}"

@@ -134,7 +134,8 @@ def _row(
 ) -> dict[str, Any]:
     options = {"max_new_tokens": cfg.score.max_new_tokens, "stop": stop_tokens(target), "seed": cfg.seed}
     chosen, curve = auto.choose(target, drafter, rollouts, sampler, batch, **options)
-    plans: list[Plan] = list(auto.plans)  # pyright: ignore[reportAssignmentType]
+    predicted = {row["decode"]: row["speedup"] for row in curve}
+    plans = [p for p in auto.plans if isinstance(p, Plan) and p.name in predicted]  # that it can draft
     swept = [float(np.median(own)) for own in race(plans, cfg.sweeps, "sweep")]
     best = [plans[i] for i in np.argsort(swept)[::-1][:2]]
     runners = list(dict.fromkeys([chosen, *best]))
@@ -144,7 +145,6 @@ def _row(
         ratios = [b / c for b, c in zip(found[plan], found[chosen], strict=True)]
         others.append({"decode": plan.name, "ratio": float(np.median(ratios)), "interval": spread(ratios)})
     worst = max(others, key=lambda one: one["ratio"])
-    predicted = {row["decode"]: row["speedup"] for row in curve}
     measured = {plan.name: speed / swept[0] for plan, speed in zip(plans, swept, strict=True)}
     return {
         "batch_size": batch,

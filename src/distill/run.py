@@ -35,7 +35,7 @@ from distill.module import DistillModule
 from distill.objectives import Objective
 from distill.on_policy import OnPolicy
 from distill.produce import produce
-from distill.progress import say, switch
+from distill.progress import first_rank, say, switch
 from distill.prompts import Prompt
 from distill.provenance import local
 from distill.runs import checkpoints
@@ -79,8 +79,12 @@ def run(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input; it is found before any work starts, and nothing is left behind.
     """
     if "families" in cfg.drafter:
-        return import_module("distill.auto").choose(cfg, folder)  # which trains each of them
-    return train(cfg, folder)
+        tau = import_module("distill.auto").choose(cfg, folder)  # which trains each of them
+    else:
+        tau = train(cfg, folder)
+    if first_rank():
+        summary.places(cfg, folder)
+    return tau
 
 
 @tracking.ending()
@@ -283,6 +287,5 @@ def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -
     exporting.at_end(cfg, folder, target)
     for tracker in tracking.trackers(trainer.loggers):
         tracker.ended(folder)
-    summary.places(cfg, folder)
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0
