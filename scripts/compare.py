@@ -37,6 +37,7 @@ def main() -> None:
 
     from distill.cli import one_line_errors
     from distill.compare import Choice, read, table
+    from distill.files import put
     from distill.results import insert, results, written
 
     with one_line_errors():
@@ -45,15 +46,15 @@ def main() -> None:
         text = table(scored, choice)
         print(text)
         if arguments.out:
-            arguments.out.write_text(text + "\n")
+            put(arguments.out, text + "\n")
         if arguments.html:
             from distill.compare_page import page_of  # and with it a library of plots
 
-            arguments.html.write_text(page_of(scored, choice), encoding="utf-8")
+            put(arguments.html, page_of(scored, choice))
         if arguments.results or arguments.readme:
             found = results(scored, choice)
             if arguments.results:
-                arguments.results.write_text(written(found))
+                put(arguments.results, written(found))
             if arguments.readme:
                 insert(arguments.readme, found)
 

@@ -226,3 +226,11 @@ def test_the_command_writes_what_it_prints_and_refuses_in_one_line(runs, tmp_pat
     wrong = command(main, ["compare.py", runs[0], "--batch", "8"])
     assert wrong.code == 2
     assert len(wrong.err.splitlines()) == 1
+
+
+def test_what_others_named_says_nothing_to_a_terminal(tmp_path):
+    """A scorecard that was downloaded may hold anything."""
+    (one,) = read([card(tmp_path, [row(FAST)], "eagle\x1b[2J\r", hardware="a\x9b1m machine\u202e")])
+    text = table([one], Choice())
+    assert "eagle\ufffd[2J\ufffd" in text
+    assert text.replace("\n", "").isprintable()

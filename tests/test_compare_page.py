@@ -9,6 +9,7 @@ from compared import FAST, SLOW, card, row, timed
 
 from distill.compare import Choice, read
 from distill.compare_page import page_of
+from distill.results import results
 
 EVIL = "</script><script>alert(1)</script><b>"
 TREE = "tree-7 (depth 3, width 3)"
@@ -48,6 +49,14 @@ def test_plots_have_what_the_cards_have(scored):
         ([1, 8], [speed, speed - 0.7]) for speed in (1.5, 1.1, 0.8)
     ]
     assert batches[0]["text"] == ["chain-2", TREE]
+
+
+def test_a_size_that_the_plan_was_not_scored_at_is_left_out(scored):
+    """decode=auto settles on another plan at another size."""
+    found = plots(page_of(scored, Choice(decode="chain-2")))
+    assert [len(plot["data"]) for plot in found] == [1, 3, 3]
+    runs = results(scored, Choice(decode="chain-2"))["runs"]
+    assert [[one["batch"] for one in run["speedup"]] for run in runs] == [[1]] * 3
 
 
 def test_what_is_not_known_is_not_drawn(scored, tmp_path):

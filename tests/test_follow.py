@@ -5,6 +5,8 @@ import json
 import pytest
 from workbench import CONF
 
+from decode.errors import UserError
+from distill.cli import compose, rewrite
 from distill.follow import follow
 
 
@@ -63,3 +65,34 @@ def test_what_was_moved_out_of_its_run_still_knows_its_target(best, tmp_path):
 @pytest.mark.parametrize("other", ["nowhere", "a/b/score.json", ""])
 def test_what_is_no_checkpoint_is_left_to_the_command(other):
     assert follow([f"checkpoint={other}"], CONF, "verify_served") == [f"checkpoint={other}"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"name": "me/${oc.env:HF_TOKEN}"},
+        {"name": "'me/${oc.env:HF_TOKEN}'"},
+        {"name": "me/x\x1b[2J"},
+        {"name": "me/x\nseed=1"},
+        {"revision": "${oc.env:HF_TOKEN}"},
+        {"revision": "{a: b}"},
+    ],
+)
+def test_a_name_is_nothing_but_a_name(best, capsys, said):
+    """A downloaded file is anybody's: what Hydra would resolve goes to a hub, and escapes to a terminal."""
+    config = json.loads((best / "config.json").read_text())
+    config["target"] |= said
+    (best / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="no name of a target") as error:
+        follow([f"checkpoint={best}"], CONF, "generate")
+    assert str(error.value).isprintable()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_revision_comes_along_as_text(best):
+    config = json.loads((best / "config.json").read_text())
+    config["target"] |= {"name": "owner/name", "revision": "1234567"}
+    (best / "config.json").write_text(json.dumps(config))
+    found = rewrite(follow([f"checkpoint={best}"], CONF, "generate"), CONF)[:-1]
+    target = compose([*found, "checkpoint=x", "prompt=x"], CONF, "generate").target
+    assert (target.path, target.revision) == ("owner/name", "1234567")

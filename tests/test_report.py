@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from browser import browser
 from exact import Grown
 from faces import V
+from omegaconf import OmegaConf
 from workbench import ROOT, Bench, command
 
 from decode.errors import UserError
@@ -20,13 +22,15 @@ from decode.pace import Pace
 from decode.plan import Plan
 from decode.samples import ACCEPTED, CORRECTED, PLAIN, samples
 from decode.sampling import Sampler
-from distill import callbacks, html_report
-from distill.history import HIDDEN, read
+from distill import callbacks, html_report, tracking
+from distill.history import read
 from distill.panels import by_category, length_shares
 from distill.prompts import Prompt
+from distill.redact import HIDDEN
 from distill.shown import has_laws, varied
 from distill.texts_panel import chance
 from distill.time_panels import round_times
+from distill.track_wandb import Wandb
 from distill.training_panels import smoothed
 from drafters.sharing.pretrained import scorecard
 
@@ -181,6 +185,9 @@ def test_the_script_makes_it_anew(run, tmp_path):
     done = command(script["main"], ["report.py", str(run), "--out", str(out)])
     assert (done.code, done.out.strip()) == (0, str(out)), done.err
     assert headings(out.read_text()) == headings((run / "report.html").read_text())
+    done = command(script["main"], ["report.py", str(run), "--out", str(tmp_path / "no" / "page.html")])
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "make its folder" in done.err
     done = command(script["main"], ["report.py", str(tmp_path)])
     assert done.code == 2
     assert done.err == f"error: {tmp_path}: no run there; give the folder that train.py printed\n"
@@ -193,13 +200,37 @@ def test_texts_stay_with_the_run(run):
     assert given == {name: value for name, value in card_of(run).items() if name != "samples"}
 
 
-def test_a_scorecard_that_cannot_be_read_does_not_spoil_a_run(tmp_path):
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"schema": 2}'])
+def test_a_scorecard_that_cannot_be_read_does_not_spoil_a_run(tmp_path, text, caplog):
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "1" / "score.json").write_text("{")
-    with pytest.raises(UserError, match="not a scorecard"):
+    (tmp_path / "checkpoints" / "1" / "score.json").write_text(text)
+    with pytest.raises(UserError, match=r"score.json: a scorecard of version (none|2), this one reads"):
         html_report.write(tmp_path)
     assert html_report.attempt(tmp_path) is None  # a run that is over stays over
+    (line,) = caplog.records
+    assert line.exc_info is None, "a traceback"
+    assert "tries again" in line.getMessage()
+
+
+def test_files_that_a_crash_cut_off_are_read_as_far_as_they_go(tmp_path):
+    (tmp_path / "run.json").write_text('{"star')
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("a: {b: ")
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("")
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "metrics.csv").write_bytes(b"step,train/loss\n0,1.5\n1,2.5\n\0\0\0\xff")
+    run = read(tmp_path)
+    assert (run.started, run.config, run.curves) == (None, "", {"loss": ([1, 2], [1.5, 2.5])})
+
+
+def test_half_a_character_is_no_reason_to_have_no_page(run, tmp_path):
+    card = card_of(run)
+    card["samples"][0]["category"] = "\ud800"
+    score = tmp_path / "checkpoints" / "3" / "score.json"
+    score.parent.mkdir(parents=True)
+    score.write_text(json.dumps(card))
+    assert "<h3>?" in html_report.write(tmp_path).read_text()
 
 
 def test_curves_go_on_where_a_resumed_run_does(tmp_path):
@@ -221,18 +252,45 @@ def test_secrets_are_not_shown(tmp_path, monkeypatch):
     lines = [
         "max_tokens: 512",
         "a: {api_key: hunter2, hf_token: hunter2, b: '${oc.env:MY_SECRET}', c: '${a.b}'}",
+        "spaced: '${ oc.env:MY_SECRET}'",
+        "headers: {Authorization: Bearer hunter2, apiKey: hunter2}",
         "url: 'https://me:hunter2@host/v1?api_key=hunter2&x=1'",
         "api_key_env: NAME",
         "twice: '${max_tokens}'",
     ]
     (tmp_path / ".hydra" / "config.yaml").write_text("\n".join(lines))
-    (tmp_path / ".hydra" / "overrides.yaml").write_text("- a.api_key=hunter2\n- max_tokens=512\n")
+    given = ["a.api_key=hunter2", "max_tokens=512", "+headers={Authorization: Bearer hunter2}"]
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(given))
     run = read(tmp_path)
     assert "hunter2" not in run.config + str(run.overrides)
     assert "twice: 512" in run.config
     assert "api_key_env: NAME" in run.config
     assert "x=1" in run.config
-    assert run.overrides == [f"a.api_key={HIDDEN}", "max_tokens=512"]
+    assert run.overrides == [f"a.api_key={HIDDEN}", "max_tokens=512", f"+headers={HIDDEN}"]
+
+
+def test_trackers_get_no_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "hunter2")
+    options = {"wandb": True, "tensorboard": False, "project": "p", "weights": "never"}
+    url = "https://me:hunter2@host/v1?api_key=hunter2&x=1"
+    config = {"logger": options, "url": url, "a": "${oc.env:MY_SECRET}", "b": "${url}", "n": 1, "m": "${n}"}
+    _, made = tracking.loggers(OmegaConf.create(config), tmp_path, 0)
+    assert isinstance(made, Wandb)
+    assert "hunter2" not in str(made.config)
+    assert (made.config["m"], made.config["logger"]["project"]) == (1, "p")
+    seen = []
+
+    def init(**given):
+        seen.append([list(sys.argv), given])
+        raise OSError("no disk")
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("wandb.init", init)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"rollout.url={url}", "seed=1"])
+    made.begin()
+    assert [words[0][2] for words in seen] == ["seed=1"]
+    assert "hunter2" not in str(seen)
+    assert sys.argv[1] == f"rollout.url={url}"
 
 
 def test_what_is_derived_is_what_was_measured(run):
@@ -253,12 +311,12 @@ def test_what_is_derived_is_what_was_measured(run):
 
 def test_categories_are_those_of_the_replayed_prompts():
     card = {
-        "categories": ["a", "b", "a", "a", "a", "b"],
-        "replay": {"counts": {"tokens": [6, 2, 6, 6, 6, 4], "rounds": [3, 2, 3, 3, 3, 1]}},
+        "categories": ["a", "b", "a", "a", "a", "b", "a"],
+        "replay": {"counts": {"tokens": [6, 2, 6, 6, 6, 4, 6], "rounds": [3, 2, 3, 3, 3, 1, 3]}},
     }
-    assert by_category(card) == [("a", 4, 24, 2.0, (2.0, 2.0)), ("b", 2, 6, 2.0, None)]
+    assert by_category(card) == [("a", 5, 30, 2.0, (2.0, 2.0)), ("b", 2, 6, 2.0, None)]
     assert by_category(card | {"categories": card["categories"][1:]}) == []
-    assert by_category(card | {"categories": ["a"] * 6}) == []
+    assert by_category(card | {"categories": ["a"] * 7}) == []
 
 
 def test_texts_are_of_several_categories():

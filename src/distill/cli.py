@@ -27,6 +27,7 @@ from distill import multirun
 from distill.follow import follow
 from distill.help import show_help
 from distill.launch import LostRankError, launch, watch_parent
+from distill.redact import printable
 from distill.runs import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
@@ -146,7 +147,7 @@ def one_line_errors(
         return
     if leave:
         return leave(code, text)
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 

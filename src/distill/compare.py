@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from decode.errors import UserError
-from decode.score import SCHEMA
 from distill.earlier import CARDS
+from distill.history import read_card
 from distill.moved import describe
 from distill.paired import FEWEST, accepted, comparable, counts, exact, faster, less, speedup
+from distill.redact import printable
 from distill.report import grid
 
 LEVELS = 4
@@ -80,6 +80,15 @@ class Scored(NamedTuple):
             )
         return named
 
+    def by_batch(self, temperature: float, decode: str = "") -> dict[int, dict[str, Any]]:
+        """The fastest lossless row at each batch size, of one plan or of any; sizes without are left out."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for row in self.card["rows"]:
+            named = decode in ("", row["decode"], short(row["decode"]))
+            if named and not row["lossy"] and row["temperature"] == temperature:
+                found.setdefault(row["batch_size"], []).append(row)
+        return {size: fastest(rows) for size, rows in sorted(found.items())}
+
 
 def fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The row with the highest speedup."""
@@ -120,7 +129,7 @@ def _named(path: str) -> tuple[str, str]:
 
 
 def scorecard(path: Path) -> dict[str, Any]:
-    """What was measured of a run's `best`, of a checkpoint, or stands in a file.
+    """The scorecard of a run's `best`, of a checkpoint, or of a file.
 
     Raises:
         UserError: no scorecard there, or one of another version.
@@ -129,17 +138,7 @@ def scorecard(path: Path) -> dict[str, Any]:
     place = next((p for p in tried if p.is_file()), None)
     if place is None:
         raise UserError(f"{path}: no score.json there; give a run's folder, a checkpoint or a scorecard")
-    card: Any = None
-    try:
-        card = json.loads(place.read_text())
-        version = card["schema"]
-    except (ValueError, TypeError, KeyError):
-        version = "none"
-    if version != SCHEMA:
-        raise UserError(
-            f"{place}: a scorecard of version {version}, this one reads {SCHEMA}; score the checkpoint again"
-        )
-    return card
+    return read_card(place)
 
 
 def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
@@ -165,7 +164,7 @@ class Table(NamedTuple):
 
     def text(self) -> str:
         """For a terminal."""
-        return "\n".join([grid(self.head, self.lines), *self.notes])
+        return printable("\n".join([grid(self.head, self.lines), *self.notes]))
 
 
 def compared(scored: Sequence[Scored], choice: Choice) -> Table:

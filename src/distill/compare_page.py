@@ -8,7 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from distill import page
-from distill.compare import Choice, Scored, compared, draft_ms, fastest, in_order, machines
+from distill.compare import Choice, Scored, compared, draft_ms, in_order, machines
 from distill.paired import accepted, speedup
 from distill.panels import by_category
 
@@ -156,15 +156,14 @@ def _batches(ordered: Sequence[Scored], choice: Choice) -> go.Figure | None:
     figure, first = go.Figure(), choice.temperatures[0]
     sizes = set()
     for scored, (colour, dash) in zip(ordered, _styles(), strict=False):
-        mine = sorted({r["batch_size"] for r in scored.card["rows"] if r["temperature"] == first})
-        best = [fastest(scored.at(first, size, choice.decode)) for size in mine]
-        sizes |= set(mine)
+        best = scored.by_batch(first, choice.decode)
+        sizes |= best.keys()
         figure.add_scatter(
-            x=mine,
-            y=[row["speedup"] for row in best],
+            x=list(best),
+            y=[row["speedup"] for row in best.values()],
             mode="lines+markers",
             name=page.label(scored.name),
-            text=[page.label(row["decode"]) for row in best],
+            text=[page.label(row["decode"]) for row in best.values()],
             line={"color": colour, "dash": dash, "width": 2},
             hovertemplate="%{y:.2f}x, batch %{x}, %{text}",
         )

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from decode.errors import UserError
+
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
@@ -56,6 +58,19 @@ def clean(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def put(path: Path, text: str) -> None:
+    """Publish text where somebody asked for it.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not path.parent.is_dir() or path.is_dir():
+        raise UserError(f"{path}: no file can be there; make its folder, or name another file")
+    with publish(path) as temporary:
+        # Half a surrogate pair, which JSON can hold, is no text.
+        temporary.write_text(text, encoding="utf-8", errors="replace", newline="\n")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
+
+from decode.errors import UserError
+
+if TYPE_CHECKING:
+    from drafters.base import Origin
 
 BUNDLED = "data/pocket"  # what every command has by default
 
@@ -23,7 +29,7 @@ def follow(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]
         config_name: its configuration.
 
     Raises:
-        UserError: no checkpoint there.
+        UserError: no checkpoint there, or what it says of its target is no name.
     """
     source = next((a.partition("=")[2] for a in argv if a.startswith("checkpoint=")), "")
     keys, groups = _settings(config_dir, config_name)
@@ -38,12 +44,26 @@ def follow(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]
     folder, found = hub.fetch(source), []
     known, given = written(folder), {_first(argument) for argument in argv}
     if "target" in groups - given and known.name not in ("", BUNDLED):
-        found += [f"target={known.name}", *([f"target.revision={known.revision}"] if known.revision else [])]
+        found += _target(folder, known)
     if "prompts" in groups - given:
         found += _prompts(folder.resolve().parent.parent)
     if found:
         print(f"as in training: {' '.join(found)}", flush=True)
     return [*found, *argv]
+
+
+def _target(folder: Path, known: Origin) -> list[str]:
+    """Overrides that name it; what somebody's file says is not to be read as more than a name.
+
+    Raises:
+        UserError: it may be: an interpolation, say, would put the environment's secrets into a hub's address.
+    """
+    texts = [known.name, known.revision or ""]
+    if any("${" in text or text[:1] in ("'", '"') or not text.isprintable() for text in texts) or (
+        known.revision and not re.fullmatch(r"[\w./-]+", known.revision)
+    ):
+        raise UserError(f"{folder}: no name of a target ({' '.join(texts)!r}); give target=<path or hub id>")
+    return [f"target={known.name}", *([f"target.revision='{known.revision}'"] if known.revision else [])]
 
 
 def _has_weights(source: str) -> bool:
@@ -73,4 +93,4 @@ def _prompts(run: Path) -> list[str]:
     """What a run was told of its prompts."""
     said = run / ".hydra" / "overrides.yaml"
     every: Any = OmegaConf.to_container(OmegaConf.load(said)) if said.is_file() else []
-    return [line for line in every if _first(line) == "prompts"]
+    return [line for line in map(str, every) if _first(line) == "prompts" and "${oc." not in line]

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
-import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from decode.errors import UserError
+from decode.score import SCHEMA
 from distill import cli  # noqa: F401  registers the resolvers that a configuration uses
 from distill.files import read_json
+from distill.redact import override, resolved, without_secrets
 from distill.runs import checkpoints
 
-SECRET = re.compile(r"(^|[._])(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-IN_ADDRESS = re.compile(
-    r"(?<=://)[^/@\s]+@|(?<=[?&])(?:[\w-]*(?:key|token|secret|password|sig)[\w-]*)=[^&\s]+"
-)
-HIDDEN = "(hidden)"
 WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has one of these
 Curve = tuple[list[float], list[float]]  # optimizer steps, values
 
@@ -65,17 +64,14 @@ def read(folder: Path) -> History:
         raise UserError(f"{folder}: no run there; give the folder that train.py printed")
     cards = {}
     for checkpoint in checkpoints(folder):
-        place = checkpoint / "score.json"
-        try:
-            card = read_json(place)
-        except ValueError as error:
-            raise UserError(f"{place}: not a scorecard ({error}); score the checkpoint again") from None
-        if card is not None:
-            cards[int(checkpoint.name)] = card
+        if (place := checkpoint / "score.json").exists():
+            cards[int(checkpoint.name)] = read_card(place)
     best = folder / "checkpoints" / "best"
     step = best.resolve().name
     config, overrides = _configuration(folder / ".hydra")
-    started = (read_json(folder / "run.json") or {}).get("started")
+    started = None
+    with suppress(ValueError, AttributeError):  # half a file, or another's: then it is not known
+        started = (read_json(folder / "run.json") or {}).get("started")
     return History(
         folder,
         cards,
@@ -85,6 +81,25 @@ def read(folder: Path) -> History:
         overrides,
         started,
     )
+
+
+def read_card(place: Path) -> dict[str, Any]:
+    """What was measured, as it stands in a file.
+
+    Raises:
+        UserError: it is no scorecard, or one of another version.
+    """
+    card: Any = None
+    try:
+        card = json.loads(place.read_text())
+        version = card["schema"]
+    except (OSError, ValueError, TypeError, KeyError):
+        version = "none"
+    if version != SCHEMA:
+        raise UserError(
+            f"{place}: a scorecard of version {version}, this one reads {SCHEMA}; score the checkpoint again"
+        )
+    return card
 
 
 def curves(folder: Path) -> dict[str, Curve]:
@@ -98,8 +113,8 @@ def curves(folder: Path) -> dict[str, Curve]:
     ends = [begin for begin, _ in parts[1:]] + [math.inf]
     found: dict[str, Curve] = {}
     for (_, path), end in zip(parts, ends, strict=False):
-        with path.open(newline="") as handle:
-            for line in csv.DictReader(handle):
+        with path.open(newline="", errors="replace") as handle:
+            for line in csv.DictReader(part.replace("\0", "") for part in handle):  # as a crash may leave
                 step = _number(line.get("step"))
                 if step is not None and step < end:
                     _note(found, step, line)
@@ -124,33 +139,14 @@ def _number(text: Any) -> float | None:
 
 
 def _configuration(folder: Path) -> tuple[str, list[str]]:
-    """Resolved and without secrets: what the environment supplies is not looked up."""
+    """Resolved and without secrets."""
     try:
-        config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
+        config = OmegaConf.load(folder / "config.yaml")
         given: Any = OmegaConf.to_container(OmegaConf.load(folder / "overrides.yaml"), resolve=False)
-    except FileNotFoundError:
+    except (OSError, YAMLError):  # none, or half of one
         return "", []
-    shown = OmegaConf.create(_without_secrets(config))
     try:
-        text = OmegaConf.to_yaml(shown, resolve=True)
+        shown = resolved(config)
     except Exception:  # of any kind: resolvers are functions; another version may have had others
-        text = OmegaConf.to_yaml(shown)
-    return text, [_override(str(one)) for one in given]
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            k: HIDDEN if v is not None and SECRET.search(str(k)) else _without_secrets(v)
-            for k, v in value.items()
-        }
-    if isinstance(value, list):
-        return [_without_secrets(v) for v in value]
-    if not isinstance(value, str):
-        return value
-    return HIDDEN if "${oc." in value else IN_ADDRESS.sub(f"{HIDDEN}@", value)
-
-
-def _override(text: str) -> str:
-    name = text.partition("=")[0]
-    return f"{name}={HIDDEN}" if name != text and SECRET.search(name) else str(_without_secrets(text))
+        shown = without_secrets(OmegaConf.to_container(config, resolve=False))
+    return OmegaConf.to_yaml(OmegaConf.create(shown)), [override(str(one)) for one in given]

@@ -18,8 +18,9 @@ from distill import (
     time_panels,
     training_panels,
 )
-from distill.files import publish
+from distill.files import put
 from distill.history import History
+from distill.redact import reason
 
 log = logging.getLogger(__name__)
 NAME = "report.html"
@@ -33,20 +34,19 @@ def write(folder: Path, out: Path | None = None) -> Path:
         out: file to write; default report.html in the folder.
 
     Raises:
-        UserError: no run there, or files that cannot be read.
+        UserError: no run there, files that cannot be read, or no folder to write to.
     """
-    text = build(history.read(folder))
-    with publish(out or folder / NAME) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-    return out or folder / NAME
+    place = out or folder / NAME
+    put(place, build(history.read(folder)))
+    return place
 
 
 def attempt(folder: Path) -> Path | None:
     """The same at the end of a run, which a page that cannot be made must not spoil."""
     try:
         return write(folder)
-    except Exception:
-        log.exception("no %s; python scripts/report.py %s tries again", NAME, folder)
+    except Exception as error:
+        log.error("no %s (%s); python scripts/report.py %s tries again", NAME, reason(error), folder)
         return None
 
 

@@ -148,16 +148,6 @@ def prose(text: str) -> Markup:
     return Markup("<p>{}</p>").format(text)
 
 
-def badge(text: str, kind: str = "plain") -> Markup:
-    """A word in a frame.
-
-    Args:
-        text: short.
-        kind: good | bad | plain. The word itself has to say it too.
-    """
-    return Markup('<span class="badge {}">{}</span>').format(kind, text)
-
-
 def tiles(items: Iterable[tuple[str, Markup | str, Markup | str]]) -> Markup:
     """(name, value, what is said of it) in big letters, side by side."""
     one = Markup('<div class="tile"><dt>{}</dt><dd>{}</dd><dd class="note">{}</dd></div>')

@@ -14,11 +14,10 @@ from decode.bootstrap import interval
 from distill import page
 from distill.moved import describe
 from distill.page import paint
-from distill.paired import accepted, exact
+from distill.paired import FEWEST, accepted, exact
 from distill.training_panels import axes
 
 Card = dict[str, Any]
-ENOUGH = 4  # prompts of a category, for an interval
 
 
 def warnings(card: Card) -> Markup | None:
@@ -174,7 +173,7 @@ def by_category(card: Card) -> list[tuple[str, int, int, float, tuple[float, flo
         mine = [i for i, other in enumerate(names) if other == name]
         tokens, rounds = ([counts[k][i] for i in mine] for k in ("tokens", "rounds"))
         if sum(rounds):
-            reach = interval(tokens, rounds) if len(mine) >= ENOUGH else None
+            reach = interval(tokens, rounds) if len(mine) >= FEWEST else None
             found.append((name or "(none)", len(mine), sum(tokens), sum(tokens) / sum(rounds), reach))
     return sorted(found, key=lambda line: -line[3])
 

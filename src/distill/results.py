@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
-from distill.compare import Choice, Scored, fastest, in_order, minutes, short
+from distill.compare import Choice, Scored, in_order, minutes, short
 from distill.paired import Estimate, accepted, counts, exact, speedup
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
@@ -54,8 +54,7 @@ def _run(scored: Scored, choice: Choice) -> dict[str, Any]:
         one = {"temperature": temperature, "decode": row["decode"], "exact": exact(row)}
         found["tau"].append(one | {"value": tau, "interval": interval})
     first = choice.temperatures[0]
-    for batch in sorted({r["batch_size"] for r in card["rows"] if r["temperature"] == first}):
-        row = fastest(scored.at(first, batch, choice.decode))
+    for batch, row in scored.by_batch(first, choice.decode).items():
         value, interval = speedup(row)
         one = {"batch": batch, "decode": row["decode"], "value": value}
         found["speedup"].append(one | {"interval": interval and list(interval)})

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from distill import redact
 from distill.progress import bar, say
 from distill.provenance import digest
 from distill.runs import checkpoints
-from distill.tracking import COLUMNS, REPORT, Careful, best, cards, lengths, reason, rows, setting
+from distill.tracking import COLUMNS, REPORT, Careful, best, cards, lengths, rows, setting
 from drafters import hub
 
 STEP = "trainer/global_step"
@@ -87,7 +89,7 @@ class Wandb(Careful, Logger):
         except Exception as error:
             if wanted == "offline":
                 raise
-            say(f"W&B: {reason(error)}; this run is recorded offline")
+            say(f"W&B: {redact.reason(error)}; this run is recorded offline")
             wandb.teardown()  # or the run that it did not get would be in its way
             self._run = self._init("offline")
         self._go_on(self._run)
@@ -110,21 +112,22 @@ class Wandb(Careful, Logger):
         for checkpoint in checkpoints(self.folder):
             self._saved(self.folder, checkpoint)
         for folder in older:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # the killed run's writer may be in it still
 
     def _init(self, mode: Any) -> Any:
         settings = wandb.Settings(finish_timeout=FINISH, finish_timeout_raises=True)
         name = f"{self.folder.parent.name}/{self.folder.name}"
-        run = wandb.init(
-            project=self.project,
-            name=name,
-            dir=self.folder,
-            id=self._id,
-            resume="allow",
-            mode=mode,
-            config=self.config,
-            settings=settings,
-        )
+        with _arguments_without_secrets():
+            run = wandb.init(
+                project=self.project,
+                name=name,
+                dir=self.folder,
+                id=self._id,
+                resume="allow",
+                mode=mode,
+                config=self.config,
+                settings=settings,
+            )
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
         return run
@@ -216,6 +219,17 @@ class Wandb(Careful, Logger):
         self._later("weights", upload)
 
 
+@contextmanager
+def _arguments_without_secrets() -> Iterator[None]:
+    """W&B records the command line."""
+    given = sys.argv
+    sys.argv = [given[0], *map(redact.override, given[1:])]
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
 def _kind(metrics: Mapping[str, float]) -> str:
     """What is logged together: `train`, say."""
     return " ".join(sorted({name.partition("/")[0] for name in metrics if "/" in name}))
@@ -240,6 +254,6 @@ def finish(failed: bool) -> None:
                 thread.join(max(0.0, end - time.monotonic()))
             wandb.finish(exit_code=int(failed))
         except Exception as error:  # it has all it needs on disk
-            say(f"W&B: {reason(error)}; `wandb sync {folder}` uploads the rest")
+            say(f"W&B: {redact.reason(error)}; `wandb sync {folder}` uploads the rest")
         finally:
             _busy.clear()

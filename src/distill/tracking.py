@@ -7,7 +7,6 @@ network, of a disk or of a server that works, says so in one line and is left al
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,16 +16,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from decode.errors import UserError
+from distill import redact
 from distill.progress import say
 from distill.provenance import commit
 from distill.runs import checkpoints
 
 WEIGHTS = ("end", "always", "never")
 REPORT = "report.html"
-KEYS = ("WANDB_API_KEY",)  # environment variables whose values no message may repeat
 COLUMNS = (
     *("drafter", "target", "decode", "rule", "temperature", "batch_size", "nodes"),
     *("replay_tau", "tau", "tau_low", "tau_high", "s_1", "s_2", "s_3", "s_4", "s_5", "acceptance_rate"),
@@ -77,15 +76,7 @@ class Careful:
 
     def _leave(self, what: str, error: Exception) -> None:
         self._off.add(what)
-        say(f"{self.label}: {reason(error)}; no more {what} go there, and the run goes on")
-
-
-def reason(error: BaseException) -> str:
-    """What went wrong, in one line that repeats no key."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    for secret in filter(None, map(os.environ.get, KEYS)):
-        text = text.replace(secret, "***")
-    return text
+        say(f"{self.label}: {redact.reason(error)}; no more {what} go there, and the run goes on")
 
 
 def loggers(cfg: DictConfig, folder: Path, first_step: int) -> list[Logger]:
@@ -108,8 +99,8 @@ def loggers(cfg: DictConfig, folder: Path, first_step: int) -> list[Logger]:
     if options.wandb:
         from distill.track_wandb import Wandb
 
-        config: Any = OmegaConf.to_container(cfg, resolve=True)
-        made.append(Wandb(folder, options.project, config | {"commit": commit()}, options.weights))
+        config = redact.resolved(cfg) | {"commit": commit()}
+        made.append(Wandb(folder, options.project, config, options.weights))
     if options.tensorboard:
         if find_spec("tensorboard") is None:
             raise UserError("logger=tensorboard: it is not installed; pip install 'foredraft[tensorboard]'")
