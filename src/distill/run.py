@@ -283,6 +283,6 @@ def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -
     exporting.at_end(cfg, folder, target)
     for tracker in tracking.trackers(trainer.loggers):
         tracker.ended(folder)
-    summary.places(cfg, folder)
+    summary.places(folder)
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0
