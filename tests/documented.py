@@ -158,6 +158,8 @@ SIZES = {
     "contexts": "[16,32]",
     "new_tokens": "[8,4]",
 }
+# Of drafter=auto, which trains by the clock.
+AUTO = ["drafter.plans=[{depth: 2}]", "drafter.answers=2", "drafter.tokens=4", "score.replay_prompts=4"]
 # Of which runs are compared, at two temperatures.
 COMPARED = ["eagle", "bigram", "mlp", "medusa"]
 # And with these choices, where the command makes none and they are there.
@@ -302,6 +304,11 @@ def sized(text: str, places: Places) -> list[str]:
         return argv
     said = dict(g.partition("=")[::2] for g in given)
     more = [f"{key}={value}" for key, value in SIZES.items() if has(name, key)]
+    if said.get("drafter") == "auto":
+        more += ["drafter.minutes=0.4", "drafter.families=[eagle,bigram]", *AUTO]
+    if name == "benchmark_auto":  # whose runs are told the same
+        tiny = [f"{k}={v}" for k, v in SIZES.items() if has("config", k)]
+        more += ["minutes=0.4", "families=[eagle,bigram]", f"overrides={json.dumps([*tiny, *AUTO])}"]
     if said.get("drafter") in COMPARED:
         more += ["score.temperatures=[0.0,1.0]"]
     if name == "config":

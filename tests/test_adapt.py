@@ -20,6 +20,7 @@ from decode.rehearsal import pace_of, rehearse
 from decode.replay import Rollout, inexact, replay
 from decode.sampling import Sampler
 from decode.score import Setting, score
+from decode.timing import measure
 
 # Drafting two tokens pays after an acceptance, one at first, none after a rejection or two.
 PACE = Pace(0.45, ((1, (1.0, 1.42, 1.64)), (4, (1.0, 1.43, 1.65))))
@@ -281,3 +282,9 @@ def test_a_machines_costs_make_a_pace():
     assert found.prior == 0.5
     assert dict(found.costs)[1] == pytest.approx((1.2 / 1.1, 1.3 / 1.1, 1.4 / 1.1), abs=1e-3)
     assert [size for size, _ in found.costs] == [1, 2, 4]
+
+
+def test_rounds_are_timed_where_every_round_ends_a_text(tiny_target):
+    target = tiny_target(vocab=5)
+    found = measure(target, Grown(5), [[1, 2, 3]], [Plan(2)], Sampler(0.8), [2], max_new_tokens=2, repeats=1)
+    assert found.round_seconds(Plan(2), 2) > 0

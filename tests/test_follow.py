@@ -35,7 +35,9 @@ PROMPTS = ["prompts=jsonl", "prompts.path='/a b.jsonl'"]
         ("benchmark_context", [], ["target=/a/target", *PROMPTS]),
         ("generate", [], ["target=/a/target"]),
         ("score_checkpoint", ["target=/mine"], PROMPTS),
-        ("score_checkpoint", ["target.dtype=float32", "prompts.seed=1"], []),
+        ("score_checkpoint", ["target.path=/mine", "prompts.path=/mine"], []),
+        ("score_checkpoint", ["target.dtype=float32", "prompts.seed=1"], ["target=/a/target", *PROMPTS]),
+        ("verify_served", [], PROMPTS),
         ("score_checkpoint", ["--cfg", "job"], []),
         ("export", [], []),
         ("config", [], []),
@@ -45,6 +47,25 @@ def test_what_is_not_named_is_as_in_training(best, capsys, name, given, found):
     argv = [f"checkpoint={best}", *given]
     assert follow(argv, CONF, name) == [*found, *argv]
     assert ("as in training: " in capsys.readouterr().out) == bool(found)
+
+
+def test_who_generates_alone_takes_the_template_and_no_file(best):
+    (best.parents[1] / ".hydra" / "overrides.yaml").write_text(
+        "- prompts=jsonl\n- prompts.path=x\n- prompts.template=none\n"
+    )
+    argv = [f"checkpoint={best}"]
+    assert follow(argv, CONF, "generate") == ["target=/a/target", "prompts.template=none", *argv]
+
+
+def test_a_store_is_read_by_the_target_that_wrote_it(tmp_path):
+    origin = {"target": "/a/target", "revision": "abc"}
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "manifest.json").write_text(json.dumps({"origin": origin}))
+    found = ["target=/a/target", "target.revision=abc"]
+    for argv in ([f"store={tmp_path / 'x'}"], [f"stores={tmp_path}", "sample=0"]):
+        assert follow(argv, CONF, "inspect_data") == [*found, *argv]
+    for argv in ([f"store={tmp_path / 'x'}", "target=/mine"], [f"store={tmp_path}"]):
+        assert follow(argv, CONF, "inspect_data") == argv
 
 
 def test_the_bundled_target_is_everybodys_default(best):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from decode.errors import UserError
@@ -102,7 +104,8 @@ def _train(cfg: DictConfig, name: str, families: Sequence[str]) -> Path:
         say(f"{name}: drafter=auto with {', '.join(families)}, {cfg.minutes:g} min")
         command = [sys.executable, str(TRAIN), "drafter=auto", f"drafter.families=[{','.join(families)}]"]
         command += [f"drafter.minutes={float(cfg.minutes)}", f"score.batch_sizes=[{cfg.batch_size}]"]
-        command += [f"output_dir={place}", "logger=csv", *cfg.overrides]
+        ours = [o for o in HydraConfig.get().overrides.task if re.match(r"(target|prompts)[.=]", o)]
+        command += [f"output_dir={place}", "logger=csv", *ours, *cfg.overrides]
         if subprocess.run(command, check=False).returncode:
             raise UserError(f"benchmark auto: the run of {name} has failed; see what it says above")
         done = [p.parent for p in place.glob("*/*/done")]

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from decode.errors import UserError
 
-if TYPE_CHECKING:
-    from drafters.base import Origin
-
 BUNDLED = "data/pocket"  # what every command has by default
+TARGET = {"target", "target.path"}  # what names another one; how it is loaded is another matter
+PROMPTS = {"prompts", "prompts.path", "prompts.dataset", "prompts.sources"}
 
 
 def follow(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]:
     """The command line, with target and prompts of `checkpoint=` where it names none itself.
 
     The target is the one that the checkpoint was made for: of a downloaded one that is a name, and
-    decides nothing else. What was told of prompts is known of runs of this machine alone.
+    decides nothing else. What was told of prompts is known of runs of this machine alone. A command
+    about a store of rollouts takes the target that wrote it.
 
     Args:
         argv: of the command.
@@ -31,39 +32,48 @@ def follow(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]
     Raises:
         UserError: no checkpoint there, or what it says of its target is no name.
     """
-    source = next((a.partition("=")[2] for a in argv if a.startswith("checkpoint=")), "")
-    keys, groups = _settings(config_dir, config_name)
-    flags = any(argument.startswith("-") for argument in argv)
-    # A configuration that sets `target` itself knows what to do with a checkpoint; so does what reads cards.
-    if flags or "checkpoint" not in keys or "target" in keys or not _has_weights(source):
-        return list(argv)
+    own, groups = _settings(config_dir, config_name)
+    given = {argument.partition("=")[0] for argument in argv}
+    # A configuration that sets `target` itself knows what to do with a checkpoint.
+    target = "target" in groups and "target" not in own and not given & TARGET
+    prompts = ("prompts" in groups or "prompts" in own) and not given & PROMPTS
+    found: list[str] = []
+    if any(argument.startswith("-") for argument in argv):
+        pass
+    elif "stores" in own:
+        found = _named(**_writer(argv, own["stores"])) if target else []
+    elif "checkpoint" in own and (target or prompts) and _has_weights(source := _value(argv, "checkpoint")):
+        from drafters import hub  # a second, which such a command spends anyway
+        from drafters.folder import written
 
-    from drafters import hub  # a second, which such a command spends anyway
-    from drafters.folder import written
-
-    folder, found = hub.fetch(source), []
-    known, given = written(folder), {_first(argument) for argument in argv}
-    if "target" in groups - given and known.name not in ("", BUNDLED):
-        found += _target(folder, known)
-    if "prompts" in groups - given:
-        found += _prompts(folder.resolve().parent.parent)
+        folder = hub.fetch(source)
+        known = written(folder)
+        found = _named(known.name, known.revision) if target else []
+        if prompts:
+            found += _prompts(folder.resolve().parent.parent, own.get("prompts"))
     if found:
         print(f"as in training: {' '.join(found)}", flush=True)
     return [*found, *argv]
 
 
-def _target(folder: Path, known: Origin) -> list[str]:
+def _value(argv: Sequence[str], key: str) -> str:
+    return next((a.partition("=")[2] for a in argv if a.startswith(f"{key}=")), "")
+
+
+def _named(target: str, revision: str | None) -> list[str]:
     """Overrides that name it; what somebody's file says is not to be read as more than a name.
 
     Raises:
         UserError: it may be: an interpolation, say, would put the environment's secrets into a hub's address.
     """
-    texts = [known.name, known.revision or ""]
+    if target in ("", BUNDLED):
+        return []
+    texts = [target, revision or ""]
     if any("${" in text or text[:1] in ("'", '"') or not text.isprintable() for text in texts) or (
-        known.revision and not re.fullmatch(r"[\w./-]+", known.revision)
+        revision and not re.fullmatch(r"[\w./-]+", revision)
     ):
-        raise UserError(f"{folder}: no name of a target ({' '.join(texts)!r}); give target=<path or hub id>")
-    return [f"target={known.name}", *([f"target.revision='{known.revision}'"] if known.revision else [])]
+        raise UserError(f"no name of a target ({' '.join(texts)!r}); give target=<path or hub id>")
+    return [f"target={target}", *([f"target.revision='{revision}'"] if revision else [])]
 
 
 def _has_weights(source: str) -> bool:
@@ -72,25 +82,34 @@ def _has_weights(source: str) -> bool:
     return (Path(source).expanduser() / "config.json").is_file() or is_hub_id(source)
 
 
-def _first(argument: str) -> str:
-    return argument.partition("=")[0].partition(".")[0]
-
-
-def _settings(config_dir: Path, name: str) -> tuple[set[str], set[str]]:
-    """Keys and groups of a configuration, those that it is based on included."""
+def _settings(config_dir: Path, name: str) -> tuple[dict[str, Any], set[str]]:
+    """A configuration's own settings and its groups, those that it is based on included."""
     own: Any = OmegaConf.to_container(OmegaConf.load(config_dir / f"{name}.yaml"))
-    keys, groups = set(own), set[str]()
+    groups = set[str]()
     for entry in own["defaults"]:
         if isinstance(entry, dict):
             groups |= entry.keys()
         elif entry != "_self_":
             more, others = _settings(config_dir, entry)
-            keys, groups = keys | more, groups | others
-    return keys, groups
+            own, groups = more | own, groups | others
+    return own, groups
 
 
-def _prompts(run: Path) -> list[str]:
-    """What a run was told of its prompts."""
+def _prompts(run: Path, own: dict[str, Any] | None) -> list[str]:
+    """What a run was told of its prompts; of a configuration with few settings of prompts, these alone."""
     said = run / ".hydra" / "overrides.yaml"
     every: Any = OmegaConf.to_container(OmegaConf.load(said)) if said.is_file() else []
-    return [line for line in map(str, every) if _first(line) == "prompts" and "${oc." not in line]
+    kept = [line for line in map(str, every) if re.match(r"prompts[.=]", line) and "${oc." not in line]
+    return kept if own is None else [line for line in kept if line[8:].partition("=")[0] in own]
+
+
+def _writer(argv: Sequence[str], stores: str) -> dict[str, Any]:
+    """Who wrote the store that is named, or the newest; what is wrong with it the command will say."""
+    from distill.inspect_data import find
+
+    try:
+        folder = find(_value(argv, "store") or None, _value(argv, "stores") or stores)
+        origin = json.loads((folder / "manifest.json").read_text())["origin"]
+        return {"target": str(origin["target"]), "revision": origin["revision"]}
+    except (UserError, OSError, ValueError, LookupError, TypeError):
+        return {"target": "", "revision": None}

@@ -83,7 +83,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
     else:
         tau = train(cfg, folder)
     if first_rank():
-        summary.places(cfg, folder)
+        summary.places(folder)
     return tau
 
 

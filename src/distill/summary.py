@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +19,6 @@ from drafters.export import table as programs
 
 # Dropped in this order where a terminal is too narrow for all; the report and score.json have them.
 OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batch", "replay", "T")
-BUNDLED = {"target": "data/pocket", "prompts": "data/prompts/train.jsonl"}
 
 
 def show(folder: Path) -> None:
@@ -57,7 +55,7 @@ def _cell(text: str) -> Text:
     return Text(text, style={"pass": "green", "FAIL": "bold red"}.get(text, ""))
 
 
-def places(cfg: DictConfig, folder: Path) -> None:
+def places(folder: Path) -> None:
     """Say where what was made is, and which commands go on from there."""
     checkpoint = best(folder) and folder / "checkpoints" / "best"
     if checkpoint is None:
@@ -65,20 +63,14 @@ def places(cfg: DictConfig, folder: Path) -> None:
     kind = cards(folder)[-1]["drafter"]
     where = {"run": folder, "report": folder / REPORT, "best": checkpoint}
     say("\nwritten:\n" + "\n".join(f"  {name}: {path}" for name, path in where.items() if path.exists()))
-    given = [f"checkpoint={checkpoint}", *_given(cfg, "target")]
-    more = [*given, *_given(cfg, "prompts")]
+    given = f"checkpoint={checkpoint}"  # which knows target and prompts
     commands = [
-        ["scripts/score.py", *more, "score.prompts=100"],
-        ["scripts/generate.py", *given, "prompt=How do I use grep?"],
-        ["scripts/export.py", f"checkpoint={checkpoint}", f"to={_program(kind)}"],
+        ["scripts/score.py", given, "score.prompts=100"],
+        ["scripts/generate.py", given, "prompt=How do I use grep?"],
+        ["scripts/advise.py", given],
+        ["scripts/export.py", given, f"to={_program(kind)}"],
     ]
     say("try next:\n" + "\n".join(f"  python {shlex.join(words)}" for words in commands) + "\n")
-
-
-def _given(cfg: DictConfig, group: str) -> list[str]:
-    """What names the run's target or prompts, where it is not what scripts take by themselves."""
-    path = OmegaConf.select(cfg, f"{group}.path")
-    return [f"{group}={path}"] if path and path != BUNDLED[group] else []
 
 
 def _program(kind: str) -> str:
