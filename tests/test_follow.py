@@ -61,7 +61,7 @@ def test_a_store_is_read_by_the_target_that_wrote_it(tmp_path):
     origin = {"target": "/a/target", "revision": "abc"}
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "manifest.json").write_text(json.dumps({"origin": origin}))
-    found = ["target=/a/target", "target.revision=abc"]
+    found = ["target=/a/target", "target.revision='abc'"]
     for argv in ([f"store={tmp_path / 'x'}"], [f"stores={tmp_path}", "sample=0"]):
         assert follow(argv, CONF, "inspect_data") == [*found, *argv]
     for argv in ([f"store={tmp_path / 'x'}", "target=/mine"], [f"store={tmp_path}"]):

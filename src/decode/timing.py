@@ -126,7 +126,8 @@ class _Timer:
 
     def _round(self, plan: Plan) -> Timed:
         """One that all rows survive; where texts have room for none, one that ends some of them."""
-        for last in [False] * TRIES + [True]:
+        ended = 0
+        while True:
             if len(self.loop.batch.request) < self.batch:
                 self._next()
             loop = self.loop
@@ -134,10 +135,10 @@ class _Timer:
             before, begin = replace(loop.times), loop.now()
             loop.round()
             total = loop.now() - begin
-            if last or len(loop.batch.request) == self.batch:
-                break
-        draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
-        return Timed(plan, self.batch, self.slots, draft, verify, total - draft - verify)
+            ended += len(loop.batch.request) < self.batch
+            if len(loop.batch.request) == self.batch or ended > TRIES:
+                draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
+                return Timed(plan, self.batch, self.slots, draft, verify, total - draft - verify)
 
     def _look(self, seen: Round) -> None:
         self.slots = seen.logits.shape[1]
