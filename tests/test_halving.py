@@ -184,7 +184,7 @@ class Made:
         broken: family -> why it fails.
     """
 
-    each, few, all, parallel = 1.0, [PLAN], [PLAN, Plan(depth=3)], 1
+    each, few, all, parallel, before = 1.0, [PLAN], [PLAN, Plan(depth=3)], 1, 0.0
 
     def __init__(self, clock: Clock, worth: dict, free=(), broken=None) -> None:
         self.clock, self.worth, self.free, self.broken = clock, worth, free, broken or {}
@@ -202,6 +202,7 @@ class Made:
             self.clock.now += 2.0 + (seconds or 0.0)
             self.trained[name] += seconds or 0.0
             note = {"seconds": seconds or 0.0, "steps": int(self.trained[name]), "setup": 2.0}
+            note["before"] = self.before if rung == 1 else 0.0
             self.notes[name, rung] = note | ({"failed": self.broken[name]} if name in self.broken else {})
             if rung == SCORE:
                 folder = self.folder / families.FOLDER / name / "checkpoints" / "best"
@@ -314,6 +315,21 @@ def _or_die(dies: bool, error: type[Exception], call, *args):
     if dies:
         raise error
     return call(*args)
+
+
+def test_what_was_spent_on_a_stretch_before_a_kill_is_spent(tmp_path):
+    """Ten seconds on each of two families, that no ledger has: the last one trains so much less."""
+    given, spent = [], []
+    for before in (0.0, 10.0):
+        (folder := tmp_path / str(before)).mkdir()
+        made = Made(Clock(), {name: WORTH[name] for name in ("slow", "fast")})
+        made.before = before
+        made.search(folder).run()
+        record = json.loads((folder / "auto.json").read_text())
+        given.append(record["given"]["-1/fast"])
+        spent.append(record["spent"])
+    assert given[0] - given[1] == pytest.approx(20.0)
+    assert spent[0] == pytest.approx(spent[1])
 
 
 def test_who_has_won_stays_the_winner_when_the_scorecard_is_made_again(tmp_path):

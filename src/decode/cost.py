@@ -214,7 +214,8 @@ class Worth:
 
     Attributes:
         speed: tokens a second of the whole batch, rows leaving as they end; past the prefill.
-        speedup: over plain decoding, and its 95 % interval over prompts.
+        speedup: over plain decoding, and its 95 % interval over prompts; of an adaptive plan over batches,
+            so of a single batch it has no width.
         full: tokens a second where rows that end are replaced, as a server does; None: not known.
     """
 

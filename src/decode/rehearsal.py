@@ -48,7 +48,7 @@ def shortened(plan: Plan, depth: int) -> Plan:
     return replace(plan, depth=depth, nodes=0, adapt=None)
 
 
-def rehearse(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int, seed: int = 0) -> Played:
+def rehearse(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int) -> Played:
     """Play the rounds of an adaptive chain, batch by batch, rows leaving as they end.
 
     How long a chosen chain would have been kept at a place does not depend on how deep it was grown, so
@@ -59,10 +59,9 @@ def rehearse(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int, 
         keeps: of each answer (starts, K), see `replay.Replayed`.
         costs: of the machine.
         batch: rows decoded together; few answers are taken again to fill it.
-        seed: of the draws.
     """
     assert plan.adapt is not None
-    dice = np.random.default_rng(seed)
+    dice = np.random.default_rng(0)
     price = _Prices(plan, costs)
     rows = -(-len(keeps) // batch) * batch
     order = [keeps[i % len(keeps)] for i in range(rows)]

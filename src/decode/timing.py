@@ -124,21 +124,19 @@ class _Timer:
                 done()
         return found
 
-    def _round(self, plan: Plan) -> Timed:
+    def _round(self, plan: Plan, tries: int = TRIES) -> Timed:
         """One that all rows survive; where texts have room for none, one that ends some of them."""
-        ended = 0
-        while True:
-            if len(self.loop.batch.request) < self.batch:
-                self._next()
-            loop = self.loop
-            loop.plan, loop.on_round = plan, self._look
-            before, begin = replace(loop.times), loop.now()
-            loop.round()
-            total = loop.now() - begin
-            ended += len(loop.batch.request) < self.batch
-            if len(loop.batch.request) == self.batch or ended > TRIES:
-                draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
-                return Timed(plan, self.batch, self.slots, draft, verify, total - draft - verify)
+        if len(self.loop.batch.request) < self.batch:
+            self._next()
+        loop = self.loop
+        loop.plan, loop.on_round = plan, self._look
+        before, begin = replace(loop.times), loop.now()
+        loop.round()
+        total = loop.now() - begin
+        if tries and len(loop.batch.request) < self.batch:
+            return self._round(plan, tries - 1)
+        draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
+        return Timed(plan, self.batch, self.slots, draft, verify, total - draft - verify)
 
     def _look(self, seen: Round) -> None:
         self.slots = seen.logits.shape[1]

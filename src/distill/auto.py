@@ -186,8 +186,15 @@ class Search:
         """As many at the same time as the launcher takes; what one alone has spent is on file at once."""
         for group in [[name] for name in names] if self.jobs.parallel == 1 else [names]:
             stretches = {name: self._stretch(rung, name) for name in group}
-            self.jobs({name: self.overrides[name] for name in group}, stretches)
-            self._note()
+            self._work({name: self.overrides[name] for name in group}, stretches)
+
+    def _work(self, overrides: Mapping[str, Sequence[str]], stretches: Mapping[str, Stretch]) -> None:
+        """Run jobs, several at the same time; what a killed process had spent on them counts as well."""
+        due = [name for name, stretch in stretches.items() if not self.jobs.done(name, stretch.rung)]
+        self.jobs(overrides, stretches)
+        notes = [self.jobs.done(name, stretches[name].rung) or {} for name in due]
+        self.begun -= max((note.get("before", 0.0) for note in notes), default=0.0)
+        self._note()
 
     def _give(self, rung: int, count: int, alive: Sequence[str]) -> bool:
         """Settle how long each family of a rung trains; whether there is time."""
@@ -260,10 +267,8 @@ class Search:
             self.ledger.given[key] = seconds
             self._note(reserved=self._reserve())
             say(f"{name}: trains on for {seconds:.0f} s")
-        self.jobs(
-            {name: families.at_last(self.place, self.overrides[name])}, {name: self._stretch(LAST, name)}
-        )
-        self._note()
+        logged = families.at_last(self.place, self.overrides[name])
+        self._work({name: logged}, {name: self._stretch(LAST, name)})
         self._judge(LAST, [name], self.judge.all)
 
     def _finish(self) -> float:

@@ -44,7 +44,7 @@ class Budget(L.Callback):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.seconds, self.part, self.cooldown, self.clock = seconds, part, cooldown, clock
-        self._before = 0.0  # seconds of this part before a kill
+        self.before = 0.0  # seconds of this part before a kill
         self._made, self._start = clock(), math.nan  # this, and the first step
         self.steps = FOREVER  # of the run in all, as predicted by now
         self.waited = 0.0  # seconds before the first step
@@ -54,7 +54,7 @@ class Budget(L.Callback):
     @property
     def used(self) -> float:
         """Seconds of this part so far, those before a kill among them."""
-        return self._before + (0.0 if math.isnan(self._start) else self.clock() - self._start)
+        return self.before + (0.0 if math.isnan(self._start) else self.clock() - self._start)
 
     @property
     def left(self) -> float:
@@ -75,7 +75,7 @@ class Budget(L.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["part"] == self.part:
-            self._before = state_dict["used"]
+            self.before = state_dict["used"]
 
     def resume(self, trainer: L.Trainer, step: int) -> None:
         """Say where the run goes on; before its state is restored, which may leave nothing to do."""

@@ -177,7 +177,10 @@ class Jobs:
         return self.place.folder / FOLDER / family
 
     def done(self, family: str, rung: int) -> dict[str, Any] | None:
-        """What came of a rung: `steps` and `seconds`, or why it `failed`; None: it is not through."""
+        """What came of a rung: `steps`, `seconds`, those `before` a kill, or why it `failed`.
+
+        None: it is not through.
+        """
         return read_json(_note(self.folder(family), rung))
 
     def checkpoint(self, family: str) -> Path:
@@ -220,7 +223,7 @@ def job(cfg: DictConfig, stretches: Mapping[str, Stretch], shared: Shared | None
     found = checkpoints(folder)
     note |= {"steps": int(found[-1].name) if found else 0, "seconds": time.monotonic() - begun}
     if budget:
-        note |= {"seconds": budget.used, "setup": budget.waited}
+        note |= {"seconds": budget.used, "setup": budget.waited, "before": budget.before}
     write_json(_note(folder, stretch.rung), note)
 
 
