@@ -30,6 +30,7 @@ class FakeWandb:
         self.artifacts: list[dict[str, Any]] = []
         self.run: dict[str, Any] = {}
         self.broken = False
+        self._lock = threading.Lock()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -64,14 +65,16 @@ class FakeWandb:
 
     def close(self) -> None:
         self._server.shutdown()
+        self._server.socket.close()  # `server_close` would wait for clients that have nothing to ask
 
     def answer(self, path: str, body: bytes) -> Any:
         if not body or not re.search(r"/graphql$|/file_stream$", path):
             return {}
         asked = json.loads(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
         if path.endswith("/file_stream"):
-            part = asked.get("files", {}).get("wandb-history.jsonl", {"content": []})
-            self.history += [json.loads(line) for line in part["content"]]
+            part = asked.get("files", {}).get("wandb-history.jsonl", {"content": [], "offset": 0})
+            with self._lock:  # what a client sends again, since it has not heard of it, is in its place
+                self.history[part["offset"] :] = [json.loads(line) for line in part["content"]]
             return {"exitcode": None, "limits": {}}
         (name,) = re.findall(r"(?:query|mutation)\s+(\w+)", asked["query"])[:1] or ["?"]
         self.asked.append(name)
@@ -115,6 +118,8 @@ class FakeWandb:
         return {"serverInfo": {"features": []}}
 
     def _CreateArtifact(self, variables: dict[str, Any]) -> Any:
-        self.artifacts.append(variables["input"])
-        made = {"id": f"a{len(self.artifacts)}", "state": "COMMITTED"}
+        with self._lock:
+            if variables["input"] not in self.artifacts:
+                self.artifacts.append(variables["input"])
+            made = {"id": f"a{1 + self.artifacts.index(variables['input'])}", "state": "COMMITTED"}
         return {"createArtifact": {"artifact": made | {"artifactSequence": {"latestArtifact": None}}}}

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 from fake_wandb import KEY, FakeWandb
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 from workbench import Bench, fork, train
 
+from decode.errors import UserError
 from distill import callbacks, tracking
+from distill.history import read as history_of
 from distill.track_wandb import Wandb
 
 BLOCK = 32768  # of the LevelDB log format
@@ -84,6 +87,7 @@ def jobs(sweep: Path) -> list[Path]:
     return [p.parent for p in sorted(sweep.glob("multirun/*/*/*/checkpoints"))]
 
 
+@pytest.mark.proof
 def test_every_job_has_its_own_offline_run_with_its_configuration(sweep):
     seeds = []
     for job in jobs(sweep):
@@ -95,6 +99,7 @@ def test_every_job_has_its_own_offline_run_with_its_configuration(sweep):
     assert seeds == [1, 2]
 
 
+@pytest.mark.proof
 def test_history_holds_losses_and_scores_as_the_files_do(sweep):
     for job in jobs(sweep):
         (file,) = job.glob("wandb/offline-run-*/run-*.wandb")
@@ -111,6 +116,7 @@ def test_history_holds_losses_and_scores_as_the_files_do(sweep):
         assert {"train/divergence_1", "train/top1_2", "score/speedup", "score/survival_1"} <= logged
 
 
+@pytest.mark.proof
 def test_nothing_is_muttered_on_the_side(sweep):
     assert (sweep / "log").read_text() == ""
     assert (sweep / "stderr").read_text() == ""
@@ -146,24 +152,36 @@ def offline(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> Path:
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def resumed(bench) -> Path:
     """Killed behind step 5, two steps behind its newest checkpoint; then made to its end."""
-    bench = Bench(tmp_path_factory.mktemp("resumed"))
     words = ["logger=all", "logger.weights=always"]
     killed = bench.fork(*words, before=lambda: (offline(bench.root), stop_at(5, signal.SIGKILL)))
     assert killed == signal.SIGKILL
-    assert bench.fork(*words, before=lambda: offline(bench.root)) == 0
+
+    def again() -> None:
+        offline(bench.root)
+        with (bench.root / "stderr").open("w") as file:
+            os.dup2(file.fileno(), 2)
+
+    assert bench.fork(*words, before=again) == 0
     (folder,) = bench.runs()
     return folder
 
 
-def test_a_killed_run_goes_on_in_its_own_record_without_gaps_or_doubles(resumed):
+def test_a_killed_run_goes_on_in_its_own_record_without_gaps_or_doubles(resumed, bench):
+    assert (bench.root / "stderr").read_text() == ""
     (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
     config, history, _ = read(file)
     assert [r["trainer/global_step"] for r in history if "train/loss" in r] == [0, 1, 2, 3, 4, 5]
     assert [r["trainer/global_step"] for r in history if "score/tau" in r] == [3, 6]
     assert config["commit"] == json.loads((resumed / "checkpoints/6/score.json").read_text())["commit"]
     losses = [r["train/loss"] for r in history if "train/loss" in r]
+    assert history_of(resumed).curves["loss"][1] == pytest.approx(losses, rel=1e-6)
     events = read_events(resumed / "tensorboard")
     assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)
     assert [e.step for e in events.Scalars("train/loss")] == [0, 1, 2, 3, 4, 5]
@@ -220,15 +238,16 @@ def test_checkpoints_are_artifacts_where_they_lie(resumed):
 # -- a server ----------------------------------------------------------------------------------------
 
 
-def connect(folder: Path, server: FakeWandb) -> None:
+def connect(folder: Path, server: FakeWandb, patience: int) -> None:
     offline(folder)
-    os.environ.update(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, WANDB_INIT_TIMEOUT="3")
+    os.environ.update(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, WANDB_INIT_TIMEOUT=str(patience))
 
 
-def test_with_a_key_the_run_is_online_and_ends_with_best_and_last(tmp_path):
-    bench, server = Bench(tmp_path), FakeWandb()
-    assert bench.fork("logger=wandb", before=lambda: connect(tmp_path, server)) == 0
-    (folder,) = bench.runs()
+def test_with_a_key_the_run_is_online_and_ends_with_best_and_last(bench, tmp_path):
+    server, place = FakeWandb(), f"output_dir={tmp_path / 'outputs'}"
+    assert bench.fork("logger=wandb", place, before=lambda: connect(tmp_path, server, 60)) == 0
+    (record,) = tmp_path.glob("outputs/*/*/run.json")
+    folder = record.parent
     losses = [r["trainer/global_step"] for r in server.history if "train/loss" in r]
     assert losses == [0, 1, 2, 3, 4, 5]
     models = [a for a in server.artifacts if a["artifactTypeName"] == "model"]
@@ -243,12 +262,13 @@ def test_with_a_key_the_run_is_online_and_ends_with_best_and_last(tmp_path):
     server.close()
 
 
+@pytest.mark.proof
 def test_a_server_that_fails_costs_a_line_and_no_run(tmp_path, capfd):
     bench, server = Bench(tmp_path), FakeWandb()
     server.broken = True
 
     def body() -> int:
-        connect(tmp_path, server)
+        connect(tmp_path, server, 3)
         done = bench.train("logger=wandb")
         os.write(1, (done.out + done.err).encode())
         return done.code
@@ -283,12 +303,9 @@ def test_what_fails_is_said_once_and_repeats_no_key(capsys, monkeypatch, tmp_pat
 
 def test_tensorboard_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
-    bench = Bench(tmp_path)
-    done = bench.train("logger=tensorboard")
-    assert done.code == 2
-    assert (
-        done.err == "error: logger=tensorboard: it is not installed; pip install 'foredraft[tensorboard]'\n"
-    )
-    assert bench.train("logger=csv", "logger.weights=some").err.startswith(
-        "error: logger.weights=some: choose"
-    )
+    cfg = OmegaConf.create({"logger": {"wandb": False, "tensorboard": True, "weights": "end"}})
+    with pytest.raises(UserError, match=r"not installed; pip install 'foredraft\[tensorboard\]'"):
+        tracking.loggers(cfg, tmp_path, 0)
+    cfg.logger.weights = "some"
+    with pytest.raises(UserError, match=r"logger\.weights=some: choose"):
+        tracking.loggers(cfg, tmp_path, 0)
