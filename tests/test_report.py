@@ -20,6 +20,7 @@ from decode.errors import UserError
 from decode.generate import generate
 from decode.pace import Pace
 from decode.plan import Plan
+from decode.rounds import Round
 from decode.samples import ACCEPTED, CORRECTED, PLAIN, samples
 from decode.sampling import Sampler
 from distill import callbacks, html_report, tracking
@@ -385,6 +386,31 @@ def test_rounds_that_draft_nothing_have_no_q_and_change_nothing(tiny_target):
             paused += not offered
             assert offered or {w.source for w in part} == {PLAIN}
     assert paused
+
+
+def test_q_is_what_the_drafter_drew_from(tiny_target, make_drafter):
+    """Against the laws of the drafts themselves, which are chains drawn at the text's temperature."""
+    target = tiny_target(vocab=V, hidden=16)
+    drafter = make_drafter("eagle", target)
+    target.tap(drafter.taps)
+    plan, prompts = Plan(3, proposal="sampled"), [[1, 2, 0], [2, 1]]
+    options = {"plan": plan, "sampler": Sampler(0.7), "max_new_tokens": 24, "seed": 3}
+    drawn: list[list[tuple[float, int] | None]] = [[], []]
+
+    def note(done: Round) -> None:
+        for row, request in enumerate(done.requests):
+            for i, token in enumerate(done.emitted[row]):
+                law = None if done.draft.q is None or i >= plan.depth else done.draft.q[row, i]
+                entry = law is not None and (float(law[token]), 1 + int((law > law[token]).sum()))
+                drawn[request].append(entry or None)
+
+    generate(target, drafter, prompts, on_round=note, **options)
+    found = samples(target, drafter, prompts, laws=True, **options)
+    for text, wanted in zip(found, drawn, strict=True):
+        assert sum(one is not None for one in wanted) > 8
+        for one, law in zip(text, wanted, strict=True):
+            q, rank = law or (None, None)
+            assert (one.q, one.q_rank) == (pytest.approx(q, abs=1e-5), rank)
 
 
 def test_every_drafter_shows_its_texts(tiny_target, make_drafter, drafter_name):

@@ -39,7 +39,9 @@ class TensorBoard(Careful, TensorBoardLogger):
         say(f"TensorBoard: tensorboard --logdir {self.log_dir}")
         checkpoint = folder / "checkpoints" / str(self.first_step)
         if (card := checkpoint / "score.json").exists():
-            self.log_metrics(numbers(json.loads(card.read_text())), self.first_step)
+            self._try(
+                "curves", lambda: self.log_metrics(numbers(json.loads(card.read_text())), self.first_step)
+            )
             self.saved(folder, checkpoint)
 
     @override
