@@ -304,6 +304,8 @@ def sized(text: str, places: Places) -> list[str]:
         return argv
     said = dict(g.partition("=")[::2] for g in given)
     more = [f"{key}={value}" for key, value in SIZES.items() if has(name, key)]
+    if said.get("decode") == "auto":
+        more += ["decode.repeats=1", "decode.prompts=1"]
     if said.get("drafter") == "auto":
         more += ["drafter.minutes=0.4", "drafter.families=[eagle,bigram]", *AUTO]
     if name == "benchmark_auto":  # whose runs are told the same

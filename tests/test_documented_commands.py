@@ -27,6 +27,9 @@ SLOW = {
     r"benchmark\.py train case=memory": "a step at a vocabulary of 131072",
     r"rollout=ray ": "starts a Ray cluster",
     r"train\.py trainer=ddp trainer\.devices=2$": "starts ranks",
+    r"train\.py experiment=sweep_depth_objective$": "a third sweep; tests/test_multirun.py composes it",
+    r"drafter=lyanna drafter\.token_info=none": "a third Lyanna",
+    r"target=<its target> drafter\.init_from": "as the one of docs/recipes.md, with a target named",
     r"drafter=auto|benchmark\.py auto": "train by the clock; tests/test_auto.py does in CI",
 }
 # Not run at all, and why; the part that is this repository's is composed and checked like any other.
