@@ -96,7 +96,7 @@ def test_an_unknown_word_is_answered_with_the_known_ones(words):
     done = command(run, ["benchmark.py", *words])
     assert done.code == 2
     assert done.err.startswith("error: benchmark")
-    assert "choose one of decode" in done.err
+    assert "choose one of auto, decode" in done.err
     assert sys.argv[0] != "benchmark.py"
 
 

@@ -1,7 +1,5 @@
 """A text piece by piece: the same loop as `generate`, paused after every round."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from exact import SampledChains
@@ -178,7 +176,7 @@ def test_a_target_writes_one_text_at_a_time(target, text):
 def test_what_the_consumer_does_is_not_timed(target, text, monkeypatch):
     """A clock that only the consumer moves."""
     clock = [0.0]
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(loop.Loop, "now", lambda self: clock[0])
     for piece in stream(target, None, PROMPT, max_new_tokens=LENGTH, sampler=GREEDY):
         assert piece.times.total == piece.times.prefill == piece.output.ttft == 0
         clock[0] += 100.0
