@@ -215,7 +215,7 @@ def job(cfg: DictConfig, stretches: Mapping[str, Stretch], shared: Shared | None
             note["failed"] = str(error)
         except OSError:  # a disk; it would end the others as well
             raise
-        except Exception as error:
+        except Exception as error:  # of one family, which is out; the others go on
             traceback.print_exc(file=log)
             first = (str(error).splitlines() or [""])[0]
             note["failed"] = f"{type(error).__name__}: {first}; see {folder / LOG}"

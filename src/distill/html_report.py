@@ -45,7 +45,7 @@ def attempt(folder: Path) -> Path | None:
     """The same at the end of a run, which a page that cannot be made must not spoil."""
     try:
         return write(folder)
-    except Exception as error:
+    except Exception as error:  # whatever is in the files of an old or damaged run
         log.error("no %s (%s); python scripts/report.py %s tries again", NAME, reason(error), folder)
         return None
 

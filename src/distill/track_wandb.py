@@ -86,7 +86,7 @@ class Wandb(Careful, Logger):
         wanted = os.environ.get("WANDB_MODE")
         try:
             self._run = self._init(wanted or ("online" if _key_known() else "offline"))
-        except Exception as error:
+        except Exception as error:  # of wandb, a key, a network or a server: none of them ends a run
             if wanted == "offline":
                 raise
             say(f"W&B: {redact.reason(error)}; this run is recorded offline")
@@ -156,7 +156,7 @@ class Wandb(Careful, Logger):
                 try:
                     if thread in _busy and what not in self._off:
                         work()
-                except Exception as error:
+                except Exception as error:  # likewise, in a thread that nobody asks
                     if thread in _busy:  # the run is still there, and W&B's with it
                         self._leave(what, error)
 
