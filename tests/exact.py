@@ -444,9 +444,11 @@ class Grown(Scripted):
         if self.over():
             return Draft.empty(len(state), torch.device("cpu"))
         entries = [[tuple(text)] for text in state]
+        self.level = 0
 
         def step(tokens, parents):
             nonlocal entries
+            self.level += 1
             lines = [zip(t, p, strict=True) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
             entries = [[(*old[p], t) for t, p in line] for old, line in zip(entries, lines, strict=True)]
             return torch.stack([torch.stack([self.logits(list(e)) for e in row]) for row in entries])

@@ -26,7 +26,7 @@ from exact import (
 )
 from faces import able
 
-from decode.draft import PAD
+from decode.draft import PAD, Draft
 from decode.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -249,6 +249,69 @@ class Reduced(Grown):
 def test_a_reduced_draft_vocabulary_is_lossless(tiny_target, path):
     check_lossless(tiny_target(), Reduced(3, 2), DRAWN[path], Sampler(0.7), rows=[0])
     check_lossless(tiny_target(), Reduced(3, 2), SAMPLED, Sampler(0.7), rows=[0])
+
+
+DAMAGE = ["one nan", "one +inf", "all -inf", "all zero"]
+
+
+class Overflowed(Grown):
+    """Draft logits that are damaged at one level, below some of its parents."""
+
+    def __init__(self, vocab: int, damage: str, level: int, rounds: float) -> None:
+        super().__init__(vocab, 1, rounds)
+        self.damage, self.damaged_level = damage.split(), level
+
+    def logits(self, text):
+        logits = super().logits(text)
+        if self.level == self.damaged_level and text[-1] != 1:
+            which, value = self.damage
+            logits[slice(None) if which == "all" else 1] = float(value.replace("zero", "0"))
+        return logits
+
+
+# What reaches the rules is the same for all kinds (test_expand); one is enumerated in CI.
+@pytest.mark.parametrize(
+    "damage", ["one nan", *(pytest.param(d, marks=pytest.mark.proof) for d in DAMAGE[1:])]
+)
+@pytest.mark.parametrize("path", [*DRAWN, "chosen chain", "chosen tree", "chosen dynamic tree"])
+def test_draft_logits_that_are_not_finite_change_no_distribution(tiny_target, path, damage):
+    """fp16 overflows: a drafter whose logits are NaN at any depth may be slow and never wrong."""
+    chosen = {"chosen chain": CHAIN, "chosen tree": Plan(tree=BUSHY), "chosen dynamic tree": TREE}
+    plan = DRAWN.get(path) or chosen[path]
+    vocab = 2 if "drafts" in path else 4 if "three" in path or plan.width > 2 else 3
+    for level in range(plan.depth):
+        drafter = Overflowed(vocab, damage, level, rounds=1)
+        prompts = PROMPTS[:1] if vocab > 2 else [[1, 0, 0]]
+        check_lossless(tiny_target(vocab=vocab), drafter, plan, Sampler(0.7), prompts=prompts)
+
+
+class Misstated(SampledChains):
+    """Draws a chain and then states that some of it was drawn from no distribution at all."""
+
+    def __init__(self, vocab: int, stated: str, level: int) -> None:
+        super().__init__(vocab, rounds=1)
+        self.stated, self.level = stated, level
+
+    def propose(self, state, target, sampler, coin, plan):
+        if self.over():
+            return Draft.empty(len(state), torch.device("cpu"))
+        draft = super().propose(state, target, sampler, coin, plan)
+        stated = draft.q[:, self.level]  # (B, V), changed in place
+        if self.stated == "no mass":
+            stated.zero_()
+        else:
+            stated[:, 1] = float(self.stated)
+        return draft
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "recursive", "traversal", "match"])
+@pytest.mark.parametrize("stated", ["nan", "inf", "no mass"])
+def test_a_stated_q_that_is_no_distribution_is_not_weighed(tiny_target, rule, stated):
+    """The rules' own guard, for proposers that do not draft by `expand`."""
+    for level in range(2):
+        drafter, prompts = Misstated(3, stated, level), [[1, 0, 0]]
+        plan = Plan(depth=2, proposal="sampled", rule=rule)
+        check_lossless(tiny_target(), drafter, plan, Sampler(0.7), prompts=prompts)
 
 
 class Counted(Grown):

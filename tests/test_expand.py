@@ -16,6 +16,8 @@ from decode.draft import PAD, Draft
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.expand import expand
+from drafters.vocabulary import Vocabulary
+from drafters.vocabulary import law_of as distribution
 
 V = 6
 PROPOSALS = ("fixed", "sampled", "hybrid")
@@ -463,3 +465,24 @@ def test_rows_are_grown_each_by_its_own_laws(plan):
             assert getattr(alone, name)[0].equal(getattr(together, name)[row])
         for name in ("q", "owner", "sampled"):
             assert getattr(alone.laws, name)[0].equal(getattr(together.laws, name)[row])
+
+
+def test_logits_that_are_not_finite_give_a_distribution_of_nothing():
+    bad = [[1, math.nan, 0], [math.inf, 0, 0], [-math.inf] * 3]
+    logits = torch.tensor([[0.0, -math.inf, 1], *bad])
+    for sampler in (ONE, Sampler(0.7, top_k=2, top_p=0.9, min_p=0.1)):
+        for vocabulary in (None, Vocabulary(torch.tensor([1, 2, 4]), 6)):
+            law = distribution(logits, sampler, vocabulary)
+            assert law.sum(-1).tolist() == pytest.approx([1, 0, 0, 0])
+
+
+@pytest.mark.parametrize("plan", [Plan(3, proposal="sampled"), Plan(3, proposal="sampled", drafts=2)])
+def test_a_chain_ends_before_logits_that_are_not_finite(plan):
+    def table(seed, row, path):
+        logits = table_logits(seed, row, path)
+        return logits * math.nan if len(path) == 1 + row else logits
+
+    draft = grow(0, 2, plan, table=table)
+    there = (draft.tokens != PAD).reshape(2, 3, plan.drafts).all(-1)
+    assert there.tolist() == [[True, False, False], [True, True, False]]
+    assert draft.q.isfinite().all()

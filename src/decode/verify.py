@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -89,5 +90,26 @@ def verify(plan: Plan, draft: Draft, rows: Rows, coin: Coin) -> Verdict:
         )
     if rule.lossy:
         return rule.run(draft, rows, coin, plan.threshold, plan.alpha if plan.rule == "typical" else math.inf)
+    if rule.reads_laws:
+        draft = _weighable(draft)
     # Where all nodes are fixed the rules are one in law, and `match` is keyed like plain decoding.
     return (rule.run if draft.laws is not None else match)(draft, rows, coin)
+
+
+def _weighable(draft: Draft) -> Draft:
+    """The draft without the drawn children of slots whose stated q has no mass, or no finite one.
+
+    Whether a child is left out depends on q alone and never on the token, so the rest keeps its
+    distribution. `expand` drafts no such child; another proposer may.
+    """
+    laws = draft.laws
+    if laws is None or not laws.levels:
+        return draft
+    mass = laws.q.sum(-1, dtype=torch.float32)  # (B, Q)
+    usable = mass.isfinite() & (mass > 0)
+    # (B, S + 1): of each slot; the last column takes the rows of q that belong to none.
+    slot = torch.where(laws.owner < 0, draft.tokens.shape[1] + 1, laws.owner)
+    lost = torch.zeros_like(draft.tokens, dtype=torch.bool)
+    lost = torch.nn.functional.pad(lost, (1, 1)).scatter(1, slot, ~usable)
+    gone = laws.sampled & lost.gather(1, draft.parents + 1)  # (B, N)
+    return replace(draft, tokens=draft.tokens.masked_fill(gone, PAD))

@@ -44,13 +44,15 @@ def chain(
             going = going & (sure >= plan.min_confidence)
         if law is not None:
             laws.append(law)
+            going = going & (law.amax(-1) > 0)  # a chain ends where nothing can be drawn
         if plan.min_confidence and not going.any():  # asks the device, once a level
             break
         if law is None:
             token = names(logits.max(-1).indices, vocabulary)  # `argmax` takes twice as long on a CPU
         else:
             token = coin.draw(law, Key(Purpose.PROPOSE, level), going)
-        tokens.append(token.masked_fill(~going, PAD) if plan.min_confidence else token)
+        may_end = law is not None or plan.min_confidence
+        tokens.append(token.masked_fill(~going, PAD) if may_end else token)
         if level + 1 < plan.depth:
             logits = step(token[:, None], first)[:, 0]
     if not tokens:
@@ -79,17 +81,19 @@ def side_by_side(
     rows, count = logits.shape[0], plan.drafts
     own = torch.arange(count, device=logits.device)
     twin = torch.zeros(rows, count, dtype=torch.long, device=logits.device)  # the first of each one's twins
-    everyone = torch.ones_like(twin, dtype=torch.bool)
+    going = torch.ones_like(twin, dtype=torch.bool)  # a chain ends where nothing can be drawn
     law = law_of(logits, warp, vocabulary)[:, None]  # (B, 1, V), then (B, K, V)
     laws, tokens = [law], []
     parents, owners = [twin - 1], [twin[:, :1]]
     for level in range(plan.depth):
         # Twins' rows are equal but for rounding; all are drawn from the one that the rule will read.
         drawn_from = law.expand(-1, count, -1).gather(1, twin[..., None].expand(-1, -1, law.shape[-1]))
-        tokens.append(coin.draw(drawn_from, Key(Purpose.PROPOSE, level * count), everyone))
+        going = going & (drawn_from.amax(-1) > 0)
+        drawn = coin.draw(drawn_from, Key(Purpose.PROPOSE, level * count), going)
+        tokens.append(drawn.masked_fill(~going, PAD))
         if level + 1 == plan.depth:
             break
-        logits = step(tokens[-1], twin)
+        logits = step(tokens[-1].clamp_min(0), twin)
         alike = (twin[:, :, None] == twin[:, None]) & (tokens[-1][:, :, None] == tokens[-1][:, None])
         twin = alike.int().argmax(-1)  # (B, K)
         law = law_of(logits.flatten(0, 1), warp, vocabulary).unflatten(0, logits.shape[:2])
@@ -99,5 +103,5 @@ def side_by_side(
         owners.append(torch.where(twin == own, level * count + 1 + own, -1))
     token = torch.cat(tokens, 1)
     levels, sampled = tuple(q.shape[1] for q in laws), torch.ones_like(token, dtype=torch.bool)
-    drawn = Laws(torch.cat(laws, 1), torch.cat(owners, 1), levels, sampled, count, replacement=True)
-    return Draft(token, torch.cat(parents, 1), plan.depth, drawn)
+    stated = Laws(torch.cat(laws, 1), torch.cat(owners, 1), levels, sampled, count, replacement=True)
+    return Draft(token, torch.cat(parents, 1), plan.depth, stated)

@@ -97,6 +97,8 @@ class _Growth:
         count = min(wanted, vocab)
         if self.warp is None:
             score, token = logits.log_softmax(-1, dtype=torch.float32).topk(count)
+            # NaN would rank above the parent; logits that are not finite have no likeliest token.
+            score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
             token = names(token, self.vocabulary)
         else:
             law = law_of(logits.flatten(0, 1), self.warp, self.vocabulary)
