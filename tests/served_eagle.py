@@ -109,6 +109,8 @@ class Loaded:
         if name == "t2d":
             return
         if name == "d2t":
+            if self.engine == "vllm" and self.config["draft_vocab_size"] == self.config["vocab_size"]:
+                raise LoadError("no parameter named 'draft_id_to_target_id'")  # it has one for fewer alone
             if tensor.dtype != torch.long:
                 raise LoadError("d2t is not int64")
             self.ids = tensor + torch.arange(len(tensor))

@@ -1,17 +1,16 @@
 """EAGLE-3 in the flat files that vLLM and SGLang both load, and SafeAILab's and SpecForge's back.
 
 Read off `llama_eagle3.py` of both engines: `midlayer.*` is the first layer; `d2t` holds offsets,
-target id - draft id. Layer ids at the top level are vLLM's, values entering a layer, as ours; those
-in `eagle_config` are SGLang's and SpecForge's, outputs of a layer: ours minus 1. Where there are
-none, both take [2, n / 2, n - 3] in our terms. An embedding is the target's, so there is none in the files.
+target id - draft id, and is there for a reduced draft vocabulary alone. Layer ids at the top level are
+vLLM's, values entering a layer, as ours; those in `eagle_config` are SGLang's and SpecForge's, outputs
+of a layer: ours minus 1. Where there are none, both take [2, n / 2, n - 3] in our terms. An embedding
+is the target's, so there is none in the files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from decode.errors import UserError
 from decode.target import Target
@@ -74,10 +73,13 @@ def _layout(saved: Saved, target: Target, to: str, command: str) -> Layout:
     plain_embedding(target, to)
     saved, taps = ascending(saved, target)
     settings, weights = saved.settings, bare(saved)
-    ids = weights.pop("d2t", torch.arange(target.vocab_size))
+    ids = weights.pop("d2t", None)
     tensors = {_theirs(k): v for k, v in unfused(weights, settings).items()} | maps(ids, target.vocab_size)
     config = config_of(settings, settings["layers"], target, tensors["fc.weight"].dtype)
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(ids)}
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(weights["lm_head.weight"]),
+    }
     config |= {name: settings[name] for name in SWITCHES}
     if taps != default_taps(len(target.layers)):
         config[IDS], config["num_aux_hidden_states"] = taps, len(taps)

@@ -142,12 +142,24 @@ def default_taps(n: int) -> list[int]:
     return [2, n // 2, n - 3]
 
 
-def maps(ids: Tensor, size: int) -> dict[str, Tensor]:
-    """(V',) the target's ids of draft ids -> what is to be added to draft ids, and (V,) which are among them.
+def maps(ids: Tensor | None, size: int) -> dict[str, Tensor]:
+    """Tensors `d2t` and `t2d` of a reduced draft vocabulary; none of a whole one.
+
+    Engines make the parameters only where the vocabularies differ, and vLLM 0.32 refuses to load a
+    tensor that it has no parameter for.
+
+    Args:
+        ids: (V',) the target's ids of draft ids, ascending; None: all of them.
+        size: V of the target.
+
+    Returns:
+        `d2t` (V',) offsets to add to draft ids, `t2d` (V,) whether a target id has a draft id.
 
     Raises:
         UserError: nobody has counted them yet.
     """
+    if ids is None or len(ids) == size:
+        return {}
     if (ids < 0).any():
         raise UserError("its draft vocabulary has not been counted; export a checkpoint of training")
     known = torch.zeros(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)

@@ -105,9 +105,7 @@ def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
     tensors = unfused(bare(saved), saved.settings)
     tensors["layers.0.hidden_norm.weight"] = tensors.pop("hidden_norm.weight")
     ids = tensors.pop("d2t", None)
-    if ids is not None:
-        tensors |= maps(ids, saved.settings["vocab_size"])
-    return tensors
+    return tensors | maps(ids, saved.settings["vocab_size"])
 
 
 def _eagle3_config(saved: Saved, ids: list[int], target: Target) -> dict[str, Any]:
