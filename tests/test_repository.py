@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from drafters.export.table import WRITERS
 from drafters.registry import CLASSES
@@ -92,3 +95,12 @@ def test_the_table_of_what_is_served_where_is_the_codes():
     }
     assert said == {(name, program) for program, writers in WRITERS.items() for name in writers}
     assert set(CLASSES) <= {name for _, names, *_ in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+FLAWED = {"lightning": "2.6.5"}  # the last version with a known hole: CVE-2026-58659
+
+
+def test_no_version_with_a_known_hole_is_allowed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    assert not [name for name, version in FLAWED.items() if version in allowed[name]]
