@@ -46,6 +46,8 @@ class FakeServer:
         self.message: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: {}
         self.prompt: Callable[[list[int]], list[int]] = lambda ids: ids
         self.pages: dict[str, Callable[[], tuple[int, str]]] = {}  # path -> status and text of other pages
+        self.moved = ""  # where it sends every request on to, this server's paths behind it
+        self.keys: list[str] = []  # that it was shown
         self.now = self.most = 0
         self.lock, self.open = threading.Lock(), set[socket.socket]()
         handler = type("Handler", (_Handler,), {"fake": self})
@@ -162,7 +164,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(fault[2].encode())
 
     def _wrong_key(self) -> bool:
+        """Whether the request is answered already: sent on, or refused."""
         given = (self.headers["authorization"] or "").removeprefix("Bearer ")
+        if given:
+            self.fake.keys.append(given)
+        if self.fake.moved and self.path not in self.fake.pages:
+            self._head(307, {"location": self.fake.moved + self.path}, 0)
+            return True
         if self.fake.key in (None, given):
             return False
         self._send(401, {"error": {"message": f"Incorrect API key provided: {given}"}})

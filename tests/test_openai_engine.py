@@ -415,6 +415,16 @@ def test_a_wrong_key_is_one_line_without_the_key(chat, start, monkeypatch, capsy
     assert "right" not in repr(vars(made)) + repr(made.server)
 
 
+def test_neither_key_nor_prompt_follows_a_redirect_to_another_origin(chat, start, monkeypatch):
+    monkeypatch.setenv("A_KEY", "sk-secret")
+    server, other = start(), start()
+    there = server.moved = f"http://127.0.0.1:{other.port}"
+    with pytest.raises(UserError, match=f"sends on to {there}, another origin.*give rollout.url={there}"):
+        engine(server)(ask(chat, "private"), LAW)
+    assert server.keys
+    assert not other.keys + other.asked
+
+
 def test_what_the_server_has_against_a_request_is_said_at_once(chat, start):
     fake = start()
     fake.fault(1, 400, '{"error": {"message": "too\\nlong"}}')

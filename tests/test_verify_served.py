@@ -700,6 +700,25 @@ def test_a_key_is_asked_for_and_never_shown(ask, start, monkeypatch):
     assert "sk-secret" not in said
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_key_does_not_follow_a_redirect_to_another_origin(ask, start, monkeypatch, scheme):
+    server, other = start(), start()
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    there = server.moved = f"{scheme}://127.0.0.1:{other.port}"
+    with pytest.raises(UserError, match=f"sends on to {there}, another origin.*give url={there}"):
+        ask(server)
+    assert set(server.keys) == {"sk-secret"}
+    assert not other.keys
+
+
+def test_a_redirect_to_another_path_of_the_server_is_followed(start):
+    server = start()
+    del server.pages["/metrics"]
+    server.pages["/x/metrics"] = lambda: (200, VLLM)
+    server.moved = f"http://127.0.0.1:{server.port}/x"
+    assert endpoint.Endpoint(server.url, 5.0, "NO_KEY").reading().rounds == 150
+
+
 def test_errors_of_requests_name_this_commands_options(ask, start):
     server = start()
     server.fault(999, 500, "broken")

@@ -8,11 +8,14 @@ import os
 import time
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from typing_extensions import override
 
 from decode.errors import UserError
 from distill import counters
 from distill.counters import Reading
+from distill.server import check_redirect
 
 LARGEST = 32 << 20  # bytes of a page; an engine's metrics are a few hundred kilobytes
 CHUNK = 1 << 16
@@ -28,6 +31,15 @@ class Model(NamedTuple):
 
     id: str
     root: str
+
+
+class _SameOrigin(HTTPRedirectHandler):
+    """Follows redirects that stay on the server: `urlopen` would show its key to any other."""
+
+    @override
+    def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        check_redirect(req.full_url, newurl, "url")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 class Endpoint:
@@ -69,7 +81,7 @@ class Endpoint:
         until = time.monotonic() + self.timeout
         found = bytearray()
         try:
-            with urlopen(request, timeout=self.timeout) as response:
+            with build_opener(_SameOrigin).open(request, timeout=self.timeout) as response:
                 while chunk := response.read1(CHUNK):
                     found += chunk
                     if len(found) > LARGEST:

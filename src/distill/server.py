@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urljoin, urlsplit
 
 from decode.errors import UserError
 from distill.patience import PassingError, retry_after
@@ -25,6 +26,26 @@ class RefusedError(Exception):
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status = status
+
+
+def check_redirect(url: str, location: str, option: str) -> None:
+    """Refuse to be sent to another origin, which would be given the key and the prompts.
+
+    Args:
+        url: that was asked for.
+        location: where the answer says it is.
+        option: that names the server.
+
+    Raises:
+        UserError: scheme, host or port is another one.
+    """
+    here, there = urlsplit(url), urlsplit(urljoin(url, location))
+    if (here.scheme, here.netloc) != (there.scheme, there.netloc):
+        origin = f"{there.scheme}://{there.netloc.rpartition('@')[2]}"
+        raise UserError(
+            f"{url}: sends on to {origin}, another origin, which would be given key and prompts; where that "
+            f"is the server, give {option}={origin}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +82,15 @@ class Server:
         """A client for one event loop."""
         library = openai()
         limit = library.Timeout(self.timeout, connect=min(self.timeout, 10.0))
+
+        async def look(response: Any) -> None:  # of every answer, before a redirect is followed
+            if location := response.headers.get("location"):
+                check_redirect(str(response.request.url), location, f"{self.group}url")
+
+        web = library.DefaultAsyncHttpxClient(event_hooks={"response": [look]})
         # It would ask again by itself, but for a number of times and not for a time.
         async with library.AsyncOpenAI(
-            base_url=self.url, api_key=self.key or "none", timeout=limit, max_retries=0
+            base_url=self.url, api_key=self.key or "none", timeout=limit, max_retries=0, http_client=web
         ) as client:
             yield client
 
@@ -91,6 +118,8 @@ class Server:
         except library.APITimeoutError:
             raise PassingError(f"no answer within {self.group}timeout={self.timeout:g} s", True) from None
         except library.APIConnectionError as error:
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from None
             reason = self.clean(str(error.__cause__ or error)) or "connection lost"
             if first:
                 raise UserError(f"{self}: nobody answers there ({reason})") from None
