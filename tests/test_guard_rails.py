@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
-import os
 import re
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
-from workbench import CONF, Bench, fork, ranks, same, weights
+from workbench import CONF, Bench, fresh, ranks, same, weights
 
 from decode.errors import TooLargeError, UserError
 from distill import footprint
@@ -266,25 +266,26 @@ def test_other_failures_are_not_taken_for_it(bench, tmp_path, monkeypatch):
         bench.run(tmp_path, score__enabled=False)
 
 
-def test_a_process_that_may_have_no_more_memory_says_so_before_the_first_step(bench, tmp_path, monkeypatch):
+def _train_with_little_memory(bench, folder) -> None:
+    def tight(*args):
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
+        return standing(*args)
+
+    footprint.standing = tight
+    with torch.backends.mkldnn.flags(enabled=False):  # it would warn that it has no scratch memory
+        done = bench.train(
+            "try_largest=true", "score.enabled=false", "batch_size=1500", f"output_dir={folder}"
+        )
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (folder / "said").write_text(done.err)
+    sys.exit(done.code)
+
+
+@pytest.mark.proof
+def test_a_process_that_may_have_no_more_memory_says_so_before_the_first_step(bench, tmp_path):
     """The kernel refuses, in a child: exit code 1 and one line."""
-
-    def limited() -> int:
-        def tight(*args):
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
-            return standing(*args)
-
-        monkeypatch.setattr(footprint, "standing", tight)
-        with torch.backends.mkldnn.flags(enabled=False):  # it would warn that it has no scratch memory
-            done = bench.train(
-                "try_largest=true", "score.enabled=false", "batch_size=1500", f"output_dir={tmp_path}"
-            )
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        (tmp_path / "said").write_text(done.err)
-        return done.code
-
-    assert os.waitstatus_to_exitcode(fork(limited)) == 1
+    assert fresh(_train_with_little_memory, bench, tmp_path) == 1
     said = (tmp_path / "said").read_text()
     assert said.count("\n") == 1
     assert said.startswith("error: out of memory in a trial of the largest micro-batch ahead of step 0: ")
@@ -344,21 +345,19 @@ def test_the_most_is_where_forward_or_backward_ends():
     assert "That is more" not in need.line(1450)
 
 
+def _estimate_and_peak(bench, folder) -> None:
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # else freed blocks count until they are reused
+    with pytest.MonkeyPatch.context() as patch:
+        run = {"trainer__max_steps": 2, "trainer__precision": "32-true", "taps": "online"}
+        _, watch, _ = module_of(bench, folder, patch, batch_size=400, **run)
+    need = watch.footprint
+    (folder / "found").write_text(json.dumps([need.total - need.held, watch.peak - need.held]))
+
+
+@pytest.mark.proof
 def test_the_estimate_is_within_a_third_of_what_a_run_takes(bench, tmp_path):
     """Above what there is before, of a run whose passes are most of it, in a process of its own."""
-
-    def measured() -> int:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**16)  # else freed blocks count until they are reused,
-        libc.malloc_trim(0)  # and those that other tests have left do not count when they are
-        with pytest.MonkeyPatch.context() as patch:
-            run = {"trainer__max_steps": 2, "trainer__precision": "32-true", "taps": "online"}
-            _, watch, _ = module_of(bench, tmp_path, patch, batch_size=400, **run)
-        need = watch.footprint
-        (tmp_path / "found").write_text(json.dumps([need.total - need.held, watch.peak - need.held]))
-        return 0
-
-    assert fork(measured) == 0
+    assert fresh(_estimate_and_peak, bench, tmp_path) == 0
     expected, taken = json.loads((tmp_path / "found").read_text())
     print(expected / 2**20, taken / 2**20)
     assert expected > 2**25

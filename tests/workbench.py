@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -214,6 +215,15 @@ def command(body: Callable[[], Any], argv: list[str]) -> Outcome:
 def fork(body: Callable[[], int]) -> int:
     """Run `body` in a child that shares nothing with this process but what was loaded before."""
     return os.waitpid(spawn(body), 0)[1]
+
+
+def fresh(body: Callable[..., None], *arguments: Any) -> int:
+    """Exit code of `body`, a function of a module, in a new interpreter: none of this one's memory."""
+    process = multiprocessing.get_context("spawn").Process(target=body, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def spawn(body: Callable[[], int]) -> int:
