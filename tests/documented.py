@@ -134,7 +134,6 @@ def _words(text: str) -> list[str]:
 SIZES = {
     "prompts.self": "0",
     "rollout.max_new_tokens": "10",
-    "rollout.max_prompt_tokens": "40",
     "rollout.shard_size": "6",
     "batch_size": "4",
     "try_largest": "false",

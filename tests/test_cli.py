@@ -15,6 +15,7 @@ from decode.errors import UserError
 from distill import inputs
 from distill.cli import compose, main, options, rewrite
 from distill.loading import read_chat
+from distill.prompt_length import Limit
 
 ODD = [
     "plain.jsonl",
@@ -135,6 +136,7 @@ def test_every_group_option_composes():
         ("drafter=null", ["drafter=null", "eagle"]),
         ("trainer.max_step=3", ["trainer.max_step", "in trainer", "did you mean max_steps?"]),
         ("tariner.max_steps=3", ["tariner", "did you mean trainer?"]),
+        ("rollout.max_prompt_tokens=3", ["rollout.max_prompt_tokens is prompts.max_tokens now"]),
         ("batchsize=3", ["batchsize", "did you mean batch_size?"]),
         ("drafter.depth=abc", ["drafter.depth=abc", "whole number"]),
         ("drafter.depth=1.5", ["drafter.depth=1.5", "whole number"]),
@@ -194,7 +196,10 @@ def bench_target(tmp_path_factory) -> Path:
         (["rollout=given"], ["does not end with an answer"]),
         (["rollout=given", "prompts.self=2", "score.enabled=false"], ["does not end with an answer"]),
         (["rollout=given", "prompts.answers=drop"], ["prompts.answers=drop", "set it to keep"]),
-        (["prompts.self=2", "rollout.max_prompt_tokens=2"], ["rollout.max_prompt_tokens", "no room"]),
+        (
+            ["prompts.path=null", "prompts.self=2", "score.enabled=false", "prompts.max_tokens=2"],
+            ["prompts.max_tokens", "no room"],
+        ),
         (["prompts.answers=some"], ["prompts.answers=some", "keep or drop"]),
         (["prompts.columns={prompt: qestion}"], ["no column 'qestion'", "it has id, messages"]),
         (["prompts.columns={colour: x}"], ["no colour", "fields are messages"]),
@@ -342,19 +347,19 @@ def test_held_out_prompts_end_where_the_target_answers_first_and_stand_once(tmp_
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     train_on = write_prompts(tmp_path / "train.jsonl", 3)
     cfg = compose(["prompts=jsonl", f"prompts.path={train_on}", f"prompts.heldout={tmp_path}/p.jsonl"], CONF)
-    held = inputs.read(cfg, read_chat(cfg)).held
+    held = inputs.read(cfg, read_chat(cfg), Limit()).held
     assert sorted(p.messages[0]["content"] for p in held) == ["q", *(f"q{i}" for i in range(9))]
     assert all(len(p.messages) == 1 for p in held)
 
 
 def test_a_run_does_not_go_on_with_other_held_out_prompts(bench_target, tmp_path, monkeypatch):
     cfg = compose(["prompts=jsonl", f"prompts.path={write_prompts(tmp_path / 'p.jsonl', 40)}"], CONF)
-    found = inputs.read(cfg, read_chat(cfg))
+    found = inputs.read(cfg, read_chat(cfg), Limit())
     inputs.keep_record(found, tmp_path)
-    inputs.keep_record(inputs.read(cfg, read_chat(cfg)), tmp_path)
+    inputs.keep_record(inputs.read(cfg, read_chat(cfg), Limit()), tmp_path)
     assert not (tmp_path / "quarantine.jsonl").exists()
     cfg.prompts.heldout = str(write_prompts(tmp_path / "held.jsonl", 4, first=90))
-    found.record["held_out"] = inputs.read(cfg, read_chat(cfg)).record["held_out"]
+    found.record["held_out"] = inputs.read(cfg, read_chat(cfg), Limit()).record["held_out"]
     with pytest.raises(UserError, match="held-out prompts have changed since this run began; resume=never"):
         inputs.keep_record(found, tmp_path)
     # Rank 0 may discard the folder when another rank has just seen what is in it.

@@ -153,3 +153,13 @@ def test_a_rows_weight_goes_with_it_and_ones_are_left_out():
     assert micro.weight.tolist() == [number / 2 for number in numbers(micro)]
     plain = [row | {"weight": 1.0} for row in rows]
     assert RolloutBatches(dataset(plain), 6, steps=1)[0].weight is None
+
+
+def test_what_training_makes_no_use_of_is_said():
+    rows = [{"tokens": [7] * 12, "loss_mask": [0] * 4 + [1] * 8}] * 3
+    rows += [{"tokens": [7] * 12, "loss_mask": [0] * 10 + [1] * 2}]
+    assert RolloutBatches(dataset(rows), 2, 2, max_tokens=12).unused() == ""
+    assert RolloutBatches(dataset(rows), 2, 2, max_tokens=9).unused() == (
+        "of 4 rows 4 are cut at max_tokens=9, 42.3% of all supervised tokens, 1 have no supervised token "
+        "in reach and are left out"
+    )

@@ -158,27 +158,63 @@ def test_given_answers_train_too(bench, tmp_path):
     assert "estimate: no rollouts to make" in done.out
 
 
-def test_a_shard_whose_prompts_are_all_too_long_is_passed_over(bench, tmp_path):
-    file = write_prompts(tmp_path / "p.jsonl", 4)
-    long = [{"messages": [{"role": "user", "content": "x" * 50 + str(i)}]} for i in range(4)]
+def test_prompts_as_long_as_the_context_allows_are_answered_and_longer_ones_named(bench, tmp_path):
+    """The default once was 160 tokens, and what was longer went without a word."""
+    file, held = write_prompts(tmp_path / "p.jsonl", 10), write_prompts(tmp_path / "h.jsonl", 4, first=50)
+    long = [{"messages": [{"role": "user", "content": "x" * (195 + i)}]} for i in range(10)]
     file.write_text("".join(json.dumps(record) + "\n" for record in long) + file.read_text())
-    done = bench.train(f"prompts={file}", "score.enabled=false")
+    for path, letter in ((file, "y"), (held, "z")):
+        saga = {"messages": [{"role": "user", "content": letter * 300}]}
+        path.write_text(path.read_text() + json.dumps(saga) + "\n")
+    done = bench.train(f"prompts={file}", f"prompts.heldout={held}", "rollout.max_new_tokens=4")
     assert done.code == 0, done.err
-    assert "rollouts: 4 rows" in done.out
+    assert "rollouts: 20 rows" in done.out
+    listed = done.folder / "quarantine.jsonl"
+    said = done.out.splitlines()
+    counts = "prompts: 1 of 21 prompts and 1 of 5 held-out prompts"
+    limit = "255 tokens (as many as the target reads)"
+    first = said.index(f"{counts} have more than {limit} and are left out, listed in {listed}")
+    assert said[first + 1 : first + 3] == [f"  {file}:21: 302 tokens", f"  {held}:5: 302 tokens"]
+    rejected = [json.loads(row) for row in listed.read_text().splitlines()]
+    assert [(row["file"], row["line"]) for row in rejected] == [(str(file), 21), (str(held), 5)]
+    record = json.loads((done.folder / "prompts.json").read_text())
+    assert record["too_long"] == {"tokens": 255, "train": 1, "held_out": 1}
+    assert (record["train"]["prompts"], record["held_out"]["prompts"]) == (20, 4)
 
 
-def test_prompts_that_are_all_too_long_are_one_line(bench):
-    done = bench.train("rollout.max_prompt_tokens=3")
+@pytest.mark.parametrize(
+    ("options", "reason", "advice"),
+    [
+        (["prompts.max_tokens=15"], "15 tokens (prompts.max_tokens=15)", "raise prompts.max_tokens to 64"),
+        (["max_tokens=32"], "31 tokens (max_tokens=32)", "raise max_tokens to 65"),
+        (["max_tokens=32", "rollout=given"], "31 tokens (max_tokens=32)", "raise max_tokens to 65"),
+    ],
+)
+def test_more_than_a_tenth_too_long_stops_before_any_work(bench, tmp_path, options, reason, advice):
+    answer = {"role": "assistant", "content": "hello"}
+    texts = [*(f"q {i}" for i in range(15)), *("x" * n for n in (60, 61, 62))]
+    records = [{"messages": [{"role": "user", "content": text}, answer]} for text in texts]
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    done = bench.train(f"prompts={file}", *options)
     assert done.code == 2
-    assert "every prompt is longer than rollout.max_prompt_tokens" in done.err
+    (line,) = done.err.splitlines()
+    assert line.startswith(f"error: prompts: 3 of 18 prompts have more than {reason}")
+    assert f"{file}:18: 64 tokens" in line
+    assert advice in line
+    assert "prompts.max_left_out=0.17 " in line
+    if "rollout=given" in options:
+        done = bench.train(f"prompts={file}", *options, "prompts.max_left_out=0.17")
+        assert done.code == 0, done.err
+        assert "rollouts: 15 rows" in done.out
 
 
-def test_a_held_out_prompt_without_room_for_an_answer_is_found_first(bench, tmp_path):
+def test_the_only_held_out_prompt_being_too_long_is_one_line(bench, tmp_path):
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"id": "saga", "messages": [{"role": "user", "content": "x" * 300}]}) + "\n")
     done = bench.train(f"prompts.heldout={long}")
     assert done.code == 2
-    assert "held-out prompt saga has 302 tokens" in done.err
+    assert f"{long}:1: 302 tokens" in done.err
 
 
 def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike(bench, straight, tmp_path):

@@ -117,3 +117,10 @@ def test_a_revision_comes_along_as_text(best):
     found = rewrite(follow([f"checkpoint={best}"], CONF, "generate"), CONF)[:-1]
     target = compose([*found, "checkpoint=x", "prompt=x"], CONF, "generate").target
     assert (target.path, target.revision) == ("owner/name", "1234567")
+
+
+def test_held_out_prompts_that_were_too_long_stay_out(best):
+    argv, record = [f"checkpoint={best}"], best.parents[1] / "prompts.json"
+    for held_out, more in ((0, []), (2, ["prompts.max_tokens=511"])):
+        record.write_text(json.dumps({"too_long": {"tokens": 511, "train": 9, "held_out": held_out}}))
+        assert follow(argv, CONF, "score_checkpoint") == ["target=/a/target", *PROMPTS, *more, *argv]

@@ -14,7 +14,7 @@ from decode.packed import places
 from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import LAST, Target
-from distill import run
+from distill import loading
 from distill.data import RolloutBatches
 from distill.on_policy import OnPolicy
 from distill.taps import TapMemory
@@ -139,7 +139,7 @@ def bench(tmp_path_factory) -> Bench:
 def test_a_run_reads_packed(bench, taps, monkeypatch):
     seen = []
     monkeypatch.setattr(target_module, "places", lambda *at: seen.append(at[0]) or places(*at))
-    monkeypatch.setattr(run, "check_packing", lambda target: None)
+    monkeypatch.setattr(loading, "check_packing", lambda target: None)
     done = bench.train("packing=true", f"taps={taps}", "score.enabled=false", "trainer.max_steps=3")
     assert done.code == 0, done.err
     assert [len(lengths) for lengths in seen] == ([2, 2, 2] if taps == "online" else [12])

@@ -61,7 +61,7 @@ def test_a_record_of_any_form_is_a_prompt(form):
 def test_the_other_fields():
     prompt = to_prompt({"turns": ["q"], "question_id": 81, "category": "writing", "reward": 0.5}, "1")
     assert (prompt.id, prompt.category, prompt.weight) == ("81", "writing", 0.5)
-    assert to_prompt({"prompt": "q", "task_id": "HumanEval/0", "weight": 0}, "1")[0::3] == (
+    assert to_prompt({"prompt": "q", "task_id": "HumanEval/0", "weight": 0}, "1")[0:4:3] == (
         "HumanEval/0",
         0.0,
     )

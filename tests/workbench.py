@@ -60,7 +60,6 @@ QUICK = (
     "score.max_new_tokens=6",
     "score.temperatures=[0.0]",
     "rollout.max_new_tokens=10",
-    "rollout.max_prompt_tokens=40",
     "rollout.shard_size=4",
 )
 

@@ -116,7 +116,7 @@ class CausalLM:
         self.head = _head(model, self.config)
         self.vocab_size, self.hidden_size = self.head.weight.shape
         # Read once: transformers' configurations are slow to ask.
-        self.max_positions = _max_positions(self.config)
+        self.max_positions = max_positions(self.config)
         self._kinds = set(getattr(self.config, "layer_types", None) or ())
         self._window: int | None = getattr(self.config, "sliding_window", None)
         self._sdpa = self.config._attn_implementation == "sdpa"
@@ -278,7 +278,8 @@ def recorded(layers: nn.ModuleList, inputs: dict[int, Tensor]) -> Iterator[None]
             handle.remove()
 
 
-def _max_positions(config: Any) -> int | None:
+def max_positions(config: Any) -> int | None:
+    """The longest sequence, in tokens, that a model of this configuration was built for; None: any."""
     limit = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(v for v in rope.values() if isinstance(v, dict))):

@@ -38,6 +38,7 @@ DRAFTER_PATHS = ("drafter.path", "drafter.init_from", "rollout.drafter")
 PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS)
 TEXTS = ("prompt", "row")  # anything at all; never split by a sweep
 EMPTY_GROUPS = ("experiment",)  # that may be null
+MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # options that had other names
 # What a disk does to a correct program: one line, exit code 1.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 OmegaConf.register_new_resolver("device_of", lambda accelerator: _device_of(accelerator), replace=True)
@@ -260,6 +261,8 @@ def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> N
 
 
 def _check_key(cfg: DictConfig, key: str) -> None:
+    if key in MOVED:
+        raise UserError(f"{key} is {MOVED[key]} now")
     node: Any = cfg
     done: list[str] = []
     for part in key.split("."):

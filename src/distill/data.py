@@ -83,10 +83,23 @@ class RolloutBatches(Dataset[Micro]):
         self.accumulate, self.rank, self.world = accumulate, rank, world
         self.seed, self.max_tokens = seed, max_tokens
         self._order: tuple[int, np.ndarray] | None = None
-        self._length, self._anchors = _measure(rows, max_tokens)
+        self._length, self._anchors, self._lost = _measure(rows, max_tokens)
         self._usable = np.flatnonzero(self._anchors)
         if not self._usable.size:
             raise UserError("rollouts: no row has a supervised token; check the loss masks")
+
+    def unused(self) -> str:
+        """What training makes no use of, as a line; empty where it uses all."""
+        cut, bare = int((self._lost > 0).sum()), len(self._anchors) - len(self._usable)
+        parts = []
+        if cut:
+            share = self._lost.sum() / (self._lost.sum() + self._anchors.sum())
+            parts.append(
+                f"{cut} are cut at max_tokens={self.max_tokens}, {share:.1%} of all supervised tokens"
+            )
+        if bare:
+            parts.append(f"{bare} have no supervised token in reach and are left out")
+        return f"of {len(self._anchors)} rows " + ", ".join(parts) if parts else ""
 
     def __len__(self) -> int:
         return self.steps * self.accumulate
@@ -169,9 +182,11 @@ class RolloutBatches(Dataset[Micro]):
         return np.concatenate(batches)
 
 
-def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Length of each row, and its anchors: t counts where token t + 2 is supervised."""
-    length, anchors = [], []
+def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each row its length, its anchors (t counts where token t + 2 is supervised) and the supervised
+    tokens that are cut off.
+    """
+    length, anchors, lost = [], [], []
     for number, mask in enumerate(rows["loss_mask"]):
         if all(mask):
             raise UserError(
@@ -181,7 +196,8 @@ def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.nd
         cut = mask[:max_tokens]
         length.append(len(cut))
         anchors.append(sum(cut[2:]))
-    return np.array(length), np.array(anchors)
+        lost.append(sum(mask[max_tokens:]))
+    return np.array(length), np.array(anchors), np.array(lost)
 
 
 class From(Sampler[int]):

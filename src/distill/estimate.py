@@ -36,13 +36,16 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
     rows = -(-asked * missing // store.shards)
     batch = min(plan.batch_size, rows)
     prompts = plan.self_prompts and plan.until == "answer"
-    length = plan.max_new_tokens + (plan.max_prompt_tokens if prompts else 0)
+    # No prompt has more tokens than bytes; what the template adds is little.
+    longest = max((sum(len(m["content"].encode()) for m in p.messages) for p in store.prompts), default=0)
+    longest = min(plan.max_prompt_tokens, max(longest, plan.max_new_tokens if plan.self_prompts else 0))
+    length = plan.max_new_tokens * (2 if prompts else 1)
     tokens = rows * length
     if plan.server:  # how fast that is, nobody here knows
         took, held = f"from {plan.server}", "weights"
     else:
         seconds = -(-rows // batch) * length * _step(target, batch, plan.sampler)
-        memory += batch * (plan.max_prompt_tokens + plan.max_new_tokens) * target.cache.store.bytes_per_token
+        memory += batch * (longest + plan.max_new_tokens) * target.cache.store.bytes_per_token
         took, held = f"up to {seconds / 60:.1f} min", "weights, cache"
     return (
         f"estimate: up to {tokens:,} rollout tokens in {rows:,} answers, {took}, "

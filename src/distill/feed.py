@@ -15,6 +15,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.target import Target
 from distill.data import From, Micro, RolloutBatches
+from distill.progress import say
 from distill.rollouts import RolloutStore
 from distill.tap_cache import TapCache
 from distill.taps import GrowingTaps, TapMemory, gigabytes, wanted
@@ -145,7 +146,7 @@ class RolloutData(L.LightningDataModule):
         store = self.stores(phase)
         files: Any = [str(store.path(i)) for i, s in enumerate(store.manifest()["shards"]) if s["rows"]]
         if not files:
-            raise UserError("rollouts: no rows; every prompt is longer than rollout.max_prompt_tokens")
+            raise UserError(f"{store.folder}: no rows; the target gave no prompt an answer")
         rows = datasets.Dataset.from_parquet(files, cache_dir=str(store.cache / "cache"))
         assert isinstance(rows, datasets.Dataset)
         steps = min(self.every, trainer.max_steps) if self.every else trainer.max_steps
@@ -162,7 +163,7 @@ class RolloutData(L.LightningDataModule):
 
         def load(step: int) -> RolloutBatches:
             rows, kept = self.open(step, trainer)
-            return RolloutBatches(
+            batches = RolloutBatches(
                 rows,
                 self.batch_size,
                 trainer.max_steps,
@@ -174,6 +175,9 @@ class RolloutData(L.LightningDataModule):
                 kept,
                 self.keep.packing,
             )
+            if unused := batches.unused():
+                say(f"rollouts: {unused}")
+            return batches
 
         self.batches = Phases(load, self.every, trainer.accumulate_grad_batches, trainer.max_steps)
         # A resumed run goes on at its step, which Lightning has restored by now.

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from decode.errors import UserError
+from distill.files import read_json
 
 BUNDLED = "data/pocket"  # what every command has by default
 TARGET = {"target", "target.path"}  # what names another one; how it is loaded is another matter
@@ -100,6 +101,10 @@ def _prompts(run: Path, own: dict[str, Any] | None) -> list[str]:
     said = run / ".hydra" / "overrides.yaml"
     every: Any = OmegaConf.to_container(OmegaConf.load(said)) if said.is_file() else []
     kept = [line for line in map(str, every) if re.match(r"prompts[.=]", line) and "${oc." not in line]
+    # Where held-out prompts were too long for training, the same are scored again without them.
+    too_long = (read_json(run / "prompts.json") or {}).get("too_long", {})
+    if too_long.get("held_out") and not any(line.startswith("prompts.max_tokens=") for line in kept):
+        kept.append(f"prompts.max_tokens={too_long['tokens']}")
     return kept if own is None else [line for line in kept if line[8:].partition("=")[0] in own]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +14,8 @@ from decode.target import Target
 from distill.chat import Chat
 from distill.engine import InProcess
 from distill.progress import bar
-from distill.prompts import Prompt
-from distill.provenance import digest
+from distill.prompt_length import NO_LIMIT
+from distill.prompts import Prompt, prompts_digest
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.writer import Writer
 
@@ -55,13 +54,13 @@ def held_out_answers(
         answers="write",
         server="",
         drafter="",
-        prompts=digest(json.dumps(prompts)),
+        prompts=prompts_digest(prompts),
         samples=1,
         self_prompts=0,
         until="answer",
         sampler=asdict(sampler),
         prompt_sampler={},
-        max_prompt_tokens=target.max_positions or 2**31,
+        max_prompt_tokens=target.max_positions or NO_LIMIT,
         max_new_tokens=max_new_tokens,
         shard_size=SHARD,
         batch_size=SHARD,

@@ -15,12 +15,12 @@ from distill.chat import Chat
 from distill.files import publish, read_json, write_json
 from distill.mixing import mix
 from distill.progress import bar, first_rank, say
+from distill.prompt_length import Limit, Measured, check_share, measure, set_aside
 from distill.prompts import Prompt, hash64, held_out, opening, question, split
 from distill.provenance import digest
 from distill.sources import Reading, Rejected, Source, to_sources
 
-START = 200  # characters of a prompt that is set aside
-SHOWN = 3  # reasons, of records that are set aside
+SHOWN = 3  # of what is set aside for one reason
 RECORD, QUARANTINE = "prompts.json", "quarantine.jsonl"
 
 
@@ -35,6 +35,8 @@ class Inputs:
         heldout: of the held-out file, where there is one.
         record: what a run writes down.
         refused: by the chat template, of `train`.
+        limit: on the tokens of a prompt.
+        too_long: of `train` and of `held`, and left out.
     """
 
     train: list[Prompt]
@@ -43,6 +45,8 @@ class Inputs:
     heldout: list[Reading]
     record: dict[str, Any]
     refused: list[Rejected]
+    limit: Limit
+    too_long: tuple[Measured, Measured]
 
     @property
     def rejected(self) -> list[Rejected]:
@@ -50,17 +54,24 @@ class Inputs:
         read = [one for reading in [*self.readings, *self.heldout] for one in reading.rejected]
         return read + self.refused
 
+    @property
+    def left_out(self) -> list[Rejected]:
+        """Prompts that are too long."""
+        return [one for measured in self.too_long for one in measured.long]
 
-def read(cfg: DictConfig, chat: Chat, given: bool = False) -> Inputs:
+
+def read(cfg: DictConfig, chat: Chat, limit: Limit, given: bool = False) -> Inputs:
     """Read what `cfg.prompts` names.
 
     Args:
         cfg: with `prompts`.
         chat: renders, and may refuse to.
+        limit: on the tokens of a prompt.
         given: answers are taken as they are, and have to be rendered as well.
 
     Raises:
-        UserError: nothing there, nothing of use, or, with prompts.strict, anything malformed.
+        UserError: nothing there, nothing of use, too many too long, or, with prompts.strict, anything
+            malformed.
     """
     options: Any = OmegaConf.to_container(cfg.prompts, resolve=True)
     if given and options["answers"] == "drop":
@@ -76,42 +87,47 @@ def read(cfg: DictConfig, chat: Chat, given: bool = False) -> Inputs:
         train, held = held_out(listed, heldout[0].prompts)
     else:
         train, held = split(listed, options["heldout_share"])
-    train, refused = _rendered(train, chat, given, options["strict"])
-    scored = _openings(held)
+    measured, refused = _rendered(train, chat, limit, given, options["strict"])
+    openings = measure(_openings(held), lambda p: len(chat.encode(p.messages, p.tools)), limit)
+    if OmegaConf.select(cfg, "rollout"):  # else nobody answers them
+        check_share(measured, limit, options["max_left_out"], "prompts")
+    if OmegaConf.select(cfg, "score.enabled"):
+        check_share(openings, limit, options["max_left_out"], "held-out prompts")
+    scored = openings.fit
     record = {
         "sources": [_counts(r) for r in readings],
         "heldout": [_counts(r) for r in heldout],
         "limit": options["limit"],
         "heldout_share": None if heldout else options["heldout_share"],
         "refused": len(refused),
-        "train": {"prompts": len(train), "hash": _hash(train)},
+        "too_long": {"tokens": limit.tokens, "train": len(measured.long), "held_out": len(openings.long)},
+        "train": {"prompts": len(measured.fit), "hash": _hash(measured.fit)},
         "held_out": {"prompts": len(scored), "hash": _hash(scored)},
-        "held_out_of_sources": len(listed) - len(train) - len(refused),
+        "held_out_of_sources": len(listed) - len(train),
     }
-    return Inputs(train, scored, readings, heldout, record, refused)
+    return Inputs(measured.fit, scored, readings, heldout, record, refused, limit, (measured, openings))
 
 
 def _rendered(
-    prompts: list[Prompt], chat: Chat, given: bool, strict: bool
-) -> tuple[list[Prompt], list[Rejected]]:
+    prompts: list[Prompt], chat: Chat, limit: Limit, given: bool, strict: bool
+) -> tuple[Measured, list[Rejected]]:
     """What the chat template takes, and what it refuses: roles, their order, answers without a mask."""
-    kept, refused = [], []
+    measured, refused = Measured(), []
     with bar(len(prompts), "prompts", "prompts", leave=False) as shown:
         for prompt in prompts:
             shown.update()
             try:
                 if given:
-                    chat.encode_answered(prompt.messages, prompt.tools)
+                    tokens = chat.encode_answered(prompt.messages, prompt.tools)[1].index(1)
                 else:
-                    chat.encode(opening(prompt.messages), prompt.tools)
+                    tokens = len(chat.encode(opening(prompt.messages), prompt.tools))
             except UserError as error:
-                start = json.dumps(prompt.messages)[:START]
-                refused.append(Rejected(f"prompt {prompt.id}", 0, str(error), start))
+                refused.append(set_aside(prompt, str(error)))
                 if strict or len(refused) == len(prompts):
                     raise UserError(str(refused[0])) from None
             else:
-                kept.append(prompt)
-    return kept, refused
+                measured.add(prompt, tokens, limit)
+    return measured, refused
 
 
 def _openings(held: Sequence[Prompt]) -> list[Prompt]:
@@ -161,18 +177,25 @@ def keep_record(inputs: Inputs, folder: Path) -> None:
 
 def list_rejected(inputs: Inputs, folder: Path) -> None:
     """Write down what was set aside."""
-    if inputs.rejected and first_rank():
+    listed = inputs.rejected + inputs.left_out
+    if listed and first_rank():
         with publish(folder / QUARANTINE) as temporary, temporary.open("w") as file:
-            file.writelines(json.dumps(one._asdict()) + "\n" for one in inputs.rejected)
+            file.writelines(json.dumps(one._asdict()) + "\n" for one in listed)
 
 
 def describe(inputs: Inputs, folder: Path | None) -> None:
     """Say what was set aside, and what a mixture is made of."""
+    where = f", listed in {folder / QUARANTINE}" if folder else ""
     if rejected := inputs.rejected:
         total = sum(r.records for r in [*inputs.readings, *inputs.heldout])
-        where = f", listed in {folder / QUARANTINE}" if folder else ""
         say(f"prompts: {len(rejected)} of {total} records are malformed and left out{where}")
         for one in rejected[:SHOWN]:
+            say(f"  {one}")
+    if left_out := inputs.left_out:
+        parts = zip(inputs.too_long, ("prompts", "held-out prompts"), strict=True)
+        counts = " and ".join(measured.summary(what) for measured, what in parts if measured.long)
+        say(f"prompts: {counts} have more than {inputs.limit} and are left out{where}")
+        for one in left_out[:SHOWN]:
             say(f"  {one}")
     if duplicates := sum(r.duplicates for r in inputs.readings):
         say(f"prompts: {duplicates} duplicates dropped")

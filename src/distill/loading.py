@@ -8,10 +8,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
+from decode.lm import max_positions
 from decode.load import load_config, load_target, load_tokenizer
+from decode.probe import check_packing
 from decode.target import Target
 from distill.chat import Chat
 from distill.progress import bar
+from distill.prompt_length import Limit, strictest
 from distill.provenance import local
 
 
@@ -31,6 +34,12 @@ def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
     return Chat(tokenizer, template or cfg.prompts.template, options)
 
 
+def read_limit(cfg: DictConfig) -> Limit:
+    """Tokens of the longest prompt that is used; of the target its configuration alone is read."""
+    config = load_config(str(local(cfg.target.path)), cfg.target.revision, cfg.target.trust_remote_code)
+    return strictest(cfg.prompts.max_tokens, OmegaConf.select(cfg, "max_tokens"), max_positions(config))
+
+
 def build_target(cfg: DictConfig, device: torch.device | None = None) -> Target:
     """Load and probe the target that cfg.target names.
 
@@ -40,7 +49,7 @@ def build_target(cfg: DictConfig, device: torch.device | None = None) -> Target:
     """
     target = cfg.target
     with bar(1, f"loading target {target.path}", "", leave=False):
-        return load_target(
+        loaded = load_target(
             str(local(target.path)),
             target.dtype,
             str(device or target.device),
@@ -51,3 +60,6 @@ def build_target(cfg: DictConfig, device: torch.device | None = None) -> Target:
             max_memory=target.max_memory,
             offload_folder=target.offload_folder,
         )
+    if OmegaConf.select(cfg, "packing"):
+        check_packing(loaded)
+    return loaded

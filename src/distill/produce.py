@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,7 +19,8 @@ from distill.engines import Helper, helping_plan, work_of
 from distill.estimate import estimate
 from distill.files import read_json, sha256, write_json
 from distill.progress import bar, first_rank, say
-from distill.prompts import Prompt
+from distill.prompt_length import strictest
+from distill.prompts import Prompt, prompts_digest
 from distill.provenance import digest
 from distill.rollouts import RolloutPlan, RolloutStore
 from distill.runs import checkpoints
@@ -51,13 +51,13 @@ def rollout_plan(
         answers=rollout.answers,
         server=str(rollout.model or cfg.target.path) if rollout.engine == "openai" else "",
         drafter=drafter,
-        prompts=digest(json.dumps(prompts)),
+        prompts=prompts_digest(prompts),
         samples=rollout.samples,
         self_prompts=cfg.prompts.self,
         until=rollout.until,
         sampler={"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
         prompt_sampler={"temperature": rollout.prompt_temperature},
-        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_prompt_tokens=strictest(cfg.prompts.max_tokens, cfg.max_tokens, target.max_positions).tokens,
         max_new_tokens=rollout.max_new_tokens,
         shard_size=rollout.shard_size,
         batch_size=rollout.batch_size,

@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from distill.provenance import digest
+
 Message = dict[str, Any]  # role, content, and what chat templates read besides: tool_calls, name, ...
 
 
@@ -20,6 +22,8 @@ class Prompt(NamedTuple):
         category: for tables by category.
         weight: what its rows count in the loss.
         tools: schemas of the functions that the target may call, for the chat template.
+        file: that it was read from; empty where it was not.
+        line: in that file, from 1 on.
     """
 
     id: str
@@ -27,6 +31,8 @@ class Prompt(NamedTuple):
     category: str = ""
     weight: float = 1.0
     tools: tuple[dict[str, Any], ...] = ()
+    file: str = ""
+    line: int = 0
 
 
 def turns(messages: Sequence[Message]) -> list[int]:
@@ -75,6 +81,11 @@ def held_out(train: Sequence[Prompt], held: Sequence[Prompt]) -> tuple[list[Prom
     mixed = sorted(held, key=lambda p: hash64(question(p)))
     asked = {hash64(question(p)) for p in held}
     return [p for p in train if hash64(question(p)) not in asked], mixed
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Hash of what the prompts say, wherever they were read."""
+    return digest(json.dumps([[p.id, p.messages, p.category, p.weight, p.tools] for p in prompts]))
 
 
 def hash64(value: Any) -> int:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from decode.errors import UserError
 from distill import inputs
 from distill.checks import check_ranges, refused
-from distill.loading import build_target, read_chat
+from distill.loading import build_target, read_chat, read_limit
 from distill.produce import fill, open_store, rollout_plan
 from distill.progress import say
 from distill.run import quiet
@@ -30,7 +30,7 @@ def roll_out(cfg: DictConfig) -> float:
     quiet()
     check_ranges(cfg)
     chat = read_chat(cfg)
-    found = inputs.read(cfg, chat, cfg.rollout.answers == "given")
+    found = inputs.read(cfg, chat, read_limit(cfg), cfg.rollout.answers == "given")
     if cfg.rollout.refresh_every:
         raise UserError("rollout.refresh_every: answers are made anew in training; leave it 0 here")
     target = build_target(cfg)

@@ -49,8 +49,8 @@ class RolloutPlan:
             to max_new_tokens, and begin its own rows freely: for models trained on packed text.
         sampler: law of the answers, as keyword arguments of `Sampler`.
         prompt_sampler: law of self-written prompts, where they are answered one by one.
-        max_prompt_tokens: longer prompts are dropped; self-written ones are cut. Every further turn
-            of a conversation may add as many, and an answer.
+        max_prompt_tokens: of a prompt; no self-written one has more, nor more than max_new_tokens. Every
+            further turn of a conversation may add as many, and an answer; one that grows longer ends.
         max_new_tokens: per answer.
         shard_size: prompts a shard.
         batch_size: answers decoded side by side, those of similar length together.

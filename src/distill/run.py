@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from decode.load import stop_tokens
-from decode.probe import check_packing
 from decode.sampling import Sampler
 from decode.target import Target
 from distill import exporting, html_report, inputs, summary, tracking
@@ -29,7 +28,7 @@ from distill.chat import Chat
 from distill.checks import check_ranges, refused
 from distill.feed import Keep, RolloutData
 from distill.footprint import MemoryWatch
-from distill.loading import build_target, read_chat
+from distill.loading import build_target, read_chat, read_limit
 from distill.meter import Throughput
 from distill.module import DistillModule
 from distill.objectives import Objective
@@ -109,7 +108,6 @@ def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: S
     trainer = build_trainer(cfg, folder, state, callbacks=[TrainingBar()])
     join_others(trainer, cfg.target.placement)
     target = shared.target if shared else build_target(cfg, trainer.strategy.root_device)
-    _check_target(cfg, held, chat, target)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
         drafter = build_drafter(cfg, target)
@@ -196,18 +194,6 @@ def _on_policy(cfg: DictConfig, target: Target, drafter: Drafter) -> OnPolicy | 
     return made
 
 
-def _check_target(cfg: DictConfig, held: list[Prompt], chat: Chat, target: Target) -> None:
-    if cfg.packing:
-        check_packing(target)
-    for prompt in held:
-        length = len(chat.encode(prompt.messages, prompt.tools))
-        if target.max_positions is not None and length >= target.max_positions:
-            raise UserError(
-                f"prompts: held-out prompt {prompt.id} has {length} tokens; the target's context of "
-                f"{target.max_positions} leaves no room for an answer"
-            )
-
-
 def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
     """Save and score a drafter as it is, and end the loggers, as the end of a fit would."""
     saver.save_untrained(trainer, drafter, target)
@@ -239,7 +225,8 @@ def read_inputs(cfg: DictConfig, folder: Path | None = None) -> tuple[Chat, list
         place to answer each.
     """
     chat = read_chat(cfg)
-    found = inputs.read(cfg, chat, bool(OmegaConf.select(cfg, "rollout.answers") == "given"))
+    given = bool(OmegaConf.select(cfg, "rollout.answers") == "given")
+    found = inputs.read(cfg, chat, read_limit(cfg), given)
     if cfg.score.enabled and not found.held:
         raise UserError(
             "prompts: none are held out for scoring; raise prompts.heldout_share, set prompts.heldout "

@@ -124,7 +124,7 @@ class Source:
         prompt = to_prompt(value, str(record.line), self.answers, self.columns)
         if sum(len(m["content"]) for m in prompt.messages) > self.max_bytes:
             raise UserError(f"longer than {self.max_bytes:,} characters (prompts.max_bytes)")
-        return prompt
+        return prompt._replace(file=self.label, line=record.line)
 
 
 @dataclass(slots=True)

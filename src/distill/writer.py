@@ -86,7 +86,7 @@ def check_plan(plan: RolloutPlan, chat: Chat, context: int | None) -> tuple[list
     if not before:
         raise UserError("prompts.self: this tokenizer has nothing to begin a prompt with; give a file")
     if (room := longest_prompt(plan, context)) <= len(before) + len(after):
-        raise UserError(f"rollout.max_prompt_tokens={room}: no room for a self-written prompt")
+        raise UserError(f"prompts.max_tokens={room}: no room for a self-written prompt")
     return before, after
 
 
@@ -169,7 +169,7 @@ class Writer:
         if not names:
             return []
         before, after = self.before, self.after
-        room = self.limit - len(before) - len(after)
+        room = min(self.limit - len(before) - len(after), self.plan.max_new_tokens)
         law = Law(self.plan.prompt_sampler, room, [*self.plan.stop, *after[:1]])
         answers = self.engine([Request(f"{name}-prompt", 0, before) for name in names], law)
         turns = [a.tokens[:-1] if a.stopped else a.tokens for a in answers]
