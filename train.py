@@ -4,12 +4,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from distill.cli import main
+from distill.cli.main import main
 
 
 def train(cfg: DictConfig, folder: Path) -> float:
     """Rollouts, training, scores; imported here, so that help and refusals do not wait for torch."""
-    from distill.run import run
+    from distill.train import run
 
     return run(cfg, folder)
 

@@ -4,19 +4,19 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from distill.cli import main
+from distill.cli.main import main
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # what is measured -> what measures it; its configuration is conf/benchmark_<word>.yaml
 WORDS = {
-    "auto": "distill.auto_regret:auto_regret",
-    "decode": "distill.benchmark:decoders",
-    "batch": "distill.sweeps:batch_sizes",
-    "context": "distill.sweeps:context_lengths",
-    "regret": "distill.regret:regrets",
-    "rollout": "distill.rollout_race:rollouts",
-    "scaling": "distill.scaling:scaling",
-    "train": "distill.step_race:training",
+    "auto": "distill.benchmarks.auto_regret:auto_regret",
+    "decode": "distill.benchmarks.decode:decoders",
+    "batch": "distill.benchmarks.batch_context:batch_sizes",
+    "context": "distill.benchmarks.batch_context:context_lengths",
+    "regret": "distill.benchmarks.regret:regrets",
+    "rollout": "distill.benchmarks.rollout:rollouts",
+    "scaling": "distill.benchmarks.scaling:scaling",
+    "train": "distill.benchmarks.step_race:training",
 }
 
 

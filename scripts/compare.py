@@ -35,10 +35,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
 
-    from distill.cli import one_line_errors
-    from distill.compare import Choice, read, table
-    from distill.files import put
-    from distill.results import insert, results, written
+    from distill.cli.main import one_line_errors
+    from distill.report.compare import Choice, read, table
+    from distill.report.readme_results import insert, results, written
+    from distill.utils.atomic_files import put
 
     with one_line_errors():
         choice = Choice(arguments.temperatures, arguments.batch, arguments.decode, arguments.against)
@@ -48,7 +48,7 @@ def main() -> None:
         if arguments.out:
             put(arguments.out, text + "\n")
         if arguments.html:
-            from distill.compare_page import page_of  # and with it a library of plots
+            from distill.report.compare_page import page_of  # and with it a library of plots
 
             put(arguments.html, page_of(scored, choice))
         if arguments.results or arguments.readme:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from distill.cli import main
+from distill.cli.main import main
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -12,7 +12,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def generate(cfg: DictConfig, folder: Path) -> float:
     """Print the answer as it comes, and how fast it came."""
     del folder
-    from distill.answer import answer
+    from distill.commands.generate import answer
 
     return answer(cfg)
 

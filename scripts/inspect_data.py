@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from distill.cli import main
+from distill.cli.main import main
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -12,7 +12,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def look(cfg: DictConfig, folder: Path) -> float:
     """Print rows and statistics."""
     del folder
-    from distill.inspect_data import inspect
+    from distill.commands.inspect_data import inspect
 
     return inspect(cfg)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from distill.cli import main
+from distill.cli.main import main
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -12,7 +12,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def task(cfg: DictConfig, folder: Path) -> float:
     """Seconds of imports that `--help` does not wait for."""
     del folder
-    from distill.limits import limits
+    from distill.commands.limit import limits
 
     return limits(cfg)
 

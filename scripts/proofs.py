@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from decode.score import hardware
-from distill.provenance import commit
+from decode.evaluation.scorecard import hardware
+from distill.utils.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "proofs.md"

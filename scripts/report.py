@@ -11,8 +11,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file to write; default: report.html in the folder")
     arguments = parser.parse_args()
 
-    from distill.cli import one_line_errors
-    from distill.html_report import write
+    from distill.cli.main import one_line_errors
+    from distill.report.html import write
 
     with one_line_errors():
         print(write(arguments.run, arguments.out))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from distill.cli import main
+from distill.cli.main import main
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -12,7 +12,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def make(cfg: DictConfig, folder: Path) -> float:
     """Make a store of rollouts, or what is missing of it."""
     del folder
-    from distill.roll_out import roll_out
+    from distill.commands.rollout import roll_out
 
     return roll_out(cfg)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from distill.cli import main
+from distill.cli.main import main
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -12,13 +12,13 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def rescore(cfg: DictConfig, folder: Path) -> float:
     """Print the table and, where `out` says so, write the scorecard."""
     del folder
-    from distill.checks import check_ranges
-    from distill.earlier import earlier
-    from distill.files import write_json
-    from distill.report import settings_table
-    from distill.run import build_target, quiet, read_inputs
-    from distill.scoring import Scorer
-    from drafters import hub
+    from distill.config.validate import check_ranges
+    from distill.report.earlier import earlier
+    from distill.report.tables import settings_table
+    from distill.scoring.scorer import Scorer
+    from distill.train import build_target, quiet, read_inputs
+    from distill.utils.atomic_files import write_json
+    from drafters.checkpoint import io as hub
 
     quiet()
     check_ranges(cfg)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from distill.cli import main
+from distill.cli.main import main
 
 if __name__ == "__main__":
-    from distill.targets import pretrain
+    from distill.pretrain.train import pretrain
 
     main(pretrain, Path(__file__).resolve().parents[1] / "conf", "train_target")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from distill.cli import main
+from distill.cli.main import main
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -12,7 +12,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def task(cfg: DictConfig, folder: Path) -> float:
     """Exit code 0: the engine accepts what the scorecard says; 1: it does not; 2: it cannot be told."""
     del folder
-    from distill.verify_served import verify
+    from distill.serving.verify import verify
 
     if not verify(cfg):
         raise SystemExit(1)

@@ -1,10 +1,10 @@
-"""A scorecard as `decode.score` and `distill.scoring` write it, with numbers that are told apart."""
+"""A scorecard as the scorer writes it, with numbers that are told apart."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from decode.score import SCHEMA
+from decode.evaluation.scorecard import SCHEMA
 
 
 def row(temperature: float, batch: int, tau: float, **more: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from decode.replay import Counts
-from decode.score import SCHEMA
+from decode.evaluation.replay import Counts
+from decode.evaluation.scorecard import SCHEMA
 
 TOKENS = [30, 20, 41, 8, 25, 33]
 FAST = [10.0, 9.0, 16.0, 4.0, 11.0, 13.0]

@@ -25,17 +25,17 @@ from transformers import (
 )
 from workbench import make_target, write_prompts
 
-from decode.lm import Head
-from decode.load import load_target, load_tokenizer
-from decode.target import LAST, Target
-from distill.chat import Chat
-from distill.prompts import Prompt
-from distill.run import OF_ANY
-from distill.sources import read_prompts
-from distill.writer import Writer
+from decode.model.causal_lm import Head
+from decode.model.load import load_target, load_tokenizer
+from decode.model.target import LAST, Target
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt
+from distill.prompts.sources import read_prompts
+from distill.rollouts.writer import Writer
+from distill.train import OF_ANY
 from drafters.base import Drafter
-from drafters.dflash import DFlash
-from drafters.dllm import Dllm
+from drafters.models.dflash import DFlash
+from drafters.models.hf_dllm import Dllm
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from drafters.base import Batch
-from drafters.eagle3 import Eagle3
-from drafters.prism import Prism
+from drafters.models.eagle3 import Eagle3
+from drafters.models.prism import Prism
 
 
 def norm(x: Tensor, module: torch.nn.Module | None) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from faces import K, V
 
-from drafters import hub
-from drafters.export import table
+from drafters.checkpoint import io as hub
+from drafters.export import formats as table
 from drafters.export.layout import Layout
 
 EAGLE3 = {"fc_norm": False, "draft_vocab_size": 12}

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.coin import Key, KeyedCoin, Purpose
 from decode.draft import PAD, Draft, Laws
-from decode.generate import generate
+from decode.generation.generate import generate
 from decode.plan import Plan
+from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
 from decode.verdict import Rows, Verdict
 from decode.verify import verify
-from drafters.expand import expand
+from drafters.drafting.tree import expand
 
 Law = dict[tuple[int, ...], float]
 EXACT = 1e-12
@@ -79,7 +79,7 @@ class Script(Tape):
 
 
 class EnumeratingCoin:
-    """Satisfies `decode.coin.Coin`, and `at` and `select` as the loop calls them.
+    """Satisfies `decode.rng.Coin`, and `at` and `select` as the loop calls them.
 
     Args:
         tapes: one a row.

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.coin import Purpose
 from decode.draft import PAD, Draft
+from decode.model.target import Target
 from decode.plan import Plan
+from decode.rng import Purpose
 from decode.sampling import Sampler
-from decode.target import Target
 from drafters.base import Batch, Text
 
 K = 3

@@ -18,12 +18,12 @@ import torch
 from exact import FixedTrees
 from faces import both
 
-from decode.coin import Purpose
 from decode.errors import UserError
 from decode.plan import Plan
+from decode.rng import Purpose
 from decode.sampling import Sampler
-from distill.weighting import Streak, constant
-from drafters.mlp import Lstm, Mlp
+from distill.losses.weights import Streak, constant
+from drafters.models.mlp import Lstm, Mlp
 
 
 class Mutant(NamedTuple):
@@ -74,10 +74,14 @@ WALK, TRY, LEAVES = "decode.descent:_walk", "decode.descent:_try_sampled", "deco
 FAIL, TRAVERSAL, GROWTH = (
     "decode.traversal:_fail_sampled",
     "decode.traversal:traversal",
-    "drafters.expand:_Growth",
+    "drafters.drafting.tree:_Growth",
 )
-DYNAMIC, STATIC, FORM = "drafters.expand:_beam", "drafters.expand:_static", "drafters.expand:_form"
-SIDE, DRAWS = "drafters.chains:side_by_side", "decode.coin:KeyedCoin._draws"
+DYNAMIC, STATIC, FORM = (
+    "drafters.drafting.tree:_beam",
+    "drafters.drafting.tree:_static",
+    "drafters.drafting.tree:_form",
+)
+SIDE, DRAWS = "drafters.drafting.chain:side_by_side", "decode.rng:KeyedCoin._draws"
 UNSURE = (
     "test_expand:test_a_chain_ends_before_the_product_of_its_laws_largest_chances_is_too_small",
     {"proposal": "sampled", "temperature": 0.7},
@@ -152,10 +156,10 @@ def form(proposal: str, sampler: Sampler = ONE) -> tuple[str, dict[str, Any]]:
 MUTANTS = {
     # -- the target's pass over a tree
     "position = slot index": Mutant(
-        "decode.lm:CausalLM.forward", "block.sum(-1) - 1", "torch.arange(block.shape[1])", *TREES
+        "decode.model.causal_lm:CausalLM.forward", "block.sum(-1) - 1", "torch.arange(block.shape[1])", *TREES
     ),
     "siblings visible": Mutant(
-        "decode.target:Target.extend",
+        "decode.model.target:Target.extend",
         "draft.ancestors()",
         "torch.ones_like(draft.ancestors()).tril()",
         *TREES,
@@ -168,68 +172,68 @@ MUTANTS = {
         {"window": None},
     ),
     "window ignored": Mutant(
-        "decode.cache:attention_mask", "if window is not None:", "if False:", ROWS, {"window": 2}
+        "decode.model.cache:attention_mask", "if window is not None:", "if False:", ROWS, {"window": 2}
     ),
     "window by slot, not by position": Mutant(
-        "decode.cache:attention_mask", ".scatter(1, where, positions)", "", ROWS, {"window": 2}
+        "decode.model.cache:attention_mask", ".scatter(1, where, positions)", "", ROWS, {"window": 2}
     ),
     "window one too wide": Mutant(
-        "decode.cache:attention_mask",
+        "decode.model.cache:attention_mask",
         "key_position[:, None] < window",
         "key_position[:, None] <= window",
         ROWS,
         {"window": 2},
     ),
     "block of the mask at the longest row's end": Mutant(
-        "decode.cache:attention_mask",
+        "decode.model.cache:attention_mask",
         "settled[:, None] + torch.arange(behind",
         "settled.max().expand_as(settled)[:, None] + torch.arange(behind",
         *CHAINS,
     ),
     "a mask forgotten for ragged rows": Mutant(
-        "decode.lm:CausalLM._mask", "len(set(store.lengths)) == 1", "True", FACES, LM
+        "decode.model.causal_lm:CausalLM._mask", "len(set(store.lengths)) == 1", "True", FACES, LM
     ),
     # -- the row cache
     "cropped, not compacted": Mutant(
-        "decode.loop:Loop.round",
+        "decode.generation.loop:Loop.round",
         "target.keep(counts, None if draft.is_chain else verdict.slots)",
         "target.keep(counts)",
         *TREES,
     ),
     "compaction mixes rows": Mutant(
-        "decode.cache:RowStore.keep",
+        "decode.model.cache:RowStore.keep",
         "torch.tensor(self.lengths) + torch.arange(rows) * self.capacity",
         "torch.tensor(self.lengths)",
         *TREES,
     ),
     "writing mixes rows": Mutant(
-        "decode.cache:RowStore._flat_index",
+        "decode.model.cache:RowStore._flat_index",
         "torch.tensor(self.lengths) + torch.arange(len(self.lengths)) * self.capacity",
         "torch.tensor(self.lengths)",
         *CHAINS,
     ),
     "only keys are compacted": Mutant(
-        "decode.cache:RowStore.keep",
+        "decode.model.cache:RowStore.keep",
         "(start + torch.arange(kept, device=device)).flatten()] = moved",
         "(start + torch.arange(kept, device=device)).flatten()][::2] = moved[::2]",
         *TREES,
     ),
     "select drops the wrong row": Mutant(
-        "decode.cache:RowStore.select",
+        "decode.model.cache:RowStore.select",
         "if new != old:",
         "if False:",
         EXACT + "rows_that_stop_on_their_own_leave_the_others_exact",
         BUSHY,
     ),
     "growing forgets": Mutant(
-        "decode.cache:RowStore.begin",
+        "decode.model.cache:RowStore.begin",
         "self._data[:, :, :, : old.shape[3]] = old",
         "pass",
         "test_drafters:test_the_target_as_its_own_drafter_is_accepted_whole",
         {"plan": CHAIN, "sampler": Sampler(0.0)},
     ),
     "a rejected chain stays": Mutant(
-        "decode.loop:Loop.round",
+        "decode.generation.loop:Loop.round",
         "[a + 1 for a in self._accepted]",
         "[draft.depth + 1 for a in self._accepted]",
         *CHAINS,
@@ -338,7 +342,7 @@ MUTANTS = {
         {"rule": "match"},
     ),
     "penalty forgets what was emitted": Mutant(
-        "decode.loop:Loop._carry",
+        "decode.generation.loop:Loop._carry",
         "self.seen.scatter_(1,",
         "self.seen.clone().scatter_(1,",
         EXACT + "match_is_lossless_under_every_warper",
@@ -593,21 +597,21 @@ MUTANTS = {
     ),
     # -- the coin
     "accept without strictness": Mutant(
-        "decode.coin:KeyedCoin.flip",
+        "decode.rng:KeyedCoin.flip",
         "< accept.double()",
         "<= accept.double()",
         "test_coin:test_no_flip_accepts_a_token_without_mass",
         {"value": 0.0},
     ),
     "a draw may have no weight": Mutant(
-        "decode.coin:KeyedCoin.draw",
+        "decode.rng:KeyedCoin.draw",
         "right=True",
         "right=False",
         "test_coin:test_no_draw_returns_a_token_without_weight",
         {"value": 0.0, "dtype": torch.float64},
     ),
     "a cumulative sum in fp32": Mutant(
-        "decode.coin:KeyedCoin.draw",
+        "decode.rng:KeyedCoin.draw",
         "weights.double().cumsum(-1)",
         "weights.cumsum(-1).double()",
         "test_coin:test_the_far_tail_of_a_large_vocabulary_is_reachable",
@@ -641,7 +645,7 @@ MUTANTS = {
         *rounds("traversal"),
     ),
     "the target's draws count rounds": Mutant(
-        "decode.coin:KeyedCoin._turn_to", "self._position if page[0] else self._round", "self._round", *PLAIN
+        "decode.rng:KeyedCoin._turn_to", "self._position if page[0] else self._round", "self._round", *PLAIN
     ),
     "a key without the slot": Mutant(DRAWS, "zero if drawn else zero + slots", "zero", SHARED, {}),
     "blocks repeat their slots": Mutant(
@@ -649,14 +653,14 @@ MUTANTS = {
     ),
     "a draw without its number": Mutant(DRAWS, "np.uint64(number)", "np.uint64(0)", SHARED, {}),
     "draws begin with their block": Mutant(
-        "decode.coin:KeyedCoin._uniforms",
+        "decode.rng:KeyedCoin._uniforms",
         "place : place + count",
         "0:count",
         "test_coin:test_a_draw_is_the_same_alone_and_among_many",
         {"purpose": Purpose.PROPOSE, "index": 0},
     ),
     "selected rows read what others made": Mutant(
-        "decode.coin:KeyedCoin.select",
+        "decode.rng:KeyedCoin.select",
         "self._round[index], {})",
         "self._round[index], self._pages)",
         "test_coin:test_selected_rows_do_not_read_what_others_made",
@@ -669,16 +673,19 @@ MUTANTS = {
         DRAWS, "counter + slots if drawn else counter,", "counter,", *PLAIN
     ),
     "select keeps the first rows' keys": Mutant(
-        "decode.coin:KeyedCoin.select",
+        "decode.rng:KeyedCoin.select",
         "self._key[index]",
         "self._key[: len(index)]",
         "test_coin:test_select_then_at_keeps_each_rows_key",
         {},
     ),
     "position off by one": Mutant(
-        "decode.loop:Loop._settle", "np.array(self._accepted) + 1", "np.array(self._accepted)", *PLAIN
+        "decode.generation.loop:Loop._settle",
+        "np.array(self._accepted) + 1",
+        "np.array(self._accepted)",
+        *PLAIN,
     ),
-    "rounds do not count": Mutant("decode.loop:Loop._settle", "(0 if first else 1)", "0", *TOKEN),
+    "rounds do not count": Mutant("decode.generation.loop:Loop._settle", "(0 if first else 1)", "0", *TOKEN),
     "53 bits are 52": Mutant(
         DRAWS,
         "words[1] >> np.uint64(11)",
@@ -688,53 +695,53 @@ MUTANTS = {
     ),
     # -- the loop
     "stale root": Mutant(
-        "decode.loop:Loop._carry",
+        "decode.generation.loop:Loop._carry",
         "verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]",
         "verdict.tokens[:, 0]",
         *TOLD,
     ),
     "taps of the first slots, not of the path": Mutant(
-        "decode.loop:Loop.round", "read.taps[row, path]", "read.taps[:, : path.shape[1]]", *TOLD
+        "decode.generation.loop:Loop.round", "read.taps[row, path]", "read.taps[:, : path.shape[1]]", *TOLD
     ),
     "taps of rows that left": Mutant(
-        "decode.loop:Loop._carry",
+        "decode.generation.loop:Loop._carry",
         "taps[running], root[running]",
         "taps[: len(running)], root[running]",
         EXACT + "a_drafter_is_told_the_settled_tokens_and_their_own_taps",
         {"seed": 2, "stop": [3]},
     ),
     "the drafter keeps rows that left": Mutant(
-        "decode.loop:Loop._carry",
+        "decode.generation.loop:Loop._carry",
         "self.drafter.select(self.state, running)",
         "pass",
         EXACT + "a_drafter_is_told_the_settled_tokens_and_their_own_taps",
         {"seed": 2, "stop": [3]},
     ),
     "the end token is not trimmed before counting": Mutant(
-        "decode.loop:Loop._settle", "tokens[: end + 1], True", "tokens, True", *ENDS
+        "decode.generation.loop:Loop._settle", "tokens[: end + 1], True", "tokens, True", *ENDS
     ),
     "only the last token may be an end": Mutant(
-        "decode.loop:Loop._settle",
+        "decode.generation.loop:Loop._settle",
         "for i, t in enumerate(tokens) if",
         "for i, t in [(0, tokens[0])] if",
         *STOPS,
     ),
     "stop strings of one row end another": Mutant(
-        "decode.loop:Loop._is_end",
+        "decode.generation.loop:Loop._is_end",
         "self.ends[request]",
         "self.ends[0]",
         "test_stop:test_the_law_of_a_stopped_text_is_the_targets",
         {"drafter": FixedTrees(4), "plan": Plan(2, 2, 5), "strings": ["ab"]},
     ),
     "one token too many": Mutant(
-        "decode.generate:_limits",
+        "decode.generation.generate:_limits",
         "limits.append(room)",
         "limits.append(room + 1)",
         EXACT + "no_more_tokens_are_emitted_than_were_asked_for",
         {"length": 2},
     ),
     "the context's end is ignored": Mutant(
-        "decode.generate:_limits",
+        "decode.generation.generate:_limits",
         "min(room, target.max_positions - len(prompt))",
         "room",
         EXACT + "drafts_past_the_end_of_the_context_change_nothing",
@@ -771,118 +778,134 @@ MUTANTS = {
     ),
     # -- drafters
     "token not shifted": Mutant(
-        "drafters.recurrent:Recurrent.advance",
+        "drafters.families.recurrent:Recurrent.advance",
         "tokens.roll(-1, 1).scatter(1, end, root[:, None])",
         "tokens",
         FACES,
         EAGLE,
     ),
     "the last pair wraps around": Mutant(
-        "drafters.recurrent:Recurrent.advance", ".scatter(1, end, root[:, None])", "", FACES, EAGLE
+        "drafters.families.recurrent:Recurrent.advance", ".scatter(1, end, root[:, None])", "", FACES, EAGLE
     ),
     "features of wrong rows": Mutant(
-        "drafters.recurrent:Recurrent.advance", "self.fuse(taps)", "self.fuse(taps.roll(1, 1))", FACES, EAGLE
+        "drafters.families.recurrent:Recurrent.advance",
+        "self.fuse(taps)",
+        "self.fuse(taps.roll(1, 1))",
+        FACES,
+        EAGLE,
     ),
     "stale drafter cache": Mutant(
-        "drafters.recurrent:Recurrent.advance", "state.store.keep(counts)", "pass", FACES, EAGLE
+        "drafters.families.recurrent:Recurrent.advance", "state.store.keep(counts)", "pass", FACES, EAGLE
     ),
     "the prediction at the padding": Mutant(
-        "drafters.recurrent:Recurrent.advance",
+        "drafters.families.recurrent:Recurrent.advance",
         "x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))",
         "x[:, -1:]",
         FACES,
         EAGLE,
     ),
     "a level overwrites the one above": Mutant(
-        "decode.cache:RowStore.begin",
+        "decode.model.cache:RowStore.begin",
         "self._new, self._scratch = new, scratch",
         "self._new, self._scratch = new, 0",
         FACES,
         EAGLE,
     ),
     "a level sees its cousins": Mutant(
-        "drafters.layers:descend",
+        "drafters.layers.decoder_layer:descend",
         "own = torch.eye(width, dtype=torch.bool, device=parent.device)",
         "own = torch.ones(width, width, dtype=torch.bool)",
         LEVELS,
         EAGLE,
     ),
     "a child of the wrong beam": Mutant(
-        "drafters.layers:descend",
+        "drafters.layers.decoder_layer:descend",
         "reach.gather(1, parent[..., None].expand(-1, -1, reach.shape[-1]))",
         "reach.expand(-1, width, -1)",
         LEVELS,
         EAGLE,
     ),
     "a child of another's feature": Mutant(
-        "drafters.recurrent:Recurrent.propose",
+        "drafters.families.recurrent:Recurrent.propose",
         "feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))",
         "feature.expand(-1, parent.shape[1], -1)",
         LEVELS,
         EAGLE,
     ),
     "positions are slots in a drafter's tree": Mutant(
-        "drafters.recurrent:Recurrent.read_pairs",
+        "drafters.families.recurrent:Recurrent.read_pairs",
         "block.sum(-1) - 1",
         "block.shape[2] - block.shape[1] + torch.arange(block.shape[1])",
         LEVELS,
         EAGLE,
     ),
     "a draft model reads the root twice": Mutant(
-        "drafters.lm:DraftLM.advance", "tokens[:, 1:], [n - 1 for n in counts]", "tokens, counts", FACES, LM
+        "drafters.models.lm:DraftLM.advance",
+        "tokens[:, 1:], [n - 1 for n in counts]",
+        "tokens, counts",
+        FACES,
+        LM,
     ),
     "a draft model forgets the root": Mutant(
-        "drafters.lm:DraftLM.advance", "[n + 1 for n in counts]", "list(counts)", FACES, LM
+        "drafters.models.lm:DraftLM.advance", "[n + 1 for n in counts]", "list(counts)", FACES, LM
     ),
     "a draft model's prediction at the padding": Mutant(
-        "drafters.lm:DraftLM.advance",
+        "drafters.models.lm:DraftLM.advance",
         "last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]",
         "last[:, -1]",
         FACES,
         LM,
     ),
     "a draft model writes over its draft": Mutant(
-        "drafters.lm:DraftLM.propose", "read += width", "read += 0", FACES, LM
+        "drafters.models.lm:DraftLM.propose", "read += width", "read += 0", FACES, LM
     ),
     "a draft model's selected rows are the first": Mutant(
-        "drafters.lm:DraftLM.select",
+        "drafters.models.lm:DraftLM.select",
         "state.logits[list(rows)]",
         "state.logits[: len(rows)]",
         "test_drafters:test_select_keeps_these_rows_in_this_order",
         LM | {"rows": [2, 0]},
     ),
     "a draft model is taught a row early": Mutant(
-        "drafters.lm:DraftLM.unroll", "last[row, t + 1]", "last[row, t]", FACES, LM
+        "drafters.models.lm:DraftLM.unroll", "last[row, t + 1]", "last[row, t]", FACES, LM
     ),
     "a draft model is taught past its answer": Mutant(
-        "drafters.lm:DraftLM.unroll",
+        "drafters.models.lm:DraftLM.unroll",
         "supervised(batch.loss_mask, 1)",
         "batch.loss_mask.roll(-1, 1)",
         GOLDEN,
         LM | {"mask": "turns"},
     ),
     "an on-policy answer ends before the token that loses the target": Mutant(
-        "distill.on_policy:reached",
+        "distill.data.on_policy:reached",
         "[accepted.new_ones(1), accepted[:-1]]",
         "[accepted]",
         "test_on_policy:test_an_answer_ends_after_the_token_that_loses_the_target",
         {},
     ),
     "the unroll does not move on": Mutant(
-        "drafters.recurrent:Recurrent.unroll", "times[slots] + (depth - 1)", "times[slots]", FACES, EAGLE
+        "drafters.families.recurrent:Recurrent.unroll",
+        "times[slots] + (depth - 1)",
+        "times[slots]",
+        FACES,
+        EAGLE,
     ),
     "the unroll's tokens do not move on": Mutant(
-        "drafters.recurrent:Recurrent.unroll",
+        "drafters.families.recurrent:Recurrent.unroll",
         "drafted_share(shares, slots + (depth - 1))",
         "drafted_share(shares, slots)",
         FACES,
         EAGLE,
     ),
     "an anchor forgets its own steps": Mutant(
-        "drafters.unrolled:_Attention.forward", "(own)[..., i, None]", "(own)[..., 0, None]", FACES, EAGLE
+        "drafters.layers.unroll_attention:_Attention.forward",
+        "(own)[..., i, None]",
+        "(own)[..., 0, None]",
+        FACES,
+        EAGLE,
     ),
     "teacher row off by one": Mutant(
-        "drafters.recurrent:Recurrent.unroll",
+        "drafters.families.recurrent:Recurrent.unroll",
         "[anchor + depth]",
         "[anchor + depth - 1]",
         GOLDEN,
@@ -903,162 +926,170 @@ MUTANTS = {
         EAGLE | {"mask": "turns"},
     ),
     "an unrolled query sees past itself": Mutant(
-        "drafters.unrolled:_Heads._mask", "> place[:, None]", "> 1 + place[:, None]", DENSE, PLAINLY
+        "drafters.layers.unroll_attention:_Heads._mask",
+        "> place[:, None]",
+        "> 1 + place[:, None]",
+        DENSE,
+        PLAINLY,
     ),
     "a block's queries see what its first sees": Mutant(
-        "drafters.unrolled:blocks", "seen[last - 1] + 1,", "seen[first] + 1,", DENSE, PLAINLY
+        "drafters.layers.unroll_attention:blocks", "seen[last - 1] + 1,", "seen[first] + 1,", DENSE, PLAINLY
     ),
     "one text's keys are another's": Mutant(
-        "drafters.walk:Route.__init__",
+        "drafters.layers.unroll:Route.__init__",
         "(sizes.cumsum(0) - sizes)",
         "(0 * sizes)",
         DENSE,
         PLAINLY,
     ),
     "keys of anchors that left stay in the row": Mutant(
-        "drafters.walk:Walk._look",
+        "drafters.layers.unroll:Walk._look",
         "torch.searchsorted(self._route.anchors[d - 1], now)",
         "torch.arange(len(now))",
         DENSE,
         PLAINLY,
     ),
     "features of anchors that left stay in the row": Mutant(
-        "drafters.walk:Walk.kept",
+        "drafters.layers.unroll:Walk.kept",
         "torch.searchsorted(before, now)",
         "torch.arange(len(now))",
         DENSE,
         PLAINLY,
     ),
     "positions without an anchor ask as well": Mutant(
-        "drafters.walk:Walk.step",
+        "drafters.layers.unroll:Walk.step",
         "x = x.index_select(0, asking)",
         "x = x[: len(asking)]",
         DENSE,
         PLAINLY,
     ),
     "a key is read by one query head": Mutant(
-        "drafters.unrolled:_Heads.to_own", ".sum(2)", "[:, :, 0]", DENSE, PLAINLY
+        "drafters.layers.unroll_attention:_Heads.to_own", ".sum(2)", "[:, :, 0]", DENSE, PLAINLY
     ),
     "no gradient into a step's own key": Mutant(
-        "drafters.unrolled:_Attention.backward",
+        "drafters.layers.unroll_attention:_Attention.backward",
         "slopes[..., i, None] * heads.queries",
         "0 * slopes[..., i, None] * heads.queries",
         DENSE,
         PLAINLY,
     ),
     "a turn's gradient is turned on, not back": Mutant(
-        "drafters.gradients:_Rotate.backward", "sign=-1", "sign=1", DENSE, PLAINLY
+        "drafters.layers.fused_backward:_Rotate.backward", "sign=-1", "sign=1", DENSE, PLAINLY
     ),
     "the norm's gradient forgets its length": Mutant(
-        "drafters.gradients:_RMSNorm.backward", "value=-1", "value=0", DENSE, PLAINLY
+        "drafters.layers.fused_backward:_RMSNorm.backward", "value=-1", "value=0", DENSE, PLAINLY
     ),
     "the gate's gradient is the product's": Mutant(
-        "drafters.gradients:_SwiGLU.backward", "grad * up, gate", "grad, gate", DENSE, PLAINLY
+        "drafters.layers.fused_backward:_SwiGLU.backward", "grad * up, gate", "grad, gate", DENSE, PLAINLY
     ),
     "the embedding is not normalised": Mutant(
-        "drafters.eagle3:Eagle3.token_share", "F.linear(unit,", "F.linear(embedded,", FACES, EAGLE3
+        "drafters.models.eagle3:Eagle3.token_share", "F.linear(unit,", "F.linear(embedded,", FACES, EAGLE3
     ),
     "the feature fed back has passed the norm": Mutant(
-        "drafters.eagle3:Eagle3.emit",
+        "drafters.models.eagle3:Eagle3.emit",
         "hidden if self.norm_output else x",
         "hidden",
         DENSE,
         PLAINLY,
     ),
     "the residual is the plain feature": Mutant(
-        "drafters.eagle3:Eagle3.first_input",
+        "drafters.models.eagle3:Eagle3.first_input",
         "normed if self.norm_before_residual else feature",
         "feature",
         DENSE,
         PATCHY | {"name": "norm_before_residual"},
     ),
     "a draft id is taken for the target's": Mutant(
-        "drafters.vocabulary:names",
+        "drafters.drafting.vocabulary:names",
         "vocabulary.ids[token]",
         "token",
         "test_drafters:test_a_chosen_chain_holds_the_likeliest_token_of_every_law",
         EAGLE3,
     ),
     "a draft law is taken for one over the target's vocabulary": Mutant(
-        "drafters.vocabulary:law_of",
+        "drafters.drafting.vocabulary:law_of",
         ".index_copy_(1, vocabulary.ids, law)",
         ".index_copy_(1, vocabulary.ids.argsort(), law)",
         FACES,
         EAGLE3,
     ),
     "end tokens are counted like others": Mutant(
-        "drafters.vocabulary:frequent",
+        "drafters.drafting.vocabulary:frequent",
         "rank[list(first)]",
         "rank[[]]",
         "test_eagle3:test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens",
         {},
     ),
     "the prompt is counted": Mutant(
-        "drafters.eagle3:Eagle3.fit",
+        "drafters.models.eagle3:Eagle3.fit",
         "torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]",
         "torch.tensor(text.tokens)",
         "test_eagle3:test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens",
         {},
     ),
     "a mask sees the masks behind it": Mutant(
-        "drafters.p_eagle:PEagle._states", ".tril()", "", FACES, {"drafter_name": "p_eagle"}
+        "drafters.models.p_eagle:PEagle._states", ".tril()", "", FACES, {"drafter_name": "p_eagle"}
     ),
     "a mask's token is not normalised": Mutant(
-        "drafters.p_eagle:PEagle.drafted_share",
+        "drafters.models.p_eagle:PEagle.drafted_share",
         "first.input_layernorm(self.mask_token[None])",
         "self.mask_token[None]",
         FACES,
         {"drafter_name": "p_eagle"},
     ),
     "the feature goes on behind the first mask": Mutant(
-        "drafters.p_eagle:PEagle.emit",
+        "drafters.models.p_eagle:PEagle.emit",
         "self.mask_hidden.to(x.dtype).expand_as(x)",
         "x",
         "test_variants:test_an_unroll_with_masks_is_one_causal_pass",
         {"layers": 1},
     ),
     "a draft's steps all use the first module": Mutant(
-        "drafters.recurrent:Recurrent.propose", "self.at(depth)", "self", FACES, {"drafter_name": "prism"}
+        "drafters.families.recurrent:Recurrent.propose",
+        "self.at(depth)",
+        "self",
+        FACES,
+        {"drafter_name": "prism"},
     ),
     "an unroll's steps all use the first module": Mutant(
-        "drafters.recurrent:Recurrent.unroll", "(now := self.at(depth))", "(now := self)", *MODULES
+        "drafters.families.recurrent:Recurrent.unroll", "(now := self.at(depth))", "(now := self)", *MODULES
     ),
     "a module reads the tokens as the one before does": Mutant(
-        "drafters.recurrent:Recurrent.unroll", "part, shares = now,", "part, _ = now,", *MODULES
+        "drafters.families.recurrent:Recurrent.unroll", "part, shares = now,", "part, _ = now,", *MODULES
     ),
     "a module's fusion without its layer": Mutant(
-        "drafters.recurrent:Recurrent.unroll", "walk.hand_over(part.stack,", "(part.stack,", *MODULES
+        "drafters.families.recurrent:Recurrent.unroll", "walk.hand_over(part.stack,", "(part.stack,", *MODULES
     ),
     "all modules but the first go on from nothing": Mutant(
-        "drafters.hub:warm_start",
+        "drafters.checkpoint.io:warm_start",
         "found = drafter.adopt(found)",
         "pass",
         "test_variants:test_every_module_goes_on_from_an_eagle",
         {},
     ),
     "the selected features are the first": Mutant(
-        "drafters.recurrent:Recurrent.select",
+        "drafters.families.recurrent:Recurrent.select",
         "state.newest[list(rows)]",
         "state.newest[: len(rows)]",
         "test_drafters:test_select_keeps_these_rows_in_this_order",
         EAGLE | {"rows": [2, 0]},
     ),
     "q at another temperature": Mutant(
-        "drafters.chains:chain",
+        "drafters.drafting.chain:chain",
         "coin.draw(law,",
         "coin.draw(logits.softmax(-1),",
         EXACT + "token_with_a_drafter_is_lossless",
         EAGLE | {"sampler": Sampler(0.5)},
     ),
     "q of the sampler's defaults": Mutant(
-        "drafters.expand:expand",
+        "drafters.drafting.tree:expand",
         "Sampler(temperature,",
         "Sampler(1.0,",
         "test_drafters:test_a_sampled_chains_laws_are_warped_as_the_sampler_says",
         EAGLE,
     ),
     "the drafter's law is penalised without its history": Mutant(
-        "drafters.expand:expand",
+        "drafters.drafting.tree:expand",
         "warp = Sampler(temperature, sampler.top_k, sampler.top_p, sampler.min_p)",
         "warp = sampler",
         "test_expand:test_drawn_laws_ignore_the_repetition_penalty",
@@ -1072,37 +1103,39 @@ MUTANTS = {
         {"plan": Plan(2, 3, 6, proposal="hybrid")},
     ),
     "one key for every drafted token": Mutant(
-        "drafters.chains:chain",
+        "drafters.drafting.chain:chain",
         "Key(Purpose.PROPOSE, level)",
         "Key(Purpose.PROPOSE, 0)",
         EXACT + "token_with_a_drafter_is_lossless",
         EAGLE | {"sampler": Sampler(0.5)},
     ),
     "an unlikely drawn token is discarded": Mutant(
-        "drafters.chains:chain",
+        "drafters.drafting.chain:chain",
         "token.masked_fill(~going, PAD)",
         "token.masked_fill(law.gather(1, token[:, None])[:, 0] < plan.min_confidence, PAD)",
         *drawn("confident chain, token"),
     ),
     "an unlikely drawn token is discarded, by block": Mutant(
-        "drafters.chains:chain",
+        "drafters.drafting.chain:chain",
         "token.masked_fill(~going, PAD)",
         "token.masked_fill(law.gather(1, token[:, None])[:, 0] < plan.min_confidence, PAD)",
         *drawn("confident chain, block"),
     ),
     "a level is confident alone": Mutant(
-        "drafters.chains:chain", "sure = sure * _largest", "sure = _largest", *UNSURE
+        "drafters.drafting.chain:chain", "sure = sure * _largest", "sure = _largest", *UNSURE
     ),
-    "the head is not asked": Mutant("drafters.chains:chain", "confidence is not None", "False", *SURE, EAGLE),
+    "the head is not asked": Mutant(
+        "drafters.drafting.chain:chain", "confidence is not None", "False", *SURE, EAGLE
+    ),
     "the head is asked of the root's state": Mutant(
-        "drafters.recurrent:Recurrent.propose",
+        "drafters.families.recurrent:Recurrent.propose",
         "hidden, feature = self.emit(read(",
         "_, feature = self.emit(read(",
         *SURE,
         EAGLE,
     ),
     "the head is asked of the next depth's state": Mutant(
-        "drafters.token_info:Levels.newest", "self._depth - 1", "-1", *SURE, MEDUSA
+        "drafters.families.token_bias:Levels.newest", "self._depth - 1", "-1", *SURE, MEDUSA
     ),
     "what the head learns moves the drafter": Mutant(
         "drafters.confidence:Confidence.forward",
@@ -1112,14 +1145,14 @@ MUTANTS = {
         EAGLE | {"weighting": constant},
     ),
     "all rows teach the head alike": Mutant(
-        "distill.objectives:Objective.__call__",
+        "distill.losses.objective:Objective.__call__",
         "(weights[i] * entropy)",
         "entropy",
         "test_confidence:test_rows_count_by_their_weights_and_columns_of_a_side_are_not_read",
         {},
     ),
     "a checkpoint forgets its head": Mutant(
-        "drafters.hub:load",
+        "drafters.checkpoint.io:load",
         "if saved.confidence:",
         "if False:",
         "test_confidence:test_a_head_comes_back_with_its_drafter",
@@ -1250,14 +1283,14 @@ MUTANTS = {
         {},
     ),
     "of equal scores the younger": Mutant(
-        "drafters.expand:_best",
+        "drafters.drafting.tree:_best",
         "score.sort(dim=-1, descending=True, stable=True)",
         "[a.flip(-1) for a in score.sort(dim=-1, stable=True)]",
         "test_expand:test_of_equal_scores_the_older_node_is_kept",
         {},
     ),
     "of equal scores any": Mutant(
-        "drafters.expand:_best",
+        "drafters.drafting.tree:_best",
         "score.sort(dim=-1, descending=True, stable=True)",
         "score.topk(score.shape[-1])",
         "test_expand:test_of_equal_scores_the_older_node_is_kept",
@@ -1283,89 +1316,98 @@ MUTANTS = {
     ),
     # -- the loss
     "a teacher renormalised on the draft's tokens": Mutant(
-        "distill.laws:Law.__init__",
+        "distill.losses.chunked_logits:Law.__init__",
         "self.log_p.exp()",
         "self.log_p.softmax(-1)",
         "test_objectives:test_a_token_outside_the_draft_vocabulary_is_a_miss",
         {},
     ),
     "the target's likeliest token in the draft's numbers": Mutant(
-        "distill.laws:Law.__init__", "self._draft_ids(best)", "best", *weighted("tv", "reduced")
+        "distill.losses.chunked_logits:Law.__init__",
+        "self._draft_ids(best)",
+        "best",
+        *weighted("tv", "reduced"),
     ),
     "the teacher's row one too early": Mutant(
-        "distill.laws:Sweep.__iter__",
+        "distill.losses.chunked_logits:Sweep.__iter__",
         "step.anchor + step.depth)",
         "step.anchor + step.depth - 1)",
         *weighted("kl", "full"),
     ),
     "depths share the first one's rows": Mutant(
-        "distill.laws:Sweep.__iter__",
+        "distill.losses.chunked_logits:Sweep.__iter__",
         "self._where(place[rows] - start)",
         "slice(0, rows.stop - rows.start)",
         *weighted("kl", "full"),
     ),
     "a teacher's mass of 1": Mutant(
-        "distill.divergences:kl", "if teacher.whole", "if True", *differentiated("kl")
+        "distill.losses.divergences:kl", "if teacher.whole", "if True", *differentiated("kl")
     ),
     "total variation upside down": Mutant(
-        "distill.divergences:tv",
+        "distill.losses.divergences:tv",
         "student.q.mul_(mass).sub_(below)",
         "below.sub_(student.q.mul_(mass))",
         *differentiated("tv"),
     ),
     "total variation without its softmax": Mutant(
-        "distill.divergences:tv", "student.q.mul_(mass).sub_(below)", "-below", *differentiated("tv")
+        "distill.losses.divergences:tv", "student.q.mul_(mass).sub_(below)", "-below", *differentiated("tv")
     ),
     "likelihood of acceptance without its alpha": Mutant(
-        "distill.divergences:lk", "least.add_(value[:, None]).exp_()", "least.exp_()", *differentiated("lk")
+        "distill.losses.divergences:lk",
+        "least.add_(value[:, None]).exp_()",
+        "least.exp_()",
+        *differentiated("lk"),
     ),
     "reverse KL without a floor": Mutant(
-        "distill.divergences:ReverseKL.__call__",
+        "distill.losses.divergences:ReverseKL.__call__",
         "teacher.log_p.clamp_min(math.log(self.floor))",
         "teacher.log_p",
         "test_divergences:test_reverse_kl_takes_no_probability_below_its_floor",
         {},
     ),
     "misses are free": Mutant(
-        "distill.divergences:JSD.__call__",
+        "distill.losses.divergences:JSD.__call__",
         " - beta * math.log(beta) * (1 - teacher.mass)",
         "",
         "test_divergences:test_jensen_shannon_is_bounded_and_a_miss_costs_its_share",
         {},
     ),
     "a missed top token is the draft's first": Mutant(
-        "distill.divergences:TopK.__call__", "p * (ids >= 0)", "p", *differentiated("topk")
+        "distill.losses.divergences:TopK.__call__", "p * (ids >= 0)", "p", *differentiated("topk")
     ),
     "no slope behind the linear map": Mutant(
-        "distill.objectives:_Chunked.forward", "if behind is not None:", "if False:", *differentiated("kl")
+        "distill.losses.objective:_Chunked.forward",
+        "if behind is not None:",
+        "if False:",
+        *differentiated("kl"),
     ),
     "a head's gradient without weights": Mutant(
-        "distill.objectives:_add_product",
+        "distill.losses.objective:_add_product",
         "(states * weight)",
         "states",
         *differentiated("kl", heads="own"),
     ),
     "a head weighted before the alphas are known": Mutant(
-        "distill.objectives:_Chunked.forward",
+        "distill.losses.objective:_Chunked.forward",
         "if late and learned:",
         "if False:",
         *differentiated("kl", "streak", "shared"),
     ),
     "alphas aligned by rank, not by anchor": Mutant(
-        "distill.objectives:_table",
+        "distill.losses.objective:_table",
         "torch.searchsorted(anchors, step.anchor)",
         "torch.arange(len(step.anchor))",
         *differentiated("kl", "streak"),
     ),
     "streak counts its own alpha": Mutant(
-        "distill.weighting:Streak._weigh",
+        "distill.losses.weights:Streak._weigh",
         "_before(alpha) * _after(alpha)",
         "_before(alpha) * alpha * _after(alpha)",
         "test_weighting:test_streak_and_dpace_are_the_gradient_of_the_expected_accepted_length",
         {"name": "tv with streak"},
     ),
     "smoothing brings anchors back that have left": Mutant(
-        "distill.weighting:RowWeights.__call__",
+        "distill.losses.weights:RowWeights.__call__",
         "(alpha * (1 - s) + s) * present",
         "alpha * present * (1 - s) + s",
         *differentiated("kl", "dpace"),
@@ -1373,196 +1415,203 @@ MUTANTS = {
     # -- files
     # -- heads on the newest feature, and recurrent cells
     "a head of the depth above": Mutant(
-        "drafters.heads:OwnHeads.of",
+        "drafters.layers.lm_heads:OwnHeads.of",
         "{depth - 1}",
         "{max(depth - 2, 0)}",
         "test_medusa:test_what_the_targets_family_puts_behind_its_head_stays",
         {},
     ),
     "heads in decoding are one": Mutant(
-        "drafters.medusa:Medusa.propose", "heads.of(j, target)", "heads.of(1, target)", FACES, MEDUSA
+        "drafters.models.medusa:Medusa.propose", "heads.of(j, target)", "heads.of(1, target)", FACES, MEDUSA
     ),
     "an own head forgets the target's soft cap": Mutant(
-        "drafters.heads:OwnHeads.of",
+        "drafters.layers.lm_heads:OwnHeads.of",
         "replace(target.head, weight=",
         "type(target.head)(weight=",
         "test_medusa:test_what_the_targets_family_puts_behind_its_head_stays",
         {},
     ),
     "own heads begin at random": Mutant(
-        "drafters.heads:OwnHeads.begin",
+        "drafters.layers.lm_heads:OwnHeads.begin",
         "weight.copy_(target.head.weight)",
         "weight.normal_()",
         "test_medusa:test_a_fresh_drafter_says_at_every_depth_what_the_target_says_next",
         {"form": {"own_head": True, "layers": 1}},
     ),
     "a medusa head answers one token early": Mutant(
-        "drafters.medusa:Medusa._unroll",
+        "drafters.models.medusa:Medusa._unroll",
         "DraftStep(hidden, anchor, depth,",
         "DraftStep(hidden, anchor + 1, depth,",
         GOLDEN,
         MEDUSA | {"mask": "all"},
     ),
     "a tuned target's row is taught as the one before": Mutant(
-        "drafters.medusa:Medusa2.unroll",
+        "drafters.models.medusa:Medusa2.unroll",
         "batch.loss_mask[:, 1:], (0, 1)",
         "batch.loss_mask[:, :-1], (0, 1)",
         GOLDEN,
         MEDUSA2 | {"mask": "answer"},
     ),
     "the heads' loss has its weight on the target's own": Mutant(
-        "drafters.medusa:Medusa2.unroll",
+        "drafters.models.medusa:Medusa2.unroll",
         "step._replace(weight=self.heads)",
         "step",
         "test_medusa2:test_depth_zero_is_the_tuned_targets_own_law_taught_by_the_original",
         {},
     ),
     "a tuned target learns from the first step": Mutant(
-        "drafters.medusa:Medusa2._lora_rate",
+        "drafters.models.medusa:Medusa2._lora_rate",
         "done / self.warmup - 1",
         "done / self.warmup",
         "test_medusa2:test_heads_learn_alone_at_first_and_faster_than_the_target_after",
         {},
     ),
     "a draft that reads the tuned target is verified by the original": Mutant(
-        "drafters.medusa:Medusa2.verifier", "self.lora.merge(target)", "target", FACES, MEDUSA2
+        "drafters.models.medusa:Medusa2.verifier", "self.lora.merge(target)", "target", FACES, MEDUSA2
     ),
     "merged weights count the product once": Mutant(
-        "drafters.tuned:Lora.merge",
+        "drafters.families.tuned_target:Lora.merge",
         "self.alpha / self.r",
         "1.0",
         "test_medusa2:test_merged_and_unmerged_are_one_model",
         {"targets": "all-linear"},
     ),
     "what is tuned are the target's own layers": Mutant(
-        "drafters.tuned:Lora.merge",
+        "drafters.families.tuned_target:Lora.merge",
         "id(weight) for weight in target.layers.parameters()",
         "0",
         "test_medusa2:test_layers_of_the_tuned_target_share_no_memory_with_the_original",
         {},
     ),
     "a tuned target is taken for the original": Mutant(
-        "drafters.tuned:Lora._digest",
+        "drafters.families.tuned_target:Lora._digest",
         "digest.update(weight.float().cpu().contiguous().numpy().tobytes())",
         "pass",
         "test_medusa2:test_the_tuned_target_has_a_fingerprint_of_its_own",
         {},
     ),
     "how far a target moved is measured one row late": Mutant(
-        "distill.moved:_laws",
+        "distill.scoring.target_drift:_laws",
         "len(prompt) - 1 :",
         "len(prompt) :",
         "test_medusa2:test_how_far_it_moved_is_the_mean_over_the_originals_answers",
         {},
     ),
     "depth 0 counts as a depth that drafts": Mutant(
-        "distill.objectives:_drafts",
+        "distill.losses.objective:_drafts",
         "step.depth and not step.aside",
         "not step.aside",
         "test_medusa2:test_the_loss_is_the_targets_own_and_the_heads_times_their_weight",
         {"weights": Streak(1.0, 0.0)},
     ),
     "every level of a product begins anew": Mutant(
-        "drafters.token_info:Levels.step",
+        "drafters.families.token_bias:Levels.step",
         "self._raw[k][:, None]",
         "self._raw[0][:, None]",
         LEVELS,
         {"drafter_name": "hf_dllm"},
     ),
     "the newest feature is that of the padding": Mutant(
-        "drafters.newest:NewestDrafter.advance", "end, 0]", "-1, 0]", FACES, MEDUSA
+        "drafters.families.feature_heads:NewestDrafter.advance", "end, 0]", "-1, 0]", FACES, MEDUSA
     ),
     "rows keep the feature of others": Mutant(
-        "drafters.newest:NewestDrafter.select",
+        "drafters.families.feature_heads:NewestDrafter.select",
         "state.feature[list(rows)]",
         "state.feature[: len(rows)]",
         "test_drafters:test_select_keeps_these_rows_in_this_order",
         MEDUSA | {"rows": [2, 0]},
     ),
     "rows keep the root of others": Mutant(
-        "drafters.newest:NewestDrafter.select",
+        "drafters.families.feature_heads:NewestDrafter.select",
         "state.root[list(rows)]",
         "state.root[: len(rows)]",
         "test_drafters:test_select_keeps_these_rows_in_this_order",
         MLP | {"rows": [2, 0]},
     ),
     "a cell reads the token after": Mutant(
-        "drafters.newest:Chained.unroll", "tokens[anchor + depth]", "tokens[anchor + depth - 1]", FACES, MLP
+        "drafters.families.feature_heads:Chained.unroll",
+        "tokens[anchor + depth]",
+        "tokens[anchor + depth - 1]",
+        FACES,
+        MLP,
     ),
     "anchors leave but their states stay": Mutant(
-        "drafters.newest:Chained.unroll",
+        "drafters.families.feature_heads:Chained.unroll",
         "anchor, state = anchor[stay], state[stay]",
         "anchor, state = anchor[stay], state[: stay.sum()]",
         FACES,
         LSTM,
     ),
     "a level's states are not its parents'": Mutant(
-        "drafters.newest:Chained.propose",
+        "drafters.families.feature_heads:Chained.propose",
         "parent[..., None]",
         "torch.zeros_like(parent)[..., None]",
         LEVELS,
         MLP,
     ),
     "a level is computed as the first": Mutant(
-        "drafters.newest:Chained.propose",
+        "drafters.families.feature_heads:Chained.propose",
         "depth += 1",
         "depth = 1",
         "test_mlp:test_both_faces_agree_in_every_form",
         {"kind": Mlp, "options": {"tie_weights": False, "scale_input": False, "inner_size": 24}},
     ),
     "a memory cell is dropped": Mutant(
-        "drafters.mlp:Lstm.cell",
+        "drafters.models.mlp:Lstm.cell",
         "memory * forget + ",
         "",
         "test_mlp:test_every_law_is_that_of_the_formula",
         {"kind": Lstm, "options": {"scale_input": True, "inner_size": 0}},
     ),
     "a hydra head reads its newest token alone": Mutant(
-        "drafters.hydra:Hydra.cell",
+        "drafters.models.hydra:Hydra.cell",
         "torch.cat([state, target.embed(token).to(state.dtype)], -1)",
         "torch.cat([state[..., : target.hidden_size], *[target.embed(token)] * (index + 1)], -1)",
         "test_hydra:test_the_children_of_a_node_depend_on_its_whole_path",
         {},
     ),
     "a hydra head has the head of another depth": Mutant(
-        "drafters.hydra:Hydra.output", "of(depth, target)", "of(1, target)", *FORMULA
+        "drafters.models.hydra:Hydra.output", "of(depth, target)", "of(1, target)", *FORMULA
     ),
     # -- masks filled in by a whole model
     "a token is read off its own mask, shift or not": Mutant(
-        "drafters.masked:MaskedModel.read", "window.masks - self.shift", "window.masks", *PASS
+        "drafters.families.masked_lm:MaskedModel.read", "window.masks - self.shift", "window.masks", *PASS
     ),
     "the root is hidden behind a mask": Mutant(
-        "drafters.masked:MaskedModel.window", "place >= size", "place >= size - 1", *PASS
+        "drafters.families.masked_lm:MaskedModel.window", "place >= size", "place >= size - 1", *PASS
     ),
     "a causal model stays one": Mutant(
-        "drafters.masked:MaskedModel.inputs",
+        "drafters.families.masked_lm:MaskedModel.inputs",
         '"attention_mask": bias[:, None, None].expand(-1, -1, width, -1),',
         '"attention_mask": bias[:, None, None].expand(-1, -1, width, -1) + torch.full((width, width), '
         "torch.finfo(bias.dtype).min).triu(1),",
         *PASS,
     ),
     "padding is shown": Mutant(
-        "drafters.masked:MaskedModel.inputs", "bias.masked_fill(~window.seen", "bias.masked_fill(~True", *SEEN
+        "drafters.families.masked_lm:MaskedModel.inputs",
+        "bias.masked_fill(~window.seen",
+        "bias.masked_fill(~True",
+        *SEEN,
     ),
     "a window is the text's beginning": Mutant(
-        "drafters.masked:MaskedModel.window",
+        "drafters.families.masked_lm:MaskedModel.window",
         "end - size + place",
         "place + 0 * end",
         "test_dllm:test_of_a_long_text_it_reads_what_there_is_room_for",
         {"kind": "llama"},
     ),
     "a window shows a token of the draft": Mutant(
-        "drafters.dllm:Dllm.unroll", "anchor % length + 2", "anchor % length + 3", FACES, DLLM
+        "drafters.models.hf_dllm:Dllm.unroll", "anchor % length + 2", "anchor % length + 3", FACES, DLLM
     ),
     "masks are as many as the plan is deep": Mutant(
-        "drafters.dllm:Dllm.propose",
+        "drafters.models.hf_dllm:Dllm.propose",
         "masked = [len(history.tokens) for history in state], self.masked",
         "masked = [len(history.tokens) for history in state], self.masked; masked.masks = plan.depth",
         "test_dllm:test_a_draft_costs_one_pass_however_deep",
         {"depth": 5},
     ),
     "a sample counts for itself": Mutant(
-        "drafters.dllm:Dllm.unroll", "len(every) / len(anchor)", "1.0", *SAMPLE
+        "drafters.models.hf_dllm:Dllm.unroll", "len(every) / len(anchor)", "1.0", *SAMPLE
     ),
     "a sample is of the first anchors": Mutant(
         "drafters.base:some_of", "chosen.sort().values", "chosen.sort().indices", *SAMPLE
@@ -1571,23 +1620,26 @@ MUTANTS = {
         "drafters.base:some_of", ", generator=torch.Generator().manual_seed(seed)", "", *SAMPLE
     ),
     "the masks that it is least sure of are filled": Mutant(
-        "drafters.dllm:Dllm._denoise",
+        "drafters.models.hf_dllm:Dllm._denoise",
         "chance.masked_fill(~left, -1)",
         "(-chance).masked_fill(~left, -9)",
         *STEPS,
     ),
     "a filled mask is read again": Mutant(
-        "drafters.dllm:Dllm._denoise", "torch.where(left[..., None], logits, levels)", "logits", *STEPS
+        "drafters.models.hf_dllm:Dllm._denoise",
+        "torch.where(left[..., None], logits, levels)",
+        "logits",
+        *STEPS,
     ),
     "a mask is filled with a mask": Mutant(
-        "drafters.dllm:Dllm._denoise",
+        "drafters.models.hf_dllm:Dllm._denoise",
         "if masked.mask_token < target.vocab_size:",
         "if False:",
         "test_dllm:test_no_mask_is_filled_with_a_mask",
         {},
     ),
     "siblings' nodes are ranked apart from their levels": Mutant(
-        "drafters.expand:_Growth.children",
+        "drafters.drafting.tree:_Growth.children",
         "logits.shape[:2]).expand(-1, len(fans), -1)",
         "logits.shape[:2])",
         "test_expand:test_one_row_stands_for_all_nodes_of_a_level",
@@ -1595,42 +1647,42 @@ MUTANTS = {
     ),
     # -- calibration
     "the longest paths first": Mutant(
-        "decode.calibrate:best_tree",
+        "decode.planning.calibrated_tree:best_tree",
         "-reached.get(other, 0)",
         "-len(other)",
         "test_calibrate:test_the_greedy_tree_is_the_best_of_all_trees",
         {"seed": 0, "nodes": 3},
     ),
     "a tree without siblings": Mutant(
-        "decode.calibrate:best_tree",
+        "decode.planning.calibrated_tree:best_tree",
         "((*path[:-1], path[-1] + 1), (*path, 0))",
         "((*path, 0),)",
         "test_calibrate:test_the_greedy_tree_is_the_best_of_all_trees",
         {"seed": 0, "nodes": 3},
     ),
     "ranks of the next token": Mutant(
-        "decode.calibrate:_ranks",
+        "decode.planning.calibrated_tree:_ranks",
         "place : place + plan.depth",
         "place - 1 : place - 1 + plan.depth",
         "test_calibrate:test_ranks_are_counted_along_the_answers",
         {},
     ),
     "a round emits no token of its own": Mutant(
-        "decode.calibrate:rounds",
+        "decode.planning.calibrated_tree:rounds",
         "kept + 1",
         "max(kept, 1)",
         "test_calibrate:test_what_counts_is_where_rounds_begin",
         {},
     ),
     "rounds begin everywhere": Mutant(
-        "decode.calibrate:Calibrated.choose",
+        "decode.planning.calibrated_tree:Calibrated.choose",
         "rounds(answer, set(tree))",
         "answer",
         "test_calibrate:test_what_counts_is_where_rounds_begin",
         {},
     ),
     "another target's drafter is loaded": Mutant(
-        "drafters.hub:load",
+        "drafters.checkpoint.io:load",
         "known.fingerprint != target.fingerprint()",
         "False",
         "test_hub:test_another_targets_drafter_is_refused",

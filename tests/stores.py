@@ -6,11 +6,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from decode.target import Target
-from distill.chat import Chat
-from distill.engine import InProcess
-from distill.rollouts import Make, RolloutPlan, RolloutStore
-from distill.writer import Writer
+from decode.model.target import Target
+from distill.engines.base import InProcess
+from distill.prompts.chat_template import Chat
+from distill.rollouts.store import Make, RolloutPlan, RolloutStore
+from distill.rollouts.writer import Writer
 
 PLAN = RolloutPlan(
     target="t",

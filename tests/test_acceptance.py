@@ -8,18 +8,18 @@ import random
 import pytest
 from exact import Grown
 
-from decode import auto as module
-from decode.acceptance import acceptance
-from decode.auto import Auto
+from decode.depth_policy import Pace
 from decode.errors import UserError
-from decode.generate import generate
-from decode.pace import Pace
+from decode.evaluation.acceptance import acceptance
+from decode.evaluation.replay import Rollout
+from decode.evaluation.scorecard import Setting, score
+from decode.generation.generate import generate
 from decode.plan import Plan
-from decode.replay import Rollout
+from decode.planning import auto as module
+from decode.planning.auto import Auto
 from decode.sampling import Sampler
-from decode.score import Setting, score
-from distill.callbacks import ScoreCheckpoint
-from distill.report import settings_table
+from distill.report.tables import settings_table
+from distill.training.checkpointing import ScoreCheckpoint
 
 VOCAB, LENGTH, STOP = 6, 12, [5]
 WARM = Sampler(0.8)

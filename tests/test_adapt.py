@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from exact import Grown, RealKeys, check_lossless
 
-from decode import adapt
-from decode.acceptance import acceptance, counted
-from decode.cost import Measured, Timed
+from decode.depth_policy import Pace
 from decode.errors import UserError
-from decode.generate import generate
-from decode.pace import Pace
+from decode.evaluation.acceptance import acceptance, counted
+from decode.evaluation.replay import Rollout, inexact, replay
+from decode.evaluation.scorecard import Setting, score
+from decode.generation import adaptive as adapt
+from decode.generation.generate import generate
 from decode.plan import Plan
-from decode.rehearsal import pace_of, rehearse
-from decode.replay import Rollout, inexact, replay
+from decode.planning.cost_model import Measured, Timed
+from decode.planning.policy_simulation import pace_of, rehearse
+from decode.planning.round_timing import measure
 from decode.sampling import Sampler
-from decode.score import Setting, score
-from decode.timing import measure
 
 # Drafting two tokens pays after an acceptance, one at first, none after a rejection or two.
 PACE = Pace(0.45, ((1, (1.0, 1.42, 1.64)), (4, (1.0, 1.43, 1.65))))
@@ -186,7 +186,7 @@ def test_a_scorecard_counts_what_depends_on_company_and_says_so(tiny_target):
 
 def test_one_that_remembers_is_walked_at_its_pace(tiny_target):
     """Alone, rounds at a pace are what walking through the text says."""
-    from decode.walked import walk
+    from decode.evaluation.stateful_replay import walk
 
     target, sampler = tiny_target(vocab=5), Sampler(0.8)
     rollouts, plan = answers(target, sampler), Plan(2, adapt=PACE)

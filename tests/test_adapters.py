@@ -20,15 +20,16 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from workbench import Bench, final, fork, make_target, make_tokenizer, same, train, weights
 
 from decode.errors import UserError
-from decode.load import load_model
-from distill import divergences
-from distill.callbacks import STATE
-from distill.objectives import Objective
-from distill.weighting import constant
-from drafters import adapters, hub
-from drafters.adapters import Base, located
-from drafters.lm import DraftLM
-from drafters.models import DOWN, UP
+from decode.model.load import load_model
+from distill.losses import divergences
+from distill.losses.objective import Objective
+from distill.losses.weights import constant
+from distill.training.checkpointing import STATE
+from drafters.checkpoint import io as hub
+from drafters.families import lora_files as adapters
+from drafters.families.hf_build import DOWN, UP
+from drafters.families.lora_files import Base, located
+from drafters.models.lm import DraftLM
 
 KINDS = ["tied", "learned positions"]  # nn.Linear, and GPT-2's transposed maps
 NEAR = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -18,8 +18,8 @@ from hydra.utils import instantiate
 from torch import nn
 from workbench import CONF, QUICK, ROOT, command, fork, make_target, write_prompts
 
-from distill.cli import main
-from distill.run import run
+from distill.cli.main import main
+from distill.train import run
 from drafters import registry
 
 PAGE = (ROOT / "docs" / "adding.md").read_text()

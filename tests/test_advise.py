@@ -10,14 +10,14 @@ from hydra.utils import instantiate
 from scripts.advise import CONF, task
 from workbench import Bench, command, write_prompts
 
-from decode.auto import Forecast, choice
-from decode.cost import PLAIN, Worth
-from decode.pace import Pace
+from decode.depth_policy import Pace
 from decode.plan import Plan
-from distill.advice import describe, setting
-from distill.advise import candidates, served
-from distill.cli import compose, main
-from distill.regret import regrets
+from decode.planning.auto import Forecast, choice
+from decode.planning.cost_model import PLAIN, Worth
+from distill.benchmarks.regret import regrets
+from distill.cli.main import compose, main
+from distill.commands.advice import describe, setting
+from distill.commands.advise import candidates, served
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_adapting_has_to_pay_for_deciding():
 
 def test_where_plain_wins_it_says_do_not_draft(bench, tmp_path, monkeypatch):
     """A drafter whose rounds take for ever."""
-    import distill.advise as module
+    import distill.commands.advise as module
 
     slow = SimpleNamespace(
         round_seconds=lambda plan, batch: 1.0 + 9 * plan.depth,

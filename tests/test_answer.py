@@ -10,16 +10,16 @@ from letters import MIXED
 from workbench import CONF, ROOT, Outcome, command, make_target
 
 from decode.errors import UserError
-from decode.generate import generate
-from decode.load import load_target, load_tokenizer, stop_tokens
+from decode.generation.generate import generate
+from decode.generation.types import Output, Piece, Times
+from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
-from decode.rounds import Output, Piece, Times
 from decode.sampling import Sampler
-from distill import answer as module
-from distill.answer import DRAFTED, PLAIN, figures, read_prompt, show, wants_color
-from distill.chat import Chat
-from distill.cli import compose, rewrite
-from drafters import hub
+from distill.cli.main import compose, rewrite
+from distill.commands import generate as module
+from distill.commands.generate import DRAFTED, PLAIN, figures, read_prompt, show, wants_color
+from distill.prompts.chat_template import Chat
+from drafters.checkpoint import io as hub
 
 NASTY = "it's \"so\" called: {a: [1, 2]}, x=${oc.env:HOME} \\${b} C:\\new\\\n\n#2 'end\\"
 LENGTH = 12

@@ -9,16 +9,16 @@ import torch
 from scripted import Oracle
 
 from decode import verify
-from decode.audit import Audit, audit
-from decode.cache import RowStore
 from decode.descent import match
 from decode.draft import Draft
-from decode.generate import generate
-from decode.load import load_target, load_tokenizer, stop_tokens
+from decode.evaluation.audit import Audit, audit
+from decode.evaluation.sampling_tests import Uniform
+from decode.generation.generate import generate
+from decode.model.cache import RowStore
+from decode.model.load import load_target, load_tokenizer, stop_tokens
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.target import Target
-from decode.uniformity import Uniform
 
 ROOT = Path(__file__).parents[1]
 POCKET = str(ROOT / "data" / "pocket")
@@ -257,7 +257,7 @@ def test_an_error_of_plain_decoding_is_no_excuse(single, monkeypatch):
 
 def test_nan_is_a_mismatch(single, monkeypatch):
     """Rows that are not numbers agree with nothing, however wide a near tie is."""
-    from decode import audit as module
+    from decode.evaluation import audit as module
 
     real = module._Rescorer.__call__
 

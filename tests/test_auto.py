@@ -18,11 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 from workbench import CONF, Bench, Outcome, fork, leftovers, train
 
 from decode.errors import UserError
-from distill import auto, auto_checks, families, history
-from distill.budget import Budget
-from distill.cli import compose
-from distill.compare import scorecard
-from distill.runs import checkpoints
+from distill.cli.main import compose
+from distill.report import history
+from distill.report.compare import scorecard
+from distill.search import search as auto
+from distill.search import trials as families
+from distill.search import validate as auto_checks
+from distill.training.time_budget import Budget
+from distill.utils.run_folder import checkpoints
 
 NAMES = ("eagle", "medusa", "bigram", "lm")
 SMALL = (

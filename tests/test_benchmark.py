@@ -9,12 +9,12 @@ import pytest
 from scripts.benchmark import run
 from workbench import Bench, command, make_target
 
-from decode import race as race_module
-from decode.load import load_target
+from decode.evaluation import vs_transformers as race_module
+from decode.evaluation.vs_transformers import Contender, Text, hugging_face, ours, race
+from decode.model.load import load_target
 from decode.plan import Plan
-from decode.race import Contender, Text, hugging_face, ours, race
 from decode.sampling import Sampler
-from drafters.lm import DraftLM
+from drafters.models.lm import DraftLM
 
 GREEDY = Sampler(0.0)
 EVERYBODY = ["ours-plain", "hf-generate", "hf-assisted", "hf-prompt-lookup", "ours-lm-chain"]

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from workbench import command
 
 from decode.errors import UserError
-from distill.step_cost import products
-from distill.step_ours import build
-from distill.step_race import RECIPE, THEIRS, turns
-from distill.step_workers import HERE, Contender, Worker, rates
+from distill.benchmarks.step_cost import products
+from distill.benchmarks.step_ours import build
+from distill.benchmarks.step_race import RECIPE, THEIRS, turns
+from distill.benchmarks.step_workers import HERE, Contender, Worker, rates
 
 SHAPE = {
     "hidden_size": 16,

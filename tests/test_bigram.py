@@ -17,12 +17,13 @@ from workbench import Bench, leftovers, make_tokenizer, same, train, weights
 
 from decode.errors import UserError
 from decode.sampling import Sampler
-from distill import callbacks, produce
-from distill import run as run_module
-from distill.runs import checkpoints
-from drafters import bigram as bigram_module
+from distill import train as run_module
+from distill.rollouts import produce
+from distill.training import checkpointing as callbacks
+from distill.utils.run_folder import checkpoints
 from drafters.base import Text
-from drafters.bigram import Bigram
+from drafters.models import bigram as bigram_module
+from drafters.models.bigram import Bigram
 from drafters.registry import drafter_class
 
 V = 5

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decode.bootstrap import drawn, interval, middle, ratio
+from decode.evaluation.bootstrap import drawn, interval, middle, ratio
 
 
 def test_what_is_alike_is_drawn_together():

@@ -12,14 +12,14 @@ import torch
 from exact import Grown
 from workbench import Bench, train
 
-from decode import calibrate
-from decode.calibrate import Calibrated, best_tree, rounds
 from decode.errors import UserError
-from decode.generate import generate
+from decode.evaluation.replay import Rollout, replay
+from decode.generation.generate import generate
 from decode.plan import Plan
-from decode.replay import Rollout, replay
+from decode.planning import calibrated_tree as calibrate
+from decode.planning.calibrated_tree import Calibrated, best_tree, rounds
 from decode.sampling import Sampler
-from distill.runs import checkpoints
+from distill.utils.run_folder import checkpoints
 
 VOCAB, DEPTH, WIDTH = 6, 3, 3
 WARM = Sampler(0.8)

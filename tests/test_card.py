@@ -12,10 +12,10 @@ from cards import row, scorecard
 from faces import V
 
 from decode.errors import UserError
-from drafters import hub
-from drafters.export import table
+from drafters.checkpoint import io as hub
+from drafters.checkpoint.model_card import Facts, card
+from drafters.export import formats as table
 from drafters.export.layout import Layout
-from drafters.sharing.card import Facts, card
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from decode.load import load_target
-from distill.check_speculators import CLOSE, compare
-from drafters.export import table
+from decode.model.load import load_target
+from distill.benchmarks.check_speculators import CLOSE, compare
+from drafters.export import formats as table
 
 ROOT = Path(__file__).parents[1]
 PYTHON = os.environ.get("SPECULATORS_PYTHON", "")

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from workbench import CONF, QUICK, ROOT, command, make_target, train, write_prompts
 
 from decode.errors import UserError
-from distill import inputs
-from distill.cli import compose, main, options, rewrite
-from distill.loading import read_chat
-from distill.prompt_length import Limit
+from distill.cli.main import compose, main, options, rewrite
+from distill.config.build import read_chat
+from distill.prompts import split as inputs
+from distill.prompts.length import Limit
 
 ODD = [
     "plain.jsonl",

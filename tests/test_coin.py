@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.coin import AHEAD, BLOCK, Key, KeyedCoin, Purpose, philox4x32
+from decode.rng import AHEAD, BLOCK, Key, KeyedCoin, Purpose, philox4x32
 
 ALL = torch.ones(3, dtype=torch.bool)
 
@@ -115,7 +115,7 @@ def test_two_passes_of_the_generator_serve_several_rounds(monkeypatch):
     """One for the target's positions, one for all else; a slot of another block costs another pass."""
     passes = []
     real = philox4x32
-    monkeypatch.setattr("decode.coin.philox4x32", lambda *a: passes.append(1) or real(*a))
+    monkeypatch.setattr("decode.rng.philox4x32", lambda *a: passes.append(1) or real(*a))
     coin = coins()
     for step in range(AHEAD):
         later = coin.at(np.array([5, 9, 0]) + np.array([0, step, step // 2]), np.array([2, 0, 7]) + step)
@@ -166,7 +166,7 @@ def test_draws_are_uniform_below_one():
 
 def test_the_largest_word_is_below_one_and_53_bits_wide(monkeypatch):
     top = np.full((3, AHEAD, len(Purpose) - 1, BLOCK), 0xFFFFFFFF, np.uint64)
-    monkeypatch.setattr("decode.coin.philox4x32", lambda *_: (top, top, top, top))
+    monkeypatch.setattr("decode.rng.philox4x32", lambda *_: (top, top, top, top))
     assert coins().uniform(Key(Purpose.ACCEPT, 0)).tolist() == [1 - 2**-53] * 3
 
 

@@ -9,9 +9,9 @@ from scripts.compare import main
 from workbench import command
 
 from decode.errors import UserError
-from decode.replay import Counts
-from distill.compare import Choice, compared, read, table
-from distill.paired import less
+from decode.evaluation.replay import Counts
+from distill.report.compare import Choice, compared, read, table
+from distill.scoring.paired import less
 
 BOTH = Choice([0.0, 1.0])
 FAR = {"kl": 0, "reverse_kl": 0, "top1_agreement": 1, "greedy_prefix": 1, "prompts": 6}

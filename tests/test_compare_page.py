@@ -7,9 +7,9 @@ import pytest
 from browser import browser
 from compared import FAST, SLOW, card, row, timed
 
-from distill.compare import Choice, read
-from distill.compare_page import page_of
-from distill.results import results
+from distill.report.compare import Choice, read
+from distill.report.compare_page import page_of
+from distill.report.readme_results import results
 
 EVIL = "</script><script>alert(1)</script><b>"
 TREE = "tree-7 (depth 3, width 3)"

@@ -28,13 +28,13 @@ from workbench import Bench, final, fork, same, train, weights
 
 from decode.draft import PAD
 from decode.errors import UserError
-from decode.generate import generate
+from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.divergences import kl
-from distill.objectives import Objective
-from distill.weighting import Streak, constant
-from drafters import hub
+from distill.losses.divergences import kl
+from distill.losses.objective import Objective
+from distill.losses.weights import Streak, constant
+from drafters.checkpoint import io as hub
 
 
 def stateful(pair):

@@ -10,8 +10,8 @@ from scripts.score import rescore
 from workbench import CONF, Bench, command
 
 from decode.errors import UserError
-from distill.cli import main
-from distill.control import Strangers
+from distill.cli.main import main
+from distill.scoring.tap_control import Strangers
 
 PROMPTS = [[5, 9, 2, 7], [4, 3, 3, 8, 1], [6, 6]]
 

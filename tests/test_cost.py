@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from exact import Grown
 
-from decode import timing
-from decode.acceptance import Acceptance
-from decode.auto import Auto, forecast
-from decode.cost import PLAIN, Curve, Measured, Timed, batch_seconds, fastest, spanning, worth
-from decode.oracle import least_seconds, lowest_share
+from decode.evaluation.acceptance import Acceptance
+from decode.evaluation.replay import Counts, _Rounds
 from decode.plan import Plan
-from decode.rehearsal import pace_of, rehearse
-from decode.replay import Counts, _Rounds
+from decode.planning import round_timing as timing
+from decode.planning.auto import Auto, forecast
+from decode.planning.cost_model import PLAIN, Curve, Measured, Timed, batch_seconds, fastest, spanning, worth
+from decode.planning.oracle import least_seconds, lowest_share
+from decode.planning.policy_simulation import pace_of, rehearse
 from decode.sampling import Sampler
 
 CHAINS = [Plan(k) for k in range(1, 9)]
@@ -257,8 +257,8 @@ def test_drafting_begins_when_the_batch_has_shrunk():
 
 
 def test_auto_leaves_out_what_a_drafter_cannot_make():
-    from decode.auto import possible
     from decode.errors import UserError
+    from decode.planning.auto import possible
 
     class Shallow:
         def check(self, plan):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.errors import UserError
-from distill.data import BUCKET, From, RolloutBatches
+from distill.data.batches import BUCKET, From, RolloutBatches
 from drafters.base import supervised
 
 

@@ -10,14 +10,14 @@ from exact import check_lossless
 from faces import CHAIN, TREE, Follower, K, V, batch_of, both, random_texts
 
 from decode.errors import UserError
-from decode.lm import Head
+from decode.model.causal_lm import Head
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.divergences import hit, nll
-from distill.objectives import Objective
-from distill.weighting import DPace, Streak
-from drafters import hub
+from distill.losses.divergences import hit, nll
+from distill.losses.objective import Objective
+from distill.losses.weights import DPace, Streak
 from drafters.base import DraftStep, some_of
+from drafters.checkpoint import io as hub
 
 # -- the drafter -----------------------------------------------------------------------------------
 

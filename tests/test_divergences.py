@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from decode.errors import UserError
-from distill.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, nll, tv
-from distill.laws import Law, Student, Teacher, argmax
+from distill.losses.chunked_logits import Law, Student, Teacher, argmax
+from distill.losses.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, nll, tv
 
 
 def laws(p_logits, q_logits, d2t=None, written=None):

@@ -29,17 +29,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from workbench import Bench, final, leftovers, make_target, make_tokenizer, weights
 
 from decode.errors import UserError
-from decode.generate import generate
-from decode.load import load_target
+from decode.generation.generate import generate
+from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill import divergences
-from distill.objectives import Objective
-from distill.weighting import Streak, constant
-from drafters import hub
-from drafters.dllm import Dllm
-from drafters.masked import MaskedModel, examine
-from drafters.whole import PADDING
+from distill.losses import divergences
+from distill.losses.objective import Objective
+from distill.losses.weights import Streak, constant
+from drafters.checkpoint import io as hub
+from drafters.families.hf_model import PADDING
+from drafters.families.masked_lm import MaskedModel, examine
+from drafters.models.hf_dllm import Dllm
 
 BASE = {
     "num_hidden_layers": 2,

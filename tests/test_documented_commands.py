@@ -14,12 +14,18 @@ import pytest
 from documented import CONF, ROOT, SERVED, Places, commands, configuration, lines, parts, program
 from test_verify_served import Engine, a_card, a_row
 
-from decode.load import load_tokenizer
-from distill.chat import Chat
-from distill.cli import compose, rewrite
+from decode.model.load import load_tokenizer
+from distill.cli.main import compose, rewrite
+from distill.prompts.chat_template import Chat
 
 FOUND = commands()
-LOADED = ("distill.run", "distill.compare", "distill.scoring", "distill.benchmark", "distill.verify_served")
+LOADED = (
+    "distill.train",
+    "distill.report.compare",
+    "distill.scoring.scorer",
+    "distill.benchmarks.decode",
+    "distill.serving.verify",
+)
 # Slow: run by `make proofs`; CI composes them. What a pattern matches, and why.
 SLOW = {
     r"hydra/launcher=(joblib|submitit_local)": "starts interpreters",
@@ -92,7 +98,7 @@ def test_what_is_not_run_is_composed(text, tmp_path):
     text = re.sub(r"<[^>]*>", "x", text).replace("$depth", "2")
     name, given = configuration(program(text))
     argv = [word for word in rewrite(given, CONF) if word not in ("-m", "--multirun")]
-    # What a sweep chooses from, and Hydra's launchers, are checked choice by choice: distill.multirun.
+    # What a sweep chooses from, and Hydra's launchers, are checked choice by choice: distill.cli.sweep.
     single = [re.sub(r"=([^,\[{']*),.*", r"=\1", w) for w in argv if not w.startswith(("hydra.", "hydra/"))]
     assert compose(single, CONF, name)
 

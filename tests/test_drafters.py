@@ -35,17 +35,17 @@ from faces import (
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.generate import generate
-from decode.lm import Head
+from decode.generation.generate import generate
+from decode.model.causal_lm import Head
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.target import Target
 from drafters.base import Batch, supervised
-from drafters.block import BlockDrafter
-from drafters.dllm import Dllm
-from drafters.expand import expand
-from drafters.medusa import Medusa, Medusa2
-from drafters.p_eagle import PEagle
+from drafters.drafting.tree import expand
+from drafters.families.block import BlockDrafter
+from drafters.models.hf_dllm import Dllm
+from drafters.models.medusa import Medusa, Medusa2
+from drafters.models.p_eagle import PEagle
 
 # -- one model with two faces ------------------------------------------------------------------
 

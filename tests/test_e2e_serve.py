@@ -21,15 +21,15 @@ from stores import PLAN
 from workbench import ROOT, train
 
 from decode.errors import UserError
-from decode.load import load_tokenizer, stop_tokens
-from distill.chat import Chat
-from distill.engine import InProcess, Law, Request
-from distill.openai_engine import OpenAIEngine
-from distill.prompts import Prompt
-from distill.rollouts import RolloutStore
-from distill.server import Server
-from distill.sources import read_prompts
-from distill.writer import Writer
+from decode.model.load import load_tokenizer, stop_tokens
+from distill.engines.base import InProcess, Law, Request
+from distill.engines.http_server import Server
+from distill.engines.openai import OpenAIEngine
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt
+from distill.prompts.sources import read_prompts
+from distill.rollouts.store import RolloutStore
+from distill.rollouts.writer import Writer
 
 MODEL = str(ROOT / "data" / "pocket")
 for package in ("fastapi", "uvicorn", "openai"):

@@ -27,11 +27,11 @@ from workbench import (
     write_prompts,
 )
 
-from decode.load import load_target
-from distill import run
-from distill.cli import main
-from distill.files import clean, publish
-from distill.runs import checkpoints
+from decode.model.load import load_target
+from distill import train as run
+from distill.cli.main import main
+from distill.utils.atomic_files import clean, publish
+from distill.utils.run_folder import checkpoints
 
 
 @pytest.fixture(scope="module")

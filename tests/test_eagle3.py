@@ -10,9 +10,9 @@ from dense import dense
 from faces import K, V, both, random_rollouts, random_texts
 
 from decode.errors import UserError
-from drafters import unrolled
 from drafters.base import Batch, Text
-from drafters.eagle3 import Eagle3
+from drafters.layers import unroll_attention as unrolled
+from drafters.models.eagle3 import Eagle3
 
 OPTIONS = {
     "plain": {},
@@ -77,7 +77,7 @@ def test_an_unroll_of_supervised_anchors_is_the_dense_unroll(
     tiny_target, make_drafter, name, masks, monkeypatch
 ):
     """Values and gradients of all weights, with blocks of a few queries."""
-    monkeypatch.setattr("drafters.unrolled.LEAST", 3)
+    monkeypatch.setattr("drafters.layers.unroll_attention.LEAST", 3)
     monkeypatch.setitem(unrolled.SCORES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter(name if name == "eagle" else "eagle3", target, depth=K, **OPTIONS.get(name, {}))

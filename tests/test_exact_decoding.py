@@ -27,7 +27,7 @@ from exact import (
 from faces import able
 
 from decode.draft import PAD, Draft
-from decode.generate import generate
+from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
 

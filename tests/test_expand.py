@@ -15,9 +15,9 @@ from faces import ONE, best_paths, paths
 from decode.draft import PAD, Draft
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.expand import expand
-from drafters.vocabulary import Vocabulary
-from drafters.vocabulary import law_of as distribution
+from drafters.drafting.tree import expand
+from drafters.drafting.vocabulary import Vocabulary
+from drafters.drafting.vocabulary import law_of as distribution
 
 V = 6
 PROPOSALS = ("fixed", "sampled", "hybrid")

@@ -27,16 +27,16 @@ from transformers import (
 from workbench import make_target
 
 from decode.errors import UserError
-from decode.generate import generate
-from decode.load import load_target
+from decode.evaluation.replay import Rollout, replay
+from decode.generation.generate import generate
+from decode.model.load import load_target
+from decode.model.target import LAST, Target
 from decode.plan import Plan
-from decode.replay import Rollout, replay
 from decode.sampling import Sampler
-from decode.target import LAST, Target
-from drafters import hub
-from drafters.dllm import Dllm
-from drafters.export import table
-from drafters.lm import DraftLM
+from drafters.checkpoint import io as hub
+from drafters.export import formats as table
+from drafters.models.hf_dllm import Dllm
+from drafters.models.lm import DraftLM
 
 K = 3
 MEDUSA = [
@@ -458,7 +458,7 @@ def test_a_draft_model_is_a_plain_folder(chat, tmp_path, form, to):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("more", [-5, 7])
 def test_engines_get_the_targets_vocabulary_size(chat, make_drafter, tmp_path, monkeypatch, more, tied):
-    monkeypatch.setattr("drafters.lm.check_vocabulary", lambda *_: None)  # the padding is at stake
+    monkeypatch.setattr("drafters.models.lm.check_vocabulary", lambda *_: None)  # the padding is at stake
     size = chat.vocab_size + more
     drafter = make_drafter("lm", chat, path=str(draft_model(tmp_path / "draft", size, tied)))
     folder, _ = exported(drafter, chat, tmp_path)
@@ -502,7 +502,7 @@ def test_a_model_that_fills_in_masks_is_a_plain_folder(target, make_drafter, tmp
 @pytest.mark.parametrize("more", [-5, 0, 7])
 def test_families_with_other_names_go_through(chat, tmp_path, monkeypatch, more):
     """GPT-2: tied, its maps lie the other way, and nothing of it is called what a Llama calls it."""
-    monkeypatch.setattr("drafters.lm.check_vocabulary", lambda *_: None)
+    monkeypatch.setattr("drafters.models.lm.check_vocabulary", lambda *_: None)
     torch.manual_seed(2)
     config = GPT2Config(vocab_size=chat.vocab_size + more, n_embd=16, n_layer=2, n_head=2, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "draft")

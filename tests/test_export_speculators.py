@@ -12,14 +12,14 @@ from faces import batch_of, random_texts
 from served_speculators import BrokenError, draft, load
 
 from decode.errors import UserError
+from decode.evaluation.replay import Rollout, replay
 from decode.plan import Plan
-from decode.replay import Rollout, replay
 from decode.sampling import Sampler
-from drafters import hub
-from drafters.export import table
+from drafters.checkpoint import io as hub
+from drafters.checkpoint.folder import made_for
+from drafters.export import formats as table
 from drafters.export.layout import Layout
 from drafters.export.preimage import fused_from
-from drafters.folder import made_for
 
 V, LAYERS, K, MASK, NAME = 40, 8, 3, 7, "some/target"
 PLAIN = {"norm_before_fc": False, "fc_norm": False}

@@ -15,16 +15,16 @@ from transformers import (
     LlamaModel,
 )
 
-from decode import probe as probe_module
-from decode.cache import RowStore
-from decode.coin import Key, KeyedCoin, Purpose
 from decode.errors import UserError
-from decode.generate import generate
-from decode.lm import CausalLM, Head
-from decode.load import load_config, load_target
+from decode.generation.generate import generate
+from decode.model import probe as probe_module
+from decode.model.cache import RowStore
+from decode.model.causal_lm import CausalLM, Head
+from decode.model.load import load_config, load_target
+from decode.model.target import Target
 from decode.plan import Plan
+from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.target import Target
 
 EXACT = 1e-9  # fp64, absolute
 VOCAB, LENGTH = 61, 24
@@ -538,7 +538,7 @@ def test_the_probe_notices_a_head_that_lacks_something(name, part, nothing, tmp_
     def partial(**values):
         return Head(**values | {part: nothing})
 
-    monkeypatch.setattr("decode.lm.Head", partial)
+    monkeypatch.setattr("decode.model.causal_lm.Head", partial)
     with pytest.raises(UserError, match="logits are not what its head makes") as caught:
         load_target(folder)  # though the class is remembered as probed
     one_line(caught)

@@ -6,8 +6,8 @@ import pytest
 from workbench import CONF
 
 from decode.errors import UserError
-from distill.cli import compose, rewrite
-from distill.follow import follow
+from distill.cli.checkpoint_defaults import follow
+from distill.cli.main import compose, rewrite
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from test_families import BASE, PROMPTS, WORKS, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.draft import Draft
-from decode.fused import Fused
-from decode.lm import CausalLM
-from decode.load import load_model
+from decode.model.causal_lm import CausalLM
+from decode.model.fused_forward import Fused
+from decode.model.load import load_model
 
 FUSED = {
     **{n: WORKS[n] for n in ("llama", "llama tied, biased", "qwen2", "qwen3")},

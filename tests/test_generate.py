@@ -6,10 +6,10 @@ from scripted import Oracle, Watch, greedy
 
 from decode.draft import PAD, Draft
 from decode.errors import UserError
-from decode.generate import generate
+from decode.generation.generate import generate
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.target import Target
 
 VOCAB, POSITIONS, LENGTH = 23, 48, 20
 PROMPTS = [[5, 9, 2, 7, 3], [4], [17, 4, 21, 6, 12, 2, 8, 8]]

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from workbench import CONF, Bench, fresh, ranks, same, weights
 
 from decode.errors import TooLargeError, UserError
-from distill import footprint
-from distill.cli import compose, rewrite
-from distill.data import Micro
-from distill.failed import load, save
-from distill.footprint import Footprint, MemoryWatch, Sharding, standing
-from distill.module import DistillModule
-from distill.objectives import Objective
-from distill.runs import checkpoints
+from distill.cli.main import compose, rewrite
+from distill.data.batches import Micro
+from distill.losses.objective import Objective
+from distill.training import memory_estimate as footprint
+from distill.training.memory_estimate import Footprint, MemoryWatch, Sharding, standing
+from distill.training.module import DistillModule
+from distill.training.nonfinite import load, save
+from distill.utils.run_folder import checkpoints
 
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
 STEP = {
@@ -307,7 +307,7 @@ def module_of(bench, folder, monkeypatch, **changes) -> tuple[DistillModule, Mem
     return *seen[0], printed
 
 
-MUON = {"_target_": "distill.optimizers.muon", "_partial_": True, "lr": 1e-3, "momentum": 0.9}
+MUON = {"_target_": "distill.training.optim.muon", "_partial_": True, "lr": 1e-3, "momentum": 0.9}
 MUON |= {"betas": [0.9, 0.95], "weight_decay": 0.0}
 
 

@@ -11,12 +11,13 @@ from omegaconf import OmegaConf
 
 from decode.errors import UserError
 from decode.plan import Plan
-from distill import families, halving
-from distill.auto import Search
-from distill.auto_regret import Runner, described, summary
-from distill.budget import FOREVER, Budget
-from distill.families import Place
-from distill.halving import FREE, LAST, SCORE, Row, Verdict
+from distill.benchmarks.auto_regret import Runner, described, summary
+from distill.search import halving
+from distill.search import trials as families
+from distill.search.halving import FREE, LAST, SCORE, Row, Verdict
+from distill.search.search import Search
+from distill.search.trials import Place
+from distill.training.time_budget import FOREVER, Budget
 
 PLAN = Plan(depth=2)
 PLACE = {"hardware": "here", "load_average": [0.0, 0.1]}

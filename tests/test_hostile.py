@@ -14,12 +14,15 @@ from faces import V, both
 from safetensors.torch import load_file, save_file
 
 from decode.errors import UserError
-from distill.files import sha256
-from drafters import adapters, hub, registry
+from distill.utils.atomic_files import sha256
+from drafters import registry
 from drafters.base import Drafter
-from drafters.export import files as stored
+from drafters.checkpoint import io as hub
+from drafters.checkpoint import validate as untrusted
 from drafters.export import layout
-from drafters.sharing import files, untrusted
+from drafters.export import weight_files as stored
+from drafters.families import lora_files as adapters
+from drafters.hub import untrusted_files as files
 
 HUGE = 10**9
 KINDS = ("eagle", "eagle3", "medusa", "medusa2", "lyanna", "mlp", "lm", "suffix")  # a family each
@@ -161,7 +164,7 @@ def test_a_models_configuration_inside_is_no_back_door(checkpoint, change):
 
 
 @pytest.mark.parametrize(
-    "kind", ["os", "os:system", "drafters.eagle:Eagle", "../eagle", "__import__", "eagle\n"]
+    "kind", ["os", "os:system", "drafters.models.eagle:Eagle", "../eagle", "__import__", "eagle\n"]
 )
 def test_only_names_of_the_table_are_classes(checkpoint, kind, monkeypatch):
     target, folder, config = checkpoint()

@@ -9,8 +9,8 @@ import torch
 from faces import Follower, V, equal, plans_of, random_texts
 
 from decode.errors import UserError
-from decode.target import Target
-from drafters import hub
+from decode.model.target import Target
+from drafters.checkpoint import io as hub
 from drafters.registry import drafter_class, short_name
 
 
@@ -81,7 +81,7 @@ def damage(folder, **changes) -> None:
         {"format": 99},
         {"drafter": 3},
         {"drafter": "os:system"},
-        {"drafter": "drafters.eagle:Eagle"},
+        {"drafter": "drafters.models.eagle:Eagle"},
         {"drafter": ""},
     ],
     ids=str,

@@ -11,8 +11,8 @@ from torch import nn
 from workbench import Bench, final
 
 from decode.errors import UserError
-from decode.target import LAST
-from drafters.hydra import Hydra
+from decode.model.target import LAST
+from drafters.models.hydra import Hydra
 
 FORMS = [{"own_head": True, "layers": 1}, {"own_head": False, "layers": 1}, {"own_head": True, "layers": 3}]
 

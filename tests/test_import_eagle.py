@@ -12,11 +12,11 @@ from faces import K, V, random_texts
 from served_eagle import IDS
 
 from decode.errors import UserError
+from decode.evaluation.replay import replay
+from decode.evaluation.teacher_forced import Rollout
 from decode.plan import Plan
-from decode.replay import replay
 from decode.sampling import Sampler
-from decode.starts import Rollout
-from drafters import hub
+from drafters.checkpoint import io as hub
 from drafters.export.layout import Layout
 
 

@@ -15,17 +15,17 @@ import torch
 from workbench import ROOT, Outcome, command, make_target, make_tokenizer
 
 from decode.errors import UserError
-from decode.lm import Head
-from decode.load import load_target, load_tokenizer
+from decode.model.causal_lm import Head
+from decode.model.load import load_target, load_tokenizer
+from decode.model.target import Read
 from decode.sampling import Sampler
-from decode.target import Read
-from distill import surprise
-from distill.chat import Chat
-from distill.heldout import held_out_answers
-from distill.inspect_data import CLOSE, OPEN, PLAIN, SUPERVISED, find, show
-from distill.row_counts import RowCounts
-from distill.sources import read_prompts
-from distill.surprise import Surprise, law_of, lines, measure
+from distill.commands.inspect_data import CLOSE, OPEN, PLAIN, SUPERVISED, find, show
+from distill.prompts.chat_template import Chat
+from distill.prompts.sources import read_prompts
+from distill.rollouts import surprisal as surprise
+from distill.rollouts.heldout import held_out_answers
+from distill.rollouts.statistics import RowCounts
+from distill.rollouts.surprisal import Surprise, law_of, lines, measure
 
 SCHEMA = pa.schema(
     {
@@ -306,7 +306,7 @@ def run(tiny, *argv):
 
 
 def test_without_a_sample_no_target_is_loaded(tiny, monkeypatch):
-    monkeypatch.setattr("distill.loading.load_target", None)
+    monkeypatch.setattr("distill.config.build.load_target", None)
     done = run(tiny, "sample=0", "rows=0", "max_tokens=8")
     assert done.code == 0, done.err
     counts = RowCounts(260, 8)

@@ -7,7 +7,7 @@ import time
 import pytest
 from workbench import fork
 
-from distill.launch import LAUNCHERS, PARENT, launch, watch, watch_parent
+from distill.utils.launcher import LAUNCHERS, PARENT, launch, watch, watch_parent
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_a_process_that_hangs_ends_after_another_has_died():
 
 
 def test_a_rank_that_lightning_started_ends_after_its_parent(monkeypatch):
-    monkeypatch.setattr("distill.launch.GRACE", 0.0)
+    monkeypatch.setattr("distill.utils.launcher.GRACE", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(PARENT, str(2**22))
     assert ends(watch_parent) == (1, "error: rank 0 of this run has ended\n")

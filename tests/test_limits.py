@@ -6,8 +6,8 @@ import pytest
 from scripts.limit import CONF, task
 from workbench import Bench, command, write_prompts
 
-from distill.cli import main
-from distill.limits import describe
+from distill.cli.main import main
+from distill.commands.limit import describe
 
 
 @pytest.fixture(scope="module")

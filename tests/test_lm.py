@@ -16,16 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from workbench import CONF, ROOT, Bench, command, leftovers, make_target, make_tokenizer, tau
 
 from decode.errors import UserError
-from decode.generate import generate
-from decode.load import load_target
+from decode.generation.generate import generate
+from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill import run as run_module
-from distill.cli import main
-from distill.runs import checkpoints
-from drafters import hub
-from drafters.lm import DraftLM
-from drafters.whole import PADDING
+from distill import train as run_module
+from distill.cli.main import main
+from distill.utils.run_folder import checkpoints
+from drafters.checkpoint import io as hub
+from drafters.families.hf_model import PADDING
+from drafters.models.lm import DraftLM
 
 BASE = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 LLAMA = BASE | {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}

@@ -13,17 +13,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from workbench import Bench, leftovers, weights
 
 from decode.errors import UserError
-from decode.generate import generate
-from decode.lm import CausalLM
-from decode.load import load_model
+from decode.generation.generate import generate
+from decode.model.causal_lm import CausalLM
+from decode.model.load import load_model
+from decode.model.target import Target
 from decode.sampling import Sampler
-from decode.target import Target
-from distill import divergences
-from distill.objectives import Objective
-from distill.weighting import DPace, Streak, constant, decay
-from drafters import hub
-from drafters.lm import DraftLM
-from drafters.models import cut, kept_layers
+from distill.losses import divergences
+from distill.losses.objective import Objective
+from distill.losses.weights import DPace, Streak, constant, decay
+from drafters.checkpoint import io as hub
+from drafters.families.hf_build import cut, kept_layers
+from drafters.models.lm import DraftLM
 
 LORA = {"r": 3, "alpha": 5, "targets": "all-linear"}
 

@@ -17,9 +17,10 @@ from wandb.proto import wandb_internal_pb2
 from workbench import Bench, fork, train
 
 from decode.errors import UserError
-from distill import callbacks, tracking
-from distill.history import read as history_of
-from distill.track_wandb import Wandb
+from distill.loggers import loggers as tracking
+from distill.loggers.wandb_logger import Wandb
+from distill.report.history import read as history_of
+from distill.training import checkpointing as callbacks
 
 BLOCK = 32768  # of the LevelDB log format
 

@@ -11,16 +11,16 @@ from faces import CHUNKS, SAMPLED, Follower, K, V, batch_of, both, paths, random
 
 from decode.draft import PAD
 from decode.errors import UserError
-from decode.generate import generate
+from decode.evaluation.replay import Rollout, inexact, replay
+from decode.evaluation.stateful_replay import walk
+from decode.generation.generate import generate
 from decode.plan import Plan
-from decode.replay import Rollout, inexact, replay
 from decode.sampling import Sampler
-from decode.walked import walk
-from distill.head_calls import head_calls
-from distill.salvage import salvage, using
-from drafters import hub
-from drafters.expand import Beam
-from drafters.reuse import Reuse, merge
+from distill.scoring.head_calls import head_calls
+from distill.scoring.reuse_ablation import salvage, using
+from drafters.checkpoint import io as hub
+from drafters.drafting.tree import Beam
+from drafters.families.state_reuse import Reuse, merge
 
 TREE = Plan(K, 3, 8)
 REUSE = {"mode": "tree_merge", "nodes": 3, "weight": 0.25, "least": 1, "tokens": 0.0}

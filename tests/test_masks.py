@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from workbench import CONF
 
 from decode.errors import UserError
-from distill.chat import Chat
-from distill.cli import compose
-from distill.run import read_chat
+from distill.cli.main import compose
+from distill.prompts.chat_template import Chat
+from distill.train import read_chat
 
 ALL = [*FAMILIES, "pocket"]
 ENDS = {

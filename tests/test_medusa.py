@@ -25,11 +25,11 @@ from torch import nn
 from workbench import Bench, final, train
 
 from decode.errors import UserError
-from decode.lm import Head
+from decode.model.causal_lm import Head
+from decode.model.target import LAST
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.target import LAST
-from drafters.medusa import Medusa
+from drafters.models.medusa import Medusa
 
 STATIC = Plan(tree=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 0, 0), (1, 0, 1)))
 FORMS = [{"own_head": True, "layers": 1}, {"own_head": False, "layers": 1}, {"own_head": True, "layers": 3}]

@@ -17,27 +17,28 @@ from torch import nn
 from workbench import CONF, Bench, command, final
 
 from decode.errors import UserError
-from decode.fused import Fused
-from decode.generate import generate
-from decode.load import load_target, load_tokenizer
+from decode.evaluation.replay import Rollout
+from decode.generation.generate import generate
+from decode.model.fused_forward import Fused
+from decode.model.load import load_target, load_tokenizer
+from decode.model.target import LAST
 from decode.plan import Plan
-from decode.replay import Rollout
 from decode.sampling import Sampler
-from decode.target import LAST
-from distill.answer import answer as say
-from distill.chat import Chat
-from distill.cli import main
-from distill.compare import Choice, read, table
-from distill.moved import moved as how_far
-from distill.moved import only_untuned
-from distill.objectives import Objective
-from distill.report import settings_table
-from distill.schedule import warm_up_and_decay
-from distill.scoring import Scorer
-from distill.sources import read_prompts
-from distill.weighting import Streak, decay
-from drafters import hub, tuned
-from drafters.medusa import Medusa2
+from distill.cli.main import main
+from distill.commands.generate import answer as say
+from distill.losses.objective import Objective
+from distill.losses.weights import Streak, decay
+from distill.prompts.chat_template import Chat
+from distill.prompts.sources import read_prompts
+from distill.report.compare import Choice, read, table
+from distill.report.tables import settings_table
+from distill.scoring.scorer import Scorer
+from distill.scoring.target_drift import moved as how_far
+from distill.scoring.target_drift import only_untuned
+from distill.training.lr_schedule import warm_up_and_decay
+from drafters.checkpoint import io as hub
+from drafters.families import tuned_target as tuned
+from drafters.models.medusa import Medusa2
 
 LORA = {"r": 2, "alpha": 4, "targets": "all-linear"}
 OPTIONS = {"depth": K, "layers": 1, "own_head": True, "heads": 0.2, "warmup": 0.25, "lora_lr": 0.25}

@@ -12,13 +12,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 from workbench import Bench
 
-from distill import feed, meter, step_ours
-from distill.callbacks import ScoreCheckpoint
-from distill.data import RolloutBatches
-from distill.feed import RolloutData
-from distill.module import DistillModule
-from distill.objectives import Objective
-from distill.step_cost import products
+from distill.benchmarks import step_ours
+from distill.benchmarks.step_cost import products
+from distill.data import datamodule as feed
+from distill.data.batches import RolloutBatches
+from distill.data.datamodule import RolloutData
+from distill.losses.objective import Objective
+from distill.training import throughput as meter
+from distill.training.checkpointing import ScoreCheckpoint
+from distill.training.module import DistillModule
 
 READING, TRAINING, SAVING, MAKING = 2.0, 3.0, 1000.0, 500.0  # seconds by the clock of these tests
 
@@ -96,7 +98,7 @@ def length_of(padded: list[int], known: set[tuple[int, ...]]) -> int:
 
 
 EAGLE3 = {
-    "_target_": "drafters.eagle3.Eagle3.for_target",
+    "_target_": "drafters.models.eagle3.Eagle3.for_target",
     "_partial_": True,
     "init_from": None,
     "confidence": False,

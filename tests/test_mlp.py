@@ -13,9 +13,9 @@ from torch import nn
 from workbench import Bench, final
 
 from decode.errors import UserError
-from decode.target import LAST
-from drafters import hub
-from drafters.mlp import Lstm, Mlp
+from decode.model.target import LAST
+from drafters.checkpoint import io as hub
+from drafters.models.mlp import Lstm, Mlp
 
 FORMS = [
     (Mlp, {"tie_weights": True, "scale_input": True, "inner_size": 0}),

@@ -10,11 +10,11 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from workbench import Bench, same, weights
 
 from decode.errors import UserError
-from distill.callbacks import ScoreCheckpoint
-from distill.objectives import Objective
-from distill.runs import checkpoints
-from distill.scoring import Scorer
-from distill.weighting import Streak
+from distill.losses.objective import Objective
+from distill.losses.weights import Streak
+from distill.scoring.scorer import Scorer
+from distill.training.checkpointing import ScoreCheckpoint
+from distill.utils.run_folder import checkpoints
 
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
 # One plain step in full precision. Padding differs between ways of sharing rows out, and noise with it.
@@ -82,7 +82,7 @@ def test_weights_warm_up_with_the_training_steps(bench, tmp_path, monkeypatch):
         return weigh(self, alpha, present, progress)
 
     monkeypatch.setattr(Streak, "__call__", record)
-    streak = {"_target_": "distill.weighting.Streak", "smoothing": 0.0, "warmup": 0.2}
+    streak = {"_target_": "distill.losses.weights.Streak", "smoothing": 0.0, "warmup": 0.2}
     run = {**PLAIN, "trainer__max_steps": 4, "weights": streak}
     bench.run(tmp_path, **run, trainer__accumulate_grad_batches=2)
     assert seen == [0.0, 0.0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75]

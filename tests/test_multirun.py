@@ -22,8 +22,8 @@ from omegaconf import DictConfig
 from workbench import CONF, ROOT, Bench, Outcome, command, leftovers, tau, train
 
 from decode.errors import UserError
-from distill import multirun
-from distill.cli import main
+from distill.cli import sweep as multirun
+from distill.cli.main import main
 
 SMALL = Path("conf")
 YAML = {

@@ -14,13 +14,13 @@ from workbench import Bench, train
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.generate import generate
+from decode.evaluation.replay import Rollout, replay
+from decode.generation.generate import generate
 from decode.plan import Plan
-from decode.replay import Rollout, replay
 from decode.sampling import Sampler
-from distill.runs import checkpoints
-from drafters.lookup import draft_of, grow
-from drafters.ngram import Ngram
+from distill.utils.run_folder import checkpoints
+from drafters.families.lookup import draft_of, grow
+from drafters.models.ngram import Ngram
 
 STATIC = Plan(tree=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode.lm import Head
-from distill.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, tv
-from distill.objectives import Objective
-from distill.weighting import DPace, Streak, constant, decay
+from decode.model.causal_lm import Head
+from distill.losses.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, tv
+from distill.losses.objective import Objective
+from distill.losses.weights import DPace, Streak, constant, decay
 from drafters.base import DraftStep
 
 V = 11

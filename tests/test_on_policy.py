@@ -14,13 +14,13 @@ from test_resume import kill_in_training
 from workbench import Bench, final, fork, same
 
 from decode.errors import UserError
-from decode.generate import generate
+from decode.generation.generate import generate
+from decode.model.target import Target
 from decode.sampling import Sampler
-from decode.target import Target
-from distill.data import Micro
-from distill.on_policy import OnPolicy, reached
+from distill.data.batches import Micro
+from distill.data.on_policy import OnPolicy, reached
 from drafters.base import supervised
-from drafters.lm import DraftLM
+from drafters.models.lm import DraftLM
 
 PROMPT, ROWS, ANSWER = 5, 6, 12
 
@@ -204,7 +204,7 @@ def test_a_drafter_that_writes_nothing_is_refused_before_any_work(bench):
 
 def test_the_denominator_counts_what_is_trained_on(bench, tmp_path, monkeypatch):
     """Anchors of all micro-batches of the step, after the drafter has answered."""
-    from distill import module as module_module
+    from distill.training import module as module_module
 
     seen = []
     mix = module_module.DistillModule._mix

@@ -13,15 +13,16 @@ from stores import PLAN
 from workbench import Bench, make_tokenizer
 
 from decode.errors import UserError
-from distill import patience, replies
-from distill.chat import Chat
-from distill.engine import Law, Request
-from distill.openai_engine import OpenAIEngine
-from distill.patience import retry_after
-from distill.prompts import Prompt
-from distill.replies import seed_of
-from distill.server import Server
-from distill.writer import Writer
+from distill.engines import openai_protocol as replies
+from distill.engines import retry as patience
+from distill.engines.base import Law, Request
+from distill.engines.http_server import Server
+from distill.engines.openai import OpenAIEngine
+from distill.engines.openai_protocol import seed_of
+from distill.engines.retry import retry_after
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt
+from distill.rollouts.writer import Writer
 
 END = 3
 LAW = Law({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, 40, [END])

@@ -11,11 +11,11 @@ from test_resume import kill_in_training
 from transformers import AutoModelForCausalLM, FalconConfig, OPTConfig
 from workbench import Bench, final, same
 
-from distill.divergences import kl
-from distill.module import DistillModule
-from distill.objectives import Objective
-from distill.optimizers import hidden_matrices, muon
-from distill.weighting import constant
+from distill.losses.divergences import kl
+from distill.losses.objective import Objective
+from distill.losses.weights import constant
+from distill.training.module import DistillModule
+from distill.training.optim import hidden_matrices, muon
 
 RATE = 0.01
 LLAMA = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

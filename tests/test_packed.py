@@ -8,16 +8,16 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 from workbench import Bench
 
-from decode import target as target_module
 from decode.errors import UserError
-from decode.packed import places
-from decode.probe import check_packing
+from decode.model import target as target_module
+from decode.model.packing import places
+from decode.model.probe import check_packing
+from decode.model.target import LAST, Target
 from decode.sampling import Sampler
-from decode.target import LAST, Target
-from distill import loading
-from distill.data import RolloutBatches
-from distill.on_policy import OnPolicy
-from distill.taps import TapMemory
+from distill.config import build as loading
+from distill.data.batches import RolloutBatches
+from distill.data.on_policy import OnPolicy
+from distill.data.taps_memory import TapMemory
 
 LENGTHS = [5, 1, 9, 3]
 ROUNDING = {"sdpa": 1e-12, "eager": 1e-5}  # transformers' eager softmax is in fp32
@@ -148,7 +148,7 @@ def test_a_run_reads_packed(bench, taps, monkeypatch):
 
 def test_a_run_refuses_before_it_works(bench, monkeypatch):
     before = bench.runs()
-    monkeypatch.setattr("decode.probe._packed_off", lambda target: 1.0)
+    monkeypatch.setattr("decode.model.probe._packed_off", lambda target: 1.0)
     done = bench.train("packing=true")
     assert done.code == 2
     assert done.err.startswith("error: packing=true: LlamaForCausalLM cannot read rows packed")

@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from distill import page
+from distill.report import page
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 

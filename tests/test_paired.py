@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from compared import FAST, SLOW, TOKENS, row, timed
 
-from distill.paired import FEWEST, Estimate, comparable, faster, less, speedup
+from distill.scoring.paired import FEWEST, Estimate, comparable, faster, less, speedup
 
 
 def noisy(speed, seed, batches=40):

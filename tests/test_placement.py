@@ -16,16 +16,16 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 from workbench import Bench, fork, ranks, same, spawn, tau, weights
 
-from decode.cache import RowStore, SplitStore
 from decode.errors import UserError
-from decode.generate import generate
-from decode.load import load_target
+from decode.generation.generate import generate
+from decode.model.cache import RowStore, SplitStore
+from decode.model.load import load_target
+from decode.model.offload import layout
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.spread import layout
-from decode.target import Target
-from drafters.eagle import Eagle
-from drafters.models import cut
+from drafters.families.hf_build import cut
+from drafters.models.eagle import Eagle
 
 PROMPTS = [[1, 17, 40, 7], [2, 9], [1, 5, 6, 7, 8, 30, 2]]
 TEXT = torch.arange(4, 40)[None]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from scripted import Oracle, Watch, rows_of
 
-from decode.generate import generate
-from decode.load import load_target, load_tokenizer, stop_tokens
+from decode.generation.generate import generate
+from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.eagle import Eagle
+from drafters.models.eagle import Eagle
 
 ROOT = Path(__file__).parents[1]
 POCKET = str(ROOT / "data" / "pocket")

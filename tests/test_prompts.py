@@ -7,8 +7,8 @@ import pytest
 from workbench import SPECIAL, TEMPLATE, make_tokenizer
 
 from decode.errors import UserError
-from distill.chat import Chat
-from distill.prompts import Prompt, held_out, opening, question, split, turns
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt, held_out, opening, question, split, turns
 
 USER, ASSISTANT, END = SPECIAL[1:]
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")

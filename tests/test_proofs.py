@@ -12,21 +12,21 @@ from exact import target_law
 from scripted import Oracle
 from workbench import train
 
-from decode.acceptance import counted
-from decode.coin import Key, KeyedCoin, Purpose
-from decode.generate import generate
-from decode.load import load_target, load_tokenizer, stop_tokens
+from decode.evaluation.acceptance import counted
+from decode.evaluation.replay import Counts, Rollout, agreement, replay
+from decode.generation.generate import generate
+from decode.model.load import load_target, load_tokenizer, stop_tokens
+from decode.model.target import Target
 from decode.plan import Plan
-from decode.replay import Counts, Rollout, agreement, replay
+from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.target import Target
-from distill.chat import Chat
-from distill.control import Strangers
-from distill.sources import read_prompts
-from drafters import hub
+from distill.prompts.chat_template import Chat
+from distill.prompts.sources import read_prompts
+from distill.scoring.tap_control import Strangers
 from drafters.base import Drafter
-from drafters.eagle import Eagle
-from drafters.lm import DraftLM
+from drafters.checkpoint import io as hub
+from drafters.models.eagle import Eagle
+from drafters.models.lm import DraftLM
 
 ROOT = Path(__file__).parents[1]
 POCKET = str(ROOT / "data" / "pocket")

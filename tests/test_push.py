@@ -14,14 +14,15 @@ from safetensors.torch import load_file
 from workbench import CONF, Bench, command, make_target
 
 from decode.errors import RemoteError, UserError
-from decode.load import load_target
-from distill.cli import main
-from distill.exporting import export
-from drafters import hub
+from decode.model.load import load_target
+from distill.cli.main import main
+from distill.export.export import export
 from drafters.base import Drafter
-from drafters.eagle import Eagle
-from drafters.medusa import Medusa
-from drafters.sharing import pretrained, upload
+from drafters.checkpoint import io as hub
+from drafters.checkpoint import pretrained
+from drafters.hub import upload
+from drafters.models.eagle import Eagle
+from drafters.models.medusa import Medusa
 
 REPO = "me/drafter"
 

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from mutants import Mutant, mutate
 
 from decode.draft import PAD, Draft, Laws
-from decode.generate import generate
+from decode.generation.generate import generate
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.target import Target
 
 NEAR = 1e-9  # a decision this close to a border may fall on either side of it
 TARGET, ACCEPT, RESIDUAL = 0, 2, 3  # purposes of a draw
@@ -590,16 +590,20 @@ def test_10_000_random_cases_are_decoded_as_without_a_cache(bench):
         assert min(SEEN[f"{drafts} {rule} {does}"] for does in ("accepts", "rejects")) >= 100
 
 
-ROUND, SETTLE = "decode.loop:Loop.round", "decode.loop:Loop._settle"
+ROUND, SETTLE = "decode.generation.loop:Loop.round", "decode.generation.loop:Loop._settle"
 BUGS = {
     "cropped, not compacted": (ROUND, "None if draft.is_chain else verdict.slots", "None"),
     "compacted one slot off": (ROUND, "else verdict.slots", "else (verdict.slots - 1).clamp_min(0)"),
-    "positions are slots": ("decode.lm:CausalLM.forward", "block.sum(-1) - 1", "torch.arange(new)"),
-    "no window": ("decode.cache:attention_mask", "if window is not None:", "if False:"),
+    "positions are slots": (
+        "decode.model.causal_lm:CausalLM.forward",
+        "block.sum(-1) - 1",
+        "torch.arange(new)",
+    ),
+    "no window": ("decode.model.cache:attention_mask", "if window is not None:", "if False:"),
     "padding is token 0": (ROUND, "verdict = verify(", "draft.tokens.clamp_min_(0); verdict = verify("),
     "an end inside a draft is ignored": (SETTLE, "enumerate(tokens) if", "enumerate(tokens[:1]) if"),
-    "rows mixed up as some leave": ("decode.cache:RowStore.select", "if new != old:", "if False:"),
-    "another row's coins": ("decode.coin:KeyedCoin.select", "self._key[index]", "self._key[: len(index)]"),
+    "rows mixed up as some leave": ("decode.model.cache:RowStore.select", "if new != old:", "if False:"),
+    "another row's coins": ("decode.rng:KeyedCoin.select", "self._key[index]", "self._key[: len(index)]"),
     "every round the same coins": (SETTLE, "(0 if first else 1)", "0"),
     "p instead of the residual": (
         "decode.descent:_try_sampled",

@@ -14,10 +14,10 @@ import pytest
 from workbench import ROOT, Bench, Outcome, final, leftovers, ranks, same
 
 from decode.errors import UserError
-from distill import scoring
-from distill.module import DistillModule
-from distill.runs import checkpoints
-from distill.stopping import Stop
+from distill.distributed.graceful_shutdown import Stop
+from distill.scoring import scorer as scoring
+from distill.training.module import DistillModule
+from distill.utils.run_folder import checkpoints
 
 OPTIONS = ["trainer=ddp", "trainer.devices=2", "score.every=2"]
 

@@ -14,14 +14,14 @@ from stores import PLAN, fill, make_writer, rows_of
 from workbench import CONF, Bench, leftovers
 
 from decode.errors import UserError
-from distill import ray_engine
-from distill.cli import compose, rewrite
-from distill.engines import load_writer, portable
-from distill.loading import build_target, read_chat
-from distill.produce import rollout_plan
-from distill.ray_engine import Fleet, Worker
-from distill.rollouts import RolloutStore
-from distill.sources import read_prompts
+from distill.cli.main import compose, rewrite
+from distill.config.build import build_target, read_chat
+from distill.prompts.sources import read_prompts
+from distill.rollouts import ray_workers as ray_engine
+from distill.rollouts.build import load_writer, portable
+from distill.rollouts.produce import rollout_plan
+from distill.rollouts.ray_workers import Fleet, Worker
+from distill.rollouts.store import RolloutStore
 
 pytest.importorskip("ray.data")
 CREW = OmegaConf.create({"workers": 2, "address": None, "cpus_per_worker": 1, "gpus_per_worker": 0})

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from decode.draft import PAD, Draft
-from decode.limit import best_trees
+from decode.evaluation.entropy_bound import best_trees
+from decode.evaluation.tree_efficiency import acceptance, begun, kept, masses, transport
 from decode.plan import Plan
-from decode.reached import acceptance, begun, kept, masses, transport
 from decode.sampling import Sampler
-from drafters.lm import DraftLM
+from drafters.models.lm import DraftLM
 
 CONTEXTS = [[0, 1, 2, 1, 0], [2, 2, 1], [1, 0, 1, 2]]
 WARM = Sampler(0.8)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from decode.errors import UserError
-from distill.prompts import Prompt, opening
-from distill.records import parse_prompt, to_prompt
+from distill.prompts.prompt import Prompt, opening
+from distill.prompts.records import parse_prompt, to_prompt
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
 TOOL = {

@@ -9,8 +9,10 @@ import pytest
 from workbench import Bench, final, fork, same
 
 from decode.errors import UserError
-from distill import callbacks, engine, produce
-from distill.feed import Phases
+from distill.data.datamodule import Phases
+from distill.engines import base as engine
+from distill.rollouts import produce
+from distill.training import checkpointing as callbacks
 
 
 @pytest.fixture(scope="module")

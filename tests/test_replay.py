@@ -10,9 +10,9 @@ import torch
 from exact import EXACT, EnumeratingCoin, Grown, exact_law, target_law
 from faces import able
 
-from decode.generate import generate
+from decode.evaluation.replay import Counts, Rollout, agreement, inexact, replay
+from decode.generation.generate import generate
 from decode.plan import Plan
-from decode.replay import Counts, Rollout, agreement, inexact, replay
 from decode.sampling import Sampler
 
 CHAIN, SAMPLED = Plan(depth=2), Plan(depth=2, proposal="sampled")

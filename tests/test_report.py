@@ -16,24 +16,26 @@ from faces import V
 from omegaconf import OmegaConf
 from workbench import ROOT, Bench, command
 
+from decode.depth_policy import Pace
 from decode.errors import UserError
-from decode.generate import generate
-from decode.pace import Pace
+from decode.evaluation.traces import ACCEPTED, CORRECTED, PLAIN, samples
+from decode.generation.generate import generate
+from decode.generation.types import Round
 from decode.plan import Plan
-from decode.rounds import Round
-from decode.samples import ACCEPTED, CORRECTED, PLAIN, samples
 from decode.sampling import Sampler
-from distill import callbacks, html_report, tracking
-from distill.history import read
-from distill.panels import by_category, length_shares
-from distill.prompts import Prompt
-from distill.redact import HIDDEN
-from distill.shown import has_laws, varied
-from distill.texts_panel import chance
-from distill.time_panels import round_times
-from distill.track_wandb import Wandb
-from distill.training_panels import smoothed
-from drafters.sharing.pretrained import scorecard
+from distill.loggers import loggers as tracking
+from distill.loggers.wandb_logger import Wandb
+from distill.prompts.prompt import Prompt
+from distill.report import html as html_report
+from distill.report.history import read
+from distill.report.score_panels import by_category, length_shares
+from distill.report.text_panels import chance
+from distill.report.time_panels import round_times
+from distill.report.training_panels import smoothed
+from distill.scoring.sample_texts import has_laws, varied
+from distill.training import checkpointing as callbacks
+from distill.utils.redact import HIDDEN
+from drafters.checkpoint.pretrained import scorecard
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 MORE = ("samples", "categories", "versions")  # fields that older scorecards have not

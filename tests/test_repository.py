@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from drafters.export.table import WRITERS
+from drafters.export.formats import WRITERS
 from drafters.registry import CLASSES
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def test_nothing_is_unpickled_and_no_remote_code_runs_unasked():
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "train.py"]
     sources = {path: path.read_text() for path in files}
     # Other programs' drafters come pickled: one call reads them, and makes tensors or nothing.
-    pickled = sources[ROOT / "src" / "drafters" / "export" / "files.py"]
+    pickled = sources[ROOT / "src" / "drafters" / "export" / "weight_files.py"]
     assert len(re.findall(r"\btorch\.load\(", pickled)) == 1 == pickled.count("weights_only=True")
     assert not re.search(r"\bpickle\b", pickled)
     for path, text in sources.items():

@@ -7,8 +7,8 @@ import pytest
 from compared import FAST, SLOW, card, row, timed
 
 from decode.errors import UserError
-from distill.compare import Choice, read
-from distill.results import BEGIN, END, headline, insert, results, written
+from distill.report.compare import Choice, read
+from distill.report.readme_results import BEGIN, END, headline, insert, results, written
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = "tree-7 (depth 3, width 3)"

@@ -9,8 +9,11 @@ import pytest
 from safetensors import SafetensorError
 from workbench import Bench, final, fork, leftovers, same, tau, write_prompts
 
-from distill import callbacks, files, rollouts, writer
-from distill.runs import checkpoints
+from distill.rollouts import store as rollouts
+from distill.rollouts import writer
+from distill.training import checkpointing as callbacks
+from distill.utils import atomic_files as files
+from distill.utils.run_folder import checkpoints
 
 
 @pytest.fixture(scope="module")

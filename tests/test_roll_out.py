@@ -8,12 +8,13 @@ import torch
 from scripts.rollout import CONF, make
 from workbench import Bench, command, make_target
 
-from decode.generate import generate
+from decode.generation.generate import generate
 from decode.sampling import Sampler
-from distill import produce, progress
-from distill.cli import main
-from distill.progress import rank_and_world
-from distill.surprise import doubt
+from distill.cli.main import main
+from distill.rollouts import produce
+from distill.rollouts.surprisal import doubt
+from distill.utils import progress
+from distill.utils.progress import rank_and_world
 
 
 @pytest.fixture(scope="module")

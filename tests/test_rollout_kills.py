@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from workbench import ROOT, Bench, leftovers
 
-from distill.shards import is_whole
+from distill.rollouts.shard import is_whole
 
 SHORT = ["score.enabled=false", "trainer.max_steps=1", "score.every=1", "target.dtype=float32"]
 LONG = ["rollout.shard_size=1", "rollout.max_new_tokens=60"]

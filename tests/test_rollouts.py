@@ -12,14 +12,14 @@ from stores import PLAN, fill, make_writer, rows_of
 from workbench import SPECIAL, fork, make_target
 
 from decode.errors import UserError
-from decode.generate import generate
-from decode.load import load_target, stop_tokens
+from decode.generation.generate import generate
+from decode.model.load import load_target, stop_tokens
 from decode.sampling import Sampler
-from distill import rollouts
-from distill.chat import Chat
-from distill.estimate import estimate
-from distill.prompts import Prompt
-from distill.rollouts import RolloutPlan, RolloutStore
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt
+from distill.rollouts import store as rollouts
+from distill.rollouts.estimate import estimate
+from distill.rollouts.store import RolloutPlan, RolloutStore
 
 
 def test_shards_hold_every_prompt_once_and_the_self_written_ones(parts, writer, tmp_path):

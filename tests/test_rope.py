@@ -11,10 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from decode.errors import UserError
-from drafters import hub
-from drafters.gradients import rotate
-from drafters.layers import Rotary
-from drafters.rope import copied
+from drafters.checkpoint import io as hub
+from drafters.layers.decoder_layer import Rotary
+from drafters.layers.fused_backward import rotate
+from drafters.layers.rope import copied
 
 HEAD = 16
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

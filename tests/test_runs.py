@@ -8,8 +8,8 @@ import pytest
 from workbench import fork, spawn
 
 from decode.errors import UserError
-from distill import runs
-from distill.runs import claim, config_hash
+from distill.utils import run_folder as runs
+from distill.utils.run_folder import claim, config_hash
 
 CONFIG = {"a": 1, "resume": "auto"}
 

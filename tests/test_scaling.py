@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from workbench import CONF
 
 from decode.errors import UserError
-from distill import scaling
+from distill.benchmarks import scaling
 
 
 def config(tmp_path: Path, *overrides: str):

@@ -4,16 +4,16 @@ import pytest
 import torch
 from scripted import Oracle, greedy
 
-from decode import score as module
 from decode.errors import UserError
-from decode.generate import generate
+from decode.evaluation import scorecard as module
+from decode.evaluation.replay import Counts
+from decode.evaluation.scorecard import Setting, score
+from decode.evaluation.timing_ab import Tally
+from decode.generation.generate import generate
+from decode.generation.types import Generation, Output, Times
 from decode.plan import Plan
-from decode.replay import Counts
-from decode.rounds import Generation, Output, Times
 from decode.sampling import Sampler
-from decode.score import Setting, score
-from decode.tally import Tally
-from distill.report import settings_table
+from distill.report.tables import settings_table
 
 VOCAB, LENGTH = 23, 24
 PROMPTS = [[5, 9, 2, 7, 3], [4], [17, 4, 21, 6, 12, 2, 8, 8], [11, 11, 2], [20, 1]]

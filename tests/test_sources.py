@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from workbench import CONF, make_tokenizer
 
 from decode.errors import UserError
-from distill.chat import Chat
-from distill.cli import compose
-from distill.mixing import mix, shares
-from distill.prompts import opening, split
-from distill.sources import Source, read_prompts, to_sources
+from distill.cli.main import compose
+from distill.prompts.chat_template import Chat
+from distill.prompts.mixing import mix, shares
+from distill.prompts.prompt import opening, split
+from distill.prompts.sources import Source, read_prompts, to_sources
 
 DATA = Path("/work/shared/data")
 GOOD = {"prompt": "fine"}

@@ -10,12 +10,12 @@ from exact import EnumeratingCoin, FixedTrees, SampledChains, Script, assert_sam
 from letters import MIXED, ended, pieces, whole
 from scripted import Oracle, Watch
 
-from decode.generate import generate, stream
+from decode.generation.generate import generate, stream
+from decode.generation.stop_strings import StopStrings
+from decode.generation.text import HALF
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.stop import StopStrings
-from decode.target import Target
-from decode.text import HALF
 
 VOCAB, LENGTH = len(MIXED), 24
 PROMPTS = [[0, 9, 2], [4], [8, 9, 1, 3, 0, 6], [12, 7]]

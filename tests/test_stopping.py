@@ -13,10 +13,12 @@ import pytest
 import torch
 from workbench import Bench, final, fork, leftovers, same, tau
 
-from distill import callbacks, files, scoring
-from distill.module import DistillModule
-from distill.runs import checkpoints
-from drafters.eagle import Eagle
+from distill.scoring import scorer as scoring
+from distill.training import checkpointing as callbacks
+from distill.training.module import DistillModule
+from distill.utils import atomic_files as files
+from distill.utils.run_folder import checkpoints
+from drafters.models.eagle import Eagle
 
 OPTIONS = ["score.every=2", "trainer.accumulate_grad_batches=2"]
 

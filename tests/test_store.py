@@ -15,9 +15,9 @@ from stores import PLAN, fill, rows_of
 from workbench import Bench, fork, make_target, write_prompts
 
 from decode.errors import UserError
-from distill.mirror import Mirror
-from distill.rollouts import RolloutStore
-from distill.shards import is_whole
+from distill.rollouts.remote import Mirror
+from distill.rollouts.shard import is_whole
+from distill.rollouts.store import RolloutStore
 
 OTHERS = {
     "target": ("u", r"answers of another target, /m/one \(t\), not of /m/one \(u\)"),

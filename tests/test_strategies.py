@@ -11,8 +11,8 @@ import pytest
 import torch
 from workbench import Bench, Outcome, ranks, same, torchrun, train, weights
 
-from distill import callbacks
-from distill.runs import checkpoints
+from distill.training import checkpointing as callbacks
+from distill.utils.run_folder import checkpoints
 
 SLOW = [pytest.param(t, marks=pytest.mark.proof) for t in ("ddp", "deepspeed_1", "deepspeed_3", "fsdp")]
 CUT = ["deepspeed_1", "deepspeed_2", "deepspeed_3", "fsdp"]

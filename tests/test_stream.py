@@ -5,12 +5,12 @@ import torch
 from exact import SampledChains
 from scripted import Oracle, greedy
 
-from decode import loop
 from decode.errors import UserError
-from decode.generate import generate, stream
+from decode.generation import loop
+from decode.generation.generate import generate, stream
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.target import Target
 
 VOCAB, LENGTH = 23, 20
 PROMPT, OTHER = [5, 9, 2, 7, 3], [4, 1]

@@ -15,10 +15,10 @@ from decode.draft import PAD
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters import hub
-from drafters import suffix as suffix_module
 from drafters.base import Text
-from drafters.suffix import Corpus, Suffix
+from drafters.checkpoint import io as hub
+from drafters.models import suffix as suffix_module
+from drafters.models.suffix import Corpus, Suffix
 
 OPTIONS = {
     "longest": 8,

@@ -13,15 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from workbench import fork
 
 from decode.errors import UserError
-from decode.target import LAST, Target
-from distill import tap_cache
-from distill.data import RolloutBatches
-from distill.divergences import kl
-from distill.feed import Keep
-from distill.objectives import Objective
-from distill.tap_cache import TapCache, cache_gigabytes
-from distill.taps import GrowingTaps, TapMemory, gigabytes, wanted
-from distill.weighting import constant
+from decode.model.target import LAST, Target
+from distill.data import taps_disk as tap_cache
+from distill.data.batches import RolloutBatches
+from distill.data.datamodule import Keep
+from distill.data.taps_disk import TapCache, cache_gigabytes
+from distill.data.taps_memory import GrowingTaps, TapMemory, gigabytes, wanted
+from distill.losses.divergences import kl
+from distill.losses.objective import Objective
+from distill.losses.weights import constant
 from drafters.base import Batch
 
 

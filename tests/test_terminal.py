@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 from workbench import CONF, ROOT, command, fork
 
-from distill import progress, summary
-from distill.cli import main
-from distill.progress import bar, say
+from distill.cli.main import main
+from distill.report import terminal as summary
+from distill.utils import progress
+from distill.utils.progress import bar, say
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -20,9 +20,9 @@ from faces import (
 )
 
 from decode.errors import UserError
-from decode.lm import Head, Side
+from decode.model.causal_lm import Head, Side
 from drafters.base import Text
-from drafters.token_info import KINDS, TokenInfoBias
+from drafters.families.token_bias import KINDS, TokenInfoBias
 
 DRAFTERS = ["lyanna", "medusa", "diffusion"]
 
@@ -114,7 +114,7 @@ def test_a_table_of_all_pairs_is_the_two_products(kind, hot, monkeypatch):
     with torch.no_grad():
         table, _ = info.add(logits, token, state, None)
         assert info._table is not None
-        monkeypatch.setattr("drafters.token_info.TABLE_BYTES", 0)
+        monkeypatch.setattr("drafters.families.token_bias.TABLE_BYTES", 0)
         products, _ = info.add(logits, token, state, None)
         torch.testing.assert_close(table, products, rtol=0, atol=1e-6)
         monkeypatch.undo()

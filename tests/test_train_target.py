@@ -19,15 +19,15 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from decode.errors import UserError
-from decode.generate import generate
-from decode.load import load_target, stop_tokens
+from decode.generation.generate import generate
+from decode.model.load import load_target, stop_tokens
 from decode.sampling import Sampler
-from distill.chat import Chat
-from distill.cli import compose, main
-from distill.corpus import hold_out, pack, read_corpus, train_tokenizer
-from distill.pretrain import PretrainModule, Saver, Sequences
-from distill.stopping import Stopped
-from distill.targets import build_model, pretrain
+from distill.cli.main import compose, main
+from distill.distributed.graceful_shutdown import Stopped
+from distill.pretrain.corpus import hold_out, pack, read_corpus, train_tokenizer
+from distill.pretrain.module import PretrainModule, Saver, Sequences
+from distill.pretrain.train import build_model, pretrain
+from distill.prompts.chat_template import Chat
 
 ROOT = Path(__file__).parents[1]
 POCKET = ROOT / "data" / "pocket"

@@ -10,18 +10,18 @@ import torch
 from torch.nn.functional import pad
 
 from decode import verify
-from decode.audit import CHANCE, audit
-from decode.audit import steps as audit_steps
-from decode.coin import Key, Purpose
 from decode.descent import match
 from decode.draft import PAD, Draft, Laws
-from decode.generate import generate
+from decode.evaluation.audit import CHANCE, audit
+from decode.evaluation.audit import steps as audit_steps
+from decode.evaluation.sampling_tests import BINS, TILTS, Uniformity, _chi_square
+from decode.generation.generate import generate
+from decode.generation.types import Round
 from decode.plan import Plan
-from decode.rounds import Round
+from decode.rng import Key, Purpose
 from decode.sampling import Sampler
-from decode.uniformity import BINS, TILTS, Uniformity, _chi_square
 from decode.verdict import Verdict
-from drafters.expand import expand
+from drafters.drafting.tree import expand
 
 VOCAB, ONE = 23, Sampler(1.0)
 FIXED, TREE = Plan(depth=3), Plan(depth=3, width=2, nodes=6)
@@ -399,7 +399,7 @@ def test_the_audit_draws_at_temperature_one_where_nothing_is_said(target):
 
 
 def test_an_error_in_draws_fails_an_audit_whose_greedy_half_is_well(target, monkeypatch):
-    monkeypatch.setattr("decode.audit.ROWS", 240)
+    monkeypatch.setattr("decode.evaluation.audit.ROWS", 240)
     found = audited(target, claimed(0.5), samples=12)
     report = found.report()
     assert found.own_row == found.tokens
@@ -421,7 +421,7 @@ def test_samples_are_texts_of_their_own(target):
             return lambda round_: (seen.extend(map(tuple, round_.emitted)), watch(round_))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.audit.Uniformity", Spy)
+        patch.setattr("decode.evaluation.audit.Uniformity", Spy)
         audited(target, samples=3, max_new_tokens=1)
     assert len(seen) == 60
     assert len(set(zip(seen[::3], seen[1::3], seen[2::3], strict=True))) > 10

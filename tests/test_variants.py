@@ -11,11 +11,12 @@ from faces import CHAIN, CHUNKS, SAMPLED, TREE, Follower, K, V, batch_of, both, 
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.head_calls import head_calls
-from drafters import hub, unrolled
+from distill.scoring.head_calls import head_calls
 from drafters.base import Batch
-from drafters.layers import DecoderLayer
-from drafters.prism import Prism
+from drafters.checkpoint import io as hub
+from drafters.layers import unroll_attention as unrolled
+from drafters.layers.decoder_layer import DecoderLayer
+from drafters.models.prism import Prism
 
 MASKS = ["010111111101", "111011011000"]
 
@@ -99,7 +100,7 @@ def one_pass(drafter, target, tokens, taps):
 @pytest.mark.parametrize("layers", [1, 2])
 def test_an_unroll_with_masks_is_one_causal_pass(tiny_target, make_drafter, layers, monkeypatch):
     """Values and gradients, of the mask's two vectors too."""
-    monkeypatch.setattr("drafters.unrolled.LEAST", 3)
+    monkeypatch.setattr("drafters.layers.unroll_attention.LEAST", 3)
     monkeypatch.setitem(unrolled.SCORES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter("p_eagle", target, depth=4, layers=layers)
@@ -192,7 +193,7 @@ ORDERS = [
 @pytest.mark.parametrize("order", [order for order, _ in ORDERS], ids=str)
 def test_an_unroll_with_modules_is_the_dense_one(tiny_target, make_drafter, order, detach, monkeypatch):
     """Values at every depth, of the module that the order names; and, undetached, gradients."""
-    monkeypatch.setattr("drafters.unrolled.LEAST", 3)
+    monkeypatch.setattr("drafters.layers.unroll_attention.LEAST", 3)
     monkeypatch.setitem(unrolled.SCORES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter("prism", target, depth=4, modules=order, detach=detach)

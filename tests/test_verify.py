@@ -32,15 +32,15 @@ from exact import (
     struck,
 )
 
-from decode.coin import KeyedCoin, Purpose
 from decode.draft import PAD, Draft, Laws
 from decode.errors import UserError
 from decode.plan import LOSSLESS, LOSSY, Plan
+from decode.rng import KeyedCoin, Purpose
 from decode.sampling import Sampler
 from decode.traversal import _leaf_chances
 from decode.verdict import Rows
 from decode.verify import RULES, verify
-from drafters.expand import expand
+from drafters.drafting.tree import expand
 
 V = 3
 ONE = Sampler(1.0)

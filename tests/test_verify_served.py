@@ -14,21 +14,22 @@ from omegaconf import OmegaConf
 from workbench import CONF, command, make_target, make_tokenizer, train, write_prompts
 
 from decode.errors import UserError
-from decode.generate import generate
-from decode.load import load_target, load_tokenizer, stop_tokens
+from decode.evaluation.replay import Counts
+from decode.evaluation.scorecard import SCHEMA
+from decode.generation.generate import generate
+from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
-from decode.replay import Counts
 from decode.sampling import Sampler
-from decode.score import SCHEMA
-from distill import counters, endpoint, traffic
-from distill.agreement import compare
-from distill.causes import Circumstances, causes
-from distill.chat import Chat
-from distill.cli import compose, main, rewrite
-from distill.counters import Served
-from distill.endpoint import Model
-from distill.verify_served import verify
-from drafters.hub import load
+from distill.cli.main import compose, main, rewrite
+from distill.prompts.chat_template import Chat
+from distill.serving import endpoint, traffic
+from distill.serving import metrics as counters
+from distill.serving.agreement import compare
+from distill.serving.diagnosis import Circumstances, causes
+from distill.serving.endpoint import Model
+from distill.serving.metrics import Served
+from distill.serving.verify import verify
+from drafters.checkpoint.io import load
 
 ALPHA = [0.8, 0.7, 0.6]  # of the drafter that was scored
 PROMPTS, TOKENS = 24, 100

@@ -8,9 +8,9 @@ import pytest
 import torch
 from exact import Grown
 
-from decode.generate import generate
+from decode.evaluation.replay import Rollout, inexact, replay
+from decode.generation.generate import generate
 from decode.plan import Plan
-from decode.replay import Rollout, inexact, replay
 from decode.sampling import Sampler
 
 PLANS = [Plan(depth=3), Plan(depth=3, width=2, nodes=5), Plan(tree=((0,), (1,), (0, 0), (1, 0)))]

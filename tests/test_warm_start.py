@@ -7,10 +7,10 @@ from safetensors.torch import load_file, save_file
 from workbench import CONF, Bench, command, weights
 
 from decode.errors import UserError
-from distill import run
-from distill.cli import main
-from drafters import hub
+from distill import train as run
+from distill.cli.main import main
 from drafters.base import Text
+from drafters.checkpoint import io as hub
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import torch
 from test_objectives import steps
 
 from decode.errors import UserError
-from distill.divergences import lk, tv
-from distill.objectives import Objective
-from distill.weighting import DPace, Streak, constant, decay
+from distill.losses.divergences import lk, tv
+from distill.losses.objective import Objective
+from distill.losses.weights import DPace, Streak, constant, decay
 
 EXACT = {"smoothing": 0.0, "warmup": 0.0}
 

@@ -8,14 +8,14 @@ from stores import PLAN, make_writer
 from workbench import make_tokenizer
 
 from decode.plan import Plan
-from distill import engine as engines
-from distill.chat import Chat
-from distill.divergences import kl
-from distill.engine import Answer, InProcess, Law, Request
-from distill.objectives import Objective
-from distill.prompts import Prompt, turns
-from distill.weighting import constant, weighted
-from distill.writer import Writer
+from distill.engines import base as engines
+from distill.engines.base import Answer, InProcess, Law, Request
+from distill.losses.divergences import kl
+from distill.losses.objective import Objective
+from distill.losses.weights import constant, weighted
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt, turns
+from distill.rollouts.writer import Writer
 from drafters.base import Batch
 
 END = 3

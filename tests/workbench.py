@@ -26,12 +26,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from decode.load import load_target
-from distill.cli import compose, main, rewrite
-from distill.run import run
-from drafters import adapters
-from drafters.eagle import Eagle
-from drafters.hub import save
+from decode.model.load import load_target
+from distill.cli.main import compose, main, rewrite
+from distill.train import run
+from drafters.checkpoint.io import save
+from drafters.families import lora_files as adapters
+from drafters.models.eagle import Eagle
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"

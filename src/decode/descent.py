@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from decode.coin import Coin, Key, Purpose
 from decode.draft import PAD, Draft
+from decode.rng import Coin, Key, Purpose
 from decode.verdict import Rows, Verdict, first, longest, struck
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from decode.depth_policy import Pace
 from decode.errors import UserError
-from decode.pace import Pace
 
 Path = tuple[int, ...]  # child ranks from the root to a node
 # proposal -> the rule that `auto` stands for on a chain, and where nodes may have siblings

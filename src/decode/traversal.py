@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decode.coin import Coin, Key, Purpose
 from decode.draft import PAD, Draft
+from decode.rng import Coin, Key, Purpose
 from decode.verdict import Rows, Verdict, first, settle, struck
 
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.coin import Coin, Key, Purpose
 from decode.descent import match, recursive, select
 from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.plan import Plan
+from decode.rng import Coin, Key, Purpose
 from decode.traversal import traversal
 from decode.verdict import Rows, Verdict, longest
 

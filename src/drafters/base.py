@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from decode.coin import KeyedCoin
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.lm import Head
+from decode.model.causal_lm import Head
+from decode.model.target import Tap, Target
 from decode.plan import RULES_OF, Plan
+from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.target import Tap, Target
 from drafters.confidence import Confidence
 
 
@@ -172,7 +172,7 @@ class Drafter(nn.Module, ABC):
         del folder
         return tensors
 
-    # -- on file and on the Hub; see drafters.sharing.pretrained -------------------------------
+    # -- on file and on the Hub; see drafters.checkpoint.pretrained -------------------------------
 
     def save_pretrained(self, folder: str | Path, target: Target | None = None) -> None:
         """Write a folder for `from_pretrained`, with a model card and what is known of its score.
@@ -184,7 +184,7 @@ class Drafter(nn.Module, ABC):
         Raises:
             UserError: no target is known, or something is in the folder.
         """
-        from drafters.sharing.pretrained import save_pretrained
+        from drafters.checkpoint.pretrained import save_pretrained
 
         save_pretrained(self, Path(folder), target)
 
@@ -203,7 +203,7 @@ class Drafter(nn.Module, ABC):
         Raises:
             UserError: see `hub.fetch` and `hub.load`; another class; a target that is not to be had.
         """
-        from drafters.sharing.pretrained import from_pretrained
+        from drafters.checkpoint.pretrained import from_pretrained
 
         drafter = from_pretrained(str(source), target, revision)
         if not isinstance(drafter, cls):
@@ -225,7 +225,7 @@ class Drafter(nn.Module, ABC):
             UserError: no target is known; no token, or one that may not write there.
             RemoteError: the Hub cannot be reached, or the upload was cut off; nothing is committed.
         """
-        from drafters.sharing.pretrained import push_to_hub
+        from drafters.checkpoint.pretrained import push_to_hub
 
         return push_to_hub(self, repo, target, private)
 
@@ -325,7 +325,7 @@ class Drafter(nn.Module, ABC):
         """Whether there is something to count before the first save point."""
         return type(self).fit is not Drafter.fit
 
-    # -- decoding face: satisfies decode.rounds.Proposer -------------------------------------
+    # -- decoding face: satisfies decode.generation.types.Proposer -------------------------------------
 
     def verifier(self, target: Target) -> Target:
         """Whose law the output keeps: the target, or what a drafter that tunes it has made of it."""
@@ -367,7 +367,7 @@ class Drafter(nn.Module, ABC):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        """Absorb settled tokens; see `decode.rounds.Proposer.advance`."""
+        """Absorb settled tokens; see `decode.generation.types.Proposer.advance`."""
 
     @abstractmethod
     def select(self, state: Any, rows: Sequence[int]) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.target import Target
+from decode.model.target import Target
 from drafters.export import serve
 from drafters.export.layout import Layout, Reader, Saved, bare, fused, unfused
-from drafters.export.llama import (
+from drafters.export.llama_config import (
     architecture,
     check_target,
     config_of,

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from decode.errors import UserError
-from decode.target import Target
+from decode.model.target import Target
 from drafters.export import serve
 from drafters.export.eagle import drafted
 from drafters.export.layout import Layout, Reader, Saved, bare, fused, unfused
-from drafters.export.llama import (
+from drafters.export.llama_config import (
     architecture,
     check_target,
     config_of,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.target import Target
+from decode.model.target import Target
 
 FILES = ("config.json", "model.safetensors")
 
@@ -100,12 +100,12 @@ class Reader(NamedTuple):
     read: Callable[[Layout, Target], Saved]
 
 
-# Parts of `drafters.layers.DecoderLayer` that Llama has one level deeper.
+# Parts of `drafters.layers.decoder_layer.DecoderLayer` that Llama has one level deeper.
 HOMES = {"o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn", "down_proj": "mlp"}
 
 
 def unfused(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """`drafters.layers.DecoderLayer` weights under Llama's names: q, k, v and gate, up apart."""
+    """Weights of a `DecoderLayer` under Llama's names: q, k, v and gate, up apart."""
     found: dict[str, Tensor] = {}
     queries, keys = (settings[name] * settings["head_dim"] for name in ("heads", "kv_heads"))
     for name, weight in weights.items():

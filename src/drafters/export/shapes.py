@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.target import LAST, Target
+from decode.model.target import LAST, Target
 from drafters.export.layout import Saved
-from drafters.export.llama import check_target, config_of, plain_embedding, sizes
+from drafters.export.llama_config import check_target, config_of, plain_embedding, sizes
 
 NO_LIMIT = 2**31  # positions, where the target names no limit
 

@@ -1,0 +1,1 @@
+"""What a drafter is worth: exact replay, timing, audit, scorecard, entropy bound."""

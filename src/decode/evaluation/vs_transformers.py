@@ -1,0 +1,199 @@
+"""Who decodes fastest: this loop and Hugging Face's, on one target, interleaved in one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+from typing_extensions import override
+
+from decode.generation.generate import generate
+from decode.generation.types import Proposer
+from decode.model.target import Tap, Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+
+WARM_UP = 8  # tokens that everybody decodes before the clock starts
+
+
+class Text(NamedTuple):
+    """What one call gave."""
+
+    tokens: list[int]  # new ones
+    emitted: list[int]  # by each pass of the target after the one over the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way to decode: (prompt, max_new_tokens) -> text, in one call."""
+
+    name: str
+    decode: Callable[[Sequence[int], int], Text]
+
+
+def ours(
+    target: Target,
+    drafter: Proposer | None,
+    plan: Plan,
+    sampler: Sampler,
+    taps: Sequence[Tap] = (),
+    stop: Sequence[int] = (),
+    seed: int = 0,
+) -> Callable[[Sequence[int], int], Text]:
+    """`decode.generation.generate` at batch 1; arguments as there, and the taps that the drafter reads."""
+
+    def decode(prompt: Sequence[int], longest: int) -> Text:
+        target.tap(taps)
+        options = {"max_new_tokens": longest, "sampler": sampler, "plan": plan, "seed": seed, "stop": stop}
+        output = generate(target, drafter, [prompt], **options).outputs[0]
+        return Text(output.tokens, output.emitted)
+
+    return decode
+
+
+def hugging_face(
+    target: Target,
+    sampler: Sampler,
+    assistant: PreTrainedModel | None = None,
+    depth: int = 0,
+    stop: Sequence[int] = (),
+) -> Callable[[Sequence[int], int], Text]:
+    """`generate` of transformers on the target's own module.
+
+    Args:
+        target: whose module decodes.
+        sampler: temperature, top-k, top-p and min-p.
+        assistant: drafts exactly `depth` tokens a round (assisted generation).
+        depth: without an assistant, the most that is copied from the text so far (prompt lookup);
+            0 drafts nothing.
+        stop: end tokens.
+    """
+    law: dict[str, Any] = {"do_sample": sampler.temperature > 0, "repetition_penalty": 1.0}
+    if law["do_sample"]:
+        law |= {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p}
+        law |= {"min_p": sampler.min_p or None}
+    never = -1  # None would be the model's own
+    law |= {"eos_token_id": list(stop) or never, "pad_token_id": stop[0] if stop else 0}
+    helper: dict[str, Any] = {}
+    if assistant is not None:
+        helper["assistant_model"] = assistant
+        fixed = assistant.generation_config
+        assert fixed is not None
+        fixed.num_assistant_tokens, fixed.num_assistant_tokens_schedule = depth, "constant"
+        fixed.assistant_confidence_threshold = 0.0  # it would end drafts early
+    elif depth:
+        law["prompt_lookup_num_tokens"] = depth
+
+    @torch.inference_mode()
+    def decode(prompt: Sequence[int], longest: int) -> Text:
+        if target.max_positions is not None:
+            longest = min(longest, target.max_positions - len(prompt))
+        tokens = torch.tensor([list(prompt)], device=target.device)
+        rounds = _Rounds()
+        model: Any = target.model
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            generation_config=GenerationConfig(**law, max_new_tokens=longest),
+            streamer=rounds,
+            **helper,
+        )
+        return Text(out[0, len(prompt) :].tolist(), rounds.sizes[2:])
+
+    return decode
+
+
+class _Rounds(BaseStreamer):
+    """Learns how many tokens came at a time: the prompt, then what each pass of the target gave."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    @override
+    def put(self, value: Tensor) -> None:
+        self.sizes.append(value.numel())
+
+    @override
+    def end(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Tally:
+    seconds: list[float] = field(default_factory=list)  # of each repeat
+    counts: list[int] = field(default_factory=list)  # tokens of each repeat
+    texts: list[Text] = field(default_factory=list)  # of the first repeat
+
+    @property
+    def speeds(self) -> list[float]:
+        return [n / s for n, s in zip(self.counts, self.seconds, strict=True)]
+
+
+def race(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    progress: Callable[[], Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Time everybody on every prompt, one prompt at a time in turn, the first place going round.
+
+    What is timed is the whole call, the pass over the prompt included: Hugging Face's cannot be
+    had without.
+
+    Args:
+        contenders: the first is what the others are compared with.
+        prompts: token ids.
+        max_new_tokens: of each text.
+        repeats: over all prompts.
+        progress: called after each prompt.
+
+    Returns:
+        For each contender `name`, `tokens_per_second` (median over the repeats), its `spread`
+        (slowest, fastest), `ratio` to the first contender (median of the repeats' own), its
+        `ratio_spread`, `tau` (see `decode.evaluation.scorecard`), `tokens`, and `differ`: prompts whose
+        text in the first repeat is not the first contender's.
+    """
+    tallies = [_Tally() for _ in contenders]
+    for contender in contenders:
+        contender.decode(prompts[0], min(WARM_UP, max_new_tokens))
+    for repeat in range(repeats):
+        for tally in tallies:
+            tally.seconds.append(0.0)
+            tally.counts.append(0)
+        for number, prompt in enumerate(prompts):
+            for place in range(len(contenders)):
+                who = (place + repeat + number) % len(contenders)
+                tally, begin = tallies[who], time.perf_counter()
+                text = contenders[who].decode(prompt, max_new_tokens)
+                tally.seconds[-1] += time.perf_counter() - begin
+                tally.counts[-1] += len(text.tokens)
+                if repeat == 0:
+                    tally.texts.append(text)
+            if progress:
+                progress()
+    return [_row(c.name, tally, tallies[0]) for c, tally in zip(contenders, tallies, strict=True)]
+
+
+def _row(name: str, tally: _Tally, first: _Tally) -> dict[str, Any]:
+    speeds = tally.speeds
+    ratios = [mine / plain for mine, plain in zip(speeds, first.speeds, strict=True)]
+    passes = [n for text in tally.texts for n in text.emitted]
+    return {
+        "name": name,
+        "tokens_per_second": statistics.median(speeds),
+        "spread": [min(speeds), max(speeds)],
+        "ratio": statistics.median(ratios),
+        "ratio_spread": [min(ratios), max(ratios)],
+        "tau": sum(passes) / len(passes) if passes else 0.0,
+        "tokens": tally.counts[0],
+        "differ": sum(a.tokens != b.tokens for a, b in zip(tally.texts, first.texts, strict=True)),
+    }

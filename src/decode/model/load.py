@@ -1,0 +1,250 @@
+"""Loading a target or a draft model, and saying in one line what is wrong with it if it cannot serve."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from decode.errors import UserError
+from decode.model.offload import load_spread
+from decode.model.probe import probe
+from decode.model.sharded import load_sharded
+from decode.model.target import Target
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# A tokenizer's files, none of which is code.
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.*",
+    "chat_template.*",
+    "*.model",
+    "*.tiktoken",
+)
+
+
+def load_config(
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    what: str = "target",
+    masked: bool = False,
+) -> Any:
+    """A model's configuration, checked before any weight is read.
+
+    Args:
+        name: folder or hub id.
+        revision: of a hub id.
+        trust_remote_code: runs Python that comes with the model; off unless asked for.
+        what: the option that names the model, for errors.
+        masked: a masked LM, which reads in both directions, will do as well.
+
+    Raises:
+        UserError: nothing there, no such LM, or a quantised model.
+    """
+    folder = Path(name).expanduser()
+    local = folder.is_dir()
+    if not local and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1):
+        raise UserError(f"{what}={name}: no such folder; give a model folder or a hub id (owner/name)")
+    if local and not (folder / "config.json").is_file():
+        raise UserError(f"{what}={name}: no config.json in it, so this is no model folder")
+    try:
+        config = AutoConfig.from_pretrained(
+            folder if local else name, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"{what}={name}: {_first_line(error)}") from None
+    remote = trust_remote_code and hasattr(config, "auto_map")
+    if not (remote or _is_causal(config) or (masked and is_masked(config))):
+        kind = "masked or causal" if masked else "causal"
+        raise UserError(f"{what}={name}: a {config.model_type!r} model is no {kind} language model")
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise UserError(
+            f"{what}={name}: quantised with {method or 'an unnamed method'}, whose rows can depend on what "
+            "is batched with them, so decoding could not be proven lossless; use the unquantised weights"
+        )
+    return config
+
+
+def _is_causal(config: Any) -> bool:
+    # Encoders are in the causal table too, as the decoders that nobody trained them to be.
+    if getattr(config, "is_encoder_decoder", False) or is_masked(config):
+        return False
+    return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def is_masked(config: Any) -> bool:
+    """Whether this is a model that fills in masks and reads in both directions."""
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
+
+
+def auto_class(config: Any, masked: bool = False) -> Any:
+    """Transformers' door to a configuration's language model; `masked` as in `load_config`."""
+    return AutoModelForMaskedLM if masked and is_masked(config) else AutoModelForCausalLM
+
+
+def load_target(
+    name: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    compiled: bool = False,
+    placement: str = "replicated",
+    **memory: Any,
+) -> Target:
+    """Load, freeze and probe a causal LM.
+
+    Args:
+        name: folder or hub id.
+        dtype: `auto` keeps the checkpoint's.
+        device: where to.
+        revision: of a hub id.
+        trust_remote_code: runs Python that comes with the model; off unless asked for.
+        compiled: see `CausalLM.compile`.
+        placement: `replicated` holds all of it on one device, `sharded` a part of each layer on every
+            process, `device_map` its layers on several devices, in host memory and on disk.
+        **memory: of a device map; see `spread.load_spread`.
+
+    Raises:
+        UserError: see `load_model`, `probe` and `load_sharded`; compiled layers that are not replicated.
+    """
+    if compiled and placement != "replicated":
+        raise UserError(f"target.compile=true: layers of target.placement={placement} cannot be compiled")
+    load = partial(load_model, name, dtype, revision, trust_remote_code)
+    if placement == "sharded":
+        target = load_sharded(load, torch.device(device))
+    elif placement == "device_map":
+        config = load_config(name, revision, trust_remote_code)
+        with torch.device("meta"):
+            empty = auto_class(config).from_config(
+                config, trust_remote_code=trust_remote_code, dtype=DTYPES.get(dtype, config.dtype)
+            )
+        target = load_spread(load, empty, torch.device(device), **memory)
+    else:
+        target = Target(load().to(device))
+    probe(target)
+    if compiled:
+        target.compile()
+    return target
+
+
+def load_model(
+    name: str,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    what: str = "target",
+    masked: bool = False,
+    **more: Any,
+) -> Any:
+    """Load a causal LM, a transformers model; arguments as in `load_target` and `load_config`.
+
+    `more` is handed to transformers.
+
+    Raises:
+        UserError: see `load_config`; weights that are damaged or not all there.
+    """
+    config = load_config(name, revision, trust_remote_code, what, masked)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UserError(f"{what}.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
+    folder = Path(name).expanduser()
+    try:
+        loaded: Any = auto_class(config, masked).from_pretrained(
+            folder if folder.is_dir() else name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            dtype=DTYPES.get(dtype, "auto"),
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **kernels(config),
+            **more,
+            **({"experts_implementation": "eager"} if dtype == "float64" else {}),  # no grouped kernel
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{what}={name}: {_first_line(error)}") from None
+    model, found = loaded
+    # transformers would make up what is not there: a reward model's head, layers the config invents.
+    if lost := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
+        raise UserError(
+            f"{what}={name}: its weights do not fit config.json ({len(lost)} missing or of another "
+            f"shape, {lost[0]} first); is it a language model's checkpoint?"
+        )
+    return model
+
+
+def kernels(config: Any) -> dict[str, str]:
+    """What to tell transformers of the attention it must use."""
+    # Soft-capped attention exists in the eager kernel alone.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return {"attn_implementation": "eager"} if capped else {}
+
+
+def load_tokenizer(
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    what: str = "target",
+    fetch: bool = True,
+) -> PreTrainedTokenizerBase:
+    """A model's tokenizer; arguments as in `load_config`, and `fetch`.
+
+    Without `fetch` only one that is on this machine counts, and nobody waits for a network.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = Path(name).expanduser()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder if folder.is_dir() else name,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            local_files_only=not fetch,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{what}={name}: no tokenizer ({_first_line(error)})") from None
+    # For some classes transformers makes up a tokenizer that is not there, with ids that are not the model's.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"{what}={name}: no tokenizer (special tokens and nothing else)")
+    return tokenizer
+
+
+def stop_tokens(target: Target) -> list[int]:
+    """End tokens of the model's generation config."""
+    generation = getattr(target.model, "generation_config", None)
+    end = getattr(generation, "eos_token_id", None)
+    end = getattr(target.config, "eos_token_id", None) if end is None else end
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def _first_line(error: BaseException) -> str:
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first

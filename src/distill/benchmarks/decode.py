@@ -1,0 +1,132 @@
+"""Timings beyond a scorecard's, as scripts/benchmark.py asks for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from decode.errors import UserError
+from decode.evaluation.vs_transformers import Contender, hugging_face, ours, race
+from decode.model.load import stop_tokens
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.config.validate import check_ranges, refused
+from distill.report.tables import grid
+from distill.scoring.scorer import threads
+from distill.scoring.target_drift import only_untuned
+from distill.train import build_drafter, build_target, quiet, read_inputs
+from distill.utils.atomic_files import write_json
+from distill.utils.progress import bar
+from distill.utils.provenance import conditions
+from drafters.checkpoint import io as hub
+from drafters.models.lm import DraftLM
+from drafters.registry import short_name
+
+
+def decoders(cfg: DictConfig, folder: Path) -> float:
+    """Race our loop against Hugging Face's on the held-out prompts; a table, and `out` as JSON.
+
+    Args:
+        cfg: composed from conf/benchmark_decode.yaml.
+        folder: unused; nothing is written but `out`.
+
+    Returns:
+        Speed of our chain with the draft model over assisted generation with the same.
+
+    Raises:
+        UserError: bad input.
+    """
+    del folder
+    quiet()
+    check_ranges(cfg)
+    options = cfg.score
+    chat, _, held = read_inputs(cfg)
+    target = build_target(cfg)
+    with refused():
+        contenders = _contenders(cfg, target)
+    prompts = [chat.encode(p.messages, p.tools) for p in held[: options.prompts]]
+    with threads(options.threads), bar(len(prompts) * options.repeats, "racing", "prompts") as shown:
+        load = [os.getloadavg()[0]]
+        rows = race(
+            contenders,
+            prompts,
+            max_new_tokens=options.max_new_tokens,
+            repeats=options.repeats,
+            progress=shown.update,
+        )
+        load.append(os.getloadavg()[0])
+        used = torch.get_num_threads()
+    if cfg.temperature:  # everybody draws on their own
+        for row in rows:
+            row["differ"] = None
+    card = {
+        "what": "decode",
+        "timed": "whole calls, the pass over the prompt included, batch 1",
+        "rows": rows,
+        "depth": cfg.depth,
+        "ends": cfg.ends,
+        "prompts": len(prompts),
+        "draft_model": cfg.drafter.path,
+        **conditions(cfg, target, used, load),
+    }
+    write_json(Path(cfg.out), card)
+    print(_table(card))
+    speed = {row["name"]: row["tokens_per_second"] for row in rows}
+    return speed["ours-lm-chain"] / speed["hf-assisted"]
+
+
+def _contenders(cfg: DictConfig, target: Target) -> list[Contender]:
+    """Plain decoding first: the others are compared with it."""
+    sampler, stop = Sampler(cfg.temperature), stop_tokens(target) if cfg.ends else []
+    draft = build_drafter(cfg, target)
+    if not isinstance(draft, DraftLM):
+        raise UserError("benchmark: Hugging Face can use drafter=lm_given too; give others as checkpoint=")
+    draft = draft.to(target.device, target.dtype).eval().requires_grad_(False)
+    chain = Plan(depth=cfg.depth, proposal="sampled" if cfg.temperature else "fixed")
+    plans = {str(name): Plan(**shape) for name, shape in cfg.plans.items()}
+    law = {"sampler": sampler, "stop": stop}
+    contenders = [
+        Contender("ours-plain", ours(target, None, Plan(), **law, seed=cfg.seed)),
+        Contender("hf-generate", hugging_face(target, **law)),
+        Contender("hf-assisted", hugging_face(target, **law, assistant=draft.model, depth=cfg.depth)),
+        Contender("hf-prompt-lookup", hugging_face(target, **law, depth=cfg.depth)),
+        Contender("ours-lm-chain", ours(target, draft, chain, **law, seed=cfg.seed)),
+    ]
+    if cfg.checkpoint:
+        trained = hub.load(cfg.checkpoint, target)
+        only_untuned(target, trained.verifier(target), "checkpoint")
+        for name, plan in plans.items():
+            decode = ours(target, trained, plan, **law, taps=trained.taps, seed=cfg.seed)
+            contenders.append(Contender(f"ours-{short_name(trained)}-{name}", decode))
+    return contenders
+
+
+def _table(card: dict[str, Any]) -> str:
+    def span(ends: Sequence[float], digits: int) -> str:
+        return "..".join(f"{end:.{digits}f}" for end in ends)
+
+    lines = [
+        [
+            row["name"],
+            f"{row['tokens_per_second']:.1f}",
+            span(row["spread"], 1),
+            f"{row['ratio']:.2f}x",
+            span(row["ratio_spread"], 2),
+            f"{row['tau']:.2f}",
+            "-" if row["differ"] is None else str(row["differ"]),
+        ]
+        for row in card["rows"]
+    ]
+    head = ["decoder", "tokens/s", "min..max", "ratio", "min..max", "tau", "differ"]
+    return (
+        f"{grid(head, lines)}\n"
+        f"T={card['temperature']:g}, {card['dtype']}, draft of {card['depth']}, {card['prompts']} prompts, "
+        f"up to {card['max_new_tokens']} tokens, {card['repeats']} repeats; {card['timed']}\n"
+        f"{card['hardware']}, {card['threads']} threads, load {span(card['load_average'], 2)}"
+    )

@@ -1,0 +1,110 @@
+"""How fast rollouts are made: scripts/benchmark.py rollout."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from decode.model.load import stop_tokens
+from decode.model.target import Target
+from distill.config.build import build_target
+from distill.config.validate import check_ranges
+from distill.engines.base import InProcess, Law, Request
+from distill.report.tables import grid
+from distill.scoring.scorer import threads
+from distill.scoring.target_drift import only_untuned
+from distill.train import quiet, read_inputs
+from distill.utils.atomic_files import write_json
+from distill.utils.progress import bar
+from distill.utils.provenance import conditions
+from drafters.checkpoint import io as hub
+from drafters.registry import short_name
+
+
+def rollouts(cfg: DictConfig, folder: Path) -> float:
+    """Race batch sizes of the engine in this process, plain and with a drafter; a table, and `out` as JSON.
+
+    Every setting answers the same prompts once a repeat, the settings taking turns.
+
+    Returns:
+        Tokens a second of the largest batch over those of the smallest, without a drafter.
+
+    Raises:
+        UserError: bad input.
+    """
+    del folder
+    quiet()
+    check_ranges(cfg)
+    chat, train, _ = read_inputs(cfg)
+    target = build_target(cfg)
+    chosen = train[:: max(1, len(train) // cfg.count)][: cfg.count]
+    requests = [Request(p.id, 0, chat.encode(p.messages, p.tools)) for p in chosen]
+    law = Law({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))
+    engines = _engines(cfg, target)
+    load = [os.getloadavg()[0]]
+    speeds: dict[tuple[str, int], list[float]] = {setting: [] for setting in engines}
+    with (
+        threads(cfg.score.threads),
+        bar(cfg.score.repeats * len(engines), "rollouts", "settings", leave=False) as shown,
+    ):
+        used = torch.get_num_threads()
+        for _ in range(cfg.score.repeats):
+            for (name, size), engine in engines.items():
+                speeds[name, size].append(_speed(engine, requests, law))
+                shown.update()
+    load.append(os.getloadavg()[0])
+    rows = _rows(speeds)
+    card = {"what": "rollout", "rows": rows, **conditions(cfg, target, used, load)}
+    write_json(Path(cfg.out), card)
+    table = [
+        [r["drafter"], str(r["batch_size"]), f"{r['tokens_per_second']:.0f}", f"{r['ratio']:.2f}x"]
+        for r in rows
+    ]
+    print(grid(["drafter", "batch size", "tokens/s", "over the first"], table))
+    print(
+        f"T={cfg.temperature:g}, {card['dtype']}, {card['hardware']}, {used} threads, "
+        f"load {load[0]:.2f}..{load[1]:.2f}"
+    )
+    plain = [row for row in rows if row["drafter"] == "none"]
+    return plain[-1]["ratio"]
+
+
+def _engines(cfg: DictConfig, target: Target) -> dict[tuple[str, int], InProcess]:
+    engines = {("none", size): InProcess(target, size, cfg.seed) for size in cfg.batch_sizes}
+    if cfg.checkpoint:
+        drafter, plan = hub.load(hub.fetch(cfg.checkpoint), target), instantiate(cfg.decode)
+        only_untuned(target, drafter.verifier(target), "checkpoint")
+        name = short_name(drafter)
+        engines |= {
+            (name, size): InProcess(target, size, cfg.seed, drafter, plan) for size in cfg.batch_sizes
+        }
+    return engines
+
+
+def _speed(engine: InProcess, requests: Sequence[Request], law: Law) -> float:
+    """Answer tokens a second, prompts and all."""
+    start = time.perf_counter()
+    count = sum(len(answer.tokens) for answer in engine(requests, law))
+    return count / (time.perf_counter() - start)
+
+
+def _rows(speeds: dict[tuple[str, int], list[float]]) -> list[dict[str, Any]]:
+    """Medians, and the medians of what a repeat's settings have over its first."""
+    first = next(iter(speeds.values()))
+    return [
+        {
+            "drafter": name,
+            "batch_size": size,
+            "tokens_per_second": median(own),
+            "ratio": median(a / b for a, b in zip(own, first, strict=True)),
+        }
+        for (name, size), own in speeds.items()
+    ]

@@ -1,0 +1,77 @@
+"""Our EAGLE-3 training step, for `step_worker`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode.model.target import Target
+from distill.losses.divergences import kl
+from distill.losses.objective import Objective
+from distill.losses.weights import decay
+from drafters.base import Batch, Text
+from drafters.models.eagle3 import Eagle3
+
+
+def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]]:
+    """See `step_worker`; the sizes are those of conf/benchmark_train.yaml."""
+    shape = case["shape"]
+    # Only the embedding and the head of the target take part: what its layers yield is given.
+    target = Target(_target(shape))
+    drafter = Eagle3.for_target(
+        target,
+        taps=[0] * shape["taps"],
+        layers=shape["layers"],
+        depth=shape["depth"],
+        draft_vocab_size=shape["draft_vocab_size"],
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+    )
+    if drafter.fits:
+        drafter.fit([Text(list(range(shape["vocab_size"])), [1] * shape["vocab_size"])])
+    drafter.lm_head.requires_grad_(case["train_head"])
+    if case["gradient_checkpointing"]:
+        drafter.checkpoint_gradients()
+    objective = Objective(kl, partial(decay, rate=case["decay"]))
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **case["optimizer"])
+
+    def prepare(loss_mask: Sequence[int]) -> Callable[[], float]:
+        size, width = len(loss_mask), shape["hidden_size"]
+        mask = torch.tensor([loss_mask], dtype=torch.bool)
+        tokens = torch.randint(shape["vocab_size"], (1, size))
+        taps, last = torch.randn(1, size, shape["taps"], width), torch.randn(1, size, width)
+
+        def step() -> float:
+            optimizer.zero_grad()  # first: `DistillModule` lets go of gradients once they are used
+            batch = Batch(tokens, mask, taps, last)
+            total, scored = objective(drafter.unroll(batch, target), last, target.head, {})
+            loss = total / scored[0].rows
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, case["clip"])
+            optimizer.step()
+            return loss.item()
+
+        return step
+
+    return prepare
+
+
+def _target(shape: dict[str, Any]) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape["vocab_size"],
+            hidden_size=shape["hidden_size"],
+            intermediate_size=shape["intermediate_size"],
+            num_attention_heads=shape["heads"],
+            num_key_value_heads=shape["kv_heads"],
+            head_dim=shape["head_dim"],
+            num_hidden_layers=1,
+        )
+    )

@@ -1,0 +1,204 @@
+"""Tokens per CPU second and peak memory of a training step: scripts/benchmark.py train."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from decode.errors import UserError
+from decode.evaluation.scorecard import hardware
+from distill.benchmarks.step_cost import products
+from distill.benchmarks.step_workers import HERE, Contender, rates, working
+from distill.config.validate import check_ranges
+from distill.report.tables import grid
+from distill.utils.atomic_files import write_json
+from distill.utils.progress import bar
+from distill.utils.provenance import commit
+
+OURS, THEIRS, GEMM = HERE / "step_ours.py", HERE / "step_speculators.py", HERE / "step_gemm.py"
+HOW = "python -m venv spec && spec/bin/pip install speculators, then speculators=spec/bin/python"
+# What both sides train with; no number here changes the work of a step.
+RECIPE = {"decay": 0.8, "clip": 0.5}
+
+
+def training(cfg: DictConfig, folder: Path) -> float:
+    """Race our EAGLE-3 training step against that of `speculators`; a table, and `out` as JSON.
+
+    Args:
+        cfg: composed from conf/benchmark_train.yaml.
+        folder: unused; nothing is written but `out`.
+
+    Returns:
+        Our tokens per CPU second over theirs with half of the positions supervised; with
+        `case=memory` the peak in MiB.
+
+    Raises:
+        UserError: bad input, or an environment without `speculators`.
+    """
+    del folder
+    check_ranges(cfg)
+    if not Path("/proc/self/clear_refs").exists():
+        raise UserError("benchmark train: memory is read from Linux's /proc, which is not here")
+    drafted, known = cfg.shape.draft_vocab_size, cfg.shape.vocab_size
+    if drafted > known:
+        raise UserError(f"shape.draft_vocab_size={drafted}: the target has shape.vocab_size={known}")
+    if cfg.optimizer.optimizer._target_ != "torch.optim.AdamW":
+        raise UserError("benchmark train: both sides step with AdamW; leave optimizer=adamw")
+    return _memory(cfg) if cfg.case == "memory" else _speed(cfg)
+
+
+def turns(tokens: int, turn: int) -> list[int]:
+    """A loss mask: turns of the user and of the target, one after the other."""
+    return [i // turn % 2 for i in range(tokens)]
+
+
+def _case(cfg: DictConfig, loss_mask: Sequence[int]) -> dict[str, Any]:
+    chosen = {
+        "shape": OmegaConf.to_container(cfg.shape),
+        "train_head": cfg.train_head,
+        "gradient_checkpointing": cfg.gradient_checkpointing,
+        "seed": cfg.seed,
+        "peak": True,
+    }
+    options = OmegaConf.to_container(cfg.optimizer.optimizer)
+    assert isinstance(options, dict)
+    options = {name: value for name, value in options.items() if not str(name).startswith("_")}
+    return RECIPE | chosen | {"optimizer": options, "loss_mask": list(loss_mask)}
+
+
+def _product(cfg: DictConfig, dtype: str) -> Contender:
+    case = {"size": cfg.gemm, "dtype": dtype, "seed": cfg.seed, "peak": False, "loss_mask": []}
+    return Contender(f"gemm_{dtype}", GEMM, case, 2.0 * cfg.gemm**3)
+
+
+def _python(cfg: DictConfig) -> str:
+    if cfg.speculators is None:
+        raise UserError(f"speculators: an environment of its own is needed; {HOW}")
+    python = shutil.which(cfg.speculators)
+    if python is None:
+        raise UserError(f"speculators={cfg.speculators}: no such python; {HOW}")
+    return python
+
+
+def _speed(cfg: DictConfig) -> float:
+    python = _python(cfg)
+    masks = {"all": [1] * cfg.tokens, "half": turns(cfg.tokens, cfg.turn)}
+    needed = {share: products(cfg.shape, mask, cfg.train_head) for share, mask in masks.items()}
+    contenders = [
+        Contender(f"{side}_{share}", builder, _case(cfg, mask), cfg.tokens, own)
+        for share, mask in masks.items()
+        for side, builder, own in (("ours", OURS, None), ("speculators", THEIRS, python))
+    ]
+    contenders += [_product(cfg, "float32"), _product(cfg, "bfloat16")]
+    load = [os.getloadavg()[0]]
+    with working(contenders) as ready, bar(cfg.repeats, "racing", "turns") as shown:
+        found = rates([worker for worker, _ in ready], cfg.steps, cfg.repeats, shown.update)
+    load.append(os.getloadavg()[0])
+    ceilings = {dtype: statistics.median(found[f"gemm_{dtype}"]) for dtype in ("float32", "bfloat16")}
+    said = {worker.contender.name: answer for worker, answer in ready}
+    rows = []
+    for share in masks:
+        for side in ("ours", "speculators"):
+            row = _row(f"{side}_{share}", found, said) | {"share": share, "mflop": needed[share] / 1e6}
+            row["mflop"] /= cfg.tokens
+            row["ceiling_share"] = row["tokens_per_cpu_second"] * row["mflop"] * 1e6 / ceilings["float32"]
+            row |= _over(found[row["name"]], found[f"speculators_{share}"])
+            rows.append(row)
+    card = _card(cfg, "train", rows, load) | {
+        "gemm_gflops": {dtype: rate / 1e9 for dtype, rate in ceilings.items()},
+        "torch": {"ours": said["ours_all"]["torch"], "speculators": said["speculators_all"]["torch"]},
+        "steps": cfg.steps,
+        "repeats": cfg.repeats,
+        "turn": cfg.turn,
+    }
+    write_json(Path(cfg.out), card)
+    print(_table(card))
+    return next(row["ratio"] for row in rows if row["name"] == "ours_half")
+
+
+def _row(
+    name: str, found: Mapping[str, Sequence[float]], said: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    own = found[name]
+    return {
+        "name": name,
+        "tokens_per_cpu_second": statistics.median(own),
+        "spread": [min(own), max(own)],
+        "peak_mib": said[name]["peak_mib"],
+    }
+
+
+def _over(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Ratios of the repeats, so that what slows the machine for a while slows both."""
+    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+    return {"ratio": statistics.median(ratios), "ratio_spread": [min(ratios), max(ratios)]}
+
+
+def _memory(cfg: DictConfig) -> float:
+    large = OmegaConf.merge({k: v for k, v in cfg.items() if k != "memory"}, cfg.memory)
+    assert isinstance(large, DictConfig)
+    load = [os.getloadavg()[0]]
+    contender = Contender("ours", OURS, _case(large, [1] * large.tokens), large.tokens)
+    with working([contender]) as [(_, said)]:
+        pass
+    load.append(os.getloadavg()[0])
+    peak, block = said["peak_mib"], large.tokens * large.shape.vocab_size * 4 / 2**20
+    rows = [{"name": "ours", "peak_mib": peak, "block_mib": block}]
+    write_json(Path(cfg.out), _card(large, "train_memory", rows, load))
+    print(
+        f"{peak:.0f} MiB above weights, gradients and optimizer; one fp32 block of {large.tokens} tokens x "
+        f"{large.shape.vocab_size} logits has {block:.0f} MiB"
+    )
+    return peak
+
+
+def _card(cfg: DictConfig, what: str, rows: list[dict[str, Any]], load: list[float]) -> dict[str, Any]:
+    return {
+        "what": what,
+        "rows": rows,
+        "shape": OmegaConf.to_container(cfg.shape),
+        "tokens": cfg.tokens,
+        "train_head": cfg.train_head,
+        "gradient_checkpointing": cfg.gradient_checkpointing,
+        "dtype": "float32",
+        "threads": 1,
+        "python": sys.version.split()[0],
+        "hardware": hardware(torch.device("cpu")),
+        "load_average": load,
+        "seed": cfg.seed,
+        "commit": commit(),
+    }
+
+
+def _table(card: Mapping[str, Any]) -> str:
+    lines = [
+        [
+            row["name"],
+            f"{row['tokens_per_cpu_second']:.0f}",
+            f"{row['spread'][0]:.0f}..{row['spread'][1]:.0f}",
+            f"{row['ratio']:.2f}x",
+            f"{row['ratio_spread'][0]:.2f}..{row['ratio_spread'][1]:.2f}",
+            f"{row['peak_mib']:.0f}",
+            f"{row['mflop']:.1f}",
+            f"{row['ceiling_share']:.0%}",
+        ]
+        for row in card["rows"]
+    ]
+    head = ["step", "tokens/CPU s", "min..max", "ratio", "min..max", "peak MiB", "MFLOP/token", "of ceiling"]
+    ceiling = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in card["gemm_gflops"].items())
+    load = "..".join(f"{value:.2f}" for value in card["load_average"])
+    return (
+        f"{grid(head, lines)}\n"
+        f"{card['tokens']} tokens, {card['shape']['depth']} unroll steps, fp32, AdamW included; memory above "
+        f"weights, gradients and optimizer\n"
+        f"ceiling: one thread's matrix product, {ceiling}\n"
+        f"{card['hardware']}, load {load}"
+    )

@@ -1,0 +1,1 @@
+"""The command line: Hydra main, overrides, defaults from a checkpoint, sweeps."""

@@ -1,0 +1,301 @@
+"""Hydra for people: paths as group values, one-line errors, exit code 2, resume."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from decode.errors import RemoteError, TooLargeError, UserError
+from distill.cli import sweep as multirun
+from distill.cli.checkpoint_defaults import follow
+from distill.config.help import show_help
+from distill.utils.launcher import LostRankError, launch, watch_parent
+from distill.utils.redact import printable
+from distill.utils.run_folder import Run, claim, join
+
+# group -> (the yaml that takes a path, the key the path goes to)
+PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
+RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out", "store", "stores")
+PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
+DRAFTER_PATHS = ("drafter.path", "drafter.init_from", "rollout.drafter")
+PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS)
+TEXTS = ("prompt", "row")  # anything at all; never split by a sweep
+EMPTY_GROUPS = ("experiment",)  # that may be null
+MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # options that had other names
+# What a disk does to a correct program: one line, exit code 1.
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
+OmegaConf.register_new_resolver("device_of", lambda accelerator: _device_of(accelerator), replace=True)
+Task = Callable[[DictConfig, Path], float]
+
+
+def _device_of(accelerator: str) -> str:
+    """Where a target lies when there is no trainer to say it."""
+    if accelerator == "auto":
+        import torch  # a second, which nobody else waits for
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if accelerator in ("gpu", "cuda") else "cpu"
+
+
+def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
+    """Run `task(config, folder)` under Hydra; user errors are one line and exit code 2.
+
+    A configuration with `output_dir` gets a run folder there; one without runs where it is.
+
+    Args:
+        task: does the work and returns the metric that sweeps optimise.
+        config_dir: holds the groups.
+        config_name: the primary configuration in it.
+    """
+    run: Run | None = None
+
+    def job(cfg: DictConfig) -> float:
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return multirun.run_job(task, cfg, folder, one_line_errors)
+        with one_line_errors(run):
+            result = task(cfg, folder)
+        if run:
+            run.finish()
+        return result
+
+    def sweep() -> None:
+        with one_line_errors():
+            parts = partial(compose, config_dir=config_dir, config_name=config_name)
+            plan = multirun.prepare(argv, config_dir, config_name, parts)
+        given = [a for a in argv if not a.startswith("hydra.sweep.dir=") and a not in multirun.FLAGS]
+        names = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(plan.fixed)}]"
+        place = f"hydra.sweep.dir={_quote(str(plan.folder))}"
+        sys.argv = [sys.argv[0], "--multirun", *given, names, place]
+        with multirun.summed_up(plan.folder), one_line_errors():
+            hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
+
+    show_help(config_dir, config_name)
+    watch_parent()
+    with one_line_errors():
+        argv = rewrite(follow(sys.argv[1:], config_dir, config_name), config_dir)
+        sweeps = multirun.wanted(argv, config_dir, config_name)
+    if sweeps:
+        sweep()
+        return
+    with one_line_errors():
+        # Flags are Hydra's own; a rank that Lightning started has its folder in argv already.
+        flags = any(a.startswith("-") for a in argv)
+        placed = any(a.startswith("hydra.run.dir=") for a in argv)
+        if not flags and not placed:
+            cfg = compose(argv, config_dir, config_name)
+            if "output_dir" in cfg:
+                root = Path(cfg.output_dir)
+                if (known := launch()) and not known[0]:
+                    folder = join(root)
+                else:
+                    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+                    run = claim(root, resolved, str(cfg.resume))
+                    folder = run.path
+                    print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
+                argv = [*argv, f"hydra.run.dir={_quote(str(folder))}"]
+    sys.argv = [sys.argv[0], *argv]
+    hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
+    if run:
+        print(run.path, flush=True)
+
+
+@contextmanager
+def one_line_errors(
+    run: Run | None = None, leave: Callable[[int, str], None] | None = None
+) -> Iterator[None]:
+    """Turn what a user can mend into a line and exit code 2, a full disk into a line and 1.
+
+    Args:
+        run: is discarded if no work was done in it.
+        leave: called with both, instead of leaving.
+    """
+    try:
+        yield
+    except UserError as error:
+        if run:
+            run.discard_if_empty()
+        code, text = 2, f"error: {error}"
+    except (TooLargeError, LostRankError, RemoteError) as error:
+        code, text = 1, f"error: {error}"
+    except KeyboardInterrupt:
+        again = f"; the same command goes on in {run.path}" if run else ""
+        code, text = 130, f"interrupted{again}"
+    except Exception as error:
+        cause = _disk_error(error)
+        if cause is None:
+            raise
+        where = f" ({cause.filename})" if cause.filename else ""
+        code, text = 1, f"error: {' '.join(str(cause.strerror).split())}{where}"
+    else:
+        return
+    if leave:
+        return leave(code, text)
+    print(printable(text), file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """The failure of a disk behind an exception, if there is one."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
+    """Turn `target=/a/folder` into `target=hf target.path='/a/folder'`; quote other paths and texts."""
+    # Hydra wants flags before the overrides, or after all of them.
+    argv = sorted(argv, key=lambda argument: argument not in ("-m", "--multirun"))
+    sweep = argv[:1] in (["-m"], ["--multirun"])
+    result: list[str] = []
+    for argument in argv:
+        key, sign, value = argument.partition("=")
+        if not sign or argument.startswith("-"):
+            result.append(argument)
+        elif key == "hydra.run.dir" and any(done.startswith("hydra.run.dir=") for done in result):
+            continue  # Lightning repeats it for its ranks, unquoted
+        elif key in PATH_GROUPS and not _is_choice(value, options(config_dir, key), sweep):
+            name, where = PATH_GROUPS[key]
+            result += [f"{key}={name}", f"{key}.{where}={_quote_path(value, sweep)}"]
+        elif key in TEXTS:
+            result.append(f"{key}={_quote_text(value)}")
+        elif value != "null" and (key in PATHS or value.startswith(("/", "~/", "./", "../"))):
+            result.append(f"{key}={_quote_path(value, sweep)}")
+        else:
+            result.append(argument)
+    return result
+
+
+def _is_choice(value: str, names: Sequence[str], sweep: bool) -> bool:
+    parts = value.split(",") if sweep and not Path(value).exists() else [value]
+    known = [part in names for part in parts]
+    if any(known) and not all(known):
+        raise UserError(f"{value}: names and paths in one sweep; write all of them as paths")
+    return all(known)
+
+
+def _quote_path(value: str, sweep: bool) -> str:
+    there = Path(value).exists()
+    if not there and value[:1] in ("'", '"') and value[-1:] == value[:1] and len(value) > 1:
+        return value  # in Hydra's own quotes
+    parts = value.split(",") if sweep and not there else [value]
+    return ",".join(_quote(str(Path(part).expanduser()) if part[:1] == "~" else part) for part in parts)
+
+
+def _quote_text(value: str) -> str:
+    # To OmegaConf ${ begins an interpolation, and backslashes before it escape.
+    return _quote(re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value))
+
+
+def _quote(value: str) -> str:
+    # Hydra reads backslashes as they are, but for those before a quote.
+    doubled = re.sub(r"(\\*)(?='|\Z)", lambda found: found[1] * 2, value)
+    return "'" + doubled.replace("'", "\\'") + "'"
+
+
+def options(config_dir: Path, group: str) -> list[str]:
+    """Names of a group's yaml files."""
+    return sorted(p.stem for p in (config_dir / group).glob("*.yaml"))
+
+
+def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "config") -> DictConfig:
+    """The configuration that these overrides give.
+
+    Raises:
+        UserError: an override that names nothing, with the nearest names that exist.
+    """
+    groups = [p.name for p in sorted(config_dir.iterdir()) if p.is_dir()]
+    for override in overrides:
+        _check_override(override, groups, config_dir)
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
+        chosen = [o for o in overrides if o.lstrip("+~").partition("=")[0] in groups]
+        try:
+            base = hydra.compose(config_name, overrides=chosen)
+            keys = [o.partition("=")[0] for o in overrides if o not in chosen]
+            keys = [k for k in keys if k[:1] not in "+~" and not k.startswith(("hydra.", "hydra/"))]
+            for key in keys:
+                _check_key(base, key)
+            cfg = hydra.compose(config_name, overrides=list(overrides))
+            for key in keys:
+                _check_kind(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
+            if unset := sorted(OmegaConf.missing_keys(cfg)):
+                raise UserError(f"{', '.join(unset)}: must be given, as in {unset[0]}=...")
+            return cfg
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UserError(" ".join(str(error).split())) from None
+
+
+def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> None:
+    if override[:1] == "~":
+        return
+    key, sign, value = override.lstrip("+").partition("=")
+    if not sign:
+        raise UserError(f"{override}: not an override; write option=value")
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise UserError(f"{override}: {str(error).splitlines()[0]}") from None
+    names = options(config_dir, key) + ["null"] * (key in EMPTY_GROUPS)
+    if key in groups and value not in names:
+        raise UserError(f"{key}={value}: {_nearest(value, names)}")
+
+
+def _check_key(cfg: DictConfig, key: str) -> None:
+    if key in MOVED:
+        raise UserError(f"{key} is {MOVED[key]} now")
+    node: Any = cfg
+    done: list[str] = []
+    for part in key.split("."):
+        if not OmegaConf.is_dict(node) or part not in list(node):  # `in` denies unset keys
+            names = [str(k) for k in node if str(k)[0] != "_"] if OmegaConf.is_dict(node) else []
+            where = ".".join(done)
+            where = f" in {where}" if where else ""
+            raise UserError(f"{key}: no such option{where}; {_nearest(part, names)}")
+        done.append(part)
+        node = node._get_node(part)  # the raw node: an unset value must not raise here
+
+
+def _check_kind(key: str, default: Any, value: Any) -> None:
+    """Refuse a value of another kind than the default's; what has none, or is Lightning's, is free."""
+    free = default is None or key == "trainer.devices" or (value is None and key.startswith("trainer."))
+    if not free and not _same_kind(default, value):
+        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        wanted = kinds.get(type(default), f"like {default}")
+        raise UserError(f"{key}={'null' if value is None else value}: must be {wanted}")
+
+
+def _same_kind(default: Any, value: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not math.isnan(value)
+    if isinstance(default, str):  # a name may look like a number
+        return isinstance(value, str | int | float)
+    if OmegaConf.is_list(default):
+        return OmegaConf.is_list(value) and all(_same_kind(default[0], v) for v in value if len(default))
+    return OmegaConf.is_dict(value) if OmegaConf.is_dict(default) else isinstance(value, type(default))
+
+
+def _nearest(wrong: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(wrong, names, n=1)
+    return f"{f'did you mean {close[0]}? ' if close else ''}choose one of {', '.join(names) or '(none)'}"

@@ -1,0 +1,287 @@
+"""Sweeps, Hydra's multirun: checked before a job starts, jobs that fail alone, one table at the end.
+
+What takes long to import, torch before all, is imported where it is used: a command starts with this file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from decode.errors import UserError
+from distill.utils.atomic_files import write_json
+from distill.utils.run_folder import occupy
+
+ERROR = "error.json"  # in the folder of a job that failed
+FLAGS = ("-m", "--multirun")
+Compose = Callable[[Sequence[str]], DictConfig]
+Errors = Callable[..., AbstractContextManager[None]]
+
+
+class Sweep(NamedTuple):
+    """What a command sweeps over.
+
+    Attributes:
+        folder: of all jobs.
+        fixed: options that are the same in all of them.
+    """
+
+    folder: Path
+    fixed: list[str]
+
+
+def wanted(argv: Sequence[str], config_dir: Path, config_name: str) -> bool:
+    """Whether a command asks for a sweep: by a flag, or by an experiment that is one."""
+    if any(argument.startswith("-") for argument in argv):
+        return all(argument in FLAGS for argument in argv if argument.startswith("-"))
+    own = [argument for argument in argv if argument.startswith(("experiment=", "hydra.mode="))]
+    if not own:
+        return False
+    try:
+        return _hydra(own, config_dir, config_name).mode == RunMode.MULTIRUN
+    except (HydraException, OmegaConfBaseException):  # said where the options are checked
+        return False
+
+
+def prepare(argv: Sequence[str], config_dir: Path, config_name: str, compose: Compose) -> Sweep:
+    """Check every job of a sweep, as far as that can be before it runs.
+
+    Args:
+        argv: of the command.
+        config_dir: holds the groups.
+        config_name: the primary configuration in it.
+        compose: a job's options to its configuration.
+
+    Raises:
+        UserError: with the job's options: one that does not exist, a value out of range; a launcher
+            that is not installed; jobs of several processes.
+    """
+    overrides = [argument for argument in argv if argument not in FLAGS]
+    if "RANK" in os.environ:
+        raise UserError(
+            "a sweep under torchrun: its ranks would sweep apart; start torchrun once for each setting"
+        )
+    try:
+        given = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise UserError(str(error).splitlines()[0]) from None
+    ours = ("experiment", "hydra")
+    own = [str(o.input_line) for o in given if not o.is_sweep_override()]
+    own = [line for line in own if line.startswith(ours)]
+    settings = _settings(own, config_dir, config_name, compose)
+    if settings.launcher._target_.endswith("SlurmLauncher") and not shutil.which("srun"):
+        raise UserError(
+            "hydra/launcher=submitit_slurm: no srun on this machine; start the sweep on the cluster"
+        )
+    params = settings.sweeper.get("params") or {}
+    swept = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in params.items()])
+    every = [*swept, *given]
+    fixed = [o for o in every if not o.is_sweep_override()]
+    # Only another sweeper knows its jobs: of what it chooses from, each value is tried by itself.
+    basic = settings.sweeper._target_.endswith("BasicSweeper")
+    jobs = BasicSweeper.split_arguments(every, None)[0] if basic else list(_singly(every))
+    _check_jobs(jobs, {o.get_key_element() for o in every if o.is_sweep_override()}, compose)
+    return Sweep(_folder(settings), [str(o.key_or_group) for o in fixed])
+
+
+def _hydra(overrides: Sequence[str], config_dir: Path, config_name: str) -> Any:
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
+        return hydra.compose(config_name, overrides=list(overrides), return_hydra_config=True).hydra
+
+
+def _settings(overrides: Sequence[str], config_dir: Path, config_name: str, compose: Compose) -> Any:
+    try:
+        return _hydra(overrides, config_dir, config_name)
+    except MissingConfigException as error:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        if group not in ("hydra/launcher", "hydra/sweeper"):
+            compose(overrides)  # says it better
+            raise UserError(" ".join(str(error).split())) from None
+        there = ", ".join(error.options or ())
+        raise UserError(
+            f"{group}={name}: not installed; pip install 'foredraft[sweeps]' has launchers. Here are {there}"
+        ) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(" ".join(str(error).split())) from None
+
+
+def _singly(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """Options of jobs in which every value of every choice appears, the others being the first of theirs."""
+    values = [
+        [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+        if o.is_discrete_sweep()
+        else [str(o.input_line)]
+        for o in overrides
+        if o.is_discrete_sweep() or not o.is_sweep_override()
+    ]
+    first = [own[0] for own in values]
+    yield first
+    for place, own in enumerate(values):
+        for value in own[1:]:
+            yield [*first[:place], value, *first[place + 1 :]]
+
+
+def _check_jobs(jobs: Sequence[Sequence[str]], varying: set[str], compose: Compose) -> None:
+    for job in jobs:
+        name = ",".join(o for o in job if o.partition("=")[0] in varying)
+        try:
+            check_job(compose(job))
+        except UserError as error:
+            raise UserError(f"{name}: {error}" if name else str(error)) from None
+
+
+def check_job(cfg: DictConfig) -> None:
+    """What can be known of a job from its configuration.
+
+    Raises:
+        UserError: a value out of range; several processes.
+    """
+    from distill.config.validate import check_ranges
+
+    check_ranges(cfg)
+    if "trainer" in cfg and processes(cfg.trainer) > 1:
+        raise UserError(
+            f"trainer.devices={cfg.trainer.devices} in a sweep: Lightning would run the whole sweep again in "
+            "every process it starts; set trainer.devices=1, or start torchrun once for each setting"
+        )
+
+
+def processes(trainer: DictConfig) -> int:
+    """Of a Lightning trainer with these settings, on this machine."""
+    devices = trainer.devices
+    if isinstance(devices, str):
+        devices = (
+            [part for part in devices.split(",") if part] if "," in devices else devices.replace("auto", "-1")
+        )
+    if OmegaConf.is_list(devices) or isinstance(devices, list):
+        count = len(devices)
+    elif (count := int(devices)) < 0:
+        import torch
+
+        count = 1 if trainer.accelerator == "cpu" else torch.cuda.device_count()
+    return count * trainer.get("num_nodes", 1)
+
+
+def _folder(settings: Any) -> Path:
+    folder = Path(settings.sweep.dir)
+    raw: Any = OmegaConf.to_container(settings.sweep, resolve=False)
+    if "${now:" not in raw["dir"]:
+        return folder  # named by the user, who may go on there
+    for suffix in ("", *(f"-{i}" for i in range(1, 100))):
+        named = folder.with_name(folder.name + suffix)
+        try:
+            named.mkdir(parents=True)
+        except FileExistsError:  # a sweep of the same second
+            continue
+        except OSError as error:
+            raise UserError(f"{named}: {error.strerror}") from None
+        return named
+    raise UserError(f"{folder}: a hundred sweeps have begun in this second")
+
+
+def run_job(
+    task: Callable[[DictConfig, Path], float], cfg: DictConfig, folder: Path, errors: Errors
+) -> float:
+    """Run one job; one that fails leaves a line and a record, and the others go on.
+
+    Args:
+        task: of the command.
+        cfg: of the job.
+        folder: of the job.
+        errors: `cli.one_line_errors`.
+
+    Returns:
+        What the task returns; NaN if it failed.
+    """
+    name = HydraConfig.get().job.override_dirname
+    (folder / ERROR).unlink(missing_ok=True)
+
+    def fail(code: int, text: str) -> None:
+        if code > 2:  # somebody wants all of it to end
+            print(text, file=sys.stderr, flush=True)
+            raise SystemExit(code)
+        text = f"error: {name}: {text.removeprefix('error: ')}" if name else text
+        print(text, flush=True)
+        write_json(folder / ERROR, {"job": name, "code": code, "error": text})
+
+    try:
+        with errors(leave=fail):
+            if "output_dir" not in cfg:
+                return task(cfg, folder)
+            config: Any = OmegaConf.to_container(cfg, resolve=True)
+            with closing(occupy(folder, config, name)) as run:
+                value = task(cfg, folder)
+                run.finish()
+            return value
+    except Exception as error:  # whatever ends one job, the others run; Hydra's launchers would end them all
+        traceback.print_exc()
+        fail(1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    return math.nan
+
+
+@contextmanager
+def summed_up(folder: Path) -> Iterator[None]:
+    """Behind the jobs, print one table over those that were scored, in order of tau, and where they are.
+
+    Raises:
+        SystemExit: a job failed; 2 where every one that did was the user's to mend, else 1.
+    """
+    try:
+        yield
+    finally:
+        summary = table(folder)
+        if summary:
+            print(summary)
+        print(folder, flush=True)
+    failed = [json.loads(path.read_text()) for path in _of_jobs(folder, ERROR)]
+    for one in failed:
+        print(one["error"], file=sys.stderr, flush=True)
+    if failed:
+        raise SystemExit(min(one["code"] for one in failed))
+
+
+def _of_jobs(folder: Path, name: str) -> list[Path]:
+    return sorted(folder.glob(f"*/{name}"), key=lambda path: (len(path.parent.name), path))
+
+
+def table(folder: Path) -> str:
+    """A sweep's jobs by acceptance length, the longest first; empty if none was scored.
+
+    At the first temperature and batch size that all were scored at.
+    """
+    from distill.report import compare
+
+    scored = []
+    for record in _of_jobs(folder, "run.json"):
+        card = record.parent / "checkpoints" / "best" / "score.json"
+        if card.exists():
+            job = json.loads(record.read_text()).get("job") or record.parent.name
+            scored.append(compare.Scored(job, json.loads(card.read_text())))
+    if not scored:
+        return ""
+    first, *others = (one.settings() for one in scored)
+    temperature, batch = next((s for s in first if all(s in other for other in others)), first[0])
+    try:
+        return compare.table(scored, compare.Choice([temperature], batch, by="tau"))
+    except UserError as error:  # jobs that are scored at other settings
+        return f"no table: {error}"

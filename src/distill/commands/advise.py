@@ -1,0 +1,271 @@
+"""scripts/advise.py: how much to draft on this machine, and what a perfect choice of drafts would give."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from decode.errors import UserError
+from decode.evaluation.acceptance import Acceptance, acceptance
+from decode.evaluation.replay import Rollout
+from decode.evaluation.scorecard import hardware
+from decode.model.load import stop_tokens
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.planning.auto import Forecast, choice, forecast, plain_counts, possible
+from decode.planning.cost_model import PLAIN, Costs, Measured, batch_seconds, fastest
+from decode.planning.oracle import least_seconds, lowest_share
+from decode.planning.round_timing import clock_of, measure
+from decode.sampling import Sampler
+from distill.commands.advice import describe, setting
+from distill.config.validate import check_ranges, refused
+from distill.rollouts.heldout import held_out_answers
+from distill.scoring.scorer import threads
+from distill.scoring.target_drift import only_untuned
+from distill.train import build_drafter, build_target, quiet, read_inputs
+from distill.utils.atomic_files import write_json
+from distill.utils.progress import bar
+from distill.utils.provenance import commit
+from drafters.base import Drafter
+from drafters.checkpoint import io as hub
+
+SIDE_BY_SIDE = 16  # answers that are replayed together: the bar moves when they are done
+
+
+class Known(NamedTuple):
+    """One drafter at one law."""
+
+    name: str
+    plans: list[Plan]
+    found: list[Acceptance]
+    costs: Measured
+
+
+def advise(cfg: DictConfig) -> float:
+    """Print what to draft at every temperature and batch size, and write it where `out` says so.
+
+    Args:
+        cfg: composed from conf/advise.yaml.
+
+    Returns:
+        The predicted speedup of the first choice.
+
+    Raises:
+        UserError: bad input; no drafter.
+    """
+    quiet()
+    check_ranges(cfg)
+    with refused():
+        samplers = [Sampler(t, cfg.top_k, cfg.top_p, cfg.min_p) for t in cfg.temperatures]
+    if not samplers or not cfg.batch_sizes:
+        raise UserError("advise: give temperatures and batch_sizes, at least one of each")
+    chat, _, held = read_inputs(cfg)
+    target = build_target(cfg)
+    drafters = _drafters(cfg, target)
+    options = cfg.score
+    results = []
+    with threads(options.threads):
+        for sampler in samplers:
+            limits = sampler, options.max_new_tokens, cfg.seed, Path(cfg.answers)
+            rollouts = held_out_answers(target, chat, held[: options.replay_prompts], *limits)
+            known = [_known(cfg, target, name, one, rollouts, sampler) for name, one in drafters]
+            for batch in cfg.batch_sizes:
+                results.append(_result(known, rollouts, sampler, batch, cfg.adapt))
+    card = {
+        "what": "advise",
+        "results": results,
+        "target": cfg.target.path,
+        "prompts": min(len(held), options.replay_prompts),
+        "max_new_tokens": options.max_new_tokens,
+        "clock": clock_of(target).__name__,
+        "hardware": hardware(target.device),
+        "load_average": round(os.getloadavg()[0], 2),
+        "commit": commit(),
+    }
+    print(describe(card))
+    if cfg.out:
+        write_json(Path(cfg.out), card)
+    return results[0]["choice"]["speedup"]
+
+
+def _drafters(cfg: DictConfig, target: Target) -> list[tuple[str, Drafter]]:
+    """Everyone that is compared, by a name that tells them apart."""
+    named = [str(source) for source in [cfg.checkpoint, *cfg.checkpoints] if source]
+    found = [(source, hub.load(hub.fetch(source), target)) for source in named]
+    if OmegaConf.select(cfg, "drafter") is not None:
+        with refused():
+            one = build_drafter(cfg, target)
+        if one.trains or one.fits:
+            raise UserError(
+                f"drafter={hub.short_name(one)} has to learn first: train it, and give the checkpoint"
+            )
+        found.append((hub.short_name(one), one.to(target.device, target.dtype).eval().requires_grad_(False)))
+    if not found:
+        raise UserError("advise: give checkpoint=<folder or hub id>, or drafter=ngram")
+    for source, one in found:
+        only_untuned(target, one.verifier(target), source)
+    kinds = [hub.short_name(one) for _, one in found]
+    several = {kind for kind in kinds if kinds.count(kind) > 1}
+    return [
+        (f"{kind} ({source})" if kind in several else kind, one)
+        for kind, (source, one) in zip(kinds, found, strict=True)
+    ]
+
+
+def candidates(
+    chains: int,
+    trees: Sequence[int],
+    widths: Sequence[int],
+    confidences: Sequence[float],
+    proposals: Sequence[str],
+) -> list[Plan]:
+    """Chains of 1 to `chains` tokens, the longest ended at each of the confidences too, and trees.
+
+    A tree of n nodes and width w is log2 n deep, or as deep as it has to be to have room for n; one that
+    would be deeper than the chains is left out.
+    """
+    plans = []
+    for proposal in proposals:
+        if proposal != "hybrid":
+            plans += [Plan(k, proposal=proposal) for k in range(1, chains + 1)]
+            plans += [Plan(chains, proposal=proposal, min_confidence=sure) for sure in confidences]
+        if proposal == "sampled":
+            continue  # a dynamic tree of drawn nodes would not be lossless
+        for nodes in trees:
+            for width in widths:
+                depth = max(round(np.log2(nodes)), -(-(nodes - width) // width**2) + 1, 1)
+                if depth <= min(chains, nodes):
+                    plans.append(Plan(depth, width, nodes, proposal=proposal))
+    return list(dict.fromkeys(plans))
+
+
+def _known(
+    cfg: DictConfig,
+    target: Target,
+    name: str,
+    drafter: Drafter,
+    rollouts: Sequence[Rollout],
+    sampler: Sampler,
+) -> Known:
+    """Acceptance and costs of one drafter."""
+    proposals = [p for p in cfg.proposals if p == "fixed" or sampler.temperature]
+    with refused():
+        plans = possible(drafter, candidates(cfg.chains, cfg.trees, cfg.widths, cfg.confidences, proposals))
+    target.tap(drafter.taps)
+    options = {"max_new_tokens": cfg.score.max_new_tokens, "seed": cfg.seed}
+    what = f"{name}, T={sampler.temperature:g}"
+    with bar(len(rollouts) * len(plans), f"replaying {what}", "answers", leave=False) as moving:
+        found = acceptance(
+            target,
+            drafter,
+            rollouts,
+            plans,
+            sampler,
+            stop=stop_tokens(target),
+            batch_size=SIDE_BY_SIDE,
+            progress=lambda done: (moving.update(done - moving.n), None)[1],
+            **options,
+        )
+    with bar(1, f"timing {what}", "rounds", leave=False) as moving:
+
+        def progress(done: int, total: int) -> None:
+            moving.total = total
+            moving.update(done - moving.n)
+
+        costs = measure(
+            target,
+            drafter,
+            [r.prompt for r in rollouts],
+            plans,
+            sampler,
+            cfg.batch_sizes,
+            repeats=cfg.repeats,
+            progress=progress,
+            **options,
+        )
+    return Known(name, plans, found, costs)
+
+
+def _result(
+    known: Sequence[Known], rollouts: Sequence[Rollout], sampler: Sampler, batch: int, adapt: bool
+) -> dict[str, Any]:
+    """All that is said of one temperature and batch size."""
+    tokens = plain_counts(rollouts)
+    tables = [(one, forecast(one.plans, one.found, one.costs, batch, adapt, tokens)) for one in known]
+    drafters = []
+    for one, rows in tables:
+        chosen = choice(rows)
+        drafters.append(
+            {
+                "name": one.name,
+                "costs": one.costs.table(batch),
+                "rows": [row.report() for row in rows],
+                "choice": chosen.report() | {"setting": setting(chosen.plan)},
+                "num_speculative_tokens": served(rows),
+            }
+        )
+    best = max(drafters, key=lambda one: one["choice"]["speedup"])
+    return {
+        "temperature": sampler.temperature,
+        "batch_size": batch,
+        "drafters": drafters,
+        "choice": {"drafter": best["name"]} | best["choice"],
+        "oracle": oracle(known, rollouts, batch),
+    }
+
+
+def served(rows: Sequence[Forecast]) -> int:
+    """Length of the best chain where a server keeps its batch full; 0: serve without."""
+    chains = [row for row in rows if row.plan == Plan(row.plan.depth)]
+    return chains[fastest([row.worth.full for row in chains])].plan.depth  # pyright: ignore[reportArgumentType]
+
+
+def oracle(known: Sequence[Known], rollouts: Sequence[Rollout], batch: int) -> dict[str, Any]:
+    """What the best draft of all plans of all drafters, known in every round, would reach: a bound.
+
+    A row is charged its share of the round, at the batch size where that is least; so no way of batching
+    is cheaper.
+    """
+    starts = [len(r.answer) - 1 for r in rollouts]
+    keeps, prices, left_out = [[np.zeros((n, 0)) for n in starts]], [_share(known[0].costs, PLAIN, batch)], []
+    for one in known:
+        # Each was timed at its own moment; plain decoding says how fast the machine was.
+        pace = prices[0] / _share(one.costs, PLAIN, batch)
+        for plan, found in zip(one.plans, one.found, strict=True):
+            if found.keeps is None:
+                left_out.append(f"{one.name} {plan.name}")
+                continue
+            keeps.append(found.keeps)
+            prices.append(pace * _share(one.costs, plan, batch))
+    rows = -(-max(len(rollouts), batch) // batch) * batch
+    order = [i % len(rollouts) for i in range(rows)]  # as `cost.worth` takes them
+    answers = list(zip(*keeps, strict=True))
+
+    def least(prices: Sequence[float]) -> list[float]:
+        return [least_seconds(one, prices) if n else 0.0 for one, n in zip(answers, starts, strict=True)]
+
+    seconds, rounds = least(prices), least([1.0] * len(prices))
+    total = sum(starts[i] for i in order)
+    speed = total / sum(seconds[i] for i in order)
+    plain = _plain_speed(known[0].costs, np.array(starts, float)[order], batch)
+    return {
+        "tau": sum(starts) / sum(rounds),
+        "tokens_per_second": speed,
+        "speedup": speed / plain,
+        "drafts": len(prices),
+        "left_out": left_out,
+    }
+
+
+def _share(costs: Costs, plan: Plan, batch: int) -> float:
+    return lowest_share(np.array([costs.round_seconds(plan, b) for b in range(1, batch + 1)]))
+
+
+def _plain_speed(costs: Costs, rounds: np.ndarray, batch: int) -> float:
+    price = np.array([costs.round_seconds(PLAIN, b) for b in range(1, batch + 1)])
+    return float(rounds.sum() / batch_seconds(rounds.reshape(-1, batch), price).sum())

@@ -1,0 +1,145 @@
+"""Answering one prompt on a terminal: the text as it comes, what was drafted in colour, the speed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerBase
+
+from decode.errors import UserError
+from decode.generation.generate import generate, stream
+from decode.generation.stop_strings import StopStrings
+from decode.generation.text import Detokenizer
+from decode.generation.types import Output, Piece, Times
+from decode.model.load import stop_tokens
+from decode.plan import Plan
+from distill.config.validate import check_ranges, refused
+from distill.scoring.scorer import threads
+from distill.train import build_target, quiet, read_chat
+from drafters.checkpoint import io as hub
+
+DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"
+WARM_UP = 8  # tokens
+
+
+def answer(cfg: DictConfig) -> float:
+    """Print the answer to `cfg.prompt` on stdout, and its figures on stderr.
+
+    Args:
+        cfg: composed from conf/generate.yaml.
+
+    Returns:
+        tau, 0 without a drafter.
+
+    Raises:
+        UserError: a prompt that is empty, no text or too long; no drafter in `cfg.checkpoint`.
+    """
+    quiet()
+    check_ranges(cfg)
+    color, prompt = wants_color(cfg.color), read_prompt(cfg.prompt)
+    chat = read_chat(cfg)
+    with refused():
+        plan = instantiate(cfg.decode) if cfg.checkpoint else Plan()
+        sampler = instantiate(cfg.sampling)
+    if not isinstance(plan, Plan):
+        raise UserError(
+            "decode=auto and decode=calibrated find their plans where a checkpoint is scored, and leave them "
+            "in its score.json; name one here"
+        )
+    target = build_target(cfg)
+    drafter = hub.load(hub.fetch(cfg.checkpoint), target) if cfg.checkpoint else None
+    original = target
+    if drafter:
+        target = drafter.verifier(target)
+        target.tap(drafter.taps)
+    ids = chat.encode([{"role": "user", "content": prompt}])
+    strings = [str(s).replace("\\n", "\n") for s in cfg.stop]
+    options: dict[str, Any] = {
+        "max_new_tokens": cfg.max_new_tokens,
+        "sampler": sampler,
+        "seed": cfg.seed,
+        "stop": stop_tokens(target),
+        "until": StopStrings(chat.tokenizer, strings) if strings else None,
+    }
+    both = drafter is not None and cfg.plain
+    with threads(cfg.threads):
+        short: dict[str, Any] = {**options, "max_new_tokens": min(WARM_UP, cfg.max_new_tokens)}
+        for proposer in [drafter, None] if both else [drafter]:  # warm up allocator and kernels
+            generate(target, proposer, [ids], plan=plan if proposer else None, **short)
+        last = show(stream(target, drafter, ids, plan=plan, **options), chat.tokenizer, color)
+        line = figures(plan, last.output, last.times)
+        if both:
+            target.tap(())  # plain decoding reads none
+            plain = generate(target, None, [ids], **options)
+            line += versus(speed(last.output, last.times), speed(plain.outputs[0], plain.times))
+    line += "; lossless to the tuned target" if target is not original else ""
+    print(line, file=sys.stderr, flush=True)
+    return last.output.tau
+
+
+def read_prompt(given: str) -> str:
+    """The prompt, or what stdin holds where it is `-`.
+
+    Raises:
+        UserError: there is nothing in it, or it is no text.
+    """
+    try:
+        text = sys.stdin.read().removesuffix("\n") if given == "-" else str(given)
+        text.encode()
+    except UnicodeError:
+        raise UserError("prompt: not UTF-8") from None
+    if not text.strip():
+        raise UserError("prompt: it is empty; give some text, or prompt=- to read it from stdin")
+    return text
+
+
+def wants_color(choice: str) -> bool:
+    """Whether to colour: `auto` does on a terminal, unless NO_COLOR (no-color.org) asks not to.
+
+    Raises:
+        UserError: no such choice.
+    """
+    if choice not in ("auto", "always", "never"):
+        raise UserError(f"color={choice}: choose auto, always or never")
+    able = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return choice == "always" or (choice == "auto" and able and not os.environ.get("NO_COLOR"))
+
+
+def show(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, color: bool) -> Piece:
+    """Print the text of a stream as it comes; returns the last piece.
+
+    A character has the colour of the token that completes it.
+    """
+    text, piece = Detokenizer(tokenizer, skip_special_tokens=True), None
+    if color:
+        print(f"{DRAFTED}accepted draft tokens{PLAIN}, the target's own tokens\n")
+    for piece in pieces:
+        for token, drafted in zip(piece.tokens, piece.drafted, strict=True):
+            part = text.add(token)
+            print(f"{DRAFTED}{part}{PLAIN}" if color and drafted and part else part, end="")
+        sys.stdout.flush()
+    print(text.end(), flush=True)
+    assert piece is not None, "a stream has at least the prefill's piece"
+    return piece
+
+
+def speed(output: Output, times: Times) -> float:
+    """Tokens a second, the prompt's pass and the token it gives excluded, as scores have it."""
+    return sum(output.emitted) / times.total if times.total else 0.0
+
+
+def figures(plan: Plan, output: Output, times: Times) -> str:
+    """What is said of a run."""
+    tau = f"tau {output.tau:.2f}, " if plan.depth else ""
+    count = len(output.tokens)
+    return f"{plan.name}: {count} token{'s' * (count > 1)}, {tau}{speed(output, times):.0f} tokens/s"
+
+
+def versus(mine: float, plain: float) -> str:
+    """What is said of plain decoding beside it."""
+    return f"; plain {plain:.0f} tokens/s ({mine / plain:.2f}x)" if plain else ""

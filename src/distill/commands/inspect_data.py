@@ -1,0 +1,195 @@
+"""Looking at a store of rollouts: rows with the supervised tokens marked, and statistics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerBase
+
+from decode.errors import UserError
+from decode.generation.text import Detokenizer
+from decode.model.load import load_config
+from distill.commands.generate import wants_color
+from distill.config.validate import check_ranges
+from distill.rollouts import surprisal as surprise
+from distill.rollouts.statistics import RowCounts
+from distill.scoring.scorer import threads
+from distill.train import build_target, quiet, read_chat
+from distill.utils.progress import bar, say
+from distill.utils.provenance import local
+
+SUPERVISED, PLAIN = "\x1b[32m", "\x1b[0m"
+OPEN, CLOSE = "⟦", "⟧"  # around supervised text where there is no colour
+NEEDED = ["id", "tokens", "loss_mask", "finish_reason", "ids"]
+Row = dict[str, Any]
+
+
+def inspect(cfg: DictConfig) -> float:
+    """Print rows and statistics of a store.
+
+    Args:
+        cfg: composed from conf/inspect_data.yaml.
+
+    Returns:
+        By how many nats the sampled answers surprise the target more than its own would; 0 without
+        a sample.
+
+    Raises:
+        UserError: no such store, or one of another tokenizer; no such row.
+    """
+    quiet()
+    check_ranges(cfg)
+    color = wants_color(cfg.color)
+    folder = find(cfg.store, cfg.stores)
+    manifest = read_manifest(folder)
+    plan = manifest["plan"]
+    chat = read_chat(cfg, plan["template"])
+    if chat.fingerprint() != plan["tokenizer"]:
+        raise UserError(
+            f"store={folder}: made with another tokenizer, chat template or prompts.template_options than "
+            f"those of target={cfg.target.path}; name its own"
+        )
+    say(f"store: {folder}")
+    where = (str(local(cfg.target.path)), cfg.target.revision, cfg.target.trust_remote_code)
+    counts = RowCounts(load_config(*where).get_text_config().vocab_size, cfg.max_tokens)
+    total = sum(shard["rows"] for shard in manifest["shards"])
+    dice = np.random.default_rng(cfg.seed)
+    shown = _some(dice, total, cfg.rows) if cfg.row is None else str(cfg.row)
+    sampled = _some(dice, total, cfg.sample)
+    kept, sample = read(folder, manifest, counts, shown, sampled)
+    if isinstance(shown, str) and not kept:
+        raise UserError(f"row={shown}: no row of {folder} has this id")
+    for number, row in kept:
+        print(show(number, row, chat.tokenizer, color), end="\n\n")
+    print("\n".join(counts.lines(plan["stop"])), flush=True)
+    if not sample:
+        return 0.0
+    target = build_target(cfg)
+    if target.fingerprint() != plan["target"]:
+        say(f"WARNING: the store names another target than {cfg.target.path}")
+    law = surprise.law_of(plan)
+    with threads(cfg.threads):
+        found = surprise.measure(target, sample, law.sampler)
+    print("\n".join(surprise.lines(found, law)), flush=True)
+    return found.excess()[0]
+
+
+def find(store: str | None, root: str) -> Path:
+    """The store's folder: the one that is named, or the newest finished one in `root`.
+
+    Raises:
+        UserError: there is none.
+    """
+    if store is not None:
+        return Path(store)
+    manifests = sorted(Path(root).glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)
+    if not manifests:
+        raise UserError(f"store: no finished store in {root}; train.py makes one, or name another: store=...")
+    return manifests[-1].parent
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a store says of itself.
+
+    Raises:
+        UserError: no store, or none that is finished.
+    """
+    path = folder / "manifest.json"
+    if not path.is_file():
+        there = (
+            "no manifest.json in it: it is not finished, or no store" if folder.is_dir() else "no such folder"
+        )
+        raise UserError(f"store={folder}: {there}; give a folder of outputs/rollouts")
+    try:
+        manifest = json.loads(path.read_text())
+        for name in ("template", "tokenizer", "target", "answers", "sampler", "stop"):
+            manifest["plan"][name]
+        [(shard["file"], shard["rows"]) for shard in manifest["shards"]]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: not the manifest of a store of rollouts") from None
+    return manifest
+
+
+def read(
+    folder: Path, manifest: dict[str, Any], counts: RowCounts, shown: set[int] | str, sampled: set[int]
+) -> tuple[list[tuple[int, Row]], list[Row]]:
+    """Go through a store once, a shard at a time.
+
+    Args:
+        folder: of the store.
+        manifest: of the store.
+        counts: is told of every shard.
+        shown: rows to return, by number or by id.
+        sampled: more rows, by number.
+
+    Returns:
+        Numbered rows to show, and those of the sample.
+
+    Raises:
+        UserError: a shard that is missing or damaged.
+    """
+    kept: list[tuple[int, Row]] = []
+    sample: list[Row] = []
+    first = 0
+    with bar(len(manifest["shards"]), "reading", "shards", leave=False) as progress:
+        for shard in manifest["shards"]:
+            path = folder / shard["file"]
+            try:
+                table = pq.read_table(path, columns=NEEDED)
+            except (OSError, pa.ArrowInvalid) as error:
+                raise UserError(f"{path}: {' '.join(str(error).split())[:200]}") from None
+            counts.add(table)
+            ids = table["id"].to_pylist()
+            for i, name in enumerate(ids):
+                number = first + i
+                if name == shown if isinstance(shown, str) else number in shown:
+                    kept.append((number, table.slice(i, 1).to_pylist()[0]))
+                if number in sampled:
+                    sample += table.slice(i, 1).to_pylist()
+            first += len(ids)
+            progress.update(1)
+    return kept, sample
+
+
+def _some(dice: np.random.Generator, total: int, count: int) -> set[int]:
+    return {int(i) for i in dice.choice(total, min(count, total), replace=False)}
+
+
+def show(number: int, row: Row, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
+    """A row's text, special tokens included, with what is supervised in colour or in brackets."""
+    before, after = (SUPERVISED, PLAIN) if color else (OPEN, CLOSE)
+    written = sum(map(bool, row["loss_mask"]))
+    text = "".join(
+        f"{before}{part}{after}" if supervised else part
+        for part, supervised in _parts(row["tokens"], row["loss_mask"], tokenizer)
+    )
+    return (
+        f"-- row {number}, id {row['id']}: {len(row['tokens']) - written} prompt tokens, {written} "
+        f"supervised, finish_reason {row['finish_reason']}, ids {row['ids']}\n{text}"
+    )
+
+
+def _parts(
+    tokens: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, bool]]:
+    """Text of one kind after the other; a character is of the kind of the token that completes it."""
+    text = Detokenizer(tokenizer)
+    pieces = [(text.add(token), bool(flag)) for token, flag in zip(tokens, mask, strict=True)]
+    pieces.append((text.end(), bool(mask[-1]) if len(mask) else False))
+    for supervised, run in groupby(pieces, key=lambda piece: piece[1]):
+        if joined := "".join(part for part, _ in run):
+            yield _visible(joined), supervised
+
+
+def _visible(text: str) -> str:
+    """Control characters as their pictures: a row may not command the terminal, and new lines show."""
+    pictures = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "\u2421", 0x0A: "\u240a\n"}
+    return text.translate(pictures)

@@ -1,0 +1,260 @@
+"""scripts/limit.py: what trees can give on the target's own text, and how much of it a drafter takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from decode.errors import UserError
+from decode.evaluation.bootstrap import interval
+from decode.evaluation.entropy_bound import Entropy, best_trees, bound, entropy, published
+from decode.evaluation.replay import Rollout
+from decode.evaluation.scorecard import hardware
+from decode.evaluation.tree_efficiency import Begun, acceptance, begun, kept
+from decode.model.load import stop_tokens
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.config.validate import check_ranges, refused
+from distill.report.tables import grid
+from distill.rollouts.heldout import held_out_answers
+from distill.train import build_target, quiet, read_inputs
+from distill.utils.atomic_files import write_json
+from distill.utils.progress import bar
+from distill.utils.provenance import commit
+from drafters.base import Drafter
+from drafters.checkpoint import io as hub
+from drafters.registry import short_name
+
+BATCH = 8  # starts side by side
+
+
+def limits(cfg: DictConfig) -> float:
+    """Print the table, and write it where `out` says so.
+
+    Args:
+        cfg: composed from conf/limit.yaml.
+
+    Returns:
+        The fraction of what the best trees keep that the drafter's do; mu, where there is none.
+
+    Raises:
+        UserError: bad input; a plan that cannot be settled without scoring.
+    """
+    quiet()
+    check_ranges(cfg)
+    with refused():
+        sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        plan = instantiate(cfg.decode) if cfg.checkpoint else Plan()
+    if not isinstance(plan, Plan):
+        raise UserError(
+            "decode=auto and decode=calibrated find plans where a checkpoint is scored; name one here"
+        )
+    if not cfg.nodes:
+        raise UserError("nodes=[]: name one size of a tree or more, as in nodes=[16,64]")
+    chat, _, held = read_inputs(cfg)
+    target = build_target(cfg)
+    drafter = hub.load(hub.fetch(cfg.checkpoint), target) if cfg.checkpoint else None
+    if drafter:
+        drafter.check(plan)
+        target = drafter.verifier(target)
+        target.tap(drafter.taps)
+    new = cfg.score.max_new_tokens
+    rollouts = held_out_answers(target, chat, held, sampler, new, cfg.seed, Path(cfg.answers))
+    found = entropy(_laws(target, rollouts, sampler))
+    where = _starts(cfg, target, drafter, rollouts, plan, sampler)
+    card = _card(cfg, target, drafter, found, where, plan, sampler)
+    print(describe(card))
+    if cfg.out:
+        write_json(Path(cfg.out), card)
+    fraction = card["drafter"] and card["drafter"]["fraction"]
+    return fraction[0] if fraction else card["mu"][0]
+
+
+def _laws(target: Target, rollouts: Sequence[Rollout], sampler: Sampler) -> list[torch.Tensor]:
+    """(T, V) of every answer: what each of its tokens was drawn from."""
+    laws = []
+    for prompt, answer in rollouts:
+        tokens = torch.tensor([prompt + answer], device=target.device)
+        last = target.read(tokens).last[0, len(prompt) - 1 : -1]
+        laws.append(sampler.law(target.head(last)))
+    return laws
+
+
+def _starts(
+    cfg: DictConfig,
+    target: Target,
+    drafter: Drafter | None,
+    rollouts: Sequence[Rollout],
+    plan: Plan,
+    sampler: Sampler,
+) -> list[Begun]:
+    """Some of the places where the drafter's rounds begin; without one, of all places."""
+    if drafter:
+        prompts = [r.prompt for r in rollouts]
+        options = {"max_new_tokens": cfg.score.max_new_tokens, "stop": stop_tokens(target), "seed": cfg.seed}
+        found = begun(target, drafter, prompts, plan, sampler, batch_size=BATCH, **options)
+    else:
+        found = [
+            Begun(i, r.prompt + r.answer[:place])
+            for i, r in enumerate(rollouts)
+            for place in range(1, len(r.answer))
+        ]
+    random.Random(cfg.seed).shuffle(found)
+    # Lengths alike lie side by side: less padding.
+    return sorted(found[: cfg.starts], key=lambda start: len(start.context))
+
+
+def _card(
+    cfg: DictConfig,
+    target: Target,
+    drafter: Drafter | None,
+    found: Entropy,
+    starts: Sequence[Begun],
+    plan: Plan,
+    sampler: Sampler,
+) -> dict[str, Any]:
+    sizes = sorted({int(n) for n in cfg.nodes} | ({plan.nodes} if drafter and plan.depth else set()))
+    contexts, groups = [s.context for s in starts], [s.request for s in starts]
+    parts = []
+    with bar(len(contexts), "best trees", "starts", leave=False) as shown:
+        for first in range(0, len(contexts), BATCH):
+            part = contexts[first : first + BATCH]
+            parts.append(best_trees(target, part, sizes[-1], sampler).cumsum(1).cpu())
+            shown.update(len(part))
+    best = torch.cat(parts)[:, [n - 1 for n in sizes]].numpy()  # (M, sizes)
+    mu, mu2 = found.moments
+    mus = interval(found.sums[:, 0], found.counts)
+    trees = [
+        {
+            "nodes": n,
+            "bound": bound(n, mu, mu2),
+            "published": published(n, mu, mu2),
+            "best": _mean(best[:, i], groups),
+        }
+        for i, n in enumerate(sizes)
+    ]
+    doubling = (
+        (best[:, -1] - best[:, 0]) / np.log2(sizes[-1] / sizes[0]) if len(sizes) > 1 else best[:, 0] * 0
+    )
+    reached = _reached(target, drafter, contexts, groups, plan, sampler, best, sizes) if drafter else None
+    return {
+        "temperature": sampler.temperature,
+        "bounded": sampler.temperature > 0,
+        "mu": [mu, *mus],
+        "mu2": mu2,
+        "correlation": found.correlation,
+        "positions": int(found.counts.sum()),
+        "starts": len(starts),
+        "trees": trees,
+        "per_doubling": _mean(doubling, groups),
+        "expected_per_doubling": float(np.log(2) / mu) if mu else None,
+        "drafter": reached,
+        "target": cfg.target.path,
+        "hardware": hardware(target.device),
+        "commit": commit(),
+    }
+
+
+def _reached(
+    target: Target,
+    drafter: Drafter,
+    contexts: Sequence[list[int]],
+    groups: Sequence[int],
+    plan: Plan,
+    sampler: Sampler,
+    best: np.ndarray,
+    sizes: Sequence[int],
+) -> dict[str, Any]:
+    """Of a drafter's plan: the fraction that it keeps and where the rest goes, or the bounds on draws."""
+    facts: dict[str, Any] = {"name": short_name(drafter), "plan": plan.name, "nodes": plan.nodes}
+    if plan.draws_at(sampler.temperature) is not None:
+        most = acceptance(target, drafter, contexts, plan, sampler, BATCH).cpu().numpy()
+        return facts | {"fraction": None, "first_level": _mean(most, groups)}
+    own = kept(target, drafter, contexts, plan, sampler, BATCH)
+    chosen, ranked = own.chosen.cpu().numpy(), own.ranked.cpu().numpy()
+    oracle = best[:, list(sizes).index(plan.nodes)]
+
+    def ratio(part: np.ndarray) -> list[float]:
+        return [float(part.sum() / oracle.sum()), *interval(part, oracle, groups)]
+
+    return facts | {
+        "kept": _mean(chosen, groups),
+        "fraction": ratio(chosen),
+        "coverage_loss": ratio(oracle - ranked),
+        "shape_loss": ratio(ranked - chosen),
+    }
+
+
+def _mean(values: np.ndarray, groups: Sequence[int]) -> list[float]:
+    """With its interval; places of one text are alike."""
+    return [float(values.mean()), *interval(values, np.ones(len(values)), groups)]
+
+
+def describe(card: dict[str, Any]) -> str:
+    """For people."""
+    lines = [
+        [
+            str(tree["nodes"]),
+            f"{tree['bound']:.2f}" if card["bounded"] else "-",
+            f"{tree['published']:.2f}" if card["bounded"] else "-",
+            _told(tree["best"]),
+        ]
+        for tree in card["trees"]
+    ]
+    text = [
+        f"T={card['temperature']:g}: mu = {_told(card['mu'])} nats a token, mu2 = {card['mu2']:.3f}, "
+        f"on {card['positions']} tokens of the target's own; entropies k tokens apart correlate by "
+        + ", ".join(f"{c:.2f}" for c in card["correlation"][:4]),
+        "",
+        f"draft tokens kept, {card['starts']} starts; the target's own token comes on top",
+        grid(["nodes", "bound", "published", "best tree [95 %]"], lines),
+    ]
+    if not card["bounded"]:
+        text.append(
+            "T=0: the target is certain, mu = 0, and there is no bound: a drafter that knows it keeps all"
+        )
+    else:
+        text.append(
+            f"a doubling of the nodes brings {_told(card['per_doubling'])} tokens; ln 2 / mu is "
+            f"{card['expected_per_doubling']:.3f}"
+        )
+        over = [str(tree["nodes"]) for tree in card["trees"] if tree["best"][0] > tree["bound"]]
+        if over:
+            text.append(
+                f"at {', '.join(over)} nodes the best trees keep more than the bound: it is of independent "
+                "rows, and real ones are not: where text is easy it is easy for a while"
+            )
+    return "\n".join([*text, *_described(card["drafter"])])
+
+
+def _described(drafter: dict[str, Any] | None) -> list[str]:
+    if not drafter:
+        return []
+    name = f"\n{drafter['name']}, {drafter['plan']}: "
+    if drafter["fraction"] is None:
+        return [
+            name
+            + "its tokens are drawn, and the bound on fixed trees says nothing of them. No lossless rule "
+            f"accepts the first level more often than {_told(drafter['first_level'], '.1%')}"
+        ]
+    return [
+        name
+        + f"{drafter['kept'][0]:.3f} tokens kept, {_told(drafter['fraction'], '.1%')} of the best trees of "
+        f"{drafter['nodes']} nodes. Lost to nodes that it did not look at: "
+        f"{_told(drafter['coverage_loss'], '.1%')}; to its choice among those that it did: "
+        f"{_told(drafter['shape_loss'], '.1%')}"
+    ]
+
+
+def _told(found: Sequence[float], form: str = ".3f") -> str:
+    """A mean and its interval."""
+    mean, low, high = (format(value, form) for value in found)
+    return f"{mean} [{low}, {high}]"

@@ -1,0 +1,1 @@
+"""From a composed configuration to objects: validation, target, chat template, help."""

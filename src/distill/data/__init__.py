@@ -1,0 +1,1 @@
+"""Training batches, the data module, and taps kept in memory or on disk."""

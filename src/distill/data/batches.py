@@ -1,0 +1,218 @@
+"""Stored rollouts as batches, each a pure function of (seed, step, store)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.model.target import Read
+from distill.data.taps_disk import TapCache
+from distill.data.taps_memory import TapMemory
+
+BUCKET = 8  # batches that are sorted by length together
+
+
+class Micro(NamedTuple):
+    """One micro-batch on one rank.
+
+    Attributes:
+        tokens: (B, T) right-padded.
+        loss_mask: (B, T) bool.
+        anchors: supervised anchors of the whole optimizer step, over micro-batches and ranks.
+        step: optimizer step.
+        seed: of the drafter's noise; the same rows get the same, however ranks share them out.
+        read: what the target says of these tokens, where it is kept in memory.
+        on_policy: supervised anchors in answers of the drafter's own.
+        weight: (B,) of the rows in the loss; None where all are 1.
+        lengths: of the rows, where the target reads them packed.
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    anchors: int
+    step: int
+    seed: int
+    read: Read | None = None
+    on_policy: int = 0
+    weight: Tensor | None = None
+    lengths: Sequence[int] | None = None
+
+
+class RolloutBatches(Dataset[Micro]):
+    """Micro-batch m of optimizer step k on rank r is item k * accumulate + m.
+
+    Rows are shuffled every epoch and grouped by length, so that little is padding. An epoch meets
+    a row at most once; the few that do not fill a last step are others every time.
+
+    Args:
+        rows: with `tokens`, `loss_mask` and `weight`.
+        batch_size: rows of one micro-batch.
+        steps: optimizer steps.
+        accumulate: micro-batches a step.
+        rank: of this process.
+        world: processes.
+        seed: of the order.
+        max_tokens: longer rows are cut.
+        memory: what the target says of the rows, or None.
+        packing: the target reads rows without padding.
+    """
+
+    def __init__(
+        self,
+        rows: datasets.Dataset,
+        batch_size: int,
+        steps: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        max_tokens: int = 2048,
+        memory: TapMemory | TapCache | None = None,
+        packing: bool = False,
+    ) -> None:
+        self.memory, self.packing = memory, packing
+        self.rows, self.batch_size, self.steps = rows, batch_size, steps
+        self.accumulate, self.rank, self.world = accumulate, rank, world
+        self.seed, self.max_tokens = seed, max_tokens
+        self._order: tuple[int, np.ndarray] | None = None
+        self._length, self._anchors, self._lost = _measure(rows, max_tokens)
+        self._usable = np.flatnonzero(self._anchors)
+        if not self._usable.size:
+            raise UserError("rollouts: no row has a supervised token; check the loss masks")
+
+    def unused(self) -> str:
+        """What training makes no use of, as a line; empty where it uses all."""
+        cut, bare = int((self._lost > 0).sum()), len(self._anchors) - len(self._usable)
+        parts = []
+        if cut:
+            share = self._lost.sum() / (self._lost.sum() + self._anchors.sum())
+            parts.append(
+                f"{cut} are cut at max_tokens={self.max_tokens}, {share:.1%} of all supervised tokens"
+            )
+        if bare:
+            parts.append(f"{bare} have no supervised token in reach and are left out")
+        return f"of {len(self._anchors)} rows " + ", ".join(parts) if parts else ""
+
+    def __len__(self) -> int:
+        return self.steps * self.accumulate
+
+    @override
+    def __getitem__(self, index: int) -> Micro:
+        step, micro = divmod(index, self.accumulate)
+        return self._micro(step, micro, self.rank)
+
+    def _micro(self, step: int, micro: int, rank: int) -> Micro:
+        shards = self._shards(step)
+        chosen = [self.rows[int(i)] for i in shards[micro, rank]]
+        lengths = [min(len(row["tokens"]), self.max_tokens) for row in chosen]
+        length = max(lengths)
+        tokens = torch.zeros(self.batch_size, length, dtype=torch.long)
+        mask = torch.zeros(self.batch_size, length, dtype=torch.bool)
+        for i, (row, n) in enumerate(zip(chosen, lengths, strict=True)):
+            tokens[i, :n] = torch.as_tensor(row["tokens"][:n])
+            mask[i, :n] = torch.as_tensor(row["loss_mask"][:n], dtype=torch.bool)
+        read = self.memory.batch(shards[micro, rank]) if self.memory else None
+        key = np.random.SeedSequence([self.seed, step, micro * self.world + rank])
+        noise = int(key.generate_state(1)[0])
+        weight = torch.tensor([row["weight"] for row in chosen])
+        return Micro(
+            tokens,
+            mask,
+            int(self._anchors[shards].sum()),
+            step,
+            noise,
+            read,
+            weight=None if (weight == 1).all() else weight,
+            lengths=lengths if self.packing else None,
+        )
+
+    def rows_of(self, step: int) -> list[list[int]]:
+        """Row numbers of this rank's micro-batches."""
+        return self._shards(step)[:, self.rank].tolist()
+
+    def tokens_of(self, step: int) -> int:
+        """Tokens of an optimizer step's rows, over all its micro-batches and ranks, without padding."""
+        return int(self._length[self._step_rows(step)].sum())
+
+    def largest(self, first: int) -> Micro:
+        """Of the steps of an epoch from `first` on, the micro-batch of any rank with the longest row.
+
+        The same on every rank, so that whatever it takes of all of them comes together.
+        """
+        _, per_epoch = self._epoch()
+        steps = range(first, min(self.steps, first + per_epoch - first % per_epoch))
+        longest = np.stack([self._length[self._shards(step)].max(2) for step in steps])  # (S, A, world)
+        step, micro, rank = np.unravel_index(int(longest.argmax()), longest.shape)
+        return self._micro(steps[int(step)], int(micro), int(rank))
+
+    def _shards(self, step: int) -> np.ndarray:
+        """(accumulate, world, B) row numbers of an optimizer step."""
+        return self._step_rows(step).reshape(self.accumulate, self.world, self.batch_size)
+
+    def _step_rows(self, step: int) -> np.ndarray:
+        """Row numbers of an optimizer step, over all its micro-batches and ranks."""
+        size, per_epoch = self._epoch()
+        epoch, place = divmod(step, per_epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._shuffle(epoch, size, per_epoch))
+        return self._order[1][place]
+
+    def _epoch(self) -> tuple[int, int]:
+        """Rows of an optimizer step, and steps of an epoch."""
+        size = self.batch_size * self.accumulate * self.world
+        return size, max(1, self._usable.size // size)
+
+    def _shuffle(self, epoch: int, size: int, per_epoch: int) -> np.ndarray:
+        random = np.random.default_rng([self.seed, epoch])
+        order = random.permutation(self._usable)
+        order = np.resize(order, per_epoch * size)  # repeats rows only if there are fewer than one batch
+        batches = []
+        for start in range(0, order.size, BUCKET * size):
+            bucket = order[start : start + BUCKET * size]
+            bucket = bucket[np.argsort(self._length[bucket], kind="stable")].reshape(-1, size)
+            batches.append(bucket[random.permutation(len(bucket))])
+        return np.concatenate(batches)
+
+
+def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each row its length, its anchors (t counts where token t + 2 is supervised) and the supervised
+    tokens that are cut off.
+    """
+    length, anchors, lost = [], [], []
+    for number, mask in enumerate(rows["loss_mask"]):
+        if all(mask):
+            raise UserError(
+                f"rollouts: row {number} says that the target wrote all of it, its first token included; "
+                "check the loss masks"
+            )
+        cut = mask[:max_tokens]
+        length.append(len(cut))
+        anchors.append(sum(cut[2:]))
+        lost.append(sum(mask[max_tokens:]))
+    return np.array(length), np.array(anchors), np.array(lost)
+
+
+class From(Sampler[int]):
+    """Items from `start` on; the order has no state to restore.
+
+    The length stays the whole run's: Lightning restores how many batches it has seen, and would
+    end the epoch early, and step too soon, on a loader that only had the rest.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def __len__(self) -> int:
+        return self.stop

@@ -1,0 +1,126 @@
+"""What the frozen target says of every stored row, read once instead of once an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import datasets
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.model.target import LAST, Read, Target
+from distill.utils.progress import bar
+
+TOKENS = 4096  # of one pass over the target
+
+
+class TapMemory:
+    """Head inputs and taps of all rows, in memory and in the target's dtype.
+
+    Rows are read in store order, so that what a row's numbers are does not depend on the batch
+    that trains on it, nor on where a run was resumed.
+
+    Args:
+        target: with its taps set.
+        rows: with `tokens`.
+        max_tokens: longer rows are cut.
+        packing: rows are read without padding.
+    """
+
+    def __init__(
+        self, target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
+    ) -> None:
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        with bar(len(rows), "taps", "rows") as progress:
+            for number, pair in enumerate(read_rows(target, rows, max_tokens, packing)):
+                self._rows[number] = pair
+                progress.update()
+
+    @property
+    def bytes(self) -> int:
+        """Held, where the target is."""
+        pairs = self._rows.values()
+        return sum(t.untyped_storage().nbytes() for t in {id(t): t for p in pairs for t in p}.values())
+
+    def batch(self, rows: Sequence[int]) -> Read:
+        """Right-padded (B, T, D) and (B, T, L, D) of these rows."""
+        last = pad_sequence([self._rows[r][0] for r in rows], batch_first=True)
+        return Read(last, pad_sequence([self._rows[r][1] for r in rows], batch_first=True))
+
+
+class GrowingTaps(TapMemory):
+    """The same, of rows as they are met: for runs that may end before they have met all of them.
+
+    What a row's numbers are, to rounding, depends on the batch that it first came in.
+
+    Args:
+        target, rows, max_tokens, packing: see `TapMemory`; the target has other taps set at other times.
+    """
+
+    def __init__(
+        self, target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
+    ) -> None:
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._read = target, rows, max_tokens, packing
+
+    @override
+    def batch(self, rows: Sequence[int]) -> Read:
+        target, source, max_tokens, packing = self._read
+        new = sorted({int(r) for r in rows} - self._rows.keys())
+        if new:
+            self._rows |= zip(new, read_rows(target, source.select(new), max_tokens, packing), strict=True)
+        return super().batch([int(r) for r in rows])
+
+
+def read_rows(
+    target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(n, D) head inputs and (n, L, D) taps of every row, in store order."""
+    only_last = set(target.taps) == {LAST}
+    for batch in _batches(rows, max_tokens):
+        tokens = pad_sequence([torch.tensor(t) for t in batch], batch_first=True)
+        read = target.read(tokens.to(target.device), [len(t) for t in batch] if packing else None)
+        for i, row in enumerate(batch):
+            last = read.last[i, : len(row)].clone()
+            yield last, last[:, None] if only_last else read.taps[i, : len(row)].clone()
+
+
+def _batches(rows: datasets.Dataset, max_tokens: int) -> list[list[list[int]]]:
+    batches: list[list[list[int]]] = []
+    for tokens in rows["tokens"]:
+        row = tokens[:max_tokens]
+        if batches and max(len(row), len(batches[-1][0])) * (len(batches[-1]) + 1) <= TOKENS:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
+    """What a `TapMemory` would hold."""
+    extra = 0 if set(target.taps) == {LAST} else len(target.taps)
+    tokens = sum(min(len(t), max_tokens) for t in rows["tokens"])
+    return tokens * target.hidden_size * target.dtype.itemsize * (1 + extra) / 2**30
+
+
+def wanted(taps: str, limit: float, need: float, epochs: float) -> bool:
+    """Whether to keep taps in memory.
+
+    Args:
+        taps: `online` reads the target in every training step, `memory` once before the first,
+            `auto` keeps them where they fit and are used more than once, `cache` is on disk.
+        limit: gigabytes that may be used.
+        need: gigabytes that would be.
+        epochs: times that each row is trained on.
+
+    Raises:
+        UserError: `memory` asked for, and more needed than allowed.
+    """
+    if taps not in ("auto", "online", "memory", "cache"):
+        raise UserError(f"taps={taps}: choose auto, online, memory or cache")
+    if taps == "memory" and need > limit:
+        raise UserError(f"taps=memory would hold {need:.1f} GB; raise taps_gb or use taps=online")
+    return taps == "memory" or (taps == "auto" and need <= limit and epochs > 1)

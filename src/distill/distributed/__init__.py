@@ -1,0 +1,1 @@
+"""Ranks, and graceful shutdown at a signal."""

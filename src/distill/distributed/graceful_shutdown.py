@@ -1,0 +1,120 @@
+"""SIGTERM in training: the step is finished, its state saved, and every rank leaves with 143."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from torch import Tensor
+from typing_extensions import override
+
+from distill.utils.progress import first_rank
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the latter is what SLURM's --signal often sends
+CODE = 128 + signal.SIGTERM  # a shell's for a process that SIGTERM ended; schedulers know it
+T = TypeVar("T")
+
+
+class Stopped(SystemExit):
+    """This run was asked to stop, and has saved what it needs to go on."""
+
+
+class _AtOnce(BaseException):
+    """Leaves work that may be abandoned anywhere."""
+
+
+class Stop:
+    """Whether a run is to stop: a signal to any of its processes, on which all of them agree.
+
+    A handler takes note and no more, so no save is torn and no step is left between two of its
+    micro-batches. The notes are added up with the sums that ranks exchange in every optimizer step
+    (`DistillModule.on_before_optimizer_step`) and at every save point, so that all ranks stop at the
+    same step and none waits for one that has gone.
+
+    Attributes:
+        by: name of the signal, once all ranks know of it; empty before.
+    """
+
+    def __init__(self) -> None:
+        self.by = ""
+        self._heard = [0.0] * len(SIGNALS)
+        self._may_leave = False
+
+    def hear(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal."""
+        del frame
+        self._heard[SIGNALS.index(signal.Signals(number))] = 1.0
+        if self._may_leave:
+            self._may_leave = False
+            raise _AtOnce
+
+    @property
+    def heard(self) -> list[float]:
+        """1 for every one of SIGNALS that this process has had: what ranks add up."""
+        return list(self._heard)
+
+    def agree(self, total: Sequence[float]) -> None:
+        """Take note of what all ranks have heard.
+
+        Args:
+            total: `heard`, summed over ranks.
+        """
+        self.by = next((s.name for s, count in zip(SIGNALS, total, strict=True) if count), "")
+
+    def ask_all(self, trainer: L.Trainer) -> None:
+        """Exchange what ranks have heard; waits for all of them, as a barrier does."""
+        heard = torch.tensor(self._heard, device=trainer.strategy.root_device)
+        total = trainer.strategy.reduce(heard, reduce_op="sum")
+        assert isinstance(total, Tensor)
+        self.agree(total.tolist())
+
+    def unless_asked(self, work: Callable[[], T]) -> T | None:
+        """The result of work that loses nothing by being done later; None where a signal came first."""
+        try:
+            try:
+                self._may_leave = True  # before looking, or a signal in between would have to wait
+                return None if self.by or any(self._heard) else work()
+            finally:
+                self._may_leave = False
+        except _AtOnce:
+            return None
+
+    def leave(self, step: int) -> NoReturn:
+        """End the process.
+
+        Args:
+            step: that was saved.
+
+        Raises:
+            Stopped: always.
+        """
+        if first_rank():
+            text = f"stopped by {self.by} at step {step}; the same command goes on from there"
+            print(text, file=sys.stderr, flush=True)
+        raise Stopped(CODE)
+
+
+class Signals(_SignalConnector):
+    """What Lightning does about signals while it trains, replaced.
+
+    Its own handler takes part in a broadcast inside the handler, which waits for ranks that nobody has
+    told, and then leaves after any micro-batch, with nothing saved. Under SLURM it would save a
+    checkpoint of its own form, and requeue the job whether or not the user wants that.
+    """
+
+    def __init__(self, trainer: L.Trainer, stop: Stop) -> None:
+        super().__init__(trainer)
+        self.stop = stop
+
+    @override
+    def register_signal_handlers(self) -> None:
+        """Lightning's teardown, which comes after errors too, puts back what was there before."""
+        self._original_handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        for number in SIGNALS:
+            self._register_signal(number, self.stop.hear)

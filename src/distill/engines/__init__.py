@@ -1,0 +1,1 @@
+"""Who answers prompts: the target in this process, or an OpenAI-compatible server."""

@@ -1,0 +1,1 @@
+"""Export of a checkpoint to other programs and to the Hub."""

@@ -1,0 +1,151 @@
+"""A checkpoint as it is given away: scripts/export.py, and `export` at the end of a run."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from decode.errors import RemoteError, UserError
+from decode.model.target import Target
+from distill.config.build import build_target
+from distill.export.recipe import recipe_of
+from distill.utils.progress import first_rank, say
+from drafters.base import Drafter
+from drafters.checkpoint import io as hub
+from drafters.checkpoint import pretrained
+from drafters.checkpoint.folder import kind_of, made_for, written
+from drafters.checkpoint.model_card import portable
+from drafters.export import formats as table
+from drafters.export import layout
+from drafters.export.layout import Layout
+from drafters.hub import upload
+
+NATIVE = "native"
+
+
+def export(cfg: DictConfig) -> float:
+    """Write the folder, say how to serve it, and upload it where `push_to` says so.
+
+    Args:
+        cfg: composed from conf/export.yaml.
+
+    Returns:
+        0: there is nothing to optimise.
+
+    Raises:
+        UserError: no checkpoint, a program that is not known or has no format for the drafter, a
+            folder that is there already; and see `upload.upload`.
+        RemoteError: see there.
+    """
+    check(cfg.to, cfg.push_to)
+    checkpoint = hub.fetch(cfg.checkpoint)
+    out = Path(cfg.out) if cfg.out else _beside(checkpoint.resolve(), cfg.to)
+    if out.is_dir() and cfg.push_to:
+        if not (out / layout.FILES[0]).is_file():
+            raise UserError(f"out={out}: is there already and no drafter's; choose a new folder")
+        say(f"{out} is there already and is uploaded as it is; remove it to have it written anew")
+    else:
+        check(cfg.to, cfg.push_to, kind_of(checkpoint))  # before the target is loaded
+        known = written(checkpoint)
+        if not cfg.target.path:
+            cfg.target.path, cfg.target.revision = made_for(checkpoint), known.revision
+        write(checkpoint, build_target(cfg), cfg.to, out, cfg.push_to)
+    if cfg.push_to:
+        push(out, cfg.push_to, cfg.private, cfg.dry_run)
+    return 0.0
+
+
+def check(to: str, push_to: str | None, kind: str = "") -> None:
+    """Refuse what cannot be exported, before there is anything to export.
+
+    Args:
+        to: program.
+        push_to: repository, or None.
+        kind: short name of the drafter; "": not known yet.
+
+    Raises:
+        UserError: a program that is not known, or has no format for the drafter; no repository's name.
+    """
+    programs = [NATIVE, *table.WRITERS]
+    if to not in programs:
+        raise UserError(f"to={to}: choose {', '.join(programs[:-1])} or {programs[-1]}")
+    if kind and to != NATIVE:
+        table.check(kind, to)
+    if push_to:
+        upload.check_repo(push_to)
+
+
+def write(checkpoint: Path, target: Target, to: str, out: Path, repo: str | None = None) -> None:
+    """Write a checkpoint's folder in a program's terms, with card, scorecard and recipe.
+
+    Raises:
+        UserError: see `hub.load`, `table.written` and `pretrained.whole`.
+    """
+    drafter = hub.load(checkpoint, target)
+    assert drafter.origin is not None
+    # Without folders of this machine: what is written today without push_to may be uploaded tomorrow.
+    origin = portable(drafter.origin)
+    theirs = None if to == NATIVE else table.written(hub.opened(drafter), target, to)
+    with pretrained.whole(out) as temporary:
+        weights = None if theirs else hub.weights_on_file(checkpoint, drafter, target)
+        pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
+    say(f"{out}\n\n{_served(theirs, drafter, out)}")
+
+
+def push(out: Path, repo: str, private: bool, dry_run: bool) -> None:
+    """Upload a folder, or say what would be uploaded where nothing is to be, or can be.
+
+    Raises:
+        UserError, RemoteError: see `upload.upload`.
+    """
+    if dry_run or not upload.logged_in():
+        why = "dry_run=true" if dry_run else f"no token of the Hub is known here; {upload.LOGIN}"
+        say(f"{upload.plan(out, repo, private)}\ndry run: {why}")
+    else:
+        say(f"uploaded: {upload.upload(out, repo, private)}")
+
+
+def at_end(cfg: DictConfig, folder: Path, target: Target) -> None:
+    """Export the best checkpoint of a run that has ended; whatever fails here, the run has not.
+
+    Args:
+        cfg: with `export`.
+        folder: of the run.
+        target: of the run.
+    """
+    options = cfg.export
+    if not (options.to or options.push_to) or not first_rank():
+        return
+    to = options.to or NATIVE
+    links = [folder / "checkpoints" / name for name in ("best", "last")]  # without scores there is no best
+    checkpoint = next((link for link in links if link.exists()), None)
+    if checkpoint is None:
+        return
+    out = _beside(checkpoint.resolve(), to)
+    try:
+        if not out.is_dir():
+            write(checkpoint, target, to, out, options.push_to)
+        if options.push_to:
+            push(out, options.push_to, options.private, options.dry_run)
+    except (UserError, RemoteError, OSError) as error:
+        words = ["python", "scripts/export.py", f"checkpoint={checkpoint.resolve()}", f"to={to}"]
+        if options.push_to:
+            words += [f"push_to={options.push_to}", f"private={str(options.private).lower()}"]
+        reason = " ".join(str(error).split())
+        say(f"export: {reason}; the run itself is whole, and this tries again: {shlex.join(words)}")
+
+
+def _served(theirs: Layout | None, drafter: Drafter, out: Path) -> str:
+    """The command that serves it, whatever is in the paths, and the note."""
+    assert drafter.origin is not None
+    native = Layout({}, {}, "python scripts/generate.py checkpoint={drafter} target={target} prompt=...")
+    found = theirs or native
+    command = found.command(drafter.origin.name, str(out))
+    return "\n\n".join(part for part in (command and f"serve it: {command}", found.note) if part)
+
+
+def _beside(checkpoint: Path, to: str) -> Path:
+    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    return run / "export" / f"{checkpoint.name}-{to}" if run else Path(f"{checkpoint}-{to}")

@@ -1,0 +1,1 @@
+"""Loggers: CSV, Weights & Biases, TensorBoard."""

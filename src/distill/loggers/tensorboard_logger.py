@@ -1,0 +1,93 @@
+"""TensorBoard: curves, scorecards as text and histograms of accepted lengths, in a run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
+
+from distill.loggers.loggers import Careful, best, lengths, numbers, setting
+from distill.utils.progress import say
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard(Careful, TensorBoardLogger):
+    """Logs to event files; of steps that are made again after a kill, readers see the newer.
+
+    Args:
+        folder: of the run.
+        first_step: that this process makes.
+    """
+
+    label = "TensorBoard"
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        again: dict[str, Any] = {"purge_step": first_step} if first_step else {}
+        super().__init__(folder, name=FOLDER, version="", default_hp_metric=False, **again)
+        self.first_step = first_step
+
+    @rank_zero_only
+    def begin(self) -> None:
+        """Say where it is; log the score at the first step again, which readers purge with that step."""
+        folder = Path(self.save_dir)
+        say(f"TensorBoard: tensorboard --logdir {self.log_dir}")
+        checkpoint = folder / "checkpoints" / str(self.first_step)
+        if (card := checkpoint / "score.json").exists():
+            self._try(
+                "curves", lambda: self.log_metrics(numbers(json.loads(card.read_text())), self.first_step)
+            )
+            self.saved(folder, checkpoint)
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._try("curves", lambda: super(TensorBoard, self).log_metrics(metrics, step))
+
+    @override
+    @rank_zero_only
+    def save(self) -> None:
+        self._try("curves", super().save)
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self._try("curves", lambda: super(TensorBoard, self).finalize(status))
+
+    @rank_zero_only
+    def saved(self, folder: Path, checkpoint: Path) -> None:
+        """Log a scored checkpoint's card and its histograms."""
+        if (card := checkpoint / "score.json").exists():
+            self._try(
+                "scorecards", lambda: self._saved(json.loads(card.read_text()), checkpoint == best(folder))
+            )
+
+    def _saved(self, card: dict[str, Any], is_best: bool) -> None:
+        from distill.report.tables import settings_table
+
+        writer, step = self.experiment, card["step"]
+        text = "\n".join(f"    {line}" for line in settings_table(card).splitlines())  # Markdown's verbatim
+        writer.add_text("scorecard", f"{text}\n\nbest so far: {'yes' if is_best else 'no'}", step)
+        for row in card["rows"]:
+            counts = lengths(row)
+            total = sum(counts)
+            writer.add_histogram_raw(
+                f"accepted_length/{setting(row)}",
+                min=0,
+                max=len(counts) - 1,
+                num=total,
+                sum=sum(j * count for j, count in enumerate(counts)),
+                sum_squares=sum(j * j * count for j, count in enumerate(counts)),
+                bucket_limits=[j + 0.5 for j in range(len(counts))],
+                bucket_counts=counts,
+                global_step=step,
+            )
+        writer.flush()
+
+    def ended(self, folder: Path) -> None:
+        """Nothing more: the report is a page, and weights are no events."""

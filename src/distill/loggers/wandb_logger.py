@@ -1,0 +1,259 @@
+"""Weights & Biases: curves, scorecards, histograms, the report and checkpoints of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import wandb
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
+
+from distill.loggers.loggers import COLUMNS, REPORT, Careful, best, cards, lengths, rows, setting
+from distill.utils import redact
+from distill.utils.progress import bar, say
+from distill.utils.provenance import digest
+from distill.utils.run_folder import checkpoints
+from drafters.checkpoint import io as hub
+
+STEP = "trainer/global_step"
+JOURNAL = "history.jsonl"  # beside W&B's own files: [step, numbers] of all that was logged
+UPLOAD = 600.0  # seconds that weights may take when a run has ended well
+FINISH = 60.0  # and everything else, whatever has become of it
+_turn = threading.Lock()
+_busy: list[threading.Thread] = []  # with what asks a server, which may take its time
+SAID = {"end": "; best and last weights too, when the run ends", "always": "; all weights too", "never": ""}
+
+
+class Wandb(Careful, Logger):
+    """Logs to W&B: online where a key is known, offline elsewhere, as WANDB_MODE says where it is set.
+
+    A run's folder is one W&B run: what goes on there after a kill goes on in it, and steps that are made
+    again are not logged again. Offline, W&B writes 32 KB at a time, and a kill loses what it has not
+    written; so the record is then made anew from a journal, in the place of the one that was cut off.
+
+    Args:
+        folder: of the run.
+        project: of W&B.
+        config: that W&B shows.
+        weights: which checkpoints become artifacts: `end`, `always` or `never`.
+    """
+
+    label = "W&B"
+
+    def __init__(self, folder: Path, project: str, config: dict[str, Any], weights: str) -> None:
+        super().__init__()
+        self.folder, self.project, self.config, self.weights = folder, project, config, weights
+        record = folder / "run.json"
+        self._id = digest(record.read_text())[:8] if record.exists() else None
+        self._run: Any = None
+        self._logged: dict[str, int] = {}
+
+    @property
+    @override
+    def name(self) -> str:
+        return self.project
+
+    @property
+    @override
+    def version(self) -> str | None:
+        return self._id
+
+    @override
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the configuration is there from the beginning."""
+
+    @rank_zero_only
+    def begin(self) -> None:
+        """Start W&B's run, or go on in it, and say where it is."""
+        if os.environ.get("WANDB_MODE") == "disabled":
+            self._off |= {"curves", "scorecards", "reports and weights"}
+        self._try("curves", self._begin)
+
+    def _begin(self) -> Any:
+        if self._run is not None:
+            return self._run
+        wanted = os.environ.get("WANDB_MODE")
+        try:
+            self._run = self._init(wanted or ("online" if _key_known() else "offline"))
+        except Exception as error:  # of wandb, a key, a network or a server: none of them ends a run
+            if wanted == "offline":
+                raise
+            say(f"W&B: {redact.reason(error)}; this run is recorded offline")
+            wandb.teardown()  # or the run that it did not get would be in its way
+            self._run = self._init("offline")
+        self._go_on(self._run)
+        place = self._run.url or f"offline, `wandb sync {self._run.settings.sync_dir}` uploads it"
+        say(f"W&B: {place}{SAID[self.weights]}")
+        return self._run
+
+    def _go_on(self, run: Any) -> None:
+        """Take note of what was logged by processes before this one; offline, log it again."""
+        place = Path(run.settings.wandb_dir)
+        self._journal = place / JOURNAL
+        lines = self._journal.read_text().splitlines() if self._journal.exists() else []
+        known = [json.loads(line) for line in lines if line.endswith("]")]  # the last may have been cut off
+        self._logged = {_kind(metrics): step for step, metrics in known}
+        older = [p for p in place.glob(f"*run-*-{run.id}") if p != Path(run.settings.sync_dir)]
+        if not older or any(p.name.startswith("run-") or list(p.glob("*.synced")) for p in older):
+            return
+        for step, metrics in known:
+            run.log({**metrics, STEP: step})
+        for checkpoint in checkpoints(self.folder):
+            self._saved(self.folder, checkpoint)
+        for folder in older:
+            shutil.rmtree(folder, ignore_errors=True)  # the killed run's writer may be in it still
+
+    def _init(self, mode: Any) -> Any:
+        settings = wandb.Settings(finish_timeout=FINISH, finish_timeout_raises=True)
+        name = f"{self.folder.parent.name}/{self.folder.name}"
+        with _arguments_without_secrets():
+            run = wandb.init(
+                project=self.project,
+                name=name,
+                dir=self.folder,
+                id=self._id,
+                resume="allow",
+                mode=mode,
+                config=self.config,
+                settings=settings,
+            )
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP, step_sync=True)
+        return run
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Numbers of one step, unless this or a later one is there already."""
+        if step is not None:
+            self._try("curves", lambda: self._log(dict(metrics), step))
+
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        run, kind = self._begin(), _kind(metrics)
+        if step <= self._logged.get(kind, -1):
+            return
+        run.log({**metrics, STEP: step})
+        self._logged[kind] = step
+        with self._journal.open("a") as file:
+            file.write(json.dumps([step, metrics]) + "\n")
+
+    def _later(self, what: str, work: Callable[[], object]) -> None:
+        """Do it in a thread, where waiting for a server holds up nothing."""
+
+        def turn() -> None:
+            with _turn:
+                try:
+                    if thread in _busy and what not in self._off:
+                        work()
+                except Exception as error:  # likewise, in a thread that nobody asks
+                    if thread in _busy:  # the run is still there, and W&B's with it
+                        self._leave(what, error)
+
+        thread = threading.Thread(target=turn, daemon=True)
+        _busy.append(thread)
+        thread.start()
+
+    @rank_zero_only
+    def saved(self, folder: Path, checkpoint: Path) -> None:
+        """Log a scored checkpoint's card; and its weights, where they are wanted now."""
+        self._try("scorecards", lambda: self._saved(folder, checkpoint))
+
+    def _saved(self, folder: Path, checkpoint: Path) -> None:
+        run, scored, headline = self._begin(), cards(folder), best(folder)
+        if card := next((c for c in scored if c["step"] == int(checkpoint.name)), None):
+            lines: list[Any] = [line for c in scored for line in rows(c)]
+            shown = {f"accepted_length/{setting(row)}": _histogram(lengths(row)) for row in card["rows"]}
+            made = {**shown, "scorecard": wandb.Table(columns=["step", *COLUMNS], data=lines)}
+            self._later("scorecards", lambda: run.log({**made, STEP: card["step"]}))
+        if top := next((c for c in scored if headline and c["step"] == int(headline.name)), None):
+            run.summary.update({f"best/{name}": top[name] for name in ("step", "tau", "speedup")})
+        if self.weights == "always":
+            self._upload(checkpoint, ["last"] + ["best"] * (checkpoint == headline))
+
+    @rank_zero_only
+    def ended(self, folder: Path) -> None:
+        """Log the report, and the weights that are wanted when a run has ended."""
+        self._try("reports and weights", lambda: self._ended(folder))
+
+    def _ended(self, folder: Path) -> None:
+        run, last = self._begin(), (folder / "checkpoints" / "last").resolve()
+        if (report := folder / REPORT).exists():
+            artifact = wandb.Artifact(f"report-{run.id}", type="report")
+            artifact.add_file(str(report), policy="immutable", skip_cache=True)
+            self._later("reports", lambda: run.log({"report": wandb.Html(report, inject=False)}))
+            self._later("reports", lambda: run.log_artifact(artifact))
+        if self.weights == "end" and last.is_dir():
+            top = best(folder) or last
+            for checkpoint in dict.fromkeys([top, last]):
+                self._upload(checkpoint, ["best"] * (checkpoint == top) + ["last"] * (checkpoint == last))
+
+    def _upload(self, checkpoint: Path, aliases: list[str]) -> None:
+        """Hand a checkpoint's files over where they lie: no copy is made, and no trainer's state goes."""
+        run, card = self._begin(), checkpoint / "score.json"
+        about = json.loads(card.read_text()) if card.exists() else {}
+        about = {k: v for k, v in about.items() if isinstance(v, str | int | float)}
+        artifact = wandb.Artifact(f"drafter-{run.id}", type="model", metadata=about)
+        found = {p for name in hub.FILES for p in checkpoint.glob(name)} | (
+            {card} if card.exists() else set()
+        )
+        for path in sorted(found):
+            artifact.add_file(str(path), name=path.name, policy="immutable", skip_cache=True)
+
+        def upload() -> None:
+            logged = run.log_artifact(artifact, aliases=[f"step-{checkpoint.name}", *aliases])
+            if run.url:
+                with suppress(Exception):  # what has not arrived when the run ends, `finish` says
+                    logged.wait()
+
+        self._later("weights", upload)
+
+
+@contextmanager
+def _arguments_without_secrets() -> Iterator[None]:
+    """W&B records the command line."""
+    given = sys.argv
+    sys.argv = [given[0], *map(redact.override, given[1:])]
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
+def _kind(metrics: Mapping[str, float]) -> str:
+    """What is logged together: `train`, say."""
+    return " ".join(sorted({name.partition("/")[0] for name in metrics if "/" in name}))
+
+
+def _histogram(counts: list[int]) -> wandb.Histogram:
+    return wandb.Histogram(np_histogram=(np.array(counts), np.arange(len(counts) + 1) - 0.5))
+
+
+def _key_known() -> bool:
+    """Whether W&B could log in: by an environment variable, or what `wandb login` left."""
+    return bool(wandb.login(prompt=False, verify=False))
+
+
+def finish(failed: bool) -> None:
+    """End W&B's run; what could not be uploaded can be later."""
+    assert wandb.run
+    folder, end = wandb.run.settings.sync_dir, time.monotonic() + (FINISH if failed else UPLOAD)
+    with bar(1, "W&B: finishing", "", leave=False):
+        try:
+            for thread in _busy:
+                thread.join(max(0.0, end - time.monotonic()))
+            wandb.finish(exit_code=int(failed))
+        except Exception as error:  # it has all it needs on disk
+            say(f"W&B: {redact.reason(error)}; `wandb sync {folder}` uploads the rest")
+        finally:
+            _busy.clear()

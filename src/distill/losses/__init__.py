@@ -1,0 +1,1 @@
+"""The training loss: divergence x weights, chunked over the vocabulary."""

@@ -1,0 +1,188 @@
+"""How far a draft's law is from the target's: values, and gradients with respect to the logits.
+
+p is the target's law, q the draft's, alpha = sum min(p, q) the chance that a token drawn from q is
+accepted. Sums run over the draft's tokens. A draft may know fewer than the target: p is then p on
+those it knows, never renormalised. Its sum, `mass`, is below 1, and the rest are misses: the draft
+can neither propose nor be taught them. For logits z and g = dL/dq, dL/dz = q (g - sum q g).
+
+Gradients are closed formulas because the blocks are large: each pass over one counts, and what a
+divergence was given it overwrites.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from distill.losses.chunked_logits import Student, Teacher
+
+# Returns the (M,) values in nats and their (M, V') gradients with respect to the draft's logits.
+Divergence = Callable[[Student, Teacher], tuple[Tensor, Tensor]]
+
+
+def kl(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """KL(p || q) = sum p log(p / q); gradient mass q - p.
+
+    Misses are left out: their term is infinite whatever the draft does.
+    """
+    value = teacher.negentropy + teacher.mass * student.norm
+    value -= student.logits.mul_(teacher.p).sum(-1)
+    q = student.q if teacher.whole else student.q.mul_(teacher.mass[:, None])
+    return value, q.sub_(teacher.p)
+
+
+def ce(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """Cross-entropy to the target's likeliest token; gradient q - onehot. A miss is 0."""
+    return _to(teacher.best, student, teacher)
+
+
+def nll(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """Cross-entropy to the token that the text goes on with; a miss is 0.
+
+    Sequence-level distillation (SeqKD, arXiv:1606.07947) where the target wrote the text.
+    """
+    return _to(teacher.written, student, teacher)
+
+
+def hit(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """1 - q(x) of the token x that the text goes on with; gradient q(x) (q - onehot). A miss is 1.
+
+    Over texts of the target, the chance that the match rule rejects a token drawn from q.
+    """
+    at, known = teacher.written.clamp_min(0)[:, None], (teacher.written >= 0).to(student.q.dtype)
+    mass = student.q.gather(1, at)[:, 0] * known
+    return 1 - mass, student.q.mul_(mass[:, None]).scatter_add_(1, at, -mass[:, None])
+
+
+def _to(labels: Tensor, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    at, known = labels.clamp_min(0)[:, None], (labels >= 0).to(student.q.dtype)
+    value = (student.norm - student.logits.gather(1, at)[:, 0]) * known
+    q = student.q if teacher.whole else student.q.mul_(known[:, None])
+    return value, q.scatter_add_(1, at, -known[:, None])
+
+
+@dataclass(frozen=True)
+class TopK:
+    """- sum over the target's `k` likeliest tokens of p log q; gradient q sum p - p on them.
+
+    HASS's harmonised objective (arXiv:2408.15766, equation 4). Those of the k that the draft does
+    not know are misses and add nothing.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise UserError(f"objective.k={self.k}: must be at least 1")
+
+    def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        p, ids = teacher.top(self.k)  # (M, k)
+        p, at = p * (ids >= 0), ids.clamp_min(0)
+        value = (p * (student.norm[:, None] - student.logits.gather(1, at))).sum(-1)
+        return value, student.q.mul_(p.sum(-1, keepdim=True)).scatter_add_(1, at, -p)
+
+
+@dataclass(frozen=True)
+class ReverseKL:
+    """KL(q || p) = sum q log(q / p); gradient q (log(q / p) - KL). Exact in a reduced vocabulary.
+
+    It is infinite where p has zeros, as masked tokens do, so p counts as `floor` at least.
+    """
+
+    floor: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.floor < 1:
+            raise UserError(f"objective.floor={self.floor}: a probability between 0 and 1")
+
+    def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        gap = student.logits.sub_(student.norm[:, None])
+        gap -= teacher.log_p.clamp_min(math.log(self.floor))
+        value = (student.q * gap).sum(-1)
+        return value, student.q.mul_(gap.sub_(value[:, None]))
+
+
+@dataclass(frozen=True)
+class JSD:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
+
+    Generalised Jensen-Shannon divergence (GKD, arXiv:2306.13649; DistillSpec, arXiv:2310.08461);
+    gradient q (G - sum q G), G = (1 - beta) log(q / m). A miss costs beta log(1 / beta) p, as in
+    the whole vocabulary, where q = 0 there.
+    """
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < 1:
+            raise UserError(f"objective.beta={self.beta}: between 0 and 1; its ends are kl and reverse_kl")
+
+    def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        q, beta = student.q, self.beta
+        log_m = torch.lerp(q, teacher.p, beta).clamp_min_(torch.finfo(q.dtype).tiny).log_()
+        value = beta * (teacher.p * (teacher.log_p - log_m)).sum(-1)
+        gap = student.logits.sub_(student.norm[:, None]).sub_(log_m)
+        from_q = (q * gap).sum(-1)
+        value += (1 - beta) * from_q - beta * math.log(beta) * (1 - teacher.mass)
+        return value, q.mul_(gap.sub_(from_q[:, None])).mul_(1 - beta)
+
+
+def tv(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """Total variation, 1 - alpha, misses included; gradient -q (1[q < p] - sum q 1[q < p]).
+
+    What the token rule rejects, but nearly flat while q is far from p: the gradient carries q.
+    """
+    below, mass = _below(student, teacher, student.logits)
+    return 1 - student.alpha, student.q.mul_(mass).sub_(below)
+
+
+def lk(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """- log alpha; the gradient of `tv` over alpha, whose shares of alpha are at most 1.
+
+    In logarithms throughout: neither value nor gradient is lost where q and p hardly overlap. With
+    a one-hot p it is the cross-entropy.
+    """
+    log_q, log_p = student.logits.sub_(student.norm[:, None]), teacher.log_p
+    below = torch.lt(log_q, log_p, out=torch.empty_like(log_q))
+    least = torch.minimum(log_q, log_p, out=log_q)
+    value = -least.logsumexp(-1)
+    below *= least.add_(value[:, None]).exp_()
+    return value, student.q.mul_(below.sum(-1, keepdim=True)).sub_(below)
+
+
+@dataclass(frozen=True)
+class LKHybrid:
+    """w KL(p || q) + (1 - w) (1 - alpha) with w = exp(-decay alpha), held constant.
+
+    KL teaches a draft that is far off, total variation one that is near. As in vLLM's speculators
+    (`lk_hybrid`, decay 3).
+    """
+
+    decay: float
+
+    def __post_init__(self) -> None:
+        if self.decay < 0:
+            raise UserError(f"objective.decay={self.decay}: must be at least 0")
+
+    def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        w = (-self.decay * student.alpha).exp()
+        below, mass = _below(student, teacher, torch.empty_like(student.q))
+        near = below.sub_(student.q * mass).mul_((w - 1)[:, None])
+        value, slope = kl(student, teacher)
+        return w * value + (1 - w) * (1 - student.alpha), slope.mul_(w[:, None]).add_(near)
+
+
+def _below(student: Student, teacher: Teacher, out: Tensor) -> tuple[Tensor, Tensor]:
+    """(M, V') q where it is below p, else 0, and its sum (M, 1)."""
+    # Into floating point: a comparison to bool and a `where` each cost several times as much.
+    below = torch.lt(student.q, teacher.p, out=out).mul_(student.q)
+    return below, below.sum(-1, keepdim=True)

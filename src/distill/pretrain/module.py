@@ -1,0 +1,211 @@
+"""Training a small Llama chat model on packed text: data, optimizers and the LightningModule."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from decode.errors import UserError
+from distill.data.batches import From
+from distill.distributed.graceful_shutdown import Stop
+from distill.distributed.ranks import write_state
+from distill.pretrain.corpus import Document, pack
+from distill.training.checkpointing import STATE
+from distill.training.lr_schedule import warm_up_and_decay
+from distill.training.optim import Joint
+from distill.utils.atomic_files import publish_folder
+from distill.utils.progress import say
+from distill.utils.run_folder import checkpoints
+
+
+class Sequences(Dataset[Tensor]):
+    """Batch m on rank r is a function of (seed, m, r, rows); every epoch has an order of its own."""
+
+    def __init__(self, rows: np.ndarray, size: int, count: int, rank: int, world: int, seed: int) -> None:
+        self.rows, self.size, self.count = rows, size, count
+        self.rank, self.world, self.seed = rank, world, seed
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return self.count
+
+    @override
+    def __getitem__(self, index: int) -> Tensor:
+        first = (index * self.world + self.rank) * self.size
+        chosen = [self._row(place) for place in range(first, first + self.size)]
+        return torch.from_numpy(self.rows[chosen]).long()
+
+    def _row(self, place: int) -> int:
+        epoch, within = divmod(place, len(self.rows))
+        if self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)))
+        return int(self._order[1][within])
+
+
+class TextData(L.LightningDataModule):
+    """Packed text: all training documents together, the held-out ones file by file.
+
+    Args:
+        train: documents.
+        held: documents.
+        tokenizer: of the model.
+        length: tokens of a sequence.
+        batch_size: sequences of one micro-batch.
+        seed: of the order.
+    """
+
+    def __init__(
+        self,
+        train: list[Document],
+        held: list[Document],
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.batch_size, self.seed = batch_size, seed
+        self.rows = pack(train, tokenizer, length)
+        self.tokens = int((self.rows >= 0).sum())
+        self.held: list[tuple[str, Tensor]] = []
+        for source in sorted({document.source for document in held}):
+            rows = pack([d for d in held if d.source == source], tokenizer, length)
+            batches = torch.from_numpy(rows).long().split(batch_size)
+            self.held += [(source, batch) for batch in batches]
+
+    @override
+    def train_dataloader(self) -> DataLoader:
+        trainer = self.trainer
+        assert trainer is not None
+        count = trainer.max_steps * trainer.accumulate_grad_batches
+        batches = Sequences(
+            self.rows, self.batch_size, count, trainer.global_rank, trainer.world_size, self.seed
+        )
+        # A resumed run goes on at its batch; Lightning has restored the step by now.
+        start = trainer.global_step * trainer.accumulate_grad_batches
+        return DataLoader(batches, batch_size=None, sampler=From(start, count))
+
+    @override
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.held, batch_size=None)  # pyright: ignore[reportArgumentType]
+
+
+class PretrainModule(L.LightningModule):
+    """Next-token cross-entropy over everything in a sequence.
+
+    Args:
+        model: what is trained.
+        cfg: the `optimizer` part of the configuration.
+        text: hash of documents and tokenizer; a checkpoint goes on with the same alone.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, cfg: DictConfig, text: str) -> None:
+        super().__init__()
+        self.model, self.cfg, self.text = model, cfg, text
+        self.loss = math.nan  # of the newest micro-batch
+
+    @override
+    def forward(self, rows: Tensor) -> Tensor:
+        """Mean nats per token."""
+        # Filling is on the right, where causal attention has no need of a mask.
+        return self.model(input_ids=rows.clamp(min=0), labels=rows, use_cache=False).loss
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """One micro-batch."""
+        loss = self(batch)
+        self.loss = loss.item()
+        if not math.isfinite(self.loss):
+            raise UserError(
+                f"training: the loss is {self.loss} at batch {batch_idx}; lower the learning rates"
+            )
+        self.log("train/loss", self.loss)
+        return loss
+
+    @override
+    def validation_step(self, batch: tuple[str, Tensor], batch_idx: int) -> None:
+        """A batch of one source; Lightning averages with the token counts as weights."""
+        del batch_idx
+        source, rows = batch
+        loss, count = self(rows), int((rows[:, 1:] >= 0).sum())
+        self.log(f"val/{source}", loss, batch_size=count)
+        self.log("val/loss", loss, batch_size=count)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        """Show a line."""
+        if self.trainer.state.fn == TrainerFn.FITTING:  # the finished model's is shown with its folder
+            value = float(self.trainer.callback_metrics["val/loss"])
+            say(f"step {self.trainer.global_step}: loss {self.loss:.3f}, held out {value:.3f}")
+
+    def build_optimizer(self) -> Joint:
+        """Muon for the hidden layers' matrices and AdamW for the rest, or what the yaml says."""
+        hidden = {id(p) for p in self.model.model.layers.parameters() if p.ndim == 2}
+        if not self.cfg.get("matrices"):
+            return Joint([instantiate(self.cfg.rest)(self.parameters())])
+        matrices = [p for p in self.parameters() if id(p) in hidden]
+        rest = [p for p in self.parameters() if id(p) not in hidden]
+        return Joint([instantiate(self.cfg.matrices)(matrices), instantiate(self.cfg.rest)(rest)])
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """A linear warm-up, then a cosine or a line."""
+        optimizer = self.build_optimizer()
+        cfg = self.cfg
+        schedule = warm_up_and_decay(optimizer, self.trainer.max_steps, cfg.warmup, cfg.final_lr, cfg.decay)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["text"] = self.text
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if checkpoint["text"] != self.text:
+            raise UserError("data: the text has changed since this run began; start another: resume=never")
+
+
+class Saver(L.Callback):
+    """Keeps the newest checkpoint, which has its final name only when it is whole."""
+
+    def __init__(self, folder: Path, every: int, stop: Stop) -> None:
+        self.folder, self.every, self.stop = folder, every, stop
+        self._step = 0  # the newest that has ended
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        step = trainer.global_step
+        final = self.folder / "checkpoints" / str(step)
+        if step == self._step:  # a micro-batch of the next one
+            return
+        self._step = step
+        self.stop.ask_all(trainer)
+        due = step % self.every == 0 or step == trainer.max_steps
+        if (due or self.stop.by) and not final.exists():
+            self._save(trainer, final)
+        if self.stop.by:
+            self.stop.leave(step)
+
+    def _save(self, trainer: L.Trainer, final: Path) -> None:
+        temporary = final.with_name(f"{final.name}.tmp")
+        (temporary / STATE.parent).mkdir(parents=True, exist_ok=True)
+        trainer.save_checkpoint(temporary / STATE)
+        write_state(trainer, temporary / STATE.parent)
+        if trainer.is_global_zero:
+            publish_folder(temporary, final)
+            for older in checkpoints(self.folder)[:-1]:
+                shutil.rmtree(older)

@@ -1,0 +1,178 @@
+"""From a folder of text to a model folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Timer
+from omegaconf import DictConfig, OmegaConf
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from decode.errors import UserError
+from decode.model.load import TOKENIZER_FILES
+from distill.config.validate import refused
+from distill.distributed.graceful_shutdown import Stop
+from distill.loggers.loggers import ending
+from distill.pretrain.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
+from distill.pretrain.module import PretrainModule, Saver, TextData
+from distill.train import quiet
+from distill.training.checkpointing import STATE, TrainingBar
+from distill.training.trainer import build_trainer, fit
+from distill.utils.atomic_files import clean, publish_folder, write_json
+from distill.utils.progress import say, switch
+from distill.utils.provenance import commit, digest, local
+from distill.utils.run_folder import checkpoints
+
+SPECIAL_IDS = ("bos", "eos", "pad")  # what a model's configuration says of its tokenizer
+
+
+@ending()
+def pretrain(cfg: DictConfig, folder: Path) -> float:
+    """Tokenizer, training, a model folder.
+
+    Args:
+        cfg: composed from conf/train_target.yaml.
+        folder: of this run; checkpoints and logs are written below it.
+
+    Returns:
+        Nats per held-out token, over all sources; 0 if nothing is held out.
+
+    Raises:
+        UserError: bad input; it is found before training starts.
+    """
+    quiet()
+    switch["on"] = cfg.trainer.enable_progress_bar
+    out = _check(cfg)
+    documents = read_corpus(Path(cfg.data))
+    train, held = hold_out(documents, cfg.val_share)
+    given = Path(local(cfg.tokenizer)) if cfg.tokenizer else None
+    if given:
+        tokenizer = given_tokenizer(given)
+    else:
+        tokenizer = train_tokenizer(train, cfg.vocab_size, cfg.model.context)
+    L.seed_everything(cfg.seed, verbose=False)
+    clean(folder / "checkpoints")
+    state = next((c / STATE for c in checkpoints(folder)[-1:]), None)
+    timer = Timer()  # goes on where a checkpoint's stood
+    with refused():
+        module = PretrainModule(
+            build_model(cfg.model, tokenizer),
+            cfg.optimizer,
+            digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items()))),
+        )
+        module.build_optimizer()  # what is wrong with its arguments shows here
+    stop = Stop()
+    trainer = build_trainer(
+        cfg,
+        folder,
+        state,
+        callbacks=[timer, Saver(folder, cfg.every, stop), TrainingBar()],
+        val_check_interval=cfg.every * cfg.trainer.accumulate_grad_batches,
+        check_val_every_n_epoch=None,
+    )
+    data = TextData(train, held, tokenizer, cfg.seq_length, cfg.batch_size, cfg.seed)
+    sequences = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * cfg.batch_size
+    say(
+        f"model: {sum(p.numel() for p in module.parameters()) / 1e6:.1f} M parameters; text: "
+        f"{len(train)} documents and {len(held)} held out, {data.tokens / 1e6:.2f} M tokens to train on; "
+        f"{trainer.max_steps} steps are {sequences / len(data.rows):.2f} passes"
+    )
+    fit(trainer, module, data, state, stop)
+    trainer.loggers = []  # the last validation is of the whole text, and no point of a curve
+    loss = trainer.validate(module, data, verbose=False)[0] if held else {}
+    if trainer.is_global_zero:
+        record = {
+            "val_nll": {k.removeprefix("val/"): round(v, 4) for k, v in loss.items() if k != "val/loss"},
+            "tokens": sequences * cfg.seq_length,
+            "minutes": timer.time_elapsed() / 60,
+            "commit": commit(),
+        }
+        write_model(out, module.model, given or tokenizer, record)
+        say(f"{out}: {record['tokens'] / 1e6:.1f} M tokens in {record['minutes']:.1f} minutes")
+        for source, nll in record["val_nll"].items():
+            say(f"  {nll:.3f} nats per held-out token of {source}")
+    return float(loss.get("val/loss", 0.0))
+
+
+def _check(cfg: DictConfig) -> Path:
+    for key in ("data", "out"):
+        if not cfg[key]:
+            raise UserError(f"{key}: not given; write data=/folder/of/text out=/folder/for/model")
+    for key in ("seq_length", "batch_size", "every", "trainer.max_steps", "trainer.accumulate_grad_batches"):
+        least = 2 if key == "seq_length" else 1
+        if OmegaConf.select(cfg, key) < least:
+            raise UserError(f"{key}={OmegaConf.select(cfg, key)}: must be at least {least}")
+    if cfg.seq_length > cfg.model.context:
+        raise UserError(f"seq_length={cfg.seq_length}: longer than model.context={cfg.model.context}")
+    if cfg.optimizer.decay not in ("cosine", "linear"):
+        raise UserError(f"optimizer.decay={cfg.optimizer.decay}: choose cosine or linear")
+    out = Path(cfg.out)
+    if out.exists():
+        raise UserError(f"out={out}: exists already; give a new folder, or remove it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={out}: {error.strerror}") from None
+    if not os.access(out.parent, os.W_OK):
+        raise UserError(f"out={out}: {out.parent} cannot be written to")
+    return out
+
+
+def build_model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A Llama with fresh weights.
+
+    Raises:
+        UserError: heads that do not divide what they have to.
+    """
+    if cfg.hidden_size % (2 * cfg.heads) or cfg.heads % cfg.kv_heads:
+        raise UserError(
+            f"model: hidden_size={cfg.hidden_size} must be an even multiple of heads={cfg.heads}, "
+            f"and those a multiple of kv_heads={cfg.kv_heads}"
+        )
+    ids: dict[str, Any] = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL_IDS}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=cfg.hidden_size,
+        intermediate_size=cfg.intermediate_size,
+        num_hidden_layers=cfg.layers,
+        num_attention_heads=cfg.heads,
+        num_key_value_heads=cfg.kv_heads,
+        max_position_embeddings=cfg.context,
+        rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
+        tie_word_embeddings=cfg.tied,
+        **ids,
+    )
+    return LlamaForCausalLM(config)
+
+
+def write_model(
+    out: Path,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | Path,
+    record: dict[str, Any],
+) -> None:
+    """Write a Hugging Face folder, which has its name only when it is whole.
+
+    Args:
+        out: the folder.
+        model: is brought to bfloat16.
+        tokenizer: a trained one, or the folder whose files are taken over as they are.
+        record: training.json.
+    """
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    try:
+        model.bfloat16().save_pretrained(temporary)
+        if isinstance(tokenizer, Path):  # transformers would write other settings than it has read
+            for path in chain(*(tokenizer.glob(pattern) for pattern in TOKENIZER_FILES)):
+                shutil.copyfile(path, temporary / path.name)
+        else:
+            tokenizer.save_pretrained(temporary)
+        write_json(temporary / "training.json", record)
+        publish_folder(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,149 @@
+"""How a conversation becomes token ids, and which of them the target wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from decode.errors import UserError
+from distill.prompts.loss_mask import Span, supervise
+from distill.prompts.prompt import Message, unanswered
+from distill.utils.provenance import digest
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+Tools = Sequence[dict[str, Any]]
+
+
+class Chat:
+    """A tokenizer's chat template, or plain text where there is none.
+
+    Args:
+        tokenizer: of the target.
+        template: `chat` renders with the tokenizer's template, `none` joins the messages' text.
+        options: handed to the template, as in `{"enable_thinking": False}`.
+
+    Raises:
+        UserError: `chat` asked of a tokenizer without a template, or options of plain text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str = "chat",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if template not in ("chat", "none"):
+            raise UserError(f"prompts.template={template}: choose chat or none")
+        if template == "chat" and not tokenizer.chat_template:
+            raise UserError(
+                "target: its tokenizer has no chat template; base models need prompts.template=none"
+            )
+        if template == "none" and options:
+            raise UserError("prompts.template_options: prompts.template=none has no template to take them")
+        self.tokenizer, self.template, self.options = tokenizer, template, dict(options or {})
+
+    def fingerprint(self) -> str:
+        """Tells this vocabulary, template and its options from another's."""
+        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        options = json.dumps(self.options, sort_keys=True) if self.options else ""
+        return digest(vocabulary + str(self.tokenizer.chat_template) + options)
+
+    def encode(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Token ids up to where the target's answer begins; an answer that ends them is left out."""
+        messages = unanswered(messages)
+        if self.template == "none":
+            return self.tokenizer.encode("\n".join(_text_of(m) for m in messages))
+        return self._ids(Rendered(self, tools).text(messages, prompt=True))
+
+    def encode_answered(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[int]]:
+        """Token ids of a whole conversation, and 1 where the assistant wrote them.
+
+        With a template, see `masks.supervise`; in plain text the last message is the answer.
+
+        Raises:
+            UserError: the mask came out all 0 or all 1, or the answer does not extend its prompt.
+        """
+        if messages[-1]["role"] != "assistant":
+            raise UserError("rollout=given: the record does not end with an answer")
+        if self.template == "none":
+            head = self.encode(messages)
+            # On its own, lest a token spans the border.
+            answer = self.tokenizer.encode("\n" + _text_of(messages[-1]), add_special_tokens=False)
+            ids, mask = head + answer, [0] * len(head) + [1] * len(answer)
+        else:
+            ids, mask = supervise(Rendered(self, tools), messages)
+        if len(set(mask)) < 2:
+            raise UserError(
+                f"target: the chat template's loss mask is all {mask[0] if mask else 0}; "
+                "nothing (or everything) would be trained on"
+            )
+        return ids, mask
+
+    def user_turn(self) -> tuple[list[int], list[int]]:
+        """Ids before a user's text and ids after it, up to where the answer begins."""
+        if self.template == "none":
+            start: Any = self.tokenizer.bos_token_id
+            return ([] if start is None else [start]), []
+        marker = "\u2407"
+        text = Rendered(self).text([{"role": "user", "content": marker}], prompt=True)
+        before, _, after = text.partition(marker)
+        return self._ids(before), self._ids(after)
+
+    def _ids(self, text: str) -> list[int]:
+        # Templates write the special tokens themselves.
+        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+class Rendered:
+    """A chat's conversations as text, with tools that the target may call; `masks.Renderer`."""
+
+    def __init__(self, chat: Chat, tools: Tools = ()) -> None:
+        self.chat, self.tools = chat, list(tools) or None
+        self.ids, self.tokenizer = chat._ids, chat.tokenizer
+
+    def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        """The conversation; a `prompt` ends where the assistant's next message begins."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=self.tools,  # pyright: ignore[reportArgumentType]
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self.chat.options,
+            )
+        except (TemplateError, TypeError) as error:  # templates may refuse roles, their order, or tools
+            start = str(messages[0].get("content") or "")[:60]
+            raise UserError(f"target: its chat template refuses the prompt {start!r}: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def marked(self, messages: Sequence[Message]) -> list[Span] | None:
+        """Where the template's `{% generation %}` blocks are in the text; None: it has none."""
+        template = self.tokenizer.get_chat_template(None, self.tools)  # pyright: ignore[reportArgumentType]
+        if not GENERATION.search(template):
+            return None
+        # `apply_chat_template` rounds the blocks to tokens, outwards, and gives them up where a
+        # character is in none; so the characters are asked for.
+        _, blocks = render_jinja_template(
+            [[{k: v for k, v in message.items() if v is not None} for message in messages]],
+            tools=self.tools,  # pyright: ignore[reportArgumentType]
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **self.chat.options},
+        )
+        return [Span(int(start), int(end)) for start, end in blocks[0]]
+
+
+def _text_of(message: Message) -> str:
+    if not isinstance(message.get("content"), str):
+        raise UserError(
+            f"prompts.template=none: a message of the {message['role']} has no text, and without a chat "
+            "template there is no other way to write it"
+        )
+    return message["content"]

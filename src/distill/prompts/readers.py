@@ -1,0 +1,201 @@
+"""Records of a file or a Hugging Face dataset, one after the other, with where each stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from decode.errors import UserError
+from distill.prompts.records import FIELDS
+
+SPACE = re.compile(r"\s*")
+KEPT = 500  # characters of a malformed record that are shown
+
+
+class Record(NamedTuple):
+    """One record, as it was read.
+
+    Attributes:
+        line: of the file, or row of the table, from 1.
+        value: a line of JSON that nobody has parsed, or what was parsed.
+        fault: why it cannot be read; empty where it can.
+    """
+
+    line: int
+    value: Any
+    fault: str = ""
+
+    @property
+    def start(self) -> str:
+        """How it begins, as a text."""
+        if isinstance(self.value, bytes):
+            return self.value[:KEPT].rstrip(b"\r\n").decode(errors="backslashreplace")
+        return json.dumps(self.value, default=str)[:KEPT]
+
+
+def read_file(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[Record]:
+    """Records of a .json list, a .parquet table, lines of a .txt; of any other file: JSON lines.
+
+    Args:
+        path: of the file.
+        wanted: columns that are read of a table besides FIELDS.
+        max_bytes: a longer line, or record of a list, is a fault, and is never held in memory.
+
+    Raises:
+        UserError: no such file, or no Parquet where the name says so.
+    """
+    if path.is_dir():
+        raise UserError(f"prompts={path}: a folder; prompts.dataset={path} reads one, or name a file in it")
+    if not path.is_file():
+        raise UserError(
+            f"prompts={path}: no such file; give a JSONL file or one of conf/prompts (a dataset of the Hub: "
+            "prompts=jsonl prompts.path=null prompts.dataset=owner/name)"
+        )
+    if path.suffix == ".parquet":
+        yield from _table(path, wanted)
+    elif path.suffix == ".json":
+        yield from _list(path, max_bytes)
+    elif path.suffix == ".txt":
+        yield from _texts(path, max_bytes)
+    else:
+        yield from _lines(path, max_bytes)
+
+
+def _lines(path: Path, max_bytes: int) -> Iterator[Record]:
+    number = 0
+    with path.open("rb") as file:
+        while line := file.readline(max_bytes + 1):
+            number += 1
+            if len(line) > max_bytes and not line.endswith(b"\n"):
+                rest = file.readline(max_bytes)
+                while rest and not rest.endswith(b"\n"):
+                    rest = file.readline(max_bytes)
+                yield Record(number, line, _too_long(max_bytes))
+            elif line.strip():
+                yield Record(number, line)
+
+
+def _too_long(max_bytes: int) -> str:
+    return f"longer than {max_bytes:,} bytes (prompts.max_bytes)"
+
+
+def _texts(path: Path, max_bytes: int) -> Iterator[Record]:
+    for record in _lines(path, max_bytes):
+        if record.fault:
+            yield record
+            continue
+        try:
+            yield record._replace(value={"text": record.value.decode("utf-8-sig").strip()})
+        except UnicodeDecodeError as error:
+            yield record._replace(fault=f"not UTF-8 ({error.reason} at byte {error.start})")
+
+
+def _list(path: Path, max_bytes: int) -> Iterator[Record]:
+    """Elements of a JSON list; behind one that is no JSON nothing can be found again."""
+    # What is no UTF-8 becomes half surrogates, and is the fault of the record that it stands in.
+    text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+    place = _skip(text, 0)
+    if text[place : place + 1] != "[":
+        yield from _lines(path, max_bytes)
+        return
+    decode = json.JSONDecoder().raw_decode
+    line, counted, place = 1, 0, _skip(text, place + 1)
+    closed = text[place : place + 1] == "]"
+    while not closed:
+        line, counted = line + text.count("\n", counted, place), place
+        try:
+            value, end = decode(text, place)
+            behind = _skip(text, end)
+            if text[behind : behind + 1] not in (",", "]"):
+                raise json.JSONDecodeError("expected , or ]", text, behind)
+        except (ValueError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
+            raw = text[place : place + KEPT].encode(errors="surrogateescape")
+            yield Record(line, raw, f"not JSON ({reason}); nothing behind it was read")
+            return
+        yield Record(line, value, _fault(text[place:end], max_bytes))
+        closed = text[behind] == "]"
+        place = _skip(text, behind + 1)
+
+
+def _skip(text: str, place: int) -> int:
+    found = SPACE.match(text, place)
+    assert found, "a pattern that matches nothing at all did not match"
+    return found.end()
+
+
+def _fault(raw: str, max_bytes: int) -> str:
+    try:
+        return _too_long(max_bytes) if len(raw.encode()) > max_bytes else ""
+    except UnicodeEncodeError:
+        return "not UTF-8"
+
+
+def _table(path: Path, wanted: Collection[str]) -> Iterator[Record]:
+    try:
+        file = pq.ParquetFile(path)
+        columns = _columns(file.schema_arrow.names, wanted, str(path))
+        row = 0
+        for batch in file.iter_batches(columns=columns):
+            for i in range(batch.num_rows):
+                row += 1
+                try:
+                    yield Record(row, batch.slice(i, 1).to_pylist()[0])
+                except UnicodeDecodeError:
+                    yield Record(row, None, "not UTF-8")
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: cannot be read as Parquet ({_first_line(error)})") from None
+
+
+def read_dataset(
+    dataset: str,
+    name: str | None,
+    split: str,
+    revision: str | None,
+    files: str | list[str] | None,
+    wanted: Collection[str],
+) -> Iterator[Record]:
+    """Rows of a dataset of the Hub, or of a folder; scripts of it are never run.
+
+    Args:
+        dataset: hub id or folder, or the name of a format (json, parquet, ...) with `files`.
+        name: of a configuration.
+        split: of it.
+        revision: branch, tag or commit on the Hub.
+        files: to read of it, or URLs.
+        wanted: columns that are read besides FIELDS.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    try:
+        loaded: Any = datasets.load_dataset(dataset, name, data_files=files, split=split, revision=revision)
+    except Exception as error:  # hubs, networks, files and builders fail in ways of their own
+        line = _first_line(error)
+        raise UserError(f"prompts.dataset={dataset}: {line}; prompts.path= reads a file instead") from None
+    rows = loaded.select_columns(_columns(loaded.column_names, wanted, f"prompts.dataset={dataset}"))
+    for row, value in enumerate(rows, 1):
+        yield Record(row, value)
+
+
+def _columns(names: Collection[str], wanted: Collection[str], where: str) -> list[str]:
+    """Those that are read; pictures, embeddings and the like stay where they are."""
+    missing = [name for name in wanted if name not in names]
+    found = [name for name in names if name in FIELDS or name in wanted]
+    if missing or not found:
+        lacks = f"no column {missing[0]!r}" if missing else "no column that says what is asked"
+        raise UserError(
+            f"{where}: {lacks}; it has {', '.join(names)}; name them as in prompts.columns={{prompt: ...}}"
+        )
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

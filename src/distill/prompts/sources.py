@@ -1,0 +1,177 @@
+"""A file or dataset of prompts: read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from decode.errors import UserError
+from distill.prompts.prompt import Prompt
+from distill.prompts.readers import Record, read_dataset, read_file
+from distill.prompts.records import FIELDS, parse, to_prompt
+from distill.utils.provenance import local
+
+
+class Rejected(NamedTuple):
+    """A malformed record; line 0 where it is not known any more."""
+
+    file: str
+    line: int
+    reason: str
+    raw: str
+
+    def __str__(self) -> str:
+        return f"{self.file}{f':{self.line}' if self.line else ''}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where prompts are read from: `path`, or else `dataset`.
+
+    Attributes:
+        path: of a file; see `read_file`.
+        dataset: and `name`, `split`, `revision` and `files`; see `read_dataset`.
+        columns: and `answers`; see `to_prompt`.
+        max_bytes: longer records are malformed.
+        weight: share of it among several.
+    """
+
+    path: str | None = None
+    dataset: str | None = None
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    files: str | list[str] | None = None
+    columns: Mapping[str, str] | None = None
+    answers: str = "keep"
+    max_bytes: int = 1_000_000
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.path and not self.dataset:
+            raise UserError("prompts: give prompts.path, prompts.dataset or prompts.sources")
+        if self.answers not in ("keep", "drop"):
+            raise UserError(f"prompts.answers={self.answers}: choose keep or drop")
+        if not isinstance(self.columns or {}, dict):
+            raise UserError(f"prompts.columns={self.columns}: must be like {{prompt: question}}")
+        for ours, theirs in (self.columns or {}).items():
+            if ours not in FIELDS or not isinstance(theirs, str):
+                raise UserError(
+                    f"prompts.columns={self.columns}: no {ours}: {theirs}; fields are {', '.join(FIELDS)}"
+                )
+        for name in ("path", "dataset", "name", "split", "revision"):
+            if not isinstance(getattr(self, name), str | None):
+                raise UserError(f"prompts: {name}={getattr(self, name)} must be a text")
+        if not isinstance(self.max_bytes, int) or self.max_bytes < 1:
+            raise UserError(f"prompts.max_bytes={self.max_bytes}: must be at least 1")
+        number = isinstance(self.weight, int | float) and not isinstance(self.weight, bool)
+        if not number or not 0 < self.weight < 1e300:
+            raise UserError(f"prompts.sources: {self.label} has weight {self.weight}; it must be above 0")
+
+    @property
+    def label(self) -> str:
+        """Names it where people read."""
+        if self.path:
+            return str(self.path)
+        return "/".join(filter(None, (self.dataset, self.name, self.split)))
+
+    @property
+    def short(self) -> str:
+        """Names it in the ids of a mixture."""
+        return Path(self.path).stem if self.path else str(self.name or self.dataset).rpartition("/")[2]
+
+    def read(self, strict: bool) -> Reading:
+        """All of it.
+
+        Args:
+            strict: a malformed record is an error; else it is set aside.
+
+        Raises:
+            UserError: no such source, a malformed record, or no other ones.
+        """
+        reading = Reading(self)
+        for record in self._records():
+            reading.records += 1
+            reason = record.fault
+            try:
+                prompt = None if reason else self._prompt(record)
+            except UserError as error:
+                prompt, reason = None, str(error)
+            if prompt:
+                reading.prompts.append(prompt)
+                continue
+            rejected = Rejected(self.label, record.line, reason, record.start)
+            if strict:
+                raise UserError(str(rejected))
+            reading.rejected.append(rejected)
+        if reading.rejected and not reading.prompts:
+            raise UserError(f"{reading.rejected[0]}; {self.label} has no prompts in it that can be used")
+        if not reading.prompts:
+            raise UserError(f"{self.label}: no prompts in it; give one JSON record a line")
+        return reading
+
+    def _records(self) -> Iterator[Record]:
+        wanted = [*(self.columns or {}).values()]
+        if self.path:
+            return read_file(Path(local(self.path)), wanted, self.max_bytes)
+        where = str(local(str(self.dataset)))
+        return read_dataset(where, self.name, self.split, self.revision, self.files, wanted)
+
+    def _prompt(self, record: Record) -> Prompt:
+        value = parse(record.value) if isinstance(record.value, bytes) else record.value
+        prompt = to_prompt(value, str(record.line), self.answers, self.columns)
+        if sum(len(m["content"]) for m in prompt.messages) > self.max_bytes:
+            raise UserError(f"longer than {self.max_bytes:,} characters (prompts.max_bytes)")
+        return prompt._replace(file=self.label, line=record.line)
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a source gave.
+
+    Attributes:
+        source: that was read.
+        records: that it has, malformed ones included.
+        prompts: those that are none of the malformed; later, those that are used.
+        rejected: the malformed.
+        duplicates: dropped.
+    """
+
+    source: Source
+    records: int = 0
+    prompts: list[Prompt] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    duplicates: int = 0
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a file of prompts, every record of which has to be one.
+
+    Raises:
+        UserError: no such file, no prompts, or a malformed record (with file and line number).
+    """
+    return Source(path=str(path)).read(strict=True).prompts
+
+
+def to_sources(options: Mapping[str, Any]) -> list[Source]:
+    """The sources that a `prompts` group names: its own, or the list in it.
+
+    Raises:
+        UserError: an entry of the list that is none.
+    """
+    known = [f for f in Source.__dataclass_fields__ if f in options]
+    shared = {name: options[name] for name in known if options[name] is not None}
+    listed = options.get("sources")
+    if not listed:
+        return [Source(**shared)] if shared.get("path") or shared.get("dataset") else []
+    if shared.get("path") or shared.get("dataset"):
+        raise UserError("prompts: give prompts.path, prompts.dataset or prompts.sources, one of them")
+    names = list(Source.__dataclass_fields__)
+    sources = []
+    for entry in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(entry, dict) or any(name not in names for name in entry):
+            raise UserError(f"prompts.sources: {entry}: an entry is an object of {', '.join(names)}")
+        sources.append(Source(**{"max_bytes": shared["max_bytes"], "answers": shared["answers"]} | entry))
+    return sources

@@ -1,0 +1,204 @@
+"""The prompts of a run: read, mixed, split into what trains and what is scored, and written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from decode.errors import UserError
+from distill.prompts.chat_template import Chat
+from distill.prompts.length import Limit, Measured, check_share, measure, set_aside
+from distill.prompts.mixing import mix
+from distill.prompts.prompt import Prompt, hash64, held_out, opening, question, split
+from distill.prompts.sources import Reading, Rejected, Source, to_sources
+from distill.utils.atomic_files import publish, read_json, write_json
+from distill.utils.progress import bar, first_rank, say
+from distill.utils.provenance import digest
+
+SHOWN = 3  # of what is set aside for one reason
+RECORD, QUARANTINE = "prompts.json", "quarantine.jsonl"
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Prompts, and where they come from.
+
+    Attributes:
+        train: to be answered, and trained on.
+        held: to be scored, each up to the first place that the target answers.
+        readings: of the sources.
+        heldout: of the held-out file, where there is one.
+        record: what a run writes down.
+        refused: by the chat template, of `train`.
+        limit: on the tokens of a prompt.
+        too_long: of `train` and of `held`, and left out.
+    """
+
+    train: list[Prompt]
+    held: list[Prompt]
+    readings: list[Reading]
+    heldout: list[Reading]
+    record: dict[str, Any]
+    refused: list[Rejected]
+    limit: Limit
+    too_long: tuple[Measured, Measured]
+
+    @property
+    def rejected(self) -> list[Rejected]:
+        """Malformed records of all of them."""
+        read = [one for reading in [*self.readings, *self.heldout] for one in reading.rejected]
+        return read + self.refused
+
+    @property
+    def left_out(self) -> list[Rejected]:
+        """Prompts that are too long."""
+        return [one for measured in self.too_long for one in measured.long]
+
+
+def read(cfg: DictConfig, chat: Chat, limit: Limit, given: bool = False) -> Inputs:
+    """Read what `cfg.prompts` names.
+
+    Args:
+        cfg: with `prompts`.
+        chat: renders, and may refuse to.
+        limit: on the tokens of a prompt.
+        given: answers are taken as they are, and have to be rendered as well.
+
+    Raises:
+        UserError: nothing there, nothing of use, too many too long, or, with prompts.strict, anything
+            malformed.
+    """
+    options: Any = OmegaConf.to_container(cfg.prompts, resolve=True)
+    if given and options["answers"] == "drop":
+        raise UserError("rollout=given: prompts.answers=drop leaves given answers out; set it to keep")
+    if not (sources := to_sources(options)) and not options["heldout"] and not options["self"]:
+        raise UserError("prompts: none are named; give prompts.path, prompts.dataset or prompts.sources")
+    readings = [source.read(options["strict"]) for source in sources]
+    listed = mix(readings, options["limit"]) if readings else []
+    heldout = []
+    if options["heldout"]:
+        scored_file = Source(options["heldout"], answers=options["answers"], max_bytes=options["max_bytes"])
+        heldout = [scored_file.read(options["strict"])]
+        train, held = held_out(listed, heldout[0].prompts)
+    else:
+        train, held = split(listed, options["heldout_share"])
+    measured, refused = _rendered(train, chat, limit, given, options["strict"])
+    openings = measure(_openings(held), lambda p: len(chat.encode(p.messages, p.tools)), limit)
+    if OmegaConf.select(cfg, "rollout"):  # else nobody answers them
+        check_share(measured, limit, options["max_left_out"], "prompts")
+    if OmegaConf.select(cfg, "score.enabled"):
+        check_share(openings, limit, options["max_left_out"], "held-out prompts")
+    scored = openings.fit
+    record = {
+        "sources": [_counts(r) for r in readings],
+        "heldout": [_counts(r) for r in heldout],
+        "limit": options["limit"],
+        "heldout_share": None if heldout else options["heldout_share"],
+        "refused": len(refused),
+        "too_long": {"tokens": limit.tokens, "train": len(measured.long), "held_out": len(openings.long)},
+        "train": {"prompts": len(measured.fit), "hash": _hash(measured.fit)},
+        "held_out": {"prompts": len(scored), "hash": _hash(scored)},
+        "held_out_of_sources": len(listed) - len(train),
+    }
+    return Inputs(measured.fit, scored, readings, heldout, record, refused, limit, (measured, openings))
+
+
+def _rendered(
+    prompts: list[Prompt], chat: Chat, limit: Limit, given: bool, strict: bool
+) -> tuple[Measured, list[Rejected]]:
+    """What the chat template takes, and what it refuses: roles, their order, answers without a mask."""
+    measured, refused = Measured(), []
+    with bar(len(prompts), "prompts", "prompts", leave=False) as shown:
+        for prompt in prompts:
+            shown.update()
+            try:
+                if given:
+                    tokens = chat.encode_answered(prompt.messages, prompt.tools)[1].index(1)
+                else:
+                    tokens = len(chat.encode(opening(prompt.messages), prompt.tools))
+            except UserError as error:
+                refused.append(set_aside(prompt, str(error)))
+                if strict or len(refused) == len(prompts):
+                    raise UserError(str(refused[0])) from None
+            else:
+                measured.add(prompt, tokens, limit)
+    return measured, refused
+
+
+def _openings(held: Sequence[Prompt]) -> list[Prompt]:
+    """One answer of each is scored, and each once, however differently they go on."""
+    kept: dict[int, Prompt] = {}
+    for prompt in held:
+        prompt = prompt._replace(messages=opening(prompt.messages))
+        kept.setdefault(hash64([prompt.messages, prompt.tools]), prompt)
+    return list(kept.values())
+
+
+def _counts(reading: Reading) -> dict[str, Any]:
+    source = reading.source
+    return {
+        "source": source.label,
+        "revision": source.revision,
+        "weight": source.weight,
+        "records": reading.records,
+        "quarantined": len(reading.rejected),
+        "duplicates": reading.duplicates,
+        "used": len(reading.prompts),
+    }
+
+
+def _hash(prompts: Sequence[Prompt]) -> str:
+    """Of the questions, in any order."""
+    return digest(" ".join(sorted(str(hash64(question(p))) for p in prompts)))
+
+
+def keep_record(inputs: Inputs, folder: Path) -> None:
+    """Write down in a run's folder what it trains on and is scored on, and what was set aside.
+
+    Raises:
+        UserError: the run began with other prompts.
+    """
+    record = folder / RECORD
+    if kept := read_json(record):
+        for part, what in (("train", "prompts"), ("held_out", "held-out prompts")):
+            if kept[part] != inputs.record[part]:
+                raise UserError(
+                    f"{folder}: the {what} have changed since this run began; resume=never starts another"
+                )
+    elif first_rank():
+        list_rejected(inputs, folder)
+        write_json(record, inputs.record)
+
+
+def list_rejected(inputs: Inputs, folder: Path) -> None:
+    """Write down what was set aside."""
+    listed = inputs.rejected + inputs.left_out
+    if listed and first_rank():
+        with publish(folder / QUARANTINE) as temporary, temporary.open("w") as file:
+            file.writelines(json.dumps(one._asdict()) + "\n" for one in listed)
+
+
+def describe(inputs: Inputs, folder: Path | None) -> None:
+    """Say what was set aside, and what a mixture is made of."""
+    where = f", listed in {folder / QUARANTINE}" if folder else ""
+    if rejected := inputs.rejected:
+        total = sum(r.records for r in [*inputs.readings, *inputs.heldout])
+        say(f"prompts: {len(rejected)} of {total} records are malformed and left out{where}")
+        for one in rejected[:SHOWN]:
+            say(f"  {one}")
+    if left_out := inputs.left_out:
+        parts = zip(inputs.too_long, ("prompts", "held-out prompts"), strict=True)
+        counts = " and ".join(measured.summary(what) for measured, what in parts if measured.long)
+        say(f"prompts: {counts} have more than {inputs.limit} and are left out{where}")
+        for one in left_out[:SHOWN]:
+            say(f"  {one}")
+    if duplicates := sum(r.duplicates for r in inputs.readings):
+        say(f"prompts: {duplicates} duplicates dropped")
+    if len(inputs.readings) > 1:
+        parts = ", ".join(f"{len(r.prompts)} of {r.source.label}" for r in inputs.readings)
+        say(f"prompts: {parts}")

@@ -1,0 +1,1 @@
+"""Tables, the terminal summary, report.html, and comparison of runs."""

@@ -1,0 +1,197 @@
+"""The page of scripts/compare.py: the table, and who pays how much for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from distill.report import page
+from distill.report.compare import Choice, Scored, compared, draft_ms, in_order, machines
+from distill.report.score_panels import by_category
+from distill.scoring.paired import accepted, speedup
+
+DASHES = ("solid", "dot", "dash", "dashdot")
+HIGH, ROW = 360, 26  # pixels of a plot, and of a bar
+
+
+def page_of(scored: Sequence[Scored], choice: Choice) -> str:
+    """The whole document.
+
+    Raises:
+        UserError: a run that was not scored at this choice.
+    """
+    table = compared(scored, choice)
+    ordered = in_order(scored, choice)
+    rows = [s.rows(choice)[0] for s in ordered]
+    names = [s.name for s in ordered]
+    first = choice.temperatures[0]
+    setting = f"T={first:g}, batch {choice.batch}"
+    batches = _batches(ordered, choice)
+    parts = [
+        page.section(
+            "All of them",
+            page.table(table.head, table.lines, texts=2, sortable=True),
+            page.details("What was measured, and where", *map(page.prose, table.notes), opened=True),
+            says="Click a heading to sort by it.",
+            wide=True,
+        ),
+        page.section(
+            "Speedup",
+            page.plot(
+                _bars(names, rows), f"Speedup of each drafter, {setting}", max(90 + ROW * len(names), HIGH)
+            ),
+            says=f"Over plain decoding, {setting}. Left of 1 a drafter costs more than it gives.",
+        ),
+        page.section(
+            "What drafting costs",
+            page.plot(_costs(names, rows), f"Acceptance length against drafting time, {setting}", HIGH),
+            says="Tokens a target pass against the milliseconds that a round's draft took: further up is "
+            "better, further left is cheaper.",
+        ),
+        page.section(
+            "Survival",
+            page.plot(_survival(names, rows), f"Chance to accept j tokens, by j, {setting}", HIGH),
+            says=f"Share of rounds that accept at least j draft tokens, T={first:g}.",
+        ),
+    ]
+    if batches:
+        parts.append(
+            page.section(
+                "Batch",
+                page.plot(batches, f"Speedup by batch size, T={first:g}", HIGH),
+                says=f"Speedup at T={first:g} with the fastest plan that was scored at each batch size"
+                + (f" ({choice.decode})." if choice.decode else "."),
+            )
+        )
+    if categories := _by_category(ordered, rows):
+        head, lines = categories
+        parts.append(
+            page.section(
+                "Kinds of prompts",
+                page.table(head, lines, sortable=True),
+                says=f"tau by category at T={first:g}, and behind it the number of prompts.",
+                wide=True,
+            )
+        )
+    return page.page("Drafters compared", parts, "; ".join(machines([s.card for s in ordered])))
+
+
+def _bars(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> go.Figure:
+    """The best on top; intervals where there are any."""
+    values = [speedup(row) for row in rows]
+    figure = go.Figure(
+        go.Bar(
+            x=[v.value for v in values],
+            y=[page.label(name) for name in names],
+            orientation="h",
+            marker={"color": page.paint("blue")},
+            error_x={
+                "type": "data",
+                "array": [v.interval and v.interval[1] - v.value for v in values],
+                "arrayminus": [v.interval and v.value - v.interval[0] for v in values],
+                "color": page.paint("ink"),
+                "thickness": 1.5,
+                "width": 0,
+            },
+            text=[f"{v.value:.2f}x" for v in values],
+            textposition="inside",
+            insidetextanchor="start",
+            textfont={"color": page.paint("card")},
+            hovertext=[page.label(f"{n}: {v.text('{:.2f}x')}") for n, v in zip(names, values, strict=True)],
+            hoverinfo="text",
+        )
+    )
+    figure.add_vline(x=1, line={"color": page.paint("ink"), "width": 1, "dash": "dot"})
+    figure.update_xaxes(title={"text": "speedup"}, rangemode="tozero")
+    figure.update_yaxes(autorange="reversed", type="category")
+    return figure
+
+
+def _costs(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> go.Figure:
+    figure = go.Figure()
+    costs = [draft_ms(row) for row in rows]
+    rank = {cost: i for i, cost in enumerate(sorted(costs))}
+    for name, row, cost, (colour, _) in zip(names, rows, costs, _styles(), strict=False):
+        tau = accepted(row)["tau"]
+        low, high = accepted(row)["tau_interval"]
+        figure.add_scatter(
+            x=[cost],
+            y=[tau],
+            error_y={"type": "data", "array": [high - tau], "arrayminus": [tau - low], "thickness": 1},
+            mode="markers+text",
+            name=page.label(name),
+            text=[page.label(name)],
+            textposition=f"{('top', 'bottom')[rank[cost] % 2]} right",  # neighbours' names stay apart
+            cliponaxis=False,
+            marker={"color": colour, "size": 9},
+            hovertemplate="%{text}<br>%{x:.2f} ms, tau %{y:.2f}<extra></extra>",
+        )
+    figure.update_layout(showlegend=False)
+    figure.update_xaxes(title={"text": "ms of drafting a round"}, range=[0, 1.2 * max(costs) or 1])
+    figure.update_yaxes(title={"text": "tau"})
+    return figure
+
+
+def _survival(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> go.Figure:
+    figure = go.Figure()
+    for name, row, (colour, dash) in zip(names, rows, _styles(), strict=False):
+        survival = accepted(row)["survival"]
+        figure.add_scatter(
+            x=list(range(1, len(survival) + 1)),
+            y=survival,
+            mode="lines+markers",
+            name=page.label(name),
+            line={"color": colour, "dash": dash, "width": 2},
+            hovertemplate="%{y:.2f} accept %{x} or more",
+        )
+    figure.update_xaxes(title={"text": "draft tokens"}, dtick=1)
+    figure.update_yaxes(title={"text": "share of rounds"}, rangemode="tozero")
+    return figure
+
+
+def _batches(ordered: Sequence[Scored], choice: Choice) -> go.Figure | None:
+    """Speedup of every run by batch size; None where all were scored at one size."""
+    figure, first = go.Figure(), choice.temperatures[0]
+    sizes = set()
+    for scored, (colour, dash) in zip(ordered, _styles(), strict=False):
+        best = scored.by_batch(first, choice.decode)
+        sizes |= best.keys()
+        figure.add_scatter(
+            x=list(best),
+            y=[row["speedup"] for row in best.values()],
+            mode="lines+markers",
+            name=page.label(scored.name),
+            text=[page.label(row["decode"]) for row in best.values()],
+            line={"color": colour, "dash": dash, "width": 2},
+            hovertemplate="%{y:.2f}x, batch %{x}, %{text}",
+        )
+    if len(sizes) < 2:
+        return None
+    figure.add_hline(y=1, line={"color": page.paint("ink"), "width": 1, "dash": "dot"})
+    ticks = sorted(sizes)
+    figure.update_xaxes(title={"text": "batch"}, type="log", tickvals=ticks, ticktext=[str(n) for n in ticks])
+    figure.update_yaxes(title={"text": "speedup"}, rangemode="tozero")
+    return figure
+
+
+def _by_category(
+    ordered: Sequence[Scored], rows: Sequence[dict[str, Any]]
+) -> tuple[list[str], list[list[str]]] | None:
+    """Acceptance length on each kind of prompt; None where a card does not say which are of which."""
+    found = [{one[0]: one for one in by_category(s.card | row)} for s, row in zip(ordered, rows, strict=True)]
+    names = list(dict.fromkeys(name for one in found for name in one))
+    if not names or not all(found):
+        return None
+    lines = [
+        [s.name, *(f"{one[n][3]:.2f} ({one[n][1]})" if n in one else "-" for n in names)]
+        for s, one in zip(ordered, found, strict=True)
+    ]
+    return ["drafter", *names], lines
+
+
+def _styles() -> Iterator[tuple[str, str]]:
+    """A colour and a dash for each run; no two alike among twenty-four."""
+    while True:
+        yield from ((page.paint(colour), dash) for dash in DASHES for colour in page.SERIES)

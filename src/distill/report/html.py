@@ -1,0 +1,91 @@
+"""report.html: a run on one page, made from what its folder has."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from markupsafe import Markup
+
+from distill.report import history, page, search_panel, setup_panels, time_panels, training_panels
+from distill.report import score_panels as panels
+from distill.report import text_panels as texts_panel
+from distill.report.history import History
+from distill.utils.atomic_files import put
+from distill.utils.redact import reason
+
+log = logging.getLogger(__name__)
+NAME = "report.html"
+
+
+def write(folder: Path, out: Path | None = None) -> Path:
+    """Make the page of a run, finished or not, or make it anew.
+
+    Args:
+        folder: of the run.
+        out: file to write; default report.html in the folder.
+
+    Raises:
+        UserError: no run there, files that cannot be read, or no folder to write to.
+    """
+    place = out or folder / NAME
+    put(place, build(history.read(folder)))
+    return place
+
+
+def attempt(folder: Path) -> Path | None:
+    """The same at the end of a run, which a page that cannot be made must not spoil."""
+    try:
+        return write(folder)
+    except Exception as error:  # whatever is in the files of an old or damaged run
+        log.error("no %s (%s); python scripts/report.py %s tries again", NAME, reason(error), folder)
+        return None
+
+
+def build(run: History) -> str:
+    """The document; what the run did not write down is left out."""
+    card = run.card
+    parts: list[Markup | None] = []
+    if card:
+        parts += [panels.warnings(card), panels.headline(card), search_panel.families(run), *_measured(run)]
+    for title, group in (("Training", training_panels.curves(run)), ("Setup", _origin(run))):
+        if any(group):
+            parts += [page.heading(title), *group]
+    return page.page(_title(run), [part for part in parts if part], _subtitle(run))
+
+
+def _measured(run: History) -> list[Markup | None]:
+    card = run.card
+    assert card is not None
+    return [
+        training_panels.tau(run),
+        training_panels.loss(run),
+        panels.positions(card),
+        panels.lengths(card),
+        time_panels.shares(card),
+        time_panels.batches(card),
+        panels.categories(card),
+        setup_panels.settings(card),
+        texts_panel.samples(card),
+    ]
+
+
+def _origin(run: History) -> list[Markup | None]:
+    return [
+        setup_panels.about(run.card) if run.card else None,
+        setup_panels.machine(run),
+        setup_panels.configuration(run),
+    ]
+
+
+def _title(run: History) -> str:
+    card = run.card
+    return f"{card['drafter']} on {card['target']}" if card else f"Run {run.folder.resolve().name}"
+
+
+def _subtitle(run: History) -> str:
+    name = "/".join(run.folder.resolve().parts[-2:])
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)) if run.started else ""
+    command = f"train.py {' '.join(run.overrides)}" if run.overrides else ""
+    return " · ".join(part for part in (f"run {name}", when and f"started {when}", command) if part)

@@ -1,0 +1,152 @@
+"""Results as they are kept and shown: a small JSON file, and the README's table, which is made of it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from decode.errors import UserError
+from distill.report.compare import Choice, Scored, in_order, minutes, short
+from distill.scoring.paired import Estimate, accepted, counts, exact, speedup
+
+BEGIN, END = "<!-- results -->", "<!-- /results -->"
+FACTS = ("commit", "hardware", "dtype", "threads", "prompts", "max_new_tokens")  # of a scorecard
+
+
+def results(scored: Sequence[Scored], choice: Choice) -> dict[str, Any]:
+    """What the headline table shows, and where it comes from.
+
+    Acceptance is that of each card's first plan, or of the chosen one; a speedup, at the first
+    temperature, that of the fastest plan at each batch size, or of the chosen one.
+
+    Args:
+        scored: checkpoints.
+        choice: their order is by speedup at its batch.
+
+    Raises:
+        UserError: a run that was not scored at this choice.
+    """
+    ordered = in_order(scored, choice)
+    cards = [s.card for s in ordered]
+    return {
+        "temperatures": list(choice.temperatures),
+        "batch": choice.batch,
+        "decode": choice.decode,
+        **{name: _each(cards, name) for name in FACTS},
+        "replayed": sorted({len(counts(row).tokens) for s in ordered for row in s.card["rows"]}),
+        "runs": [_run(s, choice) for s in ordered],
+    }
+
+
+def _each(cards: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    return list(dict.fromkeys(card[name] for card in cards))
+
+
+def _run(scored: Scored, choice: Choice) -> dict[str, Any]:
+    card = scored.card
+    found: dict[str, Any] = {"drafter": scored.name, "tau": [], "speedup": []}
+    for temperature in choice.temperatures:
+        row = scored.at(temperature, choice.batch, choice.decode)[0]
+        tau, interval = accepted(row)["tau"], accepted(row)["tau_interval"]
+        one = {"temperature": temperature, "decode": row["decode"], "exact": exact(row)}
+        found["tau"].append(one | {"value": tau, "interval": interval})
+    first = choice.temperatures[0]
+    for batch, row in scored.by_batch(first, choice.decode).items():
+        value, interval = speedup(row)
+        one = {"batch": batch, "decode": row["decode"], "value": value}
+        found["speedup"].append(one | {"interval": interval and list(interval)})
+    if "train_seconds" in card:
+        found["train_seconds"] = card["train_seconds"]
+    found |= {"parameters": card["parameters"], "audit_passed": card["audit_passed"]}
+    return found | {"lossless_to": card["lossless_to"], "control": card.get("control", "none")}
+
+
+def written(found: dict[str, Any]) -> str:
+    """As JSON, a line for each run."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items() if name != "runs"]
+    runs = ",\n".join(f"    {json.dumps(run)}" for run in found["runs"])
+    return "{\n" + ",\n".join([*lines, f'  "runs": [\n{runs}\n  ]']) + "\n}\n"
+
+
+def headline(found: dict[str, Any], document: str) -> str:
+    """The results as a Markdown table, and where they come from.
+
+    Args:
+        found: `results`.
+        document: file that the table is for.
+    """
+    runs = found["runs"]
+    batches = sorted({one["batch"] for run in runs for one in run["speedup"]})
+    temperatures = found["temperatures"]
+    plans = list(dict.fromkeys(one["decode"] for run in runs for one in run["tau"]))
+    raced = {one["decode"] for run in runs for one in run["speedup"]}
+    head = ["drafter", *(f"tau, T={t:g}" for t in temperatures), *(f"speedup, batch {b}" for b in batches)]
+    lines = [[*head, "trained", "parameters"], ["---", *["---:"] * (len(head) + 1)]]
+    for run in runs:
+        taus = [_tau(one, several=len(plans) > 1) for one in run["tau"]]
+        speeds = {one["batch"]: _speedup(one, several=len(raced) > 1) for one in run["speedup"]}
+        trained = minutes(run) if run.get("train_seconds") else "-"
+        parameters = f"{run['parameters'] / 1e6:.2f} M" if run["parameters"] else "-"
+        lines.append([_name(run), *taus, *(speeds.get(b, "-") for b in batches), trained, parameters])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    plan = f" with {plans[0]}" if len(plans) == 1 else ""
+    alone = "" if raced == set(plans) else f" with {next(iter(raced))}"
+    raced = ", the fastest of the plans that were scored" if len(raced) > 1 else alone
+    said = [
+        f"tau{plan}: tokens a target pass, replayed on the target's answers to {_all(found['replayed'])} "
+        "held-out prompts, with its 95 % interval (~: counted by the decoder).",
+        f"Speedup{raced}: over plain decoding with the same code at T={temperatures[0]:g}, "
+        f"{_all(found['prompts'])} prompts of up to {_all(found['max_new_tokens'])} tokens.",
+        f"{_all(found['dtype'])}, {_all(found['hardware'])}, threads {_all(found['threads'])}, "
+        f"commit {_all(found['commit'])}.",
+        f"Written by `{_command(found, document)}`.",
+    ]
+    return f"{table}\n\n{' '.join(said)}"
+
+
+def _command(found: dict[str, Any], document: str) -> str:
+    """What writes this table; the runs are folders that only one machine has."""
+    decode = ["--decode", found["decode"]] if found["decode"] else []
+    words = ["--temperatures", *(f"{t:g}" for t in found["temperatures"]), "--batch", str(found["batch"])]
+    return f"python scripts/compare.py RUN ... {shlex.join([*words, *decode, '--readme', document])}"
+
+
+def _name(run: dict[str, Any]) -> str:
+    also = [run["lossless_to"]] if run["lossless_to"] != "target" else []
+    also += [f"control={run['control']}: no real score"] if run["control"] != "none" else []
+    also += [] if run["audit_passed"] else ["audit FAILED"]
+    return f"{run['drafter']} ({', '.join(also)})" if also else run["drafter"]
+
+
+def _tau(one: dict[str, Any], several: bool) -> str:
+    low, high = one["interval"]
+    text = f"{one['value']:.2f}{'' if one['exact'] else '~'} ({low:.2f}..{high:.2f})"
+    return f"{text}, {short(one['decode'])}" if several else text
+
+
+def _speedup(one: dict[str, Any], several: bool) -> str:
+    text = Estimate(one["value"], one["interval"]).text("{:.2f}x")
+    return f"{text}, {short(one['decode'])}" if several else text
+
+
+def _all(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def insert(document: Path, found: dict[str, Any]) -> None:
+    """Put the headline table between the two comments of a Markdown file.
+
+    Raises:
+        UserError: no such file, or not one of each comment, in this order.
+    """
+    try:
+        text = document.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{document}: {error.strerror}; name a Markdown file") from None
+    if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
+        raise UserError(f"{document}: where is the table to go? put {BEGIN} and, below it, {END} there, once")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    document.write_text(f"{before}{BEGIN}\n{headline(found, document.name)}\n{END}{after}", encoding="utf-8")

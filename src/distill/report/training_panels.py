@@ -1,0 +1,155 @@
+"""Panels of a report about training: loss, acceptance over time, and whether it went well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+from markupsafe import Markup
+
+from distill.report import page
+from distill.report.history import Curve, History
+from distill.report.page import paint
+
+DEPTHS = 8  # of the curves by depth, the first ones
+
+
+def axes(x: str, y: str, **layout: object) -> dict[str, object]:
+    """Names of both axes, beside whatever else."""
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}, **layout}
+
+
+def tau(run: History) -> Markup | None:
+    """Acceptance of every scored checkpoint."""
+    steps = sorted(run.cards)
+    if len(steps) < 2:
+        return None
+    rows = [run.cards[s] for s in steps]
+    figure = go.Figure()
+    replays = [(s, r["replay"]) for s, r in zip(steps, rows, strict=True) if r.get("replay")]
+    if replays:
+        value = [r["tau"] for _, r in replays]
+        low, high = zip(*(r["tau_interval"] for _, r in replays), strict=True)
+        figure.add_scatter(
+            x=[s for s, _ in replays],
+            y=value,
+            name="replay, 95 % interval",
+            mode="lines+markers",
+            line={"color": paint("blue"), "width": 2},
+            marker={"size": [11 if s == run.best else 6 for s, _ in replays], "opacity": 1},
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": np.subtract(high, value),
+                "arrayminus": np.subtract(value, low),
+                "thickness": 1.2,
+                "width": 4,
+                "color": paint("blue"),
+            },
+            hovertemplate="step %{x}<br>tau %{y:.3f}<extra>replay</extra>",
+        )
+    figure.add_scatter(
+        x=steps,
+        y=[r["tau"] for r in rows],
+        name="the decoder's count",
+        mode="markers",
+        marker={"color": paint("orange"), "symbol": "diamond-open", "size": 9, "line": {"width": 2}},
+        hovertemplate="step %{x}<br>tau %{y:.3f}<extra>decoder</extra>",
+    )
+    figure.update_layout(axes("optimizer step", "tau (tokens per target pass)"))
+    says = (
+        "Acceptance of every save point on held-out prompts; the large mark is the best. "
+        "A curve that still rises would gain from more steps."
+    )
+    return page.section("Tau over training", page.plot(figure, says), says=says)
+
+
+def loss(run: History) -> Markup | None:
+    """What is minimised."""
+    says = "What training minimises. Flat for long: a smaller learning rate or a larger drafter helps more."
+    return _curve(run, "loss", "Loss over training", "loss", says)
+
+
+def curves(run: History) -> list[Markup | None]:
+    """Beside scores: by depth, and the run's health. Of a run without scores, loss comes first."""
+    alone = [] if run.cards else [loss(run)]
+    return [
+        *alone,
+        _depths(run),
+        _curve(
+            run,
+            "grad_norm",
+            "Gradient norm",
+            "L2 norm before clipping",
+            "Peaks that come back, or a slow climb, are the first sign of a learning rate that is too large.",
+        ),
+        _curve(
+            run,
+            "tokens_per_second",
+            "Training speed",
+            "tokens/s",
+            "Tokens of training rows a second, waiting for data included. Dips are waits, or a busy machine.",
+        ),
+    ]
+
+
+def _depths(run: History) -> Markup | None:
+    found = [(j, run.curves[f"alpha_{j}"]) for j in range(1, DEPTHS + 1) if f"alpha_{j}" in run.curves]
+    if not found:
+        return None
+    figure = go.Figure()
+    for (j, curve), colour in zip(found, page.SERIES * 2, strict=False):
+        steps, values, _ = smoothed(curve)
+        figure.add_scatter(
+            x=steps,
+            y=values,
+            name=f"depth {j}",
+            mode="lines",
+            line={"color": paint(colour), "width": 2, "dash": "solid" if j <= len(page.SERIES) else "dot"},
+            hovertemplate="step %{x}<br>%{y:.3f}<extra>depth " + str(j) + "</extra>",
+        )
+    figure.update_layout(axes("optimizer step", "1 - total variation"))
+    says = (
+        "How much of the target's law the drafter's covers, at each depth of the unroll, on training rows: "
+        "the chance that a sampled token would be accepted at temperature 1."
+    )
+    return page.section("Acceptance by depth in training", page.plot(figure, says), says=says)
+
+
+def _curve(run: History, name: str, title: str, unit: str, says: str) -> Markup | None:
+    curve = run.curves.get(name)
+    if not curve or len(curve[0]) < 2:
+        return None
+    steps, values, window = smoothed(curve)
+    figure = go.Figure()
+    figure.add_scatter(
+        x=curve[0],
+        y=curve[1],
+        name="as logged",
+        mode="lines",
+        line={"color": paint("grey"), "width": 1},
+        opacity=0.55,
+        hovertemplate="step %{x}<br>%{y:.4g}<extra>as logged</extra>",
+    )
+    if window > 1:
+        figure.add_scatter(
+            x=steps,
+            y=values,
+            name=f"mean of {window}",
+            mode="lines",
+            line={"color": paint("blue"), "width": 2},
+            hovertemplate="step %{x}<br>%{y:.4g}<extra>mean of " + str(window) + "</extra>",
+        )
+    figure.update_layout(axes("optimizer step", unit))
+    return page.section(title, page.plot(figure, says), says=says)
+
+
+def smoothed(curve: Curve) -> tuple[Sequence[float], Sequence[float], int]:
+    """Steps, the mean of the newest few values at each, and how many these are."""
+    steps, values = curve
+    window = max(1, len(values) // 16)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    last = np.arange(1, len(values) + 1)
+    begin = np.maximum(last - window, 0)
+    return steps, ((sums[last] - sums[begin]) / (last - begin)).tolist(), window

@@ -1,0 +1,1 @@
+"""The target's answers: sharded store, manifest, writer, Ray workers."""

@@ -1,0 +1,61 @@
+"""One line on what a run will cost, before it starts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from decode.generation.generate import generate
+from decode.model.target import Target
+from decode.sampling import Sampler
+from distill.prompts.prompt import turns, unanswered
+from distill.rollouts.store import RolloutStore
+
+STEPS = 4  # decoding steps that are timed
+
+
+def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> str:
+    """Tokens, time and disk of the missing rollouts, and memory; upper bounds, from a timed sample.
+
+    Args:
+        store: what is missing of it.
+        target: answers.
+        drafter: that will be trained; None: none will be.
+    """
+    plan = store.plan
+    memory = target.bytes
+    # Weights, gradients and two moments in fp32.
+    memory += 16 * sum(p.numel() for p in drafter.parameters()) if drafter else 0
+    missing = len(store.missing())
+    if not missing or plan.answers == "given":
+        return f"estimate: no rollouts to make, weights and optimizer {memory / 2**20:.0f} MiB"
+    asked = plan.samples * sum(len(turns(unanswered(p.messages))) for p in store.prompts) + plan.self_prompts
+    rows = -(-asked * missing // store.shards)
+    batch = min(plan.batch_size, rows)
+    prompts = plan.self_prompts and plan.until == "answer"
+    # No prompt has more tokens than bytes; what the template adds is little.
+    longest = max((sum(len(m["content"].encode()) for m in p.messages) for p in store.prompts), default=0)
+    longest = min(plan.max_prompt_tokens, max(longest, plan.max_new_tokens if plan.self_prompts else 0))
+    length = plan.max_new_tokens * (2 if prompts else 1)
+    tokens = rows * length
+    if plan.server:  # how fast that is, nobody here knows
+        took, held = f"from {plan.server}", "weights"
+    else:
+        seconds = -(-rows // batch) * length * _step(target, batch, plan.sampler)
+        memory += batch * (longest + plan.max_new_tokens) * target.cache.store.bytes_per_token
+        took, held = f"up to {seconds / 60:.1f} min", "weights, cache"
+    return (
+        f"estimate: up to {tokens:,} rollout tokens in {rows:,} answers, {took}, "
+        f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for {held} and optimizer "
+        f"on {torch.get_num_threads()} threads"
+    )
+
+
+def _step(target: Target, batch: int, sampler: dict[str, Any]) -> float:
+    """Seconds of a decoding step."""
+    start = time.perf_counter()
+    generate(target, None, [[1]] * batch, max_new_tokens=STEPS, sampler=Sampler(**sampler))
+    return (time.perf_counter() - start) / STEPS

@@ -1,0 +1,211 @@
+"""Rollouts as a configuration asks for them: made by its engine, or found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from omegaconf import DictConfig
+
+from decode.errors import UserError
+from decode.model.load import stop_tokens
+from decode.model.target import Target
+from distill.prompts.chat_template import Chat
+from distill.prompts.length import strictest
+from distill.prompts.prompt import Prompt, prompts_digest
+from distill.rollouts.build import Helper, helping_plan, work_of
+from distill.rollouts.estimate import estimate
+from distill.rollouts.shard import count
+from distill.rollouts.store import RolloutPlan, RolloutStore
+from distill.rollouts.surprisal import doubt
+from distill.rollouts.writer import check_plan
+from distill.utils.atomic_files import read_json, sha256, write_json
+from distill.utils.progress import bar, first_rank, say
+from distill.utils.provenance import digest
+from distill.utils.run_folder import checkpoints
+from drafters.base import Drafter
+from drafters.checkpoint import io as hub
+
+DOUBTED = 32  # rows that the target reads, of answers that it has not written here
+
+
+def rollout_plan(
+    cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt], phase: int = 0
+) -> RolloutPlan:
+    """What decides the rows."""
+    rollout = cfg.rollout
+    # Later phases are drafted by what has been trained so far. That changes no row, but for rounding, and
+    # a resumed run must find the store that it began.
+    drafter = "current" if phase else _fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else ""
+    seed = int(np.random.SeedSequence([rollout.seed, phase]).generate_state(1)[0]) if phase else rollout.seed
+    return RolloutPlan(
+        target=target.fingerprint(),
+        tokenizer=chat.fingerprint(),
+        dtype=str(target.dtype).removeprefix("torch."),
+        stop=stop_tokens(target),
+        template=cfg.prompts.template,
+        answers=rollout.answers,
+        server=str(rollout.model or cfg.target.path) if rollout.engine == "openai" else "",
+        drafter=drafter,
+        prompts=prompts_digest(prompts),
+        samples=rollout.samples,
+        self_prompts=cfg.prompts.self,
+        until=rollout.until,
+        sampler={"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
+        prompt_sampler={"temperature": rollout.prompt_temperature},
+        max_prompt_tokens=strictest(cfg.prompts.max_tokens, cfg.max_tokens, target.max_positions).tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        shard_size=rollout.shard_size,
+        batch_size=rollout.batch_size,
+        seed=seed,
+    )
+
+
+def _fingerprint(drafter: Path) -> str:
+    paths = [path for name in hub.FILES for path in sorted(drafter.glob(name))]
+    return digest("".join(sha256(path) for path in paths))
+
+
+def produce(
+    cfg: DictConfig,
+    target: Target,
+    chat: Chat,
+    prompts: list[Prompt],
+    drafter: Drafter,
+    folder: Path,
+    phase: int = 0,
+) -> RolloutStore:
+    """The answers to the training prompts.
+
+    Args:
+        cfg: with `rollout`, `prompts`, `decode` and `output_dir`.
+        target: answers.
+        chat: renders.
+        prompts: to be answered.
+        drafter: that will be trained, for the estimate of memory.
+        folder: of the run, which may not go on with other data than it began with.
+        phase: which time it is that they are answered (`rollout.refresh_every`). From the second on, the
+            newest checkpoint drafts (online distillation, arXiv:2310.07177).
+
+    Raises:
+        UserError: answers that are given cannot be made again.
+    """
+    if cfg.rollout.refresh_every and cfg.rollout.answers == "given":
+        raise UserError("rollout.refresh_every: given answers are not made anew; set it to 0")
+    drafts = cfg.rollout.engine != "openai"  # a server drafts by its own means
+    if cfg.rollout.refresh_every and drafts:
+        helping_plan(cfg, drafter)
+    plan = rollout_plan(cfg, target, chat, prompts, phase)
+    store = open_store(cfg, Path(cfg.output_dir) / "rollouts", target, chat, plan, prompts, phase)
+    helper = cfg.rollout.drafter
+    if phase:
+        helper = next(reversed(checkpoints(folder)), None) if drafts else None
+        say(f"rollouts: time {phase + 1}" + (f", drafted by {helper}" if helper else ""))
+    else:
+        _same_rollouts(folder, plan)
+    fill(cfg, target, chat, store, helper, drafter)
+    target.rest()
+    return store
+
+
+def open_store(
+    cfg: DictConfig,
+    root: Path,
+    target: Target,
+    chat: Chat,
+    plan: RolloutPlan,
+    prompts: list[Prompt],
+    phase: int = 0,
+) -> RolloutStore:
+    """The store that a configuration names, else one below `root`; later phases have places of their own.
+
+    Raises:
+        UserError: it holds something else, or the plan is none.
+    """
+    check_plan(plan, chat, target.max_positions)  # before anything is written
+    place = cfg.rollout.store
+    if place and phase:
+        place = f"{place}/again-{phase}"
+    origin = {"target": cfg.target.path, "revision": cfg.target.revision}
+    store = RolloutStore(root, plan, prompts, place, origin)
+    store.open()
+    return store
+
+
+def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
+    note = folder / "rollouts.json"
+    if not (began := read_json(note)):
+        if first_rank():
+            write_json(note, {"store": plan.key})
+    elif began["store"] != plan.key:
+        raise UserError(
+            f"{folder}: the prompts or the target have changed since this run began; "
+            "resume=never starts another"
+        )
+
+
+def fill(
+    cfg: DictConfig,
+    target: Target,
+    chat: Chat,
+    store: RolloutStore,
+    helper: Helper,
+    drafter: Drafter | None,
+    watch: Callable[[int], None] | None = None,
+) -> None:
+    """Make what is missing, under a progress bar, and say what there is.
+
+    Args:
+        cfg: names the engine.
+        target: answers.
+        chat: renders.
+        store: opened.
+        helper: drafts the answers.
+        drafter: that will be trained, for the estimate of memory; None: none will be.
+        watch: told how many shards are missing still; may raise, and what is made is kept.
+    """
+    missing = len(store.missing())
+    if store.complete:
+        store.check()
+        say(f"rollouts: reusing all {store.shards} shards in {store.folder}")
+        return
+    if not missing:  # killed before the manifest
+        store.seal()
+        return
+    work = work_of(cfg, target, chat, store, helper)
+    say(estimate(store, target, drafter))
+    if missing < store.shards:
+        say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")
+    with bar(store.shards, "rollouts", "shards", store.shards - missing) as shown:
+        speed = _speed(store)
+
+        def done(missing: int) -> None:
+            shown.update(store.shards - missing - shown.n, speed())
+            if watch:
+                watch(missing)
+
+        work(done)
+    counts = store.manifest()["counts"]
+    say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")
+    if counts["rows"] and (store.plan.answers == "given" or store.plan.server):
+        rows = [text._asdict() for text in islice(store.texts(), DOUBTED)]
+        if warning := doubt(target, rows, asdict(store.plan)):
+            say(warning)
+
+
+def _speed(store: RolloutStore) -> Callable[[], str]:
+    """Tokens a second of the shards that are made from now on, whoever makes them."""
+    todo, begun, tokens = set(store.missing()), time.monotonic(), 0
+
+    def speed() -> str:
+        nonlocal tokens
+        for shard in [shard for shard in todo if store.path(shard).exists()]:
+            todo.remove(shard)
+            tokens += count(store.path(shard))["answer_tokens"]
+        return f"{tokens / (time.monotonic() - begun):,.0f} tokens/s"
+
+    return speed

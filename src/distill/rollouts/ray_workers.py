@@ -1,0 +1,222 @@
+"""Shards made by many processes: Ray Data maps their numbers over actors, each with a target of its own.
+
+Nothing here schedules, ships or retries work across machines: Ray does. A shard is made by the
+same `Writer` and published in the same way as in one process, so a worker that is lost costs the
+shard it was at, which is made again, and what it had published stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from decode.errors import UserError
+from distill.rollouts.store import Make, RolloutStore
+from distill.utils.progress import rank_and_world
+
+TRIES = 6  # at one shard; Ray itself would try for ever
+OBJECTS = 80 * 2**20  # bytes of shared memory of a local Ray, its least; shard numbers need none
+SEEN = 10.0  # seconds that a file system may take to show what another machine wrote
+# Set before Ray starts: no telemetry, no messages of its own daemons.
+SILENCE = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+class Worker:
+    """An actor: makes the shards whose numbers it is given.
+
+    Args:
+        store: where they go; opened.
+        load: loads what makes them, once, at the first shard.
+    """
+
+    def __init__(self, store: RolloutStore, load: Callable[[], Make]) -> None:
+        self.store, self.load = store, load
+        self.make: Make | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What became of one shard: `whole`, `busy` (another process is at it), or an error's text."""
+        number = int(batch["item"][0])
+        errno = 0
+        try:
+            self.store.folder.mkdir(parents=True, exist_ok=True)
+            with self._tried(number):
+                self.make = self.make or self.load()
+                self.store.make(number, self.make)
+            fate = "whole" if self.store.path(number).exists() else "busy"
+        except UserError as error:
+            fate = str(error)
+        except OSError as error:  # a full disk
+            fate, errno = f"{error.strerror or error} ({error.filename})", error.errno or 0
+        return {"item": [number], "fate": [fate], "errno": [errno]}
+
+    @contextmanager
+    def _tried(self, number: int) -> Iterator[None]:
+        """Count how often workers have died at a shard."""
+        path = self.store.path(number)
+        tries = path.with_name(f"{path.name}.tries.tmp")
+        with tries.open("a") as file:
+            file.write("x")
+        try:
+            if tries.stat().st_size > TRIES:
+                raise UserError(
+                    f"rollout=ray: workers died {TRIES} times at {path.name}; is there too little memory? "
+                    "The same command goes on with what is missing"
+                )
+            yield
+        finally:  # a worker that is killed does not get here
+            tries.unlink(missing_ok=True)
+
+
+class Fleet:
+    """Workers, as a configuration asks for them.
+
+    Args:
+        rollout: `workers`, `address`, `cpus_per_worker` and `gpus_per_worker`.
+        load: what each worker loads; runs on its machine.
+
+    Raises:
+        UserError: Ray is not installed.
+    """
+
+    def __init__(self, rollout: DictConfig, load: Callable[[], Make]) -> None:
+        self.rollout, self.load = rollout, load
+        if "workers" not in rollout:
+            raise UserError("rollout.engine=ray: choose it with rollout=ray, which has its settings")
+        for name, value in SILENCE.items():
+            os.environ.setdefault(name, value)
+        try:
+            import_module("ray.data")  # an optional extra
+        except ImportError:
+            raise UserError("rollout=ray: Ray is not installed; pip install 'foredraft[ray]'") from None
+
+    def fill(self, store: RolloutStore, done: Callable[[int], None]) -> None:
+        """Make what is missing; of a launcher's ranks the first sends for it, the others wait.
+
+        Args:
+            store: opened.
+            done: told how many shards are missing still.
+
+        Raises:
+            UserError: what a worker has against its work, or one that writes where nobody sees it.
+        """
+        first = rank_and_world()[0] == 0
+        with self.connected() if first else _nothing():
+            while todo := store.missing():
+                for number, fate in self.results(store, todo) if first else ():
+                    if fate == "whole":
+                        self._collect(store, number)
+                    done(len(store.missing()))
+                if store.missing():
+                    store.wait(done)
+        done(0)
+        store.seal(anew=first)
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Ray, started here or joined, and left as it was found."""
+        import ray
+
+        if ray.is_initialized():
+            yield
+            return
+        address = self.rollout.address or os.environ.get("RAY_ADDRESS")
+        gpus, there = self.rollout.workers * self.rollout.gpus_per_worker, torch.cuda.device_count()
+        if not address and gpus > there:
+            raise UserError(
+                f"rollout.gpus_per_worker: {self.rollout.workers} workers want {gpus} GPUs, and this machine "
+                f"has {there}"
+            )
+        local: dict[str, Any] = {
+            "num_cpus": max(1, self.rollout.workers * self.rollout.cpus_per_worker),
+            "object_store_memory": OBJECTS,
+            "include_dashboard": False,
+        }
+        signals = (signal.SIGINT, signal.SIGTERM)
+        handlers = [signal.getsignal(number) for number in signals]  # Ray has some of its own
+        try:
+            with _mute(), _refused(address):
+                # "local", lest it joins what a file of another session names.
+                options = {} if address else local
+                ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
+            yield
+        finally:
+            ray.shutdown()
+            for number, handler in zip(signals, handlers, strict=True):
+                signal.signal(number, handler)
+
+    def results(self, store: RolloutStore, todo: list[int]) -> Iterator[tuple[int, str]]:
+        """Number and fate of each shard, as they come."""
+        import ray.data
+
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_no_progress_timeout_s = -1  # a shard may take hours
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+        away = copy.copy(store)
+        away.folder = store.folder.absolute()
+        shards = ray.data.from_items(todo, override_num_blocks=len(todo)).map_batches(
+            Worker,
+            fn_constructor_args=(away, self.load),
+            compute=ray.data.ActorPoolStrategy(size=self.rollout.workers, max_tasks_in_flight_per_actor=1),
+            batch_size=1,
+            num_cpus=self.rollout.cpus_per_worker,
+            num_gpus=self.rollout.gpus_per_worker,
+        )
+        for row in shards.iter_rows():
+            if row["errno"]:
+                raise OSError(row["errno"], row["fate"])
+            if row["fate"] not in ("whole", "busy"):
+                raise UserError(row["fate"])
+            yield row["item"], row["fate"]
+
+    def _collect(self, store: RolloutStore, number: int) -> None:
+        """See to it that a shard which a worker has made is here."""
+        end = time.monotonic() + SEEN
+        while not store.path(number).exists():
+            store.pull()
+            if time.monotonic() > end:
+                raise UserError(
+                    f"rollout=ray: a worker wrote to {store.folder} where this machine does not see it; "
+                    "without a common disk, give rollout.store=<url>"
+                )
+            time.sleep(0.05)
+
+
+@contextmanager
+def _refused(address: str | None) -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionError, ValueError) as error:
+        raise UserError(f"rollout.address={address}: {' '.join(str(error).split())}") from None
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _mute() -> Iterator[None]:
+    """Drop what C++ writes to stderr: Ray says there how little it will say."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

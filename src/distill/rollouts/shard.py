@@ -1,0 +1,71 @@
+"""One shard: a Parquet file that says whose it is, and can be checked by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distill.utils.atomic_files import publish, sha256
+
+COLUMNS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("tokens", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("finish_reason", pa.string()),
+        ("ids", pa.string()),
+        ("weight", pa.float32()),
+    ]
+)
+Row = dict[str, Any]
+
+
+def write_shard(path: Path, rows: Sequence[Row], key: str, shard: int) -> None:
+    """Publish rows under their final name.
+
+    Args:
+        path: of the file.
+        rows: with the columns of `COLUMNS`.
+        key: of the plan that they were made by.
+        shard: its number.
+    """
+    table = pa.Table.from_pylist(list(rows), schema=COLUMNS)
+    with publish(path) as temporary:
+        pq.write_table(table.replace_schema_metadata(_mark(table, key, shard)), temporary)
+
+
+def is_whole(path: Path, key: str, shard: int) -> bool:
+    """Whether a file is this shard of this plan, with the rows that were written."""
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError):
+        return False
+    return table.schema.metadata == {k.encode(): v.encode() for k, v in _mark(table, key, shard).items()}
+
+
+def _mark(table: pa.Table, key: str, shard: int) -> dict[str, str]:
+    text = json.dumps(table.to_pylist(), sort_keys=True)
+    return {"plan": key, "shard": str(shard), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def count(path: Path) -> dict[str, Any]:
+    """Counts and hash of a shard, for the manifest."""
+    table = pq.read_table(path, columns=["loss_mask", "finish_reason", "ids"])
+    masks = table["loss_mask"].to_pylist()
+    answered = sum(map(sum, masks))
+    return {
+        "file": path.name,
+        "rows": table.num_rows,
+        "prompt_tokens": sum(map(len, masks)) - answered,
+        "answer_tokens": answered,
+        "finish_reason": dict(Counter(table["finish_reason"].to_pylist())),
+        "ids": dict(Counter(table["ids"].to_pylist())),
+        "sha256": sha256(path),
+    }

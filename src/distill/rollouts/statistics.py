@@ -1,0 +1,135 @@
+"""What can be counted of stored rows without asking the target."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from decode.errors import UserError
+from drafters.drafting.vocabulary import frequent
+
+PERCENTILES = (0, 50, 90, 99, 100)
+SHARES = (16, 8, 4, 2)  # draft vocabularies: V / 16 ... V / 2
+
+
+class RowCounts:
+    """Counts over a store, a shard at a time.
+
+    Args:
+        vocab: size of the target's vocabulary.
+        max_tokens: that training cuts rows at.
+
+    Attributes:
+        answer: supervised tokens of each row.
+        prompt: its other tokens.
+        halves: (2, V) supervised tokens of the even and of the odd rows.
+        reasons, ids: how many rows have which `finish_reason` and which `ids`.
+        cut: rows longer than max_tokens.
+        lost: supervised tokens behind it.
+        duplicates: rows whose tokens are those of an earlier one.
+    """
+
+    def __init__(self, vocab: int, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.answer = np.zeros(0, dtype=np.int64)
+        self.prompt = np.zeros(0, dtype=np.int64)
+        self.halves = np.zeros((2, vocab), dtype=np.int64)
+        self.reasons: Counter[str] = Counter()
+        self.ids: Counter[str] = Counter()
+        self.cut = self.lost = self.duplicates = 0
+        self._seen: set[bytes] = set()
+
+    def add(self, table: pa.Table) -> None:
+        """Count the rows of a shard.
+
+        Raises:
+            UserError: a row whose mask is not as long as its tokens, or a token outside the vocabulary.
+        """
+        first, rows = len(self.answer), table.num_rows
+        tokens, length = _flat(table["tokens"])
+        mask, same = _flat(table["loss_mask"])
+        if not np.array_equal(length, same):
+            raise UserError("store: rows whose loss_mask is not as long as their tokens")
+        mask = mask != 0
+        vocab = self.halves.shape[1]
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab:
+            raise UserError(f"store: token ids {tokens.min()}..{tokens.max()} in a vocabulary of {vocab}")
+        row = np.repeat(np.arange(rows), length)
+        start = np.cumsum(length) - length
+        place = np.arange(len(tokens)) - start[row]
+        answer = np.bincount(row[mask], minlength=rows)
+        for half in (0, 1):
+            here = mask & ((first + row) % 2 == half)
+            self.halves[half] += np.bincount(tokens[here], minlength=vocab)
+        self.answer = np.concatenate([self.answer, answer])
+        self.prompt = np.concatenate([self.prompt, length - answer])
+        self.cut += int((length > self.max_tokens).sum())
+        self.lost += int((mask & (place >= self.max_tokens)).sum())
+        self.reasons.update(table["finish_reason"].to_pylist())
+        self.ids.update(table["ids"].to_pylist())
+        for begin, size in zip(start, length, strict=True):
+            key = blake2b(tokens[begin : begin + size].tobytes(), digest_size=12).digest()
+            self.duplicates += key in self._seen
+            self._seen.add(key)
+
+    def coverage(self, size: int, first: Sequence[int]) -> float | None:
+        """Share of the odd rows' supervised tokens that are among the even rows' most frequent.
+
+        Args:
+            size: of the draft vocabulary, chosen as EAGLE-3 chooses its own.
+            first: tokens that are in it however rare.
+
+        Returns:
+            None where the odd rows have no supervised token.
+        """
+        counted, measured = self.halves
+        known = frequent(torch.from_numpy(counted), size, first).numpy()
+        return float(measured[known].sum() / measured.sum()) if measured.any() else None
+
+    def lines(self, first: Sequence[int]) -> list[str]:
+        """All of it as text; `first` as in `coverage`."""
+        rows, supervised = len(self.answer), int(self.answer.sum())
+        total, vocab = supervised + int(self.prompt.sum()), self.halves.shape[1]
+        sizes = [vocab // share for share in SHARES if vocab >= share]
+        covered = [(size, self.coverage(size, first)) for size in sizes]
+        bare = int((self.answer == 0).sum())
+        return [
+            f"rows                   {rows:,}, {self.duplicates:,} of them duplicates of another"
+            + (f", {bare:,} WITHOUT A SUPERVISED TOKEN" if bare else ""),
+            f"tokens                 {total:,}, {_share(supervised, total)} ({supervised:,}) supervised",
+            f"percentiles            {'  '.join(f'{p:>5}' for p in PERCENTILES)}",
+            f"  prompt tokens        {_percentiles(self.prompt)}",
+            f"  answer tokens        {_percentiles(self.answer)}",
+            f"finish_reason          {_counted(self.reasons)}",
+            f"ids                    {_counted(self.ids)}",
+            f"cut at max_tokens={self.max_tokens:<5}{self.cut:,} rows ({_share(self.cut, rows)}), which lose "
+            f"{self.lost:,} supervised tokens ({_share(self.lost, supervised)})",
+            "draft vocabulary       most frequent tokens of half the rows: share of the others' answers",
+            "  " + "  ".join(f"{size:,}: {'-' if s is None else f'{s:.2%}'}" for size, s in covered),
+        ]
+
+
+def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """All values of a column of lists, and the lengths of the lists."""
+    lists: Any = column.combine_chunks()
+    return lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
+
+
+def _percentiles(lengths: np.ndarray) -> str:
+    # A length that there is, not one between two.
+    values = np.percentile(lengths, PERCENTILES, method="inverted_cdf") if lengths.size else []
+    return "  ".join(f"{int(v):>5}" for v in values)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.most_common())

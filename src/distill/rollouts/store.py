@@ -1,0 +1,286 @@
+"""The target answers prompts; what it wrote is stored, shard by shard, and never made twice."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from decode.errors import UserError
+from distill.prompts.prompt import Prompt
+from distill.rollouts.manifest import MANIFEST, PLAN, refuse_other, total, versions
+from distill.rollouts.remote import Mirror
+from distill.rollouts.shard import Row, count, write_shard
+from distill.utils.atomic_files import sha256, write_json
+from distill.utils.progress import rank_and_world
+from distill.utils.provenance import digest
+from drafters.base import Text
+
+SCHEMA = 3
+OURS = ("shard-*.tmp", "shard-*.lock", "*.json.*.tmp")  # what writers leave
+Make = Callable[[int, list[Prompt], int], list[Row]]  # shard, its prompts, self-written ones -> rows
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPlan:
+    """Everything that decides what the rows are; its hash names the store.
+
+    Args:
+        target: fingerprint of the target.
+        tokenizer: fingerprint of the tokenizer.
+        dtype: that the target decodes in.
+        stop: end tokens.
+        template: see `Chat`.
+        answers: `write` lets the target answer, `given` takes the records' own last messages.
+        server: name of the model that a server answers with; empty where the target is in the process.
+        drafter: fingerprint of what drafts the answers, or empty. It changes none, but for rounding.
+        prompts: hash of the prompt records.
+        samples: answers to each prompt.
+        self_prompts: rows that the target writes from nothing.
+        until: `answer` ends a row with the answer; `length` lets the target go on, turn after turn,
+            to max_new_tokens, and begin its own rows freely: for models trained on packed text.
+        sampler: law of the answers, as keyword arguments of `Sampler`.
+        prompt_sampler: law of self-written prompts, where they are answered one by one.
+        max_prompt_tokens: of a prompt; no self-written one has more, nor more than max_new_tokens. Every
+            further turn of a conversation may add as many, and an answer; one that grows longer ends.
+        max_new_tokens: per answer.
+        shard_size: prompts a shard.
+        batch_size: answers decoded side by side, those of similar length together.
+        seed: of all draws.
+    """
+
+    target: str
+    tokenizer: str
+    dtype: str
+    stop: list[int]
+    template: str
+    answers: str
+    server: str
+    drafter: str
+    prompts: str
+    samples: int
+    self_prompts: int
+    until: str
+    sampler: dict[str, Any]
+    prompt_sampler: dict[str, Any]
+    max_prompt_tokens: int
+    max_new_tokens: int
+    shard_size: int
+    batch_size: int
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Short hash of all of it."""
+        text = json.dumps([SCHEMA, asdict(self)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class RolloutStore:
+    """A folder of Parquet shards, the plan they were begun with, and in the end a manifest.
+
+    A shard under its final name is whole; anything else is `.tmp` and is made again.
+
+    Args:
+        root: folder of all stores; this one's is named by its key.
+        plan: what the rows are.
+        prompts: to be answered.
+        place: a folder that is the store instead, or a url that a copy of it is kept at, and that
+            shards which others made are taken from.
+        origin: what people call the target; not compared.
+
+    Raises:
+        UserError: nothing to roll out, or a url that cannot be used.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        plan: RolloutPlan,
+        prompts: Sequence[Prompt],
+        place: str | None = None,
+        origin: dict[str, Any] | None = None,
+    ) -> None:
+        self.plan, self.prompts, self.origin = plan, list(prompts), origin or {}
+        self.folder = self.cache = root / plan.key
+        self.mirror: Mirror | None = None
+        total = len(self.prompts) + plan.self_prompts
+        self.shards = -(-total // plan.shard_size)
+        if not total:
+            raise UserError("prompts: none given and prompts.self=0; there is nothing to roll out")
+        if place and "://" in place:
+            self.mirror = Mirror(place)
+        elif place:
+            self.folder = Path(place)
+
+    def path(self, shard: int) -> Path:
+        """Of a shard, whether or not it exists."""
+        return self.folder / f"shard-{shard:05d}.parquet"
+
+    def missing(self) -> list[int]:
+        """Shards still to be made."""
+        return [i for i in range(self.shards) if not self.path(i).exists()]
+
+    @property
+    def complete(self) -> bool:
+        """Every shard is there, and the manifest, which comes last."""
+        return (self.folder / MANIFEST).exists() and not self.missing()
+
+    def open(self) -> None:
+        """Begin the store, or go on with it; what the url has and this folder has not is fetched.
+
+        Raises:
+            UserError: the folder or the url holds something else.
+        """
+        note = self._note()
+        begun = self.folder / PLAN
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.folder}: a file; rollout.store needs a folder or a url")
+        if not begun.exists():
+            if next(self.folder.glob("shard-*.parquet"), None):
+                raise UserError(f"{self.folder}: shards without a {PLAN}; give another rollout.store")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._lock("manifest", wait=True):
+                if not begun.exists():
+                    write_json(begun, note)
+        refuse_other(str(self.folder), json.loads(begun.read_text()), note)
+        if self.mirror:
+            self.mirror.put(begun)
+            refuse_other(self.mirror.url, self.mirror.read_json(PLAN), note)
+            self.pull()
+
+    def fill(
+        self, make: Make, done: Callable[[int], None], pause: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Make what is missing; ranks of a launcher share the work, and wait for one another.
+
+        Args:
+            make: the rows of a shard.
+            done: told how many shards are missing still, whoever makes them.
+            pause: waits so many seconds (`Target.wait`, if others may need this process for theirs).
+        """
+        self.open()
+        rank, world = rank_and_world()
+        made = 0
+        while todo := self.missing():
+            before = made
+            # On one disk, a shard of a rank that died is taken over once its lock is free.
+            for shard in sorted(todo, key=lambda i: i % world != rank):
+                if (shard % world == rank or not self.mirror) and self.make(shard, make):
+                    made += 1
+                    done(len(self.missing()))
+            if made == before:
+                self.wait(done, pause)
+        done(0)
+        self.seal(anew=bool(made))
+
+    def wait(self, done: Callable[[int], None], pause: Callable[[float], None] = time.sleep) -> None:
+        """For a moment, for what others make."""
+        pause(1.0 if self.mirror else 0.2)
+        self.pull()
+        done(len(self.missing()))
+
+    def make(self, shard: int, make: Make) -> bool:
+        """Make one shard, unless it is there or another process is at it; whether it was made."""
+        with self._lock(f"shard-{shard:05d}") as free:
+            if not free or self.path(shard).exists():
+                return False
+            if self.mirror and self.path(shard).name in self.mirror.names():
+                self._fetch(shard)
+                return False
+            write_shard(self.path(shard), make(shard, *self._work(shard)), self.plan.key, shard)
+            if self.mirror and not self.mirror.put(self.path(shard)):
+                self._fetch(shard)  # another machine was faster, and its rows count
+        return True
+
+    def pull(self) -> None:
+        """Bring folder and url to the same shards, as far as there are any."""
+        if not self.mirror:
+            return
+        there = self.mirror.names()
+        for shard in range(self.shards):
+            if self.path(shard).exists() == (self.path(shard).name in there):
+                continue
+            with self._lock(f"shard-{shard:05d}") as free:
+                if free and self.path(shard).exists():  # killed before it was uploaded
+                    self.mirror.put(self.path(shard))
+                elif free:
+                    self._fetch(shard)
+        if MANIFEST in there and not (self.folder / MANIFEST).exists():
+            with self._lock("manifest", wait=True):
+                self.mirror.get(MANIFEST, self.folder / MANIFEST)
+
+    def _work(self, shard: int) -> tuple[list[Prompt], int]:
+        size = self.plan.shard_size
+        given = self.prompts[shard * size : (shard + 1) * size]
+        total = len(self.prompts) + self.plan.self_prompts
+        return given, min((shard + 1) * size, total) - shard * size - len(given)
+
+    @contextmanager
+    def _lock(self, name: str, wait: bool = False) -> Iterator[bool]:
+        with (self.folder / f"{name}.lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    def _fetch(self, shard: int) -> None:
+        assert self.mirror
+        self.mirror.fetch_shard(self.path(shard), self.plan.key, shard)
+
+    def _note(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "key": self.plan.key,
+            "origin": self.origin,
+            "plan": json.loads(json.dumps(asdict(self.plan))),
+        }
+
+    def seal(self, anew: bool = False) -> None:
+        """Write the manifest, once all shards are there; `anew` where one is there already, too."""
+        with self._lock("manifest", wait=True):
+            if self.mirror and MANIFEST in self.mirror.names():
+                self.mirror.get(MANIFEST, self.folder / MANIFEST)
+            elif anew or not self.complete:
+                shards = [count(self.path(i)) for i in range(self.shards)]
+                record = {"versions": versions(), "counts": total(shards), "shards": shards}
+                write_json(self.folder / MANIFEST, self._note() | record)
+            # All shards are under their final names, so what else is here belongs to dead writers.
+            for old in [old for pattern in OURS for old in self.folder.glob(pattern)]:
+                old.unlink(missing_ok=True)
+            if self.mirror and self.mirror.put(self.folder / MANIFEST):
+                self.mirror.clean()
+
+    def manifest(self) -> dict[str, Any]:
+        """Counts and hashes, once every shard is there."""
+        return json.loads((self.folder / MANIFEST).read_text())
+
+    def content(self) -> str:
+        """Hash of the rows, which a plan alone does not settle where a server or rounding has a part."""
+        return digest(" ".join(shard["sha256"] for shard in self.manifest()["shards"]))
+
+    def texts(self) -> Iterator[Text]:
+        """All rows, in the order of the prompts."""
+        for shard in range(self.shards):
+            table = pq.read_table(self.path(shard), columns=["tokens", "loss_mask"])
+            yield from (Text(**row) for row in table.to_pylist())
+
+    def check(self) -> None:
+        """Compare the shards with the manifest.
+
+        Raises:
+            UserError: a shard that was changed since it was made.
+        """
+        for i, shard in enumerate(self.manifest()["shards"]):
+            if sha256(self.path(i)) != shard["sha256"]:
+                raise UserError(f"{self.path(i)}: changed since it was made; delete it to have it made again")

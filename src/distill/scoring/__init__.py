@@ -1,0 +1,1 @@
+"""Scores of a checkpoint folder: scorecard, target drift, controls, paired differences."""

@@ -1,0 +1,1 @@
+"""drafter=auto: successive halving over drafter families."""

@@ -1,0 +1,132 @@
+"""What an engine counts while it answers: the held-out prompts that are sent to it, or whatever it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from decode.errors import UserError
+from distill.engines.base import Law, Request
+from distill.engines.http_server import Server
+from distill.engines.openai import OpenAIEngine
+from distill.serving.endpoint import Endpoint, Model
+from distill.serving.metrics import Reading, since
+from distill.train import read_inputs
+from distill.utils.progress import say
+
+PAUSE, LOOKS = 0.5, 10  # seconds between looks at counters that may not have caught up yet, and how many
+
+
+class Counted(NamedTuple):
+    """What was read, and how it came about.
+
+    Attributes:
+        reading: of what counts.
+        histograms: of the answers, where the engine gives them.
+        prompts: that were sent.
+        written: tokens of the answers; None: of somebody else's traffic.
+        how: for people.
+    """
+
+    reading: Reading
+    histograms: Sequence[Sequence[int]]
+    prompts: int
+    written: int | None
+    how: str
+
+
+def count(
+    cfg: DictConfig,
+    card: dict[str, Any],
+    endpoint: Endpoint,
+    first: Reading,
+    models: Sequence[Model],
+    temperature: float,
+) -> Counted:
+    """Look twice, with traffic in between; or once, with `since_start`.
+
+    Args:
+        cfg: composed from conf/verify_served.yaml.
+        card: the scorecard, whose prompts and lengths are sent.
+        endpoint: of the engine.
+        first: the reading that there is.
+        models: that it serves.
+        temperature: to ask for.
+
+    Raises:
+        UserError: nothing to watch, a server that fails, one that is started anew, or metrics of another.
+    """
+    where = f"{endpoint.url}/metrics"
+    if cfg.since_start:
+        return Counted(first, (), 0, None, "all that was served since the start")
+    if not cfg.send:
+        if not cfg.seconds:
+            raise UserError("send=false: give seconds=<how long to watch the traffic>, or since_start=true")
+        time.sleep(cfg.seconds)
+        reading = since(first, endpoint.reading(cfg.model), where)
+        return Counted(reading, (), 0, None, f"{cfg.seconds:g} s of whatever was served")
+    engine, requests = _ready(cfg, card, first, models)
+    law = Law(
+        {"temperature": temperature, "top_k": cfg.score.top_k, "top_p": cfg.score.top_p},
+        card["max_new_tokens"],
+        _ends(engine),
+    )
+    say(f"sending {len(requests)} held-out prompts to {endpoint.url} at T={temperature:g}")
+    before = endpoint.reading(cfg.model)
+    answers = engine(requests, law)
+    after = _settled(endpoint, cfg.model)
+    written = sum(len(answer.tokens) for answer in answers)
+    reading = since(before, after, where)
+    if reading.tokens < written / 2:
+        raise UserError(
+            f"{where}: counts {reading.tokens:.0f} new tokens, and {written} were answered: these metrics "
+            "are not of the engine that answers (a proxy, several replicas); give the engine's own address"
+        )
+    return Counted(
+        reading,
+        engine.rounds,
+        len(answers),
+        written,
+        f"{len(answers)} held-out prompts, {written} tokens answered",
+    )
+
+
+def _ready(
+    cfg: DictConfig, card: dict[str, Any], first: Reading, models: Sequence[Model]
+) -> tuple[OpenAIEngine, list[Request]]:
+    """Who asks, and what: the prompts that were replayed, or decoded where none was."""
+    if cfg.score.min_p or cfg.score.repetition_penalty != 1:
+        raise UserError("score.min_p, score.repetition_penalty: servers are asked without; use send=false")
+    cfg.target.path = cfg.target.path or card["target"]
+    replay = card["rows"][0]["replay"]
+    cfg.score.prompts = cfg.count or (replay["prompts"] if replay else card["prompts"])
+    cfg.score.replay_prompts = 0
+    chat, _, held = read_inputs(cfg)
+    requests = [Request(p.id, 0, chat.encode(p.messages, p.tools), tuple(p.messages), p.tools) for p in held]
+    name = cfg.model or first.model or (models[0].id if models else card["target"])
+    limits = (cfg.concurrency, cfg.timeout, cfg.retries, cfg.patience, cfg.api_key_env)
+    server = Server(f"{Endpoint(cfg.url, 0, '').url}/v1", name, *limits, group="", stored=False)
+    extra = {"return_spec_tokens_details": True} if first.engine == "sglang" else {}
+    return OpenAIEngine(server, chat, card["seed"], None, extra), requests
+
+
+def _ends(engine: OpenAIEngine) -> list[int]:
+    end = engine.chat.tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise UserError("target: its tokenizer names no end token, by which answers end; use send=false")
+    return [end]
+
+
+def _settled(endpoint: Endpoint, model: str | None) -> Reading:
+    """The counters once they stand still: engines write them after they have answered."""
+    last = endpoint.reading(model)
+    for _ in range(LOOKS):
+        time.sleep(PAUSE)
+        now = endpoint.reading(model)
+        if now == last:
+            break
+        last = now
+    return last

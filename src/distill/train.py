@@ -1,0 +1,282 @@
+"""From a composed configuration to a trained, scored drafter."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+
+import datasets
+import lightning as L
+import transformers
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from decode.errors import UserError
+from decode.model.load import stop_tokens
+from decode.model.target import Target
+from decode.sampling import Sampler
+from distill.config.build import build_target, read_chat, read_limit
+from distill.config.validate import check_ranges, refused
+from distill.data.datamodule import Keep, RolloutData
+from distill.data.on_policy import OnPolicy
+from distill.data.taps_memory import TapMemory
+from distill.distributed.graceful_shutdown import Stop
+from distill.export import export as exporting
+from distill.loggers import loggers as tracking
+from distill.losses.objective import Objective
+from distill.prompts import split as inputs
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt
+from distill.report import html as html_report
+from distill.report import terminal as summary
+from distill.rollouts.produce import produce
+from distill.scoring.scorer import Scorer
+from distill.training.checkpointing import STATE, ScoreCheckpoint, TrainingBar
+from distill.training.memory_estimate import MemoryWatch
+from distill.training.module import DistillModule
+from distill.training.oom import explained
+from distill.training.strategies import check_strategy, join_others
+from distill.training.throughput import Throughput
+from distill.training.time_budget import Budget
+from distill.training.trainer import build_optimizer, build_trainer, fit
+from distill.utils.progress import first_rank, say, switch
+from distill.utils.provenance import local
+from distill.utils.run_folder import checkpoints
+from drafters.base import Drafter
+from drafters.checkpoint import io as hub
+from drafters.registry import short_name
+
+OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What runs of one process have in common, so that none of them makes it anew.
+
+    Attributes:
+        target: loaded.
+        held: what it says of rows; see `Keep`.
+    """
+
+    target: Target
+    held: dict[tuple, TapMemory] = field(default_factory=dict)
+
+
+def run(cfg: DictConfig, folder: Path) -> float:
+    """`train`; with `drafter=auto`, of several families.
+
+    Args:
+        cfg: composed from conf/config.yaml.
+        folder: of this run; checkpoints and logs are written below it.
+
+    Returns:
+        tau of the best checkpoint, 0 if nothing was scored.
+
+    Raises:
+        UserError: bad input; it is found before any work starts, and nothing is left behind.
+    """
+    if "families" in cfg.drafter:
+        tau = import_module("distill.search.search").choose(cfg, folder)  # which trains each of them
+    else:
+        tau = train(cfg, folder)
+    if first_rank():
+        summary.places(folder)
+    return tau
+
+
+@tracking.ending()
+def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Shared | None = None) -> float:
+    """Rollouts, training, scores.
+
+    Args:
+        cfg: of one drafter.
+        folder: see `run`.
+        budget: ends training; None: trainer.max_steps does.
+        shared: with other runs of this process; None: nothing is.
+
+    Returns:
+        See `run`, as for what is raised.
+    """
+    quiet()
+    switch["on"] = cfg.trainer.enable_progress_bar
+    check_ranges(cfg)
+    chat, prompts, held = read_inputs(cfg, folder)
+    L.seed_everything(cfg.seed, verbose=False)
+    state = next((c / STATE for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
+    trainer = build_trainer(cfg, folder, state, callbacks=[TrainingBar()])
+    join_others(trainer, cfg.target.placement)
+    target = shared.target if shared else build_target(cfg, trainer.strategy.root_device)
+    # All that can be wrong with the configuration shows here, before hours of work.
+    with refused():
+        drafter = build_drafter(cfg, target)
+        exporting.check(cfg.export.to or exporting.NATIVE, cfg.export.push_to, short_name(drafter))
+        if cfg.gradient_checkpointing:
+            drafter.checkpoint_gradients()
+        objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights), cfg.logits_rows)
+        objective.check(drafter)
+        on_policy = _on_policy(cfg, target, drafter)
+        optimizer = build_optimizer(cfg, trainer)
+        check_strategy(trainer, drafter, on_policy is not None)
+        scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
+    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop := Stop(), budget)
+    memory = _watch(trainer, cfg, saver, budget)
+    tracking.begin(trainer.loggers)
+    counted = _begin(cfg, drafter, target)
+    name = f"drafter={short_name(drafter)}"
+    if not (drafter.trains or drafter.fits):
+        say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
+        _keep(trainer, saver, drafter, target)
+        return _finish(trainer, cfg, folder, target)
+    stores = cache(partial(produce, cfg, target, chat, prompts, drafter, folder))
+    store = stores(0)
+    target.tap(drafter.taps)
+    # What was counted for another run, a draft vocabulary say, is kept with its weights.
+    if drafter.fits and not counted:
+        say(f"{name}: {drafter.fit(store.texts())}")
+    if not drafter.trains:
+        _keep(trainer, saver, drafter, target)
+        return _finish(trainer, cfg, folder, target)
+
+    if scorer:
+        scorer.prepare()
+        target.rest()
+    keep = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing, shared.held if shared else None)
+    data = RolloutData(
+        stores, cfg.rollout.refresh_every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed
+    )
+    begun = int(state.parents[1].name) if state else 0
+    data.open(begun, trainer)
+    rates = cfg.optimizer.warmup, cfg.optimizer.final_lr
+    module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
+    if begun:
+        say(f"resuming from step {begun}")
+    with explained(trainer, memory, cfg, module):
+        fit(trainer, module, data, state, stop)
+    return _finish(trainer, cfg, folder, target)
+
+
+def _watch(trainer: L.Trainer, cfg: DictConfig, saver: ScoreCheckpoint, budget: Budget | None) -> MemoryWatch:
+    """Give the trainer what looks on, in the order in which it has to: the budget before what saves."""
+    meter = Throughput(memory := MemoryWatch(cfg.try_largest))
+    watching = [memory, meter, *([budget] if budget else []), saver, meter.resume]
+    trainer.callbacks += watching  # pyright: ignore[reportAttributeAccessIssue]
+    if budget:
+        found = checkpoints(saver.root.parent)
+        budget.resume(trainer, int(found[-1].name) if found else 0)
+    return memory
+
+
+def _scorer(cfg: DictConfig, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter) -> Scorer:
+    """What scores checkpoints, by plans that the drafter can follow."""
+    scorer = Scorer(cfg, target, chat, held, Path(cfg.output_dir) / "heldout")
+    for candidate in scorer.candidates:
+        drafter.check(candidate)
+    return scorer
+
+
+def _longest(cfg: DictConfig, target: Target) -> int:
+    """Tokens of a training row."""
+    return min(cfg.max_tokens, target.max_positions or cfg.max_tokens)
+
+
+def _on_policy(cfg: DictConfig, target: Target, drafter: Drafter) -> OnPolicy | None:
+    """Answers of the drafter's own, under the law that the rollouts have; None where none are wanted."""
+    rollout = cfg.rollout
+    sampler = Sampler(rollout.temperature, rollout.top_k, rollout.top_p)
+    stop = stop_tokens(target) if rollout.until == "answer" else []
+    options = (sampler, rollout.max_new_tokens, _longest(cfg, target), stop)
+    made = OnPolicy(cfg.on_policy.share, cfg.on_policy.cut, *options)
+    if not made.share:
+        return None
+    drafter.alone(target)  # refuses what cannot be
+    return made
+
+
+def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
+    """Save and score a drafter as it is, and end the loggers, as the end of a fit would."""
+    saver.save_untrained(trainer, drafter, target)
+    for logger in trainer.loggers:
+        logger.finalize("success")
+
+
+def quiet() -> None:
+    """Leave the terminal to what a user asked to see."""
+    datasets.disable_progress_bars()
+    for module in (r"lightning\.", r"torch\.distributed\."):  # what DeepSpeed calls is about to be renamed
+        warnings.filterwarnings("ignore", module=module)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for name in ("lightning.pytorch", "lightning.fabric", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("WANDB_SILENT", "true")
+
+
+def read_inputs(cfg: DictConfig, folder: Path | None = None) -> tuple[Chat, list[Prompt], list[Prompt]]:
+    """Check the target's configuration and read tokenizer and prompts: cheap, so it comes first.
+
+    Args:
+        cfg: with `target`, `prompts` and `score`.
+        folder: of a run, where the prompts are written down.
+
+    Returns:
+        The chat template, training prompts and the held-out prompts that are scored, these with one
+        place to answer each.
+    """
+    chat = read_chat(cfg)
+    given = bool(OmegaConf.select(cfg, "rollout.answers") == "given")
+    found = inputs.read(cfg, chat, read_limit(cfg), given)
+    if cfg.score.enabled and not found.held:
+        raise UserError(
+            "prompts: none are held out for scoring; raise prompts.heldout_share, set prompts.heldout "
+            "to a file, or score.enabled=false"
+        )
+    if folder:
+        inputs.keep_record(found, folder)
+    inputs.describe(found, folder)
+    return chat, found.train, found.held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
+
+
+def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
+    """The drafter that cfg.drafter names; a `path` in it is meant as the target's is."""
+    where = {"path": str(local(cfg.drafter.path))} if cfg.drafter.get("path") else {}
+    own = OmegaConf.masked_copy(cfg.drafter, [k for k in cfg.drafter if k not in OF_ANY])
+    drafter = instantiate(own, **where)(target)
+    if cfg.drafter.get("confidence"):
+        drafter.add_confidence()
+    return drafter
+
+
+def _begin(cfg: DictConfig, drafter: Drafter, target: Target) -> bool:
+    """Take over what `drafter.init_from` has; whether that includes all that would be counted."""
+    source = cfg.drafter.init_from
+    if not source:
+        return False
+    if not drafter.trains:
+        raise UserError(
+            f"drafter.init_from={source}: this drafter has no weights that training could go on with"
+        )
+    left = hub.warm_start(drafter, hub.fetch(source), target)
+    say(
+        f"drafter.init_from={source}: "
+        + (f"all but {', '.join(left)}" if left else "every tensor taken over")
+    )
+    buffers = {name for name, _ in drafter.named_buffers()}
+    return not any(name.split(" ")[0] in buffers for name in left)
+
+
+def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -> float:
+    if not trainer.is_global_zero:
+        return 0.0
+    summary.show(folder)
+    html_report.attempt(folder)
+    exporting.at_end(cfg, folder, target)
+    for tracker in tracking.trackers(trainer.loggers):
+        tracker.ended(folder)
+    best = folder / "checkpoints" / "best" / "score.json"
+    return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0

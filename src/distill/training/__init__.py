@@ -1,0 +1,1 @@
+"""LightningModule, optimizers, trainer, strategies, checkpointing and callbacks."""

@@ -1,0 +1,1 @@
+"""Run folder, atomic files, progress, provenance, redaction."""

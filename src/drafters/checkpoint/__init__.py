@@ -1,0 +1,1 @@
+"""A drafter's folder: save, load, validate, model card, from_pretrained."""

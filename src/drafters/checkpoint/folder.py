@@ -1,0 +1,151 @@
+"""What a drafter's folder says and holds, whoever wrote it, checked before it is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from decode.errors import UserError
+from decode.model.target import Target
+from drafters.base import Origin
+from drafters.checkpoint import validate as untrusted
+from drafters.export import formats as table
+from drafters.export import layout
+from drafters.export import weight_files as files
+from drafters.export.layout import Layout, Saved
+from drafters.families import lora_files as adapters
+from drafters.hub.untrusted_files import Shape, header, read_json
+from drafters.registry import drafter_class
+
+FORMAT = 1
+# What files that are not what they should be make of code that takes them at their word.
+DAMAGE = (OSError, SafetensorError, RuntimeError, TypeError, AttributeError, ValueError, LookupError)
+DAMAGE += (ArithmeticError,)
+WRITTEN = ("name", "revision", "fingerprint", "tokenizer")  # of a target, in config.json
+
+
+def made_for(folder: Path) -> str:
+    """Path or hub id of the target that a checkpoint was made for.
+
+    Raises:
+        UserError: no checkpoint there, or it does not say.
+    """
+    name = written(folder).name
+    if not name:
+        raise UserError(
+            f"{folder}: it does not say for which target it was made; give target=<path or hub id>"
+        )
+    return name
+
+
+def kind_of(folder: Path) -> str:
+    """Short name of the drafter in a folder; "": another program's, which only its reader can tell.
+
+    Raises:
+        UserError: no checkpoint there.
+    """
+    config = config_of(folder)
+    return config["drafter"] if is_ours(config) else ""
+
+
+def written(folder: Path) -> Origin:
+    """What a checkpoint says of the target that it was made for; "" and None where it does not.
+
+    Raises:
+        UserError: no checkpoint there.
+    """
+    return target_in(config_of(folder))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """A drafter's config.json, ours or of a program that `export.table` knows.
+
+    Raises:
+        UserError: none there, another format, or a drafter that is not known.
+    """
+    path = folder / layout.FILES[0]
+    if not path.is_file():
+        raise UserError(f"checkpoint={folder}: no config.json there; give a checkpoints/<step> folder")
+    config: Any = None
+    try:
+        config = read_json(path)
+        kinds = {"format": int, "drafter": str, "settings": dict, "target": dict}
+        broken = [key for key, kind in kinds.items() if not isinstance(config[key], kind)]
+        broken += ["confidence"] * (not isinstance(config.get("confidence", False), bool))
+    except KeyError:
+        broken = ["its keys"]
+    except (ValueError, TypeError) as error:
+        broken = [first_line(error)]
+    if isinstance(config, dict) and not is_ours(config) and table.reader(config):
+        return config
+    if broken:
+        whole = isinstance(config, dict) and "model_type" in config
+        more = "; a whole model drafts by drafter=lm_given drafter.path=<it>" if whole else ""
+        raise UserError(f"{path}: not a drafter's config ({', '.join(broken)}){more}")
+    if config["format"] != FORMAT:
+        raise UserError(f"{path}: format {config['format']}, this version reads {FORMAT}")
+    drafter_class(config["drafter"])
+    return config
+
+
+def target_in(config: Mapping[str, Any]) -> Origin:
+    """What a config says of the target; "" and None where it does not."""
+    target = config["target"] if is_ours(config) else {"name": _verifier(config)}
+    found = {name: value if isinstance(value := target.get(name), str) else "" for name in WRITTEN}
+    return Origin(found["name"], found["revision"] or None, found["fingerprint"], found["tokenizer"])
+
+
+def _verifier(config: Any) -> Any:
+    """What speculators' layout says of its target; "": nothing."""
+    for key in ("speculators_config", "verifier", "name_or_path"):
+        config = config.get(key, "") if isinstance(config, dict) else ""
+    return config
+
+
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether this toolkit wrote a config."""
+    return "format" in config
+
+
+def read(folder: Path, config: dict[str, Any], target: Target) -> Saved:
+    """What a folder holds, whoever wrote it.
+
+    Args:
+        folder: of a drafter.
+        config: `config_of` it.
+        target: that it is read for; some formats leave sizes to it.
+
+    Raises:
+        UserError: damaged, or other than its config says.
+    """
+    known = None if is_ours(config) else table.reader(config)
+    try:
+        if known is None:
+            _look_at(folder, config, header(folder / layout.FILES[1]))
+            weights = load_file(folder / layout.FILES[1]) | adapters.read(folder)
+            return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
+        return known.read(Layout(config, files.stored(folder)), target)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+    except DAMAGE as error:
+        raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
+
+
+def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape]) -> None:
+    """Compare settings with what is on file, before either is believed; see `untrusted`."""
+    kind = drafter_class(config["drafter"])
+    untrusted.check_settings(kind, config["settings"])
+    untrusted.check_base(folder, config["settings"])
+    pairs = folder / adapters.FILES[1]
+    if pairs.exists():
+        shapes = shapes | {adapters.in_drafter(name): shape for name, shape in header(pairs).items()}
+    untrusted.check_shapes(kind, config["settings"], config.get("confidence", False), shapes)
+
+
+def first_line(error: Exception) -> str:
+    """Of what an error says, for a line of ours."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,244 @@
+"""Saving and loading drafters: safetensors and a config.json, nothing that is ever executed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.model.load import load_tokenizer
+from decode.model.target import Target
+from drafters.base import Drafter, Origin
+from drafters.checkpoint import validate as untrusted
+from drafters.checkpoint.folder import (
+    DAMAGE,
+    FORMAT,
+    WRITTEN,
+    config_of,
+    first_line,
+    is_ours,
+    read,
+    target_in,
+)
+from drafters.export import layout
+from drafters.export import weight_files as files
+from drafters.export.layout import Saved
+from drafters.families import lora_files as adapters
+from drafters.hub import download
+from drafters.hub.untrusted_files import is_hub_id, shape_of
+from drafters.registry import drafter_class, short_name
+
+FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
+
+
+def origin_of(target: Target, name: str = "") -> Origin:
+    """What to write down of a target; `name` where it is not the one that it was loaded by."""
+    where, revision = target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None)
+    return Origin(name or where, revision, target.fingerprint(), tokenizer_hash(where, revision))
+
+
+@lru_cache(maxsize=8)
+def tokenizer_hash(name: str, revision: str | None, fetch: bool = False) -> str:
+    """Of what a model's tokenizer calls each id; "" where there is none, on this machine or at all."""
+    try:
+        words = load_tokenizer(name, revision, fetch=fetch).get_vocab() if name else {}
+    except UserError:
+        words = {}
+    text = json.dumps(sorted(words.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if words else ""
+
+
+def save(
+    drafter: Drafter,
+    target: Target | Origin,
+    folder: Path,
+    target_name: str = "",
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write `config.json`, and in `model.safetensors` what is not another model's, into an existing folder.
+
+    Adapters lie beside it as PEFT has them.
+
+    Args:
+        drafter: what is saved.
+        target: that it was made for, or what is known of that one.
+        folder: to write into.
+        target_name: written down beside the target's fingerprint.
+        weights: whole, of a drafter whose own are cut up among processes; None: its own.
+    """
+    left_out, weights = drafter.borrowed | _tied(drafter).keys(), weights or drafter.state_dict()
+    whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in left_out}
+    save_file(drafter.put_aside(whole, folder), folder / "model.safetensors")
+    made_for = target if isinstance(target, Origin) else origin_of(target, target_name)
+    drafter.origin = drafter.origin or made_for
+    config = {
+        "format": FORMAT,
+        "drafter": short_name(drafter),
+        "settings": drafter.settings,
+        "confidence": drafter.confidence is not None,
+        "taps": list(drafter.taps),
+        "taps_mean": "the value entering decoder layer i; 'last' is the head's input",
+        "target": {name: getattr(made_for, name) for name in WRITTEN},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+
+
+def load(folder: str | Path, target: Target) -> Drafter:
+    """Read a drafter saved by `save`, or by a program that `export.table` knows.
+
+    It is frozen, in the target's dtype and on its device.
+
+    Raises:
+        UserError: no checkpoint there, a damaged one, or one made for another target; adapters
+            whose base is gone or is another model by now.
+    """
+    folder = Path(folder)
+    config = config_of(folder)
+    known = target_in(config)
+    if is_ours(config) and known.fingerprint != target.fingerprint():
+        raise UserError(
+            f"{folder}: this drafter was made for target {known.name or '(unnamed)'!r} "
+            "with other weights or another vocabulary; give that one as target="
+        )
+    saved = read(folder, config, target)
+    kind = drafter_class(saved.drafter)
+    try:
+        untrusted.check_target(saved.settings, target)
+        if not is_ours(config):  # ours were looked at before they were read
+            untrusted.check_settings(kind, saved.settings)
+            shapes = {name: shape_of(value) for name, value in saved.weights.items()}
+            untrusted.check_shapes(kind, saved.settings, saved.confidence, shapes)
+        drafter = kind.restore(dict(saved.settings), target)
+        if saved.confidence:
+            drafter.add_confidence()
+        drafter.load_state_dict(_named_twice(drafter, saved.weights))
+        untrusted.check_values(drafter, target.vocab_size)
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from None
+    except DAMAGE as error:
+        raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
+    drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+    now = origin_of(target)
+    drafter.origin = Origin(
+        known.name or now.name,
+        known.revision or now.revision,
+        now.fingerprint,
+        known.tokenizer or now.tokenizer,
+        folder,
+        sample(drafter),
+    )
+    return drafter
+
+
+def sample(drafter: Drafter) -> str:
+    """Tells a drafter's weights and counts from what they were before some change."""
+    return adapters.sampled(drafter.state_dict().items())
+
+
+def opened(drafter: Drafter) -> Saved:
+    """A drafter without its code."""
+    weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in drafter.borrowed}
+    return Saved(short_name(drafter), drafter.settings, weights, drafter.confidence is not None)
+
+
+def weights_on_file(folder: Path, drafter: Drafter, target: Target) -> dict[str, Tensor] | None:
+    """What a checkpoint holds, in its own dtype; None where the drafter has it in another form now."""
+    saved = read(folder, config_of(folder), target).weights
+    names = drafter.state_dict().keys() - drafter.borrowed - _tied(drafter).keys()
+    return saved if saved.keys() == names else None
+
+
+def fetch(source: str, revision: str | None = None) -> Path:
+    """The local folder of a drafter: `source` itself, or the hub repository of that name, fetched.
+
+    Only `FILES` and what says how it was made and scored are ever downloaded, and weights only
+    beside a config.json that is a drafter's.
+
+    Raises:
+        UserError: neither a folder nor a repository that can be had.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if not is_hub_id(source):
+        raise UserError(
+            f"checkpoint={source}: no config.json there; give a checkpoints/<step> folder, or a hub id "
+            "(owner/name)"
+        )
+    small = [FILES[0], *download.NOTES]
+    config_of(download.snapshot(source, revision, small))
+    return download.snapshot(source, revision, [*FILES, *download.NOTES])
+
+
+def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
+    """Begin with another drafter's weights and buffers where names and shapes agree.
+
+    It may have been made for another target: that is what one warm-starts for.
+
+    Args:
+        drafter: fresh; changed in place.
+        folder: of a drafter of the same class or of the one that it `continues`; see `load`.
+        target: that the fresh one is for.
+
+    Returns:
+        What stays as it was: "name (its shape here, there)", "name (not there)" or "name (not here)".
+
+    Raises:
+        UserError: no checkpoint there, a damaged one, another class, or nothing that fits.
+    """
+    config, kind = config_of(folder), short_name(drafter)
+    saved = read(folder, config, target)
+    if saved.drafter not in (kind, drafter.continues):
+        raise UserError(f"drafter.init_from={folder}: drafter {saved.drafter!r}, not {kind!r}")
+    found = _named_twice(drafter, saved.weights)
+    if saved.drafter != kind:
+        found = drafter.adopt(found)
+    else:
+        try:
+            found = drafter.translate(found, saved.settings)
+        except UserError as error:
+            raise UserError(f"drafter.init_from={folder}: {error}") from None
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
+    own = {name: value for name, value in drafter.state_dict().items() if name not in drafter.borrowed}
+    fits = {
+        name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape
+    }
+    if not fits:
+        raise UserError(f"drafter.init_from={folder}: none of its {len(found)} tensors fits this drafter")
+    drafter.load_state_dict(fits, strict=False)
+    left = [
+        f"{name} ({tuple(value.shape)} here, {tuple(found[name].shape)} there)"
+        if name in found
+        else f"{name} (not there)"
+        for name, value in own.items()
+        if name not in fits
+    ]
+    return left + [f"{name} (not here)" for name in found if name not in own]
+
+
+def _named_twice(drafter: Drafter, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With what the drafter has under a second name."""
+    return weights | {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
+
+
+def _tied(drafter: Drafter) -> dict[str, str]:
+    """Tensors that are others under a second name, which safetensors would not keep apart."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, value in drafter.state_dict(keep_vars=True).items():
+        if first.setdefault(id(value), name) != name:
+            found[name] = first[id(value)]
+    return found
+
+
+def parameters(drafter: torch.nn.Module) -> int:
+    """Number of weights."""
+    return sum(p.numel() for p in drafter.parameters())

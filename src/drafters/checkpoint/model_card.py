@@ -1,0 +1,240 @@
+"""The model card: what a drafter is, how it was made, what it scored, and how to serve it.
+
+Every number is the scorecard's or the recipe's. What neither has is said not to be known.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from decode.errors import UserError
+from drafters.base import Drafter, Origin
+from drafters.export import formats as table
+from drafters.export.layout import Layout
+from drafters.hub.untrusted_files import is_hub_id
+
+LEVELS = 8
+HEADLINE = ("dtype", "threads", "hardware", "load_average", "commit", "prompts", "max_new_tokens", "seed")
+
+
+class Facts(NamedTuple):
+    """What a card is written from.
+
+    Attributes:
+        drafter: itself.
+        kind: its short name.
+        origin: whom it was made for.
+        score: scorecard; None: there is none.
+        recipe: what the run wrote down; None: nothing.
+        to: program whose files these are, or native.
+        layout: files of that program; None: ours.
+        repo: where it is going to be; "": not known.
+    """
+
+    drafter: Drafter
+    kind: str
+    origin: Origin
+    score: Mapping[str, Any] | None
+    recipe: Mapping[str, Any] | None
+    to: str = "native"
+    layout: Layout | None = None
+    repo: str = ""
+
+
+def card(facts: Facts) -> str:
+    """Text of README.md, with the front matter that the Hub reads.
+
+    Raises:
+        UserError: a scorecard or a recipe that is none.
+    """
+    try:
+        parts = [_front(facts), _what(facts), _score(facts.score), _recipe(facts.recipe), _serve(facts)]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        where = facts.origin.folder or "this drafter"
+        raise UserError(f"{where}: its scorecard or recipe is damaged ({_line(repr(error))})") from None
+    return "\n".join(parts)
+
+
+def _front(facts: Facts) -> str:
+    lines = ["---", "library_name: foredraft", "pipeline_tag: text-generation"]
+    if at_hub(facts.origin):
+        lines.append(f"base_model: {facts.origin.name}")
+    lines += ["tags:", "- speculative-decoding", "- draft-model", f"- {facts.kind}"]
+    lines += ["# license: yours to choose; the target's and the data's have a say in it", "---", ""]
+    return "\n".join(lines)
+
+
+def _what(facts: Facts) -> str:
+    drafter, origin = facts.drafter, facts.origin
+    module = sys.modules[type(drafter).__module__].__doc__ or ""
+    target = portable(origin).name or "(not named)"
+    known = {
+        "target": f"{target}, revision {_line(origin.revision)}" if origin.revision else target,
+        "target's fingerprint": origin.fingerprint,
+        "tokenizer's hash": origin.tokenizer or "(it has none that could be read)",
+        "parameters": f"{sum(p.numel() for p in drafter.parameters()):,}",
+        "reads of the target": _taps(drafter),
+        "confidence head": "yes" if drafter.confidence is not None else "no",
+        "files": "native" if facts.to == "native" else f"for {facts.to}",
+    }
+    return "\n".join(
+        [
+            f"# A drafter for {target}: `{facts.kind}`",
+            "",
+            _line(module.partition("\n\n")[0]),
+            "",
+            "It proposes tokens that the target then verifies. Verified without loss, the text is the "
+            "target's own, whatever this drafter proposes: decoding gets faster or slower, not different.",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {_line(value)} |" for name, value in known.items()),
+            "",
+        ]
+    )
+
+
+def _taps(drafter: Drafter) -> str:
+    if not drafter.taps:
+        return "nothing but the text"
+    names = ", ".join(map(str, drafter.taps))
+    return f"{names} (a number i: the value entering decoder layer i; last: the head's input)"
+
+
+# -- the scorecard -------------------------------------------------------------------------------
+
+
+def _score(score: Mapping[str, Any] | None) -> str:
+    if score is None:
+        return "## Score\n\nIt comes without a scorecard: nothing is known of its acceptance or speed.\n"
+    head = ["decode", "T", "batch", "tau", "replayed", *(f"s_{j}" for j in range(1, LEVELS + 1)), "speedup"]
+    head += ["tokens/s", "plain"]
+    lines = [_row(row) for row in score["rows"]]
+    used = max(len(row["survival"][:LEVELS]) for row in score["rows"])
+    dropped = range(5 + used, 5 + LEVELS)  # levels that no plan reaches
+    rows = [[cell for i, cell in enumerate(row) if i not in dropped] for row in [head, *lines]]
+    made_on = ", ".join(
+        f"{name.replace('_', ' ')} {_line(score[name])}" for name in HEADLINE if name in score
+    )
+    notes = [
+        "tau: tokens settled by one pass of the target, its own included, with the 95 % interval; replayed: "
+        "the same, exactly, on more of the target's stored answers (~: an estimate); s_j: share of passes "
+        "that accept at least j drafted tokens; speedup: over plain decoding by the same code, interleaved "
+        "in one run.",
+        "",
+        f"Measured with: {made_on}.",
+    ]
+    if score.get("control", "none") != "none":
+        notes += ["", f"control={_line(score['control'])}: this is a control, no real score."]
+    if moved := score.get("target_moved"):
+        notes += [
+            "",
+            f"Lossless to the {_line(score['lossless_to'])}, which is no longer the original: KL "
+            f"{moved['kl']:.2g} nats a token, the likeliest token the same at "
+            f"{100 * moved['top1_agreement']:.1f} %.",
+        ]
+    return "\n".join(["## Score", "", *_grid(rows), "", *notes, "", _audit(score["audit"]), ""])
+
+
+def _row(row: Mapping[str, Any]) -> list[str]:
+    survival = [f"{s:.2f}" for s in row["survival"][:LEVELS]]
+    low, high = row["tau_interval"]
+    replay = row["replay"]
+    exact = f"{replay['tau']:.2f}{'' if replay['method'] == 'exact' else '~'}" if replay else "-"
+    return [
+        row["decode"] + (" (lossy)" if row["lossy"] else ""),
+        f"{row['temperature']:g}",
+        str(row["batch_size"]),
+        f"{row['tau']:.2f} ({low:.2f}..{high:.2f})",
+        exact,
+        *survival,
+        *["-"] * (LEVELS - len(survival)),
+        f"{row['speedup']:.2f}x",
+        f"{row['tokens_per_second']:.1f}",
+        f"{row['plain_tokens_per_second']:.1f}",
+    ]
+
+
+def _audit(audit: Mapping[str, Any]) -> str:
+    """Whether the output was the target's own, in a line."""
+    drawn = audit["sampled"]
+    verdict = "passed" if audit["passed"] else "FAILED"
+    text = (
+        f"Losslessness audit: {verdict}. Of {audit['tokens']} greedy tokens "
+        f"{audit['own_row']} are the likeliest of their own row and {audit['equal']} those of a plain pass "
+        f"without cache, {audit['near_ties']} are near ties and {audit['mismatches']} mismatches"
+    )
+    if drawn:
+        impossible = sum(run["impossible"] for run in drawn)
+        text += f"; of {sum(run['tokens'] for run in drawn)} drawn tokens {impossible} were impossible"
+    return f"{text}."
+
+
+def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(_line(cell) for cell in row)} |" for row in rows]
+    return [lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]]
+
+
+# -- how it was made, how it is served -----------------------------------------------------------
+
+
+def _recipe(recipe: Mapping[str, Any] | None) -> str:
+    if recipe is None:
+        return "## Data and recipe\n\nNothing was written down beside it of how it was made.\n"
+    lines = ["## Data and recipe", ""]
+    for part, values in recipe.items():
+        text = values if isinstance(values, str) else json.dumps(values, sort_keys=True)
+        lines.append(f"- {_line(part)}: `{' '.join(text.split()).replace('`', '')}`")
+    return "\n".join([*lines, ""])
+
+
+def _serve(facts: Facts) -> str:
+    target = portable(facts.origin).name or "<the target>"
+    here = facts.repo or "<this folder or repository>"
+    lines = ["## Serve", ""]
+    if facts.layout:
+        if command := facts.layout.command(target, here):
+            lines += [f"With {facts.to}:", "", f"    {command}", ""]
+        lines += [facts.layout.note, ""] if facts.layout.note else []
+        return "\n".join(lines)
+    lines += [
+        "With foredraft's own decoder:",
+        "",
+        f"    python scripts/generate.py checkpoint={here} target={target} prompt='...'",
+        "",
+        "or from Python:",
+        "",
+        "    from decode.model.load import load_target",
+        "    from drafters.base import Drafter",
+        "",
+        f"    target = load_target({target!r})",
+        f"    drafter = Drafter.from_pretrained({here!r}, target)",
+        "",
+    ]
+    programs = [program for program, writers in table.WRITERS.items() if facts.kind in writers]
+    if not programs:
+        lines += ["No serving engine that we know of has a format for this kind of drafter.", ""]
+        return "\n".join(lines)
+    lines += ["In the files of an engine:", ""]
+    lines += [f"    python scripts/export.py checkpoint={here} to={program}" for program in programs]
+    return "\n".join([*lines, ""])
+
+
+def at_hub(origin: Origin) -> bool:
+    """Whether the target is known to others by its name."""
+    return origin.revision is not None and is_hub_id(origin.name)
+
+
+def portable(origin: Origin) -> Origin:
+    """Without the folders of this machine: they are nothing to others, and say who one is."""
+    return origin if at_hub(origin) else origin._replace(name=Path(origin.name).name)
+
+
+def _line(value: Any) -> str:
+    """Text that can end neither its line nor its cell, and begins no markup."""
+    text = " ".join(str(value).split())
+    return "".join(f"\\{c}" if c in "|<>[]" else c for c in text)

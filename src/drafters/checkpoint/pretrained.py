@@ -1,0 +1,182 @@
+"""A drafter's folder as it is given away: weights, config, scorecard, recipe and card."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.evaluation.scorecard import SCHEMA
+from decode.model.load import load_target
+from decode.model.target import Target
+from drafters.base import Drafter, Origin
+from drafters.checkpoint import io as hub
+from drafters.checkpoint.folder import made_for, written
+from drafters.checkpoint.model_card import Facts, card, portable
+from drafters.export.layout import Layout
+from drafters.hub.download import NOTES
+from drafters.hub.untrusted_files import downloaded, is_hub_id, read_json
+from drafters.hub.upload import upload
+from drafters.registry import short_name
+
+SCORES = (NOTES[0], "score.json")  # what a folder calls it, and a run's checkpoint
+RECIPE = NOTES[1]
+
+
+def from_pretrained(source: str, target: Target | None, revision: str | None) -> Drafter:
+    """See `Drafter.from_pretrained`."""
+    folder = hub.fetch(source, revision)
+    return hub.load(folder, target or _named_target(folder))
+
+
+def _named_target(folder: Path) -> Target:
+    """The target that a checkpoint names, as it was when the drafter was made."""
+    name, known = made_for(folder), written(folder)
+    if downloaded(folder) and not is_hub_id(name):
+        raise UserError(f"{folder}: made for {name!r}, which is no hub id; load that target and pass target=")
+    target = load_target(name, revision=known.revision)
+    now = hub.tokenizer_hash(name, known.revision, fetch=True)
+    if known.tokenizer and now != known.tokenizer:
+        raise UserError(
+            f"{folder}: the tokenizer of {name} is another by now; if that is meant, load it and pass target="
+        )
+    return target
+
+
+def save_pretrained(drafter: Drafter, folder: Path, target: Target | None = None) -> None:
+    """See `Drafter.save_pretrained`."""
+    with whole(folder) as temporary:
+        write(drafter, temporary, _origin(drafter, target))
+
+
+def push_to_hub(drafter: Drafter, repo: str, target: Target | None, private: bool) -> str:
+    """See `Drafter.push_to_hub`."""
+    origin = portable(_origin(drafter, target))
+    with tempfile.TemporaryDirectory() as folder:
+        write(drafter, Path(folder), origin, repo=repo)
+        return upload(Path(folder), repo, private)
+
+
+def write(
+    drafter: Drafter,
+    folder: Path,
+    origin: Origin,
+    recipe: Mapping[str, Any] | None = None,
+    layout: Layout | None = None,
+    to: str = "native",
+    weights: Mapping[str, Tensor] | None = None,
+    repo: str = "",
+) -> None:
+    """Write everything into an existing folder.
+
+    Args:
+        drafter: what is written.
+        folder: to write into.
+        origin: whom it was made for, and the folder whose scorecard and recipe go along, if its
+            weights are those of there.
+        recipe: how it was made; None: what that folder has.
+        layout: another program's files, instead of ours.
+        to: name of that program.
+        weights: see `hub.save`.
+        repo: where it is going to be.
+    """
+    if layout:
+        layout.write(folder)
+    else:
+        hub.save(drafter, origin, folder, weights=weights)
+    same = origin.folder if origin.sample and origin.sample == hub.sample(drafter) else None
+    score, recipe = scorecard(same), recipe or notes(same, RECIPE)
+    if score and "target" in score:
+        score["target"] = origin.name
+    for name, value in zip(NOTES, (score, recipe), strict=True):
+        if value is not None:
+            (folder / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    facts = Facts(drafter, short_name(drafter), origin, score, recipe, to, layout, repo)
+    (folder / "README.md").write_text(card(facts))
+
+
+def scorecard(folder: Path | None) -> dict[str, Any] | None:
+    """What a folder knows of its score; None: nothing. Prompts and texts stay with the run.
+
+    Raises:
+        UserError: a scorecard that cannot be read, or of another version.
+    """
+    for name in SCORES:
+        if (found := notes(folder, name)) is not None:
+            if found.get("schema") != SCHEMA:
+                raise UserError(
+                    f"{folder}/{name}: a scorecard of version {found.get('schema')}, this reads {SCHEMA}; "
+                    "score the checkpoint again, or take it away"
+                )
+            return {name: value for name, value in found.items() if name != "samples"}
+    return None
+
+
+def notes(folder: Path | None, name: str) -> dict[str, Any] | None:
+    """A JSON object of a checkpoint's folder; None: there is none.
+
+    Raises:
+        UserError: something else is there.
+    """
+    if folder is None or not (folder / name).is_file():
+        return None
+    try:
+        found = read_json(folder / name)
+    except ValueError as error:
+        raise UserError(f"{folder / name}: damaged ({error})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{folder / name}: damaged (no object)")
+    return found
+
+
+def _origin(drafter: Drafter, target: Target | None) -> Origin:
+    known = drafter.origin
+    if target is None:
+        if known is None:
+            raise UserError("this drafter does not know whom it was made for; pass target=")
+        return known
+    if known and known.fingerprint == target.fingerprint():
+        return known
+    return hub.origin_of(target)
+
+
+@contextmanager
+def whole(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `folder`, and give it that name when all is in it.
+
+    Raises:
+        UserError: something is in `folder`.
+        OSError: a disk that is full, say; nothing is left behind.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"{folder} is there already; remove it, or choose another folder")
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        temporary.replace(folder)
+        _sync(folder.parent)
+    except SafetensorError as error:  # its words for a full disk
+        raise OSError(errno.EIO, str(error), str(folder)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,228 @@
+"""Settings that somebody else wrote, compared with what is on file before anything is built of them.
+
+Nothing here allocates what a file asks for, imports what it names, or follows a path in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch.nn.modules import module as hooks
+
+from decode.errors import UserError
+from decode.model.target import Target
+from drafters.base import Drafter
+from drafters.families.hf_build import BASE, DOWN, UP
+from drafters.hub.untrusted_files import Shape, brief, downloaded, is_hub_id, shape_of
+
+LARGEST = 2**24  # of a whole number in settings: four times the largest vocabulary or context there is
+LONGEST = 2**16  # of a list or a text in settings
+PARTS = 5_000  # weights and modules of a drafter without tensors on file
+TOKENS = ("d2t", "hot", "place", "tokens")  # buffers that hold token ids, or -1
+ODD = re.compile(r"_.*_")  # `_target_`, `__class__`: what other programs take for an order
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def check_settings(kind: type[Drafter], settings: Mapping[str, Any]) -> None:
+    """Refuse settings that are not of a constructor, by name, type or size.
+
+    Raises:
+        UserError: the first that is not.
+    """
+    hints = _hints(kind)
+    for name, value in settings.items():
+        if name not in hints:
+            raise UserError(f"settings.{brief(name)}: a {kind.__name__} has none of that name")
+        if not _is(value, hints[name]):
+            raise UserError(f"settings.{name}={brief(value)}: of the wrong type")
+        _check_sizes(f"settings.{name}", value)
+
+
+def check_target(settings: Mapping[str, Any], target: Target) -> None:
+    """Refuse another vocabulary than the target's, which need not show in a tensor.
+
+    Raises:
+        UserError: it is another.
+    """
+    if (size := settings.get("vocab_size", target.vocab_size)) != target.vocab_size:
+        raise UserError(f"settings.vocab_size={size}: the target has {target.vocab_size} tokens")
+
+
+def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse adapters whose base lies where only somebody else can know what is there.
+
+    Raises:
+        UserError: a folder, in a checkpoint that was downloaded; a relative path in any.
+    """
+    base = settings.get("base")
+    path = base.get("path") if isinstance(base, dict) else None
+    if path is None:
+        return
+    if not isinstance(path, str) or not (Path(path).is_absolute() or is_hub_id(path)) or ".." in path:
+        raise UserError(
+            f"damaged checkpoint (settings.base.path={brief(path)}: neither a hub id nor an absolute folder)"
+        )
+    if downloaded(folder) and not is_hub_id(path):
+        raise UserError(
+            f"settings.base.path={brief(path)}: its adapters belong to a model in a folder of the machine "
+            "that they come from; ask for a checkpoint with the adapters merged"
+        )
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    """Type of each argument that a constructor takes, or hands on as **options."""
+    found: dict[str, Any] = {}
+    for parent in kind.__mro__:
+        if "__init__" not in parent.__dict__:
+            continue
+        hints = get_type_hints(parent.__init__)
+        parameters = inspect.signature(parent.__init__).parameters.values()
+        found = {p.name: hints.get(p.name, Any) for p in parameters if p.kind != p.VAR_KEYWORD} | found
+        if all(p.kind != p.VAR_KEYWORD for p in parameters):
+            break
+    found.pop("self", None)
+    return found
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Whether a value from JSON is of an annotation."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_is(value, part) for part in parts)
+    if hint is float:
+        return type(value) in (int, float)
+    if hint in (bool, int, str, NoneType):
+        return type(value) is hint
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, dict) and all(_is(part, parts[1]) for part in value.values())
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return isinstance(value, list) and all(_is(part, parts[0]) for part in value)
+    return False
+
+
+def _check_sizes(name: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if ODD.fullmatch(key):
+                raise UserError(f"{name}.{brief(key)}: a key that no drafter writes")
+            _check_sizes(f"{name}.{brief(key)}", part)
+    elif isinstance(value, list):
+        for part in value[:LONGEST]:
+            _check_sizes(name, part)
+    large = (
+        type(value) is int and abs(value) > LARGEST and "theta" not in name
+    )  # wavelengths allocate nothing
+    endless = type(value) is float and not math.isfinite(value)
+    if large or endless or (isinstance(value, list | str) and len(value) > LONGEST):
+        raise UserError(f"{name}={brief(value)}: far beyond what any drafter has")
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def check_shapes(
+    kind: type[Drafter], settings: Mapping[str, Any], confidence: bool, found: Mapping[str, Shape]
+) -> None:
+    """Compare what settings ask for with what is on file, on torch's `meta` device: nothing is allocated.
+
+    Args:
+        kind: of drafter.
+        settings: checked.
+        confidence: it has a confidence head.
+        found: on file, by the drafter's names.
+
+    Raises:
+        UserError: settings that make no drafter, or tensors that are not of these settings.
+    """
+    empty = _empty(kind, settings, confidence, PARTS + 8 * len(found))
+    wanted = {name: shape_of(value) for name, value in empty.state_dict().items()}
+    for name, shape in found.items():
+        if name.endswith((DOWN, UP)) and name not in wanted:
+            _check_adapter(name, shape, found, wanted)
+        elif (there := wanted.get(name.replace(f"{BASE}.", "."))) != shape:
+            wish = f"by config.json it is {there}" if there else "by config.json there is none of that name"
+            raise UserError(f"damaged checkpoint (tensor {brief(name)} is {shape}, {wish})")
+    plain = {name.replace(f"{BASE}.", ".") for name in found}
+    first = {id(value): name for name, value in reversed(empty.state_dict(keep_vars=True).items())}
+    tied = {name for name, value in empty.state_dict(keep_vars=True).items() if first[id(value)] in plain}
+    stem = "model." if settings.get("base") else None  # what the base has
+    lost = [n for n in wanted if n not in plain | tied and not (stem and n.startswith(stem))]
+    if lost:
+        raise UserError(f"damaged checkpoint ({len(lost)} tensors are missing, {brief(lost[0])} first)")
+
+
+def _check_adapter(name: str, shape: Shape, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Two halves of one rank, beside a map of their sizes."""
+    stem = name.removesuffix(DOWN).removesuffix(UP)
+    down, up, weight = found.get(stem + DOWN), found.get(stem + UP), wanted.get(f"{stem}.weight")
+    sizes = [part.size if part and part.kind == "float" else () for part in (down, up, weight)]
+    (rank, wide_in), (wide_out, other) = (size if len(size) == 2 else (0, -1) for size in sizes[:2])
+    if rank != other or sorted(sizes[2]) != sorted((wide_in, wide_out)):
+        raise UserError(f"damaged checkpoint (adapter {brief(name)} is {shape}, which fits no map)")
+
+
+def _empty(kind: type[Drafter], settings: Mapping[str, Any], confidence: bool, parts: int) -> Drafter:
+    try:
+        with torch.device("meta"), _at_most(parts):
+            drafter = kind(**settings)
+            if confidence:
+                drafter.add_confidence()
+    except UserError:
+        raise
+    except Exception as error:  # whatever constructors make of settings that they were not written for
+        raise UserError(f"damaged checkpoint (settings make no {kind.__name__}: {brief(error)})") from None
+    return drafter
+
+
+@contextmanager
+def _at_most(parts: int) -> Iterator[None]:
+    """Let this thread make so many modules, weights and buffers, and no more."""
+    thread, left = threading.get_ident(), parts
+
+    def count(module: Any, name: str, part: Any) -> None:
+        nonlocal left
+        del module, name, part
+        left -= threading.get_ident() == thread
+        if left < 0:
+            raise UserError(f"damaged checkpoint (its settings ask for more than {parts} parts)")
+
+    registered = [
+        hooks.register_module_module_registration_hook(count),
+        hooks.register_module_parameter_registration_hook(count),
+        hooks.register_module_buffer_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for hook in registered:
+            hook.remove()
+
+
+def check_values(drafter: Drafter, vocab_size: int) -> None:
+    """Refuse weights that are no numbers, and tokens that the target has not.
+
+    Raises:
+        UserError: the first of them.
+    """
+    for name, value in drafter.named_parameters():
+        if not value.isfinite().all():
+            raise UserError(f"damaged checkpoint ({name} is not finite)")
+    for name, value in drafter.named_buffers():
+        if value.is_floating_point() and value.isnan().any():
+            raise UserError(f"damaged checkpoint ({name} is not finite)")
+        outside = name.rpartition(".")[2] in TOKENS and value.numel()
+        if outside and not -1 <= int(value.min()) <= int(value.max()) < vocab_size:
+            raise UserError(f"damaged checkpoint ({name} holds tokens that the target has not)")

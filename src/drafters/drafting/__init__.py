@@ -1,0 +1,1 @@
+"""Growing a draft from any drafter: chain, tree, reduced vocabulary."""

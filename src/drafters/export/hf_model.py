@@ -1,0 +1,154 @@
+"""Whole language models as plain Hugging Face folders: draft models, and targets that were tuned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.model.load import TOKENIZER_FILES
+from decode.model.target import Target
+from drafters.export import serve
+from drafters.export.layout import Layout, Saved
+from drafters.families.hf_build import build, own
+from drafters.families.tuned_target import Lora
+from drafters.hub import download
+
+STEM = "model."  # of the model's names in a drafter
+TOKENS = 5  # of a draft: as many as decode=auto tries
+ENGINES = (
+    "A plain Hugging Face model, adapters merged. For an engine write it with to=vllm or to=sglang, which "
+    "give it the target's vocabulary size; in transformers it is an assistant_model of generate()."
+)
+FILLS = "A plain Hugging Face model, adapters merged; no engine drafts with one that fills in masks."
+TUNED = "The tuned target, which its heads (to=vllm) fit: vllm serve this folder with them."
+
+
+def hf(saved: Saved, target: Target) -> Layout:
+    """A draft model as it is."""
+    return _folder(_model(saved), target)._replace(note=ENGINES)
+
+
+def fills(saved: Saved, target: Target) -> Layout:
+    """A model that fills in masks, as it is."""
+    layout = _folder(_model(saved), target)._replace(note=FILLS)
+    return layout._replace(config=layout.config | {"mask_token_id": saved.settings["mask_token"]})
+
+
+def vllm(saved: Saved, target: Target) -> Layout:
+    """A draft model for `draft_model`, which wants the target's vocabulary size."""
+    return _folder(_model(saved, target.vocab_size), target)._replace(serve=serve.vllm("draft_model", TOKENS))
+
+
+def sglang(saved: Saved, target: Target) -> Layout:
+    """A draft model for `STANDALONE`, which wants the target's vocabulary size, too."""
+    return _folder(_model(saved, target.vocab_size), target)._replace(
+        serve=serve.sglang("STANDALONE", TOKENS)
+    )
+
+
+def tuned(saved: Saved, target: Target) -> Layout:
+    """The target that `medusa2` has tuned together with its heads, pairs merged."""
+    lora = Lora(**saved.settings["lora"])
+    part = "lora."
+    lora.load_state_dict({n.removeprefix(part): w for n, w in saved.weights.items() if n.startswith(part)})
+    return _folder(lora.to(target.device).merge(target).model, target)._replace(note=TUNED)
+
+
+def _model(saved: Saved, size: int | None = None) -> PreTrainedModel:
+    """The drafter's model, with its weights; of another vocabulary size, where one is given.
+
+    Raises:
+        UserError: a model whose vocabulary cannot be changed.
+    """
+    settings = saved.settings
+    assert not settings["lora"], "loading has merged it"
+    weights = {n.removeprefix(STEM): w for n, w in saved.weights.items() if n.startswith(STEM)}
+    config: dict[str, Any] = dict(settings["config"])
+    model = _empty(config)
+    text = model.config.get_text_config()
+    if size and size != text.vocab_size:
+        weights |= _resized(model, weights, size)
+        text.vocab_size = size
+        config = json.loads(model.config.to_json_string())
+        model = _empty(config)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError:
+        raise UserError(
+            f"a {type(model).__name__} has its vocabulary in more than an embedding and a head, and cannot "
+            f"be given the target's {size} ids; draft with another model, or set to=hf"
+        ) from None
+    model.tie_weights()
+    return model.eval()
+
+
+def _empty(config: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        return build(config, masked=True)
+
+
+def _resized(model: Any, weights: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """Embedding and head for another number of ids; ids that are none of the other's are padding.
+
+    A new id is read as the last one, as `lm.DraftLM` reads it, and its logit is the mean of all
+    logits, which is never the largest. Where the embedding is the head, it is read as their mean.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def fitted(rows: Tensor, new: Tensor) -> Tensor:
+        more = size - len(rows)
+        return torch.cat([rows, new.expand(more, *rows.shape[1:])]) if more > 0 else rows[:size].clone()
+
+    found = {}
+    for module in (embedding, head):
+        for part, _ in module.named_parameters(recurse=False):
+            name = f"{names[id(module)]}.{part}"
+            rows = weights[name]
+            mean = rows.float().mean(0, keepdim=True).to(rows.dtype)
+            found[name] = fitted(rows, rows[-1:] if module is embedding and not tied else mean)
+    return found
+
+
+def _folder(model: Any, target: Target) -> Layout:
+    """With the target's tokenizer and its end of text."""
+    config = own(json.loads(model.config.to_json_string()))
+    config |= {"architectures": [type(model).__name__], "torch_dtype": str(model.dtype).split(".")[1]}
+    files = _tokenizer(target)
+    if model.can_generate() and (generation := getattr(target.model, "generation_config", None)):
+        model.generation_config = generation
+    return Layout(config | _older(config), {}, files=files, model=model)
+
+
+def _older(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary wavelengths under the names of transformers 4, which would take its defaults without a word."""
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" not in rope:  # none, or several by layer type, whose names are the family's own
+        return {}
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    plain = scaling.get("rope_type", "default") == "default"
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": None if plain else scaling}
+
+
+def _tokenizer(target: Target) -> dict[str, bytes]:
+    """The target's, byte for byte; nothing for a target that has no place.
+
+    Raises:
+        UserError, RemoteError: it was on the Hub and is not to be had now.
+    """
+    name = target.model.name_or_path
+    if not name:
+        return {}
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        commit = getattr(target.model.config, "_commit_hash", None)
+        folder = download.snapshot(name, commit, TOKENIZER_FILES)
+    paths = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)))
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}

@@ -1,0 +1,155 @@
+"""What flat `config.json` files of Llama-like drafters have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decode.errors import UserError
+from decode.model.target import Target
+from drafters.layers.rope import SCALED, copied
+
+EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The class that a `config.json` names first, or ""."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: torch.dtype) -> dict[str, Any]:
+    """A LlamaConfig with a drafter's sizes and its target's vocabulary, length and end tokens.
+
+    Positions stand there twice: `rope_parameters`, and what readers before transformers 5 know.
+    """
+    longest = getattr(target.config, "max_position_embeddings", None) or target.max_positions
+    return {
+        "model_type": "llama",
+        "hidden_size": settings["hidden_size"],
+        "intermediate_size": settings["intermediate_size"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": settings["heads"],
+        "num_key_value_heads": settings["kv_heads"],
+        "head_dim": settings["head_dim"],
+        "hidden_act": "silu",
+        "rms_norm_eps": settings["eps"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": target.vocab_size,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **({"max_position_embeddings": longest} if longest else {}),
+        **{name: getattr(target.config, name, None) for name in EOS},
+        **_positions(settings),
+    }
+
+
+def _positions(settings: Mapping[str, Any]) -> dict[str, Any]:
+    theta, rope = settings["rope_theta"], settings.get("rope") or {}
+    kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor")
+    found: dict[str, Any] = {
+        "rope_theta": theta,
+        "rope_parameters": {"rope_theta": theta, "rope_type": kind, **rope},
+    }
+    if kind != "default":
+        found["rope_scaling"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+    return found if part is None else found | {"partial_rotary_factor": part}
+
+
+def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) -> dict[str, Any]:
+    """The inverse: a drafter's settings, of what all that have decoder layers have.
+
+    Args:
+        config: of the file.
+        tensors: by Llama's names.
+        layer: prefix of the first decoder layer's.
+
+    Raises:
+        UserError: positions that are scaled by the length of the text.
+    """
+    heads, rope = (
+        config["num_attention_heads"],
+        config.get("rope_parameters") or config.get("rope_scaling") or {},
+    )
+    if (scaled := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "mrope", *SCALED):
+        raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
+    theta, rope = copied(dict(config))
+    return {
+        "hidden_size": config["hidden_size"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        # Some files have a `head_dim` that their own readers pass over.
+        "head_dim": len(tensors[f"{layer}self_attn.q_proj.weight"]) // heads,
+        "intermediate_size": config["intermediate_size"],
+        "eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": theta,
+        "rope": rope,
+    }
+
+
+def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> None:
+    """Refuse files that were made for another target, or for a drafter that is no Llama.
+
+    Raises:
+        UserError: another hidden size, vocabulary or embedding; another activation.
+    """
+    for name, here in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        made_for(name, here, config[name])
+    if (other := config.get("target_hidden_size")) is not None:
+        made_for("target_hidden_size", target.hidden_size, other)
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"hidden_act is {act}; drafters here have silu")
+    if "embed_tokens.weight" in tensors and not _same(tensors["embed_tokens.weight"], target.embed):
+        raise UserError("its embedding is not the target's, which drafters here share: another target's?")
+
+
+def _same(weight: Tensor, embed: nn.Module) -> bool:
+    """Whether an embedding is the target's, but for the rounding of a narrower dtype."""
+    ours = embed.weight
+    assert isinstance(ours, Tensor)
+    if ours.shape != weight.shape:
+        return False
+    step = max(1, len(weight) // 64)
+    some, other = (w[::step].detach().cpu().float() for w in (ours, weight))
+    return bool((some - other).abs().max() <= 2**-6 * some.abs().max())
+
+
+def plain_embedding(target: Target, to: str) -> None:
+    """Refuse a target whose embedding does more than look up: engines give the drafter the bare table.
+
+    Raises:
+        UserError: it scales.
+    """
+    if getattr(target.embed, "embed_scale", 1.0) != 1.0:
+        raise UserError(
+            f"to={to}: the target scales its embeddings ({type(target.embed).__name__}), which {to}'s "
+            "drafter does not; set to=native"
+        )
+
+
+def made_for(name: str, here: Any, there: Any) -> None:
+    """Refuse files of another target, by the name of a size, what it is here and what it is there.
+
+    Raises:
+        UserError: it is another.
+    """
+    if here != there:
+        raise UserError(f"it was made for another target: its {name} is {there}, the target's {here}")
+
+
+def leftover(names: Iterable[str], wanted: Iterable[str], known: Iterable[str] = ()) -> None:
+    """Refuse where a tensor is missing, or there is one that is neither wanted nor known.
+
+    Raises:
+        UserError: how many, and the first of them.
+    """
+    names, wanted = set(names), set(wanted)
+    if lost := sorted(wanted - names):
+        raise UserError(f"{len(lost)} tensors are missing, {lost[0]} first")
+    if strange := sorted(names - wanted - set(known)):
+        raise UserError(f"{len(strange)} tensors have no place in such a drafter, {strange[0]} first")

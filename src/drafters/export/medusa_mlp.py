@@ -1,0 +1,213 @@
+"""Drafters on the target's newest feature: Medusa and the MLP speculator, of vLLM and of their authors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.model.target import Target
+from drafters.export import serve
+from drafters.export.layout import Layout, Reader, Saved
+from drafters.export.llama_config import leftover, made_for
+from drafters.export.shapes import dtype_of
+
+NO_MLP = (
+    "No newer vLLM than 0.9.2 runs an MLP speculator: the engine that did, V0, has lost speculative "
+    "decoding since (vLLM pull request 21152), and V1 refuses the method (issue 47825)."
+)
+MOVED = (
+    "drafter=medusa2 has tuned the target, and its heads fit that one alone: write it with to=hf, and serve "
+    "that folder in the place of TUNED_TARGET."
+)
+LAYER = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")  # FasterDecoding's names
+HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
+
+
+# -- Medusa ----------------------------------------------------------------------------------------
+
+
+def medusa(saved: Saved, target: Target) -> Layout:
+    """For vLLM's `medusa`, whose layers and heads have the names that ours have.
+
+    Its heads are linear maps without a bias and a scale behind them. It has no soft cap, and needs
+    none: it drafts likeliest tokens alone, which a cap does not change. A head that all depths share
+    has to be in the file, since its loader takes nothing from the target.
+
+    Raises:
+        UserError: a token-info bias, or a target whose head has a bias.
+    """
+    settings = saved.settings
+    if (kind := settings["token_info"]) != "none":
+        raise UserError(
+            f"to=vllm: vllm's Medusa has no token_info={kind}; "
+            "train with drafter.token_info=none, or set to=native"
+        )
+    _no_bias(target, "to=vllm: ")
+    tensors = {n: w for n, w in saved.weights.items() if n.startswith(("blocks.", "lm_heads."))}
+    if not settings["own_head"]:
+        tensors["lm_head.weight"] = target.head.weight.detach()
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": settings["hidden_size"],
+        "vocab_size": settings["vocab_size"],
+        "truncated_vocab_size": settings["vocab_size"],
+        "num_heads": settings["depth"],
+        "num_hidden_layers": settings["layers"],
+        "medusa_fc_bias": settings["bias"],
+        "original_lm_head": not settings["own_head"],
+        "logit_scale": target.head.scale,
+        "torch_dtype": dtype_of(tensors),
+    }
+    return Layout(config, tensors, serve.vllm("medusa", settings["depth"]))
+
+
+def medusa2(saved: Saved, target: Target) -> Layout:
+    """Its heads; what it tuned is a model of its own (`whole.tuned`)."""
+    layout = medusa(saved, target)
+    return layout._replace(serve=layout.serve.replace("{target}", "TUNED_TARGET"), note=MOVED)
+
+
+def read_medusa(layout: Layout, target: Target) -> Saved:
+    """Medusa as vLLM has it, or as FasterDecoding does.
+
+    The tensors say how many heads and layers there are: published configs name fewer than there are.
+
+    Raises:
+        UserError: another target's, a reduced vocabulary, or tensors that are missing or no head's.
+    """
+    _no_bias(target, "")
+    config = layout.config
+    tensors = dict(_renamed(re.sub(r"^medusa_heads?\.", "", n), w) for n, w in layout.tensors.items())
+    if "token_map" in tensors:
+        raise UserError(
+            f"its heads know {len(tensors['token_map'])} tokens (token_map), and drafter=medusa knows all"
+        )
+    numbers = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", name) for name in tensors]
+    depth = 1 + max((int(n[1]) for n in numbers if n), default=-1)
+    layers = 1 + max((int(n[2]) for n in numbers if n), default=-1)
+    bias = any(name.endswith(".bias") for name in tensors)
+    if depth * layers > len(tensors):  # a number in a name is no reason to count to it
+        raise UserError(
+            f"tensors are missing: {depth} x {layers} layers by their names, {len(tensors)} there"
+        )
+    every, each = range(depth), range(layers)
+    parts = ("weight", "bias") if bias else ("weight",)
+    blocks = [f"blocks.{i}.layers.{j}.{part}" for i in every for j in each for part in parts]
+    heads = [f"lm_heads.{i}.weight" for i in every]
+    if config.get("original_lm_head"):
+        heads = [next((name for name in ("lm_head.weight", *heads[:1]) if name in tensors), "lm_head.weight")]
+    elif not any(name in tensors for name in heads):
+        heads = []
+    leftover(tensors, [*blocks, *heads])
+    own = {f"lm_heads.{i}.weight": tensors[heads[i % len(heads)]] for i in every} if heads else {}
+    _made_for(target, tensors["blocks.0.layers.0.weight"].shape[0], [len(w) for w in own.values()])
+    own = _scaled(own, config.get("logit_scale", 1.0) / target.head.scale)
+    if config.get("original_lm_head") and _shared(own, target):
+        own = {}
+    weights = {name: tensors[name] for name in blocks} | own
+    settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}
+    settings |= {"layers": layers, "own_head": bool(own), "bias": bias}
+    return Saved("medusa", settings, weights)
+
+
+def _renamed(name: str, weight: Tensor) -> tuple[str, Tensor]:
+    """By vLLM's name, which is ours."""
+    if found := LAYER.fullmatch(name):
+        return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}", weight
+    if found := HEAD.fullmatch(name):
+        return f"lm_heads.{found[1]}.weight", weight
+    return name, weight
+
+
+def _scaled(heads: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
+    """With the target's own scale behind them, as every head here has it."""
+    return heads if ratio == 1 else {name: weight * ratio for name, weight in heads.items()}
+
+
+def _shared(heads: Mapping[str, Tensor], target: Target) -> bool:
+    """Whether the one head that they are is the target's."""
+    head = target.head.weight
+    return torch.equal(next(iter(heads.values())).to(head), head)
+
+
+# -- MLP speculator --------------------------------------------------------------------------------
+
+
+def mlp(saved: Saved, target: Target) -> Layout:
+    """For vLLM's `mlp_speculator`; what depths share is there once, under the first one's name."""
+    del target
+    settings, depth = saved.settings, saved.settings["depth"]
+    tied = settings["tie_weights"] and depth > 1  # it asserts that there is something to share
+    kept = _names_of_mlp(depth, tied)
+    config = {
+        "model_type": "mlp_speculator",
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "vocab_size": settings["vocab_size"],
+        "emb_dim": settings["hidden_size"],
+        "inner_dim": settings["inner_size"] or settings["hidden_size"],
+        "n_predict": depth,
+        "top_k_tokens_per_head": [1] * depth,  # read nowhere, but counted
+        "n_candidates": 1,
+        "tie_weights": tied,
+        "scale_input": settings["scale_input"],
+        "torch_dtype": dtype_of(saved.weights),
+    }
+    command = "VLLM_USE_V1=0 " + serve.vllm("mlp_speculator", depth)
+    return Layout(config, {name: saved.weights[name] for name in kept}, command, NO_MLP)
+
+
+def read_mlp(layout: Layout, target: Target) -> Saved:
+    """The MLP speculator as vLLM has it, and IBM publishes it.
+
+    Raises:
+        UserError: another target's, or tensors that are missing or unknown.
+    """
+    config = layout.config
+    tensors = {name.removeprefix("speculator."): weight for name, weight in layout.tensors.items()}
+    depth, tied = config["n_predict"], bool(config.get("tie_weights", config.get("tie_wts", False)))
+    if not (isinstance(depth, int) and 0 < depth <= len(tensors)):
+        raise UserError(f"config.json: n_predict={depth!r} for {len(tensors)} tensors")
+    kept = _names_of_mlp(depth, tied)
+    # Some files repeat what is shared under every depth's name.
+    leftover(tensors, kept, _names_of_mlp(depth, False))
+    _made_for(target, config["emb_dim"], [len(w) for n, w in tensors.items() if n.startswith("head.")])
+    settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}
+    settings |= {"inner_size": len(tensors["ln.0.weight"]), "tie_weights": tied}
+    if settings["inner_size"] != (config.get("inner_dim") or config["emb_dim"]):
+        said = config.get("inner_dim")
+        raise UserError(f"config.json: inner_dim={said}, the tensors: {settings['inner_size']}")
+    settings["scale_input"] = bool(config.get("scale_input", False))
+    return Saved("mlp", settings, {name: tensors[name] for name in kept})
+
+
+def _names_of_mlp(depth: int, tied: bool) -> list[str]:
+    parts = ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias")
+    names = [part.format(i) for part in parts for i in range(1 if tied else depth)]
+    return names + [f"proj.{i}.weight" for i in range(min(depth, 2) if tied else depth)]
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+def _made_for(target: Target, hidden: int, rows: Iterable[int]) -> None:
+    made_for("hidden size", target.hidden_size, hidden)
+    for count in rows:
+        made_for("vocabulary", target.vocab_size, count)
+
+
+def _no_bias(target: Target, where: str) -> None:
+    if target.head.bias is not None:
+        raise UserError(f"{where}this target's head has a bias, which no head of that Medusa has")
+
+
+MEDUSA = Reader(
+    "Medusa (vLLM, FasterDecoding)",
+    lambda config: config.get("model_type") == "medusa" or "medusa_num_heads" in config,
+    read_medusa,
+)
+MLP = Reader("MLP speculator", lambda config: config.get("model_type") == "mlp_speculator", read_mlp)

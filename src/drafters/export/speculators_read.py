@@ -1,0 +1,126 @@
+"""Checkpoints of vLLM's `speculators` as drafters of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decode.errors import UserError
+from decode.model.target import Target
+from drafters.export.layout import Layout, Reader, Saved, fused
+from drafters.export.llama_config import made_for
+from drafters.export.shapes import default_taps, layer_settings, same_rows, table_of, take_maps, taps_of
+
+SHARED = ("embed_tokens.weight", "d2t", "t2d")
+Read = Callable[[Layout, Target], Saved]
+
+
+def eagle3(layout: Layout, target: Target) -> Saved:
+    """An `Eagle3DraftModel`."""
+    settings, weights = _eagle3(layout, target)
+    if not _shares_embedding(layout.tensors, target):
+        raise UserError("its embedding is its own; ours shares the target's")
+    settings["norm_output"] = layout.config.get("norm_output", False)
+    return Saved("eagle3", settings, weights)
+
+
+def p_eagle(layout: Layout, target: Target) -> Saved:
+    """A `PEagleDraftModel`."""
+    config, tensors = layout.config, layout.tensors
+    settings, weights = _eagle3(layout, target)
+    token = config["mask_token_id"]
+    table = tensors.get("embed_tokens.weight", table_of(target))
+    if not _shares_embedding(tensors, target, token):
+        raise UserError("its embedding was trained; ours shares the target's, but for the mask's row")
+    taps = weights.pop("mask_hidden").flatten().unflatten(0, (len(settings["taps"]), -1)).float()  # (L, D)
+    eps, fc = settings["eps"], weights["fc.weight"].float()
+    if settings["fc_norm"]:
+        rows = [weights[f"fc_norm.{i}.weight"].float() for i in range(len(taps))]
+        taps = F.rms_norm(taps, taps.shape[1:], eps=eps) * torch.stack(rows)
+    flat = taps.flatten()
+    if settings["norm_before_fc"]:
+        flat = F.rms_norm(flat, flat.shape, weights["input_norm.weight"].float(), eps)
+    weights |= {"mask_token": table[token].detach().clone(), "mask_hidden": fc @ flat}
+    return Saved("p_eagle", settings, weights)
+
+
+def dflash(layout: Layout, target: Target) -> Saved:
+    """A `DFlashDraftModel`."""
+    config = layout.config
+    if config.get("sample_from_anchor"):
+        raise UserError("its root predicts a token as well (sample_from_anchor), which ours does not")
+    ids = config["aux_hidden_state_layer_ids"]
+    return block(layout, target, config["transformer_layer_config"], ids, config["mask_token_id"])
+
+
+def block(layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[int], token: int) -> Saved:
+    """DFlash's tensors, whose configuration has been found.
+
+    Args:
+        layout: theirs.
+        target: that it is for.
+        layers: configuration of its decoder layers.
+        ids: of the values that it reads, those entering layers.
+        token: whose embedding is a mask's.
+    """
+    config, tensors = layout.config, dict(layout.tensors)
+    sizes = layer_settings(layers, tensors, target, ("qwen3",))
+    if config.get("draft_vocab_size") not in (None, target.vocab_size):
+        raise UserError(f"it drafts {config['draft_vocab_size']} tokens of the target's; ours draft all")
+    tables = {"embed_tokens.weight": table_of(target), "lm_head.weight": target.head.weight}
+    for name, table in tables.items():
+        if name in tensors and not same_rows(tensors.pop(name), table):
+            raise UserError(f"its {name} is its own; ours shares the target's")
+    if not 0 <= token < target.vocab_size:
+        raise UserError(f"its mask is token {token}, and the target has the ids 0 to {target.vocab_size - 1}")
+    for name in ("d2t", "t2d"):
+        tensors.pop(name, None)
+    weights = fused(tensors)
+    weights["context_norm.weight"] = weights.pop("hidden_norm.weight")
+    settings = sizes | {"taps": taps_of(ids, target), "depth": config["block_size"] - 1, "anchors": 0}
+    return Saved("dflash", settings | {"mask_id": token}, weights)
+
+
+KINDS: Mapping[str, Read] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dflash}
+
+
+def _read(layout: Layout, target: Target) -> Saved:
+    kind = layout.config["speculators_model_type"]
+    if kind not in KINDS:
+        raise UserError(f"speculators_model_type {kind!r} has no drafter here; read are {', '.join(KINDS)}")
+    return KINDS[kind](layout, target)
+
+
+READER = Reader("speculators", lambda config: "speculators_model_type" in config, _read)
+
+
+def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Settings and weights of what EAGLE-3 and P-EAGLE have in common."""
+    config, tensors = layout.config, dict(layout.tensors)
+    sizes = layer_settings(config["transformer_layer_config"], tensors, target, ("llama",))
+    if (size := config.get("target_hidden_size")) is not None:
+        made_for("hidden size", target.hidden_size, size)
+    taps = config.get("eagle_aux_hidden_state_layer_ids") or default_taps(len(target.layers))
+    own = {name: value for name, value in tensors.items() if name not in SHARED}
+    weights = fused(own)
+    weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
+    take_maps(tensors, weights, target.vocab_size)
+    settings = sizes | {
+        "taps": taps_of(taps, target),
+        "depth": config["speculators_config"]["proposal_methods"][0]["speculative_tokens"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        # Where a configuration does not say, as vLLM serves it.
+        "norm_before_residual": config.get("norm_before_residual", "mask_token_id" not in config),
+        "norm_before_fc": config.get("norm_before_fc", False),
+        "fc_norm": config.get("fc_norm", False),
+    }
+    return settings, weights
+
+
+def _shares_embedding(tensors: Mapping[str, Tensor], target: Target, but: int | None = None) -> bool:
+    table = tensors.get("embed_tokens.weight")
+    return table is None or same_rows(table, table_of(target), but)

@@ -1,0 +1,159 @@
+"""The layout of vLLM's `speculators`, which names its target: `vllm serve <drafter>` is enough.
+
+Read from speculators 0.9.0 (`models/*/config.py`, `models/*/core.py`) and from vLLM's reader of it
+(`transformers_utils/configs/speculators`). Never for SGLang, which skips its tensors in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.model.target import Target
+from drafters.drafting.vocabulary import unwritten
+from drafters.export.layout import Layout, Saved, bare, unfused
+from drafters.export.preimage import fused_from
+from drafters.export.shapes import ascending, dtype_of, layer_config, maps, named, table_of
+
+VERSION = "0.9.0"  # of the layout
+SERVE = "vllm serve {drafter}"
+VLLM_TAPS = 3  # what its EAGLE-3 sizes `fc` for unless it is told
+MASKS = ("mask_token", "mask_hidden")  # of P-EAGLE
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")
+
+
+def eagle3(saved: Saved, target: Target) -> Layout:
+    """EAGLE-3: `Eagle3DraftModel`.
+
+    With the target's embedding: vLLM shares it either way, but speculators 0.9.0, where it is left out,
+    computes with zeros (`load_verifier_weights` looks for NaN, which transformers 5 does not leave).
+    """
+    saved, ids = ascending(saved, target)
+    tensors = _eagle3_tensors(saved) | {"embed_tokens.weight": _table(saved, target)}
+    config = _eagle3_config(saved, ids, target) | {"norm_output": saved.settings["norm_output"]}
+    return _layout("eagle3", "Eagle3DraftModel", config, tensors, saved, target)
+
+
+def p_eagle(saved: Saved, target: Target) -> Layout:
+    """P-EAGLE: `PEagleDraftModel`, which keeps its masks where ours are not.
+
+    In place of a token it has one that nobody writes, in an embedding of its own: the target's, but
+    for that row. In place of a feature it has what is fused into one.
+    """
+    saved, ids = ascending(saved, target)
+    settings, weights = saved.settings, saved.weights
+    token = unwritten(target)
+    table = _table(saved, target)
+    table[token] = weights["mask_token"]
+    if settings["norm_before_fc"]:
+        norms = [weights["input_norm.weight"]]
+    else:
+        norms = [weights[f"fc_norm.{i}.weight"] for i in range(len(settings["taps"]) * settings["fc_norm"])]
+    found = fused_from(weights["mask_hidden"], weights["fc.weight"], norms, settings["eps"])
+    if found is None:
+        raise UserError(
+            "to=speculators: no input of fc and its norms gives the masks' feature; train with "
+            "drafter.fc_norm=false, or set to=native"
+        )
+    tensors = _eagle3_tensors(saved._replace(weights={k: v for k, v in weights.items() if k not in MASKS}))
+    tensors["embed_tokens.weight"] = table
+    tensors["mask_hidden"] = found.to(table.dtype)[None, None]
+    config = _eagle3_config(saved, ids, target) | {"norm_output": False, "mask_token_id": token}
+    config["embed_requires_grad"] = True
+    # vLLM's reader takes these from the layers' configuration alone.
+    config["transformer_layer_config"] |= {"fc_norm": settings["fc_norm"]}
+    return _layout("peagle", "PEagleDraftModel", config, tensors, saved, target)
+
+
+def dflash(saved: Saved, target: Target) -> Layout:
+    """DFlash: `DFlashDraftModel`; embedding and head are the target's, and left out."""
+    saved, ids = ascending(saved, target)
+    settings = saved.settings
+    config = {
+        "aux_hidden_state_layer_ids": ids,
+        "block_size": settings["depth"] + 1,
+        "draft_vocab_size": target.vocab_size,
+        "mask_token_id": settings["mask_id"],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": True,  # else vLLM takes the block for a causal one
+        "transformer_layer_config": block_config(saved, target, "speculators"),
+    }
+    return _layout("dflash", "DFlashDraftModel", config, block_tensors(saved), saved, target)
+
+
+def block_config(saved: Saved, target: Target, to: str) -> dict[str, Any]:
+    """Of DFlash's layers."""
+    kinds = ["full_attention"] * saved.settings["layers"]
+    return layer_config(saved, target, "qwen3", to) | {"layer_types": kinds, "use_sliding_window": False}
+
+
+def block_tensors(saved: Saved) -> dict[str, Tensor]:
+    """DFlash's, by the names that all have for them."""
+    tensors = unfused(bare(saved), saved.settings)
+    tensors["hidden_norm.weight"] = tensors.pop("context_norm.weight")
+    return tensors
+
+
+def _table(saved: Saved, target: Target) -> Tensor:
+    """(V, D) a copy of the target's embedding."""
+    return table_of(target).to("cpu", saved.weights["fc.weight"].dtype, copy=True)
+
+
+def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
+    tensors = unfused(bare(saved), saved.settings)
+    tensors["layers.0.hidden_norm.weight"] = tensors.pop("hidden_norm.weight")
+    ids = tensors.pop("d2t", None)
+    return tensors | maps(ids, saved.settings["vocab_size"])
+
+
+def _eagle3_config(saved: Saved, ids: list[int], target: Target) -> dict[str, Any]:
+    settings = saved.settings
+    layers = layer_config(saved, target, "llama", "speculators")
+    if len(ids) != VLLM_TAPS:  # its reader passes this on, and not the number of ids
+        layers["num_aux_hidden_states"] = len(ids)
+    return {name: settings[name] for name in NORMS} | {
+        "draft_vocab_size": settings["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+        "transformer_layer_config": layers,
+    }
+
+
+def _layout(
+    kind: str,
+    architecture: str,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    saved: Saved,
+    target: Target,
+) -> Layout:
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": saved.settings["depth"],
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    verifier = {
+        "name_or_path": named(target),
+        "architectures": list(
+            getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
+        ),
+    }
+    # No `model_type` here: vLLM takes a folder that has one for a model of its own.
+    whole = config | {
+        "architectures": [architecture],
+        "dtype": dtype_of(tensors),
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "tie_word_embeddings": False,
+    }
+    return Layout(whole, tensors, SERVE)

@@ -1,0 +1,70 @@
+"""Weights on file, in the ways that other programs store them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from decode.errors import UserError
+from drafters.hub.untrusted_files import header, own_file, read_json
+
+WHOLE = ("model.safetensors", "medusa_lm_head.safetensors")
+INDEX = "model.safetensors.index.json"
+TORCH = ("medusa_lm_head.pt", "pytorch_model.bin")
+PATTERNS = (*WHOLE, INDEX, "model-*-of-*.safetensors", *TORCH)  # of what is ever downloaded
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """A folder's tensors: of one safetensors file, of several with an index, or of a `torch.save`.
+
+    Raises:
+        UserError: none of these is there, or a file that is no such thing.
+    """
+    for name in WHOLE:
+        if (folder / name).is_file():
+            return _tensors(folder / name)
+    if (folder / INDEX).is_file():
+        return _parts(folder)
+    for name in TORCH:
+        if (folder / name).is_file():
+            return _saved_by_torch(folder / name)
+    raise UserError(f"no weights there; known are {', '.join((*WHOLE, INDEX, *TORCH))}")
+
+
+def _parts(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in sorted(set(read_json(folder / INDEX)["weight_map"].values())):
+        if Path(name).name != name:
+            raise UserError(f"{INDEX} names {name!r}, which is no file of this folder")
+        found |= _tensors(folder / name)
+    return found
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    header(path)  # refuses what is too large, or lies elsewhere
+    return load_file(path)
+
+
+def _saved_by_torch(path: Path) -> dict[str, Tensor]:
+    own_file(path)
+    try:
+        with ZipFile(path) as archive:
+            packed = any(part.compress_type for part in archive.infolist())
+        # Most public drafters are published in this form alone. Anything but tensors is refused, never run.
+        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
+    except Exception:  # whatever a foreign file makes of it
+        raise UserError(f"{path.name}: not a file of tensors alone; convert it to safetensors") from None
+    if packed or not (isinstance(found, dict) and all(map(_is_whole, found.values()))):
+        raise UserError(f"{path.name}: not a state dict; convert it to safetensors")
+    return found
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a tensor that has all its numbers: a view may show one number a trillion times."""
+    plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+    return plain and value.untyped_storage().nbytes() >= value.numel() * value.itemsize

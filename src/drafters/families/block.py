@@ -1,0 +1,293 @@
+"""Block drafters: one pass over masks, which see one another and the target's features (arXiv:2602.06036)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.model.cache import RowStore, attention_mask
+from decode.model.causal_lm import Head
+from decode.model.target import Tap, Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Batch, DraftStep, some_of, supervised
+from drafters.families.token_bias import Informed, Levels, Teaching
+from drafters.layers.decoder_layer import DecoderLayer, RMSNorm, Rotary, attend
+from drafters.layers.unroll_attention import Look, attend_unrolled, blocks
+
+MOST = 1024  # layers, masks or passes: far beyond what any has, and an end to what a file may ask for
+
+
+@dataclass(slots=True)
+class DiffusionState:
+    """Keys and values of the settled features, the newest of these, and the root."""
+
+    store: RowStore
+    newest: Tensor | None = None  # (B, D)
+    root: Tensor | None = None  # (B,)
+
+
+class BlockDrafter(Informed):
+    """A block is the root and K masks behind it; mask k predicts the k-th token behind the root.
+
+    Block positions see one another, both ways, and in every layer the target's fused features up to
+    the one before the root, as keys and values. The target's embedding and head are shared and frozen.
+    A family says how taps are fused and what enters a block.
+
+    Args:
+        hidden_size: D of the target.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: of one head.
+        intermediate_size: of the MLP.
+        eps: of the RMS norms.
+        rope_theta: base of the rotary wavelengths.
+        vocab_size: V of the target.
+        taps: layer ids (inputs of decoder layers) or "last".
+        layers: decoder layers.
+        depth: masks of a block, K; a draft is no deeper, and a shallower one is a block cut off.
+        anchors: blocks of a text, on average, in a training batch, chosen anew each time; 0: all.
+        steps: passes over a block; between them the surest masks are filled in. With more than
+            one nothing can be drawn: a token's row is no longer the law it is drawn from.
+        token_info: `none`, or a kind of `TokenInfoBias`.
+        info_rank: its rank.
+        hot_tokens: its tokens.
+        rope: the rest of the rotary positions, see `drafters.layers.rope`.
+        qk_norm: see `DecoderLayer`.
+
+    Attributes:
+        mask: (K, D) what stands in the masks' places, or (1, D) where it is the same in all.
+
+    Raises:
+        UserError: a number out of range.
+    """
+
+    mask: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        eps: float,
+        rope_theta: float,
+        vocab_size: int,
+        taps: Sequence[Tap],
+        layers: int,
+        depth: int,
+        anchors: int,
+        steps: int = 1,
+        token_info: str = "none",
+        info_rank: int = 0,
+        hot_tokens: int = 0,
+        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, number in (("layers", layers), ("depth", depth), ("steps", steps)):
+            if not 1 <= number <= MOST:
+                raise UserError(f"drafter.{name}={number} must be from 1 to {MOST}")
+        if anchors < 0 or not taps:
+            raise UserError(
+                f"drafter: anchors={anchors} must be at least 0, and taps={list(taps)} one or more"
+            )
+        self.taps, self.depth, self.deepest = tuple(taps), depth, depth
+        self.anchors, self.steps = anchors, steps
+        if steps > 1:
+            self.proposals = ("fixed",)
+        self.rotary = Rotary(head_dim, rope_theta, rope)
+        self.fc = nn.Linear(len(taps) * hidden_size, hidden_size, bias=False)
+        self.context_norm = RMSNorm(hidden_size, eps=eps)
+        size = (hidden_size, heads, kv_heads, head_dim, intermediate_size, eps)
+        self.layers = nn.ModuleList(DecoderLayer(*size, qk_norm=qk_norm) for _ in range(layers))
+        self.norm = RMSNorm(hidden_size, eps=eps)
+        self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
+
+    @property
+    def stack(self) -> Sequence[DecoderLayer]:
+        """The decoder layers."""
+        return list(self.layers)  # pyright: ignore[reportReturnType]
+
+    @abstractmethod
+    def fuse(self, taps: Tensor) -> Tensor:
+        """(..., L, D) taps -> (..., D) features."""
+
+    def places(self, root: Tensor) -> Tensor:
+        """(..., D) embedded roots -> (..., K + 1, D): each, and the masks behind it."""
+        masks = self.mask.expand(*root.shape[:-1], self.depth, -1)
+        return torch.cat([root[..., None, :], masks], -2)
+
+    def add_nothing(self) -> None:
+        """Let the layers begin with what adds nothing to their input."""
+        for layer in self.stack:
+            layer.o_proj.weight.zero_()
+            layer.down_proj.weight.zero_()
+
+    @abstractmethod
+    def inputs(self, root: Tensor, newest: Tensor) -> Tensor:
+        """(..., D) embedded roots and newest features -> (..., K + 1, D) of their blocks."""
+
+    def context(self, layer: DecoderLayer, feature: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (..., kv_heads, dim) of (..., D) features."""
+        _, k, v = layer.split(F.linear(feature, layer.qkv_proj.weight[layer.queries :]), angles)
+        return k, v
+
+    @property
+    @override
+    def state_size(self) -> int | None:
+        return super().state_size if self.steps == 1 else None
+
+    def head(self, target: Target) -> Head:
+        """The target's, with the bias where there is one."""
+        return self.informed(target.head)
+
+    # -- training face -----------------------------------------------------------------------
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        """Blocks of all anchors side by side; whatever is supervised of them counts."""
+        mask, device = batch.loss_mask.cpu(), batch.tokens.device
+        every = supervised(mask, 1).flatten().nonzero()[:, 0]  # (N,)
+        if not len(every):
+            return
+        count = len(mask) * self.anchors if self.training and self.anchors else len(every)
+        chosen = some_of(every, count, batch.seed)  # (A,) on the host
+        anchors = chosen.to(device)
+        states = self._blocks(batch, target, chosen, anchors)  # (A, K, D)
+        teaching, head = Teaching(self.info, batch.tokens), self.head(target)
+        weight = len(every) / len(chosen)  # those that are chosen stand for all
+        for depth in range(1, self.depth + 1):
+            stay = supervised(mask, depth).flatten()[chosen].to(device)
+            if not stay.any():
+                return
+            anchor = anchors[stay]
+            hidden = teaching.hidden(states[stay, depth - 1], anchor, depth)
+            yield DraftStep(hidden, anchor, depth, head, {}, weight)
+
+    def _blocks(self, batch: Batch, target: Target, chosen: Tensor, anchors: Tensor) -> Tensor:
+        """(A, K, D) of the masks."""
+        length, width = batch.tokens.shape[1], self.depth + 1
+        device, dtype = anchors.device, self.mask.dtype
+        # Features up to the last anchor of each text, one text behind the other.
+        ends = torch.zeros(len(batch.tokens), dtype=torch.long)
+        ends.scatter_reduce_(0, chosen // length, chosen % length + 1, "amax")
+        seen = torch.arange(length) < ends[:, None]
+        places = seen.flatten().nonzero()[:, 0]
+        text = (ends.cumsum(0) - ends)[places // length]
+        slots = torch.searchsorted(places, chosen)
+        asking = slots.repeat_interleave(width)  # (M,)
+        feature = self.fuse(batch.taps.flatten(0, 1)[places.to(device)].to(dtype))  # (N, D)
+        newest = batch.taps.flatten(0, 1)[anchors, -1].to(dtype)
+        root = target.embed(batch.tokens.flatten()[anchors + 1]).to(dtype)
+        x = self.inputs(root, newest).flatten(0, 1)  # (M, D)
+        table = self.rotary.table(length + width, feature)
+        when = (anchors % length + 1)[:, None] + torch.arange(width, device=device)
+        here, there = table[when.flatten()], table[(places % length).to(device)]
+        own = torch.arange(len(anchors), device=device).repeat_interleave(width)
+        look = None
+        for layer in self.stack:
+            k, v = self.context(layer, feature, there)
+            q, own_k, own_v = layer.split(layer.qkv_proj(layer.input_layernorm(x)), here)
+            if look is None:
+                look = Look([asking.to(device), *[own] * width], blocks(asking, text[asking], layer.heads, q))
+            keys = [k, *own_k.unflatten(0, (-1, width)).unbind(1)]
+            values = [v, *own_v.unflatten(0, (-1, width)).unbind(1)]
+            x = layer.finish(x, attend_unrolled(q, keys, values, look).flatten(1))
+        return self.norm(x).unflatten(0, (-1, width))[:, 1:]
+
+    # -- decoding face -----------------------------------------------------------------------
+
+    @override
+    def new_state(self, rows: int) -> DiffusionState:
+        return DiffusionState(RowStore(layers=len(self.stack), rows=rows, capacity=256))
+
+    @override
+    def advance(
+        self,
+        state: DiffusionState,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        store, device = state.store, taps.device
+        feature = self.fuse(taps)
+        store.begin(taps.shape[1])
+        when = torch.tensor(store.lengths).to(device)[:, None] + torch.arange(taps.shape[1], device=device)
+        angles = self.rotary.table(store.width, feature)[when]
+        for i, layer in enumerate(self.stack):
+            k, v = self.context(layer, feature, angles)
+            store.write(i, k.transpose(1, 2), v.transpose(1, 2))
+        store.keep(counts)
+        end = torch.tensor(counts).to(device) - 1
+        state.newest = taps[torch.arange(len(end), device=device), end, -1]
+        state.root = root
+
+    @override
+    def select(self, state: DiffusionState, rows: Sequence[int]) -> None:
+        state.store.select(rows)
+        if state.newest is not None and state.root is not None:
+            state.newest, state.root = state.newest[list(rows)], state.root[list(rows)]
+
+    @override
+    def kv_bytes_per_token(self, state: DiffusionState) -> int:
+        return state.store.bytes_per_token
+
+    @override
+    def propose(
+        self, state: DiffusionState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        assert state.root is not None
+        assert state.newest is not None
+        self.check(plan)
+        logits, states = self._denoise(state, target)
+        levels = Levels(logits[:, : plan.depth].unbind(1), states, target.head.shape, self.info, state.root)
+        return self.grow(levels, sampler, coin, plan)
+
+    def _denoise(self, state: DiffusionState, target: Target) -> tuple[Tensor, Tensor]:
+        """(B, K, V) logits and (B, K, D) states of the masks; what is filled in keeps both."""
+        assert state.root is not None
+        assert state.newest is not None
+        x = self.inputs(target.embed(state.root).to(state.newest.dtype), state.newest)
+        states = self._pass(state.store, x)
+        logits = target.head.product(states)
+        filled = torch.zeros_like(logits[..., 0], dtype=torch.bool)  # (B, K)
+        for _ in range(self.steps - 1):
+            sure = target.head.shape(logits).softmax(-1).amax(-1).masked_fill(filled, -1.0)
+            most = sure.topk(-(-self.depth // self.steps), -1)
+            new = torch.zeros_like(filled).scatter_(1, most.indices, most.values > 0)
+            token = target.embed(logits.max(-1).indices).to(x.dtype)
+            masks = x[:, 1:] + torch.where(new[..., None], token - self.mask, 0.0)
+            x, filled = torch.cat([x[:, :1], masks], 1), filled | new
+            fresh = self._pass(state.store, x)
+            states = torch.where(filled[..., None], states, fresh)
+            logits = torch.where(filled[..., None], logits, target.head.product(fresh))
+        return logits, states
+
+    def _pass(self, store: RowStore, x: Tensor) -> Tensor:
+        """(B, K + 1, D) of blocks -> (B, K, D) of their masks; keys and values stay scratch."""
+        rows, width = x.shape[:2]
+        store.begin(width)
+        block = torch.ones(rows, width, width, dtype=torch.bool, device=x.device)
+        when = torch.tensor(store.lengths).to(x.device)[:, None] + torch.arange(width, device=x.device)
+        angles = self.rotary.table(store.width, x)[when]
+        mask = attention_mask(store.lengths, block, store.width)
+        for i, layer in enumerate(self.stack):
+            qkv = layer.qkv_proj(layer.input_layernorm(x))
+            q, k, v = (t.transpose(1, 2) for t in layer.split(qkv, angles))
+            k, v = store.write(i, k, v)
+            x = layer.finish(x, attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return self.norm(x)[:, 1:]

@@ -1,0 +1,142 @@
+"""What drafters share that look at the newest feature and the root alone: no cache to keep."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.model.causal_lm import Head
+from decode.model.target import LAST, Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Batch, Drafter, DraftStep, supervised
+from drafters.drafting.tree import expand
+
+
+@dataclass(slots=True)
+class Newest:
+    """All that is looked at; None before the first `advance`."""
+
+    feature: Tensor | None = None  # (B, D) the target's last, at the token before the root
+    root: Tensor | None = None  # (B,)
+
+
+class NewestDrafter(Drafter):
+    """Their state.
+
+    Attributes:
+        depth: levels that it can draft, K.
+    """
+
+    taps = (LAST,)
+    depth: int
+
+    @property
+    def deepest(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A head for each, and no more."""
+        return self.depth
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.parameters()).dtype
+
+    @override
+    def new_state(self, rows: int) -> Newest:
+        return Newest()
+
+    @override
+    def advance(
+        self,
+        state: Newest,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        end = torch.tensor(counts).to(taps.device) - 1  # (B,)
+        state.feature = taps[torch.arange(len(end), device=taps.device), end, 0]
+        state.root = root
+
+    @override
+    def select(self, state: Newest, rows: Sequence[int]) -> None:
+        if state.feature is not None and state.root is not None:
+            state.feature, state.root = state.feature[list(rows)], state.root[list(rows)]
+
+
+class Chained(NewestDrafter):
+    """Reads the tokens it drafts: its state at depth j is made of that before it and x_{t+j}."""
+
+    @abstractmethod
+    def begin(self, feature: Tensor) -> Tensor:
+        """(..., D) features -> (..., C) states that depth 1 goes on from."""
+
+    @abstractmethod
+    def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
+        """(..., C) states and (...) tokens -> (..., C') states of depth index + 1."""
+
+    @abstractmethod
+    def read(self, state: Tensor, index: int) -> Tensor:
+        """(..., C') states of depth index + 1 -> (..., D') its head's input."""
+
+    @abstractmethod
+    def output(self, depth: int, target: Target) -> Head:
+        """The head of `depth`."""
+
+    # -- training face -----------------------------------------------------------------------
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        tokens = batch.tokens.flatten()
+        anchor = supervised(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (M,)
+        state = self.begin(batch.taps[:, :, 0].flatten(0, 1)[anchor])
+        for depth in range(1, self.depth + 1):
+            stay = supervised(batch.loss_mask, depth).flatten()[anchor]
+            anchor, state = anchor[stay], state[stay]
+            if not len(anchor):
+                return
+            state = self.cell(state, tokens[anchor + depth], depth - 1, target)
+            yield DraftStep(self.read(state, depth - 1), anchor, depth, self.output(depth, target), {})
+
+    # -- decoding face -----------------------------------------------------------------------
+
+    @override
+    def propose(self, state: Newest, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
+        assert state.feature is not None
+        assert state.root is not None
+        self.check(plan)
+        above, depth = self.begin(state.feature)[:, None], 0  # (B, W, C) of the last call's entries
+        hidden = above  # (B, W, D') that the newest logits are read off
+
+        def step(token: Tensor, parent: Tensor) -> Tensor:
+            nonlocal above, depth, hidden
+            above = above.gather(1, parent[..., None].expand(-1, -1, above.shape[-1]))
+            above = self.cell(above, token, depth, target)
+            depth += 1
+            hidden = self.read(above, depth - 1)
+            return self.output(depth, target)(hidden)
+
+        root = state.root[:, None]
+        first = step(root, torch.zeros_like(root))[:, 0]
+        return expand(first, step, sampler, coin, plan, confidence=self.sure_of(lambda: hidden))
+
+
+def at_least_one(**settings: Any) -> None:
+    """Refuse counts below 1.
+
+    Raises:
+        UserError: one of them.
+    """
+    for name, value in settings.items():
+        if value < 1:
+            raise UserError(f"drafter.{name}={value} must be at least 1")

@@ -1,0 +1,206 @@
+"""Hugging Face models as parts of drafters: built from a configuration, cut from a target, adapted."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from decode.errors import UserError
+from decode.model.causal_lm import CausalLM
+from decode.model.load import auto_class, kernels
+from decode.model.target import Target
+
+# In a configuration these name code to fetch, belong to the place it came from, or say what the
+# weights were stored in there: ours are.
+FOREIGN = {
+    "auto_map",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+}
+BASE, DOWN, UP = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"  # peft's names
+LORA = ("r", "alpha", "targets")  # what a `drafter.lora` may say
+
+
+def own(value: Any) -> Any:
+    """A configuration without what is foreign to the model, however deep."""
+    if isinstance(value, dict):
+        return {k: own(v) for k, v in value.items() if k not in FOREIGN}
+    return [own(v) for v in value] if isinstance(value, list) else value
+
+
+def build(config: dict[str, Any], masked: bool = False) -> PreTrainedModel:
+    """A model with random weights in fp32, of a class in transformers' own tables.
+
+    Args:
+        config: as transformers writes it.
+        masked: as in `decode.model.load.load_config`.
+
+    Raises:
+        UserError: a configuration that gives no language model.
+    """
+    try:
+        full = AutoConfig.for_model(**own(config))
+        return auto_class(full, masked).from_config(full, trust_remote_code=False, **kernels(full))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        raise UserError(f"drafter: its config gives no language model ({_brief(error)})") from None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What weights train in: fp32, or what is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def kept_layers(total: int, count: int) -> list[int]:
+    """Evenly spaced, the first and the last among them; of a single one, the first.
+
+    Raises:
+        UserError: more layers than there are.
+    """
+    if not 1 <= count <= total:
+        raise UserError(f"drafter.layers={count}: the target has {total}; choose 1 to {total}")
+    return [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
+
+
+def cut(target: Target, count: int) -> PreTrainedModel:
+    """A copy of the target with `count` of its layers, in fp32 or wider.
+
+    Embedding, final norm and head are copied. Lists in the configuration that have an entry for
+    each layer (`layer_types`) are cut alike. Where a layer's form follows from its number in some
+    other way, its weights do not fit, and the model is refused.
+
+    Raises:
+        UserError: more layers than there are, or a class that cannot be cut.
+    """
+    source, total = target.model, len(target.layers)
+    kept = kept_layers(total, count)
+    refusal = f"drafter.path=null: a {type(source).__name__} cannot be cut; set drafter.path to a model"
+    if target.config is not source.config or not type(source).__module__.startswith("transformers."):
+        raise UserError(refusal)
+    config = json.loads(source.config.to_json_string(use_diff=False))
+    for name, value in config.items():
+        if "layer" in name and isinstance(value, list) and len(value) == total:
+            config[name] = [value[i] for i in kept]
+    config[source.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
+    stack = next(name for name, module in source.named_modules() if module is target.layers) + "."
+    weights = {name: value for name, value in source.state_dict().items() if not name.startswith(stack)}
+    for number, layer in enumerate(kept):
+        own = target.weights(target.layers[layer])
+        weights |= {f"{stack}{number}.{name}": value for name, value in own.items()}
+    model: Any = build(config)
+    model.to(wide(target.dtype))
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{refusal} ({_brief(error)})") from None
+    return model.eval()
+
+
+def checked(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """A `drafter.lora` whose options exist and are in range.
+
+    Raises:
+        UserError: the first that is not.
+    """
+    for name in lora:
+        if name not in LORA:
+            why = ": its noise would be no function of the seed and the step" if name == "dropout" else ""
+            raise UserError(f"drafter.lora.{name}: there is no such option{why}; it has {', '.join(LORA)}")
+    for name in ("r", "alpha"):
+        if type(value := lora.get(name)) is not int or value < 1:
+            raise UserError(f"drafter.lora.{name}={value}: give a whole number, at least 1")
+    return dict(lora)
+
+
+def adapt(
+    model: PreTrainedModel, r: int, alpha: int, targets: str | list[str] = "all-linear"
+) -> dict[str, list[int]]:
+    """Put low-rank adapters beside a model's linear maps; they alone train (LoRA, arXiv:2106.09685).
+
+    Args:
+        model: changed in place.
+        r: rank.
+        alpha: the product of the two factors counts alpha / r.
+        targets: ends of the modules' names, or `all-linear`: all but the head.
+
+    Returns:
+        Name of each map that has an adapter -> [inputs, outputs].
+
+    Raises:
+        UserError: targets that it does not have, that are no linear maps, or a head that is the
+            embedding as well.
+    """
+    from peft import LoraConfig, inject_adapter_in_model  # only who trains adapters needs it
+
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    config = LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a head that is the embedding as well; see below
+            inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise UserError(f"drafter.lora: {_brief(error)}") from None
+    made = {name: weight.shape for name, weight in model.named_parameters() if ".lora_" in name}
+    stems = [name.removesuffix(DOWN) for name in made if name.endswith(DOWN)]
+    if 2 * len(stems) != len(made):
+        raise UserError("drafter.lora: only linear maps can have adapters; change its targets")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    inner: Any = getattr(head, "base_layer", None)
+    if inner is not None and inner.weight is embedding.weight:
+        raise UserError("drafter.lora: the head is the embedding as well; leave it out of the targets")
+    return {stem: [made[stem + DOWN][1], made[stem + UP][0]] for stem in stems}
+
+
+def merged(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> dict[str, Tensor]:
+    """Weights of an adapted model as those of the plain one: W + scale B A, in fp32 or wider.
+
+    Args:
+        weights: maps' own, by peft's names of them or the plain ones, and adapters beside them;
+            whatever has no adapter passes as it is.
+        model: of the plain form or the adapted one, to tell which way a map's weight lies.
+        scale: alpha / r.
+
+    Raises:
+        KeyError: an adapter without its other half, or without a map.
+    """
+    plain = {n.replace(f"{BASE}.", "."): w for n, w in weights.items() if not n.endswith((DOWN, UP))}
+    for stem in [name.removesuffix(DOWN) for name in weights if name.endswith(DOWN)]:
+        name, layer = f"{stem}.weight", _map(model, stem)
+        down, up = (weights[stem + part].to(wide(plain[name].dtype)) for part in (DOWN, UP))
+        delta = scale * (up @ down)
+        transposed = isinstance(getattr(layer, "base_layer", layer), Conv1D)
+        plain[name] = plain[name] + (delta.mT if transposed else delta)
+    return plain
+
+
+def _map(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise KeyError(name) from None
+
+
+def _brief(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+
+
+def checkpoint_layers(lm: CausalLM) -> None:
+    """Keep the inputs of decoder layers alone for the backward pass."""
+    # Not transformers' own switch: it works in training mode alone, where there may be dropout.
+    for layer in lm.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,234 @@
+"""What drafters share that are a whole Hugging Face model: weights, adapters, dtype, vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.model.causal_lm import CausalLM, Head, decoder_layers
+from decode.model.load import load_tokenizer
+from decode.model.target import Target
+from drafters.base import Drafter
+from drafters.families.hf_build import DOWN, UP, adapt, build, checked, checkpoint_layers, merged, wide
+from drafters.families.lora_files import Base, absent, fingerprint, split, write
+
+OPTION = "drafter.path"
+STEM = "model."  # of the model's names in a drafter
+# Ids by which two heads, padded to round sizes, may differ where no tokenizers say more; llama.cpp's bound.
+PADDING = 128
+RENAMED = 0.01  # share of ids with other names that still is one vocabulary: siblings rename special tokens
+
+
+class WholeModel(Drafter):
+    """Trains, loads and casts a model; see `check_vocabulary` for the vocabulary.
+
+    Where `settings` has a `lora`, adapters of the model train, and `base` in it says what they
+    belong to: a checkpoint then holds the adapters and what else trains. Loading merges them, and
+    what is loaded is a whole model. Older checkpoints hold the model beside its adapters, and name
+    no base.
+
+    Attributes:
+        model: a transformers model; with adapters, where these train.
+        masked_lm: a masked language model will do as well as a causal one.
+    """
+
+    model: Any
+    masked_lm = False
+
+    def begin(self, base: Base, train: bool, lora: dict[str, Any] | None, dtype: torch.dtype) -> Self:
+        """A model that was given, ready to train; what does not train stays in its own dtype.
+
+        Args:
+            base: where the model came from.
+            train: else all of it is frozen.
+            lora: keyword arguments of `models.adapt`; None trains all weights.
+            dtype: of the model where it came from.
+
+        Raises:
+            UserError: see `models.adapt`.
+        """
+        if not train:
+            return self.requires_grad_(False)
+        if not lora:
+            return self.to(wide(dtype))
+        # A gradient on its way through fp16 layers would underflow.
+        self.to(torch.float32 if dtype is torch.float16 else dtype)
+        base = base._replace(fingerprint=fingerprint(self.model))
+        targets = list(adapt(self.model, **lora))
+        self.settings |= {"lora": lora | {"targets": targets}, "base": base._asdict()}
+        for weight in self.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.to(wide(weight.dtype))
+        return self
+
+    @override
+    @classmethod
+    def restore(cls, settings: dict[str, Any], target: Target) -> Self:
+        if not settings.get("base"):
+            return cls(**settings)
+        checked(settings["lora"])
+        model = Base(**settings["base"]).load(target, cls.masked_lm)
+        make: Any = cls
+        drafter = make(**settings, model=model)
+        return drafter.to(torch.promote_types(model.dtype, target.dtype))
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the model has adapters beside its maps."""
+        return any(DOWN in name for name, _ in self.named_parameters())
+
+    @property
+    @override
+    def borrowed(self) -> frozenset[str]:
+        if not (self.settings["base"] and self.adapted):
+            return frozenset()
+        return frozenset(n for n in self.state_dict() if n.startswith(STEM) and not n.endswith((DOWN, UP)))
+
+    @property
+    @override
+    def trains(self) -> bool:
+        return any(weight.requires_grad for weight in self.parameters())
+
+    @override
+    def self_contained(self) -> Iterable[nn.Module]:
+        return decoder_layers(self.model)
+
+    @override
+    def checkpoint_gradients(self) -> None:
+        checkpoint_layers(CausalLM(self.model))
+
+    @override
+    def put_aside(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+        if not self.borrowed:
+            return tensors
+        pairs, rest = split(tensors)
+        write(folder, pairs, self.settings["lora"], self.model, Base(**self.settings["base"]))
+        return rest
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        """See `nn.Module`; adapters that were saved are merged into a model that has none."""
+        lora, base = self.settings["lora"], self.settings["base"]
+        if not lora or self.adapted:
+            return super().load_state_dict(state_dict, *args, **options)
+        if base:
+            if lost := absent(state_dict, lora["targets"], STEM):
+                raise RuntimeError(f"{len(lost)} adapters are missing, {lost[0]} first")
+            state_dict = self._model_state() | dict(state_dict)
+        done = super().load_state_dict(merged(state_dict, self, _scale(lora)), *args, **options)
+        self.settings |= {"lora": None, "base": None}  # what it is from now on
+        return done
+
+    def _model_state(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.state_dict().items() if name.startswith(STEM)}
+
+    @override
+    def translate(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Adapters go on beside the model that they were trained on, or are merged where all of it trains."""
+        lora, base, own = settings.get("lora"), settings.get("base"), self.settings
+        if own["base"] and not base:
+            raise UserError(
+                "it holds a whole model, and drafter.lora trains adapters beside that of drafter.path; "
+                "set drafter.lora=null"
+            )
+        if not (lora and base):
+            return merged(weights, self, _scale(lora)) if lora else weights
+        if base["fingerprint"] != (own["base"]["fingerprint"] if own["base"] else fingerprint(self.model)):
+            where = f"drafter.path={base['path']}" if base["path"] else f"drafter.layers={base['layers']}"
+            raise UserError(f"its adapters were trained on another model; set {where}")
+        if not own["base"]:
+            return merged(self._model_state() | weights, self, _scale(lora))
+        ratio = _scale(lora) / _scale(own["lora"])  # the product is what goes on
+        return weights if ratio == 1 else {n: w * ratio if n.endswith(UP) else w for n, w in weights.items()}
+
+    @torch.no_grad()
+    def export(self, folder: Path) -> None:
+        """Write a plain Hugging Face folder, adapters merged; a confidence head is no part of it.
+
+        It has no tokenizer: that is the target's.
+        """
+        model: Any = self.model
+        if self.adapted:
+            model = build(self.settings["config"], self.masked_lm)
+            plain = merged(self._model_state(), self, _scale(self.settings["lora"]))
+            model.to(max(plain.values(), key=lambda w: w.dtype.itemsize).dtype)
+            model.load_state_dict({name.removeprefix(STEM): value for name, value in plain.items()})
+        model.save_pretrained(folder)
+
+    @override
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Casts weights alone: rotary wavelengths rounded to bf16 would be other positions."""
+        buffers = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
+        super()._apply(fn, recurse)
+        for module, name, exact in buffers:
+            setattr(module, name, exact.to(getattr(module, name).device))
+        return self
+
+
+def trainable(lora: dict[str, Any] | None, train: bool) -> dict[str, Any] | None:
+    """A `drafter.lora` that can be had.
+
+    Raises:
+        UserError: nothing is to train; and see `models.checked`.
+    """
+    if lora and not train:
+        raise UserError("drafter.lora: adapters are trained; leave drafter.train=true")
+    return checked(lora) if lora is not None else None
+
+
+def _scale(lora: Mapping[str, Any]) -> float:
+    return lora["alpha"] / lora["r"]
+
+
+def fitted(logits: Tensor, target: Target) -> Tensor:
+    """(..., V') -> (..., V) of the target: cut, or nothing where the draft model has no token."""
+    missing = target.vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+def shared(head: Head, target: Target) -> Head:
+    """The head over the ids that the target has too: those past the target's are padding."""
+    theirs, known = target.vocab_size, len(head.weight)
+    if known < theirs:
+        return replace(head, d2t=torch.arange(known, device=head.weight.device))
+    bias = None if head.bias is None else head.bias[:theirs]
+    return head if known == theirs else replace(head, weight=head.weight[:theirs], bias=bias)
+
+
+def check_vocabulary(model: PreTrainedModel, target: Target, path: str, revision: str | None) -> None:
+    """Refuse a draft model whose ids are not the target's.
+
+    Raises:
+        UserError: tokenizers that name the ids otherwise or, where either has none, heads whose
+            sizes differ by more than padding.
+    """
+    wrong = ""
+    names = _names(path, revision)
+    theirs = _names(target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None))
+    size = model.config.get_text_config().vocab_size
+    if names and theirs:
+        other = sum(theirs.get(i) != name for i, name in names.items())
+        if other > RENAMED * len(names):
+            wrong = f"{other} of its tokenizer's {len(names)} ids are other tokens to the target's"
+    elif abs(size - target.vocab_size) > PADDING:
+        wrong = f"its vocabulary has {size} ids, the target's {target.vocab_size}"
+    if wrong:
+        raise UserError(f"{OPTION}={path}: {wrong}; a draft model must share the target's vocabulary")
+
+
+def _names(path: str, revision: str | None) -> dict[int, str]:
+    """What a model's tokenizer calls each id; empty where there is none."""
+    try:
+        vocabulary = load_tokenizer(path, revision).get_vocab() if path else {}
+    except UserError:
+        vocabulary = {}
+    return {i: token for token, i in vocabulary.items()}

@@ -1,0 +1,184 @@
+"""A Hugging Face model that fills in masks: what it is shown, one pass, what its class must be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.model.causal_lm import CausalLM
+from decode.model.load import is_masked, load_tokenizer
+from drafters.families.hf_model import OPTION
+
+
+class Window(NamedTuple):
+    """The newest tokens of each row, its root last, K masks behind them, then padding."""
+
+    tokens: Tensor  # (B, W)
+    seen: Tensor  # (B, W) bool: no padding
+    masks: Tensor  # (B, K) where the masks are
+
+
+class MaskedModel:
+    """A model in which every token sees all others.
+
+    Masked LMs are so by themselves. A causal LM, adapted to diffusion (DiffuLLaMA, arXiv:2410.17891),
+    is given a mask in which everything is visible but padding.
+
+    Args:
+        model: masked or causal.
+        mask_token: id of the mask.
+        masks: behind the text, K.
+        shift: how far before a mask the token that it stands for is read off.
+
+    Attributes:
+        head: from what `read` gives to logits.
+        room: tokens of text that it can be shown; None: any number.
+
+    Raises:
+        UserError: a context with no room for text, and see `CausalLM`.
+    """
+
+    def __init__(self, model: PreTrainedModel, mask_token: int, masks: int, shift: int) -> None:
+        lm = CausalLM(model)
+        self.model, self.mask_token, self.masks, self.shift = model, mask_token, masks, shift
+        self.head, self.vocab_size = lm.head, lm.vocab_size
+        context = _context(lm)
+        if context is not None and context <= masks:
+            raise UserError(
+                f"drafter.depth={masks}: the model reads {context} tokens, masks and text; "
+                f"set drafter.depth={context - 1} or less"
+            )
+        self.room = None if context is None else context - masks
+
+    def window(self, texts: Tensor, lengths: Sequence[int]) -> Window:
+        """(B, T) right-padded texts of so many tokens each, or what of their ends there is room for."""
+        sizes = [n if self.room is None else min(n, self.room) for n in lengths]
+        size, end = (torch.tensor(n).to(texts.device)[:, None] for n in (sizes, lengths))  # (B, 1)
+        place = torch.arange(max(sizes) + self.masks, device=texts.device)
+        tokens = texts.gather(1, (end - size + place).clamp_max(texts.shape[1] - 1))
+        tokens = tokens.clamp_max(self.vocab_size - 1).masked_fill(place >= size, self.mask_token)
+        return Window(tokens, place < size + self.masks, size + place[: self.masks])
+
+    def read(self, window: Window) -> Tensor:
+        """One pass -> (B, K, D') what the head reads of every mask."""
+        return self.forward(window, window.masks - self.shift)
+
+    def forward(self, window: Window, places: Tensor) -> Tensor:
+        """One pass -> (B, n, D') what the head reads at (B, n) places; logits are not made."""
+        found: list[Tensor] = []
+
+        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            del module
+            found.append(args[0].gather(1, places[..., None].expand(-1, -1, args[0].shape[-1])))
+            return (args[0][:, :0],)
+
+        hook = self._output().register_forward_pre_hook(keep)
+        try:
+            self.model(**self.inputs(window))
+        finally:
+            hook.remove()
+        return found[0]
+
+    def inputs(self, window: Window) -> dict[str, Any]:
+        """A window as the model takes it, padding hidden."""
+        if is_masked(self.model.config):  # it counts positions by itself, not always from 0
+            return {"input_ids": window.tokens, "attention_mask": window.seen.long()}
+        width, weight = window.tokens.shape[1], self.head.weight
+        bias = torch.zeros(window.seen.shape, dtype=weight.dtype, device=weight.device)
+        bias = bias.masked_fill(~window.seen, torch.finfo(weight.dtype).min)
+        return {
+            "input_ids": window.tokens,
+            "attention_mask": bias[:, None, None].expand(-1, -1, width, -1),
+            "position_ids": torch.arange(width, device=weight.device).expand(len(bias), -1),
+            "use_cache": False,
+        }
+
+    def _output(self) -> nn.Module:
+        output = self.model.get_output_embeddings()
+        assert isinstance(output, nn.Module)
+        return output
+
+
+def _context(lm: CausalLM) -> int | None:
+    """Tokens that a model can be shown."""
+    limit = lm.max_positions
+    for module in lm.base.modules():
+        table = getattr(module, "position_embeddings", None)
+        if limit and isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            return limit - table.padding_idx - 1  # RoBERTa counts from behind the place of its padding
+    return limit
+
+
+def mask_id(model: PreTrainedModel, path: str, revision: str | None, token: int | str | None) -> int:
+    """The mask's id from its id or text; None: as the tokenizer or else the configuration has it.
+
+    Raises:
+        UserError: none to be found, or one that the model has not.
+    """
+    found = token if isinstance(token, int) else _named(path, revision, token)
+    if found is None and token is None:
+        found = getattr(model.config.get_text_config(), "mask_token_id", None)
+    if found is None:
+        who = "neither its tokenizer nor its config.json names a mask token"
+        raise UserError(
+            f"{OPTION}={path}: {who if token is None else f'its tokenizer has no token {token!r}'}; "
+            "set drafter.mask_token to the mask's id or text"
+        )
+    embedding: Any = model.get_input_embeddings()
+    size = embedding.weight.shape[0]
+    if not 0 <= found < size:
+        raise UserError(f"drafter.mask_token={found}: {path} has the ids 0 to {size - 1}")
+    return found
+
+
+def _named(path: str, revision: str | None, token: str | None) -> int | None:
+    """What a tokenizer, if there is one, says of a token, or of its mask."""
+    try:
+        tokenizer: Any = load_tokenizer(path, revision)
+    except UserError:
+        return None
+    return tokenizer.mask_token_id if token is None else tokenizer.get_vocab().get(token)
+
+
+@torch.no_grad()
+def examine(masked: MaskedModel, path: str) -> None:
+    """Check that a model's class does what `MaskedModel` relies on.
+
+    Raises:
+        UserError: naming what it does not.
+    """
+    try:
+        wrong = _wrong(masked)
+    except Exception as error:  # whatever a foreign model's code may raise is what was to be found
+        wrong = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
+    if wrong:
+        kind = type(masked.model).__name__
+        raise UserError(f"{OPTION}={path}: {kind} cannot fill in masks here: it {wrong}")
+
+
+def _wrong(masked: MaskedModel) -> str:
+    head, vocab = masked.head, masked.vocab_size
+    texts = torch.arange(1, 13, device=head.weight.device).view(2, 6) % vocab
+    window = masked.window(texts, [6, 3])
+    hidden = masked.read(window)
+    junk = torch.where(window.seen, window.tokens, (window.tokens + 1) % vocab)
+    # The same shapes, so but for rounding the same numbers.
+    near = 1e-4 if head.weight.dtype.itemsize >= 4 else 2e-2
+    if _apart(masked.read(window._replace(tokens=junk)), hidden) > near:
+        return "reads padding"
+    last = window.tokens.scatter(1, window.masks[:, -1:], (masked.mask_token + 1) % vocab)
+    first = torch.zeros_like(window.masks[:, :1])
+    if not _apart(masked.forward(window._replace(tokens=last), first), masked.forward(window, first)):
+        return "attends to earlier tokens alone, whatever mask it is given"
+    places = (window.masks - masked.shift)[..., None].expand(-1, -1, vocab)
+    logits = masked.model(**masked.inputs(window)).logits.gather(1, places)
+    return "" if _apart(head(hidden), logits) <= near else "does more to its logits than its head"
+
+
+def _apart(got: Tensor, want: Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max())

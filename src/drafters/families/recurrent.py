@@ -1,0 +1,231 @@
+"""What the EAGLE family shares: autoregression over features.
+
+Pair i is (feature at i, embedding of x_{i+1}); a few decoder layers make of it what stands for the
+feature at i + 1. Settled pairs hold features of the target, drafted ones the drafter's own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.model.cache import RowStore, attention_mask
+from decode.model.causal_lm import Head
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Batch, Drafter, DraftStep
+from drafters.drafting.tree import Vocabulary, expand
+from drafters.layers.decoder_layer import DecoderLayer, Rotary, attend, descend
+from drafters.layers.unroll import FirstInput, Route, Walk
+
+
+def with_noise(batch: Batch, width: float) -> Tensor:
+    """(B, T, L, D) taps with uniform noise of half-width width * 512 / T: a function of the batch's seed."""
+    generator = torch.Generator(batch.taps.device).manual_seed(batch.seed)
+    noise = torch.rand(batch.taps.shape, generator=generator, device=batch.taps.device) - 0.5
+    return batch.taps + noise * (2 * width * 512 / batch.taps.shape[1])
+
+
+@dataclass(slots=True)
+class RecurrentState:
+    """Keys and values of the settled pairs, and what the layers made of the newest one."""
+
+    store: RowStore
+    newest: Tensor | None = None  # (B, 1, D)
+
+
+class Recurrent(Drafter):
+    """A drafter that is fed its own features; a family says how pairs are made and read.
+
+    Attributes:
+        depth: depths unrolled in training.
+        checkpointing: whether the backward pass makes activations of MLPs again.
+        rotary: positions.
+    """
+
+    depth: int
+    checkpointing = False
+    rotary: Rotary
+
+    @property
+    @abstractmethod
+    def stack(self) -> Sequence[DecoderLayer]:
+        """The decoder layers."""
+
+    @abstractmethod
+    def fuse(self, taps: Tensor) -> Tensor:
+        """(..., L, D) taps -> (..., D) features."""
+
+    @abstractmethod
+    def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, n, D) embeddings and features -> the first layer's residual and its q, k, v."""
+
+    @abstractmethod
+    def token_share(self, embedded: Tensor) -> Tensor:
+        """(N, D) embeddings -> (N, P) all that `first_input` needs of a token.
+
+        A token meets a feature at every depth; this is computed once.
+        """
+
+    @abstractmethod
+    def first_input(self, share: Tensor, feature: Tensor) -> FirstInput:
+        """`pair` from (n, P) shares and (n, D) features, short of one product."""
+
+    @abstractmethod
+    def first_weight(self) -> Tensor:
+        """(q + k + v, D) of that product."""
+
+    @abstractmethod
+    def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of the last layer -> what the head reads, and the feature that is fed back."""
+
+    @abstractmethod
+    def head(self, target: Target) -> Head:
+        """From hidden states to logits."""
+
+    def at(self, depth: int) -> Recurrent:
+        """Whose weights make a pair of step `depth`, from 2; those of settled pairs are its own."""
+        del depth
+        return self
+
+    def qkv_weights(self) -> list[Tensor]:
+        """Of each layer, short of what `first_input` has done."""
+        return [self.first_weight(), *(layer.qkv_proj.weight for layer in self.stack[1:])]
+
+    def drafted_share(self, shares: Tensor, rows: Tensor) -> Tensor:
+        """(M, P) shares of the tokens that go in beside the drafter's own features."""
+        return shares.index_select(0, rows)
+
+    def noisy(self, batch: Batch) -> Tensor:
+        """(B, T, L, D) taps to train on."""
+        return batch.taps
+
+    def losses(self, hidden: Tensor, truth: Tensor) -> Mapping[str, Tensor]:
+        """Named (M,) losses beside the divergence; `truth` (M, D) is the target head's input."""
+        del hidden, truth
+        return {}
+
+    # -- training face -----------------------------------------------------------------------
+
+    @override
+    def checkpoint_gradients(self) -> None:
+        self.checkpointing = True
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        """Only supervised anchors ask; the other positions give keys and values to the first step."""
+        route = Route(batch.loss_mask, self.depth)
+        if not route.anchors:
+            return
+        places = route.places.to(batch.tokens.device)
+        dtype = next(self.parameters()).dtype
+        feature = self.fuse(self.noisy(batch).flatten(0, 1)[places].to(dtype))  # (N, D)
+        # The last token needed follows the last position that gives keys, whatever the depth.
+        tokens = batch.tokens.flatten()[places + 1]
+        part, shares = self, self.token_share(target.embed(tokens).to(dtype))
+        times = places % batch.tokens.shape[1]
+        walk = Walk(self.stack, self.qkv_weights(), self.rotary, route, places.device, self.checkpointing)
+        head, last = self.head(target), batch.last.flatten(0, 1)
+        for depth, anchors in enumerate(route.anchors, 1):
+            share, when = shares, times
+            if depth > 1:
+                if (now := self.at(depth)) is not part:
+                    part, shares = now, now.token_share(target.embed(tokens).to(dtype))
+                    walk.hand_over(part.stack, part.qkv_weights())
+                if (kept := walk.kept(depth)) is not None:
+                    feature = feature.index_select(0, kept)
+                # Anchor t enters step `depth` with the token at t + depth.
+                slots = walk.slots(depth)
+                share, when = part.drafted_share(shares, slots + (depth - 1)), times[slots] + (depth - 1)
+            hidden, feature = self.emit(walk.step(depth, part.first_input(share, feature), when))
+            anchor = anchors.to(places.device)
+            yield DraftStep(hidden, anchor, depth, head, self.losses(hidden, last[anchor + depth]))
+
+    # -- decoding face -----------------------------------------------------------------------
+
+    @override
+    def new_state(self, rows: int) -> RecurrentState:
+        return RecurrentState(RowStore(layers=len(self.stack), rows=rows, capacity=256))
+
+    @override
+    def advance(
+        self,
+        state: RecurrentState,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        end = torch.tensor(counts).to(tokens.device)[:, None] - 1  # (B, 1)
+        # Pair i needs the token after it; the last one's is the root.
+        following = tokens.roll(-1, 1).scatter(1, end, root[:, None])
+        n = tokens.shape[1]
+        step = torch.arange(n, device=tokens.device)
+        block = (step[:, None] >= step)[None].expand(len(counts), -1, -1)
+        x = self.read_pairs(state.store, target.embed(following), self.fuse(taps), block)
+        state.store.keep(counts)
+        state.newest = x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))
+
+    @override
+    def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
+        state.store.select(rows)
+        if state.newest is not None:
+            state.newest = state.newest[list(rows)]
+
+    @override
+    def kv_bytes_per_token(self, state: RecurrentState) -> int:
+        return state.store.bytes_per_token
+
+    def read_pairs(self, store: RowStore, embedded: Tensor, feature: Tensor, block: Tensor) -> Tensor:
+        """Run (B, n, D) embeddings and features behind the settled pairs.
+
+        `block` (B, n, m) says which of the m newest slots each input sees, itself included; the
+        m - n before them are scratch of earlier calls.
+        """
+        x, qkv = self.pair(embedded.to(feature.dtype), feature)
+        store.begin(block.shape[1], block.shape[2] - block.shape[1])
+        settled = torch.tensor(store.lengths).to(x.device)
+        positions = settled[:, None] + block.sum(-1) - 1  # (B, n)
+        angles = self.rotary.table(store.width, x)[positions]
+        mask = attention_mask(store.lengths, block, store.width)
+        for i, layer in enumerate(self.stack):
+            if i:
+                qkv = layer.qkv_proj(layer.input_layernorm(x))
+            q, k, v = (t.transpose(1, 2) for t in layer.split(qkv, angles))
+            k, v = store.write(i, k, v)
+            x = layer.finish(x, attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return x
+
+    @override
+    def propose(
+        self, state: RecurrentState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        assert state.newest is not None
+        head = self.head(target)
+        hidden, feature = self.emit(state.newest)  # (B, 1, D), then (B, W, D): of the last call's entries
+        reach = torch.ones(feature.shape[0], 1, 0, dtype=torch.bool, device=feature.device)
+        depth = 1
+
+        # Levels are written to scratch slots behind the settled pairs and never kept, so the
+        # next round writes over them.
+        def step(token: Tensor, parent: Tensor) -> Tensor:
+            nonlocal depth, hidden, feature, reach
+            depth += 1
+            above = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
+            reach = descend(reach, parent)  # (B, W, m) which scratch slots each of them sees
+            read = self.at(depth).read_pairs
+            hidden, feature = self.emit(read(state.store, target.embed(token), above, reach))
+            return head(hidden)
+
+        vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
+        sure = self.sure_of(lambda: hidden)
+        return expand(head(hidden)[:, 0], step, sampler, coin, plan, vocabulary, sure)

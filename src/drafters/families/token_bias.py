@@ -1,0 +1,259 @@
+"""A token's share in the logits of the next, added when the hidden states are there already.
+
+Lyanna's token-info embedding (arXiv:2602.21224), DSpark's Markov head (arXiv:2607.05147) and Domino's
+corrector (arXiv:2605.29707) are settings of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.model.causal_lm import Head, Side
+from decode.plan import Plan
+from decode.rng import Coin
+from decode.sampling import Sampler
+from drafters.base import Drafter, Text
+from drafters.drafting.tree import expand
+from drafters.layers.decoder_layer import RMSNorm
+
+KINDS = ("none", "vanilla", "gated", "recurrent")
+TABLE_BYTES = 2**28  # of a table of all hot pairs: 8000 tokens in 16 bits are 128 MB
+
+
+class TokenInfoBias(nn.Module):
+    """bias(t) = W2 u, of low rank; W2 begins at 0, so that a fresh block changes nothing.
+
+    vanilla: u = norm(E[t]) of the previous token t. gated: that times sigma(w . [s; E[t]]) of the state s
+    it is added to. recurrent: u = SiLU(W1 [s; g]) where a GRU's memory g has read the tokens drafted
+    so far. The hot tokens alone have a row in E and in W2; to and from others the bias is 0.
+
+    Args:
+        kind: of `KINDS`, not none.
+        hidden_size: D of the states.
+        vocab_size: V.
+        rank: r.
+        hot_tokens: V_s; all, if it is not below V.
+        eps: of the norm.
+
+    Raises:
+        UserError: a kind that is none of these, or a size below 1.
+    """
+
+    hot: Tensor | None  # (V_s,) ids, ascending
+    place: Tensor | None  # (V,) where in `hot` a token is, or -1
+
+    def __init__(
+        self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int, eps: float = 1e-6
+    ) -> None:
+        super().__init__()
+        if kind not in KINDS[1:]:
+            raise UserError(f"drafter.token_info={kind}: choose one of {', '.join(KINDS)}")
+        if rank < 1 or hot_tokens < 1:
+            raise UserError(f"drafter: info_rank={rank}, hot_tokens={hot_tokens}; both must be at least 1")
+        self.kind, self.rank = kind, rank
+        size = min(hot_tokens, vocab_size)
+        reduced = size < vocab_size
+        # Until `fit` has counted, the first ids stand for the hot ones.
+        self.register_buffer("hot", torch.arange(size) if reduced else None)
+        place = torch.arange(vocab_size)
+        self.register_buffer("place", torch.where(place < size, place, -1) if reduced else None)
+        self.emb = nn.Embedding(size, rank)
+        self.out = nn.Linear(rank, size, bias=False)
+        nn.init.zeros_(self.out.weight)
+        self.norm = RMSNorm(rank, eps=eps) if kind != "recurrent" else None
+        self.gate = nn.Linear(hidden_size + rank, 1) if kind == "gated" else None
+        self.cell = nn.GRUCell(rank, rank) if kind == "recurrent" else None
+        self.mix = nn.Linear(hidden_size + rank, rank) if kind == "recurrent" else None
+        self._table: tuple[Any, Tensor] | None = None
+
+    def fit(self, texts: Iterable[Text]) -> str:
+        """Choose the hot tokens: those of the answers, the commonest first."""
+        assert self.hot is not None
+        assert self.place is not None
+        counts = torch.zeros(len(self.place), dtype=torch.long)
+        for text in texts:
+            written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]
+            counts += torch.bincount(written, minlength=len(counts))
+        ids = counts.sort(descending=True, stable=True).indices[: len(self.hot)].sort().values
+        self.hot.copy_(ids)
+        self.place.fill_(-1)
+        self.place[self.hot] = torch.arange(len(ids), device=self.place.device)
+        share = float(counts[ids].sum() / counts.sum().clamp_min(1))
+        return f"{len(ids)} hot of {len(counts)} tokens make {share:.2%} of the answers"
+
+    @property
+    def side(self) -> Side:
+        """What turns u into logits."""
+        return Side(self.out.weight, self.hot)
+
+    def low(self, token: Tensor, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(..., r) that W2 is applied to, and the memory after these tokens.
+
+        Args:
+            token: (...) previous ones, the target's ids.
+            state: (..., D) that the bias goes with.
+            memory: (..., r) of the tokens before; None at the root, and but for `recurrent`.
+        """
+        embedded, known = self._embed(token)
+        if self.cell is not None and self.mix is not None:
+            before = embedded.new_zeros(embedded.shape) if memory is None else memory
+            after = self.cell(embedded.flatten(0, -2), before.flatten(0, -2)).view_as(embedded)
+            return F.silu(self.mix(torch.cat([state, after], -1))), after
+        assert self.norm is not None
+        low = self.norm(embedded) * known
+        return low * self._gate(embedded, state), None
+
+    def _embed(self, token: Tensor) -> tuple[Tensor, Tensor | float]:
+        """(..., r) rows of E, and (..., 1) which of them there are."""
+        if self.place is None:
+            return self.emb(token), 1.0
+        at = self.place[token]
+        known = (at >= 0)[..., None].to(self.out.weight.dtype)
+        return self.emb(at.clamp_min(0)) * known, known
+
+    def _gate(self, embedded: Tensor, state: Tensor) -> Tensor | float:
+        if self.gate is None:
+            return 1.0
+        return self.gate(torch.cat([state, embedded], -1)).sigmoid()
+
+    # -- decoding --------------------------------------------------------------------------------
+
+    def add(
+        self, logits: Tensor, token: Tensor, state: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, 1, V) logits and (B, 1, D) states below (B, W) tokens -> (B, W, V), (B, W, r) memory.
+
+        Where it is small enough, a table of all hot pairs takes the place of two products.
+        """
+        state = state.expand(-1, token.shape[1], -1)
+        table = self._pairs()
+        if table is None:
+            low, memory = self.low(token, state, memory)
+            return self.side.add(logits, low), memory
+        at = token if self.place is None else self.place[token]
+        own = table[at]  # that of -1 is the last row: zeros
+        if self.gate is not None:
+            own = own * self._gate(self._embed(token)[0], state)
+        return self.side.scatter(logits, own), None
+
+    def _pairs(self) -> Tensor | None:
+        """(V_s + 1, V_s) biases of all hot pairs, then of none; made once for weights that stay."""
+        weight = self.out.weight
+        large = weight.shape[0] ** 2 * weight.itemsize > TABLE_BYTES
+        if self.norm is None or large or weight.requires_grad:  # weights that train move
+            return None
+        read = (weight, self.emb.weight, self.norm.weight)
+        made = [(w.data_ptr(), w.device, w.dtype, 0 if w.is_inference() else w._version) for w in read]
+        if self._table is None or self._table[0] != made:
+            with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
+                rows = F.linear(self.norm(self.emb.weight), weight)
+                self._table = made, torch.cat([rows, rows.new_zeros(1, len(rows))])
+        return self._table[1]
+
+
+class Informed(Drafter):
+    """A drafter whose states of all depths are made before any of its tokens."""
+
+    info: TokenInfoBias | None
+
+    def inform(self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int) -> None:
+        """Give it a bias, unless `kind` is none."""
+        sizes = (hidden_size, vocab_size, rank, hot_tokens)
+        self.info = None if kind == "none" else TokenInfoBias(kind, *sizes)
+
+    def informed(self, head: Head) -> Head:
+        """The head, with the bias as its side."""
+        return head if self.info is None else replace(head, side=self.info.side)
+
+    def grow(self, levels: Levels, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
+        """Draft from the laws of all depths."""
+        sure = self.sure_of(lambda: levels.newest)
+        return expand(levels.first, levels.step, sampler, coin, plan, confidence=sure)
+
+    @override
+    def fit(self, texts: Iterable[Text]) -> str:
+        assert self.info is not None
+        return self.info.fit(texts)
+
+    @property
+    @override
+    def fits(self) -> bool:
+        return self.info is not None and self.info.hot is not None
+
+
+class Teaching:
+    """The bias along the texts, depth after depth: the training face.
+
+    Args:
+        info: the bias, or None.
+        tokens: (B, T).
+    """
+
+    def __init__(self, info: TokenInfoBias | None, tokens: Tensor) -> None:
+        self._info, self._tokens = info, tokens.flatten()
+        self._memory: Tensor | None = None
+        self._anchors: Tensor | None = None
+
+    def hidden(self, state: Tensor, anchor: Tensor, depth: int) -> Tensor:
+        """(M, D) states of the anchors -> (M, D + r), what a head with a `side` reads."""
+        if self._info is None:
+            return state
+        memory = self._memory
+        if memory is not None and self._anchors is not None and len(self._anchors) > len(anchor):
+            memory = memory[torch.searchsorted(self._anchors, anchor)]
+        low, self._memory = self._info.low(self._tokens[anchor + depth], state, memory)
+        self._anchors = anchor
+        return torch.cat([state, low], -1)
+
+
+class Levels:
+    """The bias along the paths of a tree: the decoding face, as `expand` calls it.
+
+    Args:
+        raw: K of (B, V): each depth's logits without the bias, `Head.product`.
+        states: (B, K, D) they were made from.
+        shape: of the head; None: the logits have it.
+        info: the bias, or None: then all tokens of a level have the same children.
+        root: (B,), for the bias.
+    """
+
+    def __init__(
+        self,
+        raw: Sequence[Tensor],
+        states: Tensor,
+        shape: Callable[[Tensor], Tensor] | None = None,
+        info: TokenInfoBias | None = None,
+        root: Tensor | None = None,
+    ) -> None:
+        self._raw, self._states, self._info = raw, states, info
+        self._shape = shape or (lambda logits: logits)
+        self._memory: Tensor | None = None
+        self._depth = 0
+        root = torch.zeros_like(states[:, :1, 0], dtype=torch.long) if root is None else root[:, None]
+        self.first = self.step(root, torch.zeros_like(root))[:, 0]  # (B, V)
+
+    @property
+    def newest(self) -> Tensor:
+        """(B, 1, D) state of the level that was made last."""
+        return self._states[:, self._depth - 1, None]
+
+    def step(self, token: Tensor, parent: Tensor) -> Tensor:
+        """See `expand`."""
+        k, self._depth = self._depth, self._depth + 1
+        logits = self._raw[k][:, None]
+        if self._info is None:
+            return self._shape(logits)
+        memory = self._memory
+        if memory is not None:
+            memory = memory.gather(1, parent[..., None].expand(-1, -1, memory.shape[-1]))
+        logits, self._memory = self._info.add(logits, token, self._states[:, k, None], memory)
+        return self._shape(logits)

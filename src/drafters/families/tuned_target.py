@@ -1,0 +1,175 @@
+"""A target tuned with its drafter: low-rank pairs that the drafter holds, put into copies of the target."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.model.causal_lm import CausalLM
+from decode.model.target import Target
+from drafters.families.hf_build import BASE, DOWN, UP, adapt, checkpoint_layers, merged
+from drafters.families.lora_files import located, split, write
+
+
+class Pair(nn.Module):
+    """The two factors for one linear map; `up` begins at 0, so that a fresh pair changes nothing."""
+
+    def __init__(self, wide_in: int, wide_out: int, r: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(wide_in, r, bias=False)  # torch's default start is LoRA's
+        self.up = nn.Linear(r, wide_out, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+
+class Lora(nn.Module):
+    """Low-rank pairs for linear maps of a target (LoRA, arXiv:2106.09685); the target is no part of it.
+
+    Args:
+        r: rank.
+        alpha: the product of a pair counts alpha / r.
+        targets: name of each map in the model -> [inputs, outputs].
+
+    Attributes:
+        checkpointing: set before the first `read`: keep the inputs of decoder layers alone.
+    """
+
+    checkpointing = False
+
+    def __init__(self, r: int, alpha: int, targets: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self.r, self.alpha = r, alpha
+        # A module's name must not have a dot in it.
+        self.pairs = nn.ModuleDict(
+            {name.replace(".", "/"): Pair(shape[0], shape[1], r) for name, shape in targets.items()}
+        )
+
+    @classmethod
+    def for_target(cls, target: Target, r: int, alpha: int, targets: str | list[str] = "all-linear") -> Self:
+        """Fresh pairs.
+
+        Args:
+            target: stays as it is.
+            r: rank.
+            alpha: see the class.
+            targets: ends of the maps' names, or `all-linear`: all but the head.
+
+        Raises:
+            UserError: targets that it does not have, or that are no linear maps before the head.
+        """
+        _check_movable(target)
+        model = _copy(target.model)
+        shapes = adapt(model, r, alpha, targets)
+        head = target.model.get_output_embeddings()
+        if any(target.model.get_submodule(name) is head for name in shapes):
+            raise UserError("drafter.lora: only linear maps before the head can be tuned; change its targets")
+        return cls(r, alpha, shapes)
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """`targets` of the constructor."""
+        return {name: [pair.down.in_features, pair.up.out_features] for name, pair in self._named()}
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        return ((name.replace("/", "."), pair) for name, pair in self.pairs.items())
+
+    def read(self, target: Target, tokens: Tensor) -> Tensor:
+        """The tuned target's head input, (B, T, D), of (B, T) right-padded tokens; gradients reach pairs."""
+        return self._adapted(target).base(input_ids=tokens, use_cache=False).last_hidden_state
+
+    def _adapted(self, target: Target) -> CausalLM:
+        """The target's weights with the pairs beside them, in a module tree of its own."""
+        model, adapted = _ADAPTED.get(self, (None, None))
+        if model is not target.model or adapted is None:
+            twin = _copy(target.model)
+            adapt(twin, self.r, self.alpha, list(self.shapes))
+            for name, pair in self._named():
+                layer: Any = twin.get_submodule(name)
+                # The modules, not their weights: what a strategy does to a trained module holds here.
+                layer.lora_A["default"], layer.lora_B["default"] = pair.down, pair.up
+            adapted = CausalLM(twin)
+            if self.checkpointing:
+                checkpoint_layers(adapted)
+            _ADAPTED[self] = target.model, adapted
+        return adapted
+
+    @torch.no_grad()
+    def merge(self, target: Target) -> Target:
+        """A target with weights W + alpha / r B A, rounded to its dtype; decoder layers are held twice."""
+        _check_movable(target)
+        model = _copy(target.model, {id(weight) for weight in target.layers.parameters()})
+        for name, pair in self._named():
+            layer: Any = model.get_submodule(name)
+            parts = {BASE + ".weight": layer.weight, DOWN: pair.down.weight, UP: pair.up.weight}
+            whole = merged({name + end: w for end, w in parts.items()}, model, self.alpha / self.r)
+            weight = whole[name + ".weight"].to(layer.weight.dtype)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        return Tuned(model, target, self._digest())
+
+    def export(self, target: Target, folder: Path) -> None:
+        """Write the tuned target as a plain Hugging Face folder, without a tokenizer."""
+        self.merge(target).model.save_pretrained(folder)
+
+    def export_adapter(self, target: Target, folder: Path) -> None:
+        """Write the pairs into a folder that `peft.PeftModel.from_pretrained(target, folder)` opens."""
+        parts = [(f"model.{name}", pair) for name, pair in self._named()]
+        pairs = {stem + DOWN: pair.down.weight for stem, pair in parts}
+        pairs |= {stem + UP: pair.up.weight for stem, pair in parts}
+        held = {name: weight.detach().cpu().contiguous() for name, weight in pairs.items()}
+        lora = {"r": self.r, "alpha": self.alpha, "targets": list(self.shapes)}
+        base = located(target.model, target.model.name_or_path or "")
+        write(folder, split(held)[0], lora, target.model, base)
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(f"{self.alpha / self.r}".encode())
+        for name, weight in sorted(self.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(weight.float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+class Tuned(Target):
+    """A target whose weights have moved.
+
+    Args:
+        model: with the weights it has now.
+        source: what it was.
+        moved: tells the change from others; samples of the weights might not show it.
+    """
+
+    def __init__(self, model: PreTrainedModel, source: Target, moved: str) -> None:
+        super().__init__(model, source.taps)
+        self._name = f"{source.fingerprint()} {moved}"
+        if source.compiled:
+            self.compile()
+
+    @override
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._name.encode()).hexdigest()[:16]
+
+
+# Beside the module: what hung on it would be copied, moved and saved with it.
+_ADAPTED: WeakKeyDictionary[Lora, tuple[PreTrainedModel, CausalLM]] = WeakKeyDictionary()
+
+
+def _check_movable(target: Target) -> None:
+    if not target.movable:
+        raise UserError(
+            "drafter: one that tunes its target reads copies of it; use target.placement=replicated"
+        )
+
+
+def _copy(model: PreTrainedModel, own: set[int] | None = None) -> PreTrainedModel:
+    """A module tree over the same tensors, but for the parameters whose ids are in `own`."""
+    every = chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(t): t for t in every if id(t) not in (own or ())})

@@ -1,0 +1,1 @@
+"""Files from and to the Hub, and opening untrusted ones."""

@@ -1,0 +1,116 @@
+"""A folder into a repository of the Hub, in one commit, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import disable_progress_bars
+
+from decode.errors import RemoteError, UserError
+from drafters.hub.untrusted_files import brief, is_hub_id, own_file
+
+# Files that we write. Those that this folder has not would be of an earlier drafter, and go.
+OURS = (
+    "config.json",
+    "model.safetensors",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "scorecard.json",
+    "recipe.json",
+)
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+
+
+def check_repo(repo: str) -> None:
+    """Refuse a name that no repository can have, before there is anything to upload.
+
+    Raises:
+        UserError: it is not owner/name.
+    """
+    if not is_hub_id(str(repo)):
+        raise UserError(f"push_to={brief(repo)}: give owner/name, of letters, digits, '-', '_' and '.'")
+
+
+def logged_in() -> bool:
+    """Whether there is a token, of whatever worth."""
+    return bool(get_token())
+
+
+def files_of(folder: Path) -> list[Path]:
+    """What would be uploaded.
+
+    Raises:
+        UserError: a link to a file outside the folder.
+    """
+    return sorted(own_file(path) for path in folder.iterdir() if path.is_file())
+
+
+def plan(folder: Path, repo: str, private: bool) -> str:
+    """What an upload would do."""
+    lines = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in files_of(folder)]
+    kind = "private" if private else "public"
+    where = f"{constants.ENDPOINT}/{repo} ({kind}, if it has to be made), in one commit"
+    return "\n".join([f"would upload to {where}:", *lines])
+
+
+def upload(folder: Path, repo: str, private: bool = True) -> str:
+    """Make the repository if there is none, and commit all files of the folder at once.
+
+    Args:
+        folder: whose files are taken, not those in folders below.
+        repo: owner/name.
+        private: of a repository that is made; one that is there stays as it is.
+
+    Returns:
+        Address of the commit.
+
+    Raises:
+        UserError: a name that is none; no token, or one that may not write there.
+        RemoteError: the Hub cannot be reached, answers with an error of its own, or was cut off;
+            the same call may be made again.
+    """
+    check_repo(repo)
+    names = [path.name for path in files_of(folder)]
+    if not logged_in():
+        raise UserError(f"push_to={repo}: no token of the Hub is known here; {LOGIN}")
+    api = HfApi()
+    disable_progress_bars()
+    _asked(repo, api.create_repo, repo, private=private, exist_ok=True)
+    done = _asked(
+        repo,
+        api.upload_folder,
+        repo_id=repo,
+        folder_path=folder,
+        allow_patterns=names,
+        delete_patterns=[name for name in OURS if name not in names],
+        commit_message="Upload drafter",
+    )
+    return str(done.commit_url)
+
+
+def _asked(repo: str, call: Any, *arguments: Any, **options: Any) -> Any:
+    """What a call of the client's gives; its failures in one line, without anything of its requests."""
+    try:
+        return call(*arguments, **options)
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        if code == 401:
+            raise UserError(f"push_to={repo}: the Hub does not know this token (401); {LOGIN}") from None
+        if code in (403, 404):
+            raise UserError(
+                f"push_to={repo}: this token may not write there ({code}); choose another repository, or "
+                "another token"
+            ) from None
+        if code == 400:
+            raise UserError(f"push_to={repo}: the Hub refuses it ({brief(error.server_message)})") from None
+        raise RemoteError(f"push_to={repo}: the Hub answers {code}; nothing was committed") from None
+    except ValueError as error:  # the card's front matter, or a name, as the Hub would have it
+        raise UserError(f"push_to={repo}: {brief(error)}") from None
+    except Exception as error:  # which HTTP library the client has differs from version to version
+        raise RemoteError(
+            f"push_to={repo}: no connection, or it was cut off ({type(error).__name__}); what is committed "
+            "is all or nothing, and the same command tries again"
+        ) from None

@@ -1,0 +1,1 @@
+"""Building blocks of drafters (nn.Module) and the training-time unroll."""

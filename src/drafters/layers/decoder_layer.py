@@ -1,0 +1,173 @@
+"""Blocks that several drafters share: rotary positions, the decoder layer, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.model.causal_lm import CausalLM
+from drafters.layers.fused_backward import rms_norm, rotate, swiglu
+from drafters.layers.rope import copied, frequencies
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (Su et al., arXiv:2104.09864), half-split as in Llama.
+
+    Args:
+        dim: of one head.
+        theta: base of the geometric series of wavelengths.
+        rope: what makes it another one, see `drafters.layers.rope`.
+    """
+
+    def __init__(self, dim: int, theta: float, rope: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.dim, self.theta, self.rope = dim, theta, rope
+        frequencies(dim, theta, rope, torch.empty(0))  # refuses what it cannot be
+        self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def table(self, limit: int, like: Tensor) -> Tensor:
+        """(positions >= limit, 2, 1, n) cosines and sines in the dtype and place of `like`.
+
+        Of the first n <= dim numbers of a head; the others do not turn.
+        """
+        # A plain attribute, not a buffer: casting the module must not round the angles.
+        key = (like.device, like.dtype)
+        table = self._tables.get(key)
+        if table is None or table.shape[0] < limit:
+            with torch.inference_mode(False):
+                steps, scale = frequencies(self.dim, self.theta, self.rope, like)
+                places = torch.arange(max(256, 2 * limit), device=like.device)
+                angles = places[:, None] * steps
+                angles = torch.cat([angles, angles], -1)[:, None]
+                table = (torch.stack([angles.cos(), angles.sin()], 1) * scale).to(like.dtype)
+            self._tables[key] = table
+        return table
+
+
+class RMSNorm(nn.RMSNorm):
+    """With `gradients.rms_norm`."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
+
+class DecoderLayer(nn.Module):
+    """A Llama decoder layer whose attention is left to the caller.
+
+    Args:
+        hidden_size: D.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: of one head.
+        intermediate_size: of the SwiGLU MLP.
+        eps: of the RMS norms.
+        input_norm: whether the attention input is normalised (EAGLE-1's is not).
+        inputs: vectors of size D side by side that make the attention input.
+        qk_norm: whether queries and keys are normalised, head by head, before they are rotated (Qwen3).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        eps: float,
+        input_norm: bool = True,
+        inputs: int = 1,
+        qk_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
+        # One product each for q, k, v and for gate, up: at draft sizes a call costs more than its work.
+        self.qkv_proj = nn.Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
+        self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.qk_norm = qk_norm
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    @property
+    def queries(self) -> int:
+        """Rows of `qkv_proj` that make queries; the others make keys and values."""
+        return self.heads * self.head_dim
+
+    def split(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., n) of `qkv_proj` -> queries (..., heads, dim), keys and values (..., kv_heads, dim).
+
+        Without the rows of the queries: no queries.
+        """
+        rows = qkv.unflatten(-1, (-1, self.head_dim))
+        asking = rows.shape[-2] - 2 * self.kv_heads
+        qk, v = rows.split([asking + self.kv_heads, self.kv_heads], -2)
+        if self.qk_norm:
+            q, k = qk.split([asking, self.kv_heads], -2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
+        q, k = rotate(qk, angles).split([asking, self.kv_heads], -2)
+        return q, k, v
+
+    def turn(self, q: Tensor, angles: Tensor) -> Tensor:
+        """(..., n) queries of `qkv_proj` alone -> (..., heads, dim)."""
+        return rotate(self.q_norm(q.unflatten(-1, (-1, self.head_dim))), angles)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """(..., D) input and (..., heads * dim) attention output -> (..., D)."""
+        x = _add_product(x, attended, self.o_proj)
+        y = self.gate_up_proj(self.post_attention_layernorm(x))
+        return _add_product(x, swiglu(y), self.down_proj)
+
+
+def _add_product(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+    """Add linear(y) to x in one pass."""
+    return torch.addmm(x.flatten(0, -2), y.flatten(0, -2), linear.weight.mT).view_as(x)
+
+
+def shape_of(target: CausalLM) -> dict[str, Any]:
+    """Sizes of a decoder layer that is like the target's own, and its rotary positions."""
+    config = target.config
+    heads = config.num_attention_heads
+    theta, rope = copied(config)
+    return {
+        "hidden_size": target.hidden_size,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or target.hidden_size // heads,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+        "eps": getattr(config, "rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope": rope,
+    }
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Grouped-query attention; mask (B, n, width) bool."""
+    groups = q.shape[1] // k.shape[1]
+    mask = None if mask is None else mask[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
+
+
+def descend(reach: Tensor, parent: Tensor) -> Tensor:
+    """What a new level of a tree sees: all that its parents see, and each entry itself.
+
+    Args:
+        reach: (B, W, m) bool, scratch slots that the entries of the level above see.
+        parent: (B, W') entry of that level which each new one hangs from.
+
+    Returns:
+        (B, W', m + W') bool.
+    """
+    rows, width = parent.shape
+    seen = reach.gather(1, parent[..., None].expand(-1, -1, reach.shape[-1]))
+    own = torch.eye(width, dtype=torch.bool, device=parent.device)
+    return torch.cat([seen, own.expand(rows, -1, -1)], -1)

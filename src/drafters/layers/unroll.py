@@ -1,0 +1,165 @@
+"""An unroll of decoder layers over their own output, for supervised anchors alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drafters.base import supervised
+from drafters.layers.decoder_layer import DecoderLayer, Rotary
+from drafters.layers.unroll_attention import Look, attend_unrolled, blocks
+
+
+class FirstInput(NamedTuple):
+    """What goes into the first layer while unrolling.
+
+    Attributes:
+        residual: (n, D) that the layer adds to.
+        x: (n, D) that the first weight is applied to, for queries, keys and values.
+        rest: (n, P) what else is in them, or None.
+    """
+
+    residual: Tensor
+    x: Tensor
+    rest: Tensor | None
+
+
+class Route:
+    """Who takes part in an unroll, found on the host: it is known from the masks alone.
+
+    Args:
+        loss_mask: (B, T) bool.
+        depth: the most.
+
+    Attributes:
+        anchors: of each depth, (M,) flat indices b * T + t, until none is left.
+        places: (N,) flat indices of all positions up to the last anchor of their text.
+        text: (N,) where in `places` the text of each begins.
+        longest: a bound on positions.
+    """
+
+    def __init__(self, loss_mask: Tensor, depth: int) -> None:
+        mask = loss_mask.cpu()
+        alive = [supervised(mask, d) for d in range(1, depth + 1)]
+        self.anchors = [a.flatten().nonzero()[:, 0] for a in alive if a.any()]
+        seen = alive[0].flip(1).cumsum(1).flip(1) > 0  # (B, T)
+        self.places = seen.flatten().nonzero()[:, 0]
+        sizes = seen.sum(1)
+        self.longest = mask.shape[1] + depth
+        self.text = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+
+    def slots(self, depth: int) -> Tensor:
+        """(M,) where in `places` the anchors of a depth are."""
+        return torch.searchsorted(self.places, self.anchors[depth - 1])
+
+
+class Walk:
+    """The layers of one unroll, and the keys and values they have made so far.
+
+    Args:
+        stack: the layers.
+        weights: of each layer's queries, keys and values. Slices are made once by the caller: every
+            depth adds to one gradient of each.
+        rotary: positions.
+        route: who takes part.
+        device: of the rows.
+        checkpointing: make what follows attention in a layer again for the gradient. Keys and values
+            stay: later depths read them.
+    """
+
+    def __init__(
+        self,
+        stack: Sequence[DecoderLayer],
+        weights: Sequence[Tensor],
+        rotary: Rotary,
+        route: Route,
+        device: torch.device,
+        checkpointing: bool = False,
+    ) -> None:
+        self._checkpointing = checkpointing
+        self._stack, self._weights, self._rotary = stack, weights, rotary
+        self._route, self._device = route, device
+        self._keys: list[list[Tensor]] = [[] for _ in stack]
+        self._values: list[list[Tensor]] = [[] for _ in stack]
+
+    def hand_over(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor]) -> None:
+        """Go on with other layers, which read the keys and values that are there."""
+        self._stack, self._weights = stack, weights
+
+    def slots(self, depth: int) -> Tensor:
+        """(M,) where in the first step's rows the anchors of a depth are."""
+        return self._route.slots(depth).to(self._device)
+
+    def kept(self, depth: int) -> Tensor | None:
+        """(M,) which rows of the step before go on; None: all."""
+        before, now = self._route.anchors[depth - 2 : depth]
+        if len(before) == len(now):
+            return None
+        return torch.searchsorted(before, now).to(self._device)
+
+    def _look(self, depth: int, asking: Tensor, like: Tensor) -> Look:
+        """What queries see whose anchors are `asking`, (M,) on the host in the first step's rows."""
+        now = self._route.anchors[depth - 1]
+        own = [torch.searchsorted(self._route.anchors[d - 1], now) for d in range(2, depth + 1)]
+        found = blocks(asking, self._route.text[asking], self._stack[0].heads, like)
+        return Look([place.to(self._device) for place in (asking, *own)], found)
+
+    def step(self, depth: int, first: FirstInput, when: Tensor) -> Tensor:
+        """Rows of one depth through all layers.
+
+        Args:
+            depth: from 1.
+            first: of its anchors; at depth 1 of every place.
+            when: (n,) their positions.
+
+        Returns:
+            (M, D) of its anchors.
+        """
+        x, y, rest = first
+        anchors = self._route.slots(depth)
+        angles = self._rotary.table(self._route.longest, x)[when]
+        look = None
+        for i, (layer, weight) in enumerate(zip(self._stack, self._weights, strict=True)):
+            if i:
+                y, rest = layer.input_layernorm(x), None
+            # At depth 1 the last layer is asked by anchors alone; what is below it makes its keys.
+            fewer = depth == 1 and i + 1 == len(self._weights) and len(anchors) < len(x)
+            if fewer:
+                asking = anchors.to(self._device)
+                q, k, v = self._ask(layer, weight, y, rest, angles, asking)
+                x = x.index_select(0, asking)
+            else:
+                q, k, v = layer.split(_product(y, weight, rest), angles)
+            if look is None or fewer:
+                look = self._look(depth, anchors if fewer or depth > 1 else torch.arange(len(x)), k)
+            self._keys[i].append(k)
+            self._values[i].append(v)
+            attended = attend_unrolled(q, self._keys[i], self._values[i], look).flatten(1)
+            if self._checkpointing:
+                x = checkpoint(layer.finish, x, attended, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer.finish(x, attended)
+        return x
+
+    @staticmethod
+    def _ask(
+        layer: DecoderLayer, weight: Tensor, y: Tensor, rest: Tensor | None, angles: Tensor, asking: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of `asking` rows, keys and values of all."""
+        sizes = [layer.queries, len(weight) - layer.queries]
+        to_q, to_kv = weight.split(sizes)
+        rest_q, rest_kv = (None, None) if rest is None else rest.split(sizes, -1)
+        if rest_q is not None:
+            rest_q = rest_q.index_select(0, asking)
+        _, k, v = layer.split(_product(y, to_kv, rest_kv), angles)
+        q = layer.turn(_product(y.index_select(0, asking), to_q, rest_q), angles[asking])
+        return q, k, v
+
+
+def _product(y: Tensor, weight: Tensor, rest: Tensor | None) -> Tensor:
+    return F.linear(y, weight) if rest is None else torch.addmm(rest, y, weight.mT)

@@ -1,0 +1,1 @@
+"""One drafter architecture per file."""

@@ -1,0 +1,150 @@
+"""A table of token pairs counted on the rollouts: the floor under every trained drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Drafter, Text
+from drafters.drafting.tree import expand
+
+CHUNK = 1 << 20  # pairs that are counted at a time
+
+
+@dataclass(slots=True)
+class BigramState:
+    """All that the table looks at."""
+
+    root: Tensor | None = None  # (B,)
+
+
+class Bigram(Drafter):
+    """q(w | v) is proportional to count(v, w) over v's most frequent successors, plus `prior` times
+    the unigram law, which has every token counted once more than it was seen (MacKay and Peto's
+    Dirichlet backoff, Natural Language Engineering 1(3), 1995).
+
+    Buffers are integers, so that a cast to the target's dtype rounds nothing.
+
+    Args:
+        vocab_size: V of the target.
+        successors: kept for each token, S.
+        prior: pairs that the unigram law counts for.
+
+    Raises:
+        UserError: fewer than one successor, or a prior that is not positive.
+    """
+
+    tokens: Tensor  # (V, S) successors, the most frequent first
+    counts: Tensor  # (V, S) of each
+    seen: Tensor  # (V,) how often the target wrote each token
+
+    def __init__(self, vocab_size: int, successors: int, prior: float) -> None:
+        super().__init__()
+        self.settings = {"vocab_size": vocab_size, "successors": successors, "prior": prior}
+        if successors < 1 or prior <= 0:
+            raise UserError(
+                f"drafter: successors={successors} and prior={prior} must be at least 1 and above 0"
+            )
+        self.prior = prior
+        size = vocab_size, min(successors, vocab_size)
+        self.register_buffer("tokens", torch.zeros(size, dtype=torch.int32))
+        self.register_buffer("counts", torch.zeros(size, dtype=torch.int32))
+        self.register_buffer("seen", torch.zeros(vocab_size, dtype=torch.int64))
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        return cls(target.vocab_size, **options)
+
+    @override
+    def fit(self, texts: Iterable[Text]) -> str:
+        """Count every token that the target wrote, and the token before it."""
+        vocab = self.seen.shape[0]
+        pairs, number = np.empty(0, np.int64), np.empty(0, np.int64)
+        waiting: list[np.ndarray] = []
+
+        def settle() -> None:
+            nonlocal pairs, number
+            new, count = np.unique(np.concatenate([*waiting, pairs[:0]]), return_counts=True)
+            waiting.clear()
+            both, place = np.unique(np.concatenate([pairs, new]), return_inverse=True)
+            number = np.bincount(place, np.concatenate([number, count]), len(both)).astype(np.int64)
+            pairs = both
+
+        for text in texts:
+            tokens = np.asarray(text.tokens, np.int64)
+            written = np.asarray(text.loss_mask[1:], bool)
+            waiting.append((tokens[:-1] * vocab + tokens[1:])[written])
+            if sum(map(len, waiting)) > CHUNK:
+                settle()
+        settle()
+        self._tabulate(*np.divmod(pairs, vocab), number)
+        total = int(number.sum())
+        return f"{total:,} pairs counted, {len(pairs):,} of them different; nothing is trained"
+
+    def _tabulate(self, first: np.ndarray, second: np.ndarray, number: np.ndarray) -> None:
+        """Fill the table from the counts of pairs (first, second)."""
+        seen = np.bincount(second, number, self.seen.shape[0])
+        order = np.lexsort((second, -number, first))  # by token, then the most frequent first
+        first, second, number = first[order], second[order], number[order]
+        rank = np.arange(len(first)) - np.searchsorted(first, first)
+        kept = rank < self.tokens.shape[1]
+        for table, values in ((self.tokens, second), (self.counts, number)):
+            full = np.zeros(table.shape, np.int32)
+            full[first[kept], rank[kept]] = values[kept]
+            table.copy_(torch.from_numpy(full))
+        self.seen.copy_(torch.from_numpy(seen.astype(np.int64)))
+
+    def logits(self, token: Tensor, dtype: torch.dtype) -> Tensor:
+        """(...) tokens -> (..., V) logits of what follows them."""
+        wide = torch.promote_types(dtype, torch.float32)
+        seen = self.seen.to(wide) + 1
+        mass = (self.prior * seen / seen.sum()).expand(*token.shape, -1)  # (..., V)
+        return mass.scatter_add(-1, self.tokens[token].long(), self.counts[token].to(wide)).log()
+
+    # -- decoding face -----------------------------------------------------------------------
+
+    @override
+    def new_state(self, rows: int) -> BigramState:
+        return BigramState()
+
+    @override
+    def advance(
+        self,
+        state: BigramState,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        state.root = root
+
+    @override
+    def select(self, state: BigramState, rows: Sequence[int]) -> None:
+        if state.root is not None:
+            state.root = state.root[list(rows)]
+
+    @override
+    def propose(
+        self, state: BigramState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        assert state.root is not None
+
+        def step(token: Tensor, parent: Tensor) -> Tensor:
+            del parent  # a token's children depend on nothing above it
+            return self.logits(token, target.dtype)
+
+        return expand(self.logits(state.root, target.dtype), step, sampler, coin, plan)

@@ -1,0 +1,74 @@
+"""DFlash (arXiv:2602.06036) as the authors' code, speculators and vLLM compute it, for engines to load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.model.target import Tap, Target
+from drafters.drafting.vocabulary import embedding, unwritten
+from drafters.families.block import BlockDrafter
+from drafters.layers.decoder_layer import shape_of
+
+
+class DFlash(BlockDrafter):
+    """Every mask is the target's own embedding of one token that nobody writes, so masks differ by
+    their positions alone; queries and keys are normalised (Qwen3's layer).
+
+    Args:
+        hidden_size: D of the target.
+        mask_id: id of that token.
+        **options: of `BlockDrafter`, but for `qk_norm`, and what changes how a draft is made of the
+            states: `steps` and the token-info bias.
+    """
+
+    def __init__(self, hidden_size: int, mask_id: int, **options: Any) -> None:
+        super().__init__(hidden_size=hidden_size, qk_norm=True, **options)
+        self.settings = {"hidden_size": hidden_size, "mask_id": mask_id} | options
+        self.settings["taps"] = list(options["taps"])
+        self.register_buffer("mask", torch.zeros(1, hidden_size), persistent=False)
+
+    @override
+    @classmethod
+    @torch.no_grad()
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        options["taps"] = _taps(options["taps"], len(target.layers))
+        token = options["mask_id"]
+        options["mask_id"] = unwritten(target) if token is None else token
+        if not 0 <= options["mask_id"] < target.vocab_size:
+            raise UserError(f"drafter.mask_id={token}: the target has the ids 0 to {target.vocab_size - 1}")
+        if not embedding(target, options["mask_id"]).any():  # masks would not know their positions
+            raise UserError(f"drafter.mask_id={token}: its embedding is 0; choose another token")
+        sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
+        drafter = cls.restore(sizes | options, target)
+        drafter.add_nothing()
+        return drafter
+
+    @override
+    @classmethod
+    @torch.no_grad()
+    def restore(cls, settings: dict[str, Any], target: Target) -> Self:
+        drafter = cls(**settings)
+        drafter.mask.copy_(embedding(target, settings["mask_id"]))
+        return drafter
+
+    @override
+    def fuse(self, taps: Tensor) -> Tensor:
+        return self.context_norm(self.fc(taps.flatten(-2)))
+
+    @override
+    def inputs(self, root: Tensor, newest: Tensor) -> Tensor:
+        del newest
+        return self.places(root)
+
+
+def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
+    """Those given; or for n layers the paper's five, evenly from 2 to n - 2."""
+    if taps is not None:
+        return list(taps)
+    return [*sorted({round(2 + i * (n - 4) / 4) for i in range(5)} if n > 4 else {n // 2})]

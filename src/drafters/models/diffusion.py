@@ -1,0 +1,71 @@
+"""A block diffusion drafter after DFlash (arXiv:2602.06036), for targets and data that are small.
+
+The backbone is trained here, from the target's features, for use with one denoising step; an external
+masked diffusion LM is `hf_dllm`. Objectives of the streak family (SpecDiff-2, arXiv:2511.00606; D-PACE,
+arXiv:2605.18810) are settings of `objective` and `weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from decode.model.target import LAST, Tap, Target
+from drafters.families.block import BlockDrafter
+from drafters.layers.decoder_layer import RMSNorm, shape_of
+
+
+class Diffusion(BlockDrafter):
+    """Three departures from DFlash: the newest feature enters every position of a block, each of the K
+    masks is a vector of its own, and taps are normalised before they are fused.
+
+    Args:
+        hidden_size: D of the target.
+        eps: of the RMS norms.
+        taps: layer ids (inputs of decoder layers) or "last"; the last of them enters the block.
+        depth: masks of a block, K.
+        **options: of `BlockDrafter`, but for `qk_norm`.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, taps: Sequence[Tap], depth: int, **options: Any) -> None:
+        super().__init__(hidden_size=hidden_size, eps=eps, taps=taps, depth=depth, **options)
+        self.settings = {"hidden_size": hidden_size, "eps": eps, "taps": list(taps), "depth": depth} | options
+        self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
+        self.mask = nn.Parameter(torch.zeros(depth, hidden_size))
+        self.feature_in = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    @override
+    @classmethod
+    @torch.no_grad()
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        """It begins by saying, in every position, what the target's head says of the newest feature."""
+        options["taps"] = _taps(options["taps"], len(target.layers))
+        sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
+        drafter = cls(**sizes | options)
+        drafter.add_nothing()
+        size = target.hidden_size
+        drafter.feature_in.weight.copy_(torch.eye(size))
+        drafter.fc.weight.normal_(std=0.32 * size**-0.5)
+        drafter.fc.weight[:, -size:] += torch.eye(size)
+        return drafter
+
+    @override
+    def fuse(self, taps: Tensor) -> Tensor:
+        normed = [norm(tap) for norm, tap in zip(self.tap_norms, taps.unbind(-2), strict=True)]
+        return self.context_norm(self.fc(torch.cat(normed, -1)))
+
+    @override
+    def inputs(self, root: Tensor, newest: Tensor) -> Tensor:
+        return self.places(root) + self.feature_in(newest)[..., None, :]
+
+
+def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
+    """Those given; or for n layers five, evenly from 1 to n - 3 and the head's input for the last."""
+    if taps is not None:
+        return list(taps)
+    even = {round(1 + i * (n - 4) / 4) for i in range(4)} if n > 4 else {n // 2}
+    return [*sorted(even), LAST]

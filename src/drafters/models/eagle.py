@@ -1,0 +1,129 @@
+"""EAGLE-1 (Li et al., arXiv:2401.15077): autoregression over the target's last features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.model.causal_lm import Head
+from decode.model.target import LAST, Target
+from drafters.base import Batch
+from drafters.families.recurrent import Recurrent, with_noise
+from drafters.layers.decoder_layer import DecoderLayer, Rotary, shape_of
+from drafters.layers.unroll import FirstInput
+
+
+class Eagle(Recurrent):
+    """Pair i is (feature f_i, embedding of x_{i+1}); one decoder layer predicts f_{i+1} from it,
+    and the target's own frozen head reads tokens off the prediction.
+
+    Args:
+        hidden_size: D of the target.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: of one head.
+        intermediate_size: of the MLP.
+        eps: of the RMS norm.
+        rope_theta: base of the rotary wavelengths.
+        depth: depths unrolled in training. 1 is the paper's recipe; more feeds the drafter its
+            own features, as it will see them when it drafts (HASS, arXiv:2408.15766).
+        detach: whether a depth's loss stops at the features it was fed (HASS) or goes on through
+            the depths before.
+        feature_noise: half-width of the uniform noise on training features, scaled by 512 / T.
+        feature_weight: of the Smooth-L1 feature regression, beside a divergence of weight 1.
+        bias: whether the fusion has one; vLLM's EAGLE has none.
+        rope: the rest of the rotary positions, see `drafters.layers.rope`.
+    """
+
+    taps = (LAST,)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        eps: float,
+        rope_theta: float,
+        depth: int,
+        feature_noise: float,
+        feature_weight: float,
+        detach: bool = False,  # what checkpoints have that were saved before there was a choice
+        bias: bool = True,  # as all of them
+        rope: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        self.depth, self.detach, self.feature_noise = depth, detach, feature_noise
+        self.aux_weights = {"feature": feature_weight}
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=bias)
+        self.rotary = Rotary(head_dim, rope_theta, rope)
+        self.layer = DecoderLayer(
+            hidden_size, heads, kv_heads, head_dim, intermediate_size, eps, input_norm=False
+        )
+        self._initialise(hidden_size)
+
+    @torch.no_grad()
+    def _initialise(self, hidden_size: int) -> None:
+        """Begin as "the next feature is this one, nudged by the token": the layer adds nothing yet."""
+        self.layer.o_proj.weight.zero_()
+        self.layer.down_proj.weight.zero_()
+        self.fc.weight.normal_(std=0.32 * hidden_size**-0.5)  # as much beside the feature at any size
+        self.fc.weight[:, hidden_size:] += torch.eye(hidden_size)
+        if self.fc.bias is not None:
+            self.fc.bias.zero_()
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        return cls(**shape_of(target) | options)
+
+    @property
+    @override
+    def stack(self) -> Sequence[DecoderLayer]:
+        return [self.layer]
+
+    @override
+    def fuse(self, taps: Tensor) -> Tensor:
+        return taps[..., 0, :]
+
+    @override
+    def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.fc(torch.cat([embedded, feature], -1))
+        return x, self.layer.qkv_proj(x)
+
+    @override
+    def token_share(self, embedded: Tensor) -> Tensor:
+        return F.linear(embedded, self.fc.weight[:, : embedded.shape[-1]], self.fc.bias)
+
+    @override
+    def first_input(self, share: Tensor, feature: Tensor) -> FirstInput:
+        x = torch.addmm(share, feature, self.fc.weight[:, -feature.shape[-1] :].mT)
+        return FirstInput(x, x, None)
+
+    @override
+    def first_weight(self) -> Tensor:
+        return self.layer.qkv_proj.weight
+
+    @override
+    def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.detach() if self.detach else x
+
+    @override
+    def head(self, target: Target) -> Head:
+        return target.head
+
+    @override
+    def noisy(self, batch: Batch) -> Tensor:
+        return with_noise(batch, self.feature_noise) if self.training and self.feature_noise else batch.taps
+
+    @override
+    def losses(self, hidden: Tensor, truth: Tensor) -> Mapping[str, Tensor]:
+        regression = F.smooth_l1_loss(hidden, truth.to(hidden.dtype), reduction="none")
+        return {"feature": regression.mean(-1)}

@@ -1,0 +1,214 @@
+"""EAGLE-3 (Li et al., arXiv:2503.01840): low, middle and high features of the target, a head of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.model.causal_lm import Head
+from decode.model.load import stop_tokens
+from decode.model.target import LAST, Tap, Target
+from drafters.base import Text
+from drafters.drafting.vocabulary import frequent
+from drafters.families.recurrent import Recurrent
+from drafters.layers.decoder_layer import DecoderLayer, RMSNorm, Rotary, shape_of
+from drafters.layers.unroll import FirstInput
+
+LEAST_LAYERS = 7  # with fewer, two of the three default taps are the same layer
+
+
+class Eagle3(Recurrent):
+    """Tapped features side by side make one (`fc`); the first layer's attention reads it beside the
+    token's embedding, and further depths read the drafter's own output in its place. The target's
+    embedding is shared and frozen, the head is the drafter's own.
+
+    Args:
+        hidden_size: D of the target.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: of one head.
+        intermediate_size: of the MLP.
+        eps: of the RMS norms.
+        rope_theta: base of the rotary wavelengths.
+        vocab_size: V of the target.
+        taps: layer ids (inputs of decoder layers) or "last".
+        layers: decoder layers; those after the first are plain.
+        depth: depths unrolled in training.
+        draft_vocab_size: V', tokens that the head knows.
+        norm_before_residual: whether the first layer adds to the normalised feature.
+        norm_before_fc: whether the tapped features are normalised together (gpt-oss).
+        fc_norm: whether each of them is normalised by itself (EAGLE 3.1).
+        norm_output: whether the feature that is fed back has passed the final norm.
+        rope: the rest of the rotary positions, see `drafters.layers.rope`.
+
+    Raises:
+        UserError: no taps, no layers, a vocabulary that is none, or both norms before `fc`.
+    """
+
+    d2t: Tensor | None  # (V',) the target's ids, ascending
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        eps: float,
+        rope_theta: float,
+        vocab_size: int,
+        taps: Sequence[Tap],
+        layers: int,
+        depth: int,
+        draft_vocab_size: int,
+        norm_before_residual: bool,
+        norm_before_fc: bool,
+        fc_norm: bool,
+        norm_output: bool,
+        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
+    ) -> None:
+        super().__init__()
+        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        self.settings["taps"] = list(taps)
+        if not taps or layers < 1:
+            raise UserError(f"drafter: taps={list(taps)} and layers={layers}; give at least one of each")
+        if not 1 <= draft_vocab_size <= vocab_size:
+            raise UserError(
+                f"drafter.draft_vocab_size={draft_vocab_size}: give at least 1, and no more than the "
+                f"target's {vocab_size} tokens"
+            )
+        if norm_before_fc and fc_norm:
+            raise UserError("drafter: norm_before_fc and fc_norm both normalise the taps; choose one")
+        self.taps, self.depth = tuple(taps), depth
+        self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
+        fused = len(taps) * hidden_size
+        self.input_norm = RMSNorm(fused, eps=eps) if norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps) if fc_norm else None
+        self.fc = nn.Linear(fused, hidden_size, bias=False)
+        self.rotary = Rotary(head_dim, rope_theta, rope)
+        self.hidden_norm = RMSNorm(hidden_size, eps=eps)
+        size = (hidden_size, heads, kv_heads, head_dim, intermediate_size, eps)
+        self.layers = nn.ModuleList(DecoderLayer(*size, inputs=1 if i else 2) for i in range(layers))
+        self.norm = RMSNorm(hidden_size, eps=eps)
+        self.lm_head = nn.Linear(hidden_size, draft_vocab_size, bias=False)
+        reduced = draft_vocab_size < vocab_size
+        # Until `fit` has counted there is no vocabulary, and -1 is nobody's id.
+        self.register_buffer("d2t", torch.full((draft_vocab_size,), -1) if reduced else None)
+        self._source: tuple[Target, ...] = ()  # whose head rows `fit` begins with; not a submodule
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        options["taps"] = _taps(options["taps"], len(target.layers))
+        options["draft_vocab_size"] = min(options["draft_vocab_size"], target.vocab_size)
+        sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
+        drafter = cls(**sizes | options)
+        drafter._source = (target,)
+        drafter._begin()
+        return drafter
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """The head begins as the target's own rows, and reads the highest tap, nudged by the others; the
+        layers add nothing yet.
+        """
+        for layer in self.stack:
+            layer.o_proj.weight.zero_()
+            layer.down_proj.weight.zero_()
+        size, highest = len(self.fc.weight), max(range(len(self.taps)), key=lambda i: _height(self.taps[i]))
+        self.fc.weight.normal_(std=0.32 * size**-0.5)
+        self.fc.weight[:, highest * size : (highest + 1) * size] += torch.eye(size)
+        (target,) = self._source
+        if self.d2t is None:
+            self.lm_head.weight.copy_(target.head.weight * target.head.scale)
+
+    @override
+    @torch.no_grad()
+    def fit(self, texts: Iterable[Text]) -> str:
+        """Choose the draft vocabulary: end tokens, then what the target wrote most often."""
+        assert self.d2t is not None
+        (target,) = self._source
+        counts = torch.zeros(target.vocab_size, dtype=torch.long)
+        for text in texts:
+            written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]
+            counts += torch.bincount(written, minlength=len(counts))
+        ids = frequent(counts, len(self.d2t), stop_tokens(target))
+        self.d2t.copy_(ids)
+        rows = target.head.weight[ids.to(target.device)] * target.head.scale
+        self.lm_head.weight.copy_(rows)
+        share = float(counts[ids].sum() / counts.sum().clamp_min(1))
+        return f"{len(ids)} of {len(counts)} tokens make {share:.2%} of the answers"
+
+    @property
+    @override
+    def fits(self) -> bool:
+        return self.d2t is not None
+
+    @property
+    @override
+    def stack(self) -> Sequence[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.layers))
+
+    @override
+    def fuse(self, taps: Tensor) -> Tensor:
+        if self.fc_norm is not None:
+            taps = torch.stack(
+                [norm(tap) for norm, tap in zip(self.fc_norm, taps.unbind(-2), strict=True)], -2
+            )
+        x = taps.flatten(-2)
+        return self.fc(x if self.input_norm is None else self.input_norm(x))
+
+    @override
+    def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        first, normed = self.stack[0], self.hidden_norm(feature)
+        qkv = first.qkv_proj(torch.cat([first.input_layernorm(embedded), normed], -1))
+        return normed if self.norm_before_residual else feature, qkv
+
+    @override
+    def token_share(self, embedded: Tensor) -> Tensor:
+        # The embedding takes no gradient: with the norm's weight in the product, nor does its input.
+        norm, size = self.stack[0].input_layernorm, embedded.shape[-1]
+        assert isinstance(norm, RMSNorm)
+        unit = F.rms_norm(embedded, (size,), eps=norm.eps)
+        return F.linear(unit, self.stack[0].qkv_proj.weight[:, :size] * norm.weight)
+
+    @override
+    def first_input(self, share: Tensor, feature: Tensor) -> FirstInput:
+        normed = self.hidden_norm(feature)
+        return FirstInput(normed if self.norm_before_residual else feature, normed, share)
+
+    @override
+    def first_weight(self) -> Tensor:
+        return self.stack[0].qkv_proj.weight[:, self.norm.weight.numel() :]
+
+    @override
+    def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(x)
+        return hidden, hidden if self.norm_output else x
+
+    @override
+    def head(self, target: Target) -> Head:
+        return Head(self.lm_head.weight, d2t=self.d2t)
+
+
+def _height(tap: Tap) -> float:
+    return math.inf if tap == LAST else float(tap)
+
+
+def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
+    """Those given, or the paper's three for n layers: low, middle, high."""
+    if taps is not None:
+        return list(taps)
+    if n < LEAST_LAYERS:
+        raise UserError(
+            f"drafter.taps: the target has {n} layers, too few for a low, a middle and a high one; "
+            f"choose among 0..{n - 1} and last, as in drafter.taps=[{n // 2},last]"
+        )
+    return [2, n // 2, n - 3]

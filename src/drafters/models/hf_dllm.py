@@ -1,0 +1,208 @@
+"""A diffusion drafter: a masked language model fills in all next tokens at once.
+
+SpecDiff (Christopher et al., arXiv:2408.05636), in one denoising step as in SpecDiff-2 (Sandler et
+al., arXiv:2511.00606).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.model.load import load_model
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Batch, DraftStep, some_of, supervised
+from drafters.drafting.tree import expand
+from drafters.families.feature_heads import at_least_one
+from drafters.families.hf_build import build, own
+from drafters.families.hf_model import OPTION, WholeModel, check_vocabulary, fitted, shared, trainable
+from drafters.families.lookup import History, TextDrafter
+from drafters.families.lora_files import located
+from drafters.families.masked_lm import MaskedModel, Window, examine, mask_id
+from drafters.families.token_bias import Levels
+
+
+class Dllm(WholeModel, TextDrafter):
+    """Reads the text with K masks behind it, in both directions, and says what they stand for.
+
+    All laws of a draft come from one pass, whatever K, and given the text they are independent: a
+    tree is the product of the depths' best tokens. Nothing is cached, since every token sees the
+    masks: a round reads the whole text again, or the newest part of it that fits the model's context.
+
+    Args:
+        config: of the model as transformers writes it, `model_type` included.
+        mask_token: id of the mask.
+        depth: masks, K, always all of them; a draft is no deeper.
+        shift: 1: the token at a position is read off the one before, as models do that were causal
+            (Dream, DiffuLLaMA); 0: off the mask itself.
+        steps: passes of a draft; between two of them the masks that the model is surest of are
+            filled with their likeliest tokens. More than 1 is for chosen tokens alone.
+        anchors: windows that training takes of a text, on average over a batch.
+        model: of that configuration; without one, random weights.
+        lora: as in `lm.DraftLM`.
+        base: as there.
+
+    Raises:
+        UserError: a configuration that gives no language model, or an option out of range.
+    """
+
+    masked_lm = True
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        mask_token: int,
+        depth: int,
+        shift: int,
+        steps: int,
+        anchors: int,
+        model: PreTrainedModel | None = None,
+        lora: dict[str, Any] | None = None,
+        base: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = {"config": own(config), "mask_token": mask_token, "depth": depth, "shift": shift}
+        self.settings |= {"steps": steps, "anchors": anchors, "lora": lora, "base": base}
+        at_least_one(depth=depth, steps=steps, anchors=anchors)
+        if shift not in (0, 1):
+            raise UserError(f"drafter.shift={shift}: choose 0 or 1")
+        if steps > depth:
+            raise UserError(f"drafter.steps={steps}: at most one for each of drafter.depth={depth} masks")
+        self.depth, self.deepest, self.shift = depth, depth, shift
+        self.steps, self.anchors = steps, anchors
+        if steps > 1:
+            self.proposals = ("fixed",)
+        self.model: Any = build(config, masked=True) if model is None else model
+        self.model.eval()
+
+    @override
+    @classmethod
+    def for_target(
+        cls,
+        target: Target,
+        path: str | None = None,
+        revision: str | None = None,
+        mask_token: int | str | None = None,
+        train: bool = True,
+        lora: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A model that lies somewhere.
+
+        Args:
+            target: whose vocabulary it has to share.
+            path: folder or hub id, code that comes with it is never run.
+            revision: of a hub id.
+            mask_token: id or text; None: what the tokenizer or the configuration says.
+            train: in fp32, whatever the folder's dtype; what is frozen stays as it lies there.
+            lora: keyword arguments of `models.adapt`; None trains all weights.
+            **options: of the constructor.
+
+        Raises:
+            UserError: no usable model, one of another vocabulary, or no mask.
+        """
+        if not path:
+            raise UserError(f"{OPTION}: give the folder or hub id of a masked diffusion language model")
+        lora = trainable(lora, train)
+        model = load_model(path, revision=revision, what=OPTION, masked=True)
+        check_vocabulary(model, target, path, revision)
+        mask = mask_id(model, path, revision, mask_token)
+        drafter = cls(json.loads(model.config.to_json_string()), mask, model=model, **options)
+        drafter = drafter.begin(located(model, path, revision), train, lora, model.dtype)
+        examine(drafter.masked, path)
+        return drafter
+
+    @property
+    def masked(self) -> MaskedModel:
+        """The model, as it is read."""
+        return MaskedModel(self.model, self.settings["mask_token"], self.depth, self.shift)
+
+    @property
+    @override
+    def state_size(self) -> int | None:
+        return self.masked.head.weight.shape[1] if self.steps == 1 else None
+
+    # -- training face -----------------------------------------------------------------------
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        """Without dropout in the model: its noise would be no function of (seed, step)."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        """A window for every anchor that is taken: what is before the masks may not see what is after."""
+        length = batch.tokens.shape[1]
+        every = supervised(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (N,)
+        if not len(every):
+            return
+        count = len(batch.tokens) * self.anchors if self.training else len(every)
+        anchor, masked = some_of(every, count, batch.seed), self.masked  # (M,)
+        window = masked.window(batch.tokens[anchor // length], (anchor % length + 2).tolist())
+        hidden, head = masked.read(window), shared(masked.head, target)  # (M, K, D')
+        weight = len(every) / len(anchor)  # those that are taken stand for all
+        for depth in range(1, self.depth + 1):
+            stay = supervised(batch.loss_mask, depth).flatten()[anchor]
+            if not stay.any():
+                return
+            yield DraftStep(hidden[stay, depth - 1], anchor[stay], depth, head, {}, weight)
+
+    # -- decoding face -----------------------------------------------------------------------
+
+    @override
+    def check(self, plan: Plan) -> None:
+        if self.steps > 1 and plan.depth and plan.proposal != "fixed":
+            raise UserError(
+                f"decode.proposal={plan.proposal}: with drafter.steps={self.steps} tokens depend on later "
+                "ones, so no row is the law that one was drawn from, and min(1, p/q) would not be lossless; "
+                "set decode.proposal=fixed or drafter.steps=1"
+            )
+        super().check(plan)
+
+    @override
+    def propose(
+        self, state: list[History], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        self.check(plan)
+        lengths, masked = [len(history.tokens) for history in state], self.masked
+        texts = [history.tokens + [0] * (max(lengths) - len(history.tokens)) for history in state]
+        window = masked.window(torch.tensor(texts).to(target.device), lengths)
+        if self.steps > 1:  # of no state: a token's logits may be of an earlier pass
+            logits = states = self._denoise(masked, window, target)[:, : plan.depth]
+        else:
+            states = masked.read(window)[:, : plan.depth]
+            logits = fitted(masked.head(states), target)
+        levels = Levels(logits.unbind(1), states)
+        sure = self.sure_of(lambda: levels.newest)
+        return expand(levels.first, levels.step, sampler, coin, plan, confidence=sure)
+
+    def _denoise(self, masked: MaskedModel, window: Window, target: Target) -> Tensor:
+        """(B, K, V) logits of every mask from the pass after which it was filled, or the last."""
+        levels: Tensor | None = None
+        left = torch.ones_like(window.masks, dtype=torch.bool)  # not filled yet
+        for rest in range(self.steps, 0, -1):  # passes, this one included
+            logits = fitted(masked.head(masked.read(window)), target)
+            if masked.mask_token < target.vocab_size:  # a mask in its own place would fill nothing
+                logits[..., masked.mask_token] = -torch.inf
+            levels = logits if levels is None else torch.where(left[..., None], logits, levels)
+            if rest > 1:
+                chance, token = levels.softmax(-1).max(-1)  # (B, K)
+                count = -(-int(left[0].sum()) // rest)
+                chosen = chance.masked_fill(~left, -1).topk(count).indices
+                filled = window.tokens.scatter(1, window.masks.gather(1, chosen), token.gather(1, chosen))
+                window, left = window._replace(tokens=filled), left.scatter(1, chosen, False)
+        assert levels is not None
+        return levels

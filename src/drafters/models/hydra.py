@@ -1,0 +1,89 @@
+"""Hydra (Ankner et al., arXiv:2402.05109): Medusa's heads, which read the tokens drafted so far."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.model.causal_lm import Head
+from decode.model.target import Target
+from drafters.families.feature_heads import Chained, at_least_one
+from drafters.layers.lm_heads import OwnHeads, ResBlock
+
+
+class Grounded(nn.Module):
+    """R x + SiLU(W x) from a feature and embeddings to D, and residual layers on it.
+
+    R begins as the choice of the feature and W at 0, so that a fresh block gives the feature back.
+
+    Args:
+        hidden_size: D.
+        tokens: embeddings that follow the feature in x.
+        layers: this one and those after it.
+    """
+
+    def __init__(self, hidden_size: int, tokens: int, layers: int) -> None:
+        super().__init__()
+        size = (1 + tokens) * hidden_size
+        self.skip = nn.Linear(size, hidden_size, bias=False)
+        self.linear = nn.Linear(size, hidden_size, bias=False)
+        self.rest = ResBlock(hidden_size, layers - 1)
+        nn.init.eye_(self.skip.weight)
+        nn.init.zeros_(self.linear.weight)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.skip(x) + F.silu(self.linear(x)))
+
+
+class Hydra(Chained):
+    """Head j reads [f_t; e(x_{t+1}); ...; e(x_{t+j})] and predicts x_{t+1+j}.
+
+    Embeddings are the target's, frozen. What a head reads grows with its depth, so no two share a
+    block. (The authors' code repeats one block where a head has several layers.)
+
+    Args:
+        hidden_size: D of the target.
+        vocab_size: V of the target.
+        depth: heads, K; a draft is no deeper.
+        layers: of a head; the first maps (1 + j) D to D.
+        own_head: each depth has an output head of its own; see `heads.OwnHeads`.
+
+    Raises:
+        UserError: no head, or a head without a layer.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, depth: int, layers: int, own_head: bool) -> None:
+        super().__init__()
+        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        at_least_one(depth=depth, layers=layers)
+        self.depth = depth
+        self.blocks = nn.ModuleList(Grounded(hidden_size, j, layers) for j in range(1, depth + 1))
+        self.lm_heads = OwnHeads(hidden_size, vocab_size, depth if own_head else 0)
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
+        drafter.lm_heads.begin(target)
+        return drafter
+
+    @override
+    def begin(self, feature: Tensor) -> Tensor:
+        return feature.to(self.dtype)
+
+    @override
+    def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
+        return torch.cat([state, target.embed(token).to(state.dtype)], -1)
+
+    @override
+    def read(self, state: Tensor, index: int) -> Tensor:
+        return self.blocks[index](state)
+
+    @override
+    def output(self, depth: int, target: Target) -> Head:
+        return self.lm_heads.of(depth, target)

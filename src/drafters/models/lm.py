@@ -1,0 +1,205 @@
+"""An independent draft model (Leviathan et al., arXiv:2211.17192): any LM of the target's vocabulary.
+
+Trained as in DistillSpec (arXiv:2310.08461) and Online Speculative Decoding (arXiv:2310.07177), or
+used as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.model.causal_lm import CausalLM
+from decode.model.load import load_model
+from decode.model.probe import probe
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Batch, DraftStep, supervised
+from drafters.drafting.tree import expand
+from drafters.families.hf_build import build, cut, own
+from drafters.families.hf_model import OPTION, WholeModel, check_vocabulary, fitted, shared, trainable
+from drafters.families.lora_files import Base, located
+from drafters.layers.decoder_layer import descend
+
+
+@dataclass(slots=True)
+class LMState:
+    """What the draft model has read, the root included, and what it says next."""
+
+    lm: CausalLM
+    last: Tensor | None = None  # (B, D') of the root
+    logits: Tensor | None = None  # (B, V) below it
+
+
+class DraftLM(WholeModel):
+    """Reads the text as the target does, and says itself how it goes on.
+
+    Past its own context it drafts on at its last position: badly, but the output stays the target's.
+
+    Args:
+        config: of the model as transformers writes it, `model_type` included.
+        model: of that configuration; without one, random weights.
+        lora: what adapters there are, see `whole.WholeModel`.
+        base: what they belong to: the fields of `adapters.Base`.
+
+    Raises:
+        UserError: a configuration that gives no causal LM.
+    """
+
+    shifted = True  # a row depends on the text before it alone, however much of that was drafted
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        model: PreTrainedModel | None = None,
+        lora: dict[str, Any] | None = None,
+        base: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = {"config": own(config), "lora": lora, "base": base}
+        self.model: Any = build(config) if model is None else model
+
+    @override
+    @classmethod
+    def for_target(
+        cls,
+        target: Target,
+        path: str | None = None,
+        revision: str | None = None,
+        layers: int = 2,
+        train: bool = True,
+        lora: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A model that lies somewhere, or one cut from the target.
+
+        Args:
+            target: whose vocabulary it has to share.
+            path: folder or hub id, code that comes with it is never run; None: cut.
+            revision: of a hub id.
+            layers: of the target's, that a cut keeps; see `models.cut`.
+            train: in fp32, whatever the folder's dtype; what is frozen stays as it lies there.
+            lora: keyword arguments of `models.adapt`; None trains all weights.
+            **options: none.
+
+        Raises:
+            UserError: no usable causal LM, one of another vocabulary, or a target that cannot be cut.
+        """
+        lora = trainable(lora, train)
+        if path:
+            model = load_model(path, revision=revision, what=OPTION)
+            check_vocabulary(model, target, path, revision)
+            probe(CausalLM(model), OPTION)
+            base, dtype = located(model, path, revision), model.dtype
+        else:
+            model = cut(target, layers)
+            base, dtype = Base(layers=layers), target.dtype
+        drafter = cls(json.loads(model.config.to_json_string()), model, **options)
+        return drafter.begin(base, train, lora, dtype)
+
+    @property
+    @override
+    def state_size(self) -> int:
+        return CausalLM(self.model).hidden_size
+
+    # -- training face -----------------------------------------------------------------------
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        """Never with dropout: its noise would be no function of (seed, step)."""
+        del mode
+        return super().train(False)
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        """One causal pass; anchors whose row lies past the model's own context are left out."""
+        lm = CausalLM(self.model)
+        length = batch.tokens.shape[1]
+        reach = min(length, lm.max_positions or length)
+        anchors = supervised(batch.loss_mask, 1)
+        anchors[:, reach - 1 :] = False
+        # M may be 0: the layers run all the same, in step with those of other processes.
+        row, t = anchors.nonzero(as_tuple=True)  # (M,)
+        tokens = batch.tokens[:, :reach].clamp_max(lm.vocab_size - 1)
+        last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state  # (B, reach, D')
+        yield DraftStep(last[row, t + 1], row * length + t, 1, shared(lm.head, target), {})
+
+    @override
+    def alone(self, target: Target) -> Target:
+        twin = copy.deepcopy(self).to(target.device, target.dtype)
+        return Target(twin.model)
+
+    # -- decoding face -----------------------------------------------------------------------
+
+    @override
+    def new_state(self, rows: int) -> LMState:
+        lm = CausalLM(self.model)
+        lm.start(rows, capacity=256)
+        return LMState(lm)
+
+    @override
+    def advance(
+        self,
+        state: LMState,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        lm = state.lm
+        if lm.lengths[0]:  # tokens[:, 0] was the root last time, and was read then
+            tokens, counts = tokens[:, 1:], [n - 1 for n in counts]
+        end = torch.tensor(counts).to(root.device)[:, None]  # (B, 1)
+        text = torch.cat([tokens, root[:, None]], 1).scatter(1, end, root[:, None])
+        last = _read(lm, text)
+        lm.keep([n + 1 for n in counts])
+        state.last = last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]
+        state.logits = fitted(lm.head(state.last), target)
+
+    @override
+    def select(self, state: LMState, rows: Sequence[int]) -> None:
+        state.lm.select(rows)
+        if state.last is not None and state.logits is not None:
+            state.last, state.logits = state.last[list(rows)], state.logits[list(rows)]
+
+    @override
+    def propose(self, state: LMState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
+        assert state.last is not None
+        assert state.logits is not None
+        last = state.last[:, None]  # (B, W, D') that the newest logits are read off
+        read = 0  # scratch slots behind the settled ones; never kept, so the next round writes over them
+        reach: Tensor | None = None  # (B, W, m) which of them the last entries see; None: all
+
+        def step(token: Tensor, parent: Tensor) -> Tensor:
+            nonlocal last, read, reach
+            rows, width = token.shape
+            if reach is None and width > 1:
+                reach = torch.ones(rows, 1, read, dtype=torch.bool, device=token.device)
+            if reach is not None:
+                reach = descend(reach, parent)
+            last = _read(state.lm, token, reach, read)
+            read += width
+            return fitted(state.lm.head(last), target)
+
+        return expand(state.logits, step, sampler, coin, plan, confidence=self.sure_of(lambda: last))
+
+    @override
+    def kv_bytes_per_token(self, state: LMState) -> int:
+        return state.lm.cache.store.bytes_per_token
+
+
+def _read(lm: CausalLM, tokens: Tensor, *where: Any) -> Tensor:
+    """See `CausalLM.forward`; ids that only a target with a longer head has become the last one."""
+    return lm.forward(tokens.clamp_max(lm.vocab_size - 1), *where)

@@ -1,0 +1,302 @@
+"""Lyanna (Chen et al., arXiv:2602.21224): autoregression over hidden states that no token enters.
+
+No public code or full recipe exists; what the abstract and summaries leave open is chosen here, and
+docs/lyanna.md says which is which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.model.cache import RowStore
+from decode.model.causal_lm import Head
+from decode.model.target import LAST, Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Batch, DraftStep
+from drafters.families.recurrent import Recurrent, RecurrentState, with_noise
+from drafters.families.state_reuse import Reuse, as_deep, cut_off
+from drafters.families.token_bias import Informed, Levels, Teaching
+from drafters.layers.decoder_layer import DecoderLayer, RMSNorm, Rotary, shape_of
+from drafters.layers.unroll import FirstInput
+
+
+@dataclass(slots=True)
+class LyannaState(RecurrentState):
+    """And the states of the newest draft, which a rejection does not spoil."""
+
+    root: Tensor | None = None  # (B,)
+    drafted: Tensor | None = None  # (B, K, D) by the newest `propose`
+    stale: Tensor | None = None  # (B, K, D) those of the round before, by the depth they have now
+    left: Tensor | None = None  # (B,) how many of them there are
+
+
+class Lyanna(Informed, Recurrent):
+    """s_0 is the feature f_t, s_k = norm(layer(W s_{k-1})) stands for f_{t+k}; depth k's logits are the
+    target's head on s_k and a low-rank bias of the token before.
+
+    No drafted token enters a state. So all K head products of a draft are one, and of a round that
+    kept a tokens, s_{a+2} .. s_K are still good: they speak of the tokens behind the new root.
+
+    Args:
+        hidden_size: D of the target.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: of one head.
+        intermediate_size: of the MLP.
+        eps: of the RMS norms.
+        rope_theta: base of the rotary wavelengths.
+        vocab_size: V of the target.
+        layers: decoder layers.
+        depth: depths unrolled in training.
+        root_token: `none`; or `add`: settled tokens enter beside their features, the root with the
+            newest (ours, not the paper's). Drafted ones never do.
+        token_info: `none`, or a kind of `TokenInfoBias`.
+        info_rank: its rank.
+        hot_tokens: its tokens.
+        feature_noise: half-width of the uniform noise on training features, scaled by 512 / T.
+        feature_weight: of the Smooth-L1 regression of states, beside a divergence of weight 1.
+        base_weight: of the divergence without the bias; it falls to 0 over the run.
+        warmup: share of the steps in which the states learn first: 1 for the regression and 0.1 for
+            each divergence.
+        reuse: of `Reuse`.
+        rope: the rest of the rotary positions, see `drafters.layers.rope`.
+
+    Raises:
+        UserError: an option that is none of these.
+    """
+
+    taps = (LAST,)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        eps: float,
+        rope_theta: float,
+        vocab_size: int,
+        layers: int,
+        depth: int,
+        root_token: str,
+        token_info: str,
+        info_rank: int,
+        hot_tokens: int,
+        feature_noise: float,
+        feature_weight: float,
+        base_weight: float,
+        warmup: float,
+        reuse: dict[str, Any],
+        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
+    ) -> None:
+        super().__init__()
+        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        self.settings["reuse"] = dict(reuse)
+        if root_token not in ("none", "add"):
+            raise UserError(f"drafter.root_token={root_token}: choose none or add")
+        if layers < 1 or depth < 1:
+            raise UserError(f"drafter: layers={layers}, depth={depth}; both must be at least 1")
+        if not 0 <= warmup < 1:
+            raise UserError(f"drafter.warmup={warmup}: must be from 0 to less than 1")
+        self.depth, self.feature_noise, self.warmup = depth, feature_noise, warmup
+        self.feature_weight, self.base_weight = feature_weight, base_weight
+        self.reuse = Reuse(**reuse)
+        add = root_token == "add"
+        self.in_proj = nn.Linear(hidden_size * (1 + add), hidden_size, bias=False)
+        self.no_token = nn.Parameter(torch.zeros(hidden_size)) if add else None
+        self.rotary = Rotary(head_dim, rope_theta, rope)
+        size = (hidden_size, heads, kv_heads, head_dim, intermediate_size, eps)
+        self.layers = nn.ModuleList(DecoderLayer(*size) for _ in range(layers))
+        self.out_norm = RMSNorm(hidden_size, eps=eps)
+        self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
+
+    @override
+    @classmethod
+    @torch.no_grad()
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        """It begins by saying that the next feature is this one."""
+        sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
+        drafter = cls(**sizes | options)
+        for layer in drafter.stack:
+            layer.o_proj.weight.zero_()
+            layer.down_proj.weight.zero_()
+        size = target.hidden_size
+        drafter.in_proj.weight.normal_(std=0.32 * size**-0.5)
+        drafter.in_proj.weight[:, -size:] += torch.eye(size)
+        return drafter
+
+    def remembers(self, plan: Plan) -> bool:
+        """Whether a draft depends on where the round before began."""
+        return self.reuse.acts(plan)
+
+    @property
+    def sociable(self) -> bool:
+        """Whether it depends on the other rows of its batch: old states are verified alone in all or none."""
+        return self.reuse.mode == "immediate"
+
+    @property
+    @override
+    def stack(self) -> Sequence[DecoderLayer]:
+        return list(self.layers)  # pyright: ignore[reportReturnType]
+
+    @override
+    def fuse(self, taps: Tensor) -> Tensor:
+        return taps[..., 0, :]
+
+    @override
+    def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.in_proj(feature if self.no_token is None else torch.cat([embedded, feature], -1))
+        layer = self.stack[0]
+        return x, layer.qkv_proj(layer.input_layernorm(x))
+
+    @override
+    def token_share(self, embedded: Tensor) -> Tensor:
+        if self.no_token is None:
+            return embedded[:, :0]
+        return F.linear(embedded, self.in_proj.weight[:, : embedded.shape[-1]])
+
+    @override
+    def drafted_share(self, shares: Tensor, rows: Tensor) -> Tensor:
+        if self.no_token is None:
+            return shares[: len(rows)]
+        return self.token_share(self.no_token[None]).expand(len(rows), -1)
+
+    @override
+    def first_input(self, share: Tensor, feature: Tensor) -> FirstInput:
+        size = feature.shape[-1]
+        x = F.linear(feature, self.in_proj.weight[:, -size:])
+        x = x if self.no_token is None else x + share
+        return FirstInput(x, self.stack[0].input_layernorm(x), None)
+
+    @override
+    def first_weight(self) -> Tensor:
+        return self.stack[0].qkv_proj.weight
+
+    @override
+    def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.out_norm(x)
+        return state, state
+
+    @override
+    def head(self, target: Target) -> Head:
+        return self.informed(target.head)
+
+    # -- training face -----------------------------------------------------------------------
+
+    @override
+    def noisy(self, batch: Batch) -> Tensor:
+        return with_noise(batch, self.feature_noise) if self.training else batch.taps
+
+    @override
+    def losses(self, hidden: Tensor, truth: Tensor) -> Mapping[str, Tensor]:
+        return {"feature": F.smooth_l1_loss(hidden, truth.to(hidden.dtype), reduction="none").mean(-1)}
+
+    def _schedule(self, progress: float) -> tuple[float, float, float]:
+        """Weights of divergence, regression and divergence without the bias."""
+        if progress < self.warmup:
+            return 0.1, 1.0, min(0.1, self.base_weight)
+        return 1.0, self.feature_weight, self.base_weight * (1 - progress) / (1 - self.warmup)
+
+    @override
+    def weigh_aux(self, progress: float) -> Mapping[str, float]:
+        divergence, feature, _ = self._schedule(progress)
+        return {"feature": feature / divergence}  # a step's weight scales both
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        """Each depth twice while the base has a weight: states with the bias, and states alone."""
+        divergence, _, base = self._schedule(batch.progress)
+        teaching = Teaching(self.info, batch.tokens)
+        for step in super().unroll(batch, target):
+            hidden = teaching.hidden(step.hidden, step.anchor, step.depth)
+            yield step._replace(hidden=hidden, weight=divergence)
+            if base and self.info is not None:
+                yield step._replace(head=target.head, aux={}, weight=base, aside=True)
+
+    # -- decoding face -----------------------------------------------------------------------
+
+    @override
+    def new_state(self, rows: int) -> LyannaState:
+        return LyannaState(RowStore(layers=len(self.stack), rows=rows, capacity=256))
+
+    @override
+    def advance(
+        self,
+        state: RecurrentState,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        assert isinstance(state, LyannaState)
+        super().advance(state, target, tokens, taps, counts, root)
+        state.root, state.stale, drafted, state.drafted = root, None, state.drafted, None
+        if drafted is None or self.reuse.mode == "none":
+            return
+        # Of a draft that kept a tokens, counts = a + 1 depths lie behind the new root.
+        depth, gone = drafted.shape[1], torch.tensor(counts).to(root.device)
+        at = torch.arange(depth, device=root.device) + gone[:, None]  # (B, K)
+        at = at.clamp_max(depth - 1)[..., None].expand(-1, -1, drafted.shape[-1])
+        state.stale, state.left = drafted.gather(1, at), (depth - gone).clamp_min(0)
+
+    @override
+    def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
+        super().select(state, rows)
+        for name in ("root", "drafted", "stale", "left"):
+            if (value := getattr(state, name)) is not None:
+                setattr(state, name, value[list(rows)])
+
+    @override
+    def propose(
+        self, state: RecurrentState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        assert isinstance(state, LyannaState)
+        assert state.root is not None
+        self.check(plan)
+        root, left, mode = state.root, state.left, self.reuse.mode
+        stale = state.stale if self.reuse.acts(plan) else None
+        if stale is not None and left is not None:
+            stale = as_deep(stale, plan.depth)
+            if mode == "immediate":
+                raw = target.head.product(stale).unbind(1)
+                if self.reuse.suffices(target.head.shape(torch.stack(raw, 1)), left):
+                    state.drafted = None  # two rounds old, then
+                    levels = Levels(raw, stale, target.head.shape, self.info, root)
+                    return cut_off(levels, left, sampler, coin, plan, self.sure_of(lambda: levels.newest))
+        states = state.drafted = self._states(state, plan.depth)
+        if stale is None or left is None or mode == "immediate":
+            levels = Levels(target.head.product(states).unbind(1), states, target.head.shape, self.info, root)
+            return self.grow(levels, sampler, coin, plan)
+        raw = target.head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
+        if mode == "logit_sum":
+            raw = self.reuse.added(raw, left)
+            levels = Levels(raw, states, target.head.shape, self.info, root)
+            return self.grow(levels, sampler, coin, plan)
+        both = Levels(raw, torch.cat([states, stale]), target.head.shape, self.info, root.repeat(2))
+        return self.reuse.merged(both, left, coin, plan)
+
+    def _states(self, state: LyannaState, depth: int) -> Tensor:
+        """(B, K, D), each from the one before; keys and values stay scratch."""
+        assert state.newest is not None
+        _, newest = self.emit(state.newest)  # (B, 1, D)
+        found, rows = [newest], len(newest)
+        none = newest.new_zeros(1) if self.no_token is None else self.no_token
+        none = none.expand(rows, 1, -1)
+        for k in range(1, depth):
+            seen = torch.ones(rows, 1, k, dtype=torch.bool, device=newest.device)
+            x = self.read_pairs(state.store, none, found[-1], seen)
+            found.append(self.emit(x)[1])
+        return torch.cat(found, 1)

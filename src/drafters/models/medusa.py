@@ -1,0 +1,185 @@
+"""Medusa (Cai et al., arXiv:2401.10774): one head for every depth, all on the same feature.
+
+Medusa-1 leaves the target as it is; Medusa-2 tunes it together with the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Batch, DraftStep, Group, supervised
+from drafters.families.feature_heads import Newest, NewestDrafter, at_least_one
+from drafters.families.hf_build import checked
+from drafters.families.token_bias import Informed, Levels, Teaching
+from drafters.families.tuned_target import Lora
+from drafters.layers.lm_heads import OwnHeads, ResBlock
+
+
+class Medusa(Informed, NewestDrafter):
+    """Head j reads the feature f_t and predicts x_{t+1+j}; it sees no token, the root included.
+
+    Depths are independent given the context: q at depth 2 is the same below every token of depth 1,
+    so all laws of a draft are made at once and a tree is the product of the depths' best tokens. With
+    `token_info` each token has a bias on the logits of the next, as in DSpark (arXiv:2607.05147).
+
+    Args:
+        hidden_size: D of the target.
+        vocab_size: V of the target.
+        depth: heads, K; a draft is no deeper.
+        layers: residual layers of a head.
+        own_head: each depth has an output head of its own, begun as the target's and trained
+            (K V D weights); otherwise all share the target's, frozen.
+        token_info: `none`, or a kind of `TokenInfoBias`.
+        info_rank: its rank.
+        hot_tokens: its tokens.
+        bias: whether a residual layer has one, as in the authors' checkpoints.
+
+    Raises:
+        UserError: no head, or a head without a layer.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        depth: int,
+        layers: int,
+        own_head: bool,
+        token_info: str = "none",  # what checkpoints have that were saved before there was a choice
+        info_rank: int = 1,
+        hot_tokens: int = 1,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        at_least_one(depth=depth, layers=layers)
+        self.depth = depth
+        self.blocks = nn.ModuleList(ResBlock(hidden_size, layers, bias) for _ in range(depth))
+        self.lm_heads = OwnHeads(hidden_size, vocab_size, depth if own_head else 0)
+        self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
+        drafter.lm_heads.begin(target)
+        return drafter
+
+    # -- training face -----------------------------------------------------------------------
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        return self._unroll(batch.taps[:, :, 0], batch, target)
+
+    def _unroll(self, features: Tensor, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        """Every head on (B, T, D) features."""
+        features = features.flatten(0, 1)  # (B * T, D)
+        teaching = Teaching(self.info, batch.tokens)
+        for depth, block in enumerate(self.blocks, 1):
+            anchor = supervised(batch.loss_mask, depth).flatten().nonzero()[:, 0]  # (M,)
+            if not len(anchor):
+                return
+            hidden = teaching.hidden(block(features[anchor].to(self.dtype)), anchor, depth)
+            yield DraftStep(hidden, anchor, depth, self.informed(self.lm_heads.of(depth, target)), {})
+
+    # -- decoding face -----------------------------------------------------------------------
+
+    @override
+    def propose(self, state: Newest, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
+        assert state.feature is not None
+        assert state.root is not None
+        self.check(plan)
+        hidden = [block(state.feature) for block in self.blocks[: plan.depth]]  # K of (B, D)
+        states = torch.stack(hidden, 1)
+        if self.lm_heads:
+            raw = [self.lm_heads.of(j, target).product(h) for j, h in enumerate(hidden, 1)]  # K of (B, V)
+        else:
+            raw = target.head.product(states).unbind(1)
+        levels = Levels(raw, states, target.head.shape, self.info, state.root)
+        return self.grow(levels, sampler, coin, plan)
+
+
+class Medusa2(Medusa):
+    """Medusa-2: the heads and a LoRA of the target learn together (sections 2.2.2 and 2.3.2).
+
+    The target that is given stays as it was: what is tuned are copies. The rows of the original
+    teach the tuned one (self-distillation), at depth 0, as they teach the heads:
+
+        loss = divergence(original, tuned) + heads * sum_j w_j divergence(original, head j).
+
+    Output is lossless with respect to the tuned target, `verifier`, and no longer to the original.
+
+    Args:
+        lora: of `tuned.Lora`.
+        heads: weight of the heads' loss; the tuned target's own has weight 1.
+        warmup: share of the steps in which the heads learn alone; over as long again, the LoRA's
+            learning rate rises.
+        lora_lr: the LoRA's learning rate over the heads'.
+        **options: of `Medusa`.
+
+    Raises:
+        UserError: see `Medusa`; a number out of range.
+    """
+
+    def __init__(
+        self, lora: dict[str, Any], heads: float, warmup: float, lora_lr: float, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.lora = Lora(**lora)
+        self.heads, self.warmup, self.lora_lr = heads, warmup, lora_lr
+        self.settings |= {"lora": lora, "heads": heads, "warmup": warmup, "lora_lr": lora_lr}
+        if not 0 <= warmup < 1:
+            raise UserError(f"drafter.warmup={warmup}: must be from 0 to less than 1")
+        for name in ("heads", "lora_lr"):
+            if self.settings[name] <= 0:
+                raise UserError(f"drafter.{name}={self.settings[name]}: must be more than 0")
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        fresh = Lora.for_target(target, **checked(options["lora"]))
+        lora = {"r": fresh.r, "alpha": fresh.alpha, "targets": fresh.shapes}
+        return super().for_target(target, **options | {"lora": lora})
+
+    @override
+    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
+        features = self.lora.read(target, batch.tokens)  # (B, T, D)
+        written = F.pad(batch.loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]  # (M,)
+        if len(written):
+            yield DraftStep(features.flatten(0, 1)[written], written, 0, target.head, {})
+        for step in self._unroll(features, batch, target):
+            yield step._replace(weight=self.heads)
+
+    @override
+    def checkpoint_gradients(self) -> None:
+        self.lora.checkpointing = True
+
+    @override
+    def groups(self) -> list[Group]:
+        tuned = [weight for weight in self.lora.parameters() if weight.requires_grad]
+        ids = {id(weight) for weight in tuned}
+        (every,) = super().groups()
+        return [
+            every._replace(weights=[weight for weight in every.weights if id(weight) not in ids]),
+            Group(tuned, self._lora_rate),
+        ]
+
+    def _lora_rate(self, done: float) -> float:
+        risen = min(1.0, max(0.0, done / self.warmup - 1)) if self.warmup else 1.0
+        return self.lora_lr * risen
+
+    @override
+    def verifier(self, target: Target) -> Target:
+        return self.lora.merge(target)

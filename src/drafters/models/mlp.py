@@ -1,0 +1,170 @@
+"""MLP speculator (Wertheimer et al., arXiv:2404.19124), and Snowflake Arctic's LSTM in its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.model.causal_lm import Head
+from decode.model.target import Target
+from drafters.families.feature_heads import Chained, at_least_one
+
+EPS = 1e-6
+
+
+class Norm(nn.Module):
+    """x / rms(x), scaled and shifted: what vLLM's MLPSpeculatorLayerNorm computes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=EPS) * self.weight + self.bias
+
+
+def each(depth: int, make: Callable[[int], nn.Module], alike: int) -> nn.ModuleList:
+    """A module for every depth; from index `alike` on they are one, under many names."""
+    own = [make(i) for i in range(min(depth, alike + 1))]
+    return nn.ModuleList(own[min(i, alike)] for i in range(depth))
+
+
+class Speculator(Chained):
+    """A small recurrent cell: its first state is the feature f_t, at depth j it reads x_{t+j}, and
+    the depth's own output head reads x_{t+1+j} off the new state.
+
+    Token and state enter as a sum in which the state has the share s^2 of the power, s^(2 K) = 1/2, as
+    long as its elements have mean square 1/2 and the embedding's the initial 1 / S.
+
+    Args:
+        hidden_size: D of the target.
+        vocab_size: V of the target.
+        inner_size: of a state, S; 0: that of the target.
+        depth: depths, K.
+        tie_weights: embedding, head and norm are those of depth 1 at all depths, and projections
+            those of depth 2 from there on.
+        scale_input: the feature is divided by sqrt(2) times its rms first.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        inner_size: int,
+        depth: int,
+        tie_weights: bool,
+        scale_input: bool,
+    ) -> None:
+        super().__init__()
+        at_least_one(depth=depth, inner_size=inner_size or hidden_size)
+        self.inner = size = inner_size or hidden_size
+        self.depth, self.scale_input = depth, scale_input
+        self.alike = 0 if tie_weights else depth - 1
+        keep = 0.5 ** (0.5 / depth)  # s
+        self.token_weight = math.sqrt((1 - keep**2) * size / 2) / keep
+        self.head = each(depth, lambda _: nn.Linear(size, vocab_size, bias=False), self.alike)
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """Every matrix normal, of variance 1 / S."""
+        for module in self.modules():
+            if isinstance(module, nn.Embedding | nn.Linear):
+                nn.init.normal_(module.weight, std=self.inner**-0.5)
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        return cls(target.hidden_size, target.vocab_size, **options)
+
+    @property
+    @override
+    def state_size(self) -> int:
+        return self.inner
+
+    @override
+    def begin(self, feature: Tensor) -> Tensor:
+        feature = feature.to(self.dtype)
+        if not self.scale_input:
+            return feature
+        return F.rms_norm(feature, feature.shape[-1:], eps=EPS) / math.sqrt(2)
+
+    @override
+    def read(self, state: Tensor, index: int) -> Tensor:
+        return state[..., : self.inner]
+
+    @override
+    def output(self, depth: int, target: Target) -> Head:
+        return Head(self.get_parameter(f"head.{depth - 1}.weight"))
+
+
+class Mlp(Speculator):
+    """s_j = GELU(norm(W_j s_{j-1} + a E_j(x_{t+j}))), the speculator of fms-fsdp."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        inner_size: int,
+        depth: int,
+        tie_weights: bool,
+        scale_input: bool,
+    ) -> None:
+        settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        super().__init__(**settings)
+        self.settings = settings
+        size, alike = self.inner, self.alike
+        self.emb = each(depth, lambda _: nn.Embedding(vocab_size, size), alike)
+        self.proj = each(
+            depth, lambda i: nn.Linear(size if i else hidden_size, size, bias=False), max(alike, 1)
+        )
+        self.ln = each(depth, lambda _: Norm(size), alike)
+        self._initialise()
+
+    @override
+    def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
+        state = self.proj[index](state) + self.token_weight * self.emb[index](token)
+        return F.gelu(self.ln[index](state))
+
+
+class Lstm(Speculator):
+    """The gates and the candidate of an LSTM in the MLP's place (ArcticTraining's `sum_lstm`); all
+    depths share their weights, but for the first projection, which reads the feature.
+
+    A state is followed by its memory cell, of the same size.
+    """
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, inner_size: int, depth: int, scale_input: bool
+    ) -> None:
+        settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        super().__init__(**settings, tie_weights=True)
+        self.settings = settings
+        size = self.inner
+        self.emb = nn.Embedding(vocab_size, size)
+        self.proj = each(
+            min(depth, 2), lambda i: nn.Linear(size if i else hidden_size, 4 * size, bias=False), 1
+        )
+        self.cell_ln, self.state_ln = Norm(size), Norm(size)
+        self._initialise()
+
+    @override
+    def begin(self, feature: Tensor) -> Tensor:
+        feature = super().begin(feature)
+        return torch.cat([feature, feature.new_zeros(*feature.shape[:-1], self.inner)], -1)
+
+    @override
+    def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
+        state, memory = state[..., : -self.inner], state[..., -self.inner :]
+        token_part = self.token_weight * self.emb(token)  # (..., S), the same for all four
+        parts = self.proj[min(index, 1)](state).unflatten(-1, (4, -1)) + token_part[..., None, :]
+        forget, take, give = parts[..., :3, :].sigmoid().unbind(-2)
+        memory = memory * forget + F.gelu(self.cell_ln(parts[..., 3, :])) * take
+        return torch.cat([F.gelu(self.state_ln(memory)) * give, memory], -1)

@@ -1,0 +1,48 @@
+"""Prompt lookup (Saxena, 2023; `ngram` in vLLM): copy what followed the newest tokens before."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.model.target import Target
+from decode.plan import Plan
+from drafters.families.lookup import History, Lookup, Node, grow
+
+MATCHES = 32  # of one row that a tree is made of
+
+
+class Ngram(Lookup):
+    """Looks for the longest n-gram that ends the text, prompt included, at an earlier place.
+
+    Of equally long matches the most recent is copied (transformers and vLLM take the first in the
+    text), and a copy that reaches the end of the text goes on as the text repeats itself (they end
+    there). In a tree each match weighs more than all after it, so matches are copied whole, one
+    after the other, until the plan's nodes are used up.
+
+    Args:
+        min_n: fewest tokens that have to match.
+        max_n: most tokens that are compared.
+
+    Raises:
+        UserError: not 1 <= min_n <= max_n.
+    """
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        if not 1 <= min_n <= max_n:
+            raise UserError(f"drafter.min_n={min_n}, max_n={max_n}: must be 1 <= min_n <= max_n")
+        super().__init__(range(min_n, max_n + 1))
+        self.settings = {"min_n": min_n, "max_n": max_n}
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        return cls(**options)
+
+    @override
+    def nodes(self, history: History, plan: Plan) -> list[Node]:
+        places = history.matches(1 if plan.width == 1 else MATCHES)
+        copies = [history.after(place, plan.depth) for place in places]
+        return grow(copies, [0.5**i for i in range(len(copies))], plan)

@@ -1,0 +1,83 @@
+"""P-EAGLE (arXiv:2602.01469; ParallelSpec, arXiv:2410.05589): EAGLE-3 that drafts all depths in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.draft import Draft
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.drafting.tree import expand
+from drafters.drafting.vocabulary import Vocabulary
+from drafters.families.recurrent import RecurrentState
+from drafters.families.token_bias import Levels
+from drafters.models.eagle3 import Eagle3
+
+
+class PEagle(Eagle3):
+    """Depth 1 is EAGLE-3's. Behind the newest pair stand masks, one for every further depth: learned
+    vectors in place of token and feature, which see the settled pairs and the masks before them.
+
+    No drafted token enters a state, so all masks are one pass and their laws one head product. q at
+    depth 2 is the same below every token of depth 1: a tree is the product of the depths' best tokens.
+
+    `unroll` is EAGLE-3's with masks fed back: what a step sees, the first step up to its anchor and its
+    own anchor's steps since, is the paper's mask. The paper trains a sample of the anchors, ever fewer
+    by depth; here all train, depth after depth.
+
+    Args:
+        depth: depths unrolled in training. A draft is no deeper: the next mask would see more masks
+            than any has seen.
+        **options: of `Eagle3`, but for `norm_output`, since nothing is fed back.
+    """
+
+    continues = "eagle3"
+
+    def __init__(self, depth: int, **options: Any) -> None:
+        super().__init__(depth=depth, norm_output=False, **options)
+        del self.settings["norm_output"]
+        self.deepest = depth
+        size = len(self.norm.weight)
+        # Small, for the feature is what layers add to; not 0, where a norm is steepest.
+        self.mask_token = nn.Parameter(0.02 * torch.randn(size))
+        self.mask_hidden = nn.Parameter(0.02 * torch.randn(size))
+
+    @override
+    def drafted_share(self, shares: Tensor, rows: Tensor) -> Tensor:
+        first = self.stack[0]
+        weight = first.qkv_proj.weight[:, : len(self.mask_token)]
+        return F.linear(first.input_layernorm(self.mask_token[None]), weight).expand(len(rows), -1)
+
+    @override
+    def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(x), self.mask_hidden.to(x.dtype).expand_as(x)
+
+    @override
+    def propose(
+        self, state: RecurrentState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        self.check(plan)
+        head = self.head(target)
+        states = self._states(state, plan.depth)
+        levels = Levels(head.product(states).unbind(1), states, head.shape)
+        vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
+        sure = self.sure_of(lambda: levels.newest)
+        return expand(levels.first, levels.step, sampler, coin, plan, vocabulary, sure)
+
+    def _states(self, state: RecurrentState, depth: int) -> Tensor:
+        """(B, K, D) of all depths; keys and values of the masks stay scratch."""
+        assert state.newest is not None
+        x, rows = state.newest, len(state.newest)
+        if depth > 1:
+            token, feature = (m.expand(rows, depth - 1, -1) for m in (self.mask_token, self.mask_hidden))
+            block = torch.ones(depth - 1, depth - 1, dtype=torch.bool, device=x.device).tril()
+            masks = self.read_pairs(state.store, token, feature, block.expand(rows, -1, -1))
+            x = torch.cat([x, masks], 1)
+        return self.emit(x)[0]

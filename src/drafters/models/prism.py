@@ -1,0 +1,64 @@
+"""PRISM (arXiv:2602.01762): EAGLE with other weights for other steps, at the cost of one step's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self, cast
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.model.target import Target
+from drafters.models.eagle import Eagle
+
+
+class Prism(Eagle):
+    """Step k uses module m(k), a fusion and a layer. Module 0 reads the settled pairs; a module reads
+    the keys and values that others wrote, and the feature that the one before gave.
+
+    Args:
+        modules: of steps 1, 2, ...; the last one's goes on. `[0]` is EAGLE.
+        depth: depths unrolled in training.
+        **options: of `Eagle`.
+
+    Raises:
+        UserError: modules that do not begin with 0, or one that no step in training uses.
+    """
+
+    continues = "eagle"
+
+    def __init__(self, modules: Sequence[int], depth: int, **options: Any) -> None:
+        super().__init__(depth=depth, **options)
+        self.settings["modules"] = self.order = list(modules)
+        used = {*self.order[:depth]}
+        if self.order[:1] != [0] or not {*self.order} == used == {*range(len(used))}:
+            raise UserError(
+                f"drafter.modules={self.order}: give a number for each step, 0 first and none left out "
+                f"in the {depth} of drafter.depth"
+            )
+        self.later = nn.ModuleList(Eagle(depth=depth, **options) for _ in range(len(used) - 1))
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        """All modules begin alike."""
+        drafter = super().for_target(target, **options)
+        drafter.load_state_dict(drafter.adopt(drafter.state_dict()))
+        return drafter
+
+    @override
+    def adopt(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """EAGLE's for every module."""
+        copies = {
+            f"later.{i}.{name}": weights[name]
+            for i, module in enumerate(self.later)
+            for name in module.state_dict()
+            if name in weights
+        }
+        return weights | copies
+
+    @override
+    def at(self, depth: int) -> Eagle:
+        module = self.order[min(depth, len(self.order)) - 1]
+        return cast("Eagle", self.later[module - 1]) if module else self

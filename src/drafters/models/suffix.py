@@ -1,0 +1,192 @@
+"""SuffixDecoding (Oliaro et al., arXiv:2411.04975): the row's own text and past rollouts, by frequency."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from decode.draft import PAD
+from decode.errors import UserError
+from decode.model.target import Target
+from decode.plan import Plan
+from drafters.base import Text
+from drafters.families.lookup import History, Lookup, Node, grow
+
+
+class Corpus:
+    """Past texts and the order of their suffixes.
+
+    Args:
+        tokens: (n,) all texts, each followed by `PAD`, which no token equals.
+        length: tokens that suffixes are ordered by, no fewer than any pattern has.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int) -> None:
+        self._size = len(tokens)
+        # Big-endian words compare as bytes like the numbers they are; PAD is the greatest.
+        self._words = tokens.astype(">i4").tobytes()
+        self._order = _suffix_order(tokens, length).data
+
+    def matches(self, pattern: bytes, limit: int) -> list[int]:
+        """At most `limit` places after the pattern, spread evenly over all there are.
+
+        Two binary searches: the work grows with the logarithm of the corpus.
+
+        Args:
+            pattern: big-endian words, at most the ordered length of them.
+            limit: at least 1.
+        """
+        order, words, n = self._order, self._words, len(pattern)
+
+        def prefix(rank: int) -> bytes:
+            return words[4 * order[rank] : 4 * order[rank] + n]
+
+        low = bisect_left(range(self._size), pattern, key=prefix)
+        high = bisect_right(range(self._size), pattern, low, key=prefix)
+        found = min(limit, high - low)
+        return [order[low + (high - low) * i // found] + n // 4 for i in range(found)]
+
+    def after(self, place: int, length: int) -> list[int]:
+        """Up to `length` tokens from `place` on, to the end of their text."""
+        line = np.frombuffer(self._words, ">i4", min(length, self._size - place), 4 * place).tolist()
+        return line[: line.index(PAD)] if PAD in line else line
+
+    def agreement(self, place: int, pattern: bytes) -> int:
+        """How many tokens before `place` equal the last ones of the pattern."""
+        ours = self._words[max(0, 4 * place - len(pattern)) : 4 * place]
+        n = 0
+        while n < len(ours) and ours[-n - 4 : len(ours) - n] == pattern[-n - 4 : len(pattern) - n]:
+            n += 4
+        return n // 4
+
+
+def _suffix_order(tokens: np.ndarray, length: int) -> np.ndarray:
+    """(n,) starts of all suffixes, ordered by their first `length` tokens, PAD last; prefix doubling.
+
+    Past the end of the corpus comes what is less than any token.
+    """
+    rank = np.unique(tokens.astype(np.uint32), return_inverse=True)[1].astype(np.int64) + 1
+    known = 1
+    while known < length:
+        later = np.concatenate([rank[known:], np.zeros(min(known, len(rank)), np.int64)])
+        rank = np.unique(rank * (len(rank) + 1) + later, return_inverse=True)[1] + 1
+        known *= 2
+    return np.argsort(rank, kind="stable")
+
+
+class Suffix(Lookup):
+    """Proposes the heaviest continuations of the newest tokens, in the row's own text, prompt
+    included, and in the rollouts the drafter was fitted on.
+
+    An occurrence that agrees in n tokens weighs growth^n, wherever it is; a node's estimated
+    probability is its share of all weight. (The paper builds a tree for every n and for each of the
+    two sources and takes the one with the greatest sum of probabilities; here they vote together.)
+    Occurrences are found for n = 1, 2, 4, ... up to `longest`, from the longest on, until `matches`
+    are found in each source, so the work of a round does not grow with the text.
+
+    Args:
+        longest: most tokens that are compared.
+        matches: occurrences that vote, in each source.
+        growth: how much more an occurrence weighs for each token more that agrees.
+        factor: a draft is at most this many times as deep as the longest agreement is long.
+        min_probability: least estimated probability of a node.
+        max_tokens: of rollouts that are kept, the newest of them; bounds the saved file to 4 bytes each.
+        vocab_size: of the target.
+        size: of the corpus, with one separator behind every rollout.
+
+    Raises:
+        UserError: an option out of range.
+    """
+
+    corpus: Tensor  # (n,)
+
+    def __init__(
+        self,
+        longest: int,
+        matches: int,
+        growth: float,
+        factor: float,
+        min_probability: float,
+        max_tokens: int,
+        vocab_size: int,
+        size: int = 0,
+    ) -> None:
+        settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        low = {"longest": 1, "matches": 1, "growth": 1, "factor": 0, "min_probability": 0, "max_tokens": 0}
+        for name, least in low.items():
+            if settings[name] < least:
+                raise UserError(f"drafter.{name}={settings[name]}: must be at least {least}")
+        super().__init__([2**i for i in range(longest.bit_length())])
+        self.settings = settings
+        self.longest, self.matches, self.growth = longest, matches, growth
+        self.factor, self.min_probability = factor, min_probability
+        self.register_buffer("corpus", torch.full((size,), PAD, dtype=torch.int32))
+        self._index: Corpus | None = None  # of `corpus`, made when it is first needed
+
+    @override
+    @classmethod
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        return cls(**options, vocab_size=target.vocab_size)
+
+    @override
+    def fit(self, texts: Iterable[Text]) -> str:
+        """Keep the newest rollouts: what the target wrote, and a match's length before it."""
+        kept: deque[np.ndarray] = deque()
+        size = total = rows = 0
+        for text in texts:
+            if 1 not in text.loss_mask:
+                continue
+            begin = max(0, list(text.loss_mask).index(1) - self.longest)
+            kept.append(np.array([*text.tokens[begin:], PAD], np.int32))
+            rows, size, total = rows + 1, size + len(kept[-1]), total + len(kept[-1])
+            while size > self.settings["max_tokens"]:
+                size -= len(kept.popleft())
+        self.corpus = torch.from_numpy(np.concatenate([np.empty(0, np.int32), *kept]))
+        self.settings["size"] = size
+        self._index = None
+        return (
+            f"the newest {len(kept):,} of {rows:,} rollouts kept, {size:,} of {total:,} tokens "
+            f"(at most {self.settings['max_tokens']:,}), {size * 4 / 2**20:.1f} MiB; nothing is trained"
+        )
+
+    @override
+    def new_state(self, rows: int) -> list[History]:
+        if self._index is None:
+            tokens = self.corpus.cpu().numpy()
+            if tokens.size and not (tokens.min() >= PAD and tokens.max() < self.settings["vocab_size"]):
+                raise UserError("drafter=suffix: its corpus has tokens that are none; fit it again")
+            # Twice the longest pattern, so that what is spread evenly is spread over continuations.
+            self._index = Corpus(tokens, 2 * self.orders[-1])
+        return super().new_state(rows)
+
+    @override
+    def nodes(self, history: History, plan: Plan) -> list[Node]:
+        assert self._index is not None
+        newest = np.array(history.tokens[-self.longest :], ">i4").tobytes()
+        lines, agreed = [], []
+        for place in history.matches(self.matches):
+            lines.append(history.after(place, plan.depth))
+            agreed.append(history.agreement(place, self.longest))
+        for place in self._recalled(newest):
+            lines.append(self._index.after(place, plan.depth))
+            agreed.append(self._index.agreement(place, newest))
+        reach = int(self.factor * max(agreed, default=0))
+        weights = [self.growth**n for n in agreed]
+        return grow([line[:reach] for line in lines], weights, plan, self.min_probability)
+
+    def _recalled(self, newest: bytes) -> list[int]:
+        """Places in the corpus that follow the newest tokens, the longest matches first."""
+        assert self._index is not None
+        found: dict[int, None] = {}
+        for n in reversed(self.orders):
+            if 4 * n <= len(newest) and len(found) < self.matches:
+                places = self._index.matches(newest[-4 * n :], self.matches)
+                found |= dict.fromkeys(places)
+        return list(found)[: self.matches]
