@@ -9,7 +9,7 @@ from distill.cli.main import main
 
 def train(cfg: DictConfig, folder: Path) -> float:
     """Rollouts, training, scores; imported here, so that help and refusals do not wait for torch."""
-    from distill.train import run
+    from distill.main import run
 
     return run(cfg, folder)
 

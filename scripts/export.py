@@ -12,8 +12,8 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def task(cfg: DictConfig, folder: Path) -> float:
     """Seconds of imports that `--help` does not wait for."""
     del folder
+    from distill.config.build import quiet
     from distill.export.export import export
-    from distill.train import quiet
 
     quiet()
     return export(cfg)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from decode.evaluation.scorecard import hardware
+from decode.hardware import hardware
 from distill.utils.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]

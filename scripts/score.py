@@ -12,11 +12,11 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def rescore(cfg: DictConfig, folder: Path) -> float:
     """Print the table and, where `out` says so, write the scorecard."""
     del folder
+    from distill.config.build import build_target, quiet, read_inputs
     from distill.config.validate import check_ranges
     from distill.report.earlier import earlier
     from distill.report.tables import settings_table
     from distill.scoring.scorer import Scorer
-    from distill.train import build_target, quiet, read_inputs
     from distill.utils.atomic_files import write_json
     from drafters.checkpoint import io as hub
 

@@ -28,11 +28,11 @@ from workbench import make_target, write_prompts
 from decode.model.causal_lm import Head
 from decode.model.load import load_target, load_tokenizer
 from decode.model.target import LAST, Target
+from distill.config.build import OF_ANY
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.prompts.sources import read_prompts
 from distill.rollouts.writer import Writer
-from distill.train import OF_ANY
 from drafters.base import Drafter
 from drafters.models.dflash import DFlash
 from drafters.models.hf_dllm import Dllm

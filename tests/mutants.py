@@ -1138,7 +1138,7 @@ MUTANTS = {
         "drafters.families.token_bias:Levels.newest", "self._depth - 1", "-1", *SURE, MEDUSA
     ),
     "what the head learns moves the drafter": Mutant(
-        "drafters.confidence:Confidence.forward",
+        "drafters.base:Confidence.forward",
         ".detach()",
         "",
         "test_confidence:test_teaching_a_head_reaches_no_other_weight",

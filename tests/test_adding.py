@@ -19,7 +19,7 @@ from torch import nn
 from workbench import CONF, QUICK, ROOT, command, fork, make_target, write_prompts
 
 from distill.cli.main import main
-from distill.train import run
+from distill.main import run
 from drafters import registry
 
 PAGE = (ROOT / "docs" / "adding.md").read_text()

@@ -15,9 +15,10 @@ from decode.plan import Plan
 from decode.planning.auto import Forecast, choice
 from decode.planning.cost_model import PLAIN, Worth
 from distill.benchmarks.regret import regrets
-from distill.cli.main import compose, main
+from distill.cli.main import main
 from distill.commands.advice import describe, setting
 from distill.commands.advise import candidates, served
+from distill.config.compose import compose
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,12 @@ from decode.generation.types import Output, Piece, Times
 from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.cli.main import compose, rewrite
+from distill.cli.main import rewrite
 from distill.commands import generate as module
-from distill.commands.generate import DRAFTED, PLAIN, figures, read_prompt, show, wants_color
+from distill.commands.generate import DRAFTED, PLAIN, figures, read_prompt, show
+from distill.config.compose import compose
 from distill.prompts.chat_template import Chat
+from distill.utils.progress import wants_color
 from drafters.checkpoint import io as hub
 
 NASTY = "it's \"so\" called: {a: [1, 2]}, x=${oc.env:HOME} \\${b} C:\\new\\\n\n#2 'end\\"

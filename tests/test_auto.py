@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from workbench import CONF, Bench, Outcome, fork, leftovers, train
 
 from decode.errors import UserError
-from distill.cli.main import compose
+from distill.config.compose import compose
 from distill.report import history
 from distill.report.compare import scorecard
 from distill.search import search as auto

@@ -83,7 +83,7 @@ def test_what_is_no_headline_is_called_what_it_is(facts):
 def test_it_says_how_to_serve(facts, monkeypatch):
     text = card(facts._replace(repo="me/drafter"))
     assert "python scripts/generate.py checkpoint=me/drafter target=acme/target-7b" in text
-    assert "Drafter.from_pretrained('me/drafter', target)" in text
+    assert "from_pretrained('me/drafter', target)" in text
     monkeypatch.setattr(table, "WRITERS", {"vllm": {"eagle": None}, "sglang": {}})
     text = card(facts)
     assert "python scripts/export.py checkpoint=<this folder or repository> to=vllm" in text

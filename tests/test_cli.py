@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from workbench import CONF, QUICK, ROOT, command, make_target, train, write_prompts
 
 from decode.errors import UserError
-from distill.cli.main import compose, main, options, rewrite
+from distill.cli.main import main, rewrite
 from distill.config.build import read_chat
+from distill.config.compose import compose, options
 from distill.prompts import split as inputs
 from distill.prompts.length import Limit
 

@@ -15,7 +15,8 @@ from documented import CONF, ROOT, SERVED, Places, commands, configuration, line
 from test_verify_served import Engine, a_card, a_row
 
 from decode.model.load import load_tokenizer
-from distill.cli.main import compose, rewrite
+from distill.cli.main import rewrite
+from distill.config.compose import compose
 from distill.prompts.chat_template import Chat
 
 FOUND = commands()

@@ -7,7 +7,8 @@ from workbench import CONF
 
 from decode.errors import UserError
 from distill.cli.checkpoint_defaults import follow
-from distill.cli.main import compose, rewrite
+from distill.cli.main import rewrite
+from distill.config.compose import compose
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from workbench import CONF, Bench, fresh, ranks, same, weights
 
 from decode.errors import TooLargeError, UserError
-from distill.cli.main import compose, rewrite
+from distill.cli.main import rewrite
+from distill.config.compose import compose
 from distill.data.batches import Micro
 from distill.losses.objective import Objective
 from distill.training import memory_estimate as footprint

@@ -19,12 +19,13 @@ from decode.model.causal_lm import Head
 from decode.model.load import load_target, load_tokenizer
 from decode.model.target import Read
 from decode.sampling import Sampler
-from distill.commands.inspect_data import CLOSE, OPEN, PLAIN, SUPERVISED, find, show
+from distill.commands.inspect_data import CLOSE, OPEN, PLAIN, SUPERVISED, show
 from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
 from distill.rollouts import surprisal as surprise
 from distill.rollouts.heldout import held_out_answers
 from distill.rollouts.statistics import RowCounts
+from distill.rollouts.store import find
 from distill.rollouts.surprisal import Surprise, law_of, lines, measure
 
 SCHEMA = pa.schema(

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from workbench import CONF
 
 from decode.errors import UserError
-from distill.cli.main import compose
+from distill.config.build import read_chat
+from distill.config.compose import compose
 from distill.prompts.chat_template import Chat
-from distill.train import read_chat
 
 ALL = [*FAMILIES, "pocket"]
 ENDS = {

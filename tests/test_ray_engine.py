@@ -14,8 +14,9 @@ from stores import PLAN, fill, make_writer, rows_of
 from workbench import CONF, Bench, leftovers
 
 from decode.errors import UserError
-from distill.cli.main import compose, rewrite
+from distill.cli.main import rewrite
 from distill.config.build import build_target, read_chat
+from distill.config.compose import compose
 from distill.prompts.sources import read_prompts
 from distill.rollouts import ray_workers as ray_engine
 from distill.rollouts.build import load_writer, portable

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from workbench import CONF, make_tokenizer
 
 from decode.errors import UserError
-from distill.cli.main import compose
+from distill.config.compose import compose
 from distill.prompts.chat_template import Chat
 from distill.prompts.mixing import mix, shares
 from distill.prompts.prompt import opening, split

@@ -22,7 +22,8 @@ from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.load import load_target, stop_tokens
 from decode.sampling import Sampler
-from distill.cli.main import compose, main
+from distill.cli.main import main
+from distill.config.compose import compose
 from distill.distributed.graceful_shutdown import Stopped
 from distill.pretrain.corpus import hold_out, pack, read_corpus, train_tokenizer
 from distill.pretrain.module import PretrainModule, Saver, Sequences

@@ -20,7 +20,8 @@ from decode.generation.generate import generate
 from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.cli.main import compose, main, rewrite
+from distill.cli.main import main, rewrite
+from distill.config.compose import compose
 from distill.prompts.chat_template import Chat
 from distill.serving import endpoint, traffic
 from distill.serving import metrics as counters

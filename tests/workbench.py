@@ -27,8 +27,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from decode.model.load import load_target
-from distill.cli.main import compose, main, rewrite
-from distill.train import run
+from distill.cli.main import main, rewrite
+from distill.config.compose import compose
+from distill.main import run
 from drafters.checkpoint.io import save
 from drafters.families import lora_files as adapters
 from drafters.models.eagle import Eagle

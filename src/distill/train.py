@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import warnings
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib import import_module
 from pathlib import Path
 
-import datasets
 import lightning as L
-import transformers
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
-from distill.config.build import build_target, read_chat, read_limit
+from distill.config.build import build_drafter, build_target, quiet, read_inputs
 from distill.config.validate import check_ranges, refused
 from distill.data.datamodule import Keep, RolloutData
 from distill.data.on_policy import OnPolicy
 from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
 from distill.export import export as exporting
-from distill.loggers import loggers as tracking
+from distill.loggers.base import begin, trackers
+from distill.loggers.loggers import ending
 from distill.losses.objective import Objective
-from distill.prompts import split as inputs
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.report import html as html_report
@@ -45,14 +39,11 @@ from distill.training.strategies import check_strategy, join_others
 from distill.training.throughput import Throughput
 from distill.training.time_budget import Budget
 from distill.training.trainer import build_optimizer, build_trainer, fit
-from distill.utils.progress import first_rank, say, switch
-from distill.utils.provenance import local
+from distill.utils.progress import say, switch
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.registry import short_name
-
-OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
 
 
 @dataclass(frozen=True)
@@ -68,29 +59,7 @@ class Shared:
     held: dict[tuple, TapMemory] = field(default_factory=dict)
 
 
-def run(cfg: DictConfig, folder: Path) -> float:
-    """`train`; with `drafter=auto`, of several families.
-
-    Args:
-        cfg: composed from conf/config.yaml.
-        folder: of this run; checkpoints and logs are written below it.
-
-    Returns:
-        tau of the best checkpoint, 0 if nothing was scored.
-
-    Raises:
-        UserError: bad input; it is found before any work starts, and nothing is left behind.
-    """
-    if "families" in cfg.drafter:
-        tau = import_module("distill.search.search").choose(cfg, folder)  # which trains each of them
-    else:
-        tau = train(cfg, folder)
-    if first_rank():
-        summary.places(folder)
-    return tau
-
-
-@tracking.ending()
+@ending()
 def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Shared | None = None) -> float:
     """Rollouts, training, scores.
 
@@ -126,7 +95,7 @@ def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: S
         scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
     saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop := Stop(), budget)
     memory = _watch(trainer, cfg, saver, budget)
-    tracking.begin(trainer.loggers)
+    begin(trainer.loggers)
     counted = _begin(cfg, drafter, target)
     name = f"drafter={short_name(drafter)}"
     if not (drafter.trains or drafter.fits):
@@ -205,53 +174,6 @@ def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: 
         logger.finalize("success")
 
 
-def quiet() -> None:
-    """Leave the terminal to what a user asked to see."""
-    datasets.disable_progress_bars()
-    for module in (r"lightning\.", r"torch\.distributed\."):  # what DeepSpeed calls is about to be renamed
-        warnings.filterwarnings("ignore", module=module)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    for name in ("lightning.pytorch", "lightning.fabric", "datasets"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("WANDB_SILENT", "true")
-
-
-def read_inputs(cfg: DictConfig, folder: Path | None = None) -> tuple[Chat, list[Prompt], list[Prompt]]:
-    """Check the target's configuration and read tokenizer and prompts: cheap, so it comes first.
-
-    Args:
-        cfg: with `target`, `prompts` and `score`.
-        folder: of a run, where the prompts are written down.
-
-    Returns:
-        The chat template, training prompts and the held-out prompts that are scored, these with one
-        place to answer each.
-    """
-    chat = read_chat(cfg)
-    given = bool(OmegaConf.select(cfg, "rollout.answers") == "given")
-    found = inputs.read(cfg, chat, read_limit(cfg), given)
-    if cfg.score.enabled and not found.held:
-        raise UserError(
-            "prompts: none are held out for scoring; raise prompts.heldout_share, set prompts.heldout "
-            "to a file, or score.enabled=false"
-        )
-    if folder:
-        inputs.keep_record(found, folder)
-    inputs.describe(found, folder)
-    return chat, found.train, found.held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
-
-
-def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
-    """The drafter that cfg.drafter names; a `path` in it is meant as the target's is."""
-    where = {"path": str(local(cfg.drafter.path))} if cfg.drafter.get("path") else {}
-    own = OmegaConf.masked_copy(cfg.drafter, [k for k in cfg.drafter if k not in OF_ANY])
-    drafter = instantiate(own, **where)(target)
-    if cfg.drafter.get("confidence"):
-        drafter.add_confidence()
-    return drafter
-
-
 def _begin(cfg: DictConfig, drafter: Drafter, target: Target) -> bool:
     """Take over what `drafter.init_from` has; whether that includes all that would be counted."""
     source = cfg.drafter.init_from
@@ -276,7 +198,7 @@ def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -
     summary.show(folder)
     html_report.attempt(folder)
     exporting.at_end(cfg, folder, target)
-    for tracker in tracking.trackers(trainer.loggers):
+    for tracker in trackers(trainer.loggers):
         tracker.ended(folder)
     best = folder / "checkpoints" / "best" / "score.json"
     return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0

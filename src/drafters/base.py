@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
@@ -17,7 +18,6 @@ from decode.model.target import Tap, Target
 from decode.plan import RULES_OF, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.confidence import Confidence
 
 
 class Batch(NamedTuple):
@@ -172,63 +172,6 @@ class Drafter(nn.Module, ABC):
         del folder
         return tensors
 
-    # -- on file and on the Hub; see drafters.checkpoint.pretrained -------------------------------
-
-    def save_pretrained(self, folder: str | Path, target: Target | None = None) -> None:
-        """Write a folder for `from_pretrained`, with a model card and what is known of its score.
-
-        Args:
-            folder: new, or empty.
-            target: that it was made for; None: the one that it was loaded with.
-
-        Raises:
-            UserError: no target is known, or something is in the folder.
-        """
-        from drafters.checkpoint.pretrained import save_pretrained
-
-        save_pretrained(self, Path(folder), target)
-
-    @classmethod
-    def from_pretrained(
-        cls, source: str | Path, target: Target | None = None, revision: str | None = None
-    ) -> Self:
-        """A drafter of this class from a folder or the Hub, frozen, in the target's dtype.
-
-        Args:
-            source: folder or hub id. Code that comes with it is never run.
-            target: None: the one that its config names, at the revision it names, loaded without
-                code of its own.
-            revision: of a hub id; None: the newest.
-
-        Raises:
-            UserError: see `hub.fetch` and `hub.load`; another class; a target that is not to be had.
-        """
-        from drafters.checkpoint.pretrained import from_pretrained
-
-        drafter = from_pretrained(str(source), target, revision)
-        if not isinstance(drafter, cls):
-            raise UserError(f"{source}: drafter {type(drafter).__name__}, not {cls.__name__}")
-        return drafter
-
-    def push_to_hub(self, repo: str, target: Target | None = None, private: bool = True) -> str:
-        """Upload what `save_pretrained` writes, in one commit.
-
-        Args:
-            repo: owner/name; made if there is none.
-            target: as in `save_pretrained`.
-            private: of a repository that is made.
-
-        Returns:
-            Address of the commit.
-
-        Raises:
-            UserError: no target is known; no token, or one that may not write there.
-            RemoteError: the Hub cannot be reached, or the upload was cut off; nothing is committed.
-        """
-        from drafters.checkpoint.pretrained import push_to_hub
-
-        return push_to_hub(self, repo, target, private)
-
     # -- training face -----------------------------------------------------------------------
 
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
@@ -381,3 +324,27 @@ class Drafter(nn.Module, ABC):
         """Bytes of keys and values that a settled token holds in `state`; none unless said."""
         del state
         return 0
+
+
+class Confidence(nn.Module):
+    """sigmoid(w . s + b): the chance that the token drawn from the law that is read off state s is
+    accepted (DSpark, arXiv:2607.05147; SpecDec++, arXiv:2405.19715).
+
+    It is taught alpha = sum min(p, q), the exact chance, beside the drafter and not with it: states
+    are detached, so that what is drafted is the same with and without it. It begins at 1/2.
+
+    Args:
+        hidden_size: D of the states.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        # Vectors, so that no optimizer takes them for a hidden matrix.
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(..., D + r) -> (...) logits; columns behind the first D are not read."""
+        states = hidden[..., : len(self.weight)].detach()
+        return states.to(self.weight.dtype) @ self.weight + self.bias

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from decode.evaluation.replay import Counts, Rollout, agreement
 from decode.evaluation.timing_ab import Prompts, Tally, compete
 from decode.generation.generate import generate
 from decode.generation.types import Output, Proposer
+from decode.hardware import hardware
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -260,15 +259,3 @@ def _positions(outputs: Sequence[Output], depth: int) -> tuple[list[float], list
 
 def _ratio(top: float, bottom: float) -> float:
     return top / bottom if bottom else 0.0
-
-
-def hardware(device: torch.device) -> str:
-    """Name of what the numbers were measured on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    facts = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    kind = f"family {facts.get('cpu family', '?')}, model {facts.get('model', '?')}"
-    return f"{name} ({kind}), {os.cpu_count()} cores"

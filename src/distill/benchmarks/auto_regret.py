@@ -24,12 +24,12 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.benchmarks.regret import spread
+from distill.config.build import build_target, quiet, read_inputs
 from distill.config.validate import check_ranges
+from distill.report.search_panel import RECORD
 from distill.report.tables import grid
 from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
-from distill.search.state import RECORD
-from distill.train import build_target, quiet, read_inputs
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar, say
 from distill.utils.provenance import conditions

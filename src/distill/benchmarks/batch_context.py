@@ -19,11 +19,11 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill.config.build import build_target, quiet, read_inputs
 from distill.config.validate import check_ranges
 from distill.report.tables import grid
 from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
-from distill.train import build_target, quiet, read_inputs
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import conditions

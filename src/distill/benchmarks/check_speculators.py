@@ -15,8 +15,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from distill.config.build import build_target
-from distill.train import quiet
+from distill.config.build import build_target, quiet
 from distill.utils.progress import say
 from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as hub

@@ -24,12 +24,12 @@ from decode.planning.auto import Auto
 from decode.planning.round_timing import clock_of
 from decode.sampling import Sampler
 from distill.commands.advise import candidates
+from distill.config.build import build_target, quiet, read_inputs
 from distill.config.validate import check_ranges, refused
 from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
 from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
-from distill.train import build_target, quiet, read_inputs
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import conditions

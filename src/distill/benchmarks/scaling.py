@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import hardware
+from decode.hardware import hardware
 from distill.config.validate import check_ranges
 from distill.report.tables import grid
 from distill.utils.atomic_files import write_json

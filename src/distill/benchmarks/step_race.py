@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import hardware
+from decode.hardware import hardware
 from distill.benchmarks.step_cost import products
 from distill.benchmarks.step_workers import HERE, Contender, rates, working
 from distill.config.validate import check_ranges

@@ -110,7 +110,7 @@ def _prompts(run: Path, own: dict[str, Any] | None) -> list[str]:
 
 def _writer(argv: Sequence[str], stores: str) -> dict[str, Any]:
     """Who wrote the store that is named, or the newest; what is wrong with it the command will say."""
-    from distill.commands.inspect_data import find
+    from distill.rollouts.store import find
 
     try:
         folder = find(_value(argv, "store") or None, _value(argv, "stores") or stores)

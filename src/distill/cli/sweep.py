@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decode.errors import UserError
+from distill.config.validate import processes
 from distill.utils.atomic_files import write_json
 from distill.utils.run_folder import occupy
 
@@ -164,22 +165,6 @@ def check_job(cfg: DictConfig) -> None:
             f"trainer.devices={cfg.trainer.devices} in a sweep: Lightning would run the whole sweep again in "
             "every process it starts; set trainer.devices=1, or start torchrun once for each setting"
         )
-
-
-def processes(trainer: DictConfig) -> int:
-    """Of a Lightning trainer with these settings, on this machine."""
-    devices = trainer.devices
-    if isinstance(devices, str):
-        devices = (
-            [part for part in devices.split(",") if part] if "," in devices else devices.replace("auto", "-1")
-        )
-    if OmegaConf.is_list(devices) or isinstance(devices, list):
-        count = len(devices)
-    elif (count := int(devices)) < 0:
-        import torch
-
-        count = 1 if trainer.accelerator == "cpu" else torch.cuda.device_count()
-    return count * trainer.get("num_nodes", 1)
 
 
 def _folder(settings: Any) -> Path:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance, acceptance
 from decode.evaluation.replay import Rollout
-from decode.evaluation.scorecard import hardware
+from decode.hardware import hardware
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
@@ -23,11 +23,11 @@ from decode.planning.oracle import least_seconds, lowest_share
 from decode.planning.round_timing import clock_of, measure
 from decode.sampling import Sampler
 from distill.commands.advice import describe, setting
+from distill.config.build import build_drafter, build_target, quiet, read_inputs
 from distill.config.validate import check_ranges, refused
 from distill.rollouts.heldout import held_out_answers
 from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
-from distill.train import build_drafter, build_target, quiet, read_inputs
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -18,9 +17,10 @@ from decode.generation.text import Detokenizer
 from decode.generation.types import Output, Piece, Times
 from decode.model.load import stop_tokens
 from decode.plan import Plan
+from distill.config.build import build_target, quiet, read_chat
 from distill.config.validate import check_ranges, refused
 from distill.scoring.scorer import threads
-from distill.train import build_target, quiet, read_chat
+from distill.utils.progress import wants_color
 from drafters.checkpoint import io as hub
 
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -96,18 +96,6 @@ def read_prompt(given: str) -> str:
     if not text.strip():
         raise UserError("prompt: it is empty; give some text, or prompt=- to read it from stdin")
     return text
-
-
-def wants_color(choice: str) -> bool:
-    """Whether to colour: `auto` does on a terminal, unless NO_COLOR (no-color.org) asks not to.
-
-    Raises:
-        UserError: no such choice.
-    """
-    if choice not in ("auto", "always", "never"):
-        raise UserError(f"color={choice}: choose auto, always or never")
-    able = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return choice == "always" or (choice == "auto" and able and not os.environ.get("NO_COLOR"))
 
 
 def show(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, color: bool) -> Piece:

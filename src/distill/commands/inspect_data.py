@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from decode.errors import UserError
 from decode.generation.text import Detokenizer
 from decode.model.load import load_config
-from distill.commands.generate import wants_color
+from distill.config.build import build_target, quiet, read_chat
 from distill.config.validate import check_ranges
 from distill.rollouts import surprisal as surprise
 from distill.rollouts.statistics import RowCounts
+from distill.rollouts.store import find
 from distill.scoring.scorer import threads
-from distill.train import build_target, quiet, read_chat
-from distill.utils.progress import bar, say
+from distill.utils.progress import bar, say, wants_color
 from distill.utils.provenance import local
 
 SUPERVISED, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -80,20 +80,6 @@ def inspect(cfg: DictConfig) -> float:
         found = surprise.measure(target, sample, law.sampler)
     print("\n".join(surprise.lines(found, law)), flush=True)
     return found.excess()[0]
-
-
-def find(store: str | None, root: str) -> Path:
-    """The store's folder: the one that is named, or the newest finished one in `root`.
-
-    Raises:
-        UserError: there is none.
-    """
-    if store is not None:
-        return Path(store)
-    manifests = sorted(Path(root).glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)
-    if not manifests:
-        raise UserError(f"store: no finished store in {root}; train.py makes one, or name another: store=...")
-    return manifests[-1].parent
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

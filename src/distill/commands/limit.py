@@ -16,16 +16,16 @@ from decode.errors import UserError
 from decode.evaluation.bootstrap import interval
 from decode.evaluation.entropy_bound import Entropy, best_trees, bound, entropy, published
 from decode.evaluation.replay import Rollout
-from decode.evaluation.scorecard import hardware
 from decode.evaluation.tree_efficiency import Begun, acceptance, begun, kept
+from decode.hardware import hardware
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill.config.build import build_target, quiet, read_inputs
 from distill.config.validate import check_ranges, refused
 from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
-from distill.train import build_target, quiet, read_inputs
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit

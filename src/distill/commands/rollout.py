@@ -7,11 +7,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from decode.errors import UserError
-from distill.config.build import build_target, read_chat, read_limit
+from distill.config.build import build_target, quiet, read_chat, read_limit
 from distill.config.validate import check_ranges, refused
 from distill.prompts import split as inputs
 from distill.rollouts.produce import fill, open_store, rollout_plan
-from distill.train import quiet
 from distill.utils.progress import say
 
 

@@ -166,3 +166,19 @@ def refused() -> Iterator[None]:
         cause = (isinstance(error, InstantiationException) and error.__cause__) or error
         what = "" if isinstance(cause, UserError) else "configuration: "
         raise UserError(what + " ".join(str(cause).split())) from None
+
+
+def processes(trainer: DictConfig) -> int:
+    """Of a Lightning trainer with these settings, on this machine."""
+    devices = trainer.devices
+    if isinstance(devices, str):
+        devices = (
+            [part for part in devices.split(",") if part] if "," in devices else devices.replace("auto", "-1")
+        )
+    if OmegaConf.is_list(devices) or isinstance(devices, list):
+        count = len(devices)
+    elif (count := int(devices)) < 0:
+        import torch
+
+        count = 1 if trainer.accelerator == "cpu" else torch.cuda.device_count()
+    return count * trainer.get("num_nodes", 1)

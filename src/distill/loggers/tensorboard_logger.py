@@ -11,8 +11,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from distill.loggers.loggers import Careful, best, lengths, numbers, setting
+from distill.loggers.base import Careful, lengths, numbers, setting
+from distill.report.tables import settings_table
 from distill.utils.progress import say
+from distill.utils.run_folder import best
 
 FOLDER = "tensorboard"
 
@@ -68,8 +70,6 @@ class TensorBoard(Careful, TensorBoardLogger):
             )
 
     def _saved(self, card: dict[str, Any], is_best: bool) -> None:
-        from distill.report.tables import settings_table
-
         writer, step = self.experiment, card["step"]
         text = "\n".join(f"    {line}" for line in settings_table(card).splitlines())  # Markdown's verbatim
         writer.add_text("scorecard", f"{text}\n\nbest so far: {'yes' if is_best else 'no'}", step)

@@ -19,11 +19,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from distill.loggers.loggers import COLUMNS, REPORT, Careful, best, cards, lengths, rows, setting
+from distill.loggers.base import COLUMNS, Careful, lengths, rows, setting
 from distill.utils import redact
 from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
-from distill.utils.run_folder import checkpoints
+from distill.utils.run_folder import REPORT, best, cards, checkpoints
 from drafters.checkpoint import io as hub
 
 STEP = "trainer/global_step"

@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.model.load import TOKENIZER_FILES
+from distill.config.build import quiet
 from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop
 from distill.loggers.loggers import ending
 from distill.pretrain.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
 from distill.pretrain.module import PretrainModule, Saver, TextData
-from distill.train import quiet
 from distill.training.checkpointing import STATE, TrainingBar
 from distill.training.trainer import build_trainer, fit
 from distill.utils.atomic_files import clean, publish_folder, write_json

@@ -13,9 +13,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
+import distill.config.resolvers  # noqa: F401  that a configuration uses
 from decode.errors import UserError
 from decode.evaluation.scorecard import SCHEMA
-from distill.cli import main as cli  # noqa: F401  registers the resolvers that a configuration uses
 from distill.utils.atomic_files import read_json
 from distill.utils.redact import override, resolved, without_secrets
 from distill.utils.run_folder import checkpoints

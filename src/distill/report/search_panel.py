@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from markupsafe import Markup
 
 from distill.report import page
 from distill.report.history import History
-from distill.search.state import HEAD, RECORD, Ledger, lines
+from distill.utils.atomic_files import read_json
+
+RECORD = "auto.json"  # of a search, in its run's folder
+HEAD = ["family", "rung", "trained", "steps", "tau", "plan", "ms/round", "tokens/s", "speedup", "fate"]
+RUNGS = {0: "-", -1: "last"}  # of drafters that nobody trains, and of the winner to the end
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Cells of a table of what was compared, as text; tokens a second are those of the whole batch.
+
+    Args:
+        rows: of auto.json: family, rung, seconds, steps, fate, and verdict or None.
+    """
+    table = []
+    for row in rows:
+        rung = RUNGS.get(row["rung"], str(row["rung"]))
+        cells = [row["family"], rung, f"{row['seconds']:.0f} s", str(row["steps"])]
+        if verdict := row["verdict"]:
+            cells += [f"{verdict['tau']:.2f}", verdict["plan"], f"{1000 * verdict['round_seconds']:.1f}"]
+            speedup = verdict["speed"] / verdict["plain_speed"]
+            cells += [f"{verdict['speed']:.0f}", f"{speedup:.2f}x"]
+        else:
+            cells += ["-"] * 5
+        table.append([*cells, row["fate"]])
+    return table
 
 
 def families(run: History) -> Markup | None:
     """All that were compared, rung by rung; None: nobody searched."""
-    if not (run.folder / RECORD).exists():
+    if not (found := read_json(run.folder / RECORD)):
         return None
-    found = Ledger.open(run.folder / RECORD)
     says = "Training goes on for the faster half of each rung; speedups are predicted, over plain decoding. "
-    says += found.result.get("why", "The search has not ended.")
-    return page.section("Families compared", page.table(HEAD, lines(found.rows)), says=says, wide=True)
+    says += found["result"].get("why", "The search has not ended.")
+    return page.section("Families compared", page.table(HEAD, lines(found["rows"])), says=says, wide=True)

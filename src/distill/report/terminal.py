@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from decode.errors import UserError
-from distill.loggers.loggers import REPORT, best, cards
 from distill.report.tables import by_setting, by_step, headline, table
 from distill.utils.progress import first_rank, lively, say
+from distill.utils.run_folder import REPORT, best, cards
 from drafters.export import formats as programs
 
 # Dropped in this order where a terminal is too narrow for all; the report and score.json have them.

@@ -284,3 +284,17 @@ class RolloutStore:
         for i, shard in enumerate(self.manifest()["shards"]):
             if sha256(self.path(i)) != shard["sha256"]:
                 raise UserError(f"{self.path(i)}: changed since it was made; delete it to have it made again")
+
+
+def find(store: str | None, root: str) -> Path:
+    """The store's folder: the one that is named, or the newest finished one in `root`.
+
+    Raises:
+        UserError: there is none.
+    """
+    if store is not None:
+        return Path(store)
+    manifests = sorted(Path(root).glob("*/manifest.json"), key=lambda path: path.stat().st_mtime)
+    if not manifests:
+        raise UserError(f"store: no finished store in {root}; train.py makes one, or name another: store=...")
+    return manifests[-1].parent

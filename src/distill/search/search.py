@@ -13,9 +13,10 @@ from omegaconf import DictConfig
 
 from decode.errors import UserError
 from decode.plan import Plan
-from distill.config.build import build_target
+from distill.config.build import build_drafter, build_target, quiet, read_inputs
 from distill.config.validate import check_ranges, refused
 from distill.report import html as html_report
+from distill.report.search_panel import RECORD
 from distill.rollouts.produce import fill, open_store, rollout_plan
 from distill.search import halving
 from distill.search import state as ledger
@@ -25,7 +26,7 @@ from distill.search.evaluate import Judge
 from distill.search.halving import FREE, LAST, SCORE, Row
 from distill.search.state import Ledger
 from distill.search.trials import Jobs, Place, Stretch
-from distill.train import Shared, build_drafter, quiet, read_inputs
+from distill.train import Shared
 from distill.utils.atomic_files import publish
 from distill.utils.launcher import lived
 from distill.utils.progress import say, switch
@@ -78,7 +79,7 @@ class Search:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cfg, self.place, self.overrides, self.configs = cfg, place, overrides, configs
-        self.ledger, self.clock = Ledger.open(place.folder / ledger.RECORD), clock
+        self.ledger, self.clock = Ledger.open(place.folder / RECORD), clock
         self.begun = begun - self.ledger.spent
         self.total = 60.0 * cfg.drafter.minutes
         self.batch = int(cfg.score.batch_sizes[0])

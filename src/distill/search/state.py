@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distill.report.search_panel import HEAD, lines
 from distill.report.tables import grid
-from distill.search.halving import FREE, LAST, Row, Verdict
+from distill.search.halving import Row, Verdict
 from distill.utils.atomic_files import read_json, write_json
 
-RECORD, PAGE = "auto.json", "auto.md"
-HEAD = ["family", "rung", "trained", "steps", "tau", "plan", "ms/round", "tokens/s", "speedup", "fate"]
+PAGE = "auto.md"
 
 
 @dataclass
@@ -68,28 +68,16 @@ class Ledger:
         return list(found.values())
 
 
-def lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Cells of a table, as text; tokens a second are those of the whole batch."""
-    names = {FREE: "-", LAST: "last"}
-    table = []
-    for row in rows:
-        cells = [row.family, names.get(row.rung, str(row.rung)), f"{row.seconds:.0f} s", str(row.steps)]
-        if row.verdict:
-            own = row.verdict
-            cells += [f"{own.tau:.2f}", own.plan, f"{1000 * own.round_seconds:.1f}"]
-            cells += [f"{own.speed:.0f}", f"{own.speedup:.2f}x"]
-        else:
-            cells += ["-"] * 5
-        table.append([*cells, row.fate])
-    return table
+def _cells(rows: Sequence[Row]) -> list[list[str]]:
+    return lines([asdict(row) for row in rows])
 
 
 def text(rows: Sequence[Row]) -> str:
     """For a terminal."""
-    return grid(HEAD, lines(rows))
+    return grid(HEAD, _cells(rows))
 
 
 def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """For a page."""
-    table = [HEAD, ["---"] * len(HEAD), *lines(rows)]
+    table = [HEAD, ["---"] * len(HEAD), *_cells(rows)]
     return "\n".join(["| " + " | ".join(row) + " |" for row in table] + ["", *notes]) + "\n"

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import TooLargeError, UserError
 from decode.plan import Plan
+from distill.config.compose import compose
 from distill.search.halving import LAST, SCORE
 from distill.train import Shared, train
 from distill.training.time_budget import Budget
@@ -229,8 +230,6 @@ def job(cfg: DictConfig, stretches: Mapping[str, Stretch], shared: Shared | None
 
 def composed(place: Place, overrides: Sequence[str]) -> DictConfig:
     """A family's configuration, checked as a command's is."""
-    from distill.cli.main import compose  # which has begun this command
-
     own = [o for o in overrides if not o.startswith("hydra.")]
     return compose(own, place.conf, place.name)
 

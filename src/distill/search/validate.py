@@ -6,7 +6,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig
 
 from decode.errors import UserError
-from distill.cli.sweep import processes
+from distill.config.validate import processes
 from distill.search import trials as families
 from distill.search.trials import Place
 from distill.utils.launcher import launch

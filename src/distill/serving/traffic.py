@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from decode.errors import UserError
+from distill.config.build import read_inputs
 from distill.engines.base import Law, Request
 from distill.engines.http_server import Server
 from distill.engines.openai import OpenAIEngine
 from distill.serving.endpoint import Endpoint, Model
 from distill.serving.metrics import Reading, since
-from distill.train import read_inputs
 from distill.utils.progress import say
 
 PAUSE, LOOKS = 0.5, 10  # seconds between looks at counters that may not have caught up yet, and how many

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from decode.errors import UserError
+from distill.config.build import quiet
 from distill.config.validate import check_address, check_ranges
 from distill.report.compare import scorecard
 from distill.report.tables import grid
@@ -18,7 +19,6 @@ from distill.serving.diagnosis import Circumstances, causes
 from distill.serving.endpoint import Endpoint
 from distill.serving.metrics import Reading, served
 from distill.serving.traffic import Counted, count
-from distill.train import quiet
 from distill.utils.progress import say
 
 FLAGS = {

@@ -21,7 +21,7 @@ from decode.errors import UserError
 from decode.model.target import Target
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_state
-from distill.loggers.loggers import numbers, trackers
+from distill.loggers.base import numbers, trackers
 from distill.report import html as html_report
 from distill.training.consolidate import consolidated
 from distill.training.module import DistillModule

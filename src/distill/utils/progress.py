@@ -23,6 +23,8 @@ from rich.text import Text
 from torch import distributed
 from typing_extensions import override
 
+from decode.errors import UserError
+
 WIDE = 70  # columns of a terminal in which there is room for a bar and for how fast it goes
 EVERY = 0.15  # seconds between two drawings
 switch = {"on": True}  # trainer.enable_progress_bar, for every bar of the process
@@ -220,3 +222,15 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def wants_color(choice: str) -> bool:
+    """Whether to colour: `auto` does on a terminal, unless NO_COLOR (no-color.org) asks not to.
+
+    Raises:
+        UserError: no such choice.
+    """
+    if choice not in ("auto", "always", "never"):
+        raise UserError(f"color={choice}: choose auto, always or never")
+    able = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return choice == "always" or (choice == "auto" and able and not os.environ.get("NO_COLOR"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from decode.evaluation.scorecard import hardware
+from decode.hardware import hardware
 from decode.model.target import Target
 
 ROOT = Path(__file__).resolve().parents[3]

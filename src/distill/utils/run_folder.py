@@ -17,6 +17,8 @@ from decode.errors import UserError
 from distill.utils.atomic_files import write_json
 from distill.utils.launcher import launch, lived
 
+REPORT = "report.html"
+
 DONE = "done"
 FAILED = "failed"  # folder of batches that no number came of
 
@@ -221,3 +223,15 @@ def checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints of a run, by step."""
     found = [p for p in (folder / "checkpoints").glob("*") if p.name.isdigit() and p.is_dir()]
     return sorted(found, key=lambda p: int(p.name))
+
+
+def cards(folder: Path) -> list[dict[str, Any]]:
+    """Scorecards of a run, oldest first."""
+    found = [checkpoint / "score.json" for checkpoint in checkpoints(folder)]
+    return [json.loads(path.read_text()) for path in found if path.exists()]
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint that `best` points to."""
+    link = folder / "checkpoints" / "best"
+    return link.resolve() if link.exists() else None

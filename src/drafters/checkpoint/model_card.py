@@ -209,10 +209,10 @@ def _serve(facts: Facts) -> str:
         "or from Python:",
         "",
         "    from decode.model.load import load_target",
-        "    from drafters.base import Drafter",
+        "    from drafters.checkpoint.pretrained import from_pretrained",
         "",
         f"    target = load_target({target!r})",
-        f"    drafter = Drafter.from_pretrained({here!r}, target)",
+        f"    drafter = from_pretrained({here!r}, target)",
         "",
     ]
     programs = [program for program, writers in table.WRITERS.items() if facts.kind in writers]

@@ -33,9 +33,19 @@ SCORES = (NOTES[0], "score.json")  # what a folder calls it, and a run's checkpo
 RECIPE = NOTES[1]
 
 
-def from_pretrained(source: str, target: Target | None, revision: str | None) -> Drafter:
-    """See `Drafter.from_pretrained`."""
-    folder = hub.fetch(source, revision)
+def from_pretrained(source: str | Path, target: Target | None = None, revision: str | None = None) -> Drafter:
+    """A drafter from a folder or the Hub, frozen, in the target's dtype.
+
+    Args:
+        source: folder or hub id. Code that comes with it is never run.
+        target: None: the one that its config names, at the revision it names, loaded without code of
+            its own.
+        revision: of a hub id; None: the newest.
+
+    Raises:
+        UserError: see `fetch` and `load` of `drafters.checkpoint.io`; a target that is not to be had.
+    """
+    folder = hub.fetch(str(source), revision)
     return hub.load(folder, target or _named_target(folder))
 
 
@@ -53,14 +63,37 @@ def _named_target(folder: Path) -> Target:
     return target
 
 
-def save_pretrained(drafter: Drafter, folder: Path, target: Target | None = None) -> None:
-    """See `Drafter.save_pretrained`."""
-    with whole(folder) as temporary:
+def save_pretrained(drafter: Drafter, folder: str | Path, target: Target | None = None) -> None:
+    """Write a folder for `from_pretrained`, with a model card and what is known of its score.
+
+    Args:
+        drafter: with its weights.
+        folder: new, or empty.
+        target: that it was made for; None: the one that it was loaded with.
+
+    Raises:
+        UserError: no target is known, or something is in the folder.
+    """
+    with whole(Path(folder)) as temporary:
         write(drafter, temporary, _origin(drafter, target))
 
 
-def push_to_hub(drafter: Drafter, repo: str, target: Target | None, private: bool) -> str:
-    """See `Drafter.push_to_hub`."""
+def push_to_hub(drafter: Drafter, repo: str, target: Target | None = None, private: bool = True) -> str:
+    """Upload what `save_pretrained` writes, in one commit.
+
+    Args:
+        drafter: with its weights.
+        repo: owner/name; made if there is none.
+        target: as in `save_pretrained`.
+        private: of a repository that is made.
+
+    Returns:
+        Address of the commit.
+
+    Raises:
+        UserError: no target is known; no token, or one that may not write there.
+        RemoteError: the Hub cannot be reached, or the upload was cut off; nothing is committed.
+    """
     origin = portable(_origin(drafter, target))
     with tempfile.TemporaryDirectory() as folder:
         write(drafter, Path(folder), origin, repo=repo)

@@ -1,0 +1,112 @@
+"""Hydra configurations from overrides, with mistakes as one line."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import distill.config.resolvers  # noqa: F401  that a configuration uses
+from decode.errors import UserError
+
+EMPTY_GROUPS = ("experiment",)  # that may be null
+
+MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # options that had other names
+
+
+def options(config_dir: Path, group: str) -> list[str]:
+    """Names of a group's yaml files."""
+    return sorted(p.stem for p in (config_dir / group).glob("*.yaml"))
+
+
+def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "config") -> DictConfig:
+    """The configuration that these overrides give.
+
+    Raises:
+        UserError: an override that names nothing, with the nearest names that exist.
+    """
+    groups = [p.name for p in sorted(config_dir.iterdir()) if p.is_dir()]
+    for override in overrides:
+        _check_override(override, groups, config_dir)
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
+        chosen = [o for o in overrides if o.lstrip("+~").partition("=")[0] in groups]
+        try:
+            base = hydra.compose(config_name, overrides=chosen)
+            keys = [o.partition("=")[0] for o in overrides if o not in chosen]
+            keys = [k for k in keys if k[:1] not in "+~" and not k.startswith(("hydra.", "hydra/"))]
+            for key in keys:
+                _check_key(base, key)
+            cfg = hydra.compose(config_name, overrides=list(overrides))
+            for key in keys:
+                _check_kind(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
+            if unset := sorted(OmegaConf.missing_keys(cfg)):
+                raise UserError(f"{', '.join(unset)}: must be given, as in {unset[0]}=...")
+            return cfg
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UserError(" ".join(str(error).split())) from None
+
+
+def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> None:
+    if override[:1] == "~":
+        return
+    key, sign, value = override.lstrip("+").partition("=")
+    if not sign:
+        raise UserError(f"{override}: not an override; write option=value")
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise UserError(f"{override}: {str(error).splitlines()[0]}") from None
+    names = options(config_dir, key) + ["null"] * (key in EMPTY_GROUPS)
+    if key in groups and value not in names:
+        raise UserError(f"{key}={value}: {_nearest(value, names)}")
+
+
+def _check_key(cfg: DictConfig, key: str) -> None:
+    if key in MOVED:
+        raise UserError(f"{key} is {MOVED[key]} now")
+    node: Any = cfg
+    done: list[str] = []
+    for part in key.split("."):
+        if not OmegaConf.is_dict(node) or part not in list(node):  # `in` denies unset keys
+            names = [str(k) for k in node if str(k)[0] != "_"] if OmegaConf.is_dict(node) else []
+            where = ".".join(done)
+            where = f" in {where}" if where else ""
+            raise UserError(f"{key}: no such option{where}; {_nearest(part, names)}")
+        done.append(part)
+        node = node._get_node(part)  # the raw node: an unset value must not raise here
+
+
+def _check_kind(key: str, default: Any, value: Any) -> None:
+    """Refuse a value of another kind than the default's; what has none, or is Lightning's, is free."""
+    free = default is None or key == "trainer.devices" or (value is None and key.startswith("trainer."))
+    if not free and not _same_kind(default, value):
+        kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        wanted = kinds.get(type(default), f"like {default}")
+        raise UserError(f"{key}={'null' if value is None else value}: must be {wanted}")
+
+
+def _same_kind(default: Any, value: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not math.isnan(value)
+    if isinstance(default, str):  # a name may look like a number
+        return isinstance(value, str | int | float)
+    if OmegaConf.is_list(default):
+        return OmegaConf.is_list(value) and all(_same_kind(default[0], v) for v in value if len(default))
+    return OmegaConf.is_dict(value) if OmegaConf.is_dict(default) else isinstance(value, type(default))
+
+
+def _nearest(wrong: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(wrong, names, n=1)
+    return f"{f'did you mean {close[0]}? ' if close else ''}choose one of {', '.join(names) or '(none)'}"

@@ -1,0 +1,34 @@
+"""The entry of train.py: one run, or with drafter=auto a search over drafter families."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from distill.report import terminal
+from distill.search.search import choose
+from distill.train import train
+from distill.utils.progress import first_rank
+
+
+def run(cfg: DictConfig, folder: Path) -> float:
+    """`train`; with `drafter=auto`, of several families.
+
+    Args:
+        cfg: composed from conf/config.yaml.
+        folder: of this run; checkpoints and logs are written below it.
+
+    Returns:
+        tau of the best checkpoint, 0 if nothing was scored.
+
+    Raises:
+        UserError: bad input; it is found before any work starts, and nothing is left behind.
+    """
+    if "families" in cfg.drafter:
+        tau = choose(cfg, folder)  # which trains each of them
+    else:
+        tau = train(cfg, folder)
+    if first_rank():
+        terminal.places(folder)
+    return tau
