@@ -13,7 +13,7 @@ def task(cfg: DictConfig, folder: Path) -> float:
     """Seconds of imports that `--help` does not wait for."""
     del folder
     from distill.config.build import quiet
-    from distill.export.export import export
+    from distill.export import export
 
     quiet()
     return export(cfg)

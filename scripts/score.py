@@ -14,7 +14,7 @@ def rescore(cfg: DictConfig, folder: Path) -> float:
     del folder
     from distill.config.build import build_target, quiet, read_inputs
     from distill.config.validate import check_ranges
-    from distill.report.earlier import earlier
+    from distill.report.compare import earlier
     from distill.report.tables import settings_table
     from distill.scoring.scorer import Scorer
     from distill.utils.atomic_files import write_json

@@ -25,7 +25,7 @@ from transformers import (
 )
 from workbench import make_target, write_prompts
 
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.model.load import load_target, load_tokenizer
 from decode.model.target import LAST, Target
 from distill.config.build import OF_ANY

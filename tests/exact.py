@@ -25,8 +25,7 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.verdict import Rows, Verdict
-from decode.verify import verify
+from decode.verify import Rows, Verdict, verify
 from drafters.drafting.tree import expand
 
 Law = dict[tuple[int, ...], float]

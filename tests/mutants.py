@@ -70,10 +70,10 @@ ENDS = (EXACT + "nothing_follows_an_end_token_and_counts_are_cut_there", {"stop"
 STOPS = (EXACT + "nothing_follows_an_end_token_and_counts_are_cut_there", {"stop": [0, 3]})
 GOLDEN = "test_drafters:test_anchors_depths_and_teacher_rows_are_where_the_conventions_say"
 
-WALK, TRY, LEAVES = "decode.descent:_walk", "decode.descent:_try_sampled", "decode.traversal:_leaf_chances"
+WALK, TRY, LEAVES = "decode.verify:_walk", "decode.verify:_try_sampled", "decode.verify:_leaf_chances"
 FAIL, TRAVERSAL, GROWTH = (
-    "decode.traversal:_fail_sampled",
-    "decode.traversal:traversal",
+    "decode.verify:_fail_sampled",
+    "decode.verify:traversal",
     "drafters.drafting.tree:_Growth",
 )
 DYNAMIC, STATIC, FORM = (
@@ -291,7 +291,7 @@ MUTANTS = {
         *oracle("recursive", "with replacement"),
     ),
     "q is struck and left short": Mutant(
-        "decode.verdict:struck",
+        "decode.verify:struck",
         "left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)",
         "left",
         *oracle("recursive", "without"),
@@ -311,31 +311,31 @@ MUTANTS = {
     "one key for all siblings": Mutant(
         TRY, "Key(Purpose.ACCEPT, depth, rank)", "Key(Purpose.ACCEPT, depth)", *oracle("recursive", "without")
     ),
-    "p instead of the residual": Mutant("decode.descent:_without", "(law - q).clamp_min(0)", "law", *CLOSED),
+    "p instead of the residual": Mutant("decode.verify:_without", "(law - q).clamp_min(0)", "law", *CLOSED),
     "p instead of the residual, in the loop": Mutant(
-        "decode.descent:_without", "(law - q).clamp_min(0)", "law", *TOKEN
+        "decode.verify:_without", "(law - q).clamp_min(0)", "law", *TOKEN
     ),
     "the residual the other way round": Mutant(
-        "decode.descent:_without", "(law - q).clamp_min(0)", "(q - law).clamp_min(0)", *CLOSED
+        "decode.verify:_without", "(law - q).clamp_min(0)", "(q - law).clamp_min(0)", *CLOSED
     ),
     "zero residual": Mutant(
-        "decode.descent:_without",
+        "decode.verify:_without",
         "where[..., None] & (mass > 0)",
         "where[..., None]",
         "test_verify:test_a_residual_of_zero_falls_back_to_the_targets_law",
         {"rule": "token"},
     ),
     "a law without its warpers": Mutant(
-        "decode.verdict:Rows.law",
+        "decode.verify:Rows.law",
         "self._sampler.law(self._logits[self._row, slot], self._seen)",
         "self._logits[self._row, slot].softmax(-1)",
         *TOKEN,
     ),
     "penalty ignores the path": Mutant(
-        "decode.verdict:Rows.follow", "|= active", "|= False", *matched("deep", "penalty")
+        "decode.verify:Rows.follow", "|= active", "|= False", *matched("deep", "penalty")
     ),
     "penalty writes into the sequence": Mutant(
-        "decode.verdict:Rows.__init__",
+        "decode.verify:Rows.__init__",
         "seen.clone()",
         "seen",
         "test_verify:test_a_verdict_leaves_the_sequence_as_it_was",
@@ -349,10 +349,10 @@ MUTANTS = {
         {"warper": "penalty"},
     ),
     "greedy goes by a node's own row": Mutant(
-        "decode.descent:match", "y.gather(1, draft.parents + 1)", "y[:, 1:]", *matched("deep", "greedy")
+        "decode.verify:match", "y.gather(1, draft.parents + 1)", "y[:, 1:]", *matched("deep", "greedy")
     ),
     "greedy forgets the path's penalty": Mutant(
-        "decode.verdict:Rows.best",
+        "decode.verify:Rows.best",
         "self._seen_at(draft)",
         "self._seen.repeat_interleave(self._logits.shape[1], 0)",
         "test_verify:test_the_best_token_of_a_slot_is_the_one_that_its_law_allows",
@@ -360,14 +360,14 @@ MUTANTS = {
     ),
     # -- the rules, from the leaves
     "penalty forgets each slot's path": Mutant(
-        "decode.verdict:Rows._seen_at",
+        "decode.verify:Rows._seen_at",
         "self._seen[:, None] | below",
         "self._seen[:, None].expand_as(below)",
         EXACT + "every_rule_is_lossless_under_every_warper",
         {"warper": "penalty", "path": "siblings, traversal"},
     ),
     "laws without their warpers": Mutant(
-        "decode.verdict:Rows.laws",
+        "decode.verify:Rows.laws",
         "self._sampler.law(self._logits.flatten(0, 1), self._seen_at(draft))",
         "self._logits.flatten(0, 1).softmax(-1)",
         *drawn("block"),
@@ -469,13 +469,13 @@ MUTANTS = {
         *oracle("traversal", "with replacement"),
     ),
     "the extra token at the end": Mutant(
-        "decode.verdict:settle",
+        "decode.verify:settle",
         "accepted[:, None], extra",
         "torch.full_like(accepted, draft.depth)[:, None], extra",
         *oracle("traversal", "hybrid"),
     ),
     "the path below the slot that stands": Mutant(
-        "decode.verdict:settle",
+        "decode.verify:settle",
         "draft.ancestors()[row, end]",
         "draft.ancestors()[row, :, end]",
         *oracle("traversal", "hybrid"),
@@ -492,14 +492,14 @@ MUTANTS = {
         {"rule": "typical"},
     ),
     "the first path, not the longest": Mutant(
-        "decode.verdict:longest",
+        "decode.verify:longest",
         "draft.levels.masked_fill(fails.any(-1), -1)",
         "(draft.levels > 0).int().masked_fill(fails.any(-1), -1)",
         "test_verify:test_a_lenient_rule_keeps_the_longest_path_above_its_threshold",
         {"rule": "threshold"},
     ),
     "a path is as good as its last token": Mutant(
-        "decode.verdict:longest",
+        "decode.verify:longest",
         "draft.ancestors()[:, :, 1:] & ~good",
         "torch.eye(good.shape[1] + 1, dtype=torch.bool)[None, :, 1:] & ~good",
         "test_verify:test_a_lenient_rule_keeps_the_longest_path_above_its_threshold",
@@ -1187,22 +1187,22 @@ MUTANTS = {
         SIDE, "step(tokens[-1], twin)", "step(tokens[-1], 0 * twin)", *SHARE
     ),
     "the selected draft is weighed by min(1, p / q)": Mutant(
-        "decode.descent:select",
+        "decode.verify:select",
         "match(replace(draft, tokens=draft.tokens.masked_fill(~best, PAD), laws=None)",
         "recursive(replace(draft, tokens=draft.tokens.masked_fill(~best, PAD))",
         *drawn("two drafts, selected"),
     ),
     "all drafts but the best are kept": Mutant(
-        "decode.descent:select", "masked_fill(~best, PAD)", "masked_fill(best, PAD)", *SELECT
+        "decode.verify:select", "masked_fill(~best, PAD)", "masked_fill(best, PAD)", *SELECT
     ),
     "a draft is as good as its last token": Mutant(
-        "decode.descent:most_expected", "score.argmax(-1)", "mass[:, 0].argmax(-1)", *SELECT
+        "decode.verify:most_expected", "score.argmax(-1)", "mass[:, 0].argmax(-1)", *SELECT
     ),
     "a draft is as good as it is likely": Mutant(
-        "decode.descent:most_expected", "score.argmax(-1)", "reached[..., 0].argmax(-1)", *SELECT
+        "decode.verify:most_expected", "score.argmax(-1)", "reached[..., 0].argmax(-1)", *SELECT
     ),
     "padding is the best draft": Mutant(
-        "decode.descent:most_expected", "mass.masked_fill(draft.tokens == PAD, 0.0)", "mass", *SELECT
+        "decode.verify:most_expected", "mass.masked_fill(draft.tokens == PAD, 0.0)", "mass", *SELECT
     ),
     "one key for every level": Mutant(
         GROWTH + "._draw",

@@ -16,8 +16,7 @@ from decode.planning.auto import Forecast, choice
 from decode.planning.cost_model import PLAIN, Worth
 from distill.benchmarks.regret import regrets
 from distill.cli.main import main
-from distill.commands.advice import describe, setting
-from distill.commands.advise import candidates, served
+from distill.commands.advise import candidates, describe, served, setting
 from distill.config.compose import compose
 
 

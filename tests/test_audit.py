@@ -9,7 +9,6 @@ import torch
 from scripted import Oracle
 
 from decode import verify
-from decode.descent import match
 from decode.draft import Draft
 from decode.evaluation.audit import Audit, audit
 from decode.evaluation.sampling_tests import Uniform
@@ -19,6 +18,7 @@ from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from decode.verify import match
 
 ROOT = Path(__file__).parents[1]
 POCKET = str(ROOT / "data" / "pocket")

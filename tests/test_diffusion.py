@@ -10,7 +10,7 @@ from exact import check_lossless
 from faces import CHAIN, TREE, Follower, K, V, batch_of, both, random_texts
 
 from decode.errors import UserError
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.losses.divergences import hit, nll

@@ -36,7 +36,7 @@ from faces import (
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.generation.generate import generate
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler

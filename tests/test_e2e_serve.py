@@ -23,7 +23,7 @@ from workbench import ROOT, train
 from decode.errors import UserError
 from decode.model.load import load_tokenizer, stop_tokens
 from distill.engines.base import InProcess, Law, Request
-from distill.engines.http_server import Server
+from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distill.report.earlier import earlier
+from distill.report.compare import earlier
 
 
 def test_the_step_is_the_folders_name_and_the_time_the_cards(tmp_path):

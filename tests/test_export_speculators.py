@@ -19,7 +19,7 @@ from drafters.checkpoint import io as hub
 from drafters.checkpoint.folder import made_for
 from drafters.export import formats as table
 from drafters.export.layout import Layout
-from drafters.export.preimage import fused_from
+from drafters.export.speculators_write import fused_from
 
 V, LAYERS, K, MASK, NAME = 40, 8, 3, 7, "some/target"
 PLAIN = {"norm_before_fc": False, "fc_norm": False}

@@ -19,7 +19,8 @@ from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model import probe as probe_module
 from decode.model.cache import RowStore
-from decode.model.causal_lm import CausalLM, Head
+from decode.model.causal_lm import CausalLM
+from decode.model.head import Head
 from decode.model.load import load_config, load_target
 from decode.model.target import Target
 from decode.plan import Plan
@@ -538,7 +539,7 @@ def test_the_probe_notices_a_head_that_lacks_something(name, part, nothing, tmp_
     def partial(**values):
         return Head(**values | {part: nothing})
 
-    monkeypatch.setattr("decode.model.causal_lm.Head", partial)
+    monkeypatch.setattr("decode.model.head.Head", partial)
     with pytest.raises(UserError, match="logits are not what its head makes") as caught:
         load_target(folder)  # though the class is remembered as probed
     one_line(caught)

@@ -15,7 +15,7 @@ import torch
 from workbench import ROOT, Outcome, command, make_target, make_tokenizer
 
 from decode.errors import UserError
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.model.load import load_target, load_tokenizer
 from decode.model.target import Read
 from decode.sampling import Sampler

@@ -25,7 +25,7 @@ from torch import nn
 from workbench import Bench, final, train
 
 from decode.errors import UserError
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.model.target import LAST
 from decode.plan import Plan
 from decode.sampling import Sampler

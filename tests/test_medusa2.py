@@ -35,7 +35,7 @@ from distill.report.tables import settings_table
 from distill.scoring.scorer import Scorer
 from distill.scoring.target_drift import moved as how_far
 from distill.scoring.target_drift import only_untuned
-from distill.training.lr_schedule import warm_up_and_decay
+from distill.training.optim import warm_up_and_decay
 from drafters.checkpoint import io as hub
 from drafters.families import tuned_target as tuned
 from drafters.models.medusa import Medusa2

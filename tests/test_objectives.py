@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from distill.losses.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, tv
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak, constant, decay

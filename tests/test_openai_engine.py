@@ -13,13 +13,12 @@ from stores import PLAN
 from workbench import Bench, make_tokenizer
 
 from decode.errors import UserError
+from distill.engines import http as patience
 from distill.engines import openai_protocol as replies
-from distill.engines import retry as patience
 from distill.engines.base import Law, Request
-from distill.engines.http_server import Server
+from distill.engines.http import Server, retry_after
 from distill.engines.openai import OpenAIEngine
 from distill.engines.openai_protocol import seed_of
-from distill.engines.retry import retry_after
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.writer import Writer

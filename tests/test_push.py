@@ -16,7 +16,7 @@ from workbench import CONF, Bench, command, make_target
 from decode.errors import RemoteError, UserError
 from decode.model.load import load_target
 from distill.cli.main import main
-from distill.export.export import export
+from distill.export import export
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.checkpoint import pretrained

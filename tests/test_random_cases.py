@@ -606,17 +606,17 @@ BUGS = {
     "another row's coins": ("decode.rng:KeyedCoin.select", "self._key[index]", "self._key[: len(index)]"),
     "every round the same coins": (SETTLE, "(0 if first else 1)", "0"),
     "p instead of the residual": (
-        "decode.descent:_try_sampled",
+        "decode.verify:_try_sampled",
         "law = _without(law, q, trying & ~keep)",
         "pass",
     ),
     "from the leaves, p instead of the rest": (
-        "decode.traversal:_fail_sampled",
+        "decode.verify:_fail_sampled",
         "chance[..., None] * law - q",
         "law",
     ),
     "younger siblings first": ("decode.draft:Draft.leaf_first", "[:, None] < order", "[:, None] > order"),
-    "chosen siblings unaware": ("decode.traversal:_leaf_chances", "1 - above * elders", "1 - 0 * elders"),
+    "chosen siblings unaware": ("decode.verify:_leaf_chances", "1 - above * elders", "1 - 0 * elders"),
 }
 
 

@@ -28,9 +28,8 @@ from distill.loggers.wandb_logger import Wandb
 from distill.prompts.prompt import Prompt
 from distill.report import html as html_report
 from distill.report.history import read
-from distill.report.score_panels import by_category, length_shares
+from distill.report.panels import by_category, length_shares, round_times
 from distill.report.text_panels import chance
-from distill.report.time_panels import round_times
 from distill.report.training_panels import smoothed
 from distill.scoring.sample_texts import has_laws, varied
 from distill.training import checkpointing as callbacks

@@ -11,8 +11,7 @@ from letters import MIXED, ended, pieces, whole
 from scripted import Oracle, Watch
 
 from decode.generation.generate import generate, stream
-from decode.generation.stop_strings import StopStrings
-from decode.generation.text import HALF
+from decode.generation.text import HALF, StopStrings
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler

@@ -9,8 +9,7 @@ from transformers import StopStringCriteria
 from workbench import make_tokenizer
 
 from decode.errors import UserError
-from decode.generation.stop_strings import StopStrings
-from decode.generation.text import HALF, WINDOW, Detokenizer
+from decode.generation.text import HALF, WINDOW, Detokenizer, StopStrings
 
 TOKENIZERS = {"bytes": make_tokenizer(), "mixed": MIXED, "fallback": FALLBACK}
 KINDS = pytest.mark.parametrize("kind", TOKENIZERS)

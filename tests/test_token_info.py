@@ -20,7 +20,7 @@ from faces import (
 )
 
 from decode.errors import UserError
-from decode.model.causal_lm import Head, Side
+from decode.model.head import Head, Side
 from drafters.base import Text
 from drafters.families.token_bias import KINDS, TokenInfoBias
 

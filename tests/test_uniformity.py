@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import pad
 
 from decode import verify
-from decode.descent import match
 from decode.draft import PAD, Draft, Laws
 from decode.evaluation.audit import CHANCE, audit
 from decode.evaluation.audit import steps as audit_steps
@@ -20,7 +19,7 @@ from decode.generation.types import Round
 from decode.plan import Plan
 from decode.rng import Key, Purpose
 from decode.sampling import Sampler
-from decode.verdict import Verdict
+from decode.verify import Verdict, match
 from drafters.drafting.tree import expand
 
 VOCAB, ONE = 23, Sampler(1.0)

@@ -37,9 +37,7 @@ from decode.errors import UserError
 from decode.plan import LOSSLESS, LOSSY, Plan
 from decode.rng import KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.traversal import _leaf_chances
-from decode.verdict import Rows
-from decode.verify import RULES, verify
+from decode.verify import RULES, Rows, _leaf_chances, verify
 from drafters.drafting.tree import expand
 
 V = 3

@@ -32,13 +32,11 @@ from exact import (
 )
 from torch import Tensor
 
-from decode.descent import most_expected
 from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.plan import LOSSY, Plan
 from decode.sampling import Sampler
-from decode.verdict import Rows, Verdict
-from decode.verify import verify
+from decode.verify import Rows, Verdict, most_expected, verify
 
 V, LENGTH, SEEDS = 3, 3, range(3)
 VISIBLE = 1e-3
@@ -139,7 +137,7 @@ def after_rejection(wrong: Callable[..., Tensor]) -> Callable[..., Verdict]:
 
     def judge(plan, draft, rows, coin):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("decode.descent._without", lambda *a: wrong(rows, *a))
+            patch.setattr("decode.verify._without", lambda *a: wrong(rows, *a))
             return verify(plan, draft, rows, coin)
 
     return judge

@@ -15,13 +15,13 @@ from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
+from distill import export as exporting
 from distill.config.build import build_drafter, build_target, quiet, read_inputs
 from distill.config.validate import check_ranges, refused
 from distill.data.datamodule import Keep, RolloutData
 from distill.data.on_policy import OnPolicy
 from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
-from distill.export import export as exporting
 from distill.loggers.base import begin, trackers
 from distill.loggers.loggers import ending
 from distill.losses.objective import Objective

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.descent import match
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.generation.adaptive import paced
@@ -18,8 +17,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.verdict import Rows, Verdict
-from decode.verify import verify
+from decode.verify import Rows, Verdict, match, verify
 
 
 class _Batch:

@@ -13,7 +13,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.verdict import Verdict
+from decode.verify import Verdict
 
 # Makes a request's own test: told every token the request emits, in order, True ends it there.
 Until = Callable[[], Callable[[int], bool]]

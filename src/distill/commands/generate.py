@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.generation.generate import generate, stream
-from decode.generation.stop_strings import StopStrings
-from decode.generation.text import Detokenizer
+from decode.generation.text import Detokenizer, StopStrings
 from decode.generation.types import Output, Piece, Times
 from decode.model.load import stop_tokens
 from decode.plan import Plan

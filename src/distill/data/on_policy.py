@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.errors import UserError
 from decode.generation.generate import generate
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.data.batches import Micro

@@ -9,7 +9,7 @@ from typing import Any
 
 from decode.errors import UserError
 from distill.engines.base import Answer, Law, Request
-from distill.engines.http_server import RefusedError, Server
+from distill.engines.http import PassingError, Patience, RefusedError, Server
 from distill.engines.openai_protocol import (
     DIALECTS,
     Fields,
@@ -19,7 +19,6 @@ from distill.engines.openai_protocol import (
     same_prompt,
     to_answer,
 )
-from distill.engines.retry import PassingError, Patience
 from distill.prompts.chat_template import Chat
 from distill.utils.progress import bar, say
 

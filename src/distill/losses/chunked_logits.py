@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.model.causal_lm import Head, Side
+from decode.model.head import Head, Side
 from drafters.base import DraftStep
 
 Where = slice | Tensor  # which rows; a slice is a view, a tensor makes a copy

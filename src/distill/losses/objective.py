@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decode.errors import UserError
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from distill.losses.chunked_logits import Student, Sweep, Teacher, columns
 from distill.losses.divergences import Divergence
 from distill.losses.weights import RowWeights, Weights

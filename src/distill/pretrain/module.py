@@ -25,8 +25,7 @@ from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_state
 from distill.pretrain.corpus import Document, pack
 from distill.training.checkpointing import STATE
-from distill.training.lr_schedule import warm_up_and_decay
-from distill.training.optim import Joint
+from distill.training.optim import Joint, warm_up_and_decay
 from distill.utils.atomic_files import publish_folder
 from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints

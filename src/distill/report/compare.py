@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from decode.errors import UserError
-from distill.report.earlier import CARDS
 from distill.report.history import read_card
 from distill.report.tables import grid
 from distill.scoring.paired import FEWEST, accepted, comparable, counts, exact, faster, less, speedup
 from distill.scoring.target_drift import describe
 from distill.utils.redact import printable
+
+# score.json is written by training, scorecard.json is in a folder that was given away.
+CARDS = ("score.json", "scorecard.json")
 
 LEVELS = 4
 
@@ -291,3 +294,26 @@ def _less(scored: Scored, base: Scored, row: dict[str, Any], other: dict[str, An
         return "other target"  # whose answers may be as long, and say something else
     found = less(row, other)
     return "other prompts" if found is None else found.text("{:+.2f}")
+
+
+def earlier(checkpoint: Path) -> dict[str, Any]:
+    """How long and how far it was trained, as the scorecard beside its weights has it.
+
+    Args:
+        checkpoint: folder with weights.
+
+    Returns:
+        `step`, also where the folder's name alone says it, and `train_seconds`; what is unknown is
+        left out.
+    """
+    name = checkpoint.resolve().name
+    known = {"step": int(name)} if name.isdigit() else {}
+    for card in (checkpoint / one for one in CARDS):
+        try:
+            found = json.loads(card.read_text())
+        except (OSError, ValueError):
+            continue  # none, or not one of ours: scored again all the same
+        if isinstance(found, dict):
+            kinds = {"step": int, "train_seconds": float}
+            return known | {k: found[k] for k, kind in kinds.items() if isinstance(found.get(k), kind)}
+    return known

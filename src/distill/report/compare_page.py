@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from distill.report import page
 from distill.report.compare import Choice, Scored, compared, draft_ms, in_order, machines
-from distill.report.score_panels import by_category
+from distill.report.panels import by_category
 from distill.scoring.paired import accepted, speedup
 
 DASHES = ("solid", "dot", "dash", "dashdot")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from distill.report import history, page, search_panel, setup_panels, time_panels, training_panels
-from distill.report import score_panels as panels
+from distill.report import history, page, panels, search_panel, training_panels
 from distill.report import text_panels as texts_panel
 from distill.report.history import History
 from distill.utils.atomic_files import put
@@ -63,19 +62,19 @@ def _measured(run: History) -> list[Markup | None]:
         training_panels.loss(run),
         panels.positions(card),
         panels.lengths(card),
-        time_panels.shares(card),
-        time_panels.batches(card),
+        panels.shares(card),
+        panels.batches(card),
         panels.categories(card),
-        setup_panels.settings(card),
+        panels.settings(card),
         texts_panel.samples(card),
     ]
 
 
 def _origin(run: History) -> list[Markup | None]:
     return [
-        setup_panels.about(run.card) if run.card else None,
-        setup_panels.machine(run),
-        setup_panels.configuration(run),
+        panels.about(run.card) if run.card else None,
+        panels.machine(run),
+        panels.configuration(run),
     ]
 
 

@@ -15,7 +15,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from distill.config.build import build_target, read_chat
 from distill.engines.base import Engine, InProcess
-from distill.engines.http_server import Server
+from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.prompts.chat_template import Chat
 from distill.rollouts.ray_workers import Fleet

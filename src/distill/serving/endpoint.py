@@ -13,7 +13,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from typing_extensions import override
 
 from decode.errors import UserError
-from distill.engines.http_server import check_redirect
+from distill.engines.http import check_redirect
 from distill.serving import metrics as counters
 from distill.serving.metrics import Reading
 

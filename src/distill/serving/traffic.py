@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from decode.errors import UserError
 from distill.config.build import read_inputs
 from distill.engines.base import Law, Request
-from distill.engines.http_server import Server
+from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.serving.endpoint import Endpoint, Model
 from distill.serving.metrics import Reading, since

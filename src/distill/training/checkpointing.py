@@ -23,8 +23,8 @@ from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_state
 from distill.loggers.base import numbers, trackers
 from distill.report import html as html_report
-from distill.training.consolidate import consolidated
 from distill.training.module import DistillModule
+from distill.training.strategies import consolidated
 from distill.training.time_budget import Budget
 from distill.utils.atomic_files import clean, publish_folder, write_json
 from distill.utils.progress import bar, say

@@ -20,11 +20,9 @@ from distill.data.on_policy import OnPolicy
 from distill.distributed.graceful_shutdown import SIGNALS, Stop
 from distill.losses.objective import Objective, Scored
 from distill.losses.weights import weighted
-from distill.training.grad_coverage import Reached, exposed
-from distill.training.grad_norm import Gradients
-from distill.training.lr_schedule import warm_up_and_decay
+from distill.training.grad_norm import Gradients, Reached, exposed
 from distill.training.nonfinite import Watched
-from distill.training.optim import hidden_matrices
+from distill.training.optim import hidden_matrices, warm_up_and_decay
 from distill.training.time_budget import Budget
 from drafters.base import Batch, Drafter, supervised
 

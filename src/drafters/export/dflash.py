@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export import serve
-from drafters.export.layout import Layout, Reader, Saved
+from drafters.export.layout import Layout, Reader, Saved, serve_sglang_block, serve_vllm
 from drafters.export.shapes import ascending, dtype_of
 from drafters.export.speculators_read import block
 from drafters.export.speculators_write import block_config, block_tensors
@@ -15,12 +14,12 @@ ARCHITECTURE = "DFlashDraftModel"
 
 def vllm(saved: Saved, target: Target) -> Layout:
     """A folder for `--speculative-config`."""
-    return _flat(saved, target, "vllm", serve.vllm("dflash", saved.settings["depth"]))
+    return _flat(saved, target, "vllm", serve_vllm("dflash", saved.settings["depth"]))
 
 
 def sglang(saved: Saved, target: Target) -> Layout:
     """The same folder, served by SGLang."""
-    command = serve.sglang_block("DFLASH", saved.settings["depth"] + 1)
+    command = serve_sglang_block("DFLASH", saved.settings["depth"] + 1)
     return _flat(saved, target, "sglang", command)
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export import serve
-from drafters.export.layout import Layout, Reader, Saved, bare, fused, unfused
+from drafters.export.layout import Layout, Reader, Saved, bare, fused, serve_sglang, serve_vllm, unfused
 from drafters.export.llama_config import (
     architecture,
     check_target,
@@ -55,7 +54,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
         )
     # vLLM puts "Eagle" before the name. `bias` is read as that of attention, so it may not be true.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
-    return Layout(config, tensors, serve.vllm("eagle", drafted(saved)))
+    return Layout(config, tensors, serve_vllm("eagle", drafted(saved)))
 
 
 def to_sglang(saved: Saved, target: Target) -> Layout:
@@ -68,7 +67,7 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
     if "fc.bias" not in tensors:  # there it is a weight that nothing else would set
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLMEagle"]}
-    return Layout(config, tensors, serve.sglang("EAGLE", drafted(saved)))
+    return Layout(config, tensors, serve_sglang("EAGLE", drafted(saved)))
 
 
 def _tensors(saved: Saved, target: Target, to: str) -> dict[str, Tensor]:

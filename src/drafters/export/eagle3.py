@@ -14,9 +14,8 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export import serve
 from drafters.export.eagle import drafted
-from drafters.export.layout import Layout, Reader, Saved, bare, fused, unfused
+from drafters.export.layout import Layout, Reader, Saved, bare, fused, serve_sglang, serve_vllm, unfused
 from drafters.export.llama_config import (
     architecture,
     check_target,
@@ -42,7 +41,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
     Raises:
         UserError: `last` or one tap twice, no draft vocabulary yet, a scaled embedding.
     """
-    return _layout(saved, target, "vllm", serve.vllm("eagle3", drafted(saved)))
+    return _layout(saved, target, "vllm", serve_vllm("eagle3", drafted(saved)))
 
 
 def to_sglang(saved: Saved, target: Target) -> Layout:
@@ -66,7 +65,7 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
         raise UserError(
             "to=sglang: it cannot tap the embedding (layer 0); train with other drafter.taps, or set to=vllm"
         )
-    return _layout(saved, target, "sglang", serve.sglang("EAGLE3", drafted(saved)))
+    return _layout(saved, target, "sglang", serve_sglang("EAGLE3", drafted(saved)))
 
 
 def _layout(saved: Saved, target: Target, to: str, command: str) -> Layout:

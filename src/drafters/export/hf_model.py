@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.model.load import TOKENIZER_FILES
 from decode.model.target import Target
-from drafters.export import serve
-from drafters.export.layout import Layout, Saved
+from drafters.export.layout import Layout, Saved, serve_sglang, serve_vllm
 from drafters.families.hf_build import build, own
 from drafters.families.tuned_target import Lora
 from drafters.hub import download
@@ -42,13 +41,13 @@ def fills(saved: Saved, target: Target) -> Layout:
 
 def vllm(saved: Saved, target: Target) -> Layout:
     """A draft model for `draft_model`, which wants the target's vocabulary size."""
-    return _folder(_model(saved, target.vocab_size), target)._replace(serve=serve.vllm("draft_model", TOKENS))
+    return _folder(_model(saved, target.vocab_size), target)._replace(serve=serve_vllm("draft_model", TOKENS))
 
 
 def sglang(saved: Saved, target: Target) -> Layout:
     """A draft model for `STANDALONE`, which wants the target's vocabulary size, too."""
     return _folder(_model(saved, target.vocab_size), target)._replace(
-        serve=serve.sglang("STANDALONE", TOKENS)
+        serve=serve_sglang("STANDALONE", TOKENS)
     )
 
 

@@ -1,4 +1,4 @@
-"""What a drafter is on file: in our own terms, and in another program's."""
+"""What a drafter is on file, in our own terms and in another program's, and the commands that serve it."""
 
 from __future__ import annotations
 
@@ -143,3 +143,34 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 name = name.replace(f"{home}.{part}.", f"{part}.")
             found[name] = weight
     return found
+
+
+def serve_vllm(method: str, tokens: int) -> str:
+    """`vllm serve` with a drafter of this method, for drafts of so many tokens."""
+    return (
+        f'vllm serve {{target}} --speculative-config \'{{{{"method": "{method}", "model": "{{drafter}}", '
+        f'"num_speculative_tokens": {tokens}}}}}\''
+    )
+
+
+def serve_sglang(algorithm: str, tokens: int) -> str:
+    """SGLang's server with a drafter of this algorithm, for chains of so many tokens.
+
+    A chain, since that is what `scripts/verify_served.py` can hold against a scorecard.
+    """
+    return (
+        f"{_sglang(algorithm)} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {tokens + 1}"
+    )
+
+
+def serve_sglang_block(algorithm: str, width: int) -> str:
+    """The same for a drafter that writes blocks of this width, the root among them."""
+    return f"{_sglang(algorithm)} --speculative-num-draft-tokens {width}"
+
+
+def _sglang(algorithm: str) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {{target}} --speculative-algorithm {algorithm} "
+        "--speculative-draft-model-path {drafter}"
+    )

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export import serve
-from drafters.export.layout import Layout, Reader, Saved
+from drafters.export.layout import Layout, Reader, Saved, serve_vllm
 from drafters.export.llama_config import leftover, made_for
 from drafters.export.shapes import dtype_of
 
@@ -63,7 +62,7 @@ def medusa(saved: Saved, target: Target) -> Layout:
         "logit_scale": target.head.scale,
         "torch_dtype": dtype_of(tensors),
     }
-    return Layout(config, tensors, serve.vllm("medusa", settings["depth"]))
+    return Layout(config, tensors, serve_vllm("medusa", settings["depth"]))
 
 
 def medusa2(saved: Saved, target: Target) -> Layout:
@@ -157,7 +156,7 @@ def mlp(saved: Saved, target: Target) -> Layout:
         "scale_input": settings["scale_input"],
         "torch_dtype": dtype_of(saved.weights),
     }
-    command = "VLLM_USE_V1=0 " + serve.vllm("mlp_speculator", depth)
+    command = "VLLM_USE_V1=0 " + serve_vllm("mlp_speculator", depth)
     return Layout(config, {name: saved.weights[name] for name in kept}, command, NO_MLP)
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.model.target import LAST, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin

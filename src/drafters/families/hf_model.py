@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.model.causal_lm import CausalLM, Head, decoder_layers
+from decode.model.causal_lm import CausalLM, decoder_layers
+from decode.model.head import Head
 from decode.model.load import load_tokenizer
 from decode.model.target import Target
 from drafters.base import Drafter

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.model.cache import RowStore, attention_mask
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin

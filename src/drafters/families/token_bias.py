@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.model.causal_lm import Head, Side
+from decode.model.head import Head, Side
 from decode.plan import Plan
 from decode.rng import Coin
 from decode.sampling import Sampler

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.model.load import stop_tokens
 from decode.model.target import LAST, Tap, Target
 from drafters.base import Text

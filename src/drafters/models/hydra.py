@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from decode.model.causal_lm import Head
+from decode.model.head import Head
 from decode.model.target import Target
 from drafters.families.feature_heads import Chained, at_least_one
 from drafters.layers.lm_heads import OwnHeads, ResBlock

@@ -1,1 +1,0 @@
-"""Export of a checkpoint to other programs and to the Hub."""
