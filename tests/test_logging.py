@@ -18,6 +18,7 @@ from workbench import Bench, fork, train
 
 from decode.errors import UserError
 from distill.loggers import loggers as tracking
+from distill.loggers.base import lengths, setting
 from distill.loggers.wandb_logger import Wandb
 from distill.report.history import read as history_of
 from distill.training import checkpointing as callbacks
@@ -202,7 +203,7 @@ def test_scorecards_are_tables_and_accepted_lengths_histograms(resumed):
         assert line["tau"] == row["tau"]
         assert (line["decode"], line["audit"], line["drafter"]) == (row["decode"], "pass", "eagle")
         assert line["s_1"] == row["survival"][0]
-    name = f"accepted_length/{tracking.setting(cards[1]['rows'][0])}"
+    name = f"accepted_length/{setting(cards[1]['rows'][0])}"
     shown = [r for r in history if f"{name}/values" in r]
     assert [r["trainer/global_step"] for r in shown] == [3, 6]
     assert sum(shown[1][f"{name}/values"]) == cards[1]["rows"][0]["rounds"]
@@ -217,7 +218,7 @@ def test_scorecards_are_tables_and_accepted_lengths_histograms(resumed):
 
 def test_lengths_are_what_survival_says():
     row = {"rounds": 10, "survival": [0.7, 0.4, 0.1]}
-    assert tracking.lengths(row) == [3, 3, 3, 1]
+    assert lengths(row) == [3, 3, 3, 1]
 
 
 def test_checkpoints_are_artifacts_where_they_lie(resumed):
