@@ -9,14 +9,14 @@ from distill.cli.main import main
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # what is measured -> what measures it; its configuration is conf/benchmark_<word>.yaml
 WORDS = {
-    "auto": "distill.benchmarks.auto_regret:auto_regret",
-    "decode": "distill.benchmarks.decode:decoders",
-    "batch": "distill.benchmarks.batch_context:batch_sizes",
-    "context": "distill.benchmarks.batch_context:context_lengths",
-    "regret": "distill.benchmarks.regret:regrets",
-    "rollout": "distill.benchmarks.rollout:rollouts",
-    "scaling": "distill.benchmarks.scaling:scaling",
-    "train": "distill.benchmarks.step_race:training",
+    "auto": "benchmarks.auto_regret:auto_regret",
+    "decode": "benchmarks.decode:decoders",
+    "batch": "benchmarks.batch_context:batch_sizes",
+    "context": "benchmarks.batch_context:context_lengths",
+    "regret": "benchmarks.regret:regrets",
+    "rollout": "benchmarks.rollout:rollouts",
+    "scaling": "benchmarks.scaling:scaling",
+    "train": "benchmarks.train_step.race:training",
 }
 
 

@@ -12,7 +12,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 def task(cfg: DictConfig, folder: Path) -> float:
     """Seconds of imports that `--help` does not wait for."""
     del folder
-    from distill.benchmarks.check_speculators import check
+    from benchmarks.check_speculators.check import check
 
     return check(cfg)
 

@@ -5,6 +5,6 @@ from pathlib import Path
 from distill.cli.main import main
 
 if __name__ == "__main__":
-    from distill.pretrain.train import pretrain
+    from train_target.train import pretrain
 
     main(pretrain, Path(__file__).resolve().parents[1] / "conf", "train_target")

@@ -10,11 +10,11 @@ from hydra.utils import instantiate
 from scripts.advise import CONF, task
 from workbench import Bench, command, write_prompts
 
+from benchmarks.regret import regrets
 from decode.depth_policy import Pace
 from decode.plan import Plan
 from decode.planning.auto import Forecast, choice
 from decode.planning.cost_model import PLAIN, Worth
-from distill.benchmarks.regret import regrets
 from distill.cli.main import main
 from distill.commands.advise import candidates, describe, served, setting
 from distill.config.compose import compose

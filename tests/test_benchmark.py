@@ -9,8 +9,8 @@ import pytest
 from scripts.benchmark import run
 from workbench import Bench, command, make_target
 
-from decode.evaluation import vs_transformers as race_module
-from decode.evaluation.vs_transformers import Contender, Text, hugging_face, ours, race
+from benchmarks import vs_transformers as race_module
+from benchmarks.vs_transformers import Contender, Text, hugging_face, ours, race
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler

@@ -13,11 +13,11 @@ from scripts.benchmark import run
 from torch.utils.flop_counter import FlopCounterMode
 from workbench import command
 
+from benchmarks.train_step.flops import products
+from benchmarks.train_step.ours import build
+from benchmarks.train_step.race import RECIPE, THEIRS, turns
+from benchmarks.train_step.workers import HERE, Contender, Worker, rates
 from decode.errors import UserError
-from distill.benchmarks.step_cost import products
-from distill.benchmarks.step_ours import build
-from distill.benchmarks.step_race import RECIPE, THEIRS, turns
-from distill.benchmarks.step_workers import HERE, Contender, Worker, rates
 
 SHAPE = {
     "hidden_size": 16,
@@ -213,7 +213,7 @@ def test_a_worker_that_ends_in_the_race_says_why(tmp_path):
     assert done.err == "error: speculators_all: its process ended: out of luck\n"
 
 
-@pytest.mark.parametrize("file", [THEIRS, HERE / "step_worker.py"])
+@pytest.mark.parametrize("file", [THEIRS, HERE / "worker.py"])
 def test_nothing_of_ours_runs_in_the_other_environment(file):
     nodes = list(ast.walk(ast.parse(file.read_text())))
     names = [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]

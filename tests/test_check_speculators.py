@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.check_speculators.check import CLOSE, compare
 from decode.model.load import load_target
-from distill.benchmarks.check_speculators import CLOSE, compare
 from drafters.export import formats as table
 
 ROOT = Path(__file__).parents[1]

@@ -24,7 +24,7 @@ LOADED = (
     "distill.train",
     "distill.report.compare",
     "distill.scoring.scorer",
-    "distill.benchmarks.decode",
+    "benchmarks.decode",
     "distill.serving.verify",
 )
 # Slow: run by `make proofs`; CI composes them. What a pattern matches, and why.

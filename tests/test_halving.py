@@ -9,9 +9,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from benchmarks.auto_regret import Runner, described, summary
 from decode.errors import UserError
 from decode.plan import Plan
-from distill.benchmarks.auto_regret import Runner, described, summary
 from distill.search import halving
 from distill.search import trials as families
 from distill.search.halving import FREE, LAST, SCORE, Row, Verdict

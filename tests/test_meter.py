@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 from workbench import Bench
 
-from distill.benchmarks import step_ours
-from distill.benchmarks.step_cost import products
+from benchmarks.train_step import ours as step_ours
+from benchmarks.train_step.flops import products
 from distill.data import datamodule as feed
 from distill.data.batches import RolloutBatches
 from distill.data.datamodule import RolloutData
@@ -114,7 +114,7 @@ EAGLE3 = {
 
 
 def test_mfu_is_the_work_that_a_step_needs_by_the_time_it_took(clock, bench, tmp_path, monkeypatch):
-    """The drafter's by `step_cost`, which counts from shapes and masks, and the target's forward pass."""
+    """The drafter's by `flops`, which counts from shapes and masks, and the target's forward pass."""
     seen, most = [], 1e6
     step = DistillModule.training_step
 

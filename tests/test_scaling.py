@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from workbench import CONF
 
+from benchmarks import scaling
 from decode.errors import UserError
-from distill.benchmarks import scaling
 
 
 def config(tmp_path: Path, *overrides: str):

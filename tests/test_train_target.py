@@ -25,10 +25,10 @@ from decode.sampling import Sampler
 from distill.cli.main import main
 from distill.config.compose import compose
 from distill.distributed.graceful_shutdown import Stopped
-from distill.pretrain.corpus import hold_out, pack, read_corpus, train_tokenizer
-from distill.pretrain.module import PretrainModule, Saver, Sequences
-from distill.pretrain.train import build_model, pretrain
 from distill.prompts.chat_template import Chat
+from train_target.corpus import hold_out, pack, read_corpus, train_tokenizer
+from train_target.module import PretrainModule, Saver, Sequences
+from train_target.train import build_model, pretrain
 
 ROOT = Path(__file__).parents[1]
 POCKET = ROOT / "data" / "pocket"

@@ -23,12 +23,12 @@ from decode.errors import UserError
 from distill.data.batches import From
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_state
-from distill.pretrain.corpus import Document, pack
 from distill.training.checkpointing import STATE
 from distill.training.optim import Joint, warm_up_and_decay
 from distill.utils.atomic_files import publish_folder
 from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints
+from train_target.corpus import Document, pack
 
 
 class Sequences(Dataset[Tensor]):

@@ -22,7 +22,7 @@ from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit
 
-TRAIN = Path(__file__).resolve().parents[3] / "train.py"
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 MEASURED = ("tokens_per_second", "peak_gib", "mfu")  # of what a run logs as train/...
 
 

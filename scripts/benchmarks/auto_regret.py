@@ -17,13 +17,13 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
+from benchmarks.regret import spread
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.benchmarks.regret import spread
 from distill.config.build import build_target, quiet, read_inputs
 from distill.config.validate import check_ranges
 from distill.report.search_panel import RECORD
@@ -36,7 +36,7 @@ from distill.utils.provenance import conditions
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
-TRAIN = Path(__file__).resolve().parents[3] / "train.py"
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 
 
 class Runner(NamedTuple):

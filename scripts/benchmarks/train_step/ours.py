@@ -1,4 +1,4 @@
-"""Our EAGLE-3 training step, for `step_worker`."""
+"""Our EAGLE-3 training step, for `worker`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drafters.models.eagle3 import Eagle3
 
 
 def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]]:
-    """See `step_worker`; the sizes are those of conf/benchmark_train.yaml."""
+    """See `worker`; the sizes are those of conf/benchmark_train.yaml."""
     shape = case["shape"]
     # Only the embedding and the head of the target take part: what its layers yield is given.
     target = Target(_target(shape))

@@ -25,7 +25,7 @@ class Contender:
 
     Attributes:
         name: in the table.
-        builder: a file as `step_worker` wants it.
+        builder: a file as `worker` wants it.
         case: what its `build` is given.
         work: what one step does, in the unit of the rate.
         python: of another environment, whose modules are its own; None: this one.
@@ -39,7 +39,7 @@ class Contender:
 
 
 class Worker:
-    """A running `step_worker`; use as a context manager.
+    """A running `worker`; use as a context manager.
 
     Raises:
         UserError: it cannot be started, or ends before it is told to.
@@ -48,11 +48,11 @@ class Worker:
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the worker runs)
-        command = [contender.python or sys.executable, str(HERE / "step_worker.py"), str(contender.builder)]
+        command = [contender.python or sys.executable, str(HERE / "worker.py"), str(contender.builder)]
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
         environment["OMP_NUM_THREADS"] = "1"
         if contender.python is None:
-            environment["PYTHONPATH"] = str(HERE.parents[1])
+            environment["PYTHONPATH"] = str(HERE.parents[2] / "src")
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """A process that trains when it is told to, in whatever environment it was started.
 
-    python step_worker.py BUILDER.py
+    python worker.py BUILDER.py
 
 JSON lines over pipes. The first one in is the case; out comes what it is ready with. Then each
 `{"steps": n}` is answered with the CPU seconds that n steps took. The end of the input ends it.

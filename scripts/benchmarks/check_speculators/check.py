@@ -22,9 +22,9 @@ from drafters.checkpoint import io as hub
 from drafters.checkpoint.folder import made_for
 from drafters.export import formats as table
 
-OPENER = Path(__file__).with_name("open_speculators.py")
+OPENER = Path(__file__).with_name("peer.py")
 CLOSE = 1e-4  # largest difference of logits, relative to the largest logit; fp32
-ABSENT = 3  # exit code of `open_speculators`: no such package
+ABSENT = 3  # exit code of `peer`: no such package
 LENGTH = 24  # tokens of a text
 
 

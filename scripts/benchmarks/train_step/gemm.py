@@ -1,4 +1,4 @@
-"""One square matrix product, for `step_worker`: the ceiling of everything that is made of them."""
+"""One square matrix product, for `worker`: the ceiling of everything that is made of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]]:
-    """See `step_worker`."""
+    """See `worker`."""
     size, dtype = case["size"], getattr(torch, case["dtype"])
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
     out = torch.empty_like(left)

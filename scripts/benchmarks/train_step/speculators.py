@@ -1,4 +1,4 @@
-"""The EAGLE-3 training step of `speculators`, for `step_worker` in that package's own environment.
+"""The EAGLE-3 training step of `speculators`, for `worker` in that package's own environment.
 
 What its `Trainer.train_epoch` does with a batch, in fp32: forward with the losses, backward,
 clipping, AdamW as its `build_optimizers` makes it. Flex attention, its default, has no backward on a
@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 
 
 def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]]:
-    """See `step_worker`."""
+    """See `worker`."""
     shape = case["shape"]
     model = _model(shape).train()
     model.lm_head.weight.requires_grad_(case["train_head"])

@@ -19,14 +19,14 @@ from distill.config.build import quiet
 from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop
 from distill.loggers.loggers import ending
-from distill.pretrain.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
-from distill.pretrain.module import PretrainModule, Saver, TextData
 from distill.training.checkpointing import STATE, TrainingBar
 from distill.training.trainer import build_trainer, fit
 from distill.utils.atomic_files import clean, publish_folder, write_json
 from distill.utils.progress import say, switch
 from distill.utils.provenance import commit, digest, local
 from distill.utils.run_folder import checkpoints
+from train_target.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
+from train_target.module import PretrainModule, Saver, TextData
 
 SPECIAL_IDS = ("bos", "eos", "pad")  # what a model's configuration says of its tokenizer
 

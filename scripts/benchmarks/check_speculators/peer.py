@@ -1,6 +1,6 @@
 """A checkpoint in speculators' layout, opened and run by that package in an environment of its own.
 
-    python open_speculators.py FOLDER INPUTS OUTPUTS
+    python peer.py FOLDER INPUTS OUTPUTS
 
 INPUTS holds `tokens` (N, T) and `taps` (N, T, L * D), OUTPUTS gets `logits` (N, K, T, V'): of the token
 that is drafted at depth k, from 1, where the root is token t + 1; NaN where nothing is. Nothing of

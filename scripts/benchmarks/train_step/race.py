@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from benchmarks.train_step.flops import products
+from benchmarks.train_step.workers import HERE, Contender, rates, working
 from decode.errors import UserError
 from decode.hardware import hardware
-from distill.benchmarks.step_cost import products
-from distill.benchmarks.step_workers import HERE, Contender, rates, working
 from distill.config.validate import check_ranges
 from distill.report.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit
 
-OURS, THEIRS, GEMM = HERE / "step_ours.py", HERE / "step_speculators.py", HERE / "step_gemm.py"
+OURS, THEIRS, GEMM = HERE / "ours.py", HERE / "speculators.py", HERE / "gemm.py"
 HOW = "python -m venv spec && spec/bin/pip install speculators, then speculators=spec/bin/python"
 # What both sides train with; no number here changes the work of a step.
 RECIPE = {"decay": 0.8, "clip": 0.5}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from benchmarks.vs_transformers import Contender, hugging_face, ours, race
 from decode.errors import UserError
-from decode.evaluation.vs_transformers import Contender, hugging_face, ours, race
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan

@@ -1,0 +1,1 @@
+"""Benchmarks: decoders, batch sizes, rollouts, training steps, advice."""

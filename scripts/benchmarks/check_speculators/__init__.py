@@ -1,0 +1,1 @@
+"""Whether speculators makes of an export what we do."""

@@ -1,0 +1,1 @@
+"""The training step timed against speculators, in processes of any environment."""

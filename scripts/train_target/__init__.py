@@ -1,0 +1,1 @@
+"""Trains the bundled target: corpus, module, command."""

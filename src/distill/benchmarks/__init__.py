@@ -1,1 +1,0 @@
-"""Benchmarks: decoders, batch sizes, rollouts, training steps."""

@@ -1,1 +1,0 @@
-"""Trains the bundled target."""
