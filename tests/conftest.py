@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -23,7 +22,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from workbench import make_target, write_prompts
+from workbench import ROOT, make_target, write_prompts
 
 from decode.model.head import Head
 from decode.model.load import load_target, load_tokenizer
@@ -36,8 +35,6 @@ from distill.rollouts.writer import Writer
 from drafters.base import Drafter
 from drafters.models.dflash import DFlash
 from drafters.models.hf_dllm import Dllm
-
-ROOT = Path(__file__).parents[1]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

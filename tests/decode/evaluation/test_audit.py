@@ -1,0 +1,297 @@
+"""The audit passes what is right and fails what is wrong, in bf16 and with real text."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from scripted import Oracle
+from workbench import ROOT
+
+from decode import verify
+from decode.draft import Draft
+from decode.evaluation.audit import Audit, audit
+from decode.evaluation.sampling_tests import Uniform
+from decode.generation.generate import generate
+from decode.model.cache import RowStore
+from decode.model.load import load_target, load_tokenizer, stop_tokens
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.verify import match
+
+POCKET = str(ROOT / "data" / "pocket")
+TREE, CHAIN = Plan(depth=4, width=3, nodes=8), Plan(depth=4)
+LENGTH, ROWS = 24, 8
+OF_DRAWS = {"sampled_tokens", "impossible", "pit_p", "surprisal_p", "surprisal_z"}
+
+
+class Bench:
+    def __init__(self, dtype):
+        tokenizer = load_tokenizer(POCKET)
+        lines = (ROOT / "data" / "prompts" / "heldout.jsonl").read_text().splitlines()
+        chats = [json.loads(line)["messages"] for line in lines]
+        texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        self.prompts = [row for row in ids if len(row) < 40][::3][:ROWS]
+        self.target = load_target(POCKET, dtype)
+        self.options = {"max_new_tokens": LENGTH, "stop": stop_tokens(self.target)}
+        plain = generate(self.target, None, self.prompts, sampler=Sampler(0.0), **self.options).outputs
+        self.texts = [p + o.tokens for p, o in zip(self.prompts, plain, strict=True)]
+
+    def audit(self, plan=TREE, drafter=None, **options):
+        oracle = Oracle(self.texts, self.target.vocab_size, branches=5 if plan is TREE else 0)
+        options = {"also": []} | self.options | options  # greedily alone, unless told otherwise
+        return audit(self.target, drafter or oracle, self.prompts, plan=plan, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def half():
+    return Bench("bfloat16")
+
+
+@pytest.fixture(scope="module")
+def single():
+    return Bench("float32")
+
+
+def counts_add_up(found: Audit):
+    assert found.equal + found.near_ties + found.mismatches == found.tokens > 0
+    assert 0 <= found.own_row <= found.tokens
+    assert found.passed == (found.own_row == found.tokens and found.mismatches == 0)
+    assert found.report()["passed"] is found.passed
+    assert set(found.report()) == {*Audit.__slots__, *OF_DRAWS, "passed"}
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
+def test_bf16_passes(half, plan):
+    found = half.audit(plan, also=None)
+    counts_add_up(found)
+    assert found.passed
+    assert found.report()["sampled_tokens"] > ROWS * LENGTH / 3
+    assert found.own_row == found.tokens > ROWS * LENGTH / 3
+    assert found.mismatches == 0
+    # Rounding in bf16 shows, but a near tie is still a small part of the logits' range.
+    assert 0.05 < found.margin < 2
+    assert found.rescored_in == "float32"
+
+
+def test_fp32_margin_is_a_rounding(single):
+    found = single.audit()
+    counts_add_up(found)
+    assert found.passed
+    assert found.equal == found.tokens
+    assert 0 < found.margin < 1e-3
+    assert found.rescored_in == "float32"
+
+
+def test_the_audit_changes_nothing(half):
+    before = half.target.head.weight.clone()
+    half.audit()
+    assert half.target.dtype == torch.bfloat16
+    assert torch.equal(half.target.head.weight, before)
+
+
+def test_without_a_drafter_plain_decoding_is_audited(half):
+    found = audit(half.target, None, half.prompts, plan=Plan(), **half.options)
+    counts_add_up(found)
+    assert found.passed
+
+
+def test_nothing_looked_at_is_no_pass(half):
+    found = audit(half.target, None, [], plan=Plan(), **half.options)
+    assert found.tokens == 0
+    assert not found.passed
+
+
+def test_passing_needs_every_count():
+    run = Uniform(1.0, "chain-4", 9, 0, {"free by p": 0.4, "free by id": 1e-3}, -1.5, 0.5)
+    good = Audit(9, 9, 8, 1, 0, 0.1, "float32", (run,))
+    assert good.passed
+    assert replace(good, sampled=()).passed, "greedily alone"
+    for harm in ({"own_row": 8}, {"mismatches": 1}, {"tokens": 0, "own_row": 0}):
+        assert not replace(good, **harm).passed
+    pit = {"free by p": 0.4, "free by id": 1e-7}
+    for harm in ({"tokens": 0}, {"impossible": 1}, {"pit": pit}, {"surprisal_p": 1e-7}):
+        assert not replace(good, sampled=(run, replace(run, **harm))).passed
+
+
+def test_the_smallest_of_many_p_values_is_corrected():
+    runs = (
+        Uniform(1.0, "chain-4", 30, 0, {"free by p": 0.4, "free by id": 1e-3}, -1.5, 0.5),
+        Uniform(0.7, "chain-4", 50, 0, {"free by p": 0.2}, 0.5, 0.01),
+    )
+    report = Audit(9, 9, 9, 0, 0, 0.1, "float32", runs).report()
+    assert report["pit_p"] == pytest.approx(5 * 1e-3)
+    assert report["surprisal_p"] == pytest.approx(5 * 0.01)
+    assert report["surprisal_z"] == -1.5
+    assert report["sampled_tokens"] == 80
+    assert json.loads(json.dumps(report))["sampled"][1]["pit"] == {"free by p": 0.2}
+
+
+# -- wrong decoders ------------------------------------------------------------------------------
+
+
+def feed(monkeypatch, change):
+    """Alter the positions that `extend` gives the model once the prompts are read."""
+    real = Target.extend
+
+    def extend(self, tokens, draft=None):
+        if draft is None:
+            return real(self, tokens)
+        body = self._body
+        self._body = lambda tokens, positions, *rest: body(tokens, change(positions), *rest)
+        try:
+            return real(self, tokens, draft)
+        finally:
+            del self._body
+
+    monkeypatch.setattr(Target, "extend", extend)
+
+
+def nodes_one_late(monkeypatch):
+    feed(monkeypatch, lambda p: torch.cat([p[:, :1], p[:, 1:] + 1], 1))
+
+
+def slots_as_positions(monkeypatch):
+    feed(monkeypatch, lambda p: p[:, :1] + torch.arange(p.shape[1]))
+
+
+def cousins_are_seen(monkeypatch):
+    real = Target._mask
+
+    def mask(self, block, tokens):
+        return real(self, block if block is None else torch.ones_like(block).tril(), tokens)
+
+    monkeypatch.setattr(Target, "_mask", mask)
+
+
+def no_compaction(monkeypatch):
+    real = RowStore.keep
+    monkeypatch.setattr(RowStore, "keep", lambda self, counts, slots=None: real(self, counts))
+
+
+def rejected_stay(monkeypatch):
+    """One rejected node is settled with the accepted ones, at the end of its row."""
+    real = RowStore.keep
+
+    def keep(self, counts, slots=None):
+        if slots is None and self.width > max(self.lengths) + 1:
+            return real(self, [count + (count == 1) for count in counts])
+        return real(self, counts, slots)
+
+    monkeypatch.setattr(RowStore, "keep", keep)
+
+
+def all_late_after_the_prompt(monkeypatch):
+    """Plain decoding has this error too, and must not excuse it by calling wide gaps near ties."""
+    feed(monkeypatch, lambda p: p + 1)
+
+
+def wrong_row(monkeypatch):
+    """Every token is drawn from the row of the slot before its own."""
+
+    def shifted(draft, rows, coin):
+        best = rows.best(draft)  # (B, S)
+        rows.best = lambda _: torch.cat([best[:, :1], best[:, :-1]], 1)
+        return match(draft, rows, coin)
+
+    replaced(monkeypatch, shifted)
+
+
+def replaced(monkeypatch, run):
+    monkeypatch.setattr(verify, "match", run)
+
+
+def drafts_are_believed(monkeypatch):
+    """The first child is taken whatever the target says."""
+
+    def believing(draft, rows, coin):
+        verdict = match(draft, rows, coin)
+        if draft.tokens.shape[1]:
+            verdict.tokens[:, 0] = torch.where(
+                (verdict.accepted == 0) & (draft.tokens[:, 0] >= 0), draft.tokens[:, 0], verdict.tokens[:, 0]
+            )
+        return verdict
+
+    replaced(monkeypatch, believing)
+
+
+WRONG = {
+    nodes_one_late: TREE,
+    slots_as_positions: TREE,
+    cousins_are_seen: TREE,
+    no_compaction: TREE,
+    rejected_stay: CHAIN,
+    wrong_row: TREE,
+    drafts_are_believed: CHAIN,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+def test_a_wrong_decoder_fails(wrong, half, monkeypatch):
+    wrong(monkeypatch)
+    found = half.audit(WRONG[wrong])
+    counts_add_up(found)
+    assert not found.passed
+    from_own_row = found.own_row == found.tokens
+    assert from_own_row == (wrong not in (wrong_row, drafts_are_believed)), "which of the two tests saw it"
+    assert found.mismatches > 0
+
+
+def test_an_error_of_plain_decoding_is_no_excuse(single, monkeypatch):
+    all_late_after_the_prompt(monkeypatch)
+    found = single.audit()
+    counts_add_up(found)
+    assert found.mismatches > 0
+    assert found.margin < 0.1
+
+
+def test_nan_is_a_mismatch(single, monkeypatch):
+    """Rows that are not numbers agree with nothing, however wide a near tie is."""
+    from decode.evaluation import audit as module
+
+    real = module._Rescorer.__call__
+
+    def spoilt(self, prompt, tokens):
+        rows = real(self, prompt, tokens).clone()
+        rows[1] = torch.nan
+        return rows
+
+    monkeypatch.setattr(module._Rescorer, "__call__", spoilt)
+    found = single.audit()
+    counts_add_up(found)
+    assert found.mismatches == ROWS
+    assert not found.passed
+
+
+def test_a_target_of_nan_fails(single, monkeypatch):
+    """Its tokens are the argmax of their own rows, which says nothing; and none of them has a chance."""
+    body = single.target._body
+    monkeypatch.setattr(single.target, "_body", lambda *inputs: body(*inputs) * torch.nan)
+    found = single.audit(drafter=Oracle([], 61, branches=0), plan=CHAIN, also=None)
+    counts_add_up(found)
+    assert found.mismatches == found.tokens
+    assert found.report()["impossible"] == found.report()["sampled_tokens"] > 0
+    assert not found.passed
+
+
+def test_draft_is_not_consulted(half):
+    """A drafter that proposes nothing but padding, or nonsense, cannot spoil the text."""
+
+    class Nonsense(Oracle):
+        def propose(self, state, target, sampler, coin, plan):
+            tokens = torch.full((len(state), 3), -1)
+            tokens[::2] = 7
+            return Draft(tokens, torch.tensor([[-1, 0, -1]]).expand(len(state), -1), depth=2)
+
+    found = half.audit(drafter=Nonsense([], 61))
+    counts_add_up(found)
+    assert found.passed

@@ -1,0 +1,190 @@
+"""The few-call forward pass of Llama-like models against transformers' own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.decode.model.test_families import BASE, PROMPTS, WORKS, save
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decode.draft import Draft
+from decode.model.causal_lm import CausalLM
+from decode.model.fused_forward import Fused
+from decode.model.load import load_model
+
+FUSED = {
+    **{n: WORKS[n] for n in ("llama", "llama tied, biased", "qwen2", "qwen3")},
+    "mistral, window 6": WORKS["mistral, window 6"],
+    "mistral, no window": WORKS["mistral, no window"],
+    "llama, mlp biased, gelu": ("llama", BASE | {"mlp_bias": True, "hidden_act": "gelu"}),
+    "llama, one head a key": ("llama", BASE | {"num_key_value_heads": BASE["num_attention_heads"]}),
+    "llama, yarn": (
+        "llama",
+        BASE | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+}
+ROUNDING = 2e-6  # of fp32, on rows of size one
+
+
+def frozen(name, table=FUSED):
+    kind, shape, *_ = table[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.2)  # norms and biases too
+    return model.eval().requires_grad_(False)
+
+
+def body(lm):
+    return Fused.of(lm.base, lm.layers, lm.config)
+
+
+@torch.inference_mode()
+def passes(lm):
+    """Heads' inputs and layers' inputs of a ragged prompt, a tree, a compaction and a scratch read."""
+    tokens = torch.tensor([[5, 9, 2, 7, 3, 11, 8], [4, 6, 10, 0, 0, 0, 0]])
+    lm.start(2, 16)
+    found = []
+
+    def forward(*inputs, **more):
+        taps = {0: torch.empty(0), 1: torch.empty(0)}
+        last = lm.forward(*inputs, **more, inputs=taps)
+        found.append(torch.stack([last, taps[0], taps[1]]))
+
+    forward(tokens)
+    lm.keep([7, 3])
+    nodes = torch.tensor([[12, 13, 14, 15, 16], [17, 18, 19, 20, 21]])
+    parents = torch.tensor([[-1, -1, 0, 1, 2], [-1, 0, 0, 1, 3]])
+    forward(torch.cat([torch.tensor([[22], [23]]), nodes], 1), Draft(nodes, parents, depth=4).ancestors())
+    lm.keep([4, 3], torch.tensor([[0, 1, 3, 5], [0, 1, 3, 0]]))
+    forward(torch.tensor([[24], [25]]))
+    lm.select([0])
+    lm.keep([1])
+    forward(torch.tensor([[26]]))
+    forward(torch.tensor([[27, 28]]), scratch=1)
+    return found
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_it_computes_what_transformers_does(name, monkeypatch):
+    lm = CausalLM(frozen(name))
+    fused = passes(lm)
+    assert lm._fused is not None
+    monkeypatch.setattr(Fused, "of", lambda *_: None)
+    own = passes(lm)
+    assert lm._fused is None
+    for number, (got, want) in enumerate(zip(fused, own, strict=True)):
+        if number == 0:
+            got, want = got[:, 1, :3], want[:, 1, :3]  # the rest is padding
+        scale = want.abs().amax((-1, -2), keepdim=True).amax(1, keepdim=True)
+        torch.testing.assert_close(got / scale, want / scale, rtol=0, atol=ROUNDING)
+
+
+def test_a_prompt_read_at_once_needs_no_mask():
+    lm = CausalLM(frozen("llama"))
+    with torch.inference_mode():
+        lm.start(1, 16)
+        got = lm.forward(torch.tensor([PROMPTS[0]]))
+        want = lm.base(input_ids=torch.tensor([PROMPTS[0]]), use_cache=False).last_hidden_state
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_is_held_twice():
+    model = frozen("llama")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    lm = CausalLM(model)
+    fused = body(lm)
+    for layer, made in zip(lm.layers, fused.layers, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        for part, whole in [
+            (attention.q_proj, made.qkv),
+            (attention.v_proj, made.qkv),
+            (mlp.up_proj, made.gate_up),
+            (mlp.down_proj, made.down),
+        ]:
+            assert part.weight.untyped_storage().data_ptr() == whole.weight.untyped_storage().data_ptr()
+    after = model.state_dict()
+    assert all(after[name].equal(weight) for name, weight in before.items())
+    assert body(lm) is fused
+
+
+def test_new_weights_are_seen():
+    """Loaded in place they are the same storage; a cast makes another, and a new body."""
+    model = frozen("qwen2")
+    lm = CausalLM(model)
+    first = passes(lm)[2]
+    model.load_state_dict({name: weight * 0.5 for name, weight in model.state_dict().items()})
+    halved = passes(lm)[2]
+    assert (first - halved).abs().max() > 0.1
+    before = body(lm)
+    cast = passes(CausalLM(model.bfloat16()))[2]
+    assert body(lm) is not before
+    assert cast.dtype == torch.bfloat16
+    scale = halved.abs().amax()
+    torch.testing.assert_close(cast.float() / scale, halved / scale, rtol=0, atol=0.05)
+
+
+def test_a_saved_model_is_the_same_after_it_was_fused(tmp_path):
+    model = frozen("qwen3")
+    passes(CausalLM(model))
+    model.save_pretrained(tmp_path)
+    again = load_model(str(tmp_path)).state_dict()
+    assert all(again[name].equal(weight) for name, weight in model.state_dict().items())
+
+
+def trainable(model):
+    model.requires_grad_(True)
+
+
+def hooked(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def dispatched(model):
+    """As accelerate does it."""
+    layer = model.model.layers[0]
+    layer.forward = copy.copy(layer.forward)
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model)
+    model.requires_grad_(False)
+
+
+def eager(model):
+    model.config._attn_implementation = "eager"
+
+
+def wide(model):
+    """In fp64 transformers' norms still round to fp32, and the numbers asked for are theirs."""
+    model.double()
+
+
+@pytest.mark.parametrize(
+    "change", [trainable, hooked, dispatched, adapted, eager, wide], ids=lambda f: f.__name__
+)
+def test_an_altered_model_runs_its_own_code(change):
+    model = frozen("llama")
+    assert body(CausalLM(model)) is not None
+    change(model)
+    assert body(CausalLM(model)) is None
+
+
+@pytest.mark.parametrize("name", sorted(set(WORKS) - set(FUSED)))
+def test_another_class_runs_its_own_code(name):
+    assert body(CausalLM(frozen(name, WORKS))) is None
+
+
+def test_angles_that_depend_on_the_length_are_left_to_transformers():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert body(CausalLM(frozen("x", {"x": ("llama", BASE | {"rope_parameters": rope})}))) is None
+
+
+def test_it_loads_fused(tmp_path):
+    lm = CausalLM(load_model(str(save(tmp_path / "model", *WORKS["llama"]))).requires_grad_(False))
+    lm.start(1, 8)
+    assert lm._fused is not None

@@ -1,0 +1,99 @@
+"""What a row counts, against sums written out."""
+
+import pytest
+import torch
+from tests.distill.losses.test_objectives import steps
+
+from decode.errors import UserError
+from distill.losses.divergences import lk, tv
+from distill.losses.objective import Objective
+from distill.losses.weights import DPace, Streak, constant, decay
+
+EXACT = {"smoothing": 0.0, "warmup": 0.0}
+
+
+def rows(alpha, present=None):
+    alpha = torch.tensor(alpha, dtype=torch.float64)
+    return alpha, torch.ones_like(alpha, dtype=torch.bool) if present is None else torch.tensor(present)
+
+
+def test_by_depth():
+    assert [constant(j) for j in (1, 2, 3)] == [1.0, 1.0, 1.0]
+    assert [decay(j, 0.5) for j in (1, 2, 3)] == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("name", ["tv with streak", "lk with dpace"])
+def test_streak_and_dpace_are_the_gradient_of_the_expected_accepted_length(name, ragged):
+    head, last, anchors, hidden = ragged
+    divergence, weights = {"tv with streak": (tv, Streak(**EXACT)), "lk with dpace": (lk, DPace(**EXACT))}[
+        name
+    ]
+    leaves = [h.clone().requires_grad_() for h in hidden]
+    total, _ = Objective(divergence, weights, 2)(steps(head, anchors, leaves), last, head, {})
+    alive: dict[int, torch.Tensor] = {}  # anchor -> product of its alphas
+    length = torch.zeros((), dtype=torch.float64)
+    for depth, (anchor, h) in enumerate(zip(anchors, leaves, strict=True), 1):
+        p, q = head(last.flatten(0, 1)[anchor + depth]).softmax(-1), head(h).softmax(-1)
+        for a, alpha in zip(anchor.tolist(), torch.minimum(p, q).sum(-1), strict=True):
+            alive[a] = alive.get(a, 1.0) * alpha
+            length = length + alive[a]
+    got, want = torch.autograd.grad(total, leaves), torch.autograd.grad(-length, leaves)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_streak_falls_as_theory_says():
+    alpha, present = rows([[0.8] * 7, [0.6] * 7])
+    weights = Streak(**EXACT)(alpha, present, 1.0)
+    weights = (weights / weights[:, :1]).tolist()
+    assert weights[0] == pytest.approx([1, 0.747, 0.544, 0.383, 0.253, 0.149, 0.066], abs=6e-4)
+    assert weights[1][:4] == pytest.approx([1, 0.588, 0.342, 0.193], abs=6e-4)
+
+
+def test_a_depth_that_is_never_accepted_stops_what_follows():
+    alpha, present = rows([[0.5, 0.0, 0.9]])
+    assert Streak(**EXACT)(alpha, present, 1.0)[0].tolist() == [1.0, 0.5 * 1.9, 0.0]
+    assert DPace(**EXACT)(alpha, present, 1.0)[0].tolist() == [0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", [Streak, DPace])
+def test_a_streak_ends_where_an_anchor_leaves_whatever_the_smoothing(kind):
+    long, present = rows([[0.5, 0.7, 0.2]], [[True, True, False]])
+    short, all_of_it = rows([[0.5, 0.7]])
+    weights = kind(0.3, 0.0)
+    got, want = weights(long, present, 1.0)[0, :2], weights(short, all_of_it, 1.0)[0]
+    assert got.tolist() == pytest.approx(want.tolist(), abs=1e-15)
+
+
+@pytest.mark.parametrize("kind", [Streak, DPace])
+def test_a_warm_up_falls_from_counting_depths_to_the_smoothing(kind):
+    alpha, present = rows([[1e-3, 1e-3, 1e-3]])
+    weights = kind(smoothing=0.1, warmup=0.5)
+    assert weights(alpha, present, 0.0)[0].tolist() == [3.0, 2.0, 1.0]
+
+    def plain(smoothing):
+        return kind(smoothing, 0.0)(alpha, present, 0.0)
+
+    torch.testing.assert_close(weights(alpha, present, 0.25), plain(0.55))
+    torch.testing.assert_close(weights(alpha, present, 0.5), plain(0.1))
+    torch.testing.assert_close(weights(alpha, present, 1.0), plain(0.1))
+    assert kind(**EXACT)(alpha, present, 1.0)[0, 2] < 1e-5  # what the warm-up is there for
+
+
+def test_auxiliary_losses_take_their_rows_weight(ragged):
+    head, last, anchors, hidden = ragged
+    aux = [{"feature": torch.arange(len(a), dtype=torch.float64)} for a in anchors]
+    weights = Streak(1.0, 0.0)  # of anchors that reach depths 2, 3, 2, 1, 1, 2: their depths still to come
+    objective = Objective(tv, weights)
+    plain, _ = objective(steps(head, anchors, hidden), last, head, {})
+    total, _ = objective(steps(head, anchors, hidden, aux), last, head, {"feature": 3.0})
+    by_depth = [[2, 3, 2, 1, 1, 2], [1, 2, 1, 1], [1]]
+    want = 3 * sum(i * w for depth in by_depth for i, w in enumerate(depth))
+    assert (total - plain).item() == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Streak, DPace])
+def test_numbers_out_of_range_are_refused(kind):
+    with pytest.raises(UserError, match=r"weights\.smoothing=1\.5: must be from 0 to 1"):
+        kind(1.5, 0.0)
+    with pytest.raises(UserError, match=r"weights\.warmup=-1"):
+        kind(0.0, -1)

@@ -1,0 +1,310 @@
+"""The confidence head: it learns alpha beside the drafter, changes none of its laws, and ends its chains."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from exact import check_lossless
+from faces import (
+    CHAIN,
+    CHUNKS,
+    SAMPLED,
+    Follower,
+    K,
+    V,
+    batch_of,
+    both,
+    equal,
+    plans_of,
+    random_texts,
+    unrolled,
+)
+from tests.distill.training.test_resume import kill_in_training
+from workbench import Bench, final, fork, same, train, weights
+
+from decode.draft import PAD
+from decode.errors import UserError
+from decode.generation.generate import generate
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.losses.divergences import kl
+from distill.losses.objective import Objective
+from distill.losses.weights import Streak, constant
+from drafters.checkpoint import io as hub
+
+
+def stateful(pair):
+    """A pair whose drafter can have a head."""
+    if pair[1].state_size is None:
+        pytest.skip("has no states")
+    return pair
+
+
+def lend(pair, seed=0):
+    """The pair, with a random head."""
+    target, drafter = stateful(pair)
+    drafter.add_confidence()
+    dice = torch.Generator().manual_seed(seed)
+    for weight in drafter.confidence.parameters():
+        weight.data = torch.randn(weight.shape, generator=dice).to(weight)
+    return target, drafter
+
+
+@torch.no_grad()
+def confidences(drafter, target, texts) -> dict[tuple[int, int, int], float]:
+    """(row, anchor, depth) -> what the head says of the training face's state."""
+    found = {}
+    for step in drafter.unroll(batch_of(target, texts), target):
+        if step.depth and not step.aside:
+            for flat, logit in zip(step.anchor.tolist(), drafter.confidence(step.hidden), strict=True):
+                found[flat // texts.shape[1], flat % texts.shape[1], step.depth] = float(logit.sigmoid())
+    if drafter.shifted:
+        found |= {
+            (row, t - ahead, 1 + ahead): chance
+            for (row, t, _), chance in found.items()
+            for ahead in range(1, K)
+            if t >= ahead
+        }
+    return found
+
+
+# -- contract: every drafter with states ---------------------------------------------------------
+
+
+def test_a_head_changes_no_law_and_no_draft(pair):
+    target, drafter = stateful(pair)
+    texts = random_texts()
+
+    def drafts():
+        follower = Follower(drafter, target, texts)
+        follower.advance((5, 3))
+        return [follower.propose(plan) for plan in plans_of(drafter)]
+
+    before = unrolled(drafter, target, texts), drafts()
+    lend(pair)
+    after = unrolled(drafter, target, texts), drafts()
+    assert before[0].keys() == after[0].keys()
+    assert all(law.equal(after[0][place]) for place, law in before[0].items())
+    assert all(equal(*one) for one in zip(before[1], after[1], strict=True))
+
+
+@pytest.mark.parametrize("weighting", [constant, Streak(0.1, 0.0)], ids=["constant", "streak"])
+def test_teaching_a_head_reaches_no_other_weight(pair, weighting):
+    target, drafter = stateful(pair)
+    if drafter.shifted:
+        weighting = constant
+    objective, texts, grown = Objective(kl, weighting), random_texts(), []
+    trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
+    lend(pair)
+    for head in (None, drafter.confidence):
+        drafter.zero_grad()
+        batch = batch_of(target, texts)
+        steps = drafter.unroll(batch, target)
+        total, _ = objective(
+            steps, batch.last, target.head, drafter.weigh_aux(1.0), tokens=texts, confidence=head
+        )
+        if total.requires_grad:
+            total.backward()
+        grown.append({name: weight.grad.clone() for name, weight in trained.items()})
+    assert all(gradient.equal(grown[1][name]) for name, gradient in grown[0].items())
+    assert all(weight.grad.abs().max() > 0 for weight in drafter.confidence.parameters())
+    assert all(weight.grad is None for weight in target.model.parameters())
+
+
+def test_a_head_is_asked_of_the_states_that_training_taught_and_ends_chains_by_them(pair):
+    target, drafter = lend(pair)
+    plan = replace(SAMPLED if "sampled" in drafter.proposals else CHAIN, min_confidence=0.2)
+    follower, told = Follower(drafter, target, random_texts()), []
+    head, lengths = drafter.confidence, set()
+    drafter.sure_of = lambda newest: lambda: told.append(head(newest())) or told[-1]
+    for counts in CHUNKS:
+        follower.advance(counts)
+        told.clear()
+        draft = follower.propose(plan)
+        for row, end in enumerate(follower.settled):
+            chain = [token for token in draft.tokens[row].tolist() if token != PAD]
+            text = torch.tensor([[*follower.texts[row, : end + 1].tolist(), *chain, 0, 0]])
+            assert len(told) > len(chain) or len(chain) == K
+            found, reached = confidences(drafter, target, text), 1.0
+            for depth in range(1, min(len(chain) + 1, K) + 1):
+                want = found[0, end - 1, depth]
+                assert float(told[depth - 1][row, 0].sigmoid()) == pytest.approx(want, abs=1e-4)
+                reached *= want
+                assert depth <= len(chain) or reached < 0.2 + 1e-4
+                assert depth > len(chain) or reached > 0.2 - 1e-4
+            lengths.add(len(chain))
+    assert len(lengths) > 1
+
+
+def test_a_head_comes_back_with_its_drafter(pair, tmp_path):
+    target, drafter = lend(pair)
+    drafter.requires_grad_(False)
+    hub.save(drafter, target, tmp_path)
+    loaded = hub.load(tmp_path, target)
+    assert loaded.confidence is not None
+    ours, theirs = drafter.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    states = torch.randn(3, drafter.state_size + 2)
+    assert loaded.confidence(states).equal(drafter.confidence(states))
+
+
+def test_a_drafter_without_states_refuses_a_head(pair):
+    _, drafter = pair
+    if drafter.state_size is not None:
+        pytest.skip("has states")
+    with pytest.raises(UserError, match=r"drafter\.confidence=true: .* leave it false"):
+        drafter.add_confidence()
+    assert drafter.confidence is None
+
+
+# -- learning ------------------------------------------------------------------------------------
+
+
+# Of a random EAGLE without a bias the states say little of its laws, however long one learns.
+@pytest.mark.parametrize(("name", "options"), [("eagle", {"bias": True}), ("medusa", {})])
+def test_a_head_learns_what_is_accepted(tiny_target, make_drafter, name, options):
+    """On other texts than those it learnt from, and of random laws, which are accepted much alike."""
+    target, drafter = both(tiny_target, make_drafter, name, **options)
+    drafter.requires_grad_(False)
+    drafter.add_confidence()
+    objective = Objective(kl, constant)
+    optimizer = torch.optim.Adam(drafter.confidence.parameters(), lr=0.03)
+    seen, losses = batch_of(target, random_texts(24, 24, seed=3)), []
+    for _ in range(200):
+        optimizer.zero_grad()
+        steps = drafter.unroll(seen, target)
+        total, scored = objective(
+            steps, seen.last, target.head, drafter.weigh_aux(1.0), confidence=drafter.confidence
+        )
+        total.backward()
+        optimizer.step()
+        losses.append(sum(row.unsure for row in scored) / sum(row.rows for row in scored))
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    fresh = random_texts(24, 24, seed=4)
+    laws, said = unrolled(drafter, target, fresh), confidences(drafter, target, fresh)
+    teacher = target.head(target.read(fresh).last).softmax(-1)
+    true = torch.tensor(
+        [float(torch.minimum(teacher[row, t + depth], law).sum()) for (row, t, depth), law in laws.items()]
+    )
+    guess = torch.tensor([said[place] for place in laws])
+    assert losses[-1] < min(losses[:20])
+    assert torch.corrcoef(torch.stack([true, guess]))[0, 1] > 0.3
+    assert (true - guess).abs().mean() < (true - true.mean()).abs().mean()
+
+
+def test_rows_count_by_their_weights_and_columns_of_a_side_are_not_read(tiny_target, make_drafter):
+    target, drafter = both(
+        tiny_target, make_drafter, "medusa", token_info="vanilla", info_rank=4, hot_tokens=V
+    )
+    lend((target, drafter))
+    batch = batch_of(target, random_texts())
+    drafter.requires_grad_(False)
+    steps = list(drafter.unroll(batch, target))
+    assert steps[0].hidden.shape[1] == drafter.state_size + 4
+    teacher, want = target.head(batch.last).flatten(0, 1).softmax(-1), 0.0
+    for step in steps:
+        alpha = torch.minimum(teacher[step.anchor + step.depth], step.head(step.hidden).softmax(-1)).sum(-1)
+        logits = step.hidden[:, : drafter.state_size] @ drafter.confidence.weight + drafter.confidence.bias
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, alpha, reduction="sum")
+        want += loss.item() * 0.5 ** (step.depth - 1)
+    halves = [step._replace(weight=0.5 ** (step.depth - 1)) for step in steps]
+    objective = Objective(kl, constant)
+    totals = [
+        objective(halves, batch.last, target.head, {}, confidence=head)[0]
+        for head in (drafter.confidence, None)
+    ]
+    assert float(totals[0] - totals[1]) == pytest.approx(want, rel=1e-4)
+
+
+# -- decoding ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("name", ["eagle", "lyanna"])
+def test_chains_that_a_head_ends_are_lossless(tiny_target, make_drafter, name, rule):
+    target = tiny_target()
+    drafter = make_drafter(name, target)
+    lend((target, drafter))
+    plan = Plan(2, proposal="sampled", rule=rule, min_confidence=0.3)
+    ended = set()
+    propose = drafter.propose
+
+    def watch(*arguments):
+        draft = propose(*arguments)
+        ended.update((draft.tokens != PAD).sum(1).tolist())
+        return draft
+
+    drafter.propose = watch
+    check_lossless(target, drafter, plan, Sampler(0.7), rows=[0, 2])
+    assert len(ended) > 1
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_what_a_row_draws_where_it_drafts_nothing_is_its_own(tiny_target, make_drafter, rule):
+    """Whether or not a row beside it drafts something."""
+    target = tiny_target()
+    drafter = make_drafter("eagle", target)
+    lend((target, drafter))
+    plan = Plan(2, proposal="sampled", rule=rule, min_confidence=0.3)
+    prompts = [[i % 3, i // 3 % 3, i // 9] for i in range(18)]
+    options = {"max_new_tokens": 8, "sampler": Sampler(1.0), "plan": plan, "seed": 3}
+    together = generate(target, drafter, prompts, requests=list(range(18)), **options).outputs
+    alone = [
+        generate(target, drafter, [prompt], requests=[i], **options).outputs[0]
+        for i, prompt in enumerate(prompts)
+    ]
+    assert any(0 in output.offered for output in together)
+    assert [output.tokens for output in together] == [output.tokens for output in alone]
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("confidence"))
+
+
+CONFIDENT = {"drafter__confidence": True, "decode__min_confidence": 0.3}
+
+
+def test_a_run_trains_the_same_drafter_with_and_without_a_head(bench, tmp_path):
+    """Its gradient is no part of the norm that gradients are clipped by, either."""
+    clip = {"trainer__gradient_clip_val": 0.01}
+    bench.run(tmp_path / "with", **CONFIDENT, **clip)
+    bench.run(tmp_path / "without", **clip)
+    ours, plain = (weights(tmp_path / name / "checkpoints" / "6") for name in ("with", "without"))
+    head = {name: ours.pop(name) for name in list(ours) if name.startswith("confidence.")}
+    assert set(head) == {"confidence.weight", "confidence.bias"}
+    assert all(weight.abs().max() > 0 for weight in head.values())
+    assert ours.keys() == plain.keys()
+    assert all(weight.equal(plain[name]) for name, weight in ours.items())
+    assert "train/confidence_1" in (tmp_path / "with" / "csv" / "metrics.csv").read_text()
+    card = json.loads((tmp_path / "with" / "checkpoints" / "6" / "score.json").read_text())
+    assert card["decode"] == "chain-2 (confidence 0.3)"
+    assert card["replay_agrees"]
+    assert card["rows"][0]["offered"][1] < 1
+
+
+def test_a_killed_run_goes_on_with_its_head(bench, tmp_path, monkeypatch):
+    options = CONFIDENT | {"score__every": 2}
+    bench.run(tmp_path / "straight", **options)
+    with monkeypatch.context() as spoilt:
+        kill_in_training(spoilt)
+        assert fork(lambda: bench.run(tmp_path / "killed", **options) and 0) == 9
+    assert "resuming from step 2" in bench.run(tmp_path / "killed", **options)
+    assert same(final(tmp_path / "killed"), final(tmp_path / "straight"))
+    assert "confidence.weight" in weights(tmp_path / "killed" / "checkpoints" / "6")
+
+
+def test_a_table_of_tokens_refuses_a_head_in_one_line(bench):
+    kept = [a for a in bench.command if not a.startswith("drafter.depth")]
+    done = train([*kept, "drafter=bigram", "drafter.confidence=true"])
+    assert done.code == 2
+    (line,) = done.err.splitlines()
+    assert "drafter.confidence=true" in line

@@ -1,0 +1,252 @@
+"""EAGLE-3: every option in both faces, the unroll against a dense one, its vocabulary and taps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense import dense
+from faces import K, V, both, random_rollouts, random_texts
+from tests.drafters import test_drafters
+from tests.drafters.checkpoint import test_hub
+
+from decode.errors import UserError
+from drafters.base import Batch, Text
+from drafters.layers import unroll_attention as unrolled
+from drafters.models.eagle3 import Eagle3
+
+OPTIONS = {
+    "plain": {},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True, "fc_norm": False},
+    "no fc_norm": {"fc_norm": False},
+    "norm_output": {"norm_output": True},
+    "speculators": {
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "fc_norm": False,
+        "norm_output": True,
+    },
+    "two layers": {"layers": 2},
+    "three layers, all norms": {
+        "layers": 3,
+        "norm_before_residual": True,
+        "norm_output": True,
+    },
+    "whole vocabulary": {"draft_vocab_size": 32000},
+    "five taps": {"taps": [0, 1, 2, 3, "last"]},
+    "last alone": {"taps": ["last"]},
+}
+MASKS = [
+    ["111111111111", "111111111111"],
+    ["000000111111", "000111111000"],
+    ["010111011101", "111011000000"],
+    ["000000000000", "001110011101"],
+]
+SETTINGS = {
+    "taps": [0, 1, 3],
+    "layers": 1,
+    "depth": K,
+    "draft_vocab_size": 10,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+}
+
+
+@pytest.fixture(params=OPTIONS)
+def optioned(request, tiny_target, make_drafter):
+    return both(tiny_target, make_drafter, "eagle3", **OPTIONS[request.param])
+
+
+def test_both_faces_are_one_model_with_every_option(optioned):
+    test_drafters.test_decoding_computes_the_laws_that_training_taught(optioned)
+
+
+def test_every_level_of_a_tree_is_that_model_with_every_option(optioned, monkeypatch):
+    test_drafters.test_every_level_of_a_tree_computes_the_laws_that_training_taught(optioned, monkeypatch)
+
+
+def test_it_is_saved_and_loaded_with_every_option(optioned, tmp_path):
+    test_hub.test_a_saved_drafter_comes_back_bit_for_bit(optioned, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["eagle", *OPTIONS])
+@pytest.mark.parametrize("masks", MASKS, ids=lambda m: m[0] + m[1])
+def test_an_unroll_of_supervised_anchors_is_the_dense_unroll(
+    tiny_target, make_drafter, name, masks, monkeypatch
+):
+    """Values and gradients of all weights, with blocks of a few queries."""
+    monkeypatch.setattr("drafters.layers.unroll_attention.LEAST", 3)
+    monkeypatch.setitem(unrolled.SCORES, "cpu", 1)
+    target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
+    drafter = make_drafter(name if name == "eagle" else "eagle3", target, depth=K, **OPTIONS.get(name, {}))
+    mask = torch.tensor([[c == "1" for c in text] for text in masks])
+    texts = random_texts(2, mask.shape[1])
+    read = target.read(texts)
+    batch = Batch(texts, mask, read.taps, read.last)
+    want, compared = dense(drafter, batch, target), 0
+    dice = torch.Generator().manual_seed(5)
+    ours, theirs = torch.zeros(()), torch.zeros(())
+    for step in drafter.unroll(batch, target):
+        hidden = torch.stack([want[a // 12, a % 12, step.depth] for a in step.anchor.tolist()])
+        torch.testing.assert_close(step.hidden, hidden, rtol=0, atol=1e-12)
+        pull = torch.randn(hidden.shape, generator=dice, dtype=hidden.dtype)
+        ours, theirs = ours + (pull * step.hidden).sum(), theirs + (pull * hidden).sum()
+        compared += len(hidden)
+    assert compared > 10
+    weights = [w for n, w in drafter.named_parameters() if n != "lm_head.weight"]
+    slopes = [torch.autograd.grad(total, weights) for total in (ours, theirs)]
+    for mine, other in zip(*slopes, strict=True):
+        assert other.abs().max() > 0
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-11 * max(1.0, float(other.abs().max())))
+
+
+def test_positions_without_a_supervised_anchor_give_keys_and_nothing_more(
+    tiny_target, make_drafter, monkeypatch
+):
+    """What is computed of them: one product of keys and values, in the first step."""
+    target, drafter = both(tiny_target, make_drafter, "eagle3")
+    rows = []
+    layer = drafter.layers[0]
+    finish = layer.finish
+    monkeypatch.setattr(layer, "finish", lambda x, y: rows.append(len(x)) or finish(x, y))
+    mask = torch.zeros(1, 24, dtype=torch.bool)
+    mask[0, 10:15] = True
+    texts = random_texts(1)
+    read = target.read(texts)
+    steps = list(drafter.unroll(Batch(texts, mask, read.taps, read.last), target))
+    assert rows == [len(step.anchor) for step in steps] == [5, 4, 3]
+
+
+# -- how it begins -----------------------------------------------------------------------------
+
+
+def test_it_begins_as_the_targets_head_on_the_highest_tap(tiny_target):
+    """Normalised like the head's own input, but for the weights of the target's last norm."""
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    taps = {"taps": [0, 1, "last"], "fc_norm": True, "draft_vocab_size": V}
+    drafter = Eagle3.for_target(target, **SETTINGS | taps).double()
+    target.tap(drafter.taps)
+    texts = random_texts(1)
+    read = target.read(texts)
+    batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), read.taps, read.last)
+    step = next(iter(drafter.unroll(batch, target)))
+    unit = torch.nn.functional.rms_norm(read.last[0, step.anchor], (16,))
+    with torch.no_grad():  # what `fc` mixes in is small
+        drafter.fc.weight[:, :32] = 0
+        drafter.fc.weight[:, 32:] = torch.eye(16)
+        exact = next(iter(drafter.unroll(batch, target)))
+    torch.testing.assert_close(exact.hidden, unit, rtol=1e-5, atol=1e-5)
+    assert torch.cosine_similarity(step.hidden, unit, dim=-1).mean() > 0.7
+    torch.testing.assert_close(step.head(unit), target.head(unit), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("hidden", [32, 512])
+def test_the_other_taps_nudge_as_much_at_any_width(tiny_target, hidden):
+    """And the highest is the highest, wherever it stands."""
+    target = tiny_target(vocab=V, layers=4, hidden=hidden)
+    drafter = Eagle3.for_target(target, **SETTINGS | {"taps": ["last", 0, 2]})
+    taps = torch.randn(64, 3, hidden, generator=torch.Generator().manual_seed(0))
+    found = torch.cosine_similarity(drafter.fuse(taps), taps[:, 0], dim=-1)
+    assert 0.75 < found.mean() < 0.95
+
+
+# -- its vocabulary ----------------------------------------------------------------------------
+
+
+def test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens(tiny_target, monkeypatch):
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", [39, 7])
+    drafter = Eagle3.for_target(target, **SETTINGS | {"draft_vocab_size": 5})
+    assert drafter.fits
+    texts = [Text([9] * 50 + [3, 3, 3, 1, 1, 20, 39], [0] * 50 + [1] * 7), Text([20, 20, 8], [0, 1, 1])]
+    line = drafter.fit(texts)
+    assert drafter.d2t.tolist() == [1, 3, 7, 20, 39]
+    assert line == "5 of 40 tokens make 88.89% of the answers"
+    assert torch.equal(drafter.lm_head.weight, target.head.weight[[1, 3, 7, 20, 39]].float())
+
+
+def test_of_equally_frequent_tokens_the_first_are_taken(tiny_target):
+    drafter = Eagle3.for_target(
+        tiny_target(vocab=V, layers=4, hidden=16), **SETTINGS | {"draft_vocab_size": 4}
+    )
+    drafter.fit([Text([30, 20, 30, 10, 25], [1] * 5)])
+    assert drafter.d2t.tolist() == [10, 20, 25, 30]
+    drafter.fit([Text([30], [1])])
+    assert drafter.d2t.tolist() == [0, 1, 2, 30]
+
+
+@pytest.mark.parametrize(("size", "want"), [(10, 10), (40, 40), (32000, 40)])
+def test_a_target_with_no_more_tokens_keeps_all(tiny_target, size, want):
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    drafter = Eagle3.for_target(target, **SETTINGS | {"draft_vocab_size": size})
+    assert drafter.lm_head.weight.shape[0] == drafter.settings["draft_vocab_size"] == want
+    assert drafter.fits == (want < 40)
+    if want == 40:
+        assert drafter.head(target).d2t is None
+        assert torch.equal(drafter.lm_head.weight, target.head.weight.float())
+
+
+def test_a_vocabulary_that_was_never_counted_is_no_vocabulary(tiny_target):
+    """Not, as elsewhere, the first tokens of the target's."""
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    drafter = Eagle3.for_target(target, **SETTINGS)
+    assert set(drafter.d2t.tolist()) == {-1}
+
+
+def test_fitting_again_gives_the_same(tiny_target):
+    drafter = Eagle3.for_target(tiny_target(vocab=V, layers=4, hidden=16), **SETTINGS)
+    lines = [drafter.fit(random_rollouts(V)) for _ in range(2)]
+    assert lines[0] == lines[1]
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"taps": None}, r"drafter\.taps: the target has 4 layers, too few .* drafter\.taps=\[2,last\]"),
+        ({"taps": []}, "at least one of each"),
+        ({"layers": 0}, "at least one of each"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size=0: give at least 1"),
+        ({"norm_before_fc": True, "fc_norm": True}, "choose one"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_built_is_refused(tiny_target, options, says):
+    with pytest.raises(UserError, match=says):
+        Eagle3.for_target(tiny_target(vocab=V, layers=4, hidden=16), **SETTINGS | options)
+
+
+def test_taps_that_are_no_layer_are_refused_when_the_target_is_tapped(tiny_target):
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    drafter = Eagle3.for_target(target, **SETTINGS | {"taps": [0, 1, 4]})
+    with pytest.raises(UserError, match=r"use 0\.\.3 or 'last'"):
+        target.tap(drafter.taps)
+
+
+def test_default_taps_are_a_low_a_middle_and_a_high_layer(tiny_target):
+    for layers, want in [(7, (2, 3, 4)), (12, (2, 6, 9)), (32, (2, 16, 29))]:
+        target = tiny_target(vocab=V, layers=layers, hidden=8)
+        assert Eagle3.for_target(target, **SETTINGS | {"taps": None}).taps == want
+
+
+# -- HASS --------------------------------------------------------------------------------------
+
+
+def test_a_detached_depth_teaches_no_depth_before_it(tiny_target, make_drafter):
+    """The last depth's loss reaches the first depth's keys, but no further."""
+    slopes = {}
+    for name in ("eagle", "hass"):
+        target = tiny_target(vocab=V, layers=4, hidden=16)
+        drafter = make_drafter(name, target, depth=2)
+        texts = random_texts(1, 12)
+        read = target.read(texts)
+        batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), read.taps, read.last)
+        first, second = drafter.unroll(batch, target)
+        torch.testing.assert_close(second.hidden, list(drafter.unroll(batch, target))[1].hidden)
+        (slopes[name],) = torch.autograd.grad(second.hidden.sum(), first.hidden, allow_unused=True)
+    assert slopes["eagle"] is not None
+    assert slopes["hass"] is None

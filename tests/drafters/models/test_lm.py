@@ -1,0 +1,390 @@
+"""An independent draft model: any folder, its vocabulary, its caches, and a run that trains nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from faces import CHAIN, SAMPLED, TREE, Follower, K, V, random_texts
+from safetensors.torch import load_file
+from scripts.score import rescore
+from tests.drafters import test_drafters
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from workbench import CONF, ROOT, Bench, command, leftovers, make_target, make_tokenizer, tau
+
+from decode.errors import UserError
+from decode.generation.generate import generate
+from decode.model.load import load_target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill import train as run_module
+from distill.cli.main import main
+from distill.utils.run_folder import checkpoints
+from drafters.checkpoint import io as hub
+from drafters.families.hf_model import PADDING
+from drafters.models.lm import DraftLM
+
+BASE = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+LLAMA = BASE | {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+KINDS = {
+    "window": ("mistral", LLAMA | {"num_key_value_heads": 1, "sliding_window": 4}),
+    "windows and soft caps, eager": (
+        "gemma2",
+        LLAMA | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4},
+    ),
+    "learned positions": ("gpt2", BASE | {"n_embd": 16, "n_head": 2, "n_positions": 64, "n_layer": 2}),
+    "tied": ("llama", LLAMA | {"tie_word_embeddings": True}),
+}
+
+
+def draft_model(folder: Path, kind: str = "tied", vocab: int = V, spread: float = 3.0, **changes) -> str:
+    """A folder with a random model, whose rows heed every token."""
+    name, shape = KINDS[kind]
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=vocab, **shape | changes))
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.mul_(spread)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab=V, layers=3, hidden=16, dtype=torch.float32)
+
+
+def drafter_for(target, path: str) -> DraftLM:
+    return DraftLM.for_target(target, path=path).to(target.dtype).eval()
+
+
+# -- one model with two faces ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_contract_holds_for_every_kind_of_model(target, tmp_path, monkeypatch, kind):
+    """Windows and additive masks over scratch slots above all."""
+    pair = target, drafter_for(target, draft_model(tmp_path / "draft", kind))
+    test_drafters.test_decoding_computes_the_laws_that_training_taught(pair)
+    test_drafters.test_proposing_changes_nothing_for_later_rounds(pair)
+    test_drafters.test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> tuple:
+    """A target in fp64, and the same folder as its draft model."""
+    folder = str(make_target(tmp_path_factory.mktemp("own") / "target"))
+    target = load_target(folder, "float64")
+    return target, drafter_for(target, folder)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sampler"),
+    [(CHAIN, Sampler(0.0)), (SAMPLED, Sampler(1.0)), (SAMPLED, Sampler(0.7, top_p=0.9))],
+    ids=str,
+)
+def test_the_targets_own_folder_is_accepted_whole(own, plan, sampler):
+    target, drafter = own
+    prompts, rounds = [[7, 8, 9, 10, 11], [12], [20, 30, 40]], 6
+    longest = 1 + rounds * (K + 1)
+    run = generate(target, drafter, prompts, max_new_tokens=longest, sampler=sampler, plan=plan)
+    assert [o.emitted for o in run.outputs] == [[K + 1] * rounds] * 3
+
+
+def test_a_draft_of_k_tokens_costs_k_passes(own):
+    """The first needs none of its own: the root was read when it was settled."""
+    target, drafter = own
+    passes = []
+    handle = drafter.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    rounds = 4
+    generate(
+        target, drafter, [[7, 8, 9]], max_new_tokens=1 + rounds * (K + 1), sampler=Sampler(0.0), plan=CHAIN
+    )
+    handle.remove()
+    # The prompt and its root; then chains, and between them what was accepted and the new root.
+    chain, between = [1] * (K - 1), [K + 1]
+    assert passes == [4, *chain, *(between + chain) * (rounds - 1)]
+
+
+def test_a_text_past_the_draft_models_context_is_the_targets_own(target, tmp_path):
+    for kind in ("learned positions", "tied"):
+        name = {"learned positions": "n_positions", "tied": "max_position_embeddings"}[kind]
+        drafter = drafter_for(target, draft_model(tmp_path / kind, kind, **{name: 16}))
+        prompts = [[1, 2, 3, 4, 5], list(range(20))]
+        options = {"max_new_tokens": 20, "sampler": Sampler(0.0)}
+        plain = [o.tokens for o in generate(target, None, prompts, **options).outputs]
+        for plan in (CHAIN, TREE):
+            run = generate(target, drafter, prompts, plan=plan, **options)
+            assert [o.tokens for o in run.outputs] == plain
+
+
+def test_casting_leaves_the_rotary_wavelengths_alone(target, tmp_path):
+    drafter = DraftLM.for_target(target, path=draft_model(tmp_path / "draft"))
+    before = drafter.model.base_model.rotary_emb.inv_freq.clone()
+    assert not torch.equal(before.bfloat16().float(), before), "rounding it would not show"
+    drafter.to(torch.bfloat16)
+    assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
+    after = drafter.model.base_model.rotary_emb.inv_freq
+    assert after.dtype == torch.float32
+    assert torch.equal(after, before)
+
+
+# -- the vocabulary ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [V - 9, V + 9])
+def test_a_head_padded_otherwise_is_cut_or_filled_with_nothing(target, tmp_path, vocab):
+    drafter = drafter_for(target, draft_model(tmp_path / "draft", vocab=vocab))
+    follower = Follower(drafter, target, random_texts())  # ids the draft model has not are among them
+    assert follower.texts.max() >= V - 9
+    follower.advance((5, 3))
+    q = follower.propose(SAMPLED).q
+    assert q.shape == (2, K, V)
+    torch.testing.assert_close(q.sum(-1), torch.ones(2, K))
+    assert not q[..., vocab:].any()
+    for plan in (CHAIN, TREE):
+        assert follower.propose(plan).tokens.max() < min(vocab, V)
+    options = {"max_new_tokens": 12, "sampler": Sampler(0.0)}
+    prompts = [[1, V - 1, 3], [V - 2]]
+    plain = [o.tokens for o in generate(target, None, prompts, **options).outputs]
+    run = generate(target, drafter, prompts, plan=TREE, **options)
+    assert [o.tokens for o in run.outputs] == plain
+
+
+def test_a_vocabulary_of_another_size_is_refused(target, tmp_path):
+    path = draft_model(tmp_path / "draft", vocab=V + PADDING + 1)
+    with pytest.raises(
+        UserError, match=f"drafter.path=.* has {V + PADDING + 1} ids, the target's {V};"
+    ) as error:
+        DraftLM.for_target(target, path=path)
+    assert "\n" not in str(error.value)
+
+
+def renamed(folder: Path, count: int) -> None:
+    """Swap the ids of `count` tokens in the folder's tokenizer, pair by pair."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    words = content["model"]["vocab"]
+    names = [w for w in sorted(words, key=lambda w: words[w]) if w[0] != "<"][:count]
+    for a, b in zip(names[::2], names[1::2], strict=True):
+        words[a], words[b] = words[b], words[a]
+    file.write_text(json.dumps(content))
+
+
+def test_tokenizers_are_compared_where_both_are_at_hand(tmp_path):
+    target = load_target(str(make_target(tmp_path / "target")))
+    same = make_target(tmp_path / "same", seed=1)
+    DraftLM.for_target(target, path=str(same))
+    renamed(same, 2)  # of 260: a special token or two may have another name
+    DraftLM.for_target(target, path=str(same))
+    renamed(same, 60)
+    with pytest.raises(UserError, match=r"5\d of its tokenizer's 260 ids are other tokens to the target's"):
+        DraftLM.for_target(target, path=str(same))
+    for file in same.glob("*token*"):
+        file.unlink()
+    DraftLM.for_target(target, path=str(same))  # nothing to compare, and the sizes are equal
+
+
+def test_a_padded_head_with_the_same_tokenizer_is_welcome(tmp_path):
+    """Far more padding than could be told from another vocabulary."""
+    target = load_target(str(make_target(tmp_path / "target")))
+    draft = Path(draft_model(tmp_path / "draft", vocab=1024))
+    with pytest.raises(UserError, match="has 1024 ids"):
+        DraftLM.for_target(target, path=str(draft))
+    tokenizer = make_tokenizer()
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.save_pretrained(draft)
+    assert DraftLM.for_target(target, path=str(draft)).model.config.vocab_size == 1024
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda at: at / "nowhere", "no such folder"),
+        (lambda at: at, r"no config\.json in it"),
+        (lambda at: draft_model(at / "m"), "no causal language model"),
+    ],
+    ids=["nowhere", "empty", "encoder"],
+)
+def test_what_is_no_causal_model_is_refused_in_one_line(target, tmp_path, make, reason):
+    path = str(make(tmp_path))
+    config = Path(path) / "config.json"
+    if config.exists():
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "bert"}))
+    with pytest.raises(UserError, match=f"^drafter.path={path}: .*{reason}") as error:
+        DraftLM.for_target(target, path=path)
+    assert "\n" not in str(error.value)
+
+
+def test_the_bundled_companion_drafts_for_the_bundled_target(pocket):
+    drafter = drafter_for(pocket, str(ROOT / "data" / "pocket-draft"))
+    prompts = [[1, 300 + i, 41, 1000 - i, 2] for i in range(4)]
+    options = {"max_new_tokens": 32, "sampler": Sampler(0.0)}
+    plain = [o.tokens for o in generate(pocket, None, prompts, **options).outputs]
+    outputs = generate(pocket, drafter, prompts, plan=CHAIN, **options).outputs
+    assert [o.tokens for o in outputs] == plain
+    assert sum(sum(o.emitted) for o in outputs) / sum(len(o.emitted) for o in outputs) > 1.5
+
+
+# -- saved ---------------------------------------------------------------------------------------
+
+
+def test_a_tied_matrix_is_saved_once_and_tied_again(target, tmp_path):
+    drafter = drafter_for(target, draft_model(tmp_path / "draft"))
+    shutil.rmtree(tmp_path / "draft")
+    (tmp_path / "saved").mkdir()
+    hub.save(drafter, target, tmp_path / "saved")
+    names = [name for name in load_file(tmp_path / "saved" / "model.safetensors") if "layers" not in name]
+    assert sorted(names) == ["model.model.embed_tokens.weight", "model.model.norm.weight"]
+    loaded = hub.load(tmp_path / "saved", target)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    texts = random_texts()
+    with torch.no_grad():
+        rows = [d.model(input_ids=texts, use_cache=False).logits for d in (drafter, loaded)]
+    assert torch.equal(*rows)
+
+
+def tampered(target, tmp_path, **changes) -> Path:
+    drafter = drafter_for(target, draft_model(tmp_path / "draft"))
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    hub.save(drafter, target, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["settings"]["config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_nothing_that_a_checkpoint_names_is_fetched_or_run(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
+    maps = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Model")
+    kernel = "nobody-we-know/kernel"
+    folder = tampered(
+        target, tmp_path, auto_map=maps, attn_implementation=kernel, _attn_implementation=kernel
+    )
+    loaded = hub.load(folder, target)
+    assert type(loaded.model).__module__.startswith("transformers.models.")
+    assert loaded.model.config._attn_implementation == "sdpa"
+    assert "auto_map" not in loaded.settings["config"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model_type": "nonsense"}, {"model_type": "t5"}, {"hidden_size": "x"}, {"hidden_size": 32}],
+    ids=str,
+)
+def test_a_configuration_that_gives_no_model_is_refused(target, tmp_path, changes):
+    folder = tampered(target, tmp_path, **changes)
+    with pytest.raises(UserError) as error:
+        hub.load(folder, target)
+    assert "\n" not in str(error.value)
+
+
+# -- a run that trains nothing ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("lm"))
+
+
+def quick(bench: Bench, *more: str) -> list[str]:
+    """The quick run's overrides for a copy of the target as draft model."""
+    kept = [a for a in bench.command if not a.startswith("drafter.depth")]
+    return [*kept, "drafter=lm_given", f"drafter.path={bench.target}", "score.max_new_tokens=7", *more]
+
+
+def train(*argv: str):
+    return command(lambda: main(run_module.run, CONF), ["train.py", *argv])
+
+
+def test_a_run_saves_and_scores_the_model_as_it_is(bench, tmp_path):
+    done = train(*quick(bench))
+    assert done.code == 0, done.err
+    assert done.err == ""
+    said = done.out.splitlines()
+    assert said[1] == "drafter=lm: nothing is trained; checkpoints/0 is the drafter as it is"
+    assert said[2].startswith("headline: chain-2, T=0")
+    folder = done.folder
+    assert (folder / "done").exists()
+    assert [p.name for p in checkpoints(folder)] == ["0"]
+    assert {p.name for p in (folder / "checkpoints" / "0").iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        "score.json",
+    }
+    for link in ("best", "last"):
+        assert (folder / "checkpoints" / link).readlink() == Path("0")
+    assert not (bench.root / "outputs" / "rollouts").exists()
+    assert not leftovers(bench.root)
+    assert "score/tau" in (folder / "csv" / "metrics.csv").read_text()
+    card = json.loads((folder / "checkpoints" / "0" / "score.json").read_text())
+    assert card["tau"] == 3.0
+    assert card["audit_passed"]
+    assert card["step"] == 0
+    assert card["drafter"] == "lm"
+    assert card["drafter_kv_bytes_per_token"] == card["kv_bytes_per_token"] > 0  # it is the target's twin
+
+
+def test_its_checkpoint_is_scored_again_without_the_folder_it_came_from(bench, tmp_path):
+    draft = shutil.copytree(bench.target, tmp_path / "draft")
+    done = train(*quick(bench, "seed=2", f"drafter.path={draft}"))
+    assert done.code == 0, done.err
+    shutil.rmtree(draft)
+    kept = [a for a in quick(bench) if not a.startswith(("drafter", "optimizer", "output_dir", "batch_size"))]
+    kept = [a for a in kept if not a.startswith(("trainer.", "rollout", "logger", "try_largest"))]
+    checkpoint = done.folder / "checkpoints" / "best"
+    argv = [*kept, f"checkpoint={checkpoint}", f"out={tmp_path / 'card.json'}", f"answers={tmp_path / 'a'}"]
+    again = command(lambda: main(rescore, CONF, "score_checkpoint"), ["score.py", *argv])
+    assert again.code == 0, again.err
+    assert json.loads((tmp_path / "card.json").read_text())["tau"] == tau(checkpoint) == 3.0
+
+
+def test_a_run_that_was_stopped_while_scoring_goes_on(bench, monkeypatch):
+    argv = quick(bench, "seed=3")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.Scorer, "__call__", stop)
+        first = train(*argv)
+    assert first.code == 130
+    again = train(*argv)
+    assert again.code == 0, again.err
+    assert again.out.startswith("resuming: ")
+    assert tau(again.folder / "checkpoints" / "best") == 3.0
+    assert str(again.folder) in first.err
+
+
+def test_without_scoring_there_is_still_a_checkpoint(bench):
+    done = train(*quick(bench, "seed=4", "score.enabled=false"))
+    assert done.code == 0, done.err
+    assert (done.folder / "checkpoints" / "last").readlink() == Path("0")
+    assert not (done.folder / "checkpoints" / "best").exists()
+
+
+def test_a_wrong_folder_is_one_line_and_leaves_nothing(bench, tmp_path):
+    before = bench.runs()
+    other = draft_model(tmp_path / "other, (odd) 'name'", vocab=1024)
+    for path, reason in [(tmp_path / "nowhere", "no such folder"), (other, "has 1024 ids, the target's 260")]:
+        done = train(*quick(bench, f"drafter.path={path}"))
+        assert done.code == 2
+        assert len(done.err.splitlines()) == 1
+        assert reason in done.err
+        assert str(path) in done.err
+    assert bench.runs() == before
+
+
+def test_a_plan_can_be_a_tree(own):
+    target, drafter = own
+    run = generate(target, drafter, [[7, 8, 9]], max_new_tokens=12, sampler=Sampler(0.0), plan=Plan(3, 2, 6))
+    plain = generate(target, None, [[7, 8, 9]], max_new_tokens=12, sampler=Sampler(0.0))
+    assert run.outputs[0].tokens == plain.outputs[0].tokens
+    assert sum(run.outputs[0].accepted) > 3

@@ -1,0 +1,83 @@
+"""docs/adding.md: the drafter that stands there keeps the contract, and trains."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from faces import both
+from hydra.utils import instantiate
+from tests.drafters import test_drafters
+from torch import nn
+from workbench import CONF, QUICK, ROOT, command, fork, make_target, write_prompts
+
+from distill.cli.main import main
+from distill.main import run
+from drafters import registry
+
+PAGE = (ROOT / "docs" / "adding.md").read_text()
+CODE, NAME = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+(YAML,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+CASES = [
+    case
+    for name, case in vars(test_drafters).items()
+    if name.startswith("test_") and list(inspect.signature(case).parameters) == ["pair"]
+]
+
+
+@pytest.fixture(scope="module")
+def added(tmp_path_factory) -> Path:
+    """Its file is a module, its name in the table, its yaml in a copy of conf/."""
+    root = tmp_path_factory.mktemp("adding")
+    (root / "tiny.py").write_text(CODE)
+    spec = importlib.util.spec_from_file_location("drafters.tiny", root / "tiny.py")
+    assert spec
+    assert spec.loader
+    sys.modules["drafters.tiny"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ((name, place),) = yaml.safe_load("{" + NAME + "}").items()
+    registry.CLASSES[name] = place
+    shutil.copytree(CONF, root / "conf")
+    (root / "conf" / "drafter" / "tiny.yaml").write_text(YAML)
+    yield root
+    del registry.CLASSES[name], sys.modules["drafters.tiny"]
+
+
+@pytest.fixture
+def pair(added, tiny_target):
+    """The drafter of the page, with random weights, and a small target."""
+
+    def make(name, target, **options):
+        torch.manual_seed(0)
+        drafter = instantiate(yaml.safe_load(YAML), **options)(target).to(target.dtype).eval()
+        for weight in drafter.parameters():
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        return drafter
+
+    return both(tiny_target, make, "tiny")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_it_keeps_the_contract(pair, case):
+    case(pair)
+
+
+def test_the_contract_has_cases():
+    assert len(CASES) > 10
+
+
+def test_it_trains_and_is_scored(added, monkeypatch):
+    target = make_target(added / "target")
+    prompts = write_prompts(added / "prompts.jsonl", 12)
+    argv = [f"target={target}", f"prompts={prompts}", f"output_dir={added / 'outputs'}", *QUICK]
+    argv += ["drafter=tiny", "trainer.max_steps=2", "score.every=2"]
+    assert not fork(lambda: command(lambda: main(run, added / "conf"), ["train.py", *argv]).code)
+    (card,) = (added / "outputs").glob("*/*/checkpoints/2/score.json")
+    assert card.exists()

@@ -1,0 +1,144 @@
+"""Every command of the README and the docs is run here, at a tiny size, or says in one table why not."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documented import CONF, ROOT, SERVED, Places, commands, configuration, lines, parts, program
+from tests.distill.serving.test_verify_served import Engine, a_card, a_row
+
+from decode.model.load import load_tokenizer
+from distill.cli.main import rewrite
+from distill.config.compose import compose
+from distill.prompts.chat_template import Chat
+
+FOUND = commands()
+LOADED = (
+    "distill.train",
+    "distill.report.compare",
+    "distill.scoring.scorer",
+    "benchmarks.decode",
+    "distill.serving.verify",
+)
+# Slow: run by `make proofs`; CI composes them. What a pattern matches, and why.
+SLOW = {
+    r"hydra/launcher=(joblib|submitit_local)": "starts interpreters",
+    r"benchmark\.py scaling": "starts ranks",
+    r"benchmark\.py train case=memory": "a step at a vocabulary of 131072",
+    r"rollout=ray ": "starts a Ray cluster",
+    r"train\.py trainer=ddp trainer\.devices=2$": "starts ranks",
+    r"train\.py experiment=sweep_depth_objective$": "a third sweep; test_multirun composes it",
+    r"drafter=lyanna drafter\.token_info=none": "a third Lyanna",
+    r"target=<its target> drafter\.init_from": "as the one of docs/recipes.md, with a target named",
+    r"drafter=auto|benchmark\.py auto": "train by the clock; tests/distill/search/test_auto.py does in CI",
+}
+# Not run at all, and why; the part that is this repository's is composed and checked like any other.
+UNRUN = {
+    r"^python3? -m venv |^(\.venv/bin/|spec/bin/)?pip install": "the network; .ci/run installs",
+    r"-m pytest\b|^pytest ": "the tests themselves",
+    r"^git clone|^cd ": "the clone that this runs in",
+    r"^make ": "what it runs are the tests, installs or proofs; `make -n` is asked for the target",
+    r"^vllm ": "no engine is installed",
+    r"^torchrun |^srun |^scontrol ": "other machines, GPUs or a SLURM cluster",
+    r"hydra/launcher=submitit_slurm": "a SLURM cluster",
+    r"trainer=gpu|trainer\.accelerator=gpu|trainer\.devices=8": "GPUs",
+    r"speculators=|check_speculators\.py": "an environment with the package speculators",
+}
+
+
+def reason(text: str, table: dict[str, str]) -> str:
+    """Why a table says that a command is not run; "": it does not."""
+    return next((why for pattern, why in table.items() if re.search(pattern, text)), "")
+
+
+RUN = sorted({text for text, _ in FOUND if not reason(text, UNRUN | SLOW)})
+LATER = sorted({text for text, _ in FOUND if reason(text, SLOW) and not reason(text, UNRUN)})
+LISTED = sorted({text for text, _ in FOUND if reason(text, UNRUN | SLOW)})
+COMPOSED = [text for text in LISTED if program(text)]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> Iterator[Places]:
+    """Where they run, with an engine of this machine."""
+    for module in LOADED:  # once, before the forks
+        importlib.import_module(module)
+    places = Places(tmp_path_factory.mktemp("documented"))
+    # A scorecard that was made on as many rounds as it takes, and an engine that keeps as much.
+    best = Path(places.run_of("eagle", SERVED)) / "checkpoints" / "best"
+    (best / "score.json").write_text(json.dumps(a_card(places.target, [a_row()])))
+    engine = Engine(Chat(load_tokenizer(str(places.target))), models=(str(places.target),))
+    places.server = engine.url.removesuffix("/v1")
+    yield places
+    engine.kill()
+
+
+@pytest.mark.parametrize("text", RUN, ids=str)
+def test_it_runs(places, text):
+    assert program(text), f"{text}: not a command of this repository; say in UNRUN why it is not run"
+    done = places.execute(places.fill(text))
+    assert done.code == 0, done.err[-3000:]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("text", LATER, ids=str)
+def test_it_runs_given_time(places, text):
+    done = places.execute(places.fill(text))
+    assert done.code == 0, done.err[-3000:]
+
+
+@pytest.mark.parametrize("text", COMPOSED, ids=str)
+def test_what_is_not_run_is_composed(text, tmp_path):
+    """Its options exist, and have values of the right kind."""
+    text = re.sub(r"<[^>]*>", "x", text).replace("$depth", "2")
+    name, given = configuration(program(text))
+    argv = [word for word in rewrite(given, CONF) if word not in ("-m", "--multirun")]
+    # What a sweep chooses from, and Hydra's launchers, are checked choice by choice: distill.cli.sweep.
+    single = [re.sub(r"=([^,\[{']*),.*", r"=\1", w) for w in argv if not w.startswith(("hydra.", "hydra/"))]
+    assert compose(single, CONF, name)
+
+
+def test_what_is_installed_and_made_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [name for text in LISTED for name in re.findall(r"pip install.*(?:\.|foredraft)\[(\w+)\]", text)]
+    assert set(asked) >= {"dev"}
+    assert set(asked) <= set(extras)
+    wanted = [text.split()[1:] for text in LISTED if text.startswith("make ")]
+    assert wanted
+    for targets in wanted:
+        made = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
+
+
+def test_the_tables_name_nothing_that_is_gone():
+    for pattern in UNRUN | SLOW:
+        assert any(re.search(pattern, text) for text, _ in FOUND), f"{pattern}: no such command"
+
+
+def test_what_counts_as_a_command():
+    assert parts("python3 -m venv x && A='b c' x/bin/python train.py drafter=eagle   # a comment") == [
+        "python3 -m venv x",
+        "A='b c' x/bin/python train.py drafter=eagle",
+    ]
+    assert parts("for d in 2 4; do torchrun train.py drafter.depth=$d; done") == [
+        "torchrun train.py drafter.depth=$d"
+    ]
+    for other in (
+        "step  tau",
+        "outputs/<date>/<time>/",
+        "E[X] <= log P / mu",
+        "a.py   rules; which is it",
+        "it's",
+    ):
+        assert not parts(other)
+    text = (
+        "# x\n\n    python a.py b=1 \\\n      c=2\n\ntext\n    python no.py\n\n```text\npython no.py\n```\n"
+    )
+    text += "```bash\npython b.py\n```\n- `python train.py c=1` and `python no.py`\n"
+    assert [line for _, line in lines(text)] == ["python a.py b=1 c=2", "python b.py", "python train.py c=1"]

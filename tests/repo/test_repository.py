@@ -1,0 +1,105 @@
+"""The repository keeps its own promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+
+from packaging.requirements import Requirement
+from workbench import ROOT
+
+from drafters.export.formats import WRITERS
+from drafters.registry import CLASSES
+
+README = (ROOT / "README.md").read_text()
+DOCS = ("docs/lossless.md", "docs/serving.md", "docs/sharing.md")
+
+
+def _commands() -> list[str]:
+    return [line.strip() for line in README.splitlines() if line.startswith("    python3 -m venv")]
+
+
+def test_the_readme_has_two_commands_that_set_themselves_up():
+    run, test = _commands()
+    assert run.endswith("train.py drafter=eagle")
+    assert test.endswith("-m pytest")
+
+
+def test_ci_runs_the_readmes_second_command():
+    """.ci/run takes the line from README.md; this is the line it takes."""
+    taken = subprocess.run(
+        ["bash", "-c", "grep -m1 'pytest$' README.md | sed 's/^ *//'"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    assert taken == _commands()[1]
+    assert "grep -m1 'pytest$' README.md" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_file_the_documents_name_exists():
+    for document in (
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "docs/lossless.md",
+        "docs/serving.md",
+    ):
+        text = (ROOT / document).read_text()
+        named = re.findall(r"\]\(((?!http)[^)#]+)\)", text) + re.findall(
+            r"`((?:src|tests|scripts|docs)/[\w/.]+)`", text
+        )
+        base = (ROOT / document).parent
+        missing = [name for name in named if not (base / name).exists() and not (ROOT / name).exists()]
+        assert not missing, f"{document} names {missing}"
+
+
+def test_nothing_is_unpickled_and_no_remote_code_runs_unasked():
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "train.py"]
+    sources = {path: path.read_text() for path in files}
+    # Other programs' drafters come pickled: one call reads them, and makes tensors or nothing.
+    pickled = sources[ROOT / "src" / "drafters" / "export" / "weight_files.py"]
+    assert len(re.findall(r"\btorch\.load\(", pickled)) == 1 == pickled.count("weights_only=True")
+    assert not re.search(r"\bpickle\b", pickled)
+    for path, text in sources.items():
+        if text is not pickled:
+            assert not re.search(r"\btorch\.load\b|\bpickle\b|\bdill\b|\bjoblib\b", text), path
+        assert "weights_only=False" not in text, path
+        assert "trust_remote_code=True" not in text, path
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        assert not re.search(r"trust_remote_code:\s*true", path.read_text()), path
+
+
+def test_no_path_outside_the_repository_is_needed():
+    for folder in ("src", "scripts", "conf"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".yaml"):
+                assert "/work/" not in path.read_text(), path
+                assert "../shared" not in path.read_text(), path
+
+
+def test_the_table_of_what_is_served_where_is_the_codes():
+    lines = (ROOT / "docs" / "serving.md").read_text().partition("| `drafter=` |")[2].split("\n\n")[0]
+    head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines.splitlines())
+    programs = re.findall(r"to=(\w+)", " ".join(head))
+    assert programs == list(WRITERS)
+    said = {
+        (name, program)
+        for _, names, *cells, _ in rows
+        for name in re.findall(r"`(\w+)`", names)
+        for program, cell in zip(programs, cells, strict=True)
+        if cell and name not in ("hass", "ngram", "suffix")  # a setting of eagle; the engines' own
+    }
+    assert said == {(name, program) for program, writers in WRITERS.items() for name in writers}
+    assert set(CLASSES) <= {name for _, names, *_ in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+FLAWED = {"lightning": "2.6.5"}  # the last version with a known hole: CVE-2026-58659
+
+
+def test_no_version_with_a_known_hole_is_allowed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    assert not [name for name, version in FLAWED.items() if version in allowed[name]]
