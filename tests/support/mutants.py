@@ -1185,7 +1185,7 @@ MUTANTS = {
         SIDE, "alike.int().argmax(-1)", "count - 1 - alike.int().flip(-1).argmax(-1)", *SHARE
     ),
     "drafts grow from the first alone": Mutant(
-        SIDE, "step(tokens[-1], twin)", "step(tokens[-1], 0 * twin)", *SHARE
+        SIDE, "step(tokens[-1].clamp_min(0), twin)", "step(tokens[-1], 0 * twin)", *SHARE
     ),
     "the selected draft is weighed by min(1, p / q)": Mutant(
         "decode.verify:select",
@@ -1273,7 +1273,7 @@ MUTANTS = {
         *laws(Plan(3, 3, 4, proposal="hybrid")),
     ),
     "laws of beams, not of their slots": Mutant(
-        DYNAMIC, "kept % width, slot", "kept % width, owner", *RANKED
+        DYNAMIC, "kept % width, slot", "kept % width, slot.roll(1, 1)", *RANKED
     ),
     "a child's rank is its parent's": Mutant(DYNAMIC, "kept % width", "kept // width", *RANKED),
     "a child without mass is kept": Mutant(

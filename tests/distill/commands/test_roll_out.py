@@ -104,11 +104,11 @@ def test_prompts_that_the_chat_template_refuses_are_set_aside_before_work(tmp_pa
     done = command(lambda: main(make, CONF, "rollout_alone"), argv)
     assert done.code == 0, done.err
     assert "1 of 4 records" in done.out
-    assert "prompt bad: target: its chat template refuses the prompt 'be': no system role" in done.out
+    assert f"{path}:2: target: its chat template refuses the prompt 'be': no system role" in done.out
     assert "3 rows" in done.out
     done = command(lambda: main(make, CONF, "rollout_alone"), [*argv, "prompts.strict=true"])
     assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "prompt bad" in done.err
+    assert f"{path}:2: " in done.err
 
 
 def test_answers_are_not_made_anew_where_nothing_trains(bench):
