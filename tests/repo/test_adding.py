@@ -37,17 +37,17 @@ def added(tmp_path_factory) -> Path:
     """Its file is a module, its name in the table, its yaml in a copy of conf/."""
     root = tmp_path_factory.mktemp("adding")
     (root / "tiny.py").write_text(CODE)
-    spec = importlib.util.spec_from_file_location("drafters.tiny", root / "tiny.py")
+    spec = importlib.util.spec_from_file_location("drafters.models.tiny", root / "tiny.py")
     assert spec
     assert spec.loader
-    sys.modules["drafters.tiny"] = module = importlib.util.module_from_spec(spec)
+    sys.modules["drafters.models.tiny"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     ((name, place),) = yaml.safe_load("{" + NAME + "}").items()
     registry.CLASSES[name] = place
     shutil.copytree(CONF, root / "conf")
     (root / "conf" / "drafter" / "tiny.yaml").write_text(YAML)
     yield root
-    del registry.CLASSES[name], sys.modules["drafters.tiny"]
+    del registry.CLASSES[name], sys.modules["drafters.models.tiny"]
 
 
 @pytest.fixture
