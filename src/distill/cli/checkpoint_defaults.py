@@ -51,7 +51,7 @@ def follow(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]
         known = written(folder)
         found = _named(known.name, known.revision) if target else []
         if prompts:
-            found += _prompts(folder.resolve().parent.parent, own.get("prompts"))
+            found += _prompts(folder.resolve().parent.parent, own.get("prompts"), target)
     if found:
         print(f"as in training: {' '.join(found)}", flush=True)
     return [*found, *argv]
@@ -96,15 +96,22 @@ def _settings(config_dir: Path, name: str) -> tuple[dict[str, Any], set[str]]:
     return own, groups
 
 
-def _prompts(run: Path, own: dict[str, Any] | None) -> list[str]:
-    """What a run was told of its prompts; of a configuration with few settings of prompts, these alone."""
+def _prompts(run: Path, own: dict[str, Any] | None, target: bool) -> list[str]:
+    """What a run was told of its prompts; of a configuration with few settings of prompts, these alone.
+
+    With the run's own `target`, whose tokens were counted, its limit on their length comes along.
+    """
     said = run / ".hydra" / "overrides.yaml"
     every: Any = OmegaConf.to_container(OmegaConf.load(said)) if said.is_file() else []
     kept = [line for line in map(str, every) if re.match(r"prompts[.=]", line) and "${oc." not in line]
     # Where held-out prompts were too long for training, the same are scored again without them.
     too_long = (read_json(run / "prompts.json") or {}).get("too_long", {})
-    if too_long.get("held_out") and not any(line.startswith("prompts.max_tokens=") for line in kept):
-        kept.append(f"prompts.max_tokens={too_long['tokens']}")
+    if (
+        target
+        and too_long.get("held_out")
+        and not any(line.startswith("prompts.max_tokens=") for line in kept)
+    ):
+        kept.append(f"prompts.max_tokens={int(too_long['tokens'])}")
     return kept if own is None else [line for line in kept if line[8:].partition("=")[0] in own]
 
 

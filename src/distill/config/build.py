@@ -49,7 +49,9 @@ def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
 def read_limit(cfg: DictConfig) -> Limit:
     """Tokens of the longest prompt that is used; of the target its configuration alone is read."""
     config = load_config(str(local(cfg.target.path)), cfg.target.revision, cfg.target.trust_remote_code)
-    return strictest(cfg.prompts.max_tokens, OmegaConf.select(cfg, "max_tokens"), max_positions(config))
+    return strictest(
+        cfg.prompts.max_tokens, OmegaConf.select(cfg, "max_tokens"), max_positions(config.get_text_config())
+    )
 
 
 def build_target(cfg: DictConfig, device: torch.device | None = None) -> Target:

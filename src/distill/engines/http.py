@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import SplitResult, urljoin, urlsplit
 
 from decode.errors import UserError
 from distill.utils.progress import say
@@ -36,24 +36,31 @@ class RefusedError(Exception):
         self.status = status
 
 
-def check_redirect(url: str, location: str, option: str) -> None:
+def check_redirect(url: str, location: str, option: str, base: str = "") -> None:
     """Refuse to be sent to another origin, which would be given the key and the prompts.
 
     Args:
         url: that was asked for.
         location: where the answer says it is.
         option: that names the server.
+        base: path that the option's value ends with.
 
     Raises:
         UserError: scheme, host or port is another one.
     """
     here, there = urlsplit(url), urlsplit(urljoin(url, location))
-    if (here.scheme, here.netloc) != (there.scheme, there.netloc):
+    if _origin(here) != _origin(there):
         origin = f"{there.scheme}://{there.netloc.rpartition('@')[2]}"
+        shown = f"{here.scheme}://{here.netloc.rpartition('@')[2]}"
         raise UserError(
-            f"{url}: sends on to {origin}, another origin, which would be given key and prompts; where that "
-            f"is the server, give {option}={origin}"
+            f"{shown}: sends on to {origin}, another origin, which would be given key and prompts; where "
+            f"that is the server, give {option}={origin}{base}"
         )
+
+
+def _origin(url: SplitResult) -> tuple[str, str | None, int | None]:
+    """Scheme, host and port, by whatever port the scheme has where none is named."""
+    return url.scheme, url.hostname, url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +99,9 @@ class Server:
         limit = library.Timeout(self.timeout, connect=min(self.timeout, 10.0))
 
         async def look(response: Any) -> None:  # of every answer, before a redirect is followed
-            if location := response.headers.get("location"):
-                check_redirect(str(response.request.url), location, f"{self.group}url")
+            if response.has_redirect_location:
+                url, base = str(response.request.url), urlsplit(self.url).path
+                check_redirect(url, response.headers["location"], f"{self.group}url", base)
 
         web = library.DefaultAsyncHttpxClient(event_hooks={"response": [look]})
         # It would ask again by itself, but for a number of times and not for a time.

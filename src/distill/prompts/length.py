@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,14 +81,6 @@ class Measured:
         return f"{len(self.long)} of {len(self.fit) + len(self.long)} {what}"
 
 
-def measure(prompts: Sequence[Prompt], length: Callable[[Prompt], int], limit: Limit) -> Measured:
-    """Tell those that are too long from the others; `length` says how many tokens one has."""
-    measured = Measured()
-    for prompt in prompts:
-        measured.add(prompt, length(prompt), limit)
-    return measured
-
-
 def set_aside(prompt: Prompt, reason: str) -> Rejected:
     """A prompt that is not used, by file and line where it has them."""
     start = json.dumps(prompt.messages)[:START]
@@ -109,7 +100,7 @@ def check_share(measured: Measured, limit: Limit, share: float, what: str) -> No
         UserError: more of them are too long, or all.
     """
     fit, long = len(measured.fit), len(measured.long)
-    if not long or (fit and long <= max(1, share * (fit + long))):
+    if not long or (fit and (long == 1 or long / (fit + long) <= share)):
         return
     ways = [f"raise {limit.option} to {measured.longest + limit.room}"] if limit.option else []
     if fit:

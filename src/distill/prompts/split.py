@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from distill.prompts.chat_template import Chat
-from distill.prompts.length import Limit, Measured, check_share, measure, set_aside
+from distill.prompts.length import Limit, Measured, check_share, set_aside
 from distill.prompts.mixing import mix
 from distill.prompts.prompt import Prompt, hash64, held_out, opening, question, split
 from distill.prompts.sources import Reading, Rejected, Source, to_sources
@@ -34,7 +34,7 @@ class Inputs:
         readings: of the sources.
         heldout: of the held-out file, where there is one.
         record: what a run writes down.
-        refused: by the chat template, of `train`.
+        refused: by the chat template.
         limit: on the tokens of a prompt.
         too_long: of `train` and of `held`, and left out.
     """
@@ -88,8 +88,8 @@ def read(cfg: DictConfig, chat: Chat, limit: Limit, given: bool = False) -> Inpu
     else:
         train, held = split(listed, options["heldout_share"])
     measured, refused = _rendered(train, chat, limit, given, options["strict"])
-    openings = measure(_openings(held), lambda p: len(chat.encode(p.messages, p.tools)), limit)
-    if OmegaConf.select(cfg, "rollout"):  # else nobody answers them
+    openings, refused_held = _rendered(_openings(held), chat, limit, False, options["strict"])
+    if OmegaConf.select(cfg, "rollout"):  # commands that score read training prompts too, and use none
         check_share(measured, limit, options["max_left_out"], "prompts")
     if OmegaConf.select(cfg, "score.enabled"):
         check_share(openings, limit, options["max_left_out"], "held-out prompts")
@@ -99,13 +99,15 @@ def read(cfg: DictConfig, chat: Chat, limit: Limit, given: bool = False) -> Inpu
         "heldout": [_counts(r) for r in heldout],
         "limit": options["limit"],
         "heldout_share": None if heldout else options["heldout_share"],
-        "refused": len(refused),
+        "refused": len(refused) + len(refused_held),
         "too_long": {"tokens": limit.tokens, "train": len(measured.long), "held_out": len(openings.long)},
         "train": {"prompts": len(measured.fit), "hash": _hash(measured.fit)},
         "held_out": {"prompts": len(scored), "hash": _hash(scored)},
         "held_out_of_sources": len(listed) - len(train),
     }
-    return Inputs(measured.fit, scored, readings, heldout, record, refused, limit, (measured, openings))
+    return Inputs(
+        measured.fit, scored, readings, heldout, record, refused + refused_held, limit, (measured, openings)
+    )
 
 
 def _rendered(

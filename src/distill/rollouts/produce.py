@@ -57,7 +57,7 @@ def rollout_plan(
         until=rollout.until,
         sampler={"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
         prompt_sampler={"temperature": rollout.prompt_temperature},
-        max_prompt_tokens=strictest(cfg.prompts.max_tokens, cfg.max_tokens, target.max_positions).tokens,
+        max_prompt_tokens=strictest(cfg.prompts.max_tokens, None, target.max_positions).tokens,
         max_new_tokens=rollout.max_new_tokens,
         shard_size=rollout.shard_size,
         batch_size=rollout.batch_size,
@@ -143,8 +143,8 @@ def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
             write_json(note, {"store": plan.key})
     elif began["store"] != plan.key:
         raise UserError(
-            f"{folder}: the prompts or the target have changed since this run began; "
-            "resume=never starts another"
+            f"{folder}: the prompts, the target or settings of its rollouts have changed since this run "
+            "began; resume=never starts another"
         )
 
 

@@ -86,7 +86,9 @@ def check_plan(plan: RolloutPlan, chat: Chat, context: int | None) -> tuple[list
     if not before:
         raise UserError("prompts.self: this tokenizer has nothing to begin a prompt with; give a file")
     if (room := longest_prompt(plan, context)) <= len(before) + len(after):
-        raise UserError(f"prompts.max_tokens={room}: no room for a self-written prompt")
+        raise UserError(
+            f"prompts.self: no room for a self-written prompt in {room} tokens; raise prompts.max_tokens"
+        )
     return before, after
 
 
@@ -137,6 +139,12 @@ class Writer:
         first = turns(messages)[0]
         said, rest = list(messages[:first]), list(messages[first:])
         ids = self.chat.encode(said, prompt.tools)
+        if self.room < len(ids) <= self.plan.max_prompt_tokens:  # a server may read less than the target
+            raise UserError(
+                f"{prompt.file or 'prompt'}:{prompt.line or prompt.id}: {len(ids)} tokens, and what answers "
+                f"reads {self.room + 1}, the answer included; give it more context, or set "
+                f"prompts.max_tokens={self.room} to leave out longer prompts"
+            )
         return Talk(prompt.id, sample, ids, said, rest, prompt.tools, prompt.weight)
 
     def _fits(self, talk: Talk) -> bool:

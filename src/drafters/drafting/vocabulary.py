@@ -66,6 +66,7 @@ def names(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:
 def law_of(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Tensor:
     """(R, V) or (R, V') logits -> (R, V) probabilities; a row of zeros where logits are NaN or +inf, or
     all are -inf: nothing can be drawn from it, and no rule meets the NaN that softmax makes of it.
+    (At temperature 0 a row is the one token that `argmax` gives.)
     """
     law = warp.law(logits).nan_to_num_(nan=0.0)
     if vocabulary is None:

@@ -99,11 +99,15 @@ def test_prompts_that_the_chat_template_refuses_are_set_aside_before_work(tmp_pa
     records.insert(1, {"id": "bad", "messages": [{"role": "system", "content": "be"}, ask]})
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    quick = [f"target={target}", f"prompts={path}", "prompts.heldout_share=0", "rollout.max_new_tokens=4"]
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps({"messages": [{"role": "system", "content": "us"}, ask]}) + "\n")
+    held.write_text(held.read_text() + json.dumps({"prompt": "hold"}) + "\n")
+    quick = [f"target={target}", f"prompts={path}", f"prompts.heldout={held}", "rollout.max_new_tokens=4"]
     argv = ["rollout.py", *quick, f"rollout.store={tmp_path / 'store'}"]
     done = command(lambda: main(make, CONF, "rollout_alone"), argv)
     assert done.code == 0, done.err
-    assert "1 of 4 records" in done.out
+    assert "2 of 6 records" in done.out
+    assert f"{held}:1: target: its chat template refuses" in done.out
     assert f"{path}:2: target: its chat template refuses the prompt 'be': no system role" in done.out
     assert "3 rows" in done.out
     done = command(lambda: main(make, CONF, "rollout_alone"), [*argv, "prompts.strict=true"])

@@ -2,12 +2,14 @@
 
 import json
 import random
+import re
 
 import pytest
 from workbench import SPECIAL, TEMPLATE, make_tokenizer
 
 from decode.errors import UserError
 from distill.prompts.chat_template import Chat
+from distill.prompts.length import Limit, Measured, check_share
 from distill.prompts.prompt import Prompt, held_out, opening, question, split, turns
 
 USER, ASSISTANT, END = SPECIAL[1:]
@@ -173,3 +175,16 @@ def test_a_base_model_is_told_which_option_helps():
         Chat(make_tokenizer(None))
     with pytest.raises(UserError, match="chat or none"):
         Chat(make_tokenizer(), "jinja")
+
+
+@pytest.mark.parametrize("count", [50, 100])
+def test_the_share_that_is_advised_is_enough(count):
+    limit = Limit(4, "prompts.max_tokens")
+    for long in range(2, count):
+        measured = Measured()
+        for i, prompt in enumerate(texts(count)):
+            measured.add(prompt, 9 if i < long else 1, limit)
+        with pytest.raises(UserError, match=r"raise prompts\.max_tokens to 9") as caught:
+            check_share(measured, limit, (long - 1) / count, "prompts")
+        advised = re.search(r"max_left_out=(\S+)", str(caught.value))
+        check_share(measured, limit, float(advised[1]), "prompts")

@@ -188,14 +188,18 @@ def test_self_written_prompts_that_cannot_be_are_refused(parts):
         chat.tokenizer.bos_token = start
 
 
-def test_a_prompt_that_fills_the_context_is_dropped(parts):
+def test_a_prompt_that_fills_the_context_of_what_answers_is_named(parts):
+    """Those that the target cannot read were left out before; a server may read less."""
     target, chat, _ = parts
     plan = replace(PLAN, max_prompt_tokens=10_000, self_prompts=0)
     room = target.max_positions - 2  # besides the two tokens of the template
     prompts = [Prompt(str(n), ({"role": "user", "content": "x" * n},)) for n in (room - 1, room, room + 1)]
-    rows = make_writer(target, chat, plan)(0, prompts, 0)
-    assert [row["id"] for row in rows] == [str(room - 1)]
+    rows = make_writer(target, chat, plan)(0, prompts[:1], 0)
     assert len(rows[0]["tokens"]) == target.max_positions
+    longest = target.max_positions - 1
+    said = rf"^p.jsonl:7: {room + 2} tokens, .* reads {longest + 1}, .*prompts.max_tokens={longest} to"
+    with pytest.raises(UserError, match=said):
+        make_writer(target, chat, plan)(0, [prompts[1]._replace(file="p.jsonl", line=7)], 0)
 
 
 def test_a_shard_without_rows_is_a_shard(parts, writer, tmp_path):

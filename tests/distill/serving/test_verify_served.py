@@ -22,6 +22,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.cli.main import main, rewrite
 from distill.config.compose import compose
+from distill.engines.http import check_redirect
 from distill.prompts.chat_template import Chat
 from distill.serving import endpoint, traffic
 from distill.serving import metrics as counters
@@ -711,6 +712,16 @@ def test_a_key_does_not_follow_a_redirect_to_another_origin(ask, start, monkeypa
         ask(server)
     assert set(server.keys) == {"sk-secret"}
     assert not other.keys
+
+
+@pytest.mark.parametrize("location", ["http://H:80/x", "//h/x", "/x", "http://u:pw@h/x"])
+def test_the_same_server_by_another_name_is_no_other_origin(location):
+    check_redirect("http://h/metrics", location, "url")
+
+
+def test_a_password_is_not_shown_where_a_redirect_is_refused():
+    with pytest.raises(UserError, match=r"^http://h: sends on to https://h, .* give url=https://h/v1$"):
+        check_redirect("http://me:secret@h/v1/models", "https://me:secret@h/v1/models", "url", "/v1")
 
 
 def test_a_redirect_to_another_path_of_the_server_is_followed(start):
