@@ -395,6 +395,8 @@ def _weighable(draft: Draft) -> Draft:
         return draft
     mass = laws.q.sum(-1, dtype=torch.float32)  # (B, Q)
     usable = mass.isfinite() & (mass > 0)
+    if _nobody(~usable):
+        return draft
     # (B, S + 1): of each slot; the last column takes the rows of q that belong to none.
     slot = torch.where(laws.owner < 0, draft.tokens.shape[1] + 1, laws.owner)
     lost = torch.zeros_like(draft.tokens, dtype=torch.bool)
