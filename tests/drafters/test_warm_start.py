@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from workbench import CONF, Bench, command, weights
 
 from decode.errors import UserError
-from distill import train as run
 from distill.cli.main import main
+from distill.main import run
 from drafters.base import Text
 from drafters.checkpoint import io as hub
 
@@ -107,7 +107,7 @@ def test_a_wrong_start_is_one_line_and_leaves_nothing(bench, tmp_path):
 def test_a_drafter_that_is_counted_has_nothing_to_start_from(bench, tmp_path):
     kept = [a for a in bench.command if not a.startswith("drafter.depth")]
     done = command(
-        lambda: main(run.run, CONF), ["train.py", *kept, "drafter=bigram", f"drafter.init_from={tmp_path}"]
+        lambda: main(run, CONF), ["train.py", *kept, "drafter=bigram", f"drafter.init_from={tmp_path}"]
     )
     assert done.code == 2
     assert "this drafter has no weights that training could go on with" in done.err

@@ -20,8 +20,9 @@ from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill import train as run_module
 from distill.cli.main import main
+from distill.main import run
+from distill.scoring.scorer import Scorer
 from distill.utils.run_folder import checkpoints
 from drafters.checkpoint import io as hub
 from drafters.families.hf_model import PADDING
@@ -301,7 +302,7 @@ def quick(bench: Bench, *more: str) -> list[str]:
 
 
 def train(*argv: str):
-    return command(lambda: main(run_module.run, CONF), ["train.py", *argv])
+    return command(lambda: main(run, CONF), ["train.py", *argv])
 
 
 def test_a_run_saves_and_scores_the_model_as_it_is(bench, tmp_path):
@@ -353,7 +354,7 @@ def test_a_run_that_was_stopped_while_scoring_goes_on(bench, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module.Scorer, "__call__", stop)
+        patch.setattr(Scorer, "__call__", stop)
         first = train(*argv)
     assert first.code == 130
     again = train(*argv)
