@@ -2,11 +2,10 @@
 
 import sys
 from importlib import import_module
-from pathlib import Path
 
 from distill.cli.main import main
+from distill.utils.paths import CONF
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
 # what is measured -> what measures it; its configuration is conf/benchmark_<word>.yaml
 WORDS = {
     "auto": "benchmarks.auto_regret:auto_regret",

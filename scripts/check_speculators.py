@@ -5,8 +5,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from distill.cli.main import main
-
-CONF = Path(__file__).resolve().parents[1] / "conf"
+from distill.utils.paths import CONF
 
 
 def task(cfg: DictConfig, folder: Path) -> float:

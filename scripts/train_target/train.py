@@ -22,8 +22,9 @@ from distill.loggers.loggers import ending
 from distill.training.checkpointing import STATE, TrainingBar
 from distill.training.trainer import build_trainer, fit
 from distill.utils.atomic_files import clean, publish_folder, write_json
+from distill.utils.paths import bundled
 from distill.utils.progress import say, switch
-from distill.utils.provenance import commit, digest, local
+from distill.utils.provenance import commit, digest
 from distill.utils.run_folder import checkpoints
 from train_target.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
 from train_target.module import PretrainModule, Saver, TextData
@@ -50,7 +51,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
     out = _check(cfg)
     documents = read_corpus(Path(cfg.data))
     train, held = hold_out(documents, cfg.val_share)
-    given = Path(local(cfg.tokenizer)) if cfg.tokenizer else None
+    given = Path(bundled(cfg.tokenizer)) if cfg.tokenizer else None
     if given:
         tokenizer = given_tokenizer(given)
     else:

@@ -160,7 +160,7 @@ class Plan:
         if self.adapt is None:
             return
         if not isinstance(self.adapt, Pace):
-            raise UserError(f"decode.adapt={self.adapt}: give what scripts/advise.py prints, or null")
+            raise UserError(f"decode.adapt={self.adapt}: give what foredraft advise prints, or null")
         if self.forks or self.lossy or self.adapt.deepest != self.depth:
             raise UserError(
                 "decode.adapt is for a single lossless chain, with a cost for each of 0 to decode.depth="

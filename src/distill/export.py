@@ -1,4 +1,4 @@
-"""A checkpoint as it is given away: scripts/export.py, and `export` at the end of a run."""
+"""A checkpoint as it is given away: foredraft export, and `export` at the end of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import RemoteError, UserError
 from decode.model.target import Target
-from distill.config.build import build_target
+from distill.config.build import build_target, quiet
 from distill.prompts.split import RECORD
 from distill.rollouts.manifest import MANIFEST
 from distill.utils.atomic_files import read_json
@@ -47,6 +47,7 @@ def export(cfg: DictConfig) -> float:
             folder that is there already; and see `upload.upload`.
         RemoteError: see there.
     """
+    quiet()
     check(cfg.to, cfg.push_to)
     checkpoint = hub.fetch(cfg.checkpoint)
     out = Path(cfg.out) if cfg.out else _beside(checkpoint.resolve(), cfg.to)
@@ -138,7 +139,7 @@ def at_end(cfg: DictConfig, folder: Path, target: Target) -> None:
         if options.push_to:
             push(out, options.push_to, options.private, options.dry_run)
     except (UserError, RemoteError, OSError) as error:
-        words = ["python", "scripts/export.py", f"checkpoint={checkpoint.resolve()}", f"to={to}"]
+        words = ["foredraft", "export", f"checkpoint={checkpoint.resolve()}", f"to={to}"]
         if options.push_to:
             words += [f"push_to={options.push_to}", f"private={str(options.private).lower()}"]
         reason = " ".join(str(error).split())
@@ -148,7 +149,7 @@ def at_end(cfg: DictConfig, folder: Path, target: Target) -> None:
 def _served(theirs: Layout | None, drafter: Drafter, out: Path) -> str:
     """The command that serves it, whatever is in the paths, and the note."""
     assert drafter.origin is not None
-    native = Layout({}, {}, "python scripts/generate.py checkpoint={drafter} target={target} prompt=...")
+    native = Layout({}, {}, "foredraft generate checkpoint={drafter} target={target} prompt=...")
     found = theirs or native
     command = found.command(drafter.origin.name, str(out))
     return "\n\n".join(part for part in (command and f"serve it: {command}", found.note) if part)

@@ -11,13 +11,11 @@ import lightning as L
 import pytest
 import torch
 from safetensors.torch import load_file
-from scripts.score import rescore
 from workbench import (
-    CONF,
     ROOT,
     Bench,
-    command,
     final,
+    foredraft,
     leftovers,
     make_target,
     ranks,
@@ -29,7 +27,6 @@ from workbench import (
 
 from decode.model.load import load_target
 from distill import train as run
-from distill.cli.main import main
 from distill.utils.atomic_files import clean, publish
 from distill.utils.run_folder import checkpoints
 
@@ -222,7 +219,7 @@ def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike
     card = tmp_path / "card.json"
     known = ("target=", "prompts", "score.", "decode")
     overrides = [a for a in bench.command if a.startswith(known)]
-    script = [sys.executable, str(ROOT / "scripts" / "score.py")]
+    script = [sys.executable, "-m", "foredraft", "score"]
 
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     argv = [*script, *overrides, f"checkpoint={checkpoint}", f"out={card}"]
@@ -233,8 +230,8 @@ def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike
     for name in (*measured, "step", "train_seconds"):
         assert old[name] == new[name], name
     other = make_target(tmp_path / "other", seed=1)
-    argv = ["score.py", *overrides, f"checkpoint={checkpoint}", f"target={other}"]
-    refused = command(lambda: main(rescore, CONF, "score_checkpoint"), argv)
+    argv = [*overrides, f"checkpoint={checkpoint}", f"target={other}"]
+    refused = foredraft("score", *argv)
     assert refused.code == 2
     assert len(refused.err.splitlines()) == 1
     assert "made for target" in refused.err
@@ -243,14 +240,13 @@ def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike
 def test_a_full_audit_draws_every_scored_prompt_several_times(bench, straight, tmp_path):
     kept = [a for a in bench.command if a.startswith(("target=", "prompts", "score.", "decode"))]
     argv = [
-        "score.py",
         *kept,
         f"checkpoint={straight / 'checkpoints' / '6'}",
         f"out={tmp_path / 'card.json'}",
         f"answers={tmp_path / 'answers'}",
     ]
     argv += ["score.temperatures=[0.0,0.8]", "score.plans=[{depth: 2, proposal: sampled}]"]
-    done = command(lambda: main(rescore, CONF, "score_checkpoint"), [*argv, "audit=full"])
+    done = foredraft("score", *argv, "audit=full")
     assert done.code == 0, done.err
     found = json.loads((tmp_path / "card.json").read_text())["audit"]
     assert found["passed"]
@@ -262,7 +258,7 @@ def test_a_full_audit_draws_every_scored_prompt_several_times(bench, straight, t
     assert 2 * 2 < found["tokens"] <= 2 * 2 * 6
     assert 2 * 2 * 8 < found["sampled_tokens"] <= 2 * 2 * 8 * 6
     assert f"T=0.8, chain-2-sampled: {found['sampled'][1]['tokens']} tokens, impossible 0" in done.out
-    wrong = command(lambda: main(rescore, CONF, "score_checkpoint"), [*argv, "audit=all"])
+    wrong = foredraft("score", *argv, "audit=all")
     assert wrong.code == 2
     assert wrong.err.strip().endswith("audit=all: choose quick or full")
 

@@ -1,4 +1,4 @@
-"""Scorecards of several runs, as scripts/compare.py reads them, with numbers that are told apart."""
+"""Scorecards of several runs, as foredraft compare reads them, with numbers that are told apart."""
 
 from __future__ import annotations
 

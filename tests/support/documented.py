@@ -20,10 +20,24 @@ from typing import NamedTuple
 
 import hydra
 from omegaconf import OmegaConf
-from workbench import CONF, ROOT, Outcome, command, fork, make_target, write_prompts
+from workbench import CONF, ROOT, Outcome, command, foredraft, fork, make_target, write_prompts
+
+from foredraft.cli import COMMANDS
 
 # Programs that a document may call, whether this machine has them or not.
-PROGRAMS = {"python", "python3", "pip", "pytest", "torchrun", "srun", "sbatch", "scontrol", "vllm", "sglang"}
+PROGRAMS = {
+    "foredraft",
+    "python",
+    "python3",
+    "pip",
+    "pytest",
+    "torchrun",
+    "srun",
+    "sbatch",
+    "scontrol",
+    "vllm",
+    "sglang",
+}
 PROGRAMS |= {
     "ray",
     "make",
@@ -38,7 +52,7 @@ PROGRAMS |= {
 SHELL = {"if", "then", "fi", "for", "do", "done", "exit", "code=$?"}
 VARIABLE = re.compile(r"[A-Z_]+=")
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(\w*)")
-INLINE = re.compile(r"`(python (?:train|scripts/\w+)\.py [^`]*[^`.])`")
+INLINE = re.compile(r"`((?:python (?:train|scripts/\w+)\.py|foredraft [\w-]+) [^`]*[^`.])`")
 
 
 class Documented(NamedTuple):
@@ -198,8 +212,8 @@ class Places:
 
     def fill(self, text: str) -> str:
         """A command with everything that stands for the reader's own replaced."""
-        drafter = m[1] if (m := re.search(r"train\.py.* drafter=(\w+)", text)) else "eagle"
-        options = SERVED if "verify_served" in text else ""
+        drafter = m[1] if (m := re.search(r"train\b.* drafter=(\w+)", text)) else "eagle"
+        options = SERVED if "verify-served" in text else ""
         fillings: list[tuple[str, Callable[[], str]]] = [
             (r" \[--[^]]*\]", lambda: ""),  # what may be left out
             (r"outputs/<date>/\*|RUN \.\.\.", lambda: f"{self.run_of('eagle')} {self.run_of('bigram')}"),
@@ -249,7 +263,10 @@ class Places:
 
         def body() -> int:
             os.chdir(self.root)
-            ended = command(lambda: runpy.run_path(str(ROOT / argv[0]), run_name="__main__"), argv)
+            if argv[0] == "foredraft":
+                ended = foredraft(*argv[1:])
+            else:
+                ended = command(lambda: runpy.run_path(str(ROOT / argv[0]), run_name="__main__"), argv)
             note.write_text(json.dumps([ended.code, ended.out, ended.err]))
             return 0
 
@@ -261,14 +278,16 @@ def program(text: str) -> list[str]:
     """A command's script and arguments; none if it is not one of this repository's."""
     words = _words(text)
     for place, word in enumerate(words):
-        if word == "train.py" or re.fullmatch(r"scripts/\w+\.py", word):
+        if word in ("foredraft", "train.py") or re.fullmatch(r"scripts/\w+\.py", word):
             return words[place:]
     return []
 
 
 def configuration(argv: list[str]) -> tuple[str, list[str]]:
-    """Name of a script's configuration, "" where it has none, and the overrides among its arguments."""
+    """Name of a command's configuration, "" where it has none, and the overrides among its arguments."""
     script, *given = argv
+    if script == "foredraft":
+        return COMMANDS[given[0]].config, given[1:]
     if script == "train.py":
         return "config", given
     if script == "scripts/benchmark.py":

@@ -33,6 +33,7 @@ from distill.main import run
 from drafters.checkpoint.io import save
 from drafters.families import lora_files as adapters
 from drafters.models.eagle import Eagle
+from foredraft import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -196,6 +197,11 @@ class Bench:
 def train(argv: Iterable[str]) -> Outcome:
     """`python train.py argv` in this process."""
     return command(lambda: main(run, CONF), ["train.py", *argv])
+
+
+def foredraft(*argv: str) -> Outcome:
+    """`foredraft argv` in this process."""
+    return command(cli.main, ["foredraft", *argv])
 
 
 def command(body: Callable[[], Any], argv: list[str]) -> Outcome:

@@ -70,6 +70,7 @@ def acceptance(
         batch_size: rollouts side by side.
         progress: called with the rollouts done, each counted once a plan.
     """
+    target.check_taps(drafter)
     exact = [plan for plan in plans if not inexact(plan, sampler, drafter)]
     done = 0
 

@@ -57,6 +57,7 @@ class Loop:
         on_round: Callable[[Round], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        target.check_taps(drafter)
         self.target, self.prompts, self.clock = target, prompts, clock
         self.drafter = None if drafter is None else paced(drafter, plan)
         self.sampler, self.plan, self.coin = sampler, plan, coin

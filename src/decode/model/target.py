@@ -55,6 +55,19 @@ class Target(CausalLM):
                 raise UserError(f"drafter.taps: {tap!r} is no layer; use 0..{n - 1} or '{LAST}'")
         self.taps = tuple(taps)
 
+    def check_taps(self, drafter: object) -> None:
+        """Compare what a drafter reads (its attribute `taps`) with what this target records.
+
+        Raises:
+            UserError: they differ.
+        """
+        taps = tuple(getattr(drafter, "taps", ()))
+        if taps and taps != self.taps:
+            raise UserError(
+                f"the drafter reads hidden states {list(taps)} and the target records {list(self.taps)}; "
+                "call target.tap(drafter.taps) before decoding"
+            )
+
     def fingerprint(self) -> str:
         """Tells this target's weights and vocabulary from another's, whatever dtype they are in."""
         digest = hashlib.sha256(f"{self.head.weight.shape} {len(self.layers)}".encode())

@@ -1,4 +1,4 @@
-"""scripts/advise.py: how much to draft on this machine, and what a perfect choice of drafts would give."""
+"""foredraft advise: how much to draft on this machine, and what a perfect choice of drafts would give."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def _plain_speed(costs: Costs, rounds: np.ndarray, batch: int) -> float:
 
 
 def setting(plan: Plan) -> str:
-    """Options of train.py, scripts/score.py and scripts/generate.py that decode by a plan."""
+    """Options of train.py, foredraft score and foredraft generate that decode by a plan."""
     if not plan.depth:
         return "decode=chain decode.depth=0"
     if plan.width > 1:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from decode.generation.generate import generate, stream
-from decode.generation.text import Detokenizer, StopStrings
+from decode.generation.text import Detokenizer
 from decode.generation.types import Output, Piece, Times
-from decode.model.load import stop_tokens
 from decode.plan import Plan
 from distill.config.build import build_target, quiet, read_chat
 from distill.config.validate import check_ranges, refused
 from distill.scoring.scorer import threads
+from distill.text_generation import Model, TextGenerator
 from distill.utils.progress import wants_color
 from drafters.checkpoint import io as hub
 
@@ -51,32 +50,24 @@ def answer(cfg: DictConfig) -> float:
             "in its score.json; name one here"
         )
     target = build_target(cfg)
+    model = Model(target, chat)
     drafter = hub.load(hub.fetch(cfg.checkpoint), target) if cfg.checkpoint else None
-    original = target
-    if drafter:
-        target = drafter.verifier(target)
-        target.tap(drafter.taps)
-    ids = chat.encode([{"role": "user", "content": prompt}])
-    strings = [str(s).replace("\\n", "\n") for s in cfg.stop]
-    options: dict[str, Any] = {
-        "max_new_tokens": cfg.max_new_tokens,
-        "sampler": sampler,
-        "seed": cfg.seed,
-        "stop": stop_tokens(target),
-        "until": StopStrings(chat.tokenizer, strings) if strings else None,
-    }
+    ids = model.encode(prompt)
+    stop = [str(s).replace("\\n", "\n") for s in cfg.stop]
+    drafting = TextGenerator(model, drafter, plan, sampler, cfg.max_new_tokens, stop, cfg.seed)
+    verifier = drafting.tapped_target()
+    # Of a tuned target, plain decoding is the tuned target's too.
+    plainly = replace(drafting, model=Model(verifier, chat), drafter=None)
     both = drafter is not None and cfg.plain
     with threads(cfg.threads):
-        short: dict[str, Any] = {**options, "max_new_tokens": min(WARM_UP, cfg.max_new_tokens)}
-        for proposer in [drafter, None] if both else [drafter]:  # warm up allocator and kernels
-            generate(target, proposer, [ids], plan=plan if proposer else None, **short)
-        last = show(stream(target, drafter, ids, plan=plan, **options), chat.tokenizer, color)
+        for generator in [drafting, plainly] if both else [drafting]:  # warm up allocator and kernels
+            replace(generator, max_new_tokens=min(WARM_UP, cfg.max_new_tokens)).generate([ids])
+        last = show(drafting.stream(ids), chat.tokenizer, color)
         line = figures(plan, last.output, last.times)
         if both:
-            target.tap(())  # plain decoding reads none
-            plain = generate(target, None, [ids], **options)
+            plain = plainly.generate([ids])
             line += versus(speed(last.output, last.times), speed(plain.outputs[0], plain.times))
-    line += "; lossless to the tuned target" if target is not original else ""
+    line += "; lossless to the tuned target" if verifier is not target else ""
     print(line, file=sys.stderr, flush=True)
     return last.output.tau
 

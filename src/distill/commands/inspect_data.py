@@ -23,8 +23,8 @@ from distill.rollouts import surprisal as surprise
 from distill.rollouts.statistics import RowCounts
 from distill.rollouts.store import find
 from distill.scoring.scorer import threads
+from distill.utils.paths import bundled
 from distill.utils.progress import bar, say, wants_color
-from distill.utils.provenance import local
 
 SUPERVISED, PLAIN = "\x1b[32m", "\x1b[0m"
 OPEN, CLOSE = "⟦", "⟧"  # around supervised text where there is no colour
@@ -58,7 +58,7 @@ def inspect(cfg: DictConfig) -> float:
             f"those of target={cfg.target.path}; name its own"
         )
     say(f"store: {folder}")
-    where = (str(local(cfg.target.path)), cfg.target.revision, cfg.target.trust_remote_code)
+    where = (str(bundled(cfg.target.path)), cfg.target.revision, cfg.target.trust_remote_code)
     counts = RowCounts(load_config(*where).get_text_config().vocab_size, cfg.max_tokens)
     total = sum(shard["rows"] for shard in manifest["shards"])
     dice = np.random.default_rng(cfg.seed)

@@ -1,4 +1,4 @@
-"""scripts/limit.py: what trees can give on the target's own text, and how much of it a drafter takes."""
+"""foredraft limit: what trees can give on the target's own text, and how much of it a drafter takes."""
 
 from __future__ import annotations
 

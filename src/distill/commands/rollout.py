@@ -1,4 +1,4 @@
-"""The target's answers and nothing else: scripts/rollout.py."""
+"""The target's answers and nothing else: foredraft rollout."""
 
 from __future__ import annotations
 

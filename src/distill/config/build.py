@@ -23,8 +23,8 @@ from distill.prompts import split as inputs
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, strictest
 from distill.prompts.prompt import Prompt
+from distill.utils.paths import bundled
 from distill.utils.progress import bar
-from distill.utils.provenance import local
 from drafters.base import Drafter
 
 OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
@@ -32,7 +32,7 @@ OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every draft
 
 def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
     """Check the target's configuration and read its tokenizer; a `template` comes before the configured."""
-    path = str(local(cfg.target.path))
+    path = str(bundled(cfg.target.path))
     load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
     tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
     options: Any = cfg.prompts.template_options
@@ -48,7 +48,7 @@ def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
 
 def read_limit(cfg: DictConfig) -> Limit:
     """Tokens of the longest prompt that is used; of the target its configuration alone is read."""
-    config = load_config(str(local(cfg.target.path)), cfg.target.revision, cfg.target.trust_remote_code)
+    config = load_config(str(bundled(cfg.target.path)), cfg.target.revision, cfg.target.trust_remote_code)
     return strictest(
         cfg.prompts.max_tokens, OmegaConf.select(cfg, "max_tokens"), max_positions(config.get_text_config())
     )
@@ -64,7 +64,7 @@ def build_target(cfg: DictConfig, device: torch.device | None = None) -> Target:
     target = cfg.target
     with bar(1, f"loading target {target.path}", "", leave=False):
         loaded = load_target(
-            str(local(target.path)),
+            str(bundled(target.path)),
             target.dtype,
             str(device or target.device),
             target.revision,
@@ -118,7 +118,7 @@ def read_inputs(cfg: DictConfig, folder: Path | None = None) -> tuple[Chat, list
 
 def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
     """The drafter that cfg.drafter names; a `path` in it is meant as the target's is."""
-    where = {"path": str(local(cfg.drafter.path))} if cfg.drafter.get("path") else {}
+    where = {"path": str(bundled(cfg.drafter.path))} if cfg.drafter.get("path") else {}
     own = OmegaConf.masked_copy(cfg.drafter, [k for k in cfg.drafter if k not in OF_ANY])
     drafter = instantiate(own, **where)(target)
     if cfg.drafter.get("confidence"):

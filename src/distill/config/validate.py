@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from hydra.errors import InstantiationException
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
@@ -158,6 +157,9 @@ def check_address(url: str, key: str, group: str, end: str) -> None:
 @contextmanager
 def refused() -> Iterator[None]:
     """What a constructor has against its arguments is the user's to mend, and one line."""
+    # Seconds that --help and the check of a sweep do not wait for.
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
     try:
         yield
     except UserError:

@@ -11,7 +11,7 @@ from decode.errors import UserError
 from distill.prompts.prompt import Prompt
 from distill.prompts.readers import Record, read_dataset, read_file
 from distill.prompts.records import FIELDS, parse, to_prompt
-from distill.utils.provenance import local
+from distill.utils.paths import bundled
 
 
 class Rejected(NamedTuple):
@@ -115,8 +115,8 @@ class Source:
     def _records(self) -> Iterator[Record]:
         wanted = [*(self.columns or {}).values()]
         if self.path:
-            return read_file(Path(local(self.path)), wanted, self.max_bytes)
-        where = str(local(str(self.dataset)))
+            return read_file(Path(bundled(self.path)), wanted, self.max_bytes)
+        where = str(bundled(str(self.dataset)))
         return read_dataset(where, self.name, self.split, self.revision, self.files, wanted)
 
     def _prompt(self, record: Record) -> Prompt:

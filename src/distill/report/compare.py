@@ -73,7 +73,7 @@ class Scored(NamedTuple):
             settings = dict.fromkeys(f"T={t:g} batch {size}" for t, size in self.settings())
             raise UserError(
                 f"{self.name}: not scored at T={temperature:g}, batch {batch}; it was at "
-                f"{', '.join(settings)}: choose among these, or score it again with scripts/score.py out=..."
+                f"{', '.join(settings)}: choose among these, or score it again with foredraft score out=..."
             )
         named = [r for r in there if decode in ("", r["decode"], short(r["decode"]))]
         if not named:

@@ -1,4 +1,4 @@
-"""The page of scripts/compare.py: the table, and who pays how much for what."""
+"""The page of foredraft compare: the table, and who pays how much for what."""
 
 from __future__ import annotations
 

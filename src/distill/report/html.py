@@ -38,7 +38,7 @@ def attempt(folder: Path) -> Path | None:
     try:
         return write(folder)
     except Exception as error:  # whatever is in the files of an old or damaged run
-        log.error("no %s (%s); python scripts/report.py %s tries again", NAME, reason(error), folder)
+        log.error("no %s (%s); foredraft report %s tries again", NAME, reason(error), folder)
         return None
 
 

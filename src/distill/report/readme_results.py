@@ -111,7 +111,7 @@ def _command(found: dict[str, Any], document: str) -> str:
     """What writes this table; the runs are folders that only one machine has."""
     decode = ["--decode", found["decode"]] if found["decode"] else []
     words = ["--temperatures", *(f"{t:g}" for t in found["temperatures"]), "--batch", str(found["batch"])]
-    return f"python scripts/compare.py RUN ... {shlex.join([*words, *decode, '--readme', document])}"
+    return f"foredraft compare RUN ... {shlex.join([*words, *decode, '--readme', document])}"
 
 
 def _name(run: dict[str, Any]) -> str:

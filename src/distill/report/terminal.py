@@ -65,12 +65,12 @@ def places(folder: Path) -> None:
     say("\nwritten:\n" + "\n".join(f"  {name}: {path}" for name, path in where.items() if path.exists()))
     given = f"checkpoint={checkpoint}"  # which knows target and prompts
     commands = [
-        ["scripts/score.py", given, "score.prompts=100"],
-        ["scripts/generate.py", given, "prompt=How do I use grep?"],
-        ["scripts/advise.py", given],
-        ["scripts/export.py", given, f"to={_program(kind)}"],
+        ["foredraft", "score", given, "score.prompts=100"],
+        ["foredraft", "generate", given, "prompt=How do I use grep?"],
+        ["foredraft", "advise", given],
+        ["foredraft", "export", given, f"to={_program(kind)}"],
     ]
-    say("try next:\n" + "\n".join(f"  python {shlex.join(words)}" for words in commands) + "\n")
+    say("try next:\n" + "\n".join(f"  {shlex.join(words)}" for words in commands) + "\n")
 
 
 def _program(kind: str) -> str:

@@ -21,7 +21,7 @@ from distill.prompts.chat_template import Chat
 from distill.rollouts.ray_workers import Fleet
 from distill.rollouts.store import RolloutPlan, RolloutStore
 from distill.rollouts.writer import Writer
-from distill.utils.provenance import local
+from distill.utils.paths import bundled
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
@@ -124,7 +124,7 @@ def load_writer(cfg: DictConfig, plan: RolloutPlan, helper: Helper = None) -> Wr
 def portable(cfg: DictConfig) -> DictConfig:
     """The configuration as a worker needs it, which runs in another folder and on devices of its own."""
     away: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    away.target.path = str(_away(local(away.target.path)))
+    away.target.path = str(_away(bundled(away.target.path)))
     away.target.device = "cuda" if cfg.rollout.get("gpus_per_worker") else "cpu"
     return away
 

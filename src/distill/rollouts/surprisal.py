@@ -169,7 +169,7 @@ def doubt(target: Target, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) 
     return (
         f"WARNING: the target would not write these answers: {difference:.2f} nats a token above its own "
         f"entropy{chance}, in {len(rows)} rows; a drafter learns from them what it will not meet. "
-        "scripts/inspect_data.py says more"
+        "foredraft inspect-data says more"
     )
 
 

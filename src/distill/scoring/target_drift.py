@@ -90,5 +90,5 @@ def only_untuned(target: Target, tuned: Target, what: str) -> None:
     if tuned is not target:
         raise UserError(
             f"{what}: this drafter decodes with a target of its own, so its text and speed are not to be "
-            "compared with the original's; use scripts/score.py"
+            "compared with the original's; use foredraft score"
         )

@@ -1,4 +1,4 @@
-"""scripts/verify_served.py: is the drafter that an engine serves the one that was scored?"""
+"""foredraft verify-served: is the drafter that an engine serves the one that was scored?"""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ FLAGS = {
     "vllm": "vllm serve <target> --speculative-config '{...}'",
     "sglang": "python -m sglang.launch_server ... --speculative-algorithm ...",
 }
+
+
+def command(cfg: DictConfig) -> float:
+    """Exit code 0: the engine accepts what the scorecard says; 1: it does not; 2: it cannot be told."""
+    if not verify(cfg):
+        raise SystemExit(1)
+    return 0.0
 
 
 def verify(cfg: DictConfig) -> bool:
@@ -82,7 +89,7 @@ def _row(
     cfg: DictConfig, card: dict[str, Any], reading: Reading, depth: int, temperature: float
 ) -> dict[str, Any]:
     again = (
-        f"python scripts/score.py checkpoint={cfg.checkpoint} decode=chain decode.depth={depth} "
+        f"foredraft score checkpoint={cfg.checkpoint} decode=chain decode.depth={depth} "
         f"'score.temperatures=[{temperature:g}]' out=<a file>, and checkpoint=<that file>"
     )
     if reading.depth and cfg.depth and reading.depth != cfg.depth:

@@ -6,15 +6,13 @@ import hashlib
 import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from decode.hardware import hardware
 from decode.model.target import Target
-
-ROOT = Path(__file__).resolve().parents[3]
+from distill.utils.paths import ROOT
 
 
 def commit() -> str:
@@ -51,9 +49,3 @@ def conditions(cfg: DictConfig, target: Target, threads: int, load: Sequence[flo
 def digest(text: str) -> str:
     """Short hash."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def local(path: str) -> str | Path:
-    """A bundled path is meant from the repository, wherever the command is run."""
-    bundled = ROOT / path
-    return bundled if not Path(path).exists() and bundled.exists() else path

@@ -204,7 +204,7 @@ def _serve(facts: Facts) -> str:
     lines += [
         "With foredraft's own decoder:",
         "",
-        f"    python scripts/generate.py checkpoint={here} target={target} prompt='...'",
+        f"    foredraft generate checkpoint={here} target={target} prompt='...'",
         "",
         "or from Python:",
         "",
@@ -220,7 +220,7 @@ def _serve(facts: Facts) -> str:
         lines += ["No serving engine that we know of has a format for this kind of drafter.", ""]
         return "\n".join(lines)
     lines += ["In the files of an engine:", ""]
-    lines += [f"    python scripts/export.py checkpoint={here} to={program}" for program in programs]
+    lines += [f"    foredraft export checkpoint={here} to={program}" for program in programs]
     return "\n".join([*lines, ""])
 
 

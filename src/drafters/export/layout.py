@@ -156,7 +156,7 @@ def serve_vllm(method: str, tokens: int) -> str:
 def serve_sglang(algorithm: str, tokens: int) -> str:
     """SGLang's server with a drafter of this algorithm, for chains of so many tokens.
 
-    A chain, since that is what `scripts/verify_served.py` can hold against a scorecard.
+    A chain, since that is what `foredraft verify-served` can hold against a scorecard.
     """
     return (
         f"{_sglang(algorithm)} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "

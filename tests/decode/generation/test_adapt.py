@@ -248,7 +248,7 @@ def test_between_batch_sizes_costs_are_in_proportion():
         ({"prior": 0.5, "costs": {1: []}}, "one or more"),
         ({"prior": 0.5, "costs": {1: 3}}, "all of it is numbers"),
         ({"prior": "high", "costs": {1: [1, 1, 1]}}, "all of it is numbers"),
-        (3, "what scripts/advise.py prints"),
+        (3, "what foredraft advise prints"),
     ],
 )
 def test_a_pace_that_cannot_be_is_refused(given, word):

@@ -1,4 +1,4 @@
-"""scripts/advise.py and scripts/benchmark.py regret: what they say, and that it holds together."""
+"""foredraft advise and scripts/benchmark.py regret: what they say, and that it holds together."""
 
 import json
 import re
@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from hydra.utils import instantiate
-from scripts.advise import CONF, task
-from workbench import Bench, command, write_prompts
+from workbench import CONF, Bench, command, foredraft, write_prompts
 
 from benchmarks.regret import regrets
 from decode.depth_policy import Pace
@@ -44,8 +43,8 @@ def given(bench, folder, *more):
 
 
 def advise(bench, folder, *more):
-    argv = ["advise.py", *given(bench, folder, *more)]
-    done = command(lambda: main(task, CONF, "advise"), argv)
+    argv = [*given(bench, folder, *more)]
+    done = foredraft("advise", *argv)
     return done, json.loads((folder / "out.json").read_text()) if done.code == 0 else None
 
 

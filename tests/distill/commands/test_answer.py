@@ -1,13 +1,12 @@
-"""scripts/generate.py: one prompt answered on the terminal."""
+"""foredraft generate: one prompt answered on the terminal."""
 
 import io
 import re
-import runpy
 import sys
 
 import pytest
 from letters import MIXED
-from workbench import CONF, ROOT, Outcome, command, make_target
+from workbench import CONF, Outcome, foredraft, make_target
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -42,8 +41,7 @@ def run(bench, *overrides: str, drafter: bool = True) -> Outcome:
     """The script, in this process."""
     argv = [f"target={bench / 'my target'}", f"max_new_tokens={LENGTH}", "threads=1", *overrides]
     argv += [f"checkpoint={bench / 'drafter'}"] * drafter
-    script = str(ROOT / "scripts" / "generate.py")
-    return command(lambda: runpy.run_path(script, run_name="__main__"), [script, *argv])
+    return foredraft("generate", *argv)
 
 
 def wanted(bench, prompt, template="chat", sampler=None):

@@ -1,9 +1,8 @@
-"""scripts/inspect_data.py: rows and statistics of a store, by hand and on the pocket target's own answers."""
+"""foredraft inspect-data: rows and statistics of a store, by hand and on the pocket target's own answers."""
 
 import json
 import math
 import os
-import runpy
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from workbench import ROOT, Outcome, command, make_target, make_tokenizer
+from workbench import ROOT, Outcome, foredraft, make_target, make_tokenizer
 
 from decode.errors import UserError
 from decode.model.head import Head
@@ -66,8 +65,7 @@ def write_store(folder: Path, shards, **plan) -> Path:
 
 
 def script(*argv: str) -> Outcome:
-    path = str(ROOT / "scripts" / "inspect_data.py")
-    return command(lambda: runpy.run_path(path, run_name="__main__"), [path, *argv])
+    return foredraft("inspect-data", *argv)
 
 
 # -- counts, by hand -------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
-"""scripts/limit.py: the limit of trees on the target's own text, and how much of it a drafter takes."""
+"""foredraft limit: the limit of trees on the target's own text, and how much of it a drafter takes."""
 
 import json
 
 import pytest
-from scripts.limit import CONF, task
-from workbench import Bench, command, write_prompts
+from workbench import Bench, foredraft, write_prompts
 
-from distill.cli.main import main
 from distill.commands.limit import describe
 
 
@@ -27,7 +25,7 @@ def limit(bench, folder, *more, drafter=False):
         f"out={folder / 'out.json'}",
     ]
     argv += [f"checkpoint={checkpoint}"] * drafter
-    done = command(lambda: main(task, CONF, "limit"), ["limit.py", *argv, *more])
+    done = foredraft("limit", *argv, *more)
     return done, json.loads((folder / "out.json").read_text()) if done.code == 0 else None
 
 

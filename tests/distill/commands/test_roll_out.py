@@ -1,16 +1,14 @@
-"""Rollouts alone: the store that scripts/rollout.py makes is the one that train.py looks for."""
+"""Rollouts alone: the store that foredraft rollout makes is the one that train.py looks for."""
 
 import json
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from scripts.rollout import CONF, make
-from workbench import Bench, command, make_target
+from workbench import Bench, foredraft, make_target
 
 from decode.generation.generate import generate
 from decode.sampling import Sampler
-from distill.cli.main import main
 from distill.rollouts import produce
 from distill.rollouts.surprisal import doubt
 from distill.utils import progress
@@ -23,10 +21,10 @@ def bench(tmp_path_factory) -> Bench:
 
 
 def roll_out(bench: Bench, *more: str):
-    """`python scripts/rollout.py` in this process, with what the quick run says of rollouts."""
+    """`foredraft rollout` in this process, with what the quick run says of rollouts."""
     given = [a for a in bench.command if a.startswith(("target=", "prompts", "rollout."))]
-    argv = ["rollout.py", *given, f"stores={bench.root / 'outputs' / 'rollouts'}", *more]
-    return command(lambda: main(make, CONF, "rollout_alone"), argv)
+    argv = [*given, f"stores={bench.root / 'outputs' / 'rollouts'}", *more]
+    return foredraft("rollout", *argv)
 
 
 def test_a_store_is_made_once_and_training_finds_it(bench):
@@ -103,14 +101,14 @@ def test_prompts_that_the_chat_template_refuses_are_set_aside_before_work(tmp_pa
     held.write_text(json.dumps({"messages": [{"role": "system", "content": "us"}, ask]}) + "\n")
     held.write_text(held.read_text() + json.dumps({"prompt": "hold"}) + "\n")
     quick = [f"target={target}", f"prompts={path}", f"prompts.heldout={held}", "rollout.max_new_tokens=4"]
-    argv = ["rollout.py", *quick, f"rollout.store={tmp_path / 'store'}"]
-    done = command(lambda: main(make, CONF, "rollout_alone"), argv)
+    argv = [*quick, f"rollout.store={tmp_path / 'store'}"]
+    done = foredraft("rollout", *argv)
     assert done.code == 0, done.err
     assert "2 of 6 records" in done.out
     assert f"{held}:1: target: its chat template refuses" in done.out
     assert f"{path}:2: target: its chat template refuses the prompt 'be': no system role" in done.out
     assert "3 rows" in done.out
-    done = command(lambda: main(make, CONF, "rollout_alone"), [*argv, "prompts.strict=true"])
+    done = foredraft("rollout", *argv, "prompts.strict=true")
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert f"{path}:2: " in done.err
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 from compared import FAST, SLOW, TOKENS, card, row, timed
-from scripts.compare import main
-from workbench import command
+from workbench import foredraft
 
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
@@ -212,18 +211,18 @@ def test_the_command_writes_what_it_prints_and_refuses_in_one_line(runs, tmp_pat
     out, kept, document = tmp_path / "table.txt", tmp_path / "results.json", tmp_path / "R.md"
     document.write_text("Above.\n<!-- results -->\nold\n<!-- /results -->\nBelow.\n")
     files = ["--out", str(out), "--results", str(kept), "--readme", str(document)]
-    done = command(main, ["compare.py", *runs, *files, "--html", str(tmp_path / "page.html")])
+    done = foredraft("compare", *runs, *files, "--html", str(tmp_path / "page.html"))
     assert done.code == 0, done.err
     assert done.out == out.read_text() == table(read(runs), Choice()) + "\n"
     assert len(json.loads(kept.read_text())["runs"]) == 3
     assert "| bigram | " in document.read_text()
     assert "<h2>Speedup</h2>" in (tmp_path / "page.html").read_text()
-    wrong = command(main, ["compare.py", "nowhere"])
+    wrong = foredraft("compare", "nowhere")
     assert (wrong.code, wrong.out) == (2, "")
     assert (
         wrong.err == "error: nowhere: no score.json there; give a run's folder, a checkpoint or a scorecard\n"
     )
-    wrong = command(main, ["compare.py", runs[0], "--batch", "8"])
+    wrong = foredraft("compare", runs[0], "--batch", "8")
     assert wrong.code == 2
     assert len(wrong.err.splitlines()) == 1
 

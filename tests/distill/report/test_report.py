@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from browser import browser
 from exact import Grown
 from faces import V
 from omegaconf import OmegaConf
-from workbench import ROOT, Bench, command
+from workbench import Bench, foredraft
 
 from decode.depth_policy import Pace
 from decode.errors import UserError
@@ -183,14 +182,13 @@ def test_a_long_run_has_a_page_before_it_ends(bench, tmp_path, monkeypatch):
 def test_the_script_makes_it_anew(run, tmp_path):
     """Called here: an interpreter would cost seconds."""
     out = tmp_path / "page.html"
-    script = runpy.run_path(str(ROOT / "scripts" / "report.py"))
-    done = command(script["main"], ["report.py", str(run), "--out", str(out)])
+    done = foredraft("report", str(run), "--out", str(out))
     assert (done.code, done.out.strip()) == (0, str(out)), done.err
     assert headings(out.read_text()) == headings((run / "report.html").read_text())
-    done = command(script["main"], ["report.py", str(run), "--out", str(tmp_path / "no" / "page.html")])
+    done = foredraft("report", str(run), "--out", str(tmp_path / "no" / "page.html"))
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "make its folder" in done.err
-    done = command(script["main"], ["report.py", str(tmp_path)])
+    done = foredraft("report", str(tmp_path))
     assert done.code == 2
     assert done.err == f"error: {tmp_path}: no run there; give the folder that train.py printed\n"
 

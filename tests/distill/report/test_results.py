@@ -30,7 +30,7 @@ def scored(tmp_path):
 
 
 def test_the_readmes_table_is_that_of_the_results_on_file():
-    """scripts/compare.py --results docs/results.json --readme README.md wrote both."""
+    """foredraft compare --results docs/results.json --readme README.md wrote both."""
     text = (ROOT / "README.md").read_text()
     kept = json.loads((ROOT / "docs" / "results.json").read_text())
     assert text.partition(BEGIN)[2].partition(END)[0] == f"\n{headline(kept, 'README.md')}\n"
@@ -54,7 +54,7 @@ def test_acceptance_is_the_headlines_plans_and_speed_the_fastest_ones(scored):
     assert f"tau with {TREE}: tokens a target pass" in said
     assert "the fastest of the plans that were scored" in said
     assert "float32, a machine, threads 1, commit 0123456789ab" in said
-    command = "`python scripts/compare.py RUN ... --temperatures 0 1 --batch 1 --readme R.md`"
+    command = "`foredraft compare RUN ... --temperatures 0 1 --batch 1 --readme R.md`"
     assert said.endswith(f"Written by {command}.")
     assert json.loads(written(kept)) == kept
 

@@ -1,4 +1,4 @@
-"""scripts/score.py control=shuffled_taps: what a drafter is shown, and what the score says of it."""
+"""foredraft score control=shuffled_taps: what a drafter is shown, and what the score says of it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 
 import pytest
 import torch
-from scripts.score import rescore
-from workbench import CONF, Bench, command
+from workbench import Bench, foredraft
 
 from decode.errors import UserError
-from distill.cli.main import main
 from distill.scoring.tap_control import Strangers
 
 PROMPTS = [[5, 9, 2, 7], [4, 3, 3, 8, 1], [6, 6]]
@@ -25,7 +23,7 @@ def score(bench, *more: str):
     argv = [f"target={bench.target}", f"prompts={bench.heldout}", f"answers={bench.root / 'heldout'}", *more]
     small = ["score.prompts=3", "score.replay_prompts=4", "score.max_new_tokens=12", "decode=chain"]
     small += ["decode.proposal=sampled", "score.temperatures=[1]"]  # its replay is never the same by chance
-    return command(lambda: main(rescore, CONF, "score_checkpoint"), ["score.py", *argv, *small])
+    return foredraft("score", *argv, *small)
 
 
 def test_every_tap_is_that_of_some_other_place(tiny_target):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fake_server import FakeServer
 from omegaconf import OmegaConf
-from workbench import CONF, command, make_target, make_tokenizer, train, write_prompts
+from workbench import CONF, foredraft, make_target, make_tokenizer, train, write_prompts
 
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
@@ -20,7 +20,7 @@ from decode.generation.generate import generate
 from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.cli.main import main, rewrite
+from distill.cli.main import rewrite
 from distill.config.compose import compose
 from distill.engines.http import check_redirect
 from distill.prompts.chat_template import Chat
@@ -639,9 +639,7 @@ def test_small_differences_do_not_matter_however_sure():
 def run(place, url, *more):
     argv = [f"url={url}", f"checkpoint={place / '7'}", f"prompts={place / 'train.jsonl'}"]
     argv += [f"prompts.heldout={place / 'heldout.jsonl'}", "patience=0.2", "retries=0", *more]
-    from scripts.verify_served import task
-
-    return command(lambda: main(task, CONF, "verify_served"), ["verify_served.py", *argv])
+    return foredraft("verify-served", *argv)
 
 
 def test_exit_codes(place, start, tmp_path, monkeypatch):

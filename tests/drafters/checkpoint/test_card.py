@@ -82,11 +82,11 @@ def test_what_is_no_headline_is_called_what_it_is(facts):
 
 def test_it_says_how_to_serve(facts, monkeypatch):
     text = card(facts._replace(repo="me/drafter"))
-    assert "python scripts/generate.py checkpoint=me/drafter target=acme/target-7b" in text
+    assert "foredraft generate checkpoint=me/drafter target=acme/target-7b" in text
     assert "from_pretrained('me/drafter', target)" in text
     monkeypatch.setattr(table, "WRITERS", {"vllm": {"eagle": None}, "sglang": {}})
     text = card(facts)
-    assert "python scripts/export.py checkpoint=<this folder or repository> to=vllm" in text
+    assert "foredraft export checkpoint=<this folder or repository> to=vllm" in text
     assert "to=sglang" not in text
     monkeypatch.setattr(table, "WRITERS", {"vllm": {}})
     assert "No serving engine" in card(facts)
@@ -94,7 +94,7 @@ def test_it_says_how_to_serve(facts, monkeypatch):
         facts._replace(to="vllm", layout=Layout({}, {}, "vllm serve {target} --with {drafter}"), repo="me/d")
     )
     assert "    vllm serve acme/target-7b --with me/d" in theirs
-    assert "generate.py" not in theirs
+    assert "foredraft generate" not in theirs
 
 
 @pytest.mark.parametrize(

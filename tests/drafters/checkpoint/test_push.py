@@ -245,7 +245,7 @@ def test_a_run_ends_on_the_hub_and_its_failure_there_is_not_the_runs(bench, fake
     assert done.code == 0, done.err
     line = next(line for line in done.out.splitlines() if line.startswith("export: "))
     again = line.partition("tries again: ")[2].split()
-    assert again[:2] == ["python", "scripts/export.py"]
+    assert again[:2] == ["foredraft", "export"]
     assert not fake_hub.repos[REPO].files
     fake_hub.cut = ""
     retried = exported(*again[2:])

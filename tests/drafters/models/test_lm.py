@@ -10,10 +10,9 @@ import pytest
 import torch
 from faces import CHAIN, SAMPLED, TREE, Follower, K, V, random_texts
 from safetensors.torch import load_file
-from scripts.score import rescore
 from tests.drafters import test_drafters
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from workbench import CONF, ROOT, Bench, command, leftovers, make_target, make_tokenizer, tau
+from workbench import CONF, ROOT, Bench, command, foredraft, leftovers, make_target, make_tokenizer, tau
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -342,7 +341,7 @@ def test_its_checkpoint_is_scored_again_without_the_folder_it_came_from(bench, t
     kept = [a for a in kept if not a.startswith(("trainer.", "rollout", "logger", "try_largest"))]
     checkpoint = done.folder / "checkpoints" / "best"
     argv = [*kept, f"checkpoint={checkpoint}", f"out={tmp_path / 'card.json'}", f"answers={tmp_path / 'a'}"]
-    again = command(lambda: main(rescore, CONF, "score_checkpoint"), ["score.py", *argv])
+    again = foredraft("score", *argv)
     assert again.code == 0, again.err
     assert json.loads((tmp_path / "card.json").read_text())["tau"] == tau(checkpoint) == 3.0
 

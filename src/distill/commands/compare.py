@@ -1,12 +1,18 @@
-"""Runs side by side: python scripts/compare.py outputs/<date>/<time> name=outputs/<date>/<time> ..."""
+"""Compare runs side by side: foredraft compare outputs/<date>/<time> name=outputs/<date>/<time> ..."""
+
+from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from distill.report.compare import Choice, read, table
+from distill.report.readme_results import insert, results, written
+from distill.utils.atomic_files import put
+
 
 def main() -> None:
     """Print the table and write what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("foredraft compare", description=__doc__)
     parser.add_argument(
         "runs",
         nargs="+",
@@ -34,30 +40,19 @@ def main() -> None:
         help="Markdown whose results table is written anew, between <!-- results --> and <!-- /results -->",
     )
     arguments = parser.parse_args()
+    choice = Choice(arguments.temperatures, arguments.batch, arguments.decode, arguments.against)
+    scored = read(arguments.runs)
+    text = table(scored, choice)
+    print(text)
+    if arguments.out:
+        put(arguments.out, text + "\n")
+    if arguments.html:
+        from distill.report.compare_page import page_of  # and with it a library of plots
 
-    from distill.cli.main import one_line_errors
-    from distill.report.compare import Choice, read, table
-    from distill.report.readme_results import insert, results, written
-    from distill.utils.atomic_files import put
-
-    with one_line_errors():
-        choice = Choice(arguments.temperatures, arguments.batch, arguments.decode, arguments.against)
-        scored = read(arguments.runs)
-        text = table(scored, choice)
-        print(text)
-        if arguments.out:
-            put(arguments.out, text + "\n")
-        if arguments.html:
-            from distill.report.compare_page import page_of  # and with it a library of plots
-
-            put(arguments.html, page_of(scored, choice))
-        if arguments.results or arguments.readme:
-            found = results(scored, choice)
-            if arguments.results:
-                put(arguments.results, written(found))
-            if arguments.readme:
-                insert(arguments.readme, found)
-
-
-if __name__ == "__main__":
-    main()
+        put(arguments.html, page_of(scored, choice))
+    if arguments.results or arguments.readme:
+        found = results(scored, choice)
+        if arguments.results:
+            put(arguments.results, written(found))
+        if arguments.readme:
+            insert(arguments.readme, found)

@@ -1,0 +1,87 @@
+"""Text in, text out: a target with its tokenizer, and the wiring that decoding with a drafter takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decode.generation.generate import generate, stream
+from decode.generation.text import StopStrings
+from decode.generation.types import Generation, Piece
+from decode.model.load import stop_tokens
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.prompts.chat_template import Chat
+from drafters.base import Drafter
+
+Messages = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A target with its tokenizer and chat template."""
+
+    target: Target
+    chat: Chat
+
+    def encode(self, prompt: str | Messages) -> list[int]:
+        """Token ids of a user's message, or of a conversation ({"role": ..., "content": ...})."""
+        return self.chat.encode([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """Decodes prompts of a model with a drafter, or plainly.
+
+    Attributes:
+        model: what answers.
+        drafter: None decodes plainly.
+        plan: what is drafted in a round and how it is verified.
+        sampler: the distribution that tokens are drawn from.
+        max_new_tokens: of an answer.
+        stop: strings that end an answer.
+        seed: of all draws.
+    """
+
+    model: Model
+    drafter: Drafter | None
+    plan: Plan
+    sampler: Sampler
+    max_new_tokens: int
+    stop: Sequence[str] = ()
+    seed: int = 0
+
+    def tapped_target(self) -> Target:
+        """The target that verifies, set to record the hidden states that the drafter reads."""
+        target = self.model.target
+        if self.drafter is None:
+            target.tap(())  # plain decoding reads none
+            return target
+        target = self.drafter.verifier(target)  # another one, if it was tuned with its drafter
+        target.tap(self.drafter.taps)
+        return target
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> Generation:
+        """Decode prompts, given as token ids, in one batch."""
+        target = self.tapped_target()
+        return generate(target, self.drafter, prompts, plan=self._plan, **self._options(target))
+
+    def stream(self, prompt: Sequence[int]) -> Iterator[Piece]:
+        """Decode one prompt; yields what every round adds."""
+        target = self.tapped_target()
+        return stream(target, self.drafter, prompt, plan=self._plan, **self._options(target))
+
+    @property
+    def _plan(self) -> Plan:
+        return self.plan if self.drafter else Plan()
+
+    def _options(self, target: Target) -> dict[str, Any]:
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "sampler": self.sampler,
+            "seed": self.seed,
+            "stop": stop_tokens(target),
+            "until": StopStrings(self.model.chat.tokenizer, list(self.stop)) if self.stop else None,
+        }

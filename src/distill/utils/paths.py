@@ -1,0 +1,16 @@
+"""Where conf/ and data/ are: inside the package `foredraft` of a wheel, at the top of a clone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2]  # src/ of a clone, site-packages of an installed wheel
+PACKAGE = SOURCE / "foredraft"
+ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else SOURCE.parent
+CONF = ROOT / "conf"
+
+
+def bundled(path: str) -> str | Path:
+    """The path itself if it exists, else the bundled file or folder of this name (`data/pocket`)."""
+    shipped = ROOT / path
+    return shipped if not Path(path).exists() and shipped.exists() else path

@@ -1,0 +1,211 @@
+"""The public face: load a target and a drafter, decode text with them, score them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.utils import instantiate
+
+from decode.evaluation import scorecard
+from decode.evaluation.replay import Rollout
+from decode.evaluation.scorecard import Setting
+from decode.generation.text import Detokenizer
+from decode.generation.types import Output
+from decode.model.load import stop_tokens
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.cli.main import rewrite
+from distill.config.build import build_target, quiet, read_chat
+from distill.config.compose import compose
+from distill.config.validate import check_ranges, refused
+from distill.text_generation import Messages, Model, TextGenerator
+from distill.utils.paths import CONF
+from drafters.base import Drafter
+from drafters.checkpoint import io as checkpoints
+
+GREEDY = Sampler(0.0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a target answered.
+
+    Attributes:
+        text: without special tokens.
+        tokens: ids, the end token included.
+        tau: tokens a verification round, the target's own included; plain decoding has 1.
+        tokens_per_second: the prompt's pass and the token that it gives excluded.
+    """
+
+    text: str
+    tokens: list[int]
+    tau: float
+    tokens_per_second: float
+
+
+def load_target(target: str = "data/pocket", *options: str) -> Model:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        target: a folder, a Hub id, or `data/pocket`, the bundled one.
+        options: of `foredraft generate --help`, as in "target.dtype=float32", "trainer.accelerator=gpu".
+
+    Raises:
+        UserError: no such model, or an option that is none.
+    """
+    quiet()
+    command = (
+        ["prompt=-", f"target={target}", *options] if target != "data/pocket" else ["prompt=-", *options]
+    )
+    cfg = compose(rewrite(command, CONF), CONF, "generate")
+    check_ranges(cfg)
+    return Model(build_target(cfg), read_chat(cfg))
+
+
+def load_drafter(checkpoint: str, model: Model) -> Drafter:
+    """Load a drafter that was trained for this target.
+
+    Args:
+        checkpoint: a run's checkpoint folder, or a Hub id; no code that comes with it is run.
+        model: the target that it was trained for.
+
+    Raises:
+        UserError: no drafter there, or one of another target.
+    """
+    return checkpoints.load(checkpoints.fetch(checkpoint), model.target)
+
+
+def default_plan(decode: str = "dynamic") -> Plan:
+    """How much to draft, as a name of conf/decode says: dynamic (a tree), chain, static, hybrid, ..."""
+    with refused():
+        plan = instantiate(compose(["prompt=-", f"decode={decode}"], CONF, "generate").decode)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def generate(
+    model: Model,
+    prompt: str | Messages,
+    drafter: Drafter | None = None,
+    *,
+    plan: Plan | None = None,
+    sampler: Sampler = GREEDY,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+) -> Answer:
+    """Answer a prompt; with a drafter the answer has exactly the distribution that it has without.
+
+    Args:
+        model: from `load_target`.
+        prompt: a user's message, or a conversation as [{"role": ..., "content": ...}].
+        drafter: from `load_drafter`; None decodes plainly.
+        plan: what is drafted in a round and how it is verified; default: a dynamic tree.
+        sampler: temperature, top_k, top_p, min_p; default: greedy.
+        max_new_tokens: of the answer.
+        stop: strings that end it.
+        seed: of all draws.
+
+    Raises:
+        UserError: a prompt that leaves no room, or a plan that the drafter cannot follow.
+    """
+    generator = _generator(model, drafter, plan, sampler, max_new_tokens, stop, seed)
+    generation = generator.generate([model.encode(prompt)])
+    output, seconds = generation.outputs[0], generation.times.total
+    return Answer(
+        _text(model, output), output.tokens, output.tau, sum(output.emitted) / seconds if seconds else 0.0
+    )
+
+
+def stream(
+    model: Model,
+    prompt: str | Messages,
+    drafter: Drafter | None = None,
+    *,
+    plan: Plan | None = None,
+    sampler: Sampler = GREEDY,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+) -> Iterator[str]:
+    """Answer a prompt as `generate` does; yields text as it comes, whole characters at a time."""
+    generator = _generator(model, drafter, plan, sampler, max_new_tokens, stop, seed)
+    detokenizer = Detokenizer(model.chat.tokenizer, skip_special_tokens=True)
+    for piece in generator.stream(model.encode(prompt)):
+        yield "".join(map(detokenizer.add, piece.tokens))
+    yield detokenizer.end()
+
+
+def score(
+    model: Model,
+    drafter: Drafter,
+    prompts: Sequence[str | Messages],
+    *,
+    plans: Sequence[Plan] = (),
+    temperatures: Sequence[float] = (0.0,),
+    batch_size: int = 1,
+    max_new_tokens: int = 64,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Measure a drafter on prompts: tau, speedup over plain decoding, where time goes, an audit of exactness.
+
+    Args:
+        model: from `load_target`.
+        drafter: from `load_drafter`.
+        prompts: as in `generate`; acceptance is replayed on the target's answers to them.
+        plans: the first is the headline; default: a dynamic tree.
+        temperatures: 0 is greedy.
+        batch_size: prompts decoded side by side.
+        max_new_tokens: of an answer.
+        seed: of all draws.
+
+    Returns:
+        The scorecard; docs/report.md says what its fields are.
+
+    Raises:
+        UserError: no prompts, or a plan that the drafter cannot follow.
+    """
+    plans = list(plans) or [default_plan()]
+    for plan in plans:
+        drafter.check(plan)
+    ids = [model.encode(prompt) for prompt in prompts]
+    samplers = [Sampler(temperature) for temperature in temperatures]
+    target = TextGenerator(model, drafter, plans[0], GREEDY, max_new_tokens).tapped_target()
+    rollouts = {}
+    for sampler in samplers:
+        plain = TextGenerator(Model(target, model.chat), None, Plan(), sampler, max_new_tokens, seed=seed)
+        answers = plain.generate(ids).outputs if ids else []
+        rollouts[sampler] = [Rollout(prompt, o.tokens) for prompt, o in zip(ids, answers, strict=True)]
+    target.tap(drafter.taps)
+    return scorecard.score(
+        target,
+        drafter,
+        ids,
+        [Setting(sampler, plan, batch_size) for sampler in samplers for plan in plans],
+        max_new_tokens=max_new_tokens,
+        stop=stop_tokens(target),
+        seed=seed,
+        rollouts=rollouts,
+    )
+
+
+def _generator(
+    model: Model,
+    drafter: Drafter | None,
+    plan: Plan | None,
+    sampler: Sampler,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    seed: int,
+) -> TextGenerator:
+    plan = plan or (default_plan() if drafter else Plan())
+    if drafter:
+        drafter.check(plan)
+    return TextGenerator(model, drafter, plan, sampler, max_new_tokens, stop, seed)
+
+
+def _text(model: Model, output: Output) -> str:
+    detokenizer = Detokenizer(model.chat.tokenizer, skip_special_tokens=True)
+    return "".join(map(detokenizer.add, output.tokens)) + detokenizer.end()

@@ -1,0 +1,97 @@
+"""The command `foredraft`: one word for what to do, then options of its configuration in conf/."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from distill.cli.main import main as configured
+from distill.cli.main import one_line_errors
+from distill.utils.launcher import PARENT
+from distill.utils.paths import CONF
+
+
+class Command(NamedTuple):
+    """What a word stands for; its function is imported when it runs, so that `--help` is fast.
+
+    Attributes:
+        about: one line of help.
+        function: "module:function" in distill; called with the composed configuration, and by `train` with
+            the run's folder too.
+        config: name of its configuration in conf/; empty: the function reads sys.argv itself.
+    """
+
+    about: str
+    function: str
+    config: str = ""
+
+
+COMMANDS = {
+    "train": Command("train and score a drafter", "main:run", "config"),
+    "generate": Command("answer a prompt with a drafter", "commands.generate:answer", "generate"),
+    "score": Command("score a checkpoint again", "commands.score:score", "score_checkpoint"),
+    "export": Command("write a checkpoint for vLLM, SGLang or the Hub", "export:export", "export"),
+    "compare": Command("compare runs in a table and a page", "commands.compare:main"),
+    "report": Command("write a run's report.html anew", "commands.report:main"),
+    "advise": Command("find how much to draft on this machine", "commands.advise:advise", "advise"),
+    "limit": Command("bound what a drafter can reach on a target", "commands.limit:limits", "limit"),
+    "rollout": Command("answer prompts without training", "commands.rollout:roll_out", "rollout_alone"),
+    "inspect-data": Command("look at rollouts", "commands.inspect_data:inspect", "inspect_data"),
+    "verify-served": Command("check a served drafter", "serving.verify:command", "verify_served"),
+}
+
+
+def main() -> None:
+    """Dispatch on the first argument; exit code 2 and one line for a word that is none."""
+    if PARENT in os.environ and int(os.environ.get("LOCAL_RANK", 0)):
+        run("train", sys.argv[1:])  # Lightning starts the other ranks with the options alone
+        return
+    word, *arguments = sys.argv[1:] or ["--help"]
+    if word in ("-h", "--help"):
+        print(usage())
+    elif word in COMMANDS:
+        run(word, arguments)
+    else:
+        close = difflib.get_close_matches(word, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        print(f"error: foredraft {word}: {hint}choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def run(word: str, arguments: Sequence[str]) -> None:
+    """Run one of COMMANDS with these arguments."""
+    command = COMMANDS[word]
+    sys.argv = [sys.argv[0], *arguments]
+
+    def call(*given: Any) -> Any:
+        module, _, function = command.function.partition(":")
+        return getattr(import_module(f"distill.{module}"), function)(*given)
+
+    def without_folder(cfg: DictConfig, folder: Path) -> float:
+        del folder  # only training makes a run folder
+        return call(cfg)
+
+    if command.config:
+        configured(call if word == "train" else without_folder, CONF, command.config)
+    else:
+        with one_line_errors():
+            call()
+
+
+def usage() -> str:
+    """The words, with a line each."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {word:{width}}  {command.about}" for word, command in COMMANDS.items()]
+    more = "foredraft <command> --help lists its options; docs/start.md goes step by step."
+    return "\n".join(["usage: foredraft <command> [option=value ...]", "", *lines, "", more])
+
+
+if __name__ == "__main__":
+    main()
