@@ -34,7 +34,6 @@ def test_the_readmes_table_is_that_of_the_results_on_file():
     text = (ROOT / "README.md").read_text()
     kept = json.loads((ROOT / "docs" / "results.json").read_text())
     assert text.partition(BEGIN)[2].partition(END)[0] == f"\n{headline(kept, 'README.md')}\n"
-    assert len(text.splitlines()) < 200
     assert written(kept) == (ROOT / "docs" / "results.json").read_text()
     assert all(run["audit_passed"] and run["control"] == "none" for run in kept["runs"])
 
