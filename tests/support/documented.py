@@ -25,30 +25,9 @@ from workbench import CONF, ROOT, Outcome, command, foredraft, fork, make_target
 from foredraft.cli import COMMANDS
 
 # Programs that a document may call, whether this machine has them or not.
-PROGRAMS = {
-    "foredraft",
-    "python",
-    "python3",
-    "pip",
-    "pytest",
-    "torchrun",
-    "srun",
-    "sbatch",
-    "scontrol",
-    "vllm",
-    "sglang",
-}
-PROGRAMS |= {
-    "ray",
-    "make",
-    "git",
-    "mkdocs",
-    "tensorboard",
-    "docker",
-    "accelerate",
-    "deepspeed",
-    "transformers",
-}
+PROGRAMS = {"foredraft", "python", "python3", "pip", "pytest", "ray", "make", "git", "mkdocs", "docker"}
+PROGRAMS |= {"torchrun", "srun", "sbatch", "scontrol", "accelerate", "deepspeed", "tensorboard"}
+PROGRAMS |= {"vllm", "sglang", "transformers"}
 SHELL = {"if", "then", "fi", "for", "do", "done", "exit", "code=$?"}
 VARIABLE = re.compile(r"[A-Z_]+=")
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(\w*)")

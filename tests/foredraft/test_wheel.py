@@ -1,0 +1,84 @@
+"""The wheel: what is in it, and that it works where the repository is not."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from workbench import ROOT, make_target, write_prompts
+
+NAMES = {"foredraft", "distill", "drafters", "decode"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_it_has_configurations_data_and_one_command(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (entry,) = [name for name in names if name.endswith("entry_points.txt")]
+        assert "foredraft = foredraft.cli:main" in archive.read(entry).decode()
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == NAMES
+    for kind in ("conf", "data"):
+        there = {str(p.relative_to(ROOT)) for p in (ROOT / kind).rglob("*") if p.is_file()}
+        assert {f"foredraft/{name}" for name in there} <= names
+    assert {"distill/report/page.css", "decode/py.typed", "foredraft/py.typed"} <= names
+
+
+def test_no_dependency_owns_our_top_level_names():
+    required = metadata.requires("foredraft") or []
+    ours = {re.split(r"[\s<>=!~;\[(]", line, maxsplit=1)[0].lower().replace("_", "-") for line in required}
+    assert {"torch", "transformers", "hydra-core"} <= ours
+    for name, owners in metadata.packages_distributions().items():
+        if name in NAMES:
+            assert not {owner.lower() for owner in owners} - {"foredraft"}, (name, owners)
+
+
+def test_it_trains_and_generates_from_an_empty_folder(wheel, tmp_path):
+    installed, work = tmp_path / "site", tmp_path / "work"
+    work.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    make_target(tmp_path / "target")
+    prompts, held_out = write_prompts(tmp_path / "p.jsonl", 8), write_prompts(tmp_path / "h.jsonl", 4, 100)
+    small = [f"target={tmp_path / 'target'}", f"prompts={prompts}", f"prompts.heldout={held_out}"]
+    small += ["prompts.self=0", "trainer.max_steps=2", "score.every=2", "rollout.max_new_tokens=8"]
+    small += [
+        "score.max_new_tokens=6",
+        "score.prompts=2",
+        "score.replay_prompts=2",
+        "logger=csv",
+        "batch_size=2",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "foredraft", *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=work, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    folder = Path(run("train", "experiment=quick", *small).splitlines()[-1])
+    assert (work / folder).parents[1].name == "outputs"
+    best = f"checkpoint={work / folder / 'checkpoints' / 'best'}"
+    assert run("generate", best, "prompt=say 3", "max_new_tokens=6")
+    code = (
+        "import foredraft; m = foredraft.load_target(); import distill.utils.paths as p; print(p.CONF)\n"
+        "print(foredraft.generate(m, 'How do I use grep?', max_new_tokens=4).tokens)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=work, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(installed / "foredraft" / "conf"))
