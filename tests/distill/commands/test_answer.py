@@ -14,9 +14,9 @@ from decode.generation.types import Output, Piece, Times
 from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill import text_generation
 from distill.cli.main import rewrite
-from distill.commands import generate as module
-from distill.commands.generate import DRAFTED, PLAIN, figures, read_prompt, show
+from distill.commands.generate import DRAFTED, PLAIN, figures, read_prompt, show, versus
 from distill.config.compose import compose
 from distill.prompts.chat_template import Chat
 from distill.utils.progress import wants_color
@@ -85,7 +85,7 @@ def test_without_a_drafter_it_decodes_plainly(bench):
 
 def test_plain_decoding_may_be_left_out(bench, monkeypatch):
     calls = []
-    monkeypatch.setattr(module, "generate", lambda *a, **k: calls.append(a[1]) or generate(*a, **k))
+    monkeypatch.setattr(text_generation, "generate", lambda *a, **k: calls.append(a[1]) or generate(*a, **k))
     done = run(bench, "prompt=hello", "plain=false")
     assert re.fullmatch(FIGURES + "\n", done.err)
     assert len(calls) == 1
@@ -194,8 +194,8 @@ def test_figures_by_hand():
     output = Output([0] * 10, emitted=[4, 3, 2], accepted=[3, 2, 4])
     assert figures(Plan(depth=4), output, Times(total=0.5)) == "chain-4: 10 tokens, tau 3.00, 18 tokens/s"
     assert figures(Plan(), Output([0]), Times()) == "plain: 1 token, 0 tokens/s"
-    assert module.versus(18.0, 12.0) == "; plain 12 tokens/s (1.50x)"
-    assert module.versus(0.0, 0.0) == ""
+    assert versus(18.0, 12.0) == "; plain 12 tokens/s (1.50x)"
+    assert versus(0.0, 0.0) == ""
 
 
 def test_stdin_that_is_no_text_is_refused(monkeypatch):
