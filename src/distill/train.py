@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from decode.errors import UserError
+from decode.evaluation.scorecard import read_scorecard
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
@@ -201,4 +201,4 @@ def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -
     for tracker in trackers(trainer.loggers):
         tracker.ended(folder)
     best = folder / "checkpoints" / "best" / "score.json"
-    return float(json.loads(best.read_text())["tau"]) if best.exists() else 0.0
+    return read_scorecard(best).headline.tau if best.exists() else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -31,16 +30,6 @@ class Acceptance:
     survival: list[float]
     estimate: str
     keeps: list[np.ndarray] | None = None
-
-    def report(self) -> dict[str, Any]:
-        """For the scorecard."""
-        return {
-            "method": f"estimate ({self.estimate})" if self.estimate else "exact",
-            "tau": self.counts.tau,
-            "tau_interval": self.counts.interval(),
-            "survival": self.survival,
-            "prompts": len(self.counts.tokens),
-        }
 
 
 def acceptance(

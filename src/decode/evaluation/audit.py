@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -82,17 +82,20 @@ class Audit:
         possible = all(run.tokens > 0 and not run.impossible for run in self.sampled)
         return greedy and possible and min(self.pit_p, self.surprisal_p) >= CHANCE
 
-    def report(self) -> dict[str, Any]:
-        """For the scorecard."""
-        runs = self.sampled
-        return asdict(self) | {
-            "sampled_tokens": sum(run.tokens for run in runs),
-            "impossible": sum(run.impossible for run in runs),
-            "pit_p": self.pit_p,
-            "surprisal_p": self.surprisal_p,
-            "surprisal_z": max((run.surprisal_z for run in runs), key=abs, default=0.0),
-            "passed": self.passed,
-        }
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens of all runs above temperature 0."""
+        return sum(run.tokens for run in self.sampled)
+
+    @property
+    def impossible(self) -> int:
+        """Of these, tokens that the target gives no probability, or no distribution for."""
+        return sum(run.impossible for run in self.sampled)
+
+    @property
+    def surprisal_z(self) -> float:
+        """Of the run where it is furthest from 0."""
+        return max((run.surprisal_z for run in self.sampled), key=abs, default=0.0)
 
 
 def audit(

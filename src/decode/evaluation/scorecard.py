@@ -1,261 +1,475 @@
-"""The scorecard: the real decoder against plain decoding, interleaved in one process."""
+"""The scorecard of a checkpoint: its fields, its JSON form (score.json) and the reader of that."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
-import torch
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from decode.errors import UserError
-from decode.evaluation.acceptance import Acceptance, acceptance, counted, whole_rounds
-from decode.evaluation.audit import Case, audit, steps
-from decode.evaluation.replay import Counts, Rollout, agreement
-from decode.evaluation.timing_ab import Prompts, Tally, compete
-from decode.generation.generate import generate
-from decode.generation.types import Output, Proposer
-from decode.hardware import hardware
-from decode.model.target import Target
-from decode.plan import Plan
-from decode.sampling import Sampler
+from decode.evaluation.audit import Audit
+from decode.evaluation.replay import Counts
 
-SCHEMA = 3
-SAMPLES = 8  # texts a prompt is given in a full audit
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the scorecard."""
-
-    sampler: Sampler
-    plan: Plan
-    batch_size: int = 1
+SCHEMA = 4
+READABLE = (3, SCHEMA)
+# Keys of schema 3 -> of schema 4. `reuse` and `head_calls_per_round` are gone: scripts/benchmark.py lyanna.
+RENAMED = {
+    "timed": "timing",
+    "chosen_by": "selection_tau",
+    "target_moved": "target_drift",
+    "auto": "plan_choices",
+}
+# Properties that the JSON form has beside the fields, for readers that are no Python.
+DERIVED: dict[type, tuple[str, ...]] = {
+    Audit: ("passed", "sampled_tokens", "impossible", "pit_p", "surprisal_p", "surprisal_z"),
+}
 
 
-def score(
-    target: Target,
-    drafter: Proposer,
-    prompts: Prompts,
-    settings: Sequence[Setting],
-    *,
-    max_new_tokens: int,
-    stop: Sequence[int] = (),
-    seed: int = 0,
-    repeats: int = 1,
-    audit_prompts: int = 16,
-    full_audit: bool = False,
-    names: Sequence[int | str] | None = None,
-    rollouts: Mapping[Sampler, Sequence[Rollout]] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """Measure a drafter; the first setting is the headline.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Time of each batch with the drafter and without, interleaved; prefill excluded.
 
-    Acceptance is replayed on the target's stored answers, and the decoder's must agree with it; the
-    decoder, on fewer prompts, gives the times.
+    Attributes:
+        seconds: s for each batch with the drafter, summed over repeats.
+        tokens: tokens decoded in them: all but each request's first.
+        plain_seconds: s for each batch by plain decoding of the same prompts.
+        plain_tokens: tokens decoded in them.
+    """
+
+    seconds: list[float]
+    tokens: list[int]
+    plain_seconds: list[float]
+    plain_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Acceptance on the target's stored answers.
+
+    Attributes:
+        method: "exact", or "estimate (why)" where a decoder run had to count.
+        tau: tokens per target pass.
+        tau_interval: 95 % bootstrap interval of tau over prompts.
+        survival: P(accepted >= j) of a round, j from 1.
+        prompts: number of answers.
+        counts: tokens and (expected) rounds of each answer.
+        difference_interval: 99 % interval of the decoder's tau minus this one on the prompts that both
+            have; None where there is none.
+        agrees: 0 lies in that interval.
+        selection_tau: tau on the answers to prompts that the decoder does not decode, by which the best
+            checkpoint is selected; of all answers where there are no others.
+    """
+
+    method: str
+    tau: float
+    tau_interval: list[float]
+    survival: list[float]
+    prompts: int
+    counts: Counts
+    difference_interval: list[float] | None
+    agrees: bool
+    selection_tau: float
+
+    @property
+    def exact(self) -> bool:
+        """Computed without sampling noise."""
+        return self.method == "exact"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One setting: a sampler, a plan and a batch size. Counts are those of the decoder run.
+
+    Attributes:
+        temperature: of target and drafter.
+        decode: name of the plan.
+        rule: acceptance rule.
+        lossy: the rule does not keep the target's distribution.
+        batch_size: requests decoded together.
+        nodes: draft tokens verified in a round.
+        tau: tokens per target pass, the target's own included.
+        tau_interval: 95 % bootstrap interval of tau over prompts.
+        survival: P(accepted >= j) of a round, j from 1.
+        alpha: P(accepted >= j | accepted >= j - 1, j offered), j from 1.
+        offered: P(offered >= j), j from 1: below 1 where drafts end early.
+        acceptance_rate: accepted draft tokens per draft token.
+        rounds: verification rounds of all prompts.
+        tokens: tokens of all prompts, each one's first left out.
+        tokens_per_second: tokens/s, prefill excluded.
+        plain_tokens_per_second: likewise by plain decoding.
+        speedup: the former over the latter.
+        overhead: tau / speedup - 1: what a round costs more than a plain one.
+        draft_share: share of decoding time in the drafter, 0 to 1.
+        verify_share: share in the target's passes.
+        other_share: share in everything else.
+        ttft: s to the first token, mean over requests.
+        tpot: s per output token of one request.
+        timing: times by batch; None in old files.
+        replay: None where nothing was replayed.
+    """
+
+    temperature: float
+    decode: str
+    rule: str
+    lossy: bool
+    batch_size: int
+    nodes: int
+    tau: float
+    tau_interval: list[float]
+    survival: list[float]
+    alpha: list[float]
+    offered: list[float]
+    acceptance_rate: float
+    rounds: int
+    tokens: int
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    speedup: float
+    overhead: float
+    draft_share: float
+    verify_share: float
+    other_share: float
+    ttft: float
+    tpot: float
+    timing: Timing | None = None
+    replay: Replay | None = None
+
+    @property
+    def acceptance(self) -> Replay | Row:
+        """Where tau, its interval and survival are read: the replay, else the decoder's own count."""
+        return self.replay or self
+
+    @property
+    def exact(self) -> bool:
+        """Acceptance was replayed without sampling noise."""
+        return self.replay is not None and self.replay.exact
+
+    @property
+    def counts(self) -> Counts:
+        """Tokens and rounds of each replayed answer; empty where nothing was replayed."""
+        return self.replay.counts if self.replay else Counts([], [])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What was measured on.
+
+    Attributes:
+        seed: of all draws.
+        prompts: held-out prompts that were decoded.
+        max_new_tokens: longest answer, in tokens.
+        repeats: timed runs.
+        dtype: of the target.
+        threads: CPU threads.
+        hardware: processor or GPU.
+        load_average: of the machine over one minute, at the end.
+        kv_bytes_per_token: bytes of the target's cache for a token.
+        prompts_digest: hash of the decoded prompts' token ids.
+        control: "none", or how the drafter's inputs were spoilt on purpose.
+    """
+
+    seed: int
+    prompts: int
+    max_new_tokens: int
+    repeats: int
+    dtype: str
+    threads: int
+    hardware: str
+    load_average: float
+    kv_bytes_per_token: int = 0
+    prompts_digest: str = ""
+    control: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetDrift:
+    """Distance of a tuned target from the original, on the original's own answers.
+
+    Attributes:
+        kl: KL(original || tuned), nats a token.
+        reverse_kl: KL(tuned || original) at the same places, nats a token.
+        top1_agreement: share of tokens at which both have the same most likely token.
+        greedy_prefix: share of an answer before the first place where they differ, mean over prompts.
+        prompts: number of answers.
+        tokens: number of tokens.
+    """
+
+    kl: float
+    reverse_kl: float
+    top1_agreement: float
+    greedy_prefix: float
+    prompts: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What was scored.
+
+    Attributes:
+        drafter: short name of its kind.
+        step: optimizer steps that it was trained for.
+        commit: of the source that scored it.
+        target: path or hub id.
+        versions: of the libraries, by name.
+        parameters: number of the drafter's parameters.
+        drafter_kv_bytes_per_token: bytes of the drafter's cache for a token.
+        lossless_to: "target", or "tuned target" where the drafter comes with one.
+        target_drift: how far a tuned target is from the original; None for others.
+        train_seconds: s of training; None where it is not known.
+    """
+
+    drafter: str = ""
+    step: int = 0
+    commit: str = ""
+    target: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    parameters: int = 0
+    drafter_kv_bytes_per_token: int = 0
+    lossless_to: str = "target"
+    target_drift: TargetDrift | None = None
+    train_seconds: float | None = None
+
+
+class SampleToken(NamedTuple):
+    """One token of a sample text; a list in JSON. See `traces.Written`."""
+
+    text: str
+    source: str  # accepted | corrected | plain
+    p: float  # under the target
+    p_rank: int  # 1: its most likely token
+    q: float | None  # under the drafter
+    q_rank: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleText:
+    """A held-out prompt as the decoder answers it.
+
+    Attributes:
+        id: of the prompt.
+        category: of the prompt.
+        prompt: its end, as text.
+        temperature: of the answer.
+        decode: name of the plan.
+        tokens: of the answer.
+    """
+
+    id: str
+    category: str
+    prompt: str
+    temperature: float
+    decode: str
+    tokens: list[SampleToken]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChoice:
+    """The plan that decode=auto or decode=calibrated chose for one sampler and batch size.
+
+    Attributes:
+        temperature: of the answers that it was chosen on.
+        batch_size: requests decoded together.
+        chosen: name of the plan.
+        tree: its paths, where it is a static tree.
+        curve: what the choice was made by: the forecast for each plan, or accuracy by depth.
+    """
+
+    temperature: float
+    batch_size: int
+    chosen: str
+    tree: list[list[int]]
+    curve: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorecard:
+    """Everything that was measured of a checkpoint.
+
+    In JSON the fields of the first row, `conditions` and `checkpoint` are at the top level, beside the
+    other fields, `schema`, and the properties `audit_passed` and `replay_agrees` (docs/report.md).
+
+    Attributes:
+        rows: one for each setting; the first is the headline.
+        audit: whether the decoder wrote the target's own text.
+        conditions: what was measured on.
+        checkpoint: what was scored.
+        categories: of each replayed prompt.
+        samples: texts to look at.
+        plan_choices: where the plan was measured, not given.
+    """
+
+    rows: list[Row]
+    audit: Audit
+    conditions: Conditions
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    categories: list[str] = field(default_factory=list)
+    samples: list[SampleText] = field(default_factory=list)
+    plan_choices: list[PlanChoice] = field(default_factory=list)
+
+    @property
+    def headline(self) -> Row:
+        """The first setting."""
+        return self.rows[0]
+
+    @property
+    def audit_passed(self) -> bool:
+        """Nothing speaks against losslessness."""
+        return self.audit.passed
+
+    @property
+    def replay_agrees(self) -> bool:
+        """Decoder and replay agree in all rows."""
+        return all(row.replay.agrees for row in self.rows if row.replay)
+
+    def to_json(self) -> dict[str, Any]:
+        """What score.json has."""
+        top = {**as_json(self.headline), **as_json(self.conditions), **as_json(self.checkpoint)}
+        names = ("rows", "audit", "categories", "samples", "plan_choices")
+        top |= {name: as_json(getattr(self, name)) for name in names}
+        verdicts = {"audit_passed": self.audit_passed, "replay_agrees": self.replay_agrees}
+        return {"schema": SCHEMA, **top, **verdicts}
+
+    @classmethod
+    def from_json(cls, values: Any, where: str | Path) -> Self:
+        """Read what `to_json` gives, or a file of schema 3.
+
+        Args:
+            values: parsed JSON.
+            where: file, for messages.
+
+        Raises:
+            UserError: no scorecard, of another version, or a field is missing or of another type.
+        """
+        version = values.get("schema", "none") if isinstance(values, dict) else "none"
+        if version not in READABLE:
+            reads = " and ".join(map(str, READABLE))
+            raise UserError(
+                f"{where}: a scorecard of version {version}, this one reads {reads}; "
+                "score the checkpoint again"
+            )
+        values = values if version == SCHEMA else _renamed(values)
+        parts = {"conditions": values, "checkpoint": values}
+        try:
+            card = _build(cls, values | parts, "")
+            if not card.rows:
+                raise ValueError("rows: there are none")
+        except ValueError as error:
+            raise UserError(
+                f"{where}: its scorecard is damaged ({error}); score the checkpoint again"
+            ) from None
+        return card
+
+
+def read_scorecard(path: Path) -> Scorecard:
+    """Read a score.json.
+
+    Raises:
+        UserError: see `Scorecard.from_json`.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        values = None
+    return Scorecard.from_json(values, path)
+
+
+class Training(NamedTuple):
+    """How long a checkpoint was trained."""
+
+    step: int | None = None
+    seconds: float | None = None
+
+
+def read_training(path: Path) -> Training:
+    """What a score.json of any version, or half of one, says about training."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return Training()
+    values = values if isinstance(values, dict) else {}
+    step, seconds = values.get("step"), values.get("train_seconds")
+    return Training(step if isinstance(step, int) else None, seconds if isinstance(seconds, float) else None)
+
+
+def as_json(value: Any) -> Any:
+    """Dataclasses and `Counts` as dicts, other tuples as lists."""
+    if is_dataclass(value):
+        names = [*(f.name for f in fields(value)), *DERIVED.get(type(value), ())]
+        return {name: as_json(getattr(value, name)) for name in names}
+    if isinstance(value, Counts):
+        return value._asdict()
+    if isinstance(value, Mapping):
+        return {name: as_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(part) for part in value]
+    return value
+
+
+def _renamed(value: Any) -> Any:
+    """With the keys of schema 4."""
+    if isinstance(value, dict):
+        return {RENAMED.get(name, name): _renamed(part) for name, part in value.items()}
+    return [_renamed(part) for part in value] if isinstance(value, list) else value
+
+
+_hints = cache(get_type_hints)
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """Parsed JSON as a value of a type.
 
     Args:
-        target: judged against itself without the drafter.
-        drafter: what is scored.
-        prompts: token ids.
-        settings: rows.
-        max_new_tokens: per prompt.
-        stop: end tokens.
-        seed: of all draws.
-        repeats: runs that are timed; tokens are the same in each.
-        audit_prompts: how many prompts the audit decodes: greedily with the headline's plan, and once
-            at each temperature above 0 that is scored, or else at 1.
-        full_audit: it decodes all prompts, with every plan, and draws several texts of each.
-        names: of the prompts; they key the draws. Default 0, 1, ...
-        rollouts: of each law that is scored, the target's answers to `prompts` and to any more.
-        progress: called with (steps done, steps in all).
-
-    Returns:
-        The headline's fields, `rows` with one such dict a setting, and the audit.
+        kind: dataclass, NamedTuple, list, tuple, dict, union or plain type.
+        value: parsed JSON; an int is a float, too.
+        where: path of the value in the file.
 
     Raises:
-        UserError: nothing to score on, or a headline that is not lossless.
+        ValueError: it is of another type, or a field without a default is missing.
     """
-    check(prompts, settings[0].plan)
-    rollouts = rollouts or {}
-    names = list(range(len(prompts))) if names is None else names
-    groups: dict[tuple[Sampler, int], list[Setting]] = {}
-    for setting in settings:
-        groups.setdefault((setting.sampler, setting.batch_size), []).append(setting)
-    also = _audited(settings, full_audit)
-    checked_prompts = prompts if full_audit else prompts[:audit_prompts]
-    samples = SAMPLES if full_audit else 1
-    total = sum(-(-len(prompts) // batch) * repeats for _, batch in groups)
-    total += steps(len(checked_prompts), also, samples) + len(rollouts)
-    done = 0
-
-    def advanced() -> None:
-        nonlocal done
-        done += 1
-        if progress:
-            progress(done, total)
-
-    rows: dict[Setting, dict[str, Any]] = {}
-    decoded: dict[Setting, Counts] = {}
-    for (sampler, batch), members in groups.items():
-        decode = partial(generate, target, sampler=sampler, seed=seed, stop=stop)
-        plain, *tallies = compete(
-            decode,
-            drafter,
-            [Plan(), *(m.plan for m in members)],
-            prompts,
-            batch,
-            repeats,
-            max_new_tokens,
-            names,
-            advanced,
-        )
-        for setting, tally in zip(members, tallies, strict=True):
-            rows[setting], decoded[setting] = _row(setting, tally, plain), counted(tally.outputs)
-    for sampler, answers in rollouts.items():
-        scored = [s for s in settings if s.sampler == sampler]
-        options = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed}
-        measure = partial(acceptance, target, drafter, answers, sampler=sampler, **options)
-        plans = list(dict.fromkeys(s.plan for s in scored if not s.plan.lossy and s.plan.adapt is None))
-        accepted = dict(zip(plans, measure(plans=plans), strict=True))
-        for setting in (s for s in scored if not s.plan.lossy):
-            found = accepted.get(setting.plan)
-            if found is None:  # how deep it drafts is a matter of company
-                (found,) = measure(plans=[setting.plan], batch_size=setting.batch_size)
-            rows[setting] |= {"replay": _replay(found, decoded[setting], len(prompts))}
-        advanced()
-    checked = audit(
-        target,
-        drafter,
-        checked_prompts,
-        plan=settings[0].plan,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        also=also,
-        samples=samples,
-        seed=seed,
-        advanced=advanced,
-    )
-    ordered = [rows[s] for s in settings]
-    return {
-        **ordered[0],
-        "rows": ordered,
-        "replay_agrees": all(row["replay"]["agrees"] for row in ordered if row.get("replay")),
-        "audit": checked.report(),
-        "audit_passed": checked.passed,
-        "schema": SCHEMA,
-        "seed": seed,
-        "prompts": len(prompts),
-        "max_new_tokens": max_new_tokens,
-        "repeats": repeats,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "hardware": hardware(target.device),
-        "load_average": round(os.getloadavg()[0], 2),
-        "kv_bytes_per_token": target.cache.store.bytes_per_token,
-    }
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is UnionType:  # only `T | None`
+        return None if value is None else _build(arguments[0], value, where)
+    if is_dataclass(kind) or kind is Counts:
+        return _build_record(kind, _checked(dict, value, where), where)
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple, as a list
+        hints = list(_hints(kind).values())
+        if len(_checked(list, value, where)) != len(hints):
+            raise ValueError(f"{where}: {len(value)} parts, not {len(hints)}")
+        return kind(*(_build(hint, part, where) for hint, part in zip(hints, value, strict=True)))
+    if origin in (list, tuple):
+        parts = enumerate(_checked(list, value, where))
+        return origin(_build(arguments[0], part, f"{where}[{i}]") for i, part in parts)
+    if origin is dict:
+        items = _checked(dict, value, where).items()
+        return {name: _build(arguments[1], part, f"{where}.{name}") for name, part in items}
+    return _checked((int, float) if kind is float else kind, value, where)
 
 
-def check(prompts: Prompts, headline: Plan) -> None:
-    """Refuse what cannot be scored.
-
-    Raises:
-        UserError: no prompts, or a headline that is not lossless.
-    """
-    if not prompts:
-        raise UserError("score: there are no prompts to score on")
-    if headline.lossy:
-        raise UserError(f"decode: {headline.name} cannot be the headline; put it under score.plans")
+def _build_record(kind: Any, values: dict[str, Any], where: str) -> Any:
+    """A dataclass or NamedTuple of named fields; keys that it does not know are left out."""
+    hints, optional = _hints(kind), _optional(kind)
+    if missing := [name for name in hints if name not in values and name not in optional]:
+        raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
+    return kind(**{n: _build(hint, values[n], f"{where}.{n}") for n, hint in hints.items() if n in values})
 
 
-def _audited(settings: Sequence[Setting], full: bool) -> list[Case]:
-    """What the audit decodes beside the headline's plan greedily: each law that is scored, with the
-    first plan it is scored with; in full every law and plan."""
-    settings = [s for s in settings if not s.plan.lossy]
-    plans = list(dict.fromkeys(s.plan for s in settings))
-    drawn = list(dict.fromkeys((s.sampler, s.plan) for s in settings if s.sampler.temperature > 0))
-    drawn = drawn or [(Sampler(1.0), plan) for plan in plans]
-    if full:
-        return [*((Sampler(0.0), plan) for plan in plans if plan != settings[0].plan), *drawn]
-    first: dict[Sampler, Plan] = {}
-    for sampler, plan in drawn:
-        first.setdefault(sampler, plan)
-    return list(first.items())
+def _optional(kind: Any) -> set[str]:
+    """Names of a dataclass's fields that have a default."""
+    if not is_dataclass(kind):
+        return set()
+    return {f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING}
 
 
-def _row(setting: Setting, tally: Tally, plain: Tally) -> dict[str, Any]:
-    outputs, times, plan = tally.outputs, tally.times, setting.plan
-    counts = counted(outputs)
-    survival, alpha, offered = _positions(outputs, plan.depth)
-    latency = [o.ttft for o in outputs]
-    return {
-        "temperature": setting.sampler.temperature,
-        "decode": plan.name,
-        "rule": plan.rule,
-        "lossy": plan.lossy,
-        "batch_size": setting.batch_size,
-        "nodes": plan.nodes,
-        "tau": counts.tau,
-        "tau_interval": counts.interval(),
-        "survival": survival,
-        "alpha": alpha,
-        "offered": offered,
-        "acceptance_rate": _ratio(
-            sum(sum(o.accepted) for o in outputs), sum(sum(o.drafted) for o in outputs)
-        ),
-        "rounds": int(sum(counts.rounds)),
-        "tokens": sum(counts.tokens),
-        "tokens_per_second": tally.speed,
-        "plain_tokens_per_second": plain.speed,
-        "speedup": _ratio(tally.speed, plain.speed),
-        "overhead": _ratio(counts.tau * plain.speed, tally.speed) - 1,
-        "draft_share": _ratio(times.draft, times.total),
-        "verify_share": _ratio(times.verify, times.total),
-        "other_share": _ratio(times.other, times.total),
-        "ttft": _ratio(sum(latency), len(latency)),
-        "tpot": _ratio(setting.batch_size * times.total, tally.decoded),
-        "timed": {  # of every batch, plain decoding's beside it: what an interval is drawn from
-            "seconds": tally.seconds,
-            "tokens": tally.tokens,
-            "plain_seconds": plain.seconds,
-            "plain_tokens": plain.tokens,
-        },
-        "replay": None,
-    }
-
-
-def _replay(accepted: Acceptance, decoded: Counts, shared: int) -> dict[str, Any]:
-    """Acceptance on all answers; on the `shared` first ones the decoder must agree.
-
-    `chosen_by` is tau on the answers that the decoder's tau is not measured on: what picks the best
-    checkpoint must not be what it is then reported by.
-    """
-    same, others = accepted.counts.part(0, shared), accepted.counts.part(shared)
-    low, high = (-math.inf, math.inf) if accepted.estimate else agreement(decoded, same)
-    return accepted.report() | {
-        "counts": accepted.counts._asdict(),
-        "difference_interval": [low, high] if math.isfinite(low) else None,
-        "agrees": low <= 0 <= high,
-        "chosen_by": others.tau if others.tokens else accepted.counts.tau,
-    }
-
-
-def _positions(outputs: Sequence[Output], depth: int) -> tuple[list[float], list[float], list[float]]:
-    """survival[j] = P(accepted >= j), alpha[j] = P(accepted >= j | j - 1 accepted, j offered)."""
-    seen = whole_rounds(outputs)
-    levels = range(1, depth + 1)
-    reached = [sum(a >= j for a, _ in seen) for j in levels]
-    offered = [sum(o >= j for _, o in seen) for j in levels]
-    tried = [sum(a >= j - 1 and o >= j for a, o in seen) for j in levels]
-    return (
-        [_ratio(n, len(seen)) for n in reached],
-        [_ratio(n, t) for n, t in zip(reached, tried, strict=True)],
-        [_ratio(n, len(seen)) for n in offered],
-    )
-
-
-def _ratio(top: float, bottom: float) -> float:
-    return top / bottom if bottom else 0.0
+def _checked(kind: Any, value: Any, where: str) -> Any:
+    """The value itself, if it is of the type; True is no number."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        name = getattr(kind, "__name__", "number")
+        raise ValueError(f"{where.removeprefix('.')}: {value!r:.40} is no {name}")
+    return value

@@ -254,14 +254,15 @@ def table(folder: Path) -> str:
 
     At the first temperature and batch size that all were scored at.
     """
+    from decode.evaluation.scorecard import read_scorecard
     from distill.report import compare
 
     scored = []
     for record in _of_jobs(folder, "run.json"):
-        card = record.parent / "checkpoints" / "best" / "score.json"
-        if card.exists():
+        file = record.parent / "checkpoints" / "best" / "score.json"
+        if file.exists():
             job = json.loads(record.read_text()).get("job") or record.parent.name
-            scored.append(compare.Scored(job, json.loads(card.read_text())))
+            scored.append(compare.Scored(job, read_scorecard(file)))
     if not scored:
         return ""
     first, *others = (one.settings() for one in scored)

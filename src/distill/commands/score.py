@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -32,9 +33,10 @@ def score(cfg: DictConfig) -> float:
     chat, _, held = read_inputs(cfg)
     scorer = Scorer(cfg, build_target(cfg), chat, held, Path(cfg.answers))
     checkpoint = hub.fetch(cfg.checkpoint)
-    known = earlier(checkpoint)
-    card = scorer(checkpoint, known.get("step", 0)) | known
+    training = earlier(checkpoint)
+    card = scorer(checkpoint, training.step or 0)
+    card = replace(card, checkpoint=replace(card.checkpoint, train_seconds=training.seconds))
     if cfg.out:
-        write_json(Path(cfg.out), card)
+        write_json(Path(cfg.out), card.to_json())
     print(settings_table(card))
-    return float(card["tau"])
+    return card.headline.tau

@@ -1,4 +1,4 @@
-"""What loggers share: a protocol, failures that end no run, and what is logged of a scorecard."""
+"""Shared by loggers: a protocol, failures that end no run, and what is logged of a scorecard."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.loggers import Logger
 
+from decode.evaluation.scorecard import Row, Scorecard, as_json
 from distill.utils import redact
 from distill.utils.progress import say
 
@@ -39,7 +40,7 @@ class Tracker(Protocol):
 
 
 class Careful:
-    """What fails here is said once, and from then on left alone.
+    """Reports the first failure of each kind, and leaves that kind out from then on.
 
     Attributes:
         label: how messages call it.
@@ -52,7 +53,7 @@ class Careful:
         self._off: set[str] = set()
 
     def _try(self, what: str, work: Callable[[], object]) -> None:
-        """Do `work`, unless that failed before for anything that is called the same."""
+        """Do `work`, unless work of the same name failed before."""
         if what in self._off:
             return
         try:
@@ -65,47 +66,49 @@ class Careful:
         say(f"{self.label}: {redact.reason(error)}; no more {what} go there, and the run goes on")
 
 
-def trackers(made: Sequence[Logger]) -> list[Tracker]:
+def trackers(loggers: Sequence[Logger]) -> list[Tracker]:
     """Those that take more than numbers."""
-    return [logger for logger in made if isinstance(logger, Tracker)]
+    return [logger for logger in loggers if isinstance(logger, Tracker)]
 
 
-def begin(made: Sequence[Logger]) -> None:
-    """Have them ready, and say where they are."""
-    for tracker in trackers(made):
+def begin(loggers: Sequence[Logger]) -> None:
+    """Have them ready, and print where they are."""
+    for tracker in trackers(loggers):
         tracker.begin()
 
 
-def numbers(card: dict[str, Any]) -> dict[str, float]:
-    """The headline's, by name."""
-    found = {k: v for k, v in card.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    if card["replay"]:
-        found["replay_tau"] = card["replay"]["tau"]
-    found |= {f"survival_{j}": value for j, value in enumerate(card["survival"], 1)}
-    found |= {f"target_moved_{name}": value for name, value in (card.get("target_moved") or {}).items()}
-    return {f"score/{name}": value for name, value in found.items()}
+def numbers(card: Scorecard) -> dict[str, float]:
+    """Numbers of the headline and its conditions, by name."""
+    values = card.to_json()
+    values = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    row, drift = card.headline, card.checkpoint.target_drift
+    if row.replay:
+        values["replay_tau"] = row.replay.tau
+    values |= {f"survival_{j}": value for j, value in enumerate(row.survival, 1)}
+    values |= {f"target_drift_{name}": value for name, value in (as_json(drift) or {}).items()}
+    return {f"score/{name}": value for name, value in values.items()}
 
 
-def rows(card: dict[str, Any]) -> list[list[Any]]:
-    """A scorecard as a table: the step and COLUMNS, a row for each setting; None where nothing is known."""
-    common = {name: card.get(name) for name in COLUMNS}
-    common["audit"] = "pass" if card["audit_passed"] else "FAIL"
+def rows(card: Scorecard) -> list[list[Any]]:
+    """A scorecard as a table: the step and COLUMNS, one line for each setting; None where it has no value."""
+    common = {**as_json(card.conditions), **as_json(card.checkpoint)}
+    common["audit"] = "pass" if card.audit_passed else "FAIL"
     lines = []
-    for row in card["rows"]:
-        low, high = row["tau_interval"]
-        known = common | row | {"tau_low": low, "tau_high": high}
-        known["replay_tau"] = row["replay"]["tau"] if row["replay"] else None
-        known |= {f"s_{j}": value for j, value in enumerate(row["survival"], 1)}
-        lines.append([card["step"], *(known.get(name) for name in COLUMNS)])
+    for row in card.rows:
+        low, high = row.tau_interval
+        values = common | as_json(row) | {"tau_low": low, "tau_high": high}
+        values["replay_tau"] = row.replay.tau if row.replay else None
+        values |= {f"s_{j}": value for j, value in enumerate(row.survival, 1)}
+        lines.append([card.checkpoint.step, *(values.get(name) for name in COLUMNS)])
     return lines
 
 
-def setting(row: dict[str, Any]) -> str:
-    """A row's name, without what directories cannot have."""
-    return f"{row['decode']}, T={row['temperature']:g}, batch {row['batch_size']}".replace("/", "-")
+def setting(row: Row) -> str:
+    """A row's name, without slashes."""
+    return f"{row.decode}, T={row.temperature:g}, batch {row.batch_size}".replace("/", "-")
 
 
-def lengths(row: dict[str, Any]) -> list[int]:
+def accepted_lengths(row: Row) -> list[int]:
     """How many of the decoder's rounds accepted 0, 1, 2, ... draft tokens."""
-    reached = [1.0, *row["survival"], 0.0]
-    return [round(row["rounds"] * (a - b)) for a, b in pairwise(reached)]
+    survival = [1.0, *row.survival, 0.0]
+    return [round(row.rounds * (a - b)) for a, b in pairwise(survival)]

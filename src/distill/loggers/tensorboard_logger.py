@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from distill.loggers.base import Careful, lengths, numbers, setting
+from decode.evaluation.scorecard import Scorecard, read_scorecard
+from distill.loggers.base import Careful, accepted_lengths, numbers, setting
 from distill.report.tables import settings_table
 from distill.utils.progress import say
 from distill.utils.run_folder import best
@@ -20,7 +20,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard(Careful, TensorBoardLogger):
-    """Logs to event files; of steps that are made again after a kill, readers see the newer.
+    """Logs to event files; of steps that are repeated after a kill, readers see the newer.
 
     Args:
         folder: of the run.
@@ -41,9 +41,7 @@ class TensorBoard(Careful, TensorBoardLogger):
         say(f"TensorBoard: tensorboard --logdir {self.log_dir}")
         checkpoint = folder / "checkpoints" / str(self.first_step)
         if (card := checkpoint / "score.json").exists():
-            self._try(
-                "curves", lambda: self.log_metrics(numbers(json.loads(card.read_text())), self.first_step)
-            )
+            self._try("curves", lambda: self.log_metrics(numbers(read_scorecard(card)), self.first_step))
             self.saved(folder, checkpoint)
 
     @override
@@ -65,16 +63,14 @@ class TensorBoard(Careful, TensorBoardLogger):
     def saved(self, folder: Path, checkpoint: Path) -> None:
         """Log a scored checkpoint's card and its histograms."""
         if (card := checkpoint / "score.json").exists():
-            self._try(
-                "scorecards", lambda: self._saved(json.loads(card.read_text()), checkpoint == best(folder))
-            )
+            self._try("scorecards", lambda: self._saved(read_scorecard(card), checkpoint == best(folder)))
 
-    def _saved(self, card: dict[str, Any], is_best: bool) -> None:
-        writer, step = self.experiment, card["step"]
+    def _saved(self, card: Scorecard, is_best: bool) -> None:
+        writer, step = self.experiment, card.checkpoint.step
         text = "\n".join(f"    {line}" for line in settings_table(card).splitlines())  # Markdown's verbatim
         writer.add_text("scorecard", f"{text}\n\nbest so far: {'yes' if is_best else 'no'}", step)
-        for row in card["rows"]:
-            counts = lengths(row)
+        for row in card.rows:
+            counts = accepted_lengths(row)
             total = sum(counts)
             writer.add_histogram_raw(
                 f"accepted_length/{setting(row)}",

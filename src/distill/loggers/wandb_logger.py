@@ -19,11 +19,13 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from distill.loggers.base import COLUMNS, Careful, lengths, rows, setting
+from decode.evaluation.scorecard import read_scorecard
+from distill.loggers.base import COLUMNS, Careful, accepted_lengths, rows, setting
+from distill.report.history import scorecards
 from distill.utils import redact
 from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
-from distill.utils.run_folder import REPORT, best, cards, checkpoints
+from distill.utils.run_folder import REPORT, best, checkpoints
 from drafters.checkpoint import io as hub
 
 STEP = "trainer/global_step"
@@ -170,16 +172,20 @@ class Wandb(Careful, Logger):
         self._try("scorecards", lambda: self._saved(folder, checkpoint))
 
     def _saved(self, folder: Path, checkpoint: Path) -> None:
-        run, scored, headline = self._begin(), cards(folder), best(folder)
-        if card := next((c for c in scored if c["step"] == int(checkpoint.name)), None):
-            lines: list[Any] = [line for c in scored for line in rows(c)]
-            shown = {f"accepted_length/{setting(row)}": _histogram(lengths(row)) for row in card["rows"]}
-            made = {**shown, "scorecard": wandb.Table(columns=["step", *COLUMNS], data=lines)}
-            self._later("scorecards", lambda: run.log({**made, STEP: card["step"]}))
-        if top := next((c for c in scored if headline and c["step"] == int(headline.name)), None):
-            run.summary.update({f"best/{name}": top[name] for name in ("step", "tau", "speedup")})
+        run, best_checkpoint = self._begin(), best(folder)
+        cards = scorecards(folder)
+        if card := cards.get(int(checkpoint.name)):
+            lines: list[Any] = [line for one in cards.values() for line in rows(one)]
+            histograms = {
+                f"accepted_length/{setting(row)}": _histogram(accepted_lengths(row)) for row in card.rows
+            }
+            values = {**histograms, "scorecard": wandb.Table(columns=["step", *COLUMNS], data=lines)}
+            self._later("scorecards", lambda: run.log({**values, STEP: card.checkpoint.step}))
+        if top := cards.get(int(best_checkpoint.name)) if best_checkpoint else None:
+            summary = {"step": top.checkpoint.step, "tau": top.headline.tau, "speedup": top.headline.speedup}
+            run.summary.update({f"best/{name}": value for name, value in summary.items()})
         if self.weights == "always":
-            self._upload(checkpoint, ["last"] + ["best"] * (checkpoint == headline))
+            self._upload(checkpoint, ["last"] + ["best"] * (checkpoint == best_checkpoint))
 
     @rank_zero_only
     def ended(self, folder: Path) -> None:
@@ -201,13 +207,13 @@ class Wandb(Careful, Logger):
     def _upload(self, checkpoint: Path, aliases: list[str]) -> None:
         """Hand a checkpoint's files over where they lie: no copy is made, and no trainer's state goes."""
         run, card = self._begin(), checkpoint / "score.json"
-        about = json.loads(card.read_text()) if card.exists() else {}
-        about = {k: v for k, v in about.items() if isinstance(v, str | int | float)}
-        artifact = wandb.Artifact(f"drafter-{run.id}", type="model", metadata=about)
-        found = {p for name in hub.FILES for p in checkpoint.glob(name)} | (
+        values = read_scorecard(card).to_json() if card.exists() else {}
+        metadata = {k: v for k, v in values.items() if isinstance(v, str | int | float)}
+        artifact = wandb.Artifact(f"drafter-{run.id}", type="model", metadata=metadata)
+        files = {p for name in hub.FILES for p in checkpoint.glob(name)} | (
             {card} if card.exists() else set()
         )
-        for path in sorted(found):
+        for path in sorted(files):
             artifact.add_file(str(path), name=path.name, policy="immutable", skip_cache=True)
 
         def upload() -> None:

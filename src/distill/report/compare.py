@@ -1,33 +1,32 @@
-"""One table over several runs: what each drafter accepts, what it gains and what it costs."""
+"""One table of several runs: acceptance length, speedup and cost of each drafter."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from decode.errors import UserError
-from distill.report.history import read_card
+from decode.evaluation.scorecard import Row, Scorecard, Training, read_scorecard, read_training
 from distill.report.tables import grid
-from distill.scoring.paired import FEWEST, accepted, comparable, counts, exact, faster, less, speedup
+from distill.scoring.paired import FEWEST, speedup, speedup_ratio, tau_difference, why_incomparable
 from distill.scoring.target_drift import describe
 from distill.utils.redact import printable
 
-# score.json is written by training, scorecard.json is in a folder that was given away.
+# score.json is written by training, scorecard.json is in an exported folder.
 CARDS = ("score.json", "scorecard.json")
 
 LEVELS = 4
 
 
 class Choice(NamedTuple):
-    """Which rows of a scorecard are compared, and by what they are in order.
+    """Which rows of a scorecard are compared, and how runs are sorted.
 
     Attributes:
         temperatures: of the acceptance lengths; everything else is at the first.
         batch: requests decoded together.
         decode: name of a plan, without its parentheses or with them; default the fastest lossless one.
-        against: a run's name; default the best.
+        against: name of the run to compare with; default the best.
         by: speedup | tau; by tau, the plan is each card's first, since the fastest is partly chance.
     """
 
@@ -42,60 +41,61 @@ class Scored(NamedTuple):
     """A checkpoint's scorecard and what to call it."""
 
     name: str
-    card: dict[str, Any]
+    card: Scorecard
 
-    def rows(self, choice: Choice) -> list[dict[str, Any]]:
-        """Of one plan at every temperature, or, where that was not scored, of the one chosen there.
+    def rows(self, choice: Choice) -> list[Row]:
+        """One row for each temperature, with one plan, or where that was not scored the one chosen there.
 
         Raises:
             UserError: nothing lossless was scored at a temperature, or not with that plan.
         """
-        found: list[dict[str, Any]] = []
+        rows: list[Row] = []
         for temperature in choice.temperatures:
-            there = self.at(temperature, choice.batch, choice.decode)
-            same = [row for row in there if found and row["decode"] == found[0]["decode"]]
-            found.append((same or there)[0] if choice.by == "tau" else fastest(same or there))
-        return found
+            candidates = self.at(temperature, choice.batch, choice.decode)
+            same_plan = [row for row in candidates if rows and row.decode == rows[0].decode]
+            candidates = same_plan or candidates
+            rows.append(candidates[0] if choice.by == "tau" else fastest(candidates))
+        return rows
 
     def settings(self) -> list[tuple[float, int]]:
         """Temperatures and batch sizes of lossless rows, in order; at least the headline's."""
-        return [(r["temperature"], r["batch_size"]) for r in self.card["rows"] if not r["lossy"]]
+        return [(row.temperature, row.batch_size) for row in self.card.rows if not row.lossy]
 
-    def at(self, temperature: float, batch: int, decode: str = "") -> list[dict[str, Any]]:
+    def at(self, temperature: float, batch: int, decode: str = "") -> list[Row]:
         """Lossless rows at one setting, of all plans or of one; at least one.
 
         Raises:
             UserError: there is none.
         """
-        lossless = [row for row in self.card["rows"] if not row["lossy"]]
-        there = [r for r in lossless if (r["temperature"], r["batch_size"]) == (temperature, batch)]
-        if not there:
+        lossless = [row for row in self.card.rows if not row.lossy]
+        rows = [row for row in lossless if (row.temperature, row.batch_size) == (temperature, batch)]
+        if not rows:
             settings = dict.fromkeys(f"T={t:g} batch {size}" for t, size in self.settings())
             raise UserError(
                 f"{self.name}: not scored at T={temperature:g}, batch {batch}; it was at "
                 f"{', '.join(settings)}: choose among these, or score it again with foredraft score out=..."
             )
-        named = [r for r in there if decode in ("", r["decode"], short(r["decode"]))]
-        if not named:
+        rows_of_plan = [row for row in rows if decode in ("", row.decode, short(row.decode))]
+        if not rows_of_plan:
             raise UserError(
                 f"decode={decode}: {self.name} was not scored with it at T={temperature:g}, batch {batch}; "
-                f"choose one of {', '.join(r['decode'] for r in there)}"
+                f"choose one of {', '.join(row.decode for row in rows)}"
             )
-        return named
+        return rows_of_plan
 
-    def by_batch(self, temperature: float, decode: str = "") -> dict[int, dict[str, Any]]:
+    def by_batch(self, temperature: float, decode: str = "") -> dict[int, Row]:
         """The fastest lossless row at each batch size, of one plan or of any; sizes without are left out."""
-        found: dict[int, list[dict[str, Any]]] = {}
-        for row in self.card["rows"]:
-            named = decode in ("", row["decode"], short(row["decode"]))
-            if named and not row["lossy"] and row["temperature"] == temperature:
-                found.setdefault(row["batch_size"], []).append(row)
-        return {size: fastest(rows) for size, rows in sorted(found.items())}
+        by_size: dict[int, list[Row]] = {}
+        for row in self.card.rows:
+            matches = decode in ("", row.decode, short(row.decode))
+            if matches and not row.lossy and row.temperature == temperature:
+                by_size.setdefault(row.batch_size, []).append(row)
+        return {size: fastest(rows) for size, rows in sorted(by_size.items())}
 
 
-def fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def fastest(rows: Sequence[Row]) -> Row:
     """The row with the highest speedup."""
-    return max(rows, key=lambda row: row["speedup"])
+    return max(rows, key=lambda row: row.speedup)
 
 
 def short(decode: str) -> str:
@@ -113,35 +113,35 @@ def read(paths: Sequence[str]) -> list[Scored]:
     Raises:
         UserError: no scorecard there, or one of another version; a name that is given twice.
     """
-    named = [("", path) if Path(path).exists() else _named(path) for path in paths]
-    cards = [scorecard(Path(path)) for _, path in named]
-    kinds = [card["drafter"] for card in cards]
-    folders = [Path(path).name for _, path in named]
+    pairs = [("", path) if Path(path).exists() else _name_and_path(path) for path in paths]
+    cards = [scorecard(Path(path)) for _, path in pairs]
+    kinds = [card.checkpoint.drafter for card in cards]
+    folders = [Path(path).name for _, path in pairs]
     names = []
-    for (name, path), kind, folder in zip(named, kinds, folders, strict=True):
-        told = folder if folders.count(folder) == 1 else path
-        names.append(name or (kind if kinds.count(kind) == 1 else f"{kind} ({told})"))
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{twice[0]}: two runs of that name; give them others, as in a=PATH b=PATH")
+    for (name, path), kind, folder in zip(pairs, kinds, folders, strict=True):
+        place = folder if folders.count(folder) == 1 else path
+        names.append(name or (kind if kinds.count(kind) == 1 else f"{kind} ({place})"))
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{duplicates[0]}: two runs of that name; give them others, as in a=PATH b=PATH")
     return [Scored(name, card) for name, card in zip(names, cards, strict=True)]
 
 
-def _named(path: str) -> tuple[str, str]:
+def _name_and_path(path: str) -> tuple[str, str]:
     name, sign, rest = path.partition("=")
     return (name, rest) if sign else ("", path)
 
 
-def scorecard(path: Path) -> dict[str, Any]:
+def scorecard(path: Path) -> Scorecard:
     """The scorecard of a run's `best`, of a checkpoint, or of a file.
 
     Raises:
         UserError: no scorecard there, or one of another version.
     """
-    tried = [path, *(path / name for name in (*CARDS, f"checkpoints/best/{CARDS[0]}"))]
-    place = next((p for p in tried if p.is_file()), None)
-    if place is None:
+    candidates = [path, *(path / name for name in (*CARDS, f"checkpoints/best/{CARDS[0]}"))]
+    file = next((p for p in candidates if p.is_file()), None)
+    if file is None:
         raise UserError(f"{path}: no score.json there; give a run's folder, a checkpoint or a scorecard")
-    return read_card(place)
+    return read_scorecard(file)
 
 
 def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
@@ -151,11 +151,11 @@ def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
         UserError: a run that was not scored at this choice.
     """
 
-    def worth(one: Scored) -> float:
+    def value(one: Scored) -> float:
         row = one.rows(choice)[0]
-        return accepted(row)["tau"] if choice.by == "tau" else row["speedup"]
+        return row.acceptance.tau if choice.by == "tau" else row.speedup
 
-    return sorted(scored, key=worth, reverse=True)
+    return sorted(scored, key=value, reverse=True)
 
 
 class Table(NamedTuple):
@@ -200,26 +200,26 @@ def table(scored: Sequence[Scored], choice: Choice) -> str:
 def _line(scored: Scored, choice: Choice, base: Scored, pairs: bool) -> list[str]:
     card, rows, others = scored.card, scored.rows(choice), base.rows(choice)
     row = rows[0]
-    survival = [f"{s:.2f}" for s in accepted(row)["survival"][:LEVELS]]
+    survival = [f"{s:.2f}" for s in row.acceptance.survival[:LEVELS]]
     survival += ["-"] * (LEVELS - len(survival))
     same = scored is base
-    why = comparable(card, row, base.card, others[0])
+    reason = why_incomparable(card, row, base.card, others[0])
     speeds, taus = [speedup(row).text("{:.2f}x")], [tau_cell(r) for r in rows]
     if pairs:
-        speeds.append("-" if same else why or faster(row, others[0]).text("{:.2f}"))
+        speeds.append("-" if same else reason or speedup_ratio(row, others[0]).text("{:.2f}"))
         both = zip(rows, others, strict=True)
-        taus += ["-" if same else _less(scored, base, mine, other) for mine, other in both]
+        taus += ["-" if same else _difference_cell(scored, base, mine, other) for mine, other in both]
     return [
         scored.name,
-        row["decode"],
+        row.decode,
         *_first([speeds, taus], choice),
         *survival,
-        f"{100 * row['draft_share']:.0f}%",
+        f"{100 * row.draft_share:.0f}%",
         f"{draft_ms(row):.2f}",
-        minutes(card),
-        f"{card['parameters'] / 1e6:.2f} M",
-        f"{card['drafter_kv_bytes_per_token']} B",
-        "pass" if card["audit_passed"] else "FAIL",
+        minutes(card.checkpoint.train_seconds),
+        f"{card.checkpoint.parameters / 1e6:.2f} M",
+        f"{card.checkpoint.drafter_kv_bytes_per_token} B",
+        "pass" if card.audit_passed else "FAIL",
     ]
 
 
@@ -232,14 +232,14 @@ def _first(blocks: Sequence[list[str]], choice: Choice) -> list[str]:
 def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]:
     rows = {s.name: s.rows(choice) for s in ordered}
     first = choice.temperatures[0]
-    prompts = sorted({len(counts(r[0]).tokens) for r in rows.values()})
-    timed = sorted({s.card["prompts"] for s in ordered})
+    prompts = sorted({len(r[0].counts.tokens) for r in rows.values()})
+    timed_prompts = sorted({s.card.conditions.prompts for s in ordered})
     notes = [
         f"T={first:g} where nothing else is said. tau: replayed on the target's answers to "
         f"{_either(prompts)} held-out prompts (~: counted by the decoder), with its 95 % interval",
         f"speedup: over plain decoding at batch {choice.batch}, interleaved in one process, on "
-        f"{_either(timed)} prompts; its interval draws batches, each with plain decoding's time of it, where "
-        f"there are {FEWEST} or more. draft: the drafter's share of a round, and in ms",
+        f"{_either(timed_prompts)} prompts; its interval draws batches, each with plain decoding's time of "
+        f"it, where there are {FEWEST} or more. draft: the drafter's share of a round, and in ms",
     ]
     if len(ordered) > 1:
         notes.append(
@@ -247,73 +247,59 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
             "plain decoding, which each process timed for itself, as the common yardstick. 95 % bootstrap"
         )
     for scored in ordered:
-        found = rows[scored.name]
-        elsewhere = [
-            f"T={row['temperature']:g}: {row['decode']}"
-            for row in found[1:]
-            if row["decode"] != found[0]["decode"]
+        first_row, *others = rows[scored.name]
+        other_plans = [
+            f"T={row.temperature:g}: {row.decode}" for row in others if row.decode != first_row.decode
         ]
-        control = scored.card.get("control", "none")
+        control = scored.card.conditions.control
         about = [
-            *elsewhere,
+            *other_plans,
             *([f"control={control}: no real score"] if control != "none" else []),
-            describe(scored.card),
+            describe(scored.card.checkpoint),
         ]
         notes += [f"{scored.name}: {one}" for one in about if one]
     return notes + machines([s.card for s in ordered])
 
 
-def machines(cards: Sequence[dict[str, Any]]) -> list[str]:
+def machines(cards: Sequence[Scorecard]) -> list[str]:
     """What they were measured on, each once."""
-    return sorted({f"{card['dtype']}, {card['hardware']}" for card in cards})
+    return sorted({f"{card.conditions.dtype}, {card.conditions.hardware}" for card in cards})
 
 
 def _either(numbers: Sequence[int]) -> str:
     return "/".join(map(str, numbers))
 
 
-def minutes(card: dict[str, Any]) -> str:
-    """That a drafter trained."""
-    return f"{card['train_seconds'] / 60:.1f} min" if "train_seconds" in card else "-"
+def minutes(train_seconds: float | None) -> str:
+    """Training time of a drafter."""
+    return "-" if train_seconds is None else f"{train_seconds / 60:.1f} min"
 
 
-def draft_ms(row: dict[str, Any]) -> float:
-    """Milliseconds of a round, a batch's, in which the drafter works."""
-    return 1000 * row["draft_share"] * row["tpot"] * row["tau"]
+def draft_ms(row: Row) -> float:
+    """Milliseconds of drafting in a round of the whole batch."""
+    return 1000 * row.draft_share * row.tpot * row.tau
 
 
-def tau_cell(row: dict[str, Any]) -> str:
+def tau_cell(row: Row) -> str:
     """Acceptance length and its interval."""
-    found = accepted(row)
-    low, high = found["tau_interval"]
-    return f"{found['tau']:.2f}{'' if exact(row) else '~'} ({low:.2f}..{high:.2f})"
+    tau, (low, high) = row.acceptance.tau, row.acceptance.tau_interval
+    return f"{tau:.2f}{'' if row.exact else '~'} ({low:.2f}..{high:.2f})"
 
 
-def _less(scored: Scored, base: Scored, row: dict[str, Any], other: dict[str, Any]) -> str:
-    if any(s.card.get("target_moved") for s in (scored, base)):
-        return "other target"  # whose answers may be as long, and say something else
-    found = less(row, other)
-    return "other prompts" if found is None else found.text("{:+.2f}")
+def _difference_cell(scored: Scored, base: Scored, row: Row, other: Row) -> str:
+    if any(s.card.checkpoint.target_drift for s in (scored, base)):
+        return "other target"  # its answers may have the same lengths and other words
+    difference = tau_difference(row, other)
+    return "other prompts" if difference is None else difference.text("{:+.2f}")
 
 
-def earlier(checkpoint: Path) -> dict[str, Any]:
-    """How long and how far it was trained, as the scorecard beside its weights has it.
+def earlier(checkpoint: Path) -> Training:
+    """How long a checkpoint was trained, as the scorecard beside its weights says.
 
     Args:
-        checkpoint: folder with weights.
-
-    Returns:
-        `step`, also where the folder's name alone says it, and `train_seconds`; what is unknown is
-        left out.
+        checkpoint: folder with weights; its name gives the step where no scorecard does.
     """
     name = checkpoint.resolve().name
-    known = {"step": int(name)} if name.isdigit() else {}
-    for card in (checkpoint / one for one in CARDS):
-        try:
-            found = json.loads(card.read_text())
-        except (OSError, ValueError):
-            continue  # none, or not one of ours: scored again all the same
-        if isinstance(found, dict):
-            kinds = {"step": int, "train_seconds": float}
-            return known | {k: found[k] for k, kind in kinds.items() if isinstance(found.get(k), kind)}
-    return known
+    file = next((checkpoint / card for card in CARDS if (checkpoint / card).is_file()), None)
+    training = read_training(file) if file else Training()
+    return training if training.step is not None or not name.isdigit() else training._replace(step=int(name))

@@ -1,16 +1,16 @@
-"""The page of foredraft compare: the table, and who pays how much for what."""
+"""The page of foredraft compare: the table and plots of speedup, drafting time and survival."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import plotly.graph_objects as go
 
+from decode.evaluation.scorecard import Row
 from distill.report import page
 from distill.report.compare import Choice, Scored, compared, draft_ms, in_order, machines
 from distill.report.panels import by_category
-from distill.scoring.paired import accepted, speedup
+from distill.scoring.paired import speedup
 
 DASHES = ("solid", "dot", "dash", "dashdot")
 HIGH, ROW = 360, 26  # pixels of a plot, and of a bar
@@ -78,7 +78,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
     return page.page("Drafters compared", parts, "; ".join(machines([s.card for s in ordered])))
 
 
-def _bars(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> go.Figure:
+def _bars(names: Sequence[str], rows: Sequence[Row]) -> go.Figure:
     """The best on top; intervals where there are any."""
     values = [speedup(row) for row in rows]
     figure = go.Figure(
@@ -109,13 +109,12 @@ def _bars(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> go.Figure:
     return figure
 
 
-def _costs(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> go.Figure:
+def _costs(names: Sequence[str], rows: Sequence[Row]) -> go.Figure:
     figure = go.Figure()
     costs = [draft_ms(row) for row in rows]
     rank = {cost: i for i, cost in enumerate(sorted(costs))}
     for name, row, cost, (colour, _) in zip(names, rows, costs, _styles(), strict=False):
-        tau = accepted(row)["tau"]
-        low, high = accepted(row)["tau_interval"]
+        tau, (low, high) = row.acceptance.tau, row.acceptance.tau_interval
         figure.add_scatter(
             x=[cost],
             y=[tau],
@@ -134,10 +133,10 @@ def _costs(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> go.Figure:
     return figure
 
 
-def _survival(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> go.Figure:
+def _survival(names: Sequence[str], rows: Sequence[Row]) -> go.Figure:
     figure = go.Figure()
     for name, row, (colour, dash) in zip(names, rows, _styles(), strict=False):
-        survival = accepted(row)["survival"]
+        survival = row.acceptance.survival
         figure.add_scatter(
             x=list(range(1, len(survival) + 1)),
             y=survival,
@@ -160,10 +159,10 @@ def _batches(ordered: Sequence[Scored], choice: Choice) -> go.Figure | None:
         sizes |= best.keys()
         figure.add_scatter(
             x=list(best),
-            y=[row["speedup"] for row in best.values()],
+            y=[row.speedup for row in best.values()],
             mode="lines+markers",
             name=page.label(scored.name),
-            text=[page.label(row["decode"]) for row in best.values()],
+            text=[page.label(row.decode) for row in best.values()],
             line={"color": colour, "dash": dash, "width": 2},
             hovertemplate="%{y:.2f}x, batch %{x}, %{text}",
         )
@@ -176,17 +175,17 @@ def _batches(ordered: Sequence[Scored], choice: Choice) -> go.Figure | None:
     return figure
 
 
-def _by_category(
-    ordered: Sequence[Scored], rows: Sequence[dict[str, Any]]
-) -> tuple[list[str], list[list[str]]] | None:
+def _by_category(ordered: Sequence[Scored], rows: Sequence[Row]) -> tuple[list[str], list[list[str]]] | None:
     """Acceptance length on each kind of prompt; None where a card does not say which are of which."""
-    found = [{one[0]: one for one in by_category(s.card | row)} for s, row in zip(ordered, rows, strict=True)]
-    names = list(dict.fromkeys(name for one in found for name in one))
-    if not names or not all(found):
+    by_run = [
+        {kind.name: kind for kind in by_category(s.card, row)} for s, row in zip(ordered, rows, strict=True)
+    ]
+    names = list(dict.fromkeys(name for kinds in by_run for name in kinds))
+    if not names or not all(by_run):
         return None
     lines = [
-        [s.name, *(f"{one[n][3]:.2f} ({one[n][1]})" if n in one else "-" for n in names)]
-        for s, one in zip(ordered, found, strict=True)
+        [s.name, *(f"{kinds[n].tau:.2f} ({kinds[n].prompts})" if n in kinds else "-" for n in names)]
+        for s, kinds in zip(ordered, by_run, strict=True)
     ]
     return ["drafter", *names], lines
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from yaml import YAMLError
 
 import distill.config.resolvers  # noqa: F401  that a configuration uses
 from decode.errors import UserError
-from decode.evaluation.scorecard import SCHEMA
+from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.utils.atomic_files import read_json
 from distill.utils.redact import override, resolved, without_secrets
 from distill.utils.run_folder import checkpoints
@@ -26,7 +25,7 @@ Curve = tuple[list[float], list[float]]  # optimizer steps, values
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A run as its folder has it; what is not there is empty.
+    """A run as its folder has it; fields without a file are empty.
 
     Attributes:
         folder: of the run.
@@ -39,7 +38,7 @@ class History:
     """
 
     folder: Path
-    cards: dict[int, dict[str, Any]] = field(default_factory=dict)
+    cards: dict[int, Scorecard] = field(default_factory=dict)
     best: int | None = None
     curves: dict[str, Curve] = field(default_factory=dict)
     config: str = ""
@@ -47,7 +46,7 @@ class History:
     started: float | None = None
 
     @property
-    def card(self) -> dict[str, Any] | None:
+    def card(self) -> Scorecard | None:
         """The best checkpoint's scorecard, or the newest."""
         if not self.cards:
             return None
@@ -62,10 +61,6 @@ def read(folder: Path) -> History:
     """
     if not any((folder / name).exists() for name in WRITTEN):
         raise UserError(f"{folder}: no run there; give the folder that train.py printed")
-    cards = {}
-    for checkpoint in checkpoints(folder):
-        if (place := checkpoint / "score.json").exists():
-            cards[int(checkpoint.name)] = read_card(place)
     best = folder / "checkpoints" / "best"
     step = best.resolve().name
     config, overrides = _configuration(folder / ".hydra")
@@ -74,7 +69,7 @@ def read(folder: Path) -> History:
         started = (read_json(folder / "run.json") or {}).get("started")
     return History(
         folder,
-        cards,
+        scorecards(folder),
         int(step) if best.exists() and step.isdigit() else None,
         curves(folder / "csv"),
         config,
@@ -83,49 +78,40 @@ def read(folder: Path) -> History:
     )
 
 
-def read_card(place: Path) -> dict[str, Any]:
-    """What was measured, as it stands in a file.
+def scorecards(folder: Path) -> dict[int, Scorecard]:
+    """Scorecards of a run by the step of their checkpoint, oldest first.
 
     Raises:
-        UserError: it is no scorecard, or one of another version.
+        UserError: a score.json that cannot be read.
     """
-    card: Any = None
-    try:
-        card = json.loads(place.read_text())
-        version = card["schema"]
-    except (OSError, ValueError, TypeError, KeyError):
-        version = "none"
-    if version != SCHEMA:
-        raise UserError(
-            f"{place}: a scorecard of version {version}, this one reads {SCHEMA}; score the checkpoint again"
-        )
-    return card
+    files = {int(c.name): c / "score.json" for c in checkpoints(folder)}
+    return {step: read_scorecard(file) for step, file in files.items() if file.exists()}
 
 
 def curves(folder: Path) -> dict[str, Curve]:
-    """Of a CSV logger and its later parts: a run that went on at a step has a file from there."""
+    """Values that the CSV logger wrote; a run that was resumed at a step has another file from there on."""
     parts = [(0, folder / "metrics.csv")]
     for path in folder.glob("from-*/metrics.csv"):
-        begun = path.parent.name.removeprefix("from-")
-        if begun.isdigit():
-            parts.append((int(begun), path))
+        first_step = path.parent.name.removeprefix("from-")
+        if first_step.isdigit():
+            parts.append((int(first_step), path))
     parts = sorted((begin, path) for begin, path in parts if path.is_file())
     ends = [begin for begin, _ in parts[1:]] + [math.inf]
-    found: dict[str, Curve] = {}
+    by_name: dict[str, Curve] = {}
     for (_, path), end in zip(parts, ends, strict=False):
         with path.open(newline="", errors="replace") as handle:
             for line in csv.DictReader(part.replace("\0", "") for part in handle):  # as a crash may leave
                 step = _number(line.get("step"))
                 if step is not None and step < end:
-                    _note(found, step, line)
-    return found
+                    _add(by_name, step, line)
+    return by_name
 
 
-def _note(found: dict[str, Curve], step: float, line: dict[str, Any]) -> None:
+def _add(by_name: dict[str, Curve], step: float, line: dict[str, Any]) -> None:
     for name, text in line.items():
         value = _number(text) if name and name.startswith("train/") else None
         if value is not None:
-            steps, values = found.setdefault(name.removeprefix("train/"), ([], []))
+            steps, values = by_name.setdefault(name.removeprefix("train/"), ([], []))
             steps.append(step + 1)  # Lightning counts from 0
             values.append(value)
 
@@ -142,11 +128,11 @@ def _configuration(folder: Path) -> tuple[str, list[str]]:
     """Resolved and without secrets."""
     try:
         config = OmegaConf.load(folder / "config.yaml")
-        given: Any = OmegaConf.to_container(OmegaConf.load(folder / "overrides.yaml"), resolve=False)
+        overrides: Any = OmegaConf.to_container(OmegaConf.load(folder / "overrides.yaml"), resolve=False)
     except (OSError, YAMLError):  # none, or half of one
         return "", []
     try:
-        shown = resolved(config)
+        values = resolved(config)
     except Exception:  # of any kind: resolvers are functions; another version may have had others
-        shown = without_secrets(OmegaConf.to_container(config, resolve=False))
-    return OmegaConf.to_yaml(OmegaConf.create(shown)), [override(str(one)) for one in given]
+        values = without_secrets(OmegaConf.to_container(config, resolve=False))
+    return OmegaConf.to_yaml(OmegaConf.create(values)), [override(str(one)) for one in overrides]

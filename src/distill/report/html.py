@@ -80,7 +80,11 @@ def _origin(run: History) -> list[Markup | None]:
 
 def _title(run: History) -> str:
     card = run.card
-    return f"{card['drafter']} on {card['target']}" if card else f"Run {run.folder.resolve().name}"
+    return (
+        f"{card.checkpoint.drafter} on {card.checkpoint.target}"
+        if card
+        else f"Run {run.folder.resolve().name}"
+    )
 
 
 def _subtitle(run: History) -> str:

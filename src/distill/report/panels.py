@@ -1,114 +1,116 @@
-"""Panels of a report that show a scorecard: acceptance, time, categories, and where it was measured."""
+"""Panels of a report that show a scorecard: acceptance, time, categories, conditions."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 from markupsafe import Markup
 
+from decode.evaluation.audit import Audit
 from decode.evaluation.bootstrap import interval
+from decode.evaluation.scorecard import Row, Scorecard
 from distill.report import page
 from distill.report.history import History
 from distill.report.page import paint
 from distill.report.training_panels import axes
-from distill.scoring.paired import FEWEST, accepted, exact
+from distill.scoring.paired import FEWEST
 from distill.scoring.target_drift import describe
 
-SETTINGS = 6  # whose time is drawn, the first ones
-
-Card = dict[str, Any]
+SETTINGS = 6  # the first ones, whose times are drawn
 
 
-def warnings(card: Card) -> Markup | None:
+def warnings(card: Scorecard) -> Markup | None:
     """What a reader must know before any number."""
-    control = card.get("control", "none")
-    found = [
+    control = card.conditions.control
+    texts = [
         f"Scored with control={control}: the drafter was given other hidden states. This is no real score."
         if control != "none"
         else "",
+        "" if card.audit_passed else "The losslessness audit failed: what was written is not the target's.",
         ""
-        if card["audit_passed"]
-        else "The losslessness audit failed: what was written is not the target's.",
-        ""
-        if card.get("replay_agrees", True)
+        if card.replay_agrees
         else "Replay and decoder disagree by more than chance: one of the two has an error.",
-        describe(card) if card.get("target_moved") else "",
+        describe(card.checkpoint),
     ]
-    lines = [page.prose(text) for text in found if text]
+    lines = [page.prose(text) for text in texts if text]
     return (
         Markup('<div class="warning" role="alert">{}</div>').format(Markup("").join(lines)) if lines else None
     )
 
 
-def headline(card: Card) -> Markup:
-    """What drafting gives, and whether it costs anything."""
-    found = accepted(card)
-    low, high = found["tau_interval"]
-    how = "replayed exactly" if exact(card) else "counted by the decoder"
-    over = found.get("prompts", card.get("prompts"))
-    said = f"95 % interval {low:.2f} to {high:.2f}; {how} on {over} held-out prompts"
-    lossless = card.get("lossless_to")
-    verdict = "pass" if card["audit_passed"] else "FAIL"
-    plain, speed = card.get("plain_tokens_per_second"), card.get("tokens_per_second")
-    tiles: list[tuple[str, Markup | str, Markup | str]] = [
-        ("tau, tokens per target pass", f"{found['tau']:.2f}", said),
-        (
-            "speedup over plain decoding",
-            f"{card['speedup']:.2f}×",
-            f"{speed:.0f} against {plain:.0f} tokens/s, batch {card['batch_size']}, T={card['temperature']:g}"
-            if plain and speed
-            else "",
-        ),
-        (
-            "losslessness audit",
-            Markup('<span class="{}">{}</span>').format("good" if card["audit_passed"] else "bad", verdict),
-            _audited(card["audit"]),
-        ),
-    ]
-    if lossless:
-        tiles.append(("lossless to", f"the {lossless}", "whose law the text has, whatever is drafted"))
-    trained = card.get("train_seconds")
-    tiles.append(
-        (
-            "drafter",
-            _count(card["parameters"]),
-            "parameters" + (f", trained for {_duration(trained)}" if trained else ""),
-        )
+def headline(card: Scorecard) -> Markup:
+    """Acceptance length, speedup, verdict of the audit and size of the drafter."""
+    row = card.headline
+    acceptance, (low, high) = row.acceptance, row.acceptance.tau_interval
+    method = "replayed exactly" if row.exact else "counted by the decoder"
+    prompts = row.replay.prompts if row.replay else card.conditions.prompts
+    trained = card.checkpoint.train_seconds
+    return page.tiles(
+        [
+            (
+                "tau, tokens per target pass",
+                f"{acceptance.tau:.2f}",
+                f"95 % interval {low:.2f} to {high:.2f}; {method} on {prompts} held-out prompts",
+            ),
+            (
+                "speedup over plain decoding",
+                f"{row.speedup:.2f}×",
+                f"{row.tokens_per_second:.0f} against {row.plain_tokens_per_second:.0f} tokens/s, "
+                f"batch {row.batch_size}, T={row.temperature:g}",
+            ),
+            (
+                "losslessness audit",
+                Markup('<span class="{}">{}</span>').format(
+                    *(("good", "pass") if card.audit_passed else ("bad", "FAIL"))
+                ),
+                _audited(card.audit),
+            ),
+            (
+                "lossless to",
+                f"the {card.checkpoint.lossless_to}",
+                "whose distribution the text has, whatever is drafted",
+            ),
+            (
+                "drafter",
+                _count(card.checkpoint.parameters),
+                "parameters" + (f", trained for {_duration(trained)}" if trained else ""),
+            ),
+        ]
     )
-    return page.tiles(tiles)
 
 
-def _audited(audit: Card) -> str:
-    wrong, near = audit["mismatches"], audit["near_ties"]
+def _audited(audit: Audit) -> str:
+    wrong, near = audit.mismatches, audit.near_ties
     greedy = f"{wrong} mismatch{'es' * (wrong != 1)}, {near} near tie{'s' * (near != 1)}"
-    drawn = sum(run["tokens"] for run in audit["sampled"])
-    return f"{audit['tokens']} greedy tokens: {greedy}" + (f"; {drawn} drawn ones tested" if drawn else "")
+    sampled = f"; {audit.sampled_tokens} drawn ones tested" if audit.sampled_tokens else ""
+    return f"{audit.tokens} greedy tokens: {greedy}{sampled}"
 
 
-def positions(card: Card) -> Markup | None:
+def positions(card: Scorecard) -> Markup | None:
     """Survival and conditional acceptance."""
-    found = accepted(card)
-    if not found["survival"]:
+    row = card.headline
+    survival = row.acceptance.survival
+    if not survival:
         return None
-    place = list(range(1, len(found["survival"]) + 1))
+    place = list(range(1, len(survival) + 1))
     figure = go.Figure()
     figure.add_bar(
         x=place,
-        y=found["survival"],
-        name="accepted this far" + (" (replay)" if exact(card) else ""),
+        y=survival,
+        name="accepted this far" + (" (replay)" if row.exact else ""),
         marker={"color": paint("took"), "line": {"color": paint("blue"), "width": 1.5}},
         width=0.6,
         hovertemplate="%{x} or more accepted: %{y:.3f}<extra></extra>",
     )
-    if card.get("alpha"):
+    if row.alpha:
         figure.add_scatter(
             x=place,
-            y=card["alpha"][: len(place)],
+            y=row.alpha[: len(place)],
             name="accepted, if all before were (decoder)",
             mode="lines+markers",
             line={"color": paint("orange"), "width": 2},
@@ -132,25 +134,25 @@ def length_shares(survival: Sequence[float]) -> list[float]:
     return [a - b for a, b in pairwise(reached)]
 
 
-def lengths(card: Card) -> Markup | None:
+def lengths(card: Scorecard) -> Markup | None:
     """The histogram of accepted tokens a round."""
-    found = accepted(card)
-    if not found["survival"]:
+    row = card.headline
+    if not row.acceptance.survival:
         return None
-    share = length_shares(found["survival"])
+    share = length_shares(row.acceptance.survival)
     figure = go.Figure()
     figure.add_bar(
         x=list(range(len(share))),
         y=[100 * s for s in share],
-        name="replay" if exact(card) else "decoder",
+        name="replay" if row.exact else "decoder",
         marker={"color": paint("took"), "line": {"color": paint("blue"), "width": 1.5}},
         width=0.6,
         hovertemplate="%{x} accepted: %{y:.1f} % of rounds<extra></extra>",
     )
-    if exact(card):
+    if row.exact:
         figure.add_scatter(
             x=list(range(len(share))),
-            y=[100 * s for s in length_shares(card["survival"])],
+            y=[100 * s for s in length_shares(row.survival)],
             name="decoder's count, fewer prompts",
             mode="markers",
             marker={"color": paint("orange"), "symbol": "diamond-open", "size": 9, "line": {"width": 2}},
@@ -166,34 +168,46 @@ def lengths(card: Card) -> Markup | None:
     return page.section("Accepted lengths", page.plot(figure, says), says=says)
 
 
-def by_category(card: Card) -> list[tuple[str, int, int, float, tuple[float, float] | None]]:
-    """(category, prompts, tokens, tau, its 95 % interval), the longest acceptance first."""
-    names, replay = card.get("categories") or [], card.get("replay")
-    counts = replay["counts"] if replay else {"tokens": [], "rounds": []}
-    if len(names) != len(counts["tokens"]) or len(set(names)) < 2:
+class Category(NamedTuple):
+    """Acceptance on one kind of prompts; the interval is tau's, at 95 %, where there are prompts enough."""
+
+    name: str
+    prompts: int
+    tokens: int
+    tau: float
+    interval: tuple[float, float] | None
+
+
+def by_category(card: Scorecard, row: Row) -> list[Category]:
+    """Acceptance of a row by kind of prompt, the longest first; empty where there are not several kinds."""
+    names, counts = card.categories, row.counts
+    if len(names) != len(counts.tokens) or len(set(names)) < 2:
         return []
-    found = []
+    kinds = []
     for name in sorted(set(names)):
-        mine = [i for i, other in enumerate(names) if other == name]
-        tokens, rounds = ([counts[k][i] for i in mine] for k in ("tokens", "rounds"))
+        places = [i for i, other in enumerate(names) if other == name]
+        tokens, rounds = [counts.tokens[i] for i in places], [counts.rounds[i] for i in places]
         if sum(rounds):
-            reach = interval(tokens, rounds) if len(mine) >= FEWEST else None
-            found.append((name or "(none)", len(mine), sum(tokens), sum(tokens) / sum(rounds), reach))
-    return sorted(found, key=lambda line: -line[3])
+            tau = sum(tokens) / sum(rounds)
+            reach = interval(tokens, rounds) if len(places) >= FEWEST else None
+            kinds.append(Category(name or "(none)", len(places), sum(tokens), tau, reach))
+    return sorted(kinds, key=lambda kind: -kind.tau)
 
 
-def categories(card: Card) -> Markup | None:
+def categories(card: Scorecard) -> Markup | None:
     """Acceptance by kind of prompt."""
-    found = by_category(card)
-    if not found:
+    kinds = by_category(card, card.headline)
+    if not kinds:
         return None
     figure = go.Figure()
-    value = [line[3] for line in found]
-    low, high = zip(*(line[4] or (line[3], line[3]) for line in found), strict=True)
-    figure.add_vline(x=card["replay"]["tau"], line={"color": paint("grey"), "width": 1, "dash": "dash"})
+    value = [kind.tau for kind in kinds]
+    low, high = zip(*(kind.interval or (kind.tau, kind.tau) for kind in kinds), strict=True)
+    figure.add_vline(
+        x=card.headline.acceptance.tau, line={"color": paint("grey"), "width": 1, "dash": "dash"}
+    )
     figure.add_scatter(
         x=value,
-        y=[page.label(line[0]) for line in found],
+        y=[page.label(kind.name) for kind in kinds],
         mode="markers",
         marker={"color": paint("blue"), "size": 10},
         error_x={
@@ -216,12 +230,12 @@ def categories(card: Card) -> Markup | None:
     )
     lines = [
         [name, prompts, tokens, f"{tau:.2f}", f"{reach[0]:.2f} to {reach[1]:.2f}" if reach else None]
-        for name, prompts, tokens, tau, reach in found
+        for name, prompts, tokens, tau, reach in kinds
     ]
     return page.section(
         "Acceptance by category",
         page.split(
-            page.plot(figure, says, 90 + 30 * len(found)),
+            page.plot(figure, says, 90 + 30 * len(kinds)),
             page.table(["category", "prompts", "tokens", "tau", "95 % interval"], lines),
         ),
         says=says,
@@ -242,20 +256,25 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def round_times(row: Card) -> dict[str, float]:
+def round_times(row: Row) -> dict[str, float]:
     """Milliseconds of a round's parts, and of plain decoding of as many tokens."""
-    whole = 1000 * row["tpot"] * row["tau"]
-    parts = {name: whole * row[f"{name}_share"] for name in ("draft", "verify", "other")}
-    return parts | {"plain": 1000 * row["tau"] * row["batch_size"] / row["plain_tokens_per_second"]}
+    whole = 1000 * row.tpot * row.tau
+    parts = {name: whole * share for name, share in _time_shares(row).items()}
+    return parts | {"plain": 1000 * row.tau * row.batch_size / row.plain_tokens_per_second}
 
 
-def shares(card: Card) -> Markup | None:
+def _time_shares(row: Row) -> dict[str, float]:
+    """Shares of decoding time."""
+    return {"draft": row.draft_share, "verify": row.verify_share, "other": row.other_share}
+
+
+def shares(card: Scorecard) -> Markup | None:
     """Where a round's time goes, beside what plain decoding would take."""
-    rows = [r for r in card["rows"] if r.get("plain_tokens_per_second") and r.get("tpot")][:SETTINGS]
+    rows = [r for r in card.rows if r.plain_tokens_per_second and r.tpot][:SETTINGS]
     if not rows:
         return None
     times = [round_times(r) for r in rows]
-    names = _settings_named(rows)
+    names = _setting_names(rows)
     ours = [(page.label(n) + "<br>" if n else "") + "a round" for n in names]
     theirs = [(page.label(n) + "<br>" if n else "") + "plain decoding,<br>as many tokens" for n in names]
     figure = go.Figure()
@@ -288,7 +307,7 @@ def shares(card: Card) -> Markup | None:
         "settles. The upper bar has to be the shorter one; its parts say what to make cheaper."
     )
     height = 130 + 62 * len(rows)
-    split = ", ".join(f"{k} {100 * card[f'{k}_share']:.0f} %" for k in ("draft", "verify", "other"))
+    split = ", ".join(f"{name} {100 * share:.0f} %" for name, share in _time_shares(card.headline).items())
     return page.section(
         "Time of a round",
         page.plot(figure, says, max(height, 200)),
@@ -297,23 +316,23 @@ def shares(card: Card) -> Markup | None:
     )
 
 
-def batches(card: Card) -> Markup | None:
+def batches(card: Scorecard) -> Markup | None:
     """Speedup over the batch size, where several were scored."""
-    curves: dict[str, list[Card]] = {}
-    for row in card["rows"]:
-        curves.setdefault(f"{row['decode']}, T={row['temperature']:g}", []).append(row)
-    curves = {k: sorted(v, key=lambda r: r["batch_size"]) for k, v in curves.items() if len(v) > 1}
+    curves: dict[str, list[Row]] = {}
+    for row in card.rows:
+        curves.setdefault(f"{row.decode}, T={row.temperature:g}", []).append(row)
+    curves = {k: sorted(v, key=lambda r: r.batch_size) for k, v in curves.items() if len(v) > 1}
     if not curves:
         return None
     figure = go.Figure()
     for (name, rows), colour in zip(curves.items(), page.SERIES * 4, strict=False):
         figure.add_scatter(
-            x=[str(r["batch_size"]) for r in rows],
-            y=[r["speedup"] for r in rows],
+            x=[str(r.batch_size) for r in rows],
+            y=[r.speedup for r in rows],
             name=page.label(name),
             mode="lines+markers",
             line={"color": paint(colour), "width": 2},
-            customdata=[[r["tokens_per_second"], r["plain_tokens_per_second"]] for r in rows],
+            customdata=[[r.tokens_per_second, r.plain_tokens_per_second] for r in rows],
             hovertemplate="batch %{x}: %{y:.2f}x<br>%{customdata[0]:.0f} against "
             "%{customdata[1]:.0f} tokens/s<extra></extra>",
         )
@@ -328,63 +347,63 @@ def batches(card: Card) -> Markup | None:
     return page.section("Speedup by batch size", page.plot(figure, says), says=says)
 
 
-def _settings_named(rows: Sequence[Card]) -> list[str]:
-    """As short as tells them apart."""
+def _setting_names(rows: Sequence[Row]) -> list[str]:
+    """Names of settings, as short as tells them apart."""
     if len(rows) == 1:
         return [""]
-    laws = [f"T={r['temperature']:g}, batch {r['batch_size']}" for r in rows]
-    plans = [r["decode"] for r in rows]
-    short = [f"{p.split(' (')[0]}, {law}" for p, law in zip(plans, laws, strict=True)]
-    full = [f"{p}, {law}" for p, law in zip(plans, laws, strict=True)]
+    samplers = [f"T={r.temperature:g}, batch {r.batch_size}" for r in rows]
+    plans = [r.decode for r in rows]
+    short = [f"{p.split(' (')[0]}, {sampler}" for p, sampler in zip(plans, samplers, strict=True)]
+    full = [f"{p}, {sampler}" for p, sampler in zip(plans, samplers, strict=True)]
     return short if len(set(short)) == len(rows) else full
 
 
-def settings(card: Card) -> Markup | None:
+def settings(card: Scorecard) -> Markup | None:
     """Every row of the scorecard."""
-    if len(card["rows"]) < 2:
+    if len(card.rows) < 2:
         return None
     head = ["decode", "T", "batch", "tau", "95 % interval", "speedup", "tokens/s", "draft", "verify", "other"]
     lines = []
-    for row in card["rows"]:
-        found = accepted(row)
-        low, high = found["tau_interval"]
+    for row in card.rows:
+        tau, (low, high) = row.acceptance.tau, row.acceptance.tau_interval
         lines.append(
             [
-                row["decode"],
-                f"{row['temperature']:g}",
-                row["batch_size"],
-                f"{found['tau']:.2f}{'' if exact(row) else '~'}",
+                row.decode,
+                f"{row.temperature:g}",
+                row.batch_size,
+                f"{tau:.2f}{'' if row.exact else '~'}",
                 f"{low:.2f} to {high:.2f}",
-                f"{row['speedup']:.2f}×",
-                f"{row['tokens_per_second']:.0f}",
-                *(f"{100 * row[f'{name}_share']:.0f} %" for name in ("draft", "verify", "other")),
+                f"{row.speedup:.2f}×",
+                f"{row.tokens_per_second:.0f}",
+                *(f"{100 * share:.0f} %" for share in _time_shares(row).values()),
             ]
         )
     says = "The first line is the headline. ~: counted by the decoder, where replay is not exact."
     return page.section("All settings", page.table(head, lines), says=says, wide=True)
 
 
-def about(card: Card) -> Markup:
+def about(card: Scorecard) -> Markup:
     """What was measured."""
-    rows = {r["batch_size"] for r in card["rows"]}
-    more = "" if len(rows) > 1 else " (score.batch_sizes=[1,4,16] would add a curve)"
-    cache = card.get("kv_bytes_per_token")
+    row, checkpoint, conditions = card.headline, card.checkpoint, card.conditions
+    sizes = {r.batch_size for r in card.rows}
+    more = "" if len(sizes) > 1 else " (score.batch_sizes=[1,4,16] would add a curve)"
+    cache = conditions.kv_bytes_per_token
     return page.section(
         "What was measured",
         page.facts(
             [
-                ("drafter", card["drafter"]),
-                ("parameters", f"{card['parameters']:,}"),
-                ("target", card["target"]),
-                ("checkpoint", f"step {card['step']}"),
-                ("decoding", f"{card['decode']}, rule {card['rule']}"),
-                ("law", f"T={card['temperature']:g}"),
-                ("batch sizes", ", ".join(map(str, sorted(rows))) + more),
-                ("held-out prompts", f"{card['prompts']} decoded, {_replayed(card)} replayed"),
-                ("longest answer", f"{card['max_new_tokens']} tokens"),
-                ("cache of the drafter", f"{card['drafter_kv_bytes_per_token']} bytes a token"),
+                ("drafter", checkpoint.drafter),
+                ("parameters", f"{checkpoint.parameters:,}"),
+                ("target", checkpoint.target),
+                ("checkpoint", f"step {checkpoint.step}"),
+                ("decoding", f"{row.decode}, rule {row.rule}"),
+                ("sampling", f"T={row.temperature:g}"),
+                ("batch sizes", ", ".join(map(str, sorted(sizes))) + more),
+                ("held-out prompts", f"{conditions.prompts} decoded, {len(row.counts.tokens)} replayed"),
+                ("longest answer", f"{conditions.max_new_tokens} tokens"),
+                ("cache of the drafter", f"{checkpoint.drafter_kv_bytes_per_token} bytes a token"),
                 ("cache of the target", f"{cache} bytes a token" if cache else None),
-                ("first token", f"{1000 * card['ttft']:.1f} ms" if card.get("ttft") else None),
+                ("first token", f"{1000 * row.ttft:.1f} ms" if row.ttft else None),
             ]
         ),
     )
@@ -392,24 +411,22 @@ def about(card: Card) -> Markup:
 
 def machine(run: History) -> Markup | None:
     """Where, when and with which code."""
-    card = run.card or {}
-    facts: list[tuple[str, page.Cell | Markup]] = [
-        ("hardware", card.get("hardware")),
-        ("type", card.get("dtype")),
-        ("threads", card.get("threads")),
-        ("load average", card.get("load_average")),
-        ("timed runs", card.get("repeats")),
-        ("seed", card.get("seed")),
-        ("commit", card.get("commit")),
-        *(
-            (name, version)
-            for name, version in sorted(card.get("versions", {}).items())
-            if name != "foredraft"
-        ),
-        (
-            "started",
-            time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(run.started)) if run.started else None,
-        ),
+    facts: list[tuple[str, page.Cell | Markup]] = []
+    if card := run.card:
+        conditions, versions = card.conditions, card.checkpoint.versions
+        facts += [
+            ("hardware", conditions.hardware),
+            ("type", conditions.dtype),
+            ("threads", conditions.threads),
+            ("load average", conditions.load_average),
+            ("timed runs", conditions.repeats),
+            ("seed", conditions.seed),
+            ("commit", card.checkpoint.commit),
+            *((name, version) for name, version in sorted(versions.items()) if name != "foredraft"),
+        ]
+    started = time.localtime(run.started) if run.started else None
+    facts += [
+        ("started", time.strftime("%Y-%m-%d %H:%M:%S %Z", started) if started else None),
         ("folder", "/".join(run.folder.resolve().parts[-2:])),
     ]
     return page.section("Where it was measured", page.facts(facts))
@@ -427,7 +444,3 @@ def configuration(run: History) -> Markup | None:
         says="What was given on the command line; everything else is the default.",
         wide=True,
     )
-
-
-def _replayed(card: Card) -> int:
-    return len(card["replay"]["counts"]["tokens"]) if card.get("replay") else 0

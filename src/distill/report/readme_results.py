@@ -1,4 +1,4 @@
-"""Results as they are kept and shown: a small JSON file, and the README's table, which is made of it."""
+"""Results of several runs: a small JSON file, and the README's table, which is made of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from decode.errors import UserError
 from distill.report.compare import Choice, Scored, in_order, minutes, short
-from distill.scoring.paired import Estimate, accepted, counts, exact, speedup
+from distill.scoring.paired import Estimate, speedup
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
-FACTS = ("commit", "hardware", "dtype", "threads", "prompts", "max_new_tokens")  # of a scorecard
+CONDITIONS = ("hardware", "dtype", "threads", "prompts", "max_new_tokens")
 
 
 def results(scored: Sequence[Scored], choice: Choice) -> dict[str, Any]:
@@ -30,38 +30,41 @@ def results(scored: Sequence[Scored], choice: Choice) -> dict[str, Any]:
         UserError: a run that was not scored at this choice.
     """
     ordered = in_order(scored, choice)
-    cards = [s.card for s in ordered]
+    conditions = [s.card.conditions for s in ordered]
     return {
         "temperatures": list(choice.temperatures),
         "batch": choice.batch,
         "decode": choice.decode,
-        **{name: _each(cards, name) for name in FACTS},
-        "replayed": sorted({len(counts(row).tokens) for s in ordered for row in s.card["rows"]}),
+        "commit": list(dict.fromkeys(s.card.checkpoint.commit for s in ordered)),
+        **{name: list(dict.fromkeys(getattr(c, name) for c in conditions)) for name in CONDITIONS},
+        "replayed": sorted({len(row.counts.tokens) for s in ordered for row in s.card.rows}),
         "runs": [_run(s, choice) for s in ordered],
     }
 
 
-def _each(cards: Sequence[dict[str, Any]], name: str) -> list[Any]:
-    return list(dict.fromkeys(card[name] for card in cards))
-
-
 def _run(scored: Scored, choice: Choice) -> dict[str, Any]:
-    card = scored.card
-    found: dict[str, Any] = {"drafter": scored.name, "tau": [], "speedup": []}
+    checkpoint = scored.card.checkpoint
+    taus, speedups = [], []
     for temperature in choice.temperatures:
         row = scored.at(temperature, choice.batch, choice.decode)[0]
-        tau, interval = accepted(row)["tau"], accepted(row)["tau_interval"]
-        one = {"temperature": temperature, "decode": row["decode"], "exact": exact(row)}
-        found["tau"].append(one | {"value": tau, "interval": interval})
-    first = choice.temperatures[0]
-    for batch, row in scored.by_batch(first, choice.decode).items():
+        tau, interval = row.acceptance.tau, row.acceptance.tau_interval
+        cell = {"temperature": temperature, "decode": row.decode, "exact": row.exact}
+        taus.append(cell | {"value": tau, "interval": interval})
+    for batch, row in scored.by_batch(choice.temperatures[0], choice.decode).items():
         value, interval = speedup(row)
-        one = {"batch": batch, "decode": row["decode"], "value": value}
-        found["speedup"].append(one | {"interval": interval and list(interval)})
-    if "train_seconds" in card:
-        found["train_seconds"] = card["train_seconds"]
-    found |= {"parameters": card["parameters"], "audit_passed": card["audit_passed"]}
-    return found | {"lossless_to": card["lossless_to"], "control": card.get("control", "none")}
+        cell = {"batch": batch, "decode": row.decode, "value": value}
+        speedups.append(cell | {"interval": interval and list(interval)})
+    trained = {} if checkpoint.train_seconds is None else {"train_seconds": checkpoint.train_seconds}
+    return {
+        "drafter": scored.name,
+        "tau": taus,
+        "speedup": speedups,
+        **trained,
+        "parameters": checkpoint.parameters,
+        "audit_passed": scored.card.audit_passed,
+        "lossless_to": checkpoint.lossless_to,
+        "control": scored.card.conditions.control,
+    }
 
 
 def written(found: dict[str, Any]) -> str:
@@ -88,7 +91,7 @@ def headline(found: dict[str, Any], document: str) -> str:
     for run in runs:
         taus = [_tau(one, several=len(plans) > 1) for one in run["tau"]]
         speeds = {one["batch"]: _speedup(one, several=len(raced) > 1) for one in run["speedup"]}
-        trained = minutes(run) if run.get("train_seconds") else "-"
+        trained = minutes(run.get("train_seconds") or None)
         parameters = f"{run['parameters'] / 1e6:.2f} M" if run["parameters"] else "-"
         lines.append([_name(run), *taus, *(speeds.get(b, "-") for b in batches), trained, parameters])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)

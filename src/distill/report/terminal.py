@@ -1,4 +1,4 @@
-"""The end of a run: one table, where everything is, and what to try next."""
+"""End of a run: the table of scores, paths of what was written, and commands to go on with."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from decode.errors import UserError
+from distill.report.history import scorecards
 from distill.report.tables import by_setting, by_step, headline, table
 from distill.utils.progress import first_rank, lively, say
-from distill.utils.run_folder import REPORT, best, cards
+from distill.utils.run_folder import REPORT, best
 from drafters.export import formats as programs
 
 # Dropped in this order where a terminal is too narrow for all; the report and score.json have them.
@@ -23,32 +24,32 @@ OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batc
 
 def show(folder: Path) -> None:
     """The run's table: drawn on a terminal, as plain text elsewhere; the numbers are the same."""
-    found = cards(folder)
-    if not (first_rank() and found and lively() and sys.stdout.isatty()):
+    cards = list(scorecards(folder).values())
+    if not (first_rank() and cards and lively() and sys.stdout.isatty()):
         say(table(folder))
         return
-    console, last = Console(highlight=False, markup=False, emoji=False), found[-1]
+    console, last = Console(highlight=False, markup=False, emoji=False), cards[-1]
     console.print(Text(headline(last)), style="dim")
-    console.print(drawn(*by_step(found), width=console.width))
-    if len(last["rows"]) > 1:
+    console.print(drawn(*by_step(cards), width=console.width))
+    if len(last.rows) > 1:
         console.print(drawn(*by_setting(last), width=console.width))
 
 
 def drawn(head: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Table:
     """A table of as many columns as there is room for."""
-    kept = list(range(len(head)))
+    columns = list(range(len(head)))
     for name in OPTIONAL:
-        needed = sum(3 + max(len(row[i]) for row in [head, *lines]) for i in kept) + 1
-        if needed > width and name in head:
-            kept.remove(head.index(name))
-    made = Table()
-    for i in kept:
-        made.add_column(
+        total = sum(3 + max(len(row[i]) for row in [head, *lines]) for i in columns) + 1
+        if total > width and name in head:
+            columns.remove(head.index(name))
+    rendered = Table()
+    for i in columns:
+        rendered.add_column(
             head[i], justify="left" if head[i] == "decode" else "right", no_wrap=head[i] != "decode"
         )
     for line in lines:
-        made.add_row(*(_cell(line[i]) for i in kept))
-    return made
+        rendered.add_row(*(_cell(line[i]) for i in columns))
+    return rendered
 
 
 def _cell(text: str) -> Text:
@@ -56,11 +57,11 @@ def _cell(text: str) -> Text:
 
 
 def places(folder: Path) -> None:
-    """Say where what was made is, and which commands go on from there."""
+    """Print where the run's files are and which commands go on from there."""
     checkpoint = best(folder) and folder / "checkpoints" / "best"
     if checkpoint is None:
         return
-    kind = cards(folder)[-1]["drafter"]
+    kind = list(scorecards(folder).values())[-1].checkpoint.drafter
     where = {"run": folder, "report": folder / REPORT, "best": checkpoint}
     say("\nwritten:\n" + "\n".join(f"  {name}: {path}" for name, path in where.items() if path.exists()))
     given = f"checkpoint={checkpoint}"  # which knows target and prompts

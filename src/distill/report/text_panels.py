@@ -1,12 +1,12 @@
-"""The panel of a report that shows texts, every token in the colour of where it came from."""
+"""Panel of a report with sample texts; colours say which tokens were drafted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from markupsafe import Markup
 
+from decode.evaluation.scorecard import SampleText, SampleToken, Scorecard
 from distill.report import page
 
 KINDS = {
@@ -16,10 +16,9 @@ KINDS = {
 }
 
 
-def samples(card: dict[str, Any]) -> Markup | None:
+def samples(card: Scorecard) -> Markup | None:
     """Texts of the scorecard, if it has any."""
-    texts = card.get("samples")
-    if not texts:
+    if not card.samples:
         return None
     legend = Markup("").join(
         Markup('<span class="key"><span class="tok {}">{}</span> {}</span>').format(kind, kind, what)
@@ -33,31 +32,32 @@ def samples(card: dict[str, Any]) -> Markup | None:
     return page.section(
         "Texts",
         Markup('<p class="keys">{}</p>').format(legend),
-        Markup('<div class="texts">{}</div>').format(Markup("\n").join(map(_text, texts))),
+        Markup('<div class="texts">{}</div>').format(Markup("\n").join(map(_text, card.samples))),
         says=says,
         wide=True,
     )
 
 
-def _text(text: dict[str, Any]) -> Markup:
-    kinds = Counter(token[1] for token in text["tokens"])
+def _text(text: SampleText) -> Markup:
+    kinds = Counter(token.source for token in text.tokens)
     share = kinds["accepted"] / max(sum(kinds.values()), 1)
-    name = text["category"] or text["id"]
+    name = text.category or text.id
     return Markup(
         '<article class="text-of"><h3>{} <span class="plain">T={} · {} of {} tokens accepted '
         '({}&nbsp;%)</span></h3><div class="asked">{}</div><div class="written">{}</div></article>'
     ).format(
         name,
-        f"{text['temperature']:g}",
+        f"{text.temperature:g}",
         kinds["accepted"],
         sum(kinds.values()),
         f"{100 * share:.0f}",
-        text["prompt"],
-        Markup("").join(_token(*token) for token in text["tokens"]),
+        text.prompt,
+        Markup("").join(map(_token, text.tokens)),
     )
 
 
-def _token(text: str, kind: str, p: float, p_rank: int, q: float | None, q_rank: int | None) -> Markup:
+def _token(token: SampleToken) -> Markup:
+    text, kind, p, p_rank, q, q_rank = token
     lines = [
         f"{text!r}: {KINDS[kind]}",
         f"target p {chance(p)}, rank {p_rank}",

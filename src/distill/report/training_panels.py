@@ -1,4 +1,4 @@
-"""Panels of a report about training: loss, acceptance over time, and whether it went well."""
+"""Panels of a report about training: loss, acceptance over steps, gradient norm and speed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def tau(run: History) -> Markup | None:
     steps = sorted(run.cards)
     if len(steps) < 2:
         return None
-    rows = [run.cards[s] for s in steps]
+    rows = [run.cards[s].headline for s in steps]
     figure = go.Figure()
-    replays = [(s, r["replay"]) for s, r in zip(steps, rows, strict=True) if r.get("replay")]
+    replays = [(s, r.replay) for s, r in zip(steps, rows, strict=True) if r.replay]
     if replays:
-        value = [r["tau"] for _, r in replays]
-        low, high = zip(*(r["tau_interval"] for _, r in replays), strict=True)
+        value = [r.tau for _, r in replays]
+        low, high = zip(*(r.tau_interval for _, r in replays), strict=True)
         figure.add_scatter(
             x=[s for s, _ in replays],
             y=value,
@@ -51,7 +51,7 @@ def tau(run: History) -> Markup | None:
         )
     figure.add_scatter(
         x=steps,
-        y=[r["tau"] for r in rows],
+        y=[r.tau for r in rows],
         name="the decoder's count",
         mode="markers",
         marker={"color": paint("orange"), "symbol": "diamond-open", "size": 9, "line": {"width": 2}},
@@ -95,11 +95,12 @@ def curves(run: History) -> list[Markup | None]:
 
 
 def _depths(run: History) -> Markup | None:
-    found = [(j, run.curves[f"alpha_{j}"]) for j in range(1, DEPTHS + 1) if f"alpha_{j}" in run.curves]
-    if not found:
+    names = {j: f"alpha_{j}" for j in range(1, DEPTHS + 1)}
+    by_depth = [(j, run.curves[name]) for j, name in names.items() if name in run.curves]
+    if not by_depth:
         return None
     figure = go.Figure()
-    for (j, curve), colour in zip(found, page.SERIES * 2, strict=False):
+    for (j, curve), colour in zip(by_depth, page.SERIES * 2, strict=False):
         steps, values, _ = smoothed(curve)
         figure.add_scatter(
             x=steps,
@@ -111,8 +112,8 @@ def _depths(run: History) -> Markup | None:
         )
     figure.update_layout(axes("optimizer step", "1 - total variation"))
     says = (
-        "How much of the target's law the drafter's covers, at each depth of the unroll, on training rows: "
-        "the chance that a sampled token would be accepted at temperature 1."
+        "Overlap of the drafter's distribution with the target's, at each depth of the unroll, on training "
+        "rows: the chance that a sampled token would be accepted at temperature 1."
     )
     return page.section("Acceptance by depth in training", page.plot(figure, says), says=says)
 

@@ -1,24 +1,19 @@
-"""Two scorecards against each other, on the same prompts, and what of them may be compared at all."""
+"""Compare two scorecards on the same prompts: paired differences, and whether they may be compared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from decode.evaluation.bootstrap import drawn, middle, ratio
-from decode.evaluation.replay import Counts
+from decode.evaluation.scorecard import Row, Scorecard
 
-FEWEST = 5  # prompts or batches; drawing fewer again gives intervals that are far too narrow
-TIMED = ("tokens", "seconds", "plain_tokens", "plain_seconds")
-# Of a scorecard; plain decoding is no common yardstick where one of these differs.
-CONDITIONS = ("hardware", "dtype", "threads", "target", "prompts_digest", "max_new_tokens")
-Row = Mapping[str, Any]
+FEWEST = 5  # prompts or batches; with fewer, bootstrap intervals are far too narrow
 
 
 class Estimate(NamedTuple):
-    """A number and its 95 % bootstrap interval, if there was enough to draw from."""
+    """A number and its 95 % bootstrap interval, if there were samples enough."""
 
     value: float
     interval: tuple[float, float] | None
@@ -32,74 +27,76 @@ class Estimate(NamedTuple):
         return f"{form.format(self.value)} ({bare.format(low)}..{bare.format(high)})"
 
 
-def accepted(row: Row) -> Row:
-    """Replay where there is one, else what the decoder counted."""
-    return row.get("replay") or row
-
-
-def exact(row: Row) -> bool:
-    """Whether acceptance was replayed without a coin."""
-    return bool(row.get("replay")) and row["replay"]["method"] == "exact"
-
-
-def counts(row: Row) -> Counts:
-    """Of each replayed prompt; empty where nothing was replayed."""
-    replay = row["replay"]
-    return Counts(**replay["counts"]) if replay else Counts([], [])
-
-
-def less(row: Row, other: Row) -> Estimate | None:
-    """How much longer one setting's acceptance is than another's, paired by prompt.
+def tau_difference(row: Row, other: Row) -> Estimate | None:
+    """Acceptance length of one setting minus that of another, paired by prompt.
 
     What makes a prompt easy for both counts for neither. None where they were not replayed on the
     same answers.
     """
-    mine, theirs = counts(row), counts(other)
+    mine, theirs = row.counts, other.counts
     if not mine.tokens or mine.tokens != theirs.tokens:
         return None
     difference = mine.tau - theirs.tau
     if len(mine.tokens) < FEWEST:
         return Estimate(difference, None)
-    tokens, rounds, others = drawn([mine.tokens, mine.rounds, theirs.rounds]).T
-    return Estimate(difference, middle(ratio(tokens, rounds) - ratio(tokens, others)))
+    tokens, rounds, other_rounds = drawn([mine.tokens, mine.rounds, theirs.rounds]).T
+    return Estimate(difference, middle(ratio(tokens, rounds) - ratio(tokens, other_rounds)))
 
 
 def speedup(row: Row) -> Estimate:
-    """Over plain decoding, paired by batch: both decoded the same prompts within the same seconds."""
-    timed = row.get("timed")  # scorecards were once without
-    if not timed or len(timed["seconds"]) < FEWEST:
-        return Estimate(row["speedup"], None)
-    return Estimate(row["speedup"], middle(_speedups(drawn(_columns(row)))))
+    """Speedup over plain decoding, paired by batch: both decoded the same prompts interleaved."""
+    if not row.timing or len(row.timing.seconds) < FEWEST:
+        return Estimate(row.speedup, None)
+    return Estimate(row.speedup, middle(_speedups(drawn(_columns(row)))))
 
 
-def faster(row: Row, other: Row) -> Estimate:
-    """Ratio of two speedups at `comparable` settings, drawing the same batches for both."""
-    value = float(ratio(np.array([row["speedup"]]), np.array([other["speedup"]]))[0])
-    if len(row["timed"]["seconds"]) < FEWEST:
+def speedup_ratio(row: Row, other: Row) -> Estimate:
+    """Ratio of two speedups, resampling the same batches for both; see `why_incomparable`."""
+    value = float(ratio(np.array([row.speedup]), np.array([other.speedup]))[0])
+    columns = _columns(row)
+    if len(columns[0]) < FEWEST:
         return Estimate(value, None)
-    sums = drawn([*_columns(row), *_columns(other)])
-    mine, theirs = sums[:, : len(TIMED)], sums[:, len(TIMED) :]
+    sums = drawn([*columns, *_columns(other)])
+    mine, theirs = sums[:, : len(columns)], sums[:, len(columns) :]
     return Estimate(value, middle(ratio(_speedups(mine), _speedups(theirs))))
 
 
-def comparable(card: Row, row: Row, other_card: Row, other: Row) -> str:
-    """Why the speedups of two scorecards are not to be divided by each other; empty if they may be.
+def why_incomparable(card: Scorecard, row: Row, other_card: Scorecard, other: Row) -> str:
+    """Why the speedups of two scorecards must not be divided by each other; empty if they may be.
 
     They were measured in two processes. What both have is plain decoding, on the same machine and of
     the same texts.
     """
-    if card.get("target_moved") or other_card.get("target_moved"):
+    if card.checkpoint.target_drift or other_card.checkpoint.target_drift:
         return "other target"
-    for name in (*CONDITIONS, *["seed"] * (row["temperature"] > 0)):
-        if card.get(name) != other_card.get(name):
-            return f"other {name.removesuffix('_digest').replace('_', ' ')}"
-    if not row.get("timed") or not other.get("timed"):
+    conditions = _comparison_keys(card, row), _comparison_keys(other_card, row)
+    for name, value in conditions[0].items():
+        if value != conditions[1][name]:
+            return f"other {name}"
+    if not row.timing or not other.timing:
         return "not timed by batch"
-    return "" if row["timed"]["plain_tokens"] == other["timed"]["plain_tokens"] else "other answers"
+    return "" if row.timing.plain_tokens == other.timing.plain_tokens else "other answers"
+
+
+def _comparison_keys(card: Scorecard, row: Row) -> dict[str, str | int]:
+    """What must be equal for plain decoding to be a common baseline."""
+    conditions = card.conditions
+    keys = {
+        "hardware": conditions.hardware,
+        "dtype": conditions.dtype,
+        "threads": conditions.threads,
+        "target": card.checkpoint.target,
+        "prompts": conditions.prompts_digest,
+        "max new tokens": conditions.max_new_tokens,
+    }
+    return keys | ({"seed": conditions.seed} if row.temperature > 0 else {})
 
 
 def _columns(row: Row) -> list[list[float]]:
-    return [row["timed"][name] for name in TIMED]
+    """tokens, seconds, plain tokens and plain seconds of each batch."""
+    timing = row.timing
+    assert timing, "not timed by batch"
+    return [list(timing.tokens), timing.seconds, list(timing.plain_tokens), timing.plain_seconds]
 
 
 def _speedups(sums: np.ndarray) -> np.ndarray:

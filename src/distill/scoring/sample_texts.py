@@ -1,26 +1,27 @@
-"""Texts that a scorecard shows: a few held-out prompts as the decoder answers them."""
+"""Sample texts of a scorecard: a few held-out prompts as the decoder answers them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import Setting
+from decode.evaluation.score import Setting
+from decode.evaluation.scorecard import SampleText, SampleToken
 from decode.evaluation.traces import Written, samples
 from decode.generation.text import Detokenizer
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
+from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from drafters.base import Drafter
 
-TEXTS, TOKENS = 4, 64  # shown at every law, and the most of each
-ASKED = 600  # characters of a prompt
+TEXTS, TOKENS = 4, 64  # texts of each sampler, and tokens of a text at most
+PROMPT_CHARACTERS = 600
 
 
-def texts(
+def sample_texts(
     target: Target,
     drafter: Drafter,
     chat: Chat,
@@ -28,15 +29,13 @@ def texts(
     settings: Sequence[Setting],
     max_new_tokens: int,
     seed: int,
-) -> list[dict[str, Any]]:
-    """For the scorecard: the first lossless plan of every law, on prompts of several categories.
-
-    Each has `tokens`, a list of [text, source, p, rank by p, q, rank by q]; see `samples.Written`.
+) -> list[SampleText]:
+    """Decode prompts of several categories with the first lossless plan of each sampler.
 
     Args:
-        target: writes.
-        drafter: drafts.
-        chat: renders prompts, and spells tokens.
+        target: to decode with.
+        drafter: to draft with.
+        chat: renders prompts and detokenizes.
         prompts: held out.
         settings: of the scorecard.
         max_new_tokens: that it was scored with.
@@ -44,51 +43,51 @@ def texts(
     """
     chosen = varied(prompts, TEXTS)
     ids = [chat.encode(p.messages, p.tools) for p in chosen]
-    first: dict[Any, Setting] = {}
+    first: dict[Sampler, Setting] = {}
     for setting in settings:
         if not setting.plan.lossy:
             first.setdefault(setting.sampler, setting)
-    made: list[dict[str, Any]] = []
+    texts: list[SampleText] = []
     for sampler, setting in first.items():
-        found = samples(
+        answers = samples(
             target,
             drafter,
             ids,
             plan=setting.plan,
             sampler=sampler,
             max_new_tokens=min(TOKENS, max_new_tokens),
-            laws=has_laws(drafter, setting.plan),
+            laws=has_probs(drafter, setting.plan),
             stop=stop_tokens(target),
             seed=seed,
             names=[p.id for p in chosen],
         )
-        made += [
-            {
-                "id": prompt.id,
-                "category": prompt.category,
-                "prompt": _asked(chat, read),
-                "temperature": sampler.temperature,
-                "decode": setting.plan.name,
-                "tokens": _spelled(chat, text),
-            }
-            for prompt, read, text in zip(chosen, ids, found, strict=True)
+        texts += [
+            SampleText(
+                id=prompt.id,
+                category=prompt.category,
+                prompt=_prompt_text(chat, prompt_ids),
+                temperature=sampler.temperature,
+                decode=setting.plan.name,
+                tokens=_tokens(chat, answer),
+            )
+            for prompt, prompt_ids, answer in zip(chosen, ids, answers, strict=True)
         ]
-    return made
+    return texts
 
 
 def varied(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """The first of every category, then the next of each."""
-    seen: dict[str, int] = {}
-    turn = []
+    counts: dict[str, int] = {}
+    places = []  # of each prompt within its category
     for prompt in prompts:
-        turn.append(seen.get(prompt.category, 0))
-        seen[prompt.category] = turn[-1] + 1
-    order = sorted(range(len(prompts)), key=lambda i: turn[i])
+        places.append(counts.get(prompt.category, 0))
+        counts[prompt.category] = places[-1] + 1
+    order = sorted(range(len(prompts)), key=lambda i: places[i])
     return [prompts[i] for i in order[:count]]
 
 
-def has_laws(drafter: Drafter, plan: Plan) -> bool:
-    """Whether it can draw a chain as deep as the plan, and so has a probability for every token."""
+def has_probs(drafter: Drafter, plan: Plan) -> bool:
+    """Whether it can sample a chain as deep as the plan, and so has a probability for every token."""
     try:
         drafter.check(Plan(plan.depth, proposal="sampled"))
     except UserError:
@@ -96,22 +95,23 @@ def has_laws(drafter: Drafter, plan: Plan) -> bool:
     return plan.depth > 0
 
 
-def _asked(chat: Chat, ids: list[int]) -> str:
+def _prompt_text(chat: Chat, ids: list[int]) -> str:
     text = chat.tokenizer.decode(ids, skip_special_tokens=True)
     assert isinstance(text, str)
-    return text if len(text) <= ASKED else f"... {text[-ASKED:]}"
+    return text if len(text) <= PROMPT_CHARACTERS else f"... {text[-PROMPT_CHARACTERS:]}"
 
 
-def _spelled(chat: Chat, text: Sequence[Written]) -> list[list[Any]]:
+def _tokens(chat: Chat, answer: Sequence[Written]) -> list[SampleToken]:
     """A token that ends within a character has no text yet; the next one has it."""
     words = Detokenizer(chat.tokenizer)
-    lines = [[words.add(one.token), *one[1:4], _short(one.q), one.q_rank] for one in text]
-    for line in lines:
-        line[2] = _short(line[2])
-    if lines:
-        lines[-1][0] += words.end()
-    return lines
+    tokens = [
+        SampleToken(words.add(t.token), t.source, round(t.p, 6), t.p_rank, _rounded(t.q), t.q_rank)
+        for t in answer
+    ]
+    if tokens:
+        tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + words.end())
+    return tokens
 
 
-def _short(value: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout
-from decode.evaluation.scorecard import Setting, check, score
+from decode.evaluation.score import HeldOut, ScoreOptions, Setting, check, score
+from decode.evaluation.scorecard import Checkpoint, PlanChoice, Scorecard, TargetDrift
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
@@ -25,33 +26,30 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.heldout import held_out_answers
 from distill.rollouts.manifest import versions
-from distill.scoring.head_calls import head_calls
-from distill.scoring.reuse_ablation import salvage
-from distill.scoring.sample_texts import texts
-from distill.scoring.tap_control import Strangers
-from distill.scoring.target_drift import moved
+from distill.scoring.sample_texts import sample_texts
+from distill.scoring.tap_control import ShuffledTaps
+from distill.scoring.target_drift import target_drift
 from distill.utils.progress import bar
 from distill.utils.provenance import commit, digest
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
-from drafters.models.lyanna import Lyanna
 from drafters.registry import short_name
 
 
 class Scorer:
-    """Loads a checkpoint as a user would, and scores it.
+    """Loads a checkpoint as a user would and scores it.
 
     Args:
         cfg: with `score`, `decode`, `target` and `seed`.
-        target: to decode with, if the checkpoint has not tuned it; its taps are set to what the checkpoint
-            reads.
+        target: to decode with, unless the checkpoint has a tuned one; its taps are set to those that the
+            checkpoint reads.
         chat: renders the prompts.
         prompts: held out: the first `score.prompts` are decoded, `score.replay_prompts` replayed.
         rollouts: folder in which the target's answers to them are kept.
 
     Raises:
-        UserError: a headline that is not lossless, or a `decode` that is settled by acceptance, with
-            nothing to measure it on.
+        UserError: a headline that is not lossless, or a `decode` that is chosen by acceptance and nothing
+            to measure that on.
     """
 
     def __init__(
@@ -80,41 +78,40 @@ class Scorer:
     @property
     def candidates(self) -> list[Plan]:
         """What every checkpoint must be able to draft; of decode=auto's plans it may leave some out."""
-        named = [plan for plan in self.plans if not isinstance(plan, Auto)]
-        plans = [[plan] if isinstance(plan, Plan) else plan.plans for plan in named]
+        required = [plan for plan in self.plans if not isinstance(plan, Auto)]
+        plans = [[plan] if isinstance(plan, Plan) else plan.plans for plan in required]
         return [plan for group in plans for plan in group]  # pyright: ignore[reportReturnType]
 
     def prepare(self) -> None:
-        """Have the target answer the held-out prompts once at every law; later runs read the answers."""
+        """Have the target answer the held-out prompts with each sampler; later runs read the answers."""
         if self.replayed and not self.rollouts:
             self.rollouts = self._answers(self.target)
 
     def _answers(self, target: Target) -> dict[Sampler, list[Rollout]]:
-        """Of a target, to what is replayed, at every law."""
+        """A target's answers to the replayed prompts, with each sampler."""
         if not self.replayed:
             return {}
-        return {sampler: self._answered(target, self.replayed, sampler) for sampler in self.samplers}
+        return {sampler: self._answer(target, self.replayed, sampler) for sampler in self.samplers}
 
-    def _answered(self, target: Target, prompts: Sequence[Prompt], sampler: Sampler) -> list[Rollout]:
+    def _answer(self, target: Target, prompts: Sequence[Prompt], sampler: Sampler) -> list[Rollout]:
         new = self.cfg.score.max_new_tokens
         return held_out_answers(target, self.chat, prompts, sampler, new, self.cfg.seed, self.root)
 
-    def _moved(self, tuned: Target) -> dict[str, Any]:
-        """How far a tuned target is from the original, on the latter's answers at the headline's law."""
-        answers = self.rollouts.get(self.samplers[0])
-        return moved(
-            self.target, tuned, answers or self._answered(self.target, self.prompts, self.samplers[0])
-        )
+    def _drift(self, tuned: Target) -> TargetDrift:
+        """Distance of a tuned target from the original, on the latter's answers with the first sampler."""
+        sampler = self.samplers[0]
+        rollouts = self.rollouts.get(sampler) or self._answer(self.target, self.prompts, sampler)
+        return target_drift(self.target, tuned, rollouts)
 
-    def __call__(self, folder: Path, step: int) -> dict[str, Any]:
-        """The scorecard of one checkpoint: of the target that verifies, against that target alone."""
+    def __call__(self, folder: Path, step: int) -> Scorecard:
+        """Score one checkpoint: its verifying target with the drafter, against that target alone."""
         options = self.cfg.score
         drafter = hub.load(folder, self.target)
         target = drafter.verifier(self.target)
         target.tap(drafter.taps)
         control = OmegaConf.select(self.cfg, "control") or "none"  # a training run has none, and no `audit`
         if control == "shuffled_taps":
-            Strangers(target, self.ids, self.cfg.seed)
+            ShuffledTaps(target, self.ids, self.cfg.seed)
         self.prepare()
         tuned = target is not self.target
         answers = self._answers(target) if tuned else self.rollouts
@@ -124,62 +121,51 @@ class Scorer:
                 shown.total = total
                 shown.update(done - shown.n)
 
-            settings, curves = self._settings(target, drafter, answers)
+            settings, choices = self._settings(target, drafter, answers)
             card = score(
                 target,
                 drafter,
-                self.ids,
+                HeldOut(self.ids, [p.id for p in self.prompts], answers),
                 settings,
-                max_new_tokens=options.max_new_tokens,
-                stop=stop_tokens(target),
-                seed=self.cfg.seed,
-                repeats=options.repeats,
-                audit_prompts=options.audit_prompts,
-                full_audit=OmegaConf.select(self.cfg, "audit") == "full",
-                names=[p.id for p in self.prompts],
-                rollouts=answers,
-                progress=progress,
+                self._options(target),
+                progress,
             )
-        return card | {
-            "auto": curves,
-            "step": step,
-            "commit": commit(),
-            "target": self.cfg.target.path,
-            "versions": versions(),
-            "categories": [p.category for p in self.replayed],
-            "samples": texts(
+        digest_of_ids = digest(json.dumps(self.ids))
+        return replace(
+            card,
+            conditions=replace(card.conditions, control=control, prompts_digest=digest_of_ids),
+            checkpoint=Checkpoint(
+                drafter=short_name(drafter),
+                step=step,
+                commit=commit(),
+                target=self.cfg.target.path,
+                versions=versions(),
+                parameters=hub.parameters(drafter),
+                drafter_kv_bytes_per_token=self._kv_bytes(target, drafter),
+                lossless_to="tuned target" if tuned else "target",
+                target_drift=self._drift(target) if tuned else None,
+            ),
+            categories=[p.category for p in self.replayed],
+            samples=sample_texts(
                 target, drafter, self.chat, self.prompts, settings, options.max_new_tokens, self.cfg.seed
             ),
-            "control": control,
-            "prompts_digest": digest(json.dumps(self.ids)),
-            "lossless_to": "tuned target" if tuned else "target",
-            "target_moved": self._moved(target) if tuned else None,
-            "drafter": short_name(drafter),
-            "parameters": hub.parameters(drafter),
-            "head_calls_per_round": head_calls(target, drafter, self.ids[0], settings[0].plan),
-            "reuse": self._reuse(target, drafter, settings, answers),
-            "drafter_kv_bytes_per_token": self._kv_bytes(target, drafter),
-        }
+            plan_choices=choices,
+        )
 
-    def _reuse(
-        self,
-        target: Target,
-        drafter: Drafter,
-        settings: Sequence[Setting],
-        rollouts: dict[Sampler, list[Rollout]],
-    ) -> list[dict[str, Any]]:
-        """At every law, what states that are used again are worth to the headline's plan."""
-        plan = settings[0].plan
-        if not isinstance(drafter, Lyanna) or not drafter.reuse.merges(plan):
-            return []
-        return [
-            {"temperature": sampler.temperature} | salvage(target, drafter, answers, plan, sampler)
-            for sampler, answers in rollouts.items()
-        ]
+    def _options(self, target: Target) -> ScoreOptions:
+        options = self.cfg.score
+        return ScoreOptions(
+            max_new_tokens=options.max_new_tokens,
+            stop=stop_tokens(target),
+            seed=self.cfg.seed,
+            repeats=options.repeats,
+            audit_prompts=options.audit_prompts,
+            full_audit=OmegaConf.select(self.cfg, "audit") == "full",
+        )
 
     @torch.inference_mode()
     def _kv_bytes(self, target: Target, drafter: Drafter) -> int:
-        """Of a drafter that has read one token."""
+        """Bytes of the drafter's cache after it has read one token."""
         token = torch.tensor([self.ids[0][:1]], device=target.device)  # (1, 1)
         state = drafter.new_state(1)
         drafter.advance(state, target, token, target.read(token).taps, [1], token[:, 0])
@@ -187,9 +173,9 @@ class Scorer:
 
     def _settings(
         self, target: Target, drafter: Drafter, rollouts: dict[Sampler, list[Rollout]]
-    ) -> tuple[list[Setting], list[dict[str, Any]]]:
-        """All rows of the scorecard; what is no plan yet is settled for each law and batch size."""
-        settings, curves = [], []
+    ) -> tuple[list[Setting], list[PlanChoice]]:
+        """All rows of the scorecard; auto and calibrated plans are chosen for each sampler and batch size."""
+        settings, choices = [], []
         for sampler in self.samplers:
             for batch in self.cfg.score.batch_sizes:
                 for plan in self.plans:
@@ -200,15 +186,20 @@ class Scorer:
                             "seed": self.cfg.seed,
                         }
                         answers = rollouts[sampler]
-                        if isinstance(plan, Calibrated):  # as `best`, by what it is not reported on
+                        if isinstance(plan, Calibrated):  # on other prompts than it is reported on
                             answers = answers[len(self.prompts) :] or answers
                         plan, curve = plan.choose(target, drafter, answers, sampler, batch, **options)
-                        curves.append(
-                            {"temperature": sampler.temperature, "batch_size": batch, "chosen": plan.name}
-                            | {"tree": [list(path) for path in plan.tree], "curve": curve}
+                        choices.append(
+                            PlanChoice(
+                                temperature=sampler.temperature,
+                                batch_size=batch,
+                                chosen=plan.name,
+                                tree=[list(path) for path in plan.tree],
+                                curve=curve,
+                            )
                         )
                     settings.append(Setting(sampler, plan, batch))
-        return list(dict.fromkeys(settings)), curves
+        return list(dict.fromkeys(settings)), choices
 
 
 @contextmanager

@@ -1,23 +1,23 @@
-"""How far a target that was tuned with its drafter has moved from the original."""
+"""How far a target that was tuned with its drafter is from the original."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout
+from decode.evaluation.scorecard import Checkpoint, TargetDrift
 from decode.model.target import Target
 
-ROWS = 64  # whose laws over the whole vocabulary exist at one time
+ROWS = 64  # tokens whose distributions over the vocabulary are in memory at one time
 
 
 @torch.inference_mode()
-def moved(original: Target, tuned: Target, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Compare both laws, unwarped, at every answer token of the original's own rollouts.
+def target_drift(original: Target, tuned: Target, rollouts: Sequence[Rollout]) -> TargetDrift:
+    """Compare both distributions, unwarped, at each answer token of the original's own rollouts.
 
     Both are read by the same code without a cache, so targets with the same weights differ by 0.
 
@@ -25,37 +25,30 @@ def moved(original: Target, tuned: Target, rollouts: Sequence[Rollout]) -> dict[
         original: wrote the rollouts.
         tuned: of the same vocabulary.
         rollouts: held out.
-
-    Returns:
-        kl: nats a token, KL(original || tuned).
-        reverse_kl: KL(tuned || original), at the same places.
-        top1_agreement: share of tokens at which both find the same token likeliest.
-        greedy_prefix: share of an answer before the first place where they do not, over prompts.
-        prompts, tokens: what these are means of.
     """
     sums, prefixes = torch.zeros(3, dtype=torch.float64), []
     for rollout in rollouts:
-        agreed = []
-        for p, q in _laws(original, tuned, rollout):  # (R, V) logarithms
+        agreements: list[bool] = []
+        for p, q in _log_probs(original, tuned, rollout):  # (R, V) each
             same = p.argmax(-1) == q.argmax(-1)  # (R,)
-            agreed += same.tolist()
-            found = [(p.exp() * (p - q)).sum(), (q.exp() * (q - p)).sum(), same.sum()]
-            sums += torch.stack([f.double().cpu() for f in found])
-        prefixes.append([*agreed, False].index(False) / len(agreed))
+            agreements += same.tolist()
+            parts = [(p.exp() * (p - q)).sum(), (q.exp() * (q - p)).sum(), same.sum()]
+            sums += torch.stack([part.double().cpu() for part in parts])
+        prefixes.append([*agreements, False].index(False) / len(agreements))
     tokens = sum(len(answer) for _, answer in rollouts)
-    kl, reverse, same = (sums / tokens).tolist()
-    return {
-        "kl": kl,
-        "reverse_kl": reverse,
-        "top1_agreement": same,
-        "greedy_prefix": sum(prefixes) / len(prefixes),
-        "prompts": len(rollouts),
-        "tokens": tokens,
-    }
+    kl, reverse_kl, top1_agreement = (sums / tokens).tolist()
+    return TargetDrift(
+        kl=kl,
+        reverse_kl=reverse_kl,
+        top1_agreement=top1_agreement,
+        greedy_prefix=sum(prefixes) / len(prefixes),
+        prompts=len(rollouts),
+        tokens=tokens,
+    )
 
 
-def _laws(original: Target, tuned: Target, rollout: Rollout) -> Iterator[tuple[Tensor, Tensor]]:
-    """(R, V) logarithms of both laws, for a few answer tokens at a time."""
+def _log_probs(original: Target, tuned: Target, rollout: Rollout) -> Iterator[tuple[Tensor, Tensor]]:
+    """(R, V) log-probabilities of both targets, for a few answer tokens at a time."""
     prompt, answer = rollout
     text = torch.tensor([prompt + answer[:-1]], device=original.device)  # (1, T)
     lasts = [target.read(text).last[0, len(prompt) - 1 :] for target in (original, tuned)]  # (A, D)
@@ -68,24 +61,24 @@ def _laws(original: Target, tuned: Target, rollout: Rollout) -> Iterator[tuple[T
         yield p, q
 
 
-def describe(card: dict[str, Any]) -> str:
-    """What a table says of a scorecard whose output is not the original target's; empty for others."""
-    far = card.get("target_moved")
-    if not far:
+def describe(checkpoint: Checkpoint) -> str:
+    """What a table says where the output is not the original target's; empty for others."""
+    drift = checkpoint.target_drift
+    if not drift:
         return ""
     return (
-        f"lossless to the {card['lossless_to']}, which is no longer the original: KL {far['kl']:.2g} nats a "
-        f"token (reverse {far['reverse_kl']:.2g}), likeliest token the same at "
-        f"{100 * far['top1_agreement']:.1f}%, greedily for {100 * far['greedy_prefix']:.0f}% of an answer, "
-        f"{far['prompts']} held-out prompts"
+        f"lossless to the {checkpoint.lossless_to}, which is no longer the original: KL {drift.kl:.2g} nats "
+        f"a token (reverse {drift.reverse_kl:.2g}), likeliest token the same at "
+        f"{100 * drift.top1_agreement:.1f}%, greedily for {100 * drift.greedy_prefix:.0f}% of an answer, "
+        f"{drift.prompts} held-out prompts"
     )
 
 
 def only_untuned(target: Target, tuned: Target, what: str) -> None:
-    """Refuse a drafter with a target of its own where it would be compared with others on the original.
+    """Refuse a drafter that has a tuned target, where it would be compared with others on the original.
 
     Raises:
-        UserError: it has one.
+        UserError: it has a tuned target.
     """
     if tuned is not target:
         raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from decode.errors import UserError
+from decode.evaluation.scorecard import read_scorecard
 from decode.plan import Plan
 from distill.config.build import build_drafter, build_target, quiet, read_inputs
 from distill.config.validate import check_ranges, refused
@@ -320,7 +320,7 @@ class Search:
         with publish(folder / ledger.PAGE) as temporary:
             temporary.write_text(ledger.markdown(rows, [took, "", reason]))
         html_report.attempt(folder)
-        return float(json.loads((folder / "checkpoints" / "best" / "score.json").read_text())["tau"])
+        return read_scorecard(folder / "checkpoints" / "best" / "score.json").headline.tau
 
 
 def _link(folder: Path, family: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scipy import stats
 
 from decode.errors import UserError
 from decode.evaluation.replay import CONFIDENCE
+from decode.evaluation.scorecard import Row, Scorecard
 from distill.serving.metrics import Served
 
 VAGUE = 0.15  # of acceptance: where noise hides more than this, agreement says nothing
@@ -55,7 +56,7 @@ class Comparison:
     """
 
     served: Served
-    row: dict[str, Any]
+    row: Row
     tau: Figure
     survival: tuple[Figure, ...]
 
@@ -68,27 +69,20 @@ class Comparison:
     def vague(self) -> bool:
         """Too little was counted to tell agreement from chance."""
         first = self.survival[0] if self.survival else self.tau
-        return first.noise > VAGUE * (1 if self.survival else len(accepted(self.row)["survival"]))
+        return first.noise > VAGUE * (1 if self.survival else len(self.row.acceptance.survival))
 
 
-def accepted(row: dict[str, Any]) -> dict[str, Any]:
-    """Replay where there is one, else what our own decoder counted."""
-    return row["replay"] or row
-
-
-def rounds(row: dict[str, Any]) -> float:
+def rounds(row: Row) -> float:
     """Behind a row's acceptance."""
-    return sum(row["replay"]["counts"]["rounds"]) if row["replay"] else row["rounds"]
+    return sum(row.counts.rounds) if row.replay else row.rounds
 
 
-def answers(row: dict[str, Any]) -> int:
+def answers(row: Row) -> int:
     """Behind a row's acceptance, where it says so; each has one round that its end may cut."""
-    return len(row["replay"]["counts"]["rounds"]) if row["replay"] else 0
+    return len(row.counts.rounds)
 
 
-def choose(
-    card: dict[str, Any], depth: int, temperature: float, name: str | None, again: str
-) -> dict[str, Any]:
+def choose(card: Scorecard, depth: int, temperature: float, name: str | None, again: str) -> Row:
     """The row that such a server can be held against: a chain of the same depth, at the same temperature.
 
     Args:
@@ -102,17 +96,17 @@ def choose(
         UserError: there is none, and how to get it.
     """
     wanted = name or f"chain-{depth}"
-    rows = [r for r in card["rows"] if r["decode"] == wanted and r["temperature"] == temperature]
-    if lossless := [r for r in rows if not r["lossy"] and len(accepted(r)["survival"]) == depth]:
-        return min(lossless, key=lambda r: r["batch_size"])
-    has = sorted({f"{r['decode']} at T={r['temperature']:g}" for r in card["rows"]})
+    rows = [r for r in card.rows if r.decode == wanted and r.temperature == temperature]
+    if lossless := [r for r in rows if not r.lossy and len(r.acceptance.survival) == depth]:
+        return min(lossless, key=lambda r: r.batch_size)
+    has = sorted({f"{r.decode} at T={r.temperature:g}" for r in card.rows})
     raise UserError(
         f"the engine drafts chains of {depth} at T={temperature:g}, and the scorecard has no row "
         f"{wanted} there (it has {', '.join(has)}); score one: {again}"
     )
 
 
-def compare(served: Served, row: dict[str, Any], tolerance: float, same: bool = False) -> Comparison:
+def compare(served: Served, row: Row, tolerance: float, same: bool = False) -> Comparison:
     """Hold what an engine counted against a row of the scorecard.
 
     Rounds of one answer are alike, so intervals of independent rounds would be too narrow: they are
@@ -128,12 +122,12 @@ def compare(served: Served, row: dict[str, Any], tolerance: float, same: bool = 
         tolerance: in acceptance.
         same: the prompts of the row were sent.
     """
-    scored = accepted(row)
-    expected, behind = scored["survival"], rounds(row)
+    scored = row.acceptance
+    expected, behind = scored.survival, rounds(row)
     per_round = _variance(expected)
-    wide = (scored["tau_interval"][1] - scored["tau_interval"][0]) / 2 / HALF_95
+    wide = (scored.tau_interval[1] - scored.tau_interval[0]) / 2 / HALF_95
     effect = max(1.0, wide**2 * behind / per_round) if per_round else 1.0
-    effect = 1.0 if same and not row["temperature"] else effect
+    effect = 1.0 if same and not row.temperature else effect
     cut = answers(row) / max(behind, 1.0)  # rounds of all that an end cuts, at most
     figures = 1 + (len(expected) if served.survival else 0)
     reach = float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2 / figures))
@@ -150,7 +144,7 @@ def compare(served: Served, row: dict[str, Any], tolerance: float, same: bool = 
     survival = tuple(figure(place, found) for place, found in enumerate(counted))
     spread = max(per_round, _variance(served.survival))
     noise = reach * math.sqrt(spread * share)
-    scored_tau = 1 + sum(expected) if counted else scored["tau"]
+    scored_tau = 1 + sum(expected) if counted else scored.tau
     edge = sum(one.edge for one in survival)
     tau = Figure("tau", served.tau, scored_tau, noise, tolerance * len(expected), edge)
     return Comparison(served, row, tau, survival)

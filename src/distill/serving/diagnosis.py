@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distill.serving.agreement import Comparison, accepted
+from distill.serving.agreement import Comparison
 from distill.serving.endpoint import Model
 from distill.serving.metrics import COUNTERS
 
@@ -124,7 +124,7 @@ def _about_the_server(found: Comparison, known: Circumstances) -> Iterator[str]:
     if known.models and _last(known.target) not in names | {_last(known.model)}:
         listed = ", ".join(f"{m.id}{f' ({m.root})' if m.root else ''}" for m in known.models[:4])
         yield f"the server has {listed}; the scorecard is of {known.target}: is it the same model?"
-    served, depth = found.served, len(accepted(found.row)["survival"])
+    served, depth = found.served, len(found.row.acceptance.survival)
     if served.drafted is not None and served.drafted < SHORT * depth * served.rounds:
         yield (
             f"drafts have {served.drafted / served.rounds:.2f} tokens where {depth} were asked for: they end "

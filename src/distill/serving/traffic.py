@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from decode.errors import UserError
+from decode.evaluation.scorecard import Scorecard
 from distill.config.build import read_inputs
 from distill.engines.base import Law, Request
 from distill.engines.http import Server
@@ -40,7 +41,7 @@ class Counted(NamedTuple):
 
 def count(
     cfg: DictConfig,
-    card: dict[str, Any],
+    card: Scorecard,
     endpoint: Endpoint,
     first: Reading,
     models: Sequence[Model],
@@ -71,7 +72,7 @@ def count(
     engine, requests = _ready(cfg, card, first, models)
     law = Law(
         {"temperature": temperature, "top_k": cfg.score.top_k, "top_p": cfg.score.top_p},
-        card["max_new_tokens"],
+        card.conditions.max_new_tokens,
         _ends(engine),
     )
     say(f"sending {len(requests)} held-out prompts to {endpoint.url} at T={temperature:g}")
@@ -95,22 +96,22 @@ def count(
 
 
 def _ready(
-    cfg: DictConfig, card: dict[str, Any], first: Reading, models: Sequence[Model]
+    cfg: DictConfig, card: Scorecard, first: Reading, models: Sequence[Model]
 ) -> tuple[OpenAIEngine, list[Request]]:
     """Who asks, and what: the prompts that were replayed, or decoded where none was."""
     if cfg.score.min_p or cfg.score.repetition_penalty != 1:
         raise UserError("score.min_p, score.repetition_penalty: servers are asked without; use send=false")
-    cfg.target.path = cfg.target.path or card["target"]
-    replay = card["rows"][0]["replay"]
-    cfg.score.prompts = cfg.count or (replay["prompts"] if replay else card["prompts"])
+    cfg.target.path = cfg.target.path or card.checkpoint.target
+    replay = card.headline.replay
+    cfg.score.prompts = cfg.count or (replay.prompts if replay else card.conditions.prompts)
     cfg.score.replay_prompts = 0
     chat, _, held = read_inputs(cfg)
     requests = [Request(p.id, 0, chat.encode(p.messages, p.tools), tuple(p.messages), p.tools) for p in held]
-    name = cfg.model or first.model or (models[0].id if models else card["target"])
+    name = cfg.model or first.model or (models[0].id if models else card.checkpoint.target)
     limits = (cfg.concurrency, cfg.timeout, cfg.retries, cfg.patience, cfg.api_key_env)
     server = Server(f"{Endpoint(cfg.url, 0, '').url}/v1", name, *limits, group="", stored=False)
     extra = {"return_spec_tokens_details": True} if first.engine == "sglang" else {}
-    return OpenAIEngine(server, chat, card["seed"], None, extra), requests
+    return OpenAIEngine(server, chat, card.conditions.seed, None, extra), requests
 
 
 def _ends(engine: OpenAIEngine) -> list[int]:

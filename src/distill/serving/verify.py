@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from decode.errors import UserError
+from decode.evaluation.scorecard import Row, Scorecard
 from distill.config.build import quiet
 from distill.config.validate import check_address, check_ranges
 from distill.report.compare import scorecard
 from distill.report.tables import grid
-from distill.serving.agreement import Comparison, accepted, choose, compare
+from distill.serving.agreement import Comparison, choose, compare
 from distill.serving.diagnosis import Circumstances, causes
 from distill.serving.endpoint import Endpoint
 from distill.serving.metrics import Reading, served
@@ -55,7 +55,7 @@ def verify(cfg: DictConfig) -> bool:
     if first.engine == "vllm" and not first.speculates:
         return _off(first)
     _check_chain(first, endpoint)
-    temperature = card["temperature"] if cfg.temperature is None else cfg.temperature
+    temperature = card.headline.temperature if cfg.temperature is None else cfg.temperature
     if first.depth or cfg.depth:  # else only the answers tell
         _row(cfg, card, first, first.depth or cfg.depth, temperature)
     counted = count(cfg, card, endpoint, first, models, temperature)
@@ -72,10 +72,10 @@ def verify(cfg: DictConfig) -> bool:
             f"{endpoint.url}: does not say how many tokens it drafts; give depth=<--speculative-num-steps>"
         )
     row = _row(cfg, card, reading, depth, temperature)
-    same = bool(row["replay"]) and counted.prompts == row["replay"]["prompts"]
+    same = row.replay is not None and counted.prompts == row.replay.prompts
     result = compare(found, row, cfg.tolerance, same)
     known = Circumstances(
-        target=card["target"],
+        target=card.checkpoint.target,
         models=models,
         model=reading.model,
         trained=_trained(Path(cfg.checkpoint)),
@@ -85,9 +85,7 @@ def verify(cfg: DictConfig) -> bool:
     return _tell(result, causes(result, known), counted, endpoint, card)
 
 
-def _row(
-    cfg: DictConfig, card: dict[str, Any], reading: Reading, depth: int, temperature: float
-) -> dict[str, Any]:
+def _row(cfg: DictConfig, card: Scorecard, reading: Reading, depth: int, temperature: float) -> Row:
     again = (
         f"foredraft score checkpoint={cfg.checkpoint} decode=chain decode.depth={depth} "
         f"'score.temperatures=[{temperature:g}]' out=<a file>, and checkpoint=<that file>"
@@ -140,11 +138,10 @@ def _idle(endpoint: Endpoint, counted: Counted) -> bool:
 
 
 def _tell(
-    found: Comparison, reasons: Sequence[str], counted: Counted, endpoint: Endpoint, card: dict[str, Any]
+    found: Comparison, reasons: Sequence[str], counted: Counted, endpoint: Endpoint, card: Scorecard
 ) -> bool:
     row, what = found.row, found.served
     drafted = "" if what.drafted is None else f", {what.drafted:.0f} draft tokens"
-    scored = accepted(row)
     lines = [
         [
             figure.name,
@@ -158,8 +155,8 @@ def _tell(
     ]
     say(
         f"{what.engine} at {endpoint.url}: {counted.reading.model}\n"
-        f"scorecard: step {card['step']}, {row['decode']}, T={row['temperature']:g}, "
-        f"batch {row['batch_size']}, {scored.get('method', 'counted by the decoder')}\n"
+        f"scorecard: step {card.checkpoint.step}, {row.decode}, T={row.temperature:g}, "
+        f"batch {row.batch_size}, {row.replay.method if row.replay else 'counted by the decoder'}\n"
         f"counted: {counted.how}; {what.rounds:.0f} rounds{drafted}, from {what.source}\n"
         + grid(["", "served", "scored", "difference", "noise", ""], lines)
         + "\nnoise: what chance alone may make of the same drafter, 99 % over all lines"

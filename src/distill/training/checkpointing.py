@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.evaluation.scorecard import Scorecard, read_scorecard
 from decode.model.target import Target
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_state
@@ -33,7 +35,7 @@ from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
 log = logging.getLogger(__name__)
-Scorer = Callable[[Path, int], dict[str, Any]]
+Scorer = Callable[[Path, int], Scorecard]
 REPORT_EVERY = 60.0  # seconds between pages of a run that goes on
 STATE = Path("trainer") / "state.ckpt"  # optimizer and schedule; kept in the newest checkpoint only
 
@@ -194,17 +196,17 @@ class ScoreCheckpoint(L.Callback):
             card = self.stop.unless_asked(lambda: scorer(path, step))
         if card is None:
             return False
-        card["train_seconds"] = self.trained
-        write_json(path / "score.json", card)
-        if not card["audit_passed"]:
-            log.error("audit failed at step %s: %s", path.name, card["audit"])
-        for row in card["rows"]:
-            if row["replay"] and not row["replay"]["agrees"]:
+        card = replace(card, checkpoint=replace(card.checkpoint, train_seconds=self.trained))
+        write_json(path / "score.json", card.to_json())
+        if not card.audit_passed:
+            log.error("audit failed at step %s: %s", path.name, card.audit)
+        for row in card.rows:
+            if row.replay and not row.replay.agrees:
                 log.error(
                     "step %s, %s, T=%g: replay and decoder disagree, tau %.3f and %.3f (99 %% interval of "
-                    "the difference on the same prompts: %.3f to %.3f)",
-                    *(path.name, row["decode"], row["temperature"], row["replay"]["tau"], row["tau"]),
-                    *row["replay"]["difference_interval"],
+                    "the difference on the same prompts: %s)",
+                    *(path.name, row.decode, row.temperature, row.replay.tau, row.tau),
+                    "{:.3f} to {:.3f}".format(*row.replay.difference_interval or (math.nan, math.nan)),
                 )
         scored = [p for p in checkpoints(self.root.parent) if (p / "score.json").exists()]
         _point(self.root / "best", max(scored, key=_worth))
@@ -219,19 +221,19 @@ class ScoreCheckpoint(L.Callback):
 
 def _worth(checkpoint: Path) -> float:
     """Tau on the prompts that it is not reported on, where there are any."""
-    card = json.loads((checkpoint / "score.json").read_text())
-    return card["replay"]["chosen_by"] if card["replay"] else card["tau"]
+    row = read_scorecard(checkpoint / "score.json").headline
+    return row.replay.selection_tau if row.replay else row.tau
 
 
 def _line(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     text = f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.3f}"
     if not (checkpoint / "score.json").exists():
         return text
-    card = json.loads((checkpoint / "score.json").read_text())
-    verdict = "pass" if card["audit_passed"] else "FAIL"
-    moved = card.get("target_moved")
-    far = f"  target moved by KL {moved['kl']:.2g}" if moved else ""
-    return f"{text}  tau {card['tau']:.2f}  speedup {card['speedup']:.2f}x  audit {verdict}{far}"
+    card = read_scorecard(checkpoint / "score.json")
+    verdict = "pass" if card.audit_passed else "FAIL"
+    drift = card.checkpoint.target_drift
+    note = f"  target moved by KL {drift.kl:.2g}" if drift else ""
+    return f"{text}  tau {card.headline.tau:.2f}  speedup {card.headline.speedup:.2f}x  audit {verdict}{note}"
 
 
 def _remove(checkpoint: Path) -> None:

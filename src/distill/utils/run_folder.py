@@ -225,12 +225,6 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name))
 
 
-def cards(folder: Path) -> list[dict[str, Any]]:
-    """Scorecards of a run, oldest first."""
-    found = [checkpoint / "score.json" for checkpoint in checkpoints(folder)]
-    return [json.loads(path.read_text()) for path in found if path.exists()]
-
-
 def best(folder: Path) -> Path | None:
     """The checkpoint that `best` points to."""
     link = folder / "checkpoints" / "best"

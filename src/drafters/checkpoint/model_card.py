@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decode.errors import UserError
+from decode.evaluation.audit import Audit
+from decode.evaluation.scorecard import Row, Scorecard
 from drafters.base import Drafter, Origin
 from drafters.export import formats as table
 from drafters.export.layout import Layout
 from drafters.hub.untrusted_files import is_hub_id
 
 LEVELS = 8
-HEADLINE = ("dtype", "threads", "hardware", "load_average", "commit", "prompts", "max_new_tokens", "seed")
+CONDITIONS = ("dtype", "threads", "hardware", "load_average", "prompts", "max_new_tokens", "seed")
 
 
 class Facts(NamedTuple):
@@ -38,7 +40,7 @@ class Facts(NamedTuple):
     drafter: Drafter
     kind: str
     origin: Origin
-    score: Mapping[str, Any] | None
+    score: Scorecard | None
     recipe: Mapping[str, Any] | None
     to: str = "native"
     layout: Layout | None = None
@@ -49,13 +51,13 @@ def card(facts: Facts) -> str:
     """Text of README.md, with the front matter that the Hub reads.
 
     Raises:
-        UserError: a scorecard or a recipe that is none.
+        UserError: a recipe that is none.
     """
     try:
         parts = [_front(facts), _what(facts), _score(facts.score), _recipe(facts.recipe), _serve(facts)]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         where = facts.origin.folder or "this drafter"
-        raise UserError(f"{where}: its scorecard or recipe is damaged ({_line(repr(error))})") from None
+        raise UserError(f"{where}: its recipe is damaged ({_line(repr(error))})") from None
     return "\n".join(parts)
 
 
@@ -108,69 +110,66 @@ def _taps(drafter: Drafter) -> str:
 # -- the scorecard -------------------------------------------------------------------------------
 
 
-def _score(score: Mapping[str, Any] | None) -> str:
+def _score(score: Scorecard | None) -> str:
     if score is None:
         return "## Score\n\nIt comes without a scorecard: nothing is known of its acceptance or speed.\n"
     head = ["decode", "T", "batch", "tau", "replayed", *(f"s_{j}" for j in range(1, LEVELS + 1)), "speedup"]
     head += ["tokens/s", "plain"]
-    lines = [_row(row) for row in score["rows"]]
-    used = max(len(row["survival"][:LEVELS]) for row in score["rows"])
+    lines = [_row(row) for row in score.rows]
+    used = max(len(row.survival[:LEVELS]) for row in score.rows)
     dropped = range(5 + used, 5 + LEVELS)  # levels that no plan reaches
     rows = [[cell for i, cell in enumerate(row) if i not in dropped] for row in [head, *lines]]
-    made_on = ", ".join(
-        f"{name.replace('_', ' ')} {_line(score[name])}" for name in HEADLINE if name in score
-    )
+    conditions = {name: getattr(score.conditions, name) for name in CONDITIONS}
+    conditions["commit"] = score.checkpoint.commit
+    measured_with = ", ".join(f"{name.replace('_', ' ')} {_line(v)}" for name, v in conditions.items())
     notes = [
         "tau: tokens settled by one pass of the target, its own included, with the 95 % interval; replayed: "
         "the same, exactly, on more of the target's stored answers (~: an estimate); s_j: share of passes "
         "that accept at least j drafted tokens; speedup: over plain decoding by the same code, interleaved "
         "in one run.",
         "",
-        f"Measured with: {made_on}.",
+        f"Measured with: {measured_with}.",
     ]
-    if score.get("control", "none") != "none":
-        notes += ["", f"control={_line(score['control'])}: this is a control, no real score."]
-    if moved := score.get("target_moved"):
+    if score.conditions.control != "none":
+        notes += ["", f"control={_line(score.conditions.control)}: this is a control, no real score."]
+    if drift := score.checkpoint.target_drift:
         notes += [
             "",
-            f"Lossless to the {_line(score['lossless_to'])}, which is no longer the original: KL "
-            f"{moved['kl']:.2g} nats a token, the likeliest token the same at "
-            f"{100 * moved['top1_agreement']:.1f} %.",
+            f"Lossless to the {_line(score.checkpoint.lossless_to)}, which is no longer the original: KL "
+            f"{drift.kl:.2g} nats a token, the likeliest token the same at "
+            f"{100 * drift.top1_agreement:.1f} %.",
         ]
-    return "\n".join(["## Score", "", *_grid(rows), "", *notes, "", _audit(score["audit"]), ""])
+    return "\n".join(["## Score", "", *_grid(rows), "", *notes, "", _audit(score.audit), ""])
 
 
-def _row(row: Mapping[str, Any]) -> list[str]:
-    survival = [f"{s:.2f}" for s in row["survival"][:LEVELS]]
-    low, high = row["tau_interval"]
-    replay = row["replay"]
-    exact = f"{replay['tau']:.2f}{'' if replay['method'] == 'exact' else '~'}" if replay else "-"
+def _row(row: Row) -> list[str]:
+    survival = [f"{s:.2f}" for s in row.survival[:LEVELS]]
+    low, high = row.tau_interval
+    replayed = f"{row.replay.tau:.2f}{'' if row.exact else '~'}" if row.replay else "-"
     return [
-        row["decode"] + (" (lossy)" if row["lossy"] else ""),
-        f"{row['temperature']:g}",
-        str(row["batch_size"]),
-        f"{row['tau']:.2f} ({low:.2f}..{high:.2f})",
-        exact,
+        row.decode + (" (lossy)" if row.lossy else ""),
+        f"{row.temperature:g}",
+        str(row.batch_size),
+        f"{row.tau:.2f} ({low:.2f}..{high:.2f})",
+        replayed,
         *survival,
         *["-"] * (LEVELS - len(survival)),
-        f"{row['speedup']:.2f}x",
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['plain_tokens_per_second']:.1f}",
+        f"{row.speedup:.2f}x",
+        f"{row.tokens_per_second:.1f}",
+        f"{row.plain_tokens_per_second:.1f}",
     ]
 
 
-def _audit(audit: Mapping[str, Any]) -> str:
+def _audit(audit: Audit) -> str:
     """Whether the output was the target's own, in a line."""
-    drawn = audit["sampled"]
-    verdict = "passed" if audit["passed"] else "FAILED"
+    verdict = "passed" if audit.passed else "FAILED"
     text = (
-        f"Losslessness audit: {verdict}. Of {audit['tokens']} greedy tokens "
-        f"{audit['own_row']} are the likeliest of their own row and {audit['equal']} those of a plain pass "
-        f"without cache, {audit['near_ties']} are near ties and {audit['mismatches']} mismatches"
+        f"Losslessness audit: {verdict}. Of {audit.tokens} greedy tokens "
+        f"{audit.own_row} are the likeliest of their own row and {audit.equal} those of a plain pass "
+        f"without cache, {audit.near_ties} are near ties and {audit.mismatches} mismatches"
     )
-    if drawn:
-        impossible = sum(run["impossible"] for run in drawn)
-        text += f"; of {sum(run['tokens'] for run in drawn)} drawn tokens {impossible} were impossible"
+    if audit.sampled:
+        text += f"; of {audit.sampled_tokens} drawn tokens {audit.impossible} were impossible"
     return f"{text}."
 
 

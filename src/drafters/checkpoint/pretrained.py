@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import SCHEMA
+from decode.evaluation.scorecard import Scorecard
 from decode.model.load import load_target
 from decode.model.target import Target
 from drafters.base import Drafter, Origin
@@ -129,29 +130,24 @@ def write(
         hub.save(drafter, origin, folder, weights=weights)
     same = origin.folder if origin.sample and origin.sample == hub.sample(drafter) else None
     score, recipe = scorecard(same), recipe or notes(same, RECIPE)
-    if score and "target" in score:
-        score["target"] = origin.name
-    for name, value in zip(NOTES, (score, recipe), strict=True):
+    if score:
+        score = replace(score, checkpoint=replace(score.checkpoint, target=origin.name))
+    for name, value in zip(NOTES, (score and score.to_json(), recipe), strict=True):
         if value is not None:
             (folder / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
     facts = Facts(drafter, short_name(drafter), origin, score, recipe, to, layout, repo)
     (folder / "README.md").write_text(card(facts))
 
 
-def scorecard(folder: Path | None) -> dict[str, Any] | None:
-    """What a folder knows of its score; None: nothing. Prompts and texts stay with the run.
+def scorecard(folder: Path | None) -> Scorecard | None:
+    """Scorecard in a folder, or None. Sample texts stay with the run.
 
     Raises:
-        UserError: a scorecard that cannot be read, or of another version.
+        UserError: a scorecard that is damaged, or of another version.
     """
     for name in SCORES:
-        if (found := notes(folder, name)) is not None:
-            if found.get("schema") != SCHEMA:
-                raise UserError(
-                    f"{folder}/{name}: a scorecard of version {found.get('schema')}, this reads {SCHEMA}; "
-                    "score the checkpoint again, or take it away"
-                )
-            return {name: value for name, value in found.items() if name != "samples"}
+        if (values := notes(folder, name)) is not None:
+            return replace(Scorecard.from_json(values, f"{folder}/{name}"), samples=[])
     return None
 
 

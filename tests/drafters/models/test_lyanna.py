@@ -9,6 +9,7 @@ import torch
 from exact import check_lossless
 from faces import CHUNKS, SAMPLED, Follower, K, V, batch_of, both, paths, random_texts
 
+from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
 from decode.draft import PAD
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout, inexact, replay
@@ -16,8 +17,6 @@ from decode.evaluation.stateful_replay import walk
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.scoring.head_calls import head_calls
-from distill.scoring.reuse_ablation import salvage, using
 from drafters.checkpoint import io as hub
 from drafters.drafting.tree import Beam
 from drafters.families.state_reuse import Reuse, merge
@@ -183,7 +182,7 @@ def test_a_row_without_old_states_drafts_as_if_there_were_no_reuse(tiny_target, 
     follower.propose(TREE)
     follower.advance((K, 1))  # all kept, and all rejected
     merged = follower.propose(TREE)
-    with using(drafter, "none"):
+    with reuse_mode(drafter, "none"):
         fresh = follower.propose(TREE)
     assert set(paths(merged, 0)) == set(paths(fresh, 0))
     assert set(paths(merged, 1)) != set(paths(fresh, 1))
@@ -227,7 +226,7 @@ def test_where_tokens_are_drawn_old_states_are_left_alone(tiny_target, make_draf
     follower.propose(TREE)
     follower.advance((1, 2))
     draft = follower.propose(SAMPLED)
-    with using(drafter, "none"):
+    with reuse_mode(drafter, "none"):
         assert torch.equal(draft.q, follower.propose(SAMPLED).q)
     assert not drafter.remembers(SAMPLED)
     assert drafter.remembers(TREE)
@@ -307,16 +306,16 @@ def rollouts_of(target, count=6, length=20):
 def test_one_head_product_a_draft_whatever_its_depth_and_mode(tiny_target, make_drafter, mode):
     target, drafter = lyanna(tiny_target, make_drafter, mode)
     for depth in (2, 3, 5):
-        assert head_calls(target, drafter, [1, 2, 3], Plan(depth, 3, 8)) == 1
+        assert head_products(target, drafter, [1, 2, 3], Plan(depth, 3, 8)) == 1
 
 
 def test_eagle_and_medusa_pay_one_for_every_depth(tiny_target, make_drafter):
     target, eagle = both(tiny_target, make_drafter, "eagle")
-    assert head_calls(target, eagle, [1, 2, 3], Plan(3, 2, 5)) == 3
+    assert head_products(target, eagle, [1, 2, 3], Plan(3, 2, 5)) == 3
     target, medusa = both(tiny_target, make_drafter, "medusa")
-    assert head_calls(target, medusa, [1, 2, 3], Plan(3, 2, 5)) == 3
+    assert head_products(target, medusa, [1, 2, 3], Plan(3, 2, 5)) == 3
     target, shared = both(tiny_target, make_drafter, "medusa", own_head=False)
-    assert head_calls(target, shared, [1, 2, 3], Plan(3, 2, 5)) == 1
+    assert head_products(target, shared, [1, 2, 3], Plan(3, 2, 5)) == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -337,13 +336,13 @@ def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, mode):
 def test_what_reuse_is_worth_is_counted_as_defined(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
     sampler, rollouts = WARM, rollouts_of(target)
-    report = salvage(target, drafter, rollouts, TREE, sampler)
+    report = reuse_ablation(target, drafter, rollouts, TREE, sampler)
     steps = []
     walk(target, drafter, rollouts, TREE, sampler, on_step=steps.append)
     kept = [a for s in steps for a, more in zip(s.accepted, s.goes_on, strict=True) if more and a < K]
     assert sum(not more for s in steps for more in s.goes_on) == len(rollouts)  # each ends once
-    assert report["states_reused"] == pytest.approx(sum(K - a - 1 for a in kept) / sum(K - a for a in kept))
-    assert 0 <= report["salvage_rate"] < 0.5
+    assert report.states_reused == pytest.approx(sum(K - a - 1 for a in kept) / sum(K - a for a in kept))
+    assert 0 <= report.salvage_rate < 0.5
     for name, plan, mode in [
         ("equal_nodes", TREE, "tree_merge"),
         ("equal_forwards", Plan(K, 3, 11), "tree_merge"),
@@ -351,12 +350,12 @@ def test_what_reuse_is_worth_is_counted_as_defined(tiny_target, make_drafter):
     ]:
         taus = []
         for arm, form in [(mode, plan), ("none", TREE)]:
-            with using(drafter, arm):
+            with reuse_mode(drafter, arm):
                 (one,) = replay(target, drafter, rollouts, [form], sampler)
             taus.append(one.counts.tau)
-        assert report[name]["difference"] == pytest.approx(taus[0] - taus[1])
-        low, high = report[name]["interval"]
-        assert low <= report[name]["difference"] <= high
+        difference, (low, high) = getattr(report, name)
+        assert difference == pytest.approx(taus[0] - taus[1])
+        assert low <= difference <= high
     assert drafter.reuse.mode == "tree_merge"
 
 

@@ -8,10 +8,10 @@ from dense import dense, layer_step, norm
 from exact import EnumeratingCoin, Script
 from faces import CHAIN, CHUNKS, SAMPLED, TREE, Follower, K, V, batch_of, both, equal, random_texts
 
+from benchmarks.lyanna_ablation import head_products
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.scoring.head_calls import head_calls
 from drafters.base import Batch
 from drafters.checkpoint import io as hub
 from drafters.layers import unroll_attention as unrolled
@@ -129,7 +129,7 @@ def test_a_draft_is_one_pass_and_one_head_product(tiny_target, make_drafter, dep
             assert draft.depth == depth
             assert len(passes) / layers - 1 == want[0]  # one reads the settled pairs
             passes.clear()
-        assert head_calls(target, drafter, [1, 2, 3], Plan(depth, 3, 8)) == want[1]
+        assert head_products(target, drafter, [1, 2, 3], Plan(depth, 3, 8)) == want[1]
         passes.clear()
 
 

@@ -1,0 +1,230 @@
+"""scripts/benchmark.py lyanna: what reuse of hidden states gives, and head products of a draft."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # no public name; documented for subclasses
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.evaluation.replay import Counts, Rollout, agreement
+from decode.evaluation.stateful_replay import NO_COIN, Step, matched, walk
+from decode.generation.generate import generate
+from decode.generation.types import Proposer
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.config.build import build_target, quiet, read_inputs
+from distill.config.validate import check_ranges, refused
+from distill.report.tables import grid
+from distill.rollouts.heldout import held_out_answers
+from distill.utils.atomic_files import write_json
+from distill.utils.provenance import conditions
+from drafters.base import Drafter
+from drafters.checkpoint import io as hub
+from drafters.models.lyanna import Lyanna
+
+HEAD_TOKENS = 16  # decoded to count head products
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.linear}
+
+
+class Difference(NamedTuple):
+    """Difference of two acceptance lengths and its 99 % interval, paired by prompt."""
+
+    difference: float
+    interval: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Acceptance length with reused states and without, on stored answers.
+
+    Attributes:
+        states_reused: of the states at and behind a rejection, share used in the next round.
+        salvage_rate: share of rounds that accept more than they would with the plan's nodes all fresh.
+        equal_nodes: the plan's nodes shared out between fresh and old states, over all fresh.
+        equal_forwards: old states' nodes on top of the plan's, over the plan.
+        fresh_control: as many fresh nodes on top, over the plan.
+    """
+
+    states_reused: float
+    salvage_rate: float
+    equal_nodes: Difference
+    equal_forwards: Difference
+    fresh_control: Difference
+
+
+def lyanna(cfg: DictConfig, folder: Path) -> float:
+    """Replay a Lyanna checkpoint with reuse of old states and without; a table, and `out` as JSON.
+
+    Args:
+        cfg: composed from conf/benchmark_lyanna.yaml.
+        folder: unused; nothing is written but `out`.
+
+    Returns:
+        The difference at equal nodes.
+
+    Raises:
+        UserError: bad input, another drafter, or a plan that old states are not merged into.
+    """
+    del folder
+    quiet()
+    check_ranges(cfg)
+    chat, _, held = read_inputs(cfg)
+    target = build_target(cfg)
+    drafter = hub.load(hub.fetch(cfg.checkpoint), target)
+    if not isinstance(drafter, Lyanna):
+        raise UserError(f"checkpoint={cfg.checkpoint}: the ablation is of drafter=lyanna")
+    target.tap(drafter.taps)
+    with refused():
+        plan, sampler = instantiate(cfg.decode), Sampler(cfg.temperature)
+    if not drafter.reuse.merges(plan):
+        raise UserError(
+            "old states are merged only with drafter.reuse.mode=tree_merge and a dynamic tree of fixed "
+            "nodes (decode=dynamic)"
+        )
+    prompts = held[: cfg.score.replay_prompts]
+    new, root = cfg.score.max_new_tokens, Path(cfg.answers)
+    rollouts = held_out_answers(target, chat, prompts, sampler, new, cfg.seed, root)
+    result = reuse_ablation(target, drafter, rollouts, plan, sampler)
+    products = head_products(target, drafter, rollouts[0].prompt, plan)
+    card = {"what": "lyanna", **asdict(result), "head_products": products, "prompts": len(prompts)}
+    load = [os.getloadavg()[0]]
+    write_json(Path(cfg.out), card | conditions(cfg, target, torch.get_num_threads(), load))
+    arms = {"equal nodes": result.equal_nodes, "equal passes": result.equal_forwards}
+    arms |= {"as many fresh nodes": result.fresh_control}
+    print(grid(["", "tau", "99 % interval"], [[name, *_cells(arm)] for name, arm in arms.items()]))
+    print(
+        f"differences over {plan.name}, all fresh, T={sampler.temperature:g}, {len(prompts)} answers; "
+        f"{result.states_reused:.1%} of states reused, {result.salvage_rate:.1%} of rounds longer by them; "
+        f"{products:g} head products a draft"
+    )
+    return result.equal_nodes.difference
+
+
+def _cells(arm: Difference) -> list[str]:
+    low, high = arm.interval
+    return [f"{arm.difference:+.3f}", f"{low:+.3f}..{high:+.3f}"]
+
+
+@contextmanager
+def reuse_mode(drafter: Lyanna, mode: str) -> Iterator[None]:
+    """Decode with another mode of reuse."""
+    before, drafter.reuse = drafter.reuse, replace(drafter.reuse, mode=mode)
+    try:
+        yield
+    finally:
+        drafter.reuse = before
+
+
+def reuse_ablation(
+    target: Target, drafter: Lyanna, rollouts: Sequence[Rollout], plan: Plan, sampler: Sampler
+) -> Reuse:
+    """Replay with `tree_merge` and without, at equal nodes and at equal passes of the target.
+
+    Args:
+        target: that wrote the rollouts.
+        drafter: what is scored.
+        rollouts: drawn by plain decoding with `sampler`.
+        plan: a dynamic tree of fixed nodes.
+        sampler: of the rollouts.
+    """
+    wide = replace(plan, nodes=plan.nodes + drafter.reuse.nodes)
+    states = _ReusedStates(target, drafter, plan, sampler)
+
+    def counts(mode: str, plan: Plan, on_step: _ReusedStates | None = None) -> Counts:
+        with reuse_mode(drafter, mode):
+            rounds, _ = walk(target, drafter, rollouts, plan, sampler, on_step=on_step)
+        return Counts([len(r.answer) - 1 for r in rollouts], [float(n) for n in rounds])
+
+    base = counts("none", plan)
+
+    def over_base(arm: Counts) -> Difference:
+        return Difference(arm.tau - base.tau, agreement(arm, base))
+
+    equal_nodes = over_base(counts("tree_merge", plan, states))
+    return Reuse(
+        states_reused=states.num_reused / max(states.num_rejected, 1),
+        salvage_rate=states.num_longer / max(states.num_rounds, 1),
+        equal_nodes=equal_nodes,
+        equal_forwards=over_base(counts("tree_merge", wide)),
+        fresh_control=over_base(counts("none", wide)),
+    )
+
+
+class _ReusedStates:
+    """Counts states and rounds while `walk` decodes."""
+
+    def __init__(self, target: Target, drafter: Lyanna, fresh: Plan, sampler: Sampler) -> None:
+        self._target, self._drafter, self._fresh, self._sampler = target, drafter, fresh, sampler
+        self.num_rounds = self.num_longer = self.num_rejected = self.num_reused = 0
+
+    def __call__(self, step: Step) -> None:
+        """See `walk`; the state is left as it was."""
+        drafted = step.state.drafted
+        with reuse_mode(self._drafter, "none"):
+            alone = self._drafter.propose(step.state, self._target, self._sampler, NO_COIN, self._fresh)
+        step.state.drafted = drafted
+        depth = step.draft.depth
+        fresh_accepted = matched(alone, step.ahead)
+        for accepted, fresh, more in zip(step.accepted, fresh_accepted, step.goes_on, strict=True):
+            self.num_rounds += 1
+            self.num_longer += accepted > fresh
+            if more and accepted < depth:
+                self.num_rejected += depth - accepted
+                self.num_reused += depth - accepted - 1
+
+
+class _ProductCounter(TorchDispatchMode):
+    """Counts operations that read one of the heads' weights."""
+
+    def __init__(self, heads: list[Tensor]) -> None:
+        super().__init__()
+        self._heads, self.count = {head.data_ptr() for head in heads}, 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in PRODUCTS:
+            self.count += any(isinstance(a, Tensor) and a.data_ptr() in self._heads for a in args)
+        return func(*args, **(kwargs or {}))
+
+
+class _CountedDrafter:
+    """A drafter whose drafts, and the head products in them, are counted."""
+
+    def __init__(self, drafter: Drafter, products: _ProductCounter) -> None:
+        self._drafter, self._products, self.drafts = drafter, products, 0
+        self.new_state, self.advance, self.select = drafter.new_state, drafter.advance, drafter.select
+
+    def propose(self, *args: Any) -> Any:
+        self.drafts += 1
+        with self._products:
+            return self._drafter.propose(*args)
+
+
+def head_products(target: Target, drafter: Drafter, prompt: list[int], plan: Plan) -> float:
+    """Matrix products with an output head in a draft, decoding greedily: 1 for Lyanna, K for Medusa.
+
+    A head is the target's, or a matrix of the drafter's with a row for each token that it can draft,
+    except a token-info bias, whose columns are few.
+    """
+    sizes = {target.vocab_size, drafter.settings.get("draft_vocab_size")}
+    heads = [target.head.weight] + [
+        weight
+        for name, weight in drafter.named_parameters()
+        if weight.dim() == 2 and weight.shape[0] in sizes and not name.startswith("info.")
+    ]
+    counted = _CountedDrafter(drafter, products := _ProductCounter(heads))
+    proposer = cast("Proposer", counted)
+    generate(target, proposer, [prompt], sampler=Sampler(0.0), plan=plan, max_new_tokens=HEAD_TOKENS)
+    return products.count / max(counted.drafts, 1)

@@ -1,0 +1,326 @@
+"""Score a drafter: time the decoder against plain decoding, replay acceptance, audit losslessness."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from decode.errors import UserError
+from decode.evaluation.acceptance import Acceptance, acceptance, counted, whole_rounds
+from decode.evaluation.audit import Case, audit, steps
+from decode.evaluation.replay import Counts, Rollout, agreement
+from decode.evaluation.scorecard import Conditions, Replay, Row, Scorecard, Timing
+from decode.evaluation.timing_ab import Prompts, Tally, compete
+from decode.generation.generate import generate
+from decode.generation.types import Output, Proposer
+from decode.hardware import hardware
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+
+AUDIT_SAMPLES = 8  # answers to each prompt in a full audit
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What one row of the scorecard is measured with."""
+
+    sampler: Sampler
+    plan: Plan
+    batch_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Prompts that no drafter was trained on.
+
+    Attributes:
+        prompts: token ids, decoded for the times.
+        names: of the prompts; they key the random draws. Default 0, 1, ...
+        rollouts: for each sampler the target's answers, to `prompts` first and then to any others.
+    """
+
+    prompts: Prompts
+    names: Sequence[int | str] | None = None
+    rollouts: Mapping[Sampler, Sequence[Rollout]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """How a drafter is scored.
+
+    Attributes:
+        max_new_tokens: for each prompt.
+        stop: end tokens.
+        seed: of all draws.
+        repeats: timed runs; tokens are the same in each.
+        audit_prompts: prompts that the audit decodes: greedily with the headline's plan, and once at each
+            temperature above 0 that is scored, or else at 1.
+        full_audit: audit all prompts, with every plan, and several answers to each.
+    """
+
+    max_new_tokens: int
+    stop: Sequence[int] = ()
+    seed: int = 0
+    repeats: int = 1
+    audit_prompts: int = 16
+    full_audit: bool = False
+
+
+def score(
+    target: Target,
+    drafter: Proposer,
+    held_out: HeldOut,
+    settings: Sequence[Setting],
+    options: ScoreOptions,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scorecard:
+    """Measure a drafter.
+
+    The decoder gives times and a count of accepted tokens on `held_out.prompts`. Acceptance is replayed
+    on all stored answers, and both have to agree on the prompts that they share.
+
+    Args:
+        target: compared with itself without the drafter.
+        drafter: what is scored.
+        held_out: prompts and answers.
+        settings: rows; the first is the headline.
+        options: how to measure.
+        progress: called with (steps done, steps in all).
+
+    Raises:
+        UserError: nothing to score on, or a headline that is not lossless.
+    """
+    check(held_out.prompts, settings[0].plan)
+    cases = _audit_cases(settings, options.full_audit)
+    audited = held_out.prompts if options.full_audit else held_out.prompts[: options.audit_prompts]
+    samples = AUDIT_SAMPLES if options.full_audit else 1
+    groups: dict[tuple[Sampler, int], list[Setting]] = {}
+    for setting in settings:
+        groups.setdefault((setting.sampler, setting.batch_size), []).append(setting)
+    batches = options.repeats * sum(-(-len(held_out.prompts) // size) for _, size in groups)
+    advance = _Progress(batches + steps(len(audited), cases, samples) + len(held_out.rollouts), progress)
+
+    decoded: dict[Setting, tuple[Row, Counts]] = {}
+    for members in groups.values():
+        rows = _decode(target, drafter, held_out, members, options, advance)
+        decoded |= dict(zip(members, rows, strict=True))
+    replays: dict[Setting, Replay] = {}
+    for sampler, rollouts in held_out.rollouts.items():
+        members = [s for s in settings if s.sampler == sampler and not s.plan.lossy]
+        for setting, result in _accept(target, drafter, rollouts, members, options).items():
+            replays[setting] = _replay(result, decoded[setting][1], len(held_out.prompts))
+        advance()
+    report = audit(
+        target,
+        drafter,
+        audited,
+        plan=settings[0].plan,
+        max_new_tokens=options.max_new_tokens,
+        stop=options.stop,
+        also=cases,
+        samples=samples,
+        seed=options.seed,
+        advanced=advance,
+    )
+    return Scorecard(
+        rows=[replace(decoded[s][0], replay=replays.get(s)) for s in settings],
+        audit=report,
+        conditions=_conditions(target, len(held_out.prompts), options),
+    )
+
+
+def check(prompts: Prompts, headline: Plan) -> None:
+    """Refuse what cannot be scored.
+
+    Raises:
+        UserError: no prompts, or a headline that is not lossless.
+    """
+    if not prompts:
+        raise UserError("score: there are no prompts to score on")
+    if headline.lossy:
+        raise UserError(f"decode: {headline.name} cannot be the headline; put it under score.plans")
+
+
+class _Progress:
+    """Counts steps and reports them."""
+
+    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
+        self._done, self._total, self._report = 0, total, report
+
+    def __call__(self) -> None:
+        self._done += 1
+        if self._report:
+            self._report(self._done, self._total)
+
+
+def _decode(
+    target: Target,
+    drafter: Proposer,
+    held_out: HeldOut,
+    settings: Sequence[Setting],
+    options: ScoreOptions,
+    advance: Callable[[], None],
+) -> list[tuple[Row, Counts]]:
+    """Time settings of one sampler and batch size, interleaved with plain decoding."""
+    sampler, batch_size = settings[0].sampler, settings[0].batch_size
+    names = list(range(len(held_out.prompts))) if held_out.names is None else held_out.names
+    plain, *tallies = compete(
+        partial(generate, target, sampler=sampler, seed=options.seed, stop=options.stop),
+        drafter,
+        [Plan(), *(s.plan for s in settings)],
+        held_out.prompts,
+        batch_size,
+        options.repeats,
+        options.max_new_tokens,
+        names,
+        advance,
+    )
+    pairs = zip(settings, tallies, strict=True)
+    return [(_row(setting, tally, plain), counted(tally.outputs)) for setting, tally in pairs]
+
+
+def _accept(
+    target: Target,
+    drafter: Proposer,
+    rollouts: Sequence[Rollout],
+    settings: Sequence[Setting],
+    options: ScoreOptions,
+) -> dict[Setting, Acceptance]:
+    """Acceptance of lossless settings of one sampler on the target's answers."""
+    if not settings:
+        return {}
+    measure = partial(
+        acceptance,
+        target,
+        drafter,
+        rollouts,
+        sampler=settings[0].sampler,
+        max_new_tokens=options.max_new_tokens,
+        stop=options.stop,
+        seed=options.seed,
+    )
+    plans = list(dict.fromkeys(s.plan for s in settings if s.plan.adapt is None))
+    by_plan = dict(zip(plans, measure(plans=plans), strict=True))
+    results: dict[Setting, Acceptance] = {}
+    for setting in settings:
+        if setting.plan in by_plan:
+            results[setting] = by_plan[setting.plan]
+        else:  # the depth of an adaptive draft depends on the rows beside it
+            (results[setting],) = measure(plans=[setting.plan], batch_size=setting.batch_size)
+    return results
+
+
+def _audit_cases(settings: Sequence[Setting], full: bool) -> list[Case]:
+    """What the audit decodes beside the headline's plan greedily.
+
+    Each sampler with the first plan that it is scored with; in a full audit each sampler and plan.
+    """
+    settings = [s for s in settings if not s.plan.lossy]
+    plans = list(dict.fromkeys(s.plan for s in settings))
+    sampled = list(dict.fromkeys((s.sampler, s.plan) for s in settings if s.sampler.temperature > 0))
+    sampled = sampled or [(Sampler(1.0), plan) for plan in plans]
+    if full:
+        return [*((Sampler(0.0), plan) for plan in plans if plan != settings[0].plan), *sampled]
+    first: dict[Sampler, Plan] = {}
+    for sampler, plan in sampled:
+        first.setdefault(sampler, plan)
+    return list(first.items())
+
+
+def _conditions(target: Target, prompts: int, options: ScoreOptions) -> Conditions:
+    return Conditions(
+        seed=options.seed,
+        prompts=prompts,
+        max_new_tokens=options.max_new_tokens,
+        repeats=options.repeats,
+        dtype=str(target.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        hardware=hardware(target.device),
+        load_average=round(os.getloadavg()[0], 2),
+        kv_bytes_per_token=target.cache.store.bytes_per_token,
+    )
+
+
+def _row(setting: Setting, tally: Tally, plain: Tally) -> Row:
+    """One setting from the runs with and without the drafter."""
+    outputs, times, plan = tally.outputs, tally.times, setting.plan
+    counts = counted(outputs)
+    survival, alpha, offered = _positions(outputs, plan.depth)
+    latencies = [o.ttft for o in outputs]
+    num_accepted, num_drafted = sum(sum(o.accepted) for o in outputs), sum(sum(o.drafted) for o in outputs)
+    return Row(
+        temperature=setting.sampler.temperature,
+        decode=plan.name,
+        rule=plan.rule,
+        lossy=plan.lossy,
+        batch_size=setting.batch_size,
+        nodes=plan.nodes,
+        tau=counts.tau,
+        tau_interval=counts.interval(),
+        survival=survival,
+        alpha=alpha,
+        offered=offered,
+        acceptance_rate=_ratio(num_accepted, num_drafted),
+        rounds=int(sum(counts.rounds)),
+        tokens=sum(counts.tokens),
+        tokens_per_second=tally.speed,
+        plain_tokens_per_second=plain.speed,
+        speedup=_ratio(tally.speed, plain.speed),
+        overhead=_ratio(counts.tau * plain.speed, tally.speed) - 1,
+        draft_share=_ratio(times.draft, times.total),
+        verify_share=_ratio(times.verify, times.total),
+        other_share=_ratio(times.other, times.total),
+        ttft=_ratio(sum(latencies), len(latencies)),
+        tpot=_ratio(setting.batch_size * times.total, tally.decoded),
+        timing=Timing(
+            seconds=tally.seconds,
+            tokens=tally.tokens,
+            plain_seconds=plain.seconds,
+            plain_tokens=plain.tokens,
+        ),
+    )
+
+
+def _replay(result: Acceptance, decoded: Counts, shared: int) -> Replay:
+    """Acceptance on all answers; on the first `shared` ones the decoder must agree.
+
+    What selects the best checkpoint must not be what it is then reported by, so `selection_tau` is taken
+    from the other answers.
+    """
+    same, others = result.counts.part(0, shared), result.counts.part(shared)
+    low, high = (-math.inf, math.inf) if result.estimate else agreement(decoded, same)
+    return Replay(
+        method=f"estimate ({result.estimate})" if result.estimate else "exact",
+        tau=result.counts.tau,
+        tau_interval=result.counts.interval(),
+        survival=result.survival,
+        prompts=len(result.counts.tokens),
+        counts=result.counts,
+        difference_interval=[low, high] if math.isfinite(low) else None,
+        agrees=low <= 0 <= high,
+        selection_tau=others.tau if others.tokens else result.counts.tau,
+    )
+
+
+def _positions(outputs: Sequence[Output], depth: int) -> tuple[list[float], list[float], list[float]]:
+    """survival[j] = P(accepted >= j), alpha[j] = P(accepted >= j | j - 1 accepted, j offered), offered[j]."""
+    rounds = whole_rounds(outputs)
+    levels = range(1, depth + 1)
+    num_reached = [sum(a >= j for a, _ in rounds) for j in levels]
+    num_offered = [sum(o >= j for _, o in rounds) for j in levels]
+    num_tried = [sum(a >= j - 1 and o >= j for a, o in rounds) for j in levels]
+    return (
+        [_ratio(n, len(rounds)) for n in num_reached],
+        [_ratio(n, t) for n, t in zip(num_reached, num_tried, strict=True)],
+        [_ratio(n, len(rounds)) for n in num_offered],
+    )
+
+
+def _ratio(top: float, bottom: float) -> float:
+    return top / bottom if bottom else 0.0
