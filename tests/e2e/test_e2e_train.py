@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -70,7 +71,7 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench):
     # Keys and values of one layer, of the target's two.
     assert 2 * cards[1]["drafter_kv_bytes_per_token"] == cards[1]["kv_bytes_per_token"] > 0
     # By the answers that the headline's tau is not reported on.
-    chosen = {str(card["step"]): card["replay"]["chosen_by"] for card in cards}
+    chosen = {str(card["step"]): card["replay"]["selection_tau"] for card in cards}
     assert chosen[str((folder / "checkpoints" / "best").readlink())] == max(chosen.values())
     assert not leftovers(bench.root)
     assert not list(folder.glob("*.log"))
@@ -119,7 +120,8 @@ def test_best_follows_replay_on_the_other_prompts(bench, tmp_path, monkeypatch):
 
     def card(self, *at):
         found = score(self, *at)
-        return found | {"replay": found["replay"] | {"chosen_by": taus[at[1]]}}
+        (row,) = found.rows
+        return replace(found, rows=[replace(row, replay=replace(row.replay, selection_tau=taus[at[1]]))])
 
     monkeypatch.setattr(run.Scorer, "__call__", card)
     bench.run(tmp_path, score__every=2)

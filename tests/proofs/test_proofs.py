@@ -21,7 +21,7 @@ from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
-from distill.scoring.tap_control import Strangers
+from distill.scoring.tap_control import ShuffledTaps
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.models.eagle import Eagle
@@ -204,7 +204,7 @@ def test_with_hidden_states_of_other_places_it_is_worse(drafters, chats, tempera
     rollouts = answers(target, chats[:48], sampler)
     (own,) = replay(target, eagle, rollouts, [Plan(4, 4, 16)], sampler)
     try:
-        Strangers(target, chats[:48], 0)
+        ShuffledTaps(target, chats[:48], 0)
         (strange,) = replay(target, eagle, rollouts, [Plan(4, 4, 16)], sampler)
     finally:
         target.disguise = None

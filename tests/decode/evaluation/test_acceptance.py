@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 
+import cards
 import pytest
 from exact import Grown
 
@@ -12,7 +13,7 @@ from decode.depth_policy import Pace
 from decode.errors import UserError
 from decode.evaluation.acceptance import acceptance
 from decode.evaluation.replay import Rollout
-from decode.evaluation.scorecard import Setting, score
+from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.planning import auto as module
@@ -44,34 +45,36 @@ def scored(target, drafter, plans, samplers, **options):
     prompts = [r.prompt for r in answers[samplers[0]]][:10]
     settings = [Setting(s, plan) for s in samplers for plan in plans]
     options = {"max_new_tokens": LENGTH, "stop": STOP, "audit_prompts": 2} | options
-    return score(target, drafter, prompts, settings, rollouts=answers, **options)
+    held_out = HeldOut(prompts, rollouts=answers)
+    return score(target, drafter, held_out, settings, ScoreOptions(**options))
 
 
 def test_every_row_is_replayed_and_agrees(target):
     card = scored(target, Grown(VOCAB), [TREE, CHAIN, HYBRID], [Sampler(0.0), WARM])
-    assert card["replay_agrees"] is True
-    for row in card["rows"]:
-        replay = row["replay"]
-        assert replay["prompts"] == 24 > card["prompts"]
-        assert replay["tau_interval"][0] <= replay["tau"] <= replay["tau_interval"][1]
-        assert len(replay["survival"]) == len(row["survival"])
-        inexact = row["temperature"] and row["decode"].startswith("hybrid")
-        assert replay["method"].startswith("estimate (" if inexact else "exact")
-        assert (replay["difference_interval"] is None) == bool(inexact)
-    assert card["replay"] == card["rows"][0]["replay"]
+    assert card.replay_agrees is True
+    for row in card.rows:
+        replay = row.replay
+        assert replay.prompts == 24 > card.conditions.prompts
+        assert replay.tau_interval[0] <= replay.tau <= replay.tau_interval[1]
+        assert len(replay.survival) == len(row.survival)
+        inexact = row.temperature and row.decode.startswith("hybrid")
+        assert replay.method.startswith("estimate (" if inexact else "exact")
+        assert replay.exact is not bool(inexact)
+        assert (replay.difference_interval is None) == bool(inexact)
     text = settings_table(card)
-    assert f"{card['replay']['tau']:.2f}" in text
-    assert f"{card['rows'][-1]['replay']['tau']:.2f}~" in text, "an estimate is marked"
+    assert f"{card.headline.replay.tau:.2f}" in text
+    assert f"{card.rows[-1].replay.tau:.2f}~" in text, "an estimate is marked"
 
 
 def test_a_matching_decoder_is_told_to_the_round(target):
     """Seed and names say which text is drawn, and `match` draws the text that was stored."""
     card = scored(target, Grown(VOCAB), [TREE], [WARM])
-    low, high = card["replay"]["difference_interval"]
+    low, high = card.headline.replay.difference_interval
     assert low == pytest.approx(0, abs=1e-9)
     assert high == pytest.approx(0, abs=1e-9)
     other = scored(target, Grown(VOCAB), [TREE], [WARM], seed=1)
-    assert other["replay"]["difference_interval"][0] < 0 < other["replay"]["difference_interval"][1]
+    low, high = other.headline.replay.difference_interval
+    assert low < 0 < high
 
 
 def test_the_best_is_chosen_by_prompts_that_it_is_not_reported_on(target):
@@ -79,22 +82,21 @@ def test_the_best_is_chosen_by_prompts_that_it_is_not_reported_on(target):
     answers = rollouts(target, WARM)
     options = {"max_new_tokens": LENGTH, "stop": STOP}
     (rest,) = acceptance(target, Grown(VOCAB), answers[10:], [TREE], WARM, **options)
-    assert card["replay"]["chosen_by"] == pytest.approx(rest.counts.tau)
-    assert card["replay"]["chosen_by"] != pytest.approx(card["replay"]["tau"])
+    assert card.headline.replay.selection_tau == pytest.approx(rest.counts.tau)
+    assert card.headline.replay.selection_tau != pytest.approx(card.headline.replay.tau)
     (same,) = acceptance(target, Grown(VOCAB), answers[:10], [TREE], WARM, **options)
-    assert card["tau"] == pytest.approx(same.counts.tau)
+    assert card.headline.tau == pytest.approx(same.counts.tau)
 
 
 def test_a_disagreement_is_an_error_in_the_log(tmp_path, caplog):
     """And the checkpoint that is better on the prompts not reported is `best`."""
-    replay = {"agrees": False, "tau": 3.0, "difference_interval": [0.1, 0.4], "chosen_by": 2.5}
-    row = {"decode": "chain-2", "temperature": 0.7, "tau": 3.2, "replay": replay}
-    cards = {
-        10: row | {"rows": [row], "audit_passed": True, "survival": []},
-        20: row
-        | {"tau": 9.0, "rows": [], "audit_passed": True, "survival": [], "replay": replay | {"chosen_by": 2}},
+    more = {"agrees": False, "difference_interval": [0.1, 0.4]}
+    rows = {
+        10: cards.row(0.7, tau=3.2, replay=cards.replay(3.0, selection_tau=2.5, **more)),
+        20: cards.row(0.7, tau=9.0, replay=cards.replay(3.0, selection_tau=2.0)),
     }
-    saver = ScoreCheckpoint(tmp_path, 10, lambda folder, step: cards[step], "")
+    by_step = {step: cards.card_of([one]) for step, one in rows.items()}
+    saver = ScoreCheckpoint(tmp_path, 10, lambda folder, step: by_step[step], "")
     trainer = type("Trainer", (), {"loggers": []})()
     with caplog.at_level(logging.ERROR):
         for step in (10, 20):
@@ -110,9 +112,9 @@ def test_a_disagreement_is_an_error_in_the_log(tmp_path, caplog):
 def test_a_lossy_plan_is_labelled_and_never_heads_the_table(target):
     lossy = Plan(3, 2, 6, rule="typical", lossy=True)
     card = scored(target, Grown(VOCAB), [TREE, lossy], [WARM])
-    assert [row["lossy"] for row in card["rows"]] == [False, True]
-    assert card["rows"][1]["decode"].endswith("typical LOSSY")
-    assert card["rows"][1]["replay"] is None
+    assert [row.lossy for row in card.rows] == [False, True]
+    assert card.rows[1].decode.endswith("typical LOSSY")
+    assert card.rows[1].replay is None
     with pytest.raises(UserError, match="cannot be the headline"):
         scored(target, Grown(VOCAB), [lossy, TREE], [WARM])
 

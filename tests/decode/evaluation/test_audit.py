@@ -12,6 +12,7 @@ from decode import verify
 from decode.draft import Draft
 from decode.evaluation.audit import Audit, audit
 from decode.evaluation.sampling_tests import Uniform
+from decode.evaluation.scorecard import as_json
 from decode.generation.generate import generate
 from decode.model.cache import RowStore
 from decode.model.load import load_target, load_tokenizer, stop_tokens
@@ -66,8 +67,8 @@ def counts_add_up(found: Audit):
     assert found.equal + found.near_ties + found.mismatches == found.tokens > 0
     assert 0 <= found.own_row <= found.tokens
     assert found.passed == (found.own_row == found.tokens and found.mismatches == 0)
-    assert found.report()["passed"] is found.passed
-    assert set(found.report()) == {*Audit.__slots__, *OF_DRAWS, "passed"}
+    assert as_json(found)["passed"] is found.passed
+    assert set(as_json(found)) == {*Audit.__slots__, *OF_DRAWS, "passed"}
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
@@ -75,7 +76,7 @@ def test_bf16_passes(half, plan):
     found = half.audit(plan, also=None)
     counts_add_up(found)
     assert found.passed
-    assert found.report()["sampled_tokens"] > ROWS * LENGTH / 3
+    assert found.sampled_tokens > ROWS * LENGTH / 3
     assert found.own_row == found.tokens > ROWS * LENGTH / 3
     assert found.mismatches == 0
     # Rounding in bf16 shows, but a near tie is still a small part of the logits' range.
@@ -128,7 +129,7 @@ def test_the_smallest_of_many_p_values_is_corrected():
         Uniform(1.0, "chain-4", 30, 0, {"free by p": 0.4, "free by id": 1e-3}, -1.5, 0.5),
         Uniform(0.7, "chain-4", 50, 0, {"free by p": 0.2}, 0.5, 0.01),
     )
-    report = Audit(9, 9, 9, 0, 0, 0.1, "float32", runs).report()
+    report = as_json(Audit(9, 9, 9, 0, 0, 0.1, "float32", runs))
     assert report["pit_p"] == pytest.approx(5 * 1e-3)
     assert report["surprisal_p"] == pytest.approx(5 * 0.01)
     assert report["surprisal_z"] == -1.5
@@ -279,7 +280,7 @@ def test_a_target_of_nan_fails(single, monkeypatch):
     found = single.audit(drafter=Oracle([], 61, branches=0), plan=CHAIN, also=None)
     counts_add_up(found)
     assert found.mismatches == found.tokens
-    assert found.report()["impossible"] == found.report()["sampled_tokens"] > 0
+    assert found.impossible == found.sampled_tokens > 0
     assert not found.passed
 
 

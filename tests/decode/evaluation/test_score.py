@@ -5,9 +5,10 @@ import torch
 from scripted import Oracle, greedy
 
 from decode.errors import UserError
-from decode.evaluation import scorecard as module
+from decode.evaluation import score as module
 from decode.evaluation.replay import Counts
-from decode.evaluation.scorecard import Setting, score
+from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
+from decode.evaluation.scorecard import SCHEMA, Scorecard, Timing
 from decode.evaluation.timing_ab import Tally
 from decode.generation.generate import generate
 from decode.generation.types import Generation, Output, Times
@@ -90,23 +91,22 @@ def test_a_row_by_hand():
     tally.add(Generation(outputs, Times(prefill=9.0, draft=1.0, verify=2.0, total=4.0)), 0, 0)
     plain.add(Generation([Output([0] * 9)], Times(total=8.0)), 0, 0)
     row = module._row(Setting(Sampler(0.5), Plan(depth=2, width=2, nodes=4), 2), tally, plain)
-    assert row["tokens"] == 3 + 1 + 1 + 2
-    assert row["rounds"] == 4
-    assert row["tau"] == 7 / 4  # the cut round counts: its forward was paid and its token came
-    assert row["survival"] == [2 / 3, 1 / 3]
-    assert row["alpha"] == [2 / 3, 1 / 2]
-    assert row["acceptance_rate"] == (2 + 0 + 2 + 1) / (4 + 3 + 4 + 4)
-    assert row["tokens_per_second"] == 7 / 4
-    assert row["plain_tokens_per_second"] == 1.0
-    assert row["speedup"] == 7 / 4
-    assert row["overhead"] == pytest.approx(7 / 4 * 1.0 / (7 / 4) - 1)
-    assert (row["draft_share"], row["verify_share"], row["other_share"]) == (0.25, 0.5, 0.25)
-    timed = {"seconds": [4.0], "tokens": [7], "plain_seconds": [8.0], "plain_tokens": [8]}
-    assert row["timed"] == timed
-    assert row["ttft"] == 0.5
-    assert row["tpot"] == 2 * 4.0 / 7
-    assert (row["temperature"], row["batch_size"], row["nodes"]) == (0.5, 2, 4)
-    assert (row["decode"], row["rule"]) == ("tree-4 (depth 2, width 2)", "match")
+    assert row.tokens == 3 + 1 + 1 + 2
+    assert row.rounds == 4
+    assert row.tau == 7 / 4  # the cut round counts: its forward was paid and its token came
+    assert row.survival == [2 / 3, 1 / 3]
+    assert row.alpha == [2 / 3, 1 / 2]
+    assert row.acceptance_rate == (2 + 0 + 2 + 1) / (4 + 3 + 4 + 4)
+    assert row.tokens_per_second == 7 / 4
+    assert row.plain_tokens_per_second == 1.0
+    assert row.speedup == 7 / 4
+    assert row.overhead == pytest.approx(7 / 4 * 1.0 / (7 / 4) - 1)
+    assert (row.draft_share, row.verify_share, row.other_share) == (0.25, 0.5, 0.25)
+    assert row.timing == Timing(seconds=[4.0], tokens=[7], plain_seconds=[8.0], plain_tokens=[8])
+    assert row.ttft == 0.5
+    assert row.tpot == 2 * 4.0 / 7
+    assert (row.temperature, row.batch_size, row.nodes) == (0.5, 2, 4)
+    assert (row.decode, row.rule) == ("tree-4 (depth 2, width 2)", "match")
 
 
 def test_repeats_are_timed_but_counted_once():
@@ -165,9 +165,14 @@ SETTINGS = [
 ]
 
 
+def scored(target, drafter, prompts, settings, progress=None, **options):
+    """As score.json has it."""
+    return score(target, drafter, HeldOut(prompts), settings, ScoreOptions(**options), progress).to_json()
+
+
 @pytest.fixture(scope="module")
 def card(target, oracle):
-    return score(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=4, audit_prompts=3)
+    return scored(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=4, audit_prompts=3)
 
 
 def by_hand(target, oracle, setting, **options):
@@ -180,7 +185,7 @@ def test_every_field_is_there(card):
     assert set(card) >= KEYS
     assert card["audit_passed"] is True
     assert card["audit"]["tokens"] == 3 * LENGTH
-    assert (card["schema"], card["seed"], card["prompts"], card["dtype"]) == (3, 4, 5, "float64")
+    assert (card["schema"], card["seed"], card["prompts"], card["dtype"]) == (SCHEMA, 4, 5, "float64")
     assert card["threads"] == torch.get_num_threads()
     assert card["hardware"]
     layers, heads, dim = 2, 1, 8
@@ -206,7 +211,7 @@ def test_a_row_is_what_the_decoder_did(card, target, oracle, index):
     assert row["rounds"] == rounds
     assert row["tokens"] == sum(len(o.tokens) - 1 for o in outputs) == len(PROMPTS) * (LENGTH - 1)
     assert row["tau"] == row["tokens"] / rounds
-    timed = row["timed"]
+    timed = row["timing"]
     assert {len(column) for column in timed.values()} == {-(-len(PROMPTS) // setting.batch_size)}
     assert row["tokens_per_second"] == pytest.approx(sum(timed["tokens"]) / sum(timed["seconds"]))
     plain = sum(timed["plain_tokens"]) / sum(timed["plain_seconds"])
@@ -240,7 +245,7 @@ def test_tau_is_one_and_all_survival_where_no_round_is_cut(target, oracle, plan)
     whole = by_hand(target, oracle, setting)[0].emitted
     length = 1 + sum(whole[:-1])  # the last round may be cut, those before it were not
     options = {"max_new_tokens": length, "audit_prompts": 1}
-    row = score(target, oracle, PROMPTS[:1], [setting], **options)
+    row = scored(target, oracle, PROMPTS[:1], [setting], **options)
     assert row["rounds"] == len(whole) - 1 > 3
     assert row["tau"] == pytest.approx(1 + sum(row["survival"]))
     assert 0 < row["survival"][-1] < row["survival"][0] <= 1
@@ -258,7 +263,7 @@ def test_a_cut_round_stays_in_tau_alone(target, oracle, stop):
     always = Oracle(texts, VOCAB, right=1.0, branches=0)  # every round accepts 4 and emits 5
     last = next(i for i in range(7, 20) if i % 5 != 0 and answer[i] not in answer[:i]) if stop is None else 12
     stop, length = ([answer[last]], LENGTH) if stop is None else ((), last + 1)
-    row = score(
+    row = scored(
         target,
         always,
         PROMPTS[:1],
@@ -274,7 +279,7 @@ def test_a_cut_round_stays_in_tau_alone(target, oracle, stop):
 
 
 def test_twice_gives_the_same(card, target, oracle):
-    again = score(
+    again = scored(
         target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=4, audit_prompts=3, repeats=2
     )
     counted = ("tau", "tau_interval", "survival", "alpha", "offered", "acceptance_rate", "rounds", "tokens")
@@ -285,14 +290,14 @@ def test_twice_gives_the_same(card, target, oracle):
 
 
 def test_the_seed_matters_where_something_is_drawn(card, target, oracle):
-    other = score(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=5, audit_prompts=1)
+    other = scored(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=5, audit_prompts=1)
     assert other["tau"] == card["tau"], "greedy draws nothing"
     assert other["rows"][3]["survival"] != card["rows"][3]["survival"]
 
 
 def test_progress_reaches_its_end(target, oracle):
     steps = []
-    score(
+    scored(
         target,
         oracle,
         PROMPTS,
@@ -312,7 +317,7 @@ def test_a_failed_audit_is_told(target, oracle, monkeypatch):
 
     real = module.audit
     monkeypatch.setattr(module, "audit", lambda *a, **k: replace(real(*a, **k), mismatches=1))
-    row = score(target, oracle, PROMPTS, SETTINGS[:1], max_new_tokens=4, audit_prompts=1)
+    row = scored(target, oracle, PROMPTS, SETTINGS[:1], max_new_tokens=4, audit_prompts=1)
     assert row["audit_passed"] is False
     assert row["audit"]["passed"] is False
 
@@ -323,13 +328,13 @@ def test_the_audit_draws_what_is_scored(card):
         (0.4, "tree-7 (depth 3, width 3)", 3 * LENGTH)
     ]
     assert card["audit"]["sampled_tokens"] == 3 * LENGTH
-    lines = settings_table(card).splitlines()[-2:]
+    lines = settings_table(Scorecard.from_json(card, "score.json")).splitlines()[-2:]
     assert lines[0].startswith(f"audit pass: T=0, {3 * LENGTH} tokens, own row {3 * LENGTH}, equal ")
     assert lines[1].startswith(f"  T=0.4, tree-7 (depth 3, width 3): {3 * LENGTH} tokens, impossible 0")
 
 
 def cases(*settings, full=False):
-    return module._audited([Setting(Sampler(t), plan) for t, plan in settings], full)
+    return module._audit_cases([Setting(Sampler(t), plan) for t, plan in settings], full)
 
 
 def test_which_laws_and_plans_are_audited():
@@ -350,7 +355,7 @@ def test_which_laws_and_plans_are_audited():
 
 def test_a_full_audit_takes_all_prompts_laws_and_plans_several_times(target, oracle):
     steps = []
-    found = score(
+    found = scored(
         target,
         oracle,
         PROMPTS,
@@ -363,7 +368,7 @@ def test_a_full_audit_takes_all_prompts_laws_and_plans_several_times(target, ora
     assert found["passed"]
     assert found["tokens"] == len(PROMPTS) * LENGTH * 2
     assert [(r["temperature"], r["tokens"]) for r in found["sampled"]] == [
-        (0.5, len(PROMPTS) * LENGTH * module.SAMPLES)
+        (0.5, len(PROMPTS) * LENGTH * module.AUDIT_SAMPLES)
     ]
     assert found["impossible"] == 0
     assert steps[-1] == (len(steps), len(steps))
@@ -371,4 +376,4 @@ def test_a_full_audit_takes_all_prompts_laws_and_plans_several_times(target, ora
 
 def test_nothing_to_score_on_is_one_line(target, oracle):
     with pytest.raises(UserError, match="no prompts"):
-        score(target, oracle, [], SETTINGS, max_new_tokens=4)
+        scored(target, oracle, [], SETTINGS, max_new_tokens=4)

@@ -14,6 +14,7 @@ from decode.draft import PAD, Draft, Laws
 from decode.evaluation.audit import CHANCE, audit
 from decode.evaluation.audit import steps as audit_steps
 from decode.evaluation.sampling_tests import BINS, TILTS, Uniformity, _chi_square
+from decode.evaluation.scorecard import as_json
 from decode.generation.generate import generate
 from decode.generation.types import Round
 from decode.plan import Plan
@@ -391,16 +392,16 @@ def test_the_audit_draws_at_temperature_one_where_nothing_is_said(target):
     found = audited(target)
     assert found.passed
     assert [(run.temperature, run.decode, run.tokens) for run in found.sampled] == [(1.0, SAMPLED.name, 240)]
-    assert found.report()["sampled_tokens"] == 240
+    assert found.sampled_tokens == 240
     again = audited(target, seed=1)
-    assert again.report()["surprisal_z"] != found.report()["surprisal_z"]
+    assert again.surprisal_z != found.surprisal_z
     assert again.tokens == found.tokens
 
 
 def test_an_error_in_draws_fails_an_audit_whose_greedy_half_is_well(target, monkeypatch):
     monkeypatch.setattr("decode.evaluation.audit.ROWS", 240)
     found = audited(target, claimed(0.5), samples=12)
-    report = found.report()
+    report = as_json(found)
     assert found.own_row == found.tokens
     assert found.mismatches == 0
     assert not found.passed

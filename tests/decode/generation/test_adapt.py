@@ -13,7 +13,7 @@ from decode.depth_policy import Pace
 from decode.errors import UserError
 from decode.evaluation.acceptance import acceptance, counted
 from decode.evaluation.replay import Rollout, inexact, replay
-from decode.evaluation.scorecard import Setting, score
+from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
 from decode.generation import adaptive as adapt
 from decode.generation.generate import generate
 from decode.plan import Plan
@@ -171,17 +171,16 @@ def test_a_scorecard_counts_what_depends_on_company_and_says_so(tiny_target):
     )
     settings = [Setting(sampler, plan, batch) for batch in (1, 4)]
     options = {"max_new_tokens": 30, "stop": [4], "seed": 2, "audit_prompts": 2}
-    card = score(
-        target, Grown(5), [r.prompt for r in rollouts], settings, rollouts={sampler: rollouts}, **options
-    )
-    for row in card["rows"]:
-        assert row["decode"] == "chain-2 (adaptive)"
-        assert row["replay"]["method"] == "estimate (drafts depend on the rows beside them)"
+    held_out = HeldOut([r.prompt for r in rollouts], rollouts={sampler: rollouts})
+    card = score(target, Grown(5), held_out, settings, ScoreOptions(**options))
+    for row in card.rows:
+        assert row.decode == "chain-2 (adaptive)"
+        assert row.replay.method == "estimate (drafts depend on the rows beside them)"
     (alone,) = acceptance(
         target, Grown(5), rollouts, [plan], sampler, max_new_tokens=30, stop=[4], seed=2, batch_size=1
     )
-    assert card["rows"][0]["replay"]["tau"] == pytest.approx(alone.counts.tau)
-    assert card["audit_passed"]
+    assert card.headline.replay.tau == pytest.approx(alone.counts.tau)
+    assert card.audit_passed
 
 
 def test_one_that_remembers_is_walked_at_its_pace(tiny_target):

@@ -154,7 +154,7 @@ def test_a_run_is_scored_with_its_own_tree(bench):
     done = train([*argv, "score.replay_prompts=4"])
     assert done.code == 0, done.err
     card = json.loads((checkpoints(done.folder)[-1] / "score.json").read_text())
-    (chosen,) = card["auto"]
+    (chosen,) = card["plan_choices"]
     assert chosen["chosen"] == card["decode"]
     plan = Plan(tree=tuple(map(tuple, chosen["tree"])))
     assert plan.name == card["decode"]

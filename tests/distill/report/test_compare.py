@@ -4,16 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from compared import FAST, SLOW, TOKENS, card, row, timed
+from cards import audit, row_of
+from compared import FAST, SLOW, TOKENS, card, row, timing
 from workbench import foredraft
 
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
 from distill.report.compare import Choice, compared, read, table
-from distill.scoring.paired import less
+from distill.scoring.paired import tau_difference
 
 BOTH = Choice([0.0, 1.0])
-FAR = {"kl": 0, "reverse_kl": 0, "top1_agreement": 1, "greedy_prefix": 1, "prompts": 6}
+FAR = {"kl": 0, "reverse_kl": 0, "top1_agreement": 1, "greedy_prefix": 1, "prompts": 6, "tokens": 90}
 
 
 @pytest.fixture
@@ -27,7 +28,11 @@ def runs(tmp_path):
         row([12.0, 10.0, 17.0, 4.0, 11.0, 15.0], 1.0, speedup=0.5),
     ]
     card(tmp_path / "a" / "checkpoints" / "best", slow, "bigram")
-    return [str(tmp_path / "a"), card(tmp_path / "b", fast), card(tmp_path / "c", fast, audit_passed=False)]
+    return [
+        str(tmp_path / "a"),
+        card(tmp_path / "b", fast),
+        card(tmp_path / "c", fast, audit=audit(mismatches=9)),
+    ]
 
 
 def column(scored, choice, name):
@@ -54,7 +59,7 @@ def test_the_fastest_comes_first_with_all_its_costs(runs):
 def test_what_was_given_away_has_its_card_by_another_name(tmp_path):
     folder = Path(card(tmp_path / "a", [row([1.0] * 6)]))
     (folder / "score.json").rename(folder / "scorecard.json")
-    assert read([str(folder)])[0].card["drafter"] == "eagle"
+    assert read([str(folder)])[0].card.checkpoint.drafter == "eagle"
 
 
 def test_two_runs_of_one_drafter_are_told_apart_and_a_failed_audit_is_seen(runs):
@@ -119,11 +124,11 @@ def test_batch_and_plan_are_chosen(tmp_path):
 
 def test_a_difference_is_paired_by_prompt(runs):
     scored = read(runs[:2])
-    found = less(row(FAST), row(SLOW))
+    found = tau_difference(row_of(row(FAST)), row_of(row(SLOW)))
     assert found.value == pytest.approx(157 / 63 - 157 / 107)
     low, high = found.interval
     assert 0 < low < found.value < high
-    near = less(row(SLOW), row([1.1 * rounds for rounds in SLOW])).interval
+    near = tau_difference(row_of(row(SLOW)), row_of(row([1.1 * rounds for rounds in SLOW]))).interval
     alone = Counts(TOKENS, SLOW).interval()
     assert 0 < near[0] < near[1], "what is a tenth better on every prompt is better"
     assert near[1] - near[0] < (alone[1] - alone[0]) / 5
@@ -140,15 +145,15 @@ def test_a_difference_is_paired_by_prompt(runs):
 
 def test_speedups_are_divided_where_that_is_fair(tmp_path):
     """Each was measured over plain decoding in its own process: one machine, the same texts."""
-    one = row(FAST, speedup=1.5, timed=timed(1.4, 1.5, 1.6, 1.5, 1.5))
-    two = row(SLOW, speedup=1.2, timed=timed(1.1, 1.2, 1.3, 1.2, 1.2))
+    one = row(FAST, speedup=1.5, timing=timing(1.4, 1.5, 1.6, 1.5, 1.5))
+    two = row(SLOW, speedup=1.2, timing=timing(1.1, 1.2, 1.3, 1.2, 1.2))
     paths = [card(tmp_path / "a", [one]), card(tmp_path / "b", [two], "bigram")]
     assert column(read(paths), Choice(), "of best's")["bigram"].startswith("0.80 (0.79..0.81)")
     assert column(read(paths), Choice(), "speedup")["eagle"].startswith("1.50x (1.4")
     for more, why in (
         ({"hardware": "another"}, "other hardware"),
         ({"prompts_digest": "77"}, "other prompts"),
-        ({"target_moved": FAR}, "other target"),
+        ({"target_drift": FAR}, "other target"),
         ({"seed": 3}, "0.80 (0.79..0.81)"),  # draws nothing at T=0
     ):
         card(tmp_path / "b", [two], "bigram", lossless_to="", **more)
@@ -165,8 +170,8 @@ def test_speedups_are_divided_where_that_is_fair(tmp_path):
 
 def test_answers_that_are_not_the_same_are_not_subtracted():
     other = row(FAST, tokens=[*TOKENS[:-1], 9])
-    assert less(row(SLOW), other) is None
-    assert less(row(FAST, replay=None), row(FAST)) is None
+    assert tau_difference(row_of(row(SLOW)), row_of(other)) is None
+    assert tau_difference(row_of(row(FAST, replay=None)), row_of(row(FAST))) is None
 
 
 def test_a_score_that_is_none_is_said_to_be(tmp_path):

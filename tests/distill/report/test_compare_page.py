@@ -5,7 +5,7 @@ import re
 
 import pytest
 from browser import browser
-from compared import FAST, SLOW, card, row, timed
+from compared import FAST, SLOW, card, row, timing
 
 from distill.report.compare import Choice, read
 from distill.report.compare_page import page_of
@@ -22,9 +22,9 @@ def scored(tmp_path_factory):
     kinds = {"categories": ["code", "code", "chat", "chat", "code", ""]}
 
     def run(name, speed, rounds):
-        close = timed(speed - 0.1, speed, speed + 0.1, speed, speed)
+        close = timing(speed - 0.1, speed, speed + 0.1, speed, speed)
         wide = row(rounds, batch=8, speedup=speed - 0.7, decode=TREE)
-        rows = [row(rounds, speedup=speed, timed=close), wide]
+        rows = [row(rounds, speedup=speed, timing=close), wide]
         return f"{name}={card(root / str(speed), rows, **kinds)}"
 
     return read([run("slow", 1.1, SLOW), run(EVIL, 1.5, FAST), run("other", 0.8, [r + 2 for r in FAST])])

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import cards
 import pytest
+from cards import row_of
 from fake_wandb import KEY, FakeWandb
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,8 +19,9 @@ from wandb.proto import wandb_internal_pb2
 from workbench import Bench, fork, train
 
 from decode.errors import UserError
+from decode.evaluation.scorecard import read_scorecard
 from distill.loggers import loggers as tracking
-from distill.loggers.base import lengths, setting
+from distill.loggers.base import accepted_lengths, setting
 from distill.loggers.wandb_logger import Wandb
 from distill.report.history import read as history_of
 from distill.training import checkpointing as callbacks
@@ -191,34 +194,34 @@ def test_a_killed_run_goes_on_in_its_own_record_without_gaps_or_doubles(resumed,
 
 
 def test_scorecards_are_tables_and_accepted_lengths_histograms(resumed):
-    cards = [json.loads((resumed / f"checkpoints/{s}/score.json").read_text()) for s in (3, 6)]
+    scored = [read_scorecard(resumed / f"checkpoints/{s}/score.json") for s in (3, 6)]
     (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")
     _, history, _ = read(file)
     tables = [r["scorecard/path"] for r in history if "scorecard/path" in r]
     table = json.loads((file.parent / "files" / tables[-1]).read_text())
     lines = [dict(zip(table["columns"], line, strict=True)) for line in table["data"]]
     assert [line["step"] for line in lines] == [3, 6]
-    for line, card in zip(lines, cards, strict=True):
-        row = card["rows"][0]
-        assert line["tau"] == row["tau"]
-        assert (line["decode"], line["audit"], line["drafter"]) == (row["decode"], "pass", "eagle")
-        assert line["s_1"] == row["survival"][0]
-    name = f"accepted_length/{setting(cards[1]['rows'][0])}"
+    for line, card in zip(lines, scored, strict=True):
+        row = card.headline
+        assert line["tau"] == row.tau
+        assert (line["decode"], line["audit"], line["drafter"]) == (row.decode, "pass", "eagle")
+        assert line["s_1"] == row.survival[0]
+    name = f"accepted_length/{setting(scored[1].headline)}"
     shown = [r for r in history if f"{name}/values" in r]
     assert [r["trainer/global_step"] for r in shown] == [3, 6]
-    assert sum(shown[1][f"{name}/values"]) == cards[1]["rows"][0]["rounds"]
+    assert sum(shown[1][f"{name}/values"]) == scored[1].headline.rounds
     assert shown[1][f"{name}/bins"][:2] == [-0.5, 0.5]
     events = read_events(resumed / "tensorboard")
     (first, last) = events.Histograms(name)
     assert (first.step, last.step) == (3, 6)
-    assert last.histogram_value.num == cards[1]["rows"][0]["rounds"]
+    assert last.histogram_value.num == scored[1].headline.rounds
     (text,) = [t.tensor_proto.string_val[0].decode() for t in events.Tensors("scorecard/text_summary")][-1:]
-    assert f"{cards[1]['tau']:.2f}" in text
+    assert f"{scored[1].headline.tau:.2f}" in text
 
 
 def test_lengths_are_what_survival_says():
-    row = {"rounds": 10, "survival": [0.7, 0.4, 0.1]}
-    assert lengths(row) == [3, 3, 3, 1]
+    row = row_of(cards.row(rounds=10, survival=[0.7, 0.4, 0.1]))
+    assert accepted_lengths(row) == [3, 3, 3, 1]
 
 
 def test_checkpoints_are_artifacts_where_they_lie(resumed):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import cards
 import pytest
 import torch
 from browser import browser
+from cards import row_of
 from exact import Grown
 from faces import V
 from omegaconf import OmegaConf
@@ -17,6 +20,8 @@ from workbench import Bench, foredraft
 
 from decode.depth_policy import Pace
 from decode.errors import UserError
+from decode.evaluation.replay import Counts
+from decode.evaluation.scorecard import read_scorecard
 from decode.evaluation.traces import ACCEPTED, CORRECTED, PLAIN, samples
 from decode.generation.generate import generate
 from decode.generation.types import Round
@@ -30,7 +35,7 @@ from distill.report.history import read
 from distill.report.panels import by_category, length_shares, round_times
 from distill.report.text_panels import chance
 from distill.report.training_panels import smoothed
-from distill.scoring.sample_texts import has_laws, varied
+from distill.scoring.sample_texts import has_probs, varied
 from distill.training import checkpointing as callbacks
 from distill.utils.redact import HIDDEN
 from drafters.checkpoint.pretrained import scorecard
@@ -196,8 +201,8 @@ def test_the_script_makes_it_anew(run, tmp_path):
 def test_texts_stay_with_the_run(run):
     """Held-out prompts may be anybody's; what is exported, and maybe uploaded, has none of them."""
     assert len(card_of(run)["samples"]) == 4  # two prompts at two temperatures
-    given = scorecard(run / "checkpoints" / "best")
-    assert given == {name: value for name, value in card_of(run).items() if name != "samples"}
+    whole = read_scorecard(run / "checkpoints" / "best" / "score.json")
+    assert scorecard(run / "checkpoints" / "best") == replace(whole, samples=[])
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"schema": 2}'])
@@ -295,13 +300,18 @@ def test_trackers_get_no_secrets(tmp_path, monkeypatch):
 
 def test_what_is_derived_is_what_was_measured(run):
     assert length_shares([0.75, 0.5]) == [0.25, 0.25, 0.5]
-    row = {"tpot": 0.01, "tau": 3.0, "batch_size": 2, "plain_tokens_per_second": 100.0}
-    row |= {"draft_share": 0.25, "verify_share": 0.5, "other_share": 0.25}
-    assert round_times(row) == {"draft": 7.5, "verify": 15.0, "other": 7.5, "plain": 60.0}
-    for row in card_of(run)["rows"]:
+    values = {"tpot": 0.01, "tau": 3.0, "batch_size": 2, "plain_tokens_per_second": 100.0}
+    values |= {"draft_share": 0.25, "verify_share": 0.5, "other_share": 0.25}
+    assert round_times(row_of(cards.row() | values)) == {
+        "draft": 7.5,
+        "verify": 15.0,
+        "other": 7.5,
+        "plain": 60.0,
+    }
+    for row in scorecard(run / "checkpoints" / "best").rows:
         times = round_times(row)
         plain = times.pop("plain")
-        assert plain / sum(times.values()) == pytest.approx(row["speedup"])
+        assert plain / sum(times.values()) == pytest.approx(row.speedup)
     assert smoothed(([1, 2], [1.0, 3.0]))[1:] == ([1.0, 3.0], 1)
     _, values, window = smoothed((list(range(32)), [0.0] * 16 + [1.0] * 16))
     assert window == 2
@@ -310,13 +320,12 @@ def test_what_is_derived_is_what_was_measured(run):
 
 
 def test_categories_are_those_of_the_replayed_prompts():
-    card = {
-        "categories": ["a", "b", "a", "a", "a", "b", "a"],
-        "replay": {"counts": {"tokens": [6, 2, 6, 6, 6, 4, 6], "rounds": [3, 2, 3, 3, 3, 1, 3]}},
-    }
-    assert by_category(card) == [("a", 5, 30, 2.0, (2.0, 2.0)), ("b", 2, 6, 2.0, None)]
-    assert by_category(card | {"categories": card["categories"][1:]}) == []
-    assert by_category(card | {"categories": ["a"] * 7}) == []
+    names = ["a", "b", "a", "a", "a", "b", "a"]
+    row = cards.row(replay=cards.replay(2.0, Counts([6, 2, 6, 6, 6, 4, 6], [3, 2, 3, 3, 3, 1, 3])))
+    card = cards.card_of([row], categories=names)
+    assert by_category(card, card.headline) == [("a", 5, 30, 2.0, (2.0, 2.0)), ("b", 2, 6, 2.0, None)]
+    assert by_category(replace(card, categories=names[1:]), card.headline) == []
+    assert by_category(replace(card, categories=["a"] * 7), card.headline) == []
 
 
 def test_texts_are_of_several_categories():
@@ -418,7 +427,7 @@ def test_every_drafter_shows_its_texts(tiny_target, make_drafter, drafter_name):
     target.tap(drafter.taps)
     plan = Plan(2)
     options = {"plan": plan, "sampler": Sampler(1.0), "max_new_tokens": 8, "seed": 3}
-    laws = has_laws(drafter, plan)
+    laws = has_probs(drafter, plan)
     found = samples(target, drafter, [[1, 2, 0, 1, 2]], laws=laws, **options)
     done = generate(target, drafter, [[1, 2, 0, 1, 2]], **options)
     # Asking for laws changes nothing about the text, nor about what is accepted.

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from compared import FAST, SLOW, card, row, timed
+from cards import audit
+from compared import FAST, SLOW, card, row, timing
 from workbench import ROOT
 
 from decode.errors import UserError
@@ -18,7 +19,7 @@ BOTH = Choice([0.0, 1.0])
 def scored(tmp_path):
     """Two runs: the one with a tree and a chain at two batch sizes, the other with less."""
     rows = [
-        row(FAST, speedup=1.2, decode=TREE, timed=timed(1.1, 1.2, 1.3, 1.2, 1.2)),
+        row(FAST, speedup=1.2, decode=TREE, timing=timing(1.1, 1.2, 1.3, 1.2, 1.2)),
         row(SLOW, speedup=1.34567, decode="chain-2"),
         row(FAST, batch=8, speedup=0.6, decode=TREE),
         row(SLOW, batch=8, speedup=0.9, decode="chain-2"),
@@ -69,7 +70,7 @@ def test_a_plan_that_is_chosen_is_everywhere(scored):
 
 
 def test_what_is_not_the_targets_own_is_said(tmp_path):
-    more = {"lossless_to": "tuned target", "control": "shuffled_taps", "audit_passed": False}
+    more = {"lossless_to": "tuned target", "control": "shuffled_taps", "audit": audit(mismatches=9)}
     text = headline(results(read([card(tmp_path / "a", [row(FAST)], **more)]), Choice()), "R.md")
     assert "| eagle (tuned target, control=shuffled_taps: no real score, audit FAILED) |" in text
 

@@ -9,7 +9,7 @@ import torch
 from workbench import Bench, foredraft
 
 from decode.errors import UserError
-from distill.scoring.tap_control import Strangers
+from distill.scoring.tap_control import ShuffledTaps
 
 PROMPTS = [[5, 9, 2, 7], [4, 3, 3, 8, 1], [6, 6]]
 
@@ -32,7 +32,7 @@ def test_every_tap_is_that_of_some_other_place(tiny_target):
     tokens = torch.randint(23, (2, 20), generator=torch.Generator().manual_seed(0))
     real = target.read(tokens)
     known = torch.cat([target.read(torch.tensor([p])).taps[0] for p in PROMPTS])
-    Strangers(target, PROMPTS, 0)
+    ShuffledTaps(target, PROMPTS, 0)
     shown = target.read(tokens)
     assert torch.equal(shown.last, real.last), "the verifier sees its own"
     assert shown.taps.shape == real.taps.shape
@@ -40,7 +40,7 @@ def test_every_tap_is_that_of_some_other_place(tiny_target):
     assert len(set(places)) > 6, "of the 11 there are"
     assert torch.equal(target.read(tokens).taps, shown.taps), "a function of the taps and the seed"
     assert torch.equal(target.read(tokens[:1, :5]).taps, shown.taps[:1, :5]), "each by itself"
-    Strangers(target, PROMPTS, 1)
+    ShuffledTaps(target, PROMPTS, 1)
     assert not torch.equal(target.read(tokens).taps, shown.taps)
 
 
@@ -48,7 +48,7 @@ def test_a_drafter_without_taps_has_nothing_to_shuffle(tiny_target):
     target = tiny_target(vocab=23, layers=4, hidden=16)
     target.tap(())
     with pytest.raises(UserError, match="reads none of the target's hidden states"):
-        Strangers(target, PROMPTS, 0)
+        ShuffledTaps(target, PROMPTS, 0)
 
 
 def test_the_score_is_marked_and_output_is_still_the_targets(bench, tmp_path):

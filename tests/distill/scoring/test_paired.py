@@ -2,9 +2,22 @@
 
 import numpy as np
 import pytest
-from compared import FAST, SLOW, TOKENS, row, timed
+from cards import card_of, row_of
+from compared import FAST, SLOW, TOKENS, row, timing
 
-from distill.scoring.paired import FEWEST, Estimate, comparable, faster, less, speedup
+from distill.scoring.paired import (
+    FEWEST,
+    Estimate,
+    speedup,
+    speedup_ratio,
+    tau_difference,
+    why_incomparable,
+)
+
+
+def timed(value, columns, **more):
+    """A row that was measured by batch."""
+    return row_of(row(FAST, speedup=value, timing=columns, **more))
 
 
 def noisy(speed, seed, batches=40):
@@ -15,7 +28,7 @@ def noisy(speed, seed, batches=40):
     mine = plain / speed * random.normal(1, 0.05, batches)
     columns = {"tokens": tokens, "seconds": mine, "plain_tokens": tokens, "plain_seconds": plain}
     value = plain.sum() / mine.sum()
-    return {"speedup": value, "timed": {name: list(column) for name, column in columns.items()}}
+    return timed(float(value), {name: column.tolist() for name, column in columns.items()})
 
 
 def test_a_mood_that_both_share_is_in_no_interval():
@@ -32,27 +45,31 @@ def test_the_interval_of_a_speedup_holds_it_nineteen_times_of_twenty():
 
 def test_equal_drafters_are_as_fast_as_each_other():
     one = noisy(1.3, 1)
-    assert faster(one, one) == Estimate(1.0, (1.0, 1.0))
-    low, high = faster(one, one | noisy(1.0, 1)).interval
+    assert speedup_ratio(one, one) == Estimate(1.0, (1.0, 1.0))
+    low, high = speedup_ratio(one, noisy(1.0, 1)).interval
     assert low == pytest.approx(1.3) == high, "the same noise in both"
 
 
 def test_too_few_have_no_interval():
-    few = timed(1.5, 1.5, 1.5, 1.5, 1.5)
-    assert speedup({"speedup": 1.5, "timed": few}).interval is not None
+    few = timing(1.5, 1.5, 1.5, 1.5, 1.5)
+    assert speedup(timed(1.5, few)).interval is not None
     few = {name: column[: FEWEST - 1] for name, column in few.items()}
-    one = {"speedup": 1.5, "timed": few}
-    assert speedup(one) == faster(one, {"speedup": 1.0, "timed": few}) == Estimate(1.5, None)
+    one = timed(1.5, few)
+    assert speedup(one) == speedup_ratio(one, timed(1.0, few)) == Estimate(1.5, None)
     short = {"tokens": TOKENS[: FEWEST - 1]}
-    found = less(row(FAST[: FEWEST - 1], **short), row(SLOW[: FEWEST - 1], **short))
-    assert found is not None
-    assert found.interval is None
-    assert found.text("{:+.1f}").count("+") == 1
+    pair = row(FAST[: FEWEST - 1], **short), row(SLOW[: FEWEST - 1], **short)
+    difference = tau_difference(*map(row_of, pair))
+    assert difference is not None
+    assert difference.interval is None
+    assert difference.text("{:+.1f}").count("+") == 1
 
 
 def test_texts_of_other_lengths_are_other_answers():
-    one = {"temperature": 0.0, "timed": timed(1.5, 1.5, 1.5, 1.5, 1.5)}
-    other = {"temperature": 0.0, "timed": one["timed"] | {"plain_tokens": [30, 40, 50, 60, 71]}}
-    assert comparable({}, one, {}, one) == ""
-    assert comparable({}, one, {}, other) == "other answers"
-    assert comparable({"dtype": "float32"}, one, {"dtype": "bfloat16"}, one) == "other dtype"
+    columns = timing(1.5, 1.5, 1.5, 1.5, 1.5)
+    one = timed(1.5, columns)
+    other = timed(1.5, columns | {"plain_tokens": [30, 40, 50, 60, 71]})
+    card = card_of()
+    assert why_incomparable(card, one, card, one) == ""
+    assert why_incomparable(card, one, card, other) == "other answers"
+    float32, bfloat16 = card_of(dtype="float32"), card_of(dtype="bfloat16")
+    assert why_incomparable(float32, one, bfloat16, one) == "other dtype"

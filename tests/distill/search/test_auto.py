@@ -112,9 +112,9 @@ def test_the_winner_is_the_runs_checkpoint_with_its_scorecard(done):
     record = of(done.folder)
     winner = record["result"]["winner"]
     card = scorecard(done.folder)
-    assert card["drafter"] == winner
-    assert card["rows"][0]["batch_size"] == 2
-    assert card["decode"] == record["result"]["plan"] == "chain-2", (
+    assert card.checkpoint.drafter == winner
+    assert card.headline.batch_size == 2
+    assert card.headline.decode == record["result"]["plan"] == "chain-2", (
         "decode was given, so nothing else is tried"
     )
     steps = [r["steps"] for r in record["rows"] if r["family"] == winner]
@@ -126,8 +126,8 @@ def test_its_report_is_of_the_winner_and_says_what_it_was_compared_with(done):
     record = of(done.folder)
     run = history.read(done.folder)
     assert run.card
-    assert run.card["drafter"] == record["result"]["winner"]
-    assert bool(run.curves) == (run.card["step"] > 0), "the winner's, if it has been trained"
+    assert run.card.checkpoint.drafter == record["result"]["winner"]
+    assert bool(run.curves) == (run.card.checkpoint.step > 0), "the winner's, if it has been trained"
     text = (done.folder / "report.html").read_text()
     assert record["result"]["why"] in html.unescape(text)
     assert "Families compared" in text

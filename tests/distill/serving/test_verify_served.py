@@ -8,14 +8,15 @@ from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
+import cards
 import pytest
+from cards import row_of
 from fake_server import FakeServer
 from omegaconf import OmegaConf
 from workbench import CONF, foredraft, make_target, make_tokenizer, train, write_prompts
 
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
-from decode.evaluation.scorecard import SCHEMA
 from decode.generation.generate import generate
 from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
@@ -177,26 +178,16 @@ def _replay(alpha):
     rounds = [float(n) for _, n in answers]
     counts = Counts([TOKENS - 1] * PROMPTS, rounds)
     survival = [sum(sum(h[j:]) for h, _ in answers) / sum(rounds) for j in range(1, len(alpha) + 1)]
-    replay = {"method": "exact", "tau": counts.tau, "tau_interval": counts.interval(), "survival": survival}
-    return replay | {"counts": counts._asdict(), "prompts": PROMPTS}
+    return cards.replay(counts.tau, counts, tau_interval=counts.interval(), survival=survival)
 
 
 def a_row(alpha=ALPHA, temperature=0.0):
-    row = {"temperature": temperature, "decode": f"chain-{len(alpha)}", "batch_size": 1, "lossy": False}
-    return row | {"replay": deepcopy(_replay(tuple(alpha)))}
+    return cards.row(temperature, decode=f"chain-{len(alpha)}", replay=deepcopy(_replay(tuple(alpha))))
 
 
 def a_card(target, rows, **more):
-    return {
-        "schema": SCHEMA,
-        "rows": rows,
-        "temperature": rows[0]["temperature"],
-        "target": str(target),
-        "max_new_tokens": TOKENS,
-        "prompts": 16,
-        "seed": 0,
-        "step": 7,
-    } | more
+    facts = {"target": str(target), "max_new_tokens": TOKENS, "prompts": 16, "seed": 0, "step": 7}
+    return cards.scorecard(rows, **{**facts, **more})
 
 
 @pytest.fixture(scope="module")
@@ -526,7 +517,7 @@ def test_a_first_row_without_replay_tells_how_many_prompts(ask, start, place, tm
 def told(alpha=(0.8, 0.56, 0.336), rounds=4000.0, drafted=12000.0, row=None, **known):
     row = row or a_row()
     found = compare(
-        Served("vllm", rounds, drafted, 100.0, 1 + sum(alpha), tuple(alpha), "counters"), row, 0.02
+        Served("vllm", rounds, drafted, 100.0, 1 + sum(alpha), tuple(alpha), "counters"), row_of(row), 0.02
     )
     facts = {"target": "org/m", "models": [], "model": "m", "trained": 3, "written": 100, "sampled": False}
     return causes(found, Circumstances(**{**facts, **known}))
@@ -566,7 +557,7 @@ def test_noise_is_what_chance_does():
     for _ in range(200):
         histograms = [draw(dice, ALPHA, TOKENS)[0] for _ in range(PROMPTS)]
         found = counters.served(counters.read(SGLANG, "there"), histograms)
-        wrong += not compare(found, row, 0.0).agrees
+        wrong += not compare(found, row_of(row), 0.0).agrees
     assert wrong <= 8  # the scorecard's own luck is the same in all of them
 
 
@@ -587,7 +578,7 @@ def test_prompts_that_differ_widen_it():
         found = counters.served(counters.read(SGLANG, "there"), [h for h, _ in there])
         for interval, known in ((counts.interval(), True), ([counts.tau, counts.tau], False)):
             row["replay"]["tau_interval"] = interval
-            differs = not compare(found, row, 0.0).agrees
+            differs = not compare(found, row_of(row), 0.0).agrees
             wrong, naive = wrong + (differs and known), naive + (differs and not known)
     assert wrong <= 3
     assert naive > 10
@@ -604,10 +595,10 @@ def test_the_same_prompts_need_less():
         row["replay"] |= {"survival": survival, "counts": {"tokens": [], "rounds": rounds}}
         row["replay"]["tau_interval"] = [2.0, 4.0]
         found = counters.served(counters.read(SGLANG, "there"), [h for h, _ in theirs])
-        wrong += not compare(found, row, 0.0, same=True).agrees
-        noise.append([compare(found, row, 0.0, same=same).tau.noise for same in (True, False)])
+        wrong += not compare(found, row_of(row), 0.0, same=True).agrees
+        noise.append([compare(found, row_of(row), 0.0, same=same).tau.noise for same in (True, False)])
         row["temperature"] = 1.0
-        assert compare(found, row, 0.0, same=True).tau.noise == noise[-1][1]
+        assert compare(found, row_of(row), 0.0, same=True).tau.noise == noise[-1][1]
     assert wrong <= 5
     assert all(mine < other / 3 for mine, other in noise)
 
@@ -620,7 +611,7 @@ def test_rounds_that_an_end_cuts_may_put_an_engine_above_and_never_below():
     for sign, agrees in ((1, True), (-1, False), (1.2, False)):
         off = tuple(s + sign * (1 - s) / 20 for s in expected)
         found = Served("vllm", 2e7, 6e7, 1.0, 1 + sum(off), off, "counters")
-        assert compare(found, row, 0.0005).agrees is agrees
+        assert compare(found, row_of(row), 0.0005).agrees is agrees
 
 
 def test_small_differences_do_not_matter_however_sure():
@@ -629,8 +620,8 @@ def test_small_differences_do_not_matter_however_sure():
     found = Served("vllm", 1e9, 3e9, 1.0, 1 + sum(off), off, "counters")
     sure = {"tau_interval": [row["replay"]["tau"]] * 2, "counts": {"tokens": [1], "rounds": [1e9]}}
     row["replay"] |= sure
-    assert not compare(found, row, 0.001).agrees
-    assert compare(found, row, 0.02).agrees
+    assert not compare(found, row_of(row), 0.001).agrees
+    assert compare(found, row_of(row), 0.02).agrees
 
 
 # -- the command ---------------------------------------------------------------------------------

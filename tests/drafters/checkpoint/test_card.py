@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import yaml
-from cards import row, scorecard
+from cards import audit, card_of, row
 from faces import V
 
 from decode.errors import UserError
@@ -22,7 +22,7 @@ from drafters.export.layout import Layout
 def facts(tiny_target, make_drafter):
     target = tiny_target(vocab=V, hidden=16, dtype=torch.float32)
     origin = hub.origin_of(target, "acme/target-7b")._replace(revision="c" * 40, tokenizer="7" * 16)
-    return Facts(make_drafter("eagle", target), "eagle", origin, scorecard(), {"seed": 11})
+    return Facts(make_drafter("eagle", target), "eagle", origin, card_of(), {"seed": 11})
 
 
 def front(text: str) -> dict:
@@ -68,14 +68,15 @@ def test_no_number_is_made_up(facts):
 
 
 def test_what_is_no_headline_is_called_what_it_is(facts):
-    lossy = scorecard(rows=[row(0.0, 1, 1.98), row(0.0, 1, 3.0, lossy=True)])
+    lossy = card_of(rows=[row(0.0, 1, 1.98), row(0.0, 1, 3.0, lossy=True)])
     assert "chain-2 (lossy)" in card(facts._replace(score=lossy))
-    failed = scorecard(audit={**scorecard()["audit"], "passed": False, "mismatches": 9})
+    failed = card_of(audit=audit(mismatches=9))
     assert "Losslessness audit: FAILED" in card(facts._replace(score=failed))
-    control = card(facts._replace(score=scorecard(control="shuffled_taps")))
+    control = card(facts._replace(score=card_of(control="shuffled_taps")))
     assert "control=shuffled_taps: this is a control, no real score" in control
-    moved = {"kl": 0.0071, "top1_agreement": 0.967}
-    text = card(facts._replace(score=scorecard(lossless_to="tuned target", target_moved=moved)))
+    moved = {"kl": 0.0071, "reverse_kl": 0.008, "top1_agreement": 0.967, "greedy_prefix": 0.5}
+    moved |= {"prompts": 4, "tokens": 24}
+    text = card(facts._replace(score=card_of(lossless_to="tuned target", target_drift=moved)))
     assert "no longer the original: KL 0.0071" in text
     assert "96.7 %" in text
 
@@ -110,8 +111,8 @@ def test_it_says_how_to_serve(facts, monkeypatch):
     ids=str,
 )
 def test_a_scorecard_that_is_none_is_one_line(facts, broken):
-    with pytest.raises(UserError, match="scorecard or recipe is damaged") as error:
-        card(facts._replace(score=scorecard(**broken)))
+    with pytest.raises(UserError, match="its scorecard is damaged") as error:
+        card(facts._replace(score=card_of(**broken)))
     assert "\n" not in str(error.value)
 
 
@@ -119,7 +120,7 @@ def test_text_of_others_ends_no_line_and_begins_no_markup(facts):
     evil = "x\n\n# Heading | <img src=y> [here](http://z)"
     text = card(
         facts._replace(
-            score=scorecard(rows=[row(0.0, 1, 2.0, decode=evil)], hardware=evil),
+            score=card_of(rows=[row(0.0, 1, 2.0, decode=evil)], hardware=evil),
             recipe={"a": evil, evil: "`b`"},
         )
     )

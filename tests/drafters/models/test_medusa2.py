@@ -18,6 +18,7 @@ from workbench import CONF, Bench, command, final
 
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout
+from decode.evaluation.scorecard import TargetDrift
 from decode.generation.generate import generate
 from decode.model.fused_forward import Fused
 from decode.model.load import load_target, load_tokenizer
@@ -33,8 +34,8 @@ from distill.prompts.sources import read_prompts
 from distill.report.compare import Choice, read, table
 from distill.report.tables import settings_table
 from distill.scoring.scorer import Scorer
-from distill.scoring.target_drift import moved as how_far
 from distill.scoring.target_drift import only_untuned
+from distill.scoring.target_drift import target_drift as how_far
 from distill.training.optim import warm_up_and_decay
 from drafters.checkpoint import io as hub
 from drafters.families import tuned_target as tuned
@@ -312,7 +313,7 @@ def test_a_scorecard_says_what_is_lossless_to_what(bench, scored):
         assert card["audit_passed"]
         assert card["replay_agrees"]
         assert card["lossless_to"] == "tuned target"
-        far = card["target_moved"]
+        far = card["target_drift"]
         assert far["prompts"] == 4
         assert far["kl"] > 0
         assert far["reverse_kl"] > 0
@@ -320,7 +321,7 @@ def test_a_scorecard_says_what_is_lossless_to_what(bench, scored):
     assert said.count("lossless to the tuned target, which is no longer the original") == 2
     assert "target moved by KL" in said
     with (scored / "csv" / "metrics.csv").open() as lines:
-        assert [row for row in csv.DictReader(lines) if row["score/target_moved_kl"] == str(far["kl"])]
+        assert [row for row in csv.DictReader(lines) if row["score/target_drift_kl"] == str(far["kl"])]
 
 
 def test_the_tuned_targets_answers_are_drawn_anew_at_every_save_point(bench, scored):
@@ -342,7 +343,7 @@ def test_while_the_heads_learn_alone_the_target_has_moved_by_exactly_nothing(ben
     assert done.code == 0, done.err
     card = card_of(done.folder / "checkpoints" / "6")
     assert final(done.folder)["blocks.0.layers.0.weight"].abs().max() > 0
-    far = card["target_moved"]
+    far = card["target_drift"]
     assert (far["kl"], far["reverse_kl"], far["top1_agreement"], far["greedy_prefix"]) == (0, 0, 1, 1)
     assert far["prompts"] == 2  # the decoded ones, as none are replayed
     assert card["lossless_to"] == "tuned target"
@@ -351,7 +352,7 @@ def test_while_the_heads_learn_alone_the_target_has_moved_by_exactly_nothing(ben
 def test_other_drafters_move_nothing(bench):
     done = bench.train("drafter=medusa")
     card = card_of(done.folder / "checkpoints" / "6")
-    assert (card["lossless_to"], card["target_moved"]) == ("target", None)
+    assert (card["lossless_to"], card["target_drift"]) == ("target", None)
     assert "lossless to" not in done.out
     assert "moved" not in done.out
 
@@ -364,8 +365,8 @@ def test_a_checkpoint_scored_again_says_the_same(bench, scored):
     scorer = Scorer(cfg, target, chat, read_prompts(bench.heldout), bench.root / "outputs" / "heldout")
     before, card = weights_of(target), scorer(scored / "checkpoints" / "6", 6)
     saved = card_of(scored / "checkpoints" / "6")
-    assert card["target_moved"] == saved["target_moved"]
-    assert [row["tau"] for row in card["rows"]] == [row["tau"] for row in saved["rows"]]
+    assert card.checkpoint.target_drift == TargetDrift(**saved["target_drift"])
+    assert [row.tau for row in card.rows] == [row["tau"] for row in saved["rows"]]
     assert unchanged(target, before)
     assert "lossless to the tuned target" in settings_table(card)
 

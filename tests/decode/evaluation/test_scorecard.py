@@ -1,0 +1,135 @@
+"""The scorecard as a file: nothing is lost on the way, older files are read, damaged ones refused."""
+
+import json
+import re
+from dataclasses import fields
+
+import cards
+import pytest
+from workbench import ROOT
+
+from decode.errors import UserError
+from decode.evaluation import scorecard as module
+from decode.evaluation.audit import Audit
+from decode.evaluation.sampling_tests import Uniform
+from decode.evaluation.scorecard import (
+    DERIVED,
+    RENAMED,
+    SCHEMA,
+    Checkpoint,
+    Conditions,
+    PlanChoice,
+    Replay,
+    Row,
+    SampleText,
+    SampleToken,
+    Scorecard,
+    TargetDrift,
+    Timing,
+    read_scorecard,
+)
+
+OLD = ROOT / "tests" / "fixtures" / "run_a0da26c" / "checkpoints"
+DROPPED = {"reuse", "head_calls_per_round"}  # of schema 3
+RECORDS = (Row, Timing, Replay, Conditions, Checkpoint, TargetDrift, Audit, Uniform, SampleText, PlanChoice)
+
+
+def full() -> dict:
+    """Every part is there."""
+    drift = {"kl": 0.1, "reverse_kl": 0.2, "top1_agreement": 0.9, "greedy_prefix": 0.4}
+    timing = {"seconds": [0.5], "tokens": [3], "plain_seconds": [1.0], "plain_tokens": [3]}
+    text = {"id": "p1", "category": "a", "prompt": "x", "temperature": 0.0, "decode": "chain-2"}
+    tokens = [["a", "accepted", 0.5, 1, 0.25, 2], ["b", "plain", 1, 1, None, None]]
+    choice = {"temperature": 0.0, "batch_size": 1, "chosen": "chain-2", "tree": [[0], [0, 1]]}
+    return cards.scorecard(
+        [cards.row(timing=timing), cards.row(1.0, replay=None)],
+        target_drift=drift | {"prompts": 4, "tokens": 24},
+        categories=["a", "b"],
+        samples=[text | {"tokens": tokens}],
+        plan_choices=[choice | {"curve": [{"depth": 1, "accuracy": [0.5]}]}],
+        train_seconds=61.5,
+    )
+
+
+def test_what_is_written_is_what_was_read():
+    card = Scorecard.from_json(full(), "score.json")
+    assert card.to_json() == full()
+    assert Scorecard.from_json(json.loads(json.dumps(card.to_json())), "again") == card
+    assert isinstance(card.headline.timing, Timing)
+    assert card.samples[0].tokens[1] == SampleToken("b", "plain", 1, 1, None, None)
+    assert card.headline.acceptance is card.headline.replay
+    assert card.rows[1].acceptance is card.rows[1]
+
+
+@pytest.mark.parametrize("step", ["3", "6"])
+def test_every_field_of_a_file_of_schema_3_arrives(step):
+    old = json.loads((OLD / step / "score.json").read_text())
+    assert old["schema"] == 3
+    assert old.keys() >= DROPPED
+    new = read_scorecard(OLD / step / "score.json").to_json()
+
+    def compare(before, now, where):
+        if isinstance(before, dict):
+            names = {RENAMED.get(name, name): name for name in before.keys() - DROPPED - {"schema"}}
+            assert names.keys() <= now.keys(), where
+            for name, old_name in names.items():
+                compare(before[old_name], now[name], f"{where}.{name}")
+        elif isinstance(before, list):
+            assert len(before) == len(now), where
+            for i, (one, other) in enumerate(zip(before, now, strict=True)):
+                compare(one, other, f"{where}[{i}]")
+        else:
+            assert before == now, where
+
+    compare(old, new, "")
+    assert new["schema"] == SCHEMA
+
+
+def without(name):
+    return {key: value for key, value in full().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (without("schema"), "version none, this one reads 3 and 4"),
+        (full() | {"schema": 2}, "version 2, this one reads 3 and 4"),
+        ([], "version none"),
+        (without("rows"), r"damaged \(rows is missing\)"),
+        (without("seed"), r"damaged \(conditions\.seed is missing\)"),
+        (full() | {"rows": []}, r"damaged \(rows: there are none\)"),
+        (full() | {"rows": [cards.row() | {"tau": "2"}]}, r"rows\[0\]\.tau: '2' is no number"),
+        (full() | {"rows": [cards.row(lossy=1)]}, r"rows\[0\]\.lossy: 1 is no bool"),
+        (full() | {"rows": [cards.row(nodes=True)]}, r"rows\[0\]\.nodes: True is no int"),
+        (full() | {"rows": [cards.row(replay=3)]}, r"rows\[0\]\.replay: 3 is no dict"),
+        (full() | {"samples": [{**full()["samples"][0], "tokens": [["a", "plain"]]}]}, "2 parts, not 6"),
+        (full() | {"versions": {"torch": 2}}, r"checkpoint\.versions\.torch: 2 is no str"),
+    ],
+)
+def test_what_is_no_scorecard_is_refused_in_a_line(tmp_path, values, reason):
+    path = tmp_path / "score.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=reason) as error:
+        read_scorecard(path)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_all_keys_are_documented():
+    text = (ROOT / "docs" / "report.md").read_text()
+    tables = {}
+    for name, table in re.findall(r"^\*\*(\w+)\*\*, [^\n]*:\n\n((?:\|[^\n]*\n)+)", text, re.MULTILINE):
+        tables[name] = re.findall(r"^\| `(\w+)` \| \S", table, re.MULTILINE)
+    for record in RECORDS:
+        assert set(tables[record.__name__]) == {*(f.name for f in fields(record)), *DERIVED.get(record, ())}
+    flat = {f.name for record in (Row, Conditions, Checkpoint) for f in fields(record)}
+    assert len(flat) == sum(len(fields(record)) for record in (Row, Conditions, Checkpoint)), "two of a name"
+    assert set(tables["Scorecard"]) == full().keys() - flat
+    assert full().keys() == set(tables["Scorecard"]) | flat
+
+
+def test_all_records_are_frozen_and_documented():
+    for record in RECORDS:
+        for one in fields(record):
+            assert f" {one.name}: " in record.__doc__
+    assert module.Scorecard.__dataclass_params__.frozen
