@@ -193,6 +193,7 @@ class Places:
         """A command with everything that stands for the reader's own replaced."""
         drafter = m[1] if (m := re.search(r"train\b.* drafter=(\w+)", text)) else "eagle"
         options = SERVED if "verify-served" in text else ""
+        trained = "lyanna" if "benchmark.py lyanna" in text else "eagle"
         fillings: list[tuple[str, Callable[[], str]]] = [
             (r" \[--[^]]*\]", lambda: ""),  # what may be left out
             (r"outputs/<date>/\*|RUN \.\.\.", lambda: f"{self.run_of('eagle')} {self.run_of('bigram')}"),
@@ -200,7 +201,7 @@ class Places:
                 r"drafter\.init_from=(<[^>]*>|\S*<date>\S*)",
                 lambda: f"drafter.init_from={self.run_of(drafter)}/checkpoints/best",
             ),
-            (r"outputs/<date>/<time>|\bRUN\b", lambda: self.run_of("eagle", options)),
+            (r"outputs/<date>/<time>|\bRUN\b", lambda: self.run_of(trained, options)),
             (r"checkpoint=(<[^>]*>|\.\.\.)", lambda: f"checkpoint={self.run_of('eagle')}/checkpoints/best"),
             (r"store=<[^>]*>", lambda: f"store={self.store}"),
             (r"\bdrafter\.path=(/path/or/hub-id|<[^>]*>)", lambda: f"drafter.path={self.masked}"),

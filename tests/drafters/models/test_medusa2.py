@@ -397,12 +397,12 @@ def test_how_far_it_moved_is_the_mean_over_the_originals_answers(tiny_target):
         same += sum(equal)
         prefixes.append(equal.index(False) / len(answer) if False in equal else 1.0)
     found = how_far(target, verifier, rollouts)
-    assert found["kl"] == pytest.approx(kl / 7, rel=1e-9)
-    assert found["reverse_kl"] == pytest.approx(reverse / 7, rel=1e-9)
-    assert found["top1_agreement"] == same / 7
-    assert found["greedy_prefix"] == pytest.approx(sum(prefixes) / 2)
+    assert found.kl == pytest.approx(kl / 7, rel=1e-9)
+    assert found.reverse_kl == pytest.approx(reverse / 7, rel=1e-9)
+    assert found.top1_agreement == same / 7
+    assert found.greedy_prefix == pytest.approx(sum(prefixes) / 2)
     assert 0 < same < 7
-    assert (found["prompts"], found["tokens"]) == (2, 7)
+    assert (found.prompts, found.tokens) == (2, 7)
 
 
 def test_an_answer_says_whose_it_is(bench, scored):
