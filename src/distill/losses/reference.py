@@ -1,0 +1,166 @@
+"""The training loss, written to be read: eager, in full logits, one function per step.
+
+    loss = sum over depths j and anchors t of weight(t, j) * divergence(p, q)
+
+p is the target's distribution of token t + j + 1 and q the draft's, both over the target's vocabulary; q is
+0 at tokens that a reduced draft vocabulary lacks (misses). `objective` computes the same value and the same
+gradients in chunks that never hold all logits; the tests compare the two. Formulas and papers: `divergences`
+and `weights`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decode.model.head import Head
+from drafters.base import DraftStep
+
+
+class Rows(NamedTuple):
+    """Both distributions at the M supervised anchors of one depth."""
+
+    p: Tensor  # (M, V)
+    q: Tensor  # (M, V)
+    log_q: Tensor  # (M, V); 0 at misses, which leaves them out of sums of p log q
+    known: Tensor  # (V',) the target's ids of the draft vocabulary
+    text: Tensor | None  # (M, 1) the text's own token
+
+    @property
+    def overlap(self) -> Tensor:
+        """(M,) chance that the token rule accepts a token drawn from q."""
+        return torch.minimum(self.p, self.q).sum(-1)
+
+
+def distributions(step: DraftStep, last: Tensor, head: Head, tokens: Tensor | None) -> Rows:
+    """Both distributions of one depth; arguments as `loss` has them."""
+    position = step.anchor + step.depth  # whose row predicts the next token
+    p = head(last.flatten(0, 1)[position]).softmax(-1)
+    log_q = step.head(step.hidden).log_softmax(-1)  # (M, V')
+    known = torch.arange(p.shape[1]) if step.head.d2t is None else step.head.d2t
+    text = None if tokens is None else tokens.flatten()[position + 1][:, None]
+    whole = torch.zeros_like(p)
+    return Rows(p, whole.index_copy(1, known, log_q.exp()), whole.index_copy(1, known, log_q), known, text)
+
+
+# Divergences: `Rows` -> (M,) nats.
+
+
+def kl(r: Rows) -> Tensor:
+    """KL(p || q) over the draft's tokens."""
+    return (r.p * (r.p.log() - r.log_q))[:, r.known].sum(-1)
+
+
+def ce(r: Rows) -> Tensor:
+    """Cross-entropy to the target's likeliest token."""
+    return -r.log_q.gather(1, r.p.argmax(-1, keepdim=True))[:, 0]
+
+
+def nll(r: Rows) -> Tensor:
+    """Cross-entropy to the text's own token."""
+    return -r.log_q.gather(1, r.text)[:, 0]
+
+
+def hit(r: Rows) -> Tensor:
+    """Chance that a token drawn from q is not the text's own."""
+    return 1 - r.q.gather(1, r.text)[:, 0]
+
+
+def topk(r: Rows, k: int) -> Tensor:
+    """Cross-entropy to p on the target's k likeliest tokens."""
+    return -(r.p * r.log_q).gather(1, r.p.topk(k).indices).sum(-1)
+
+
+def reverse_kl(r: Rows, floor: float) -> Tensor:
+    """KL(q || p), where p counts as at least `floor`."""
+    return (r.q * (r.log_q - r.p.clamp_min(floor).log())).sum(-1)
+
+
+def jsd(r: Rows, beta: float) -> Tensor:
+    """Jensen-Shannon: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q."""
+    log_m = (beta * r.p + (1 - beta) * r.q).log()
+    return (beta * r.p * (r.p.log() - log_m) + (1 - beta) * r.q * (r.log_q - log_m)).sum(-1)
+
+
+def tv(r: Rows) -> Tensor:
+    """Total variation: 1 - overlap."""
+    return (r.p - r.q).abs().sum(-1) / 2
+
+
+def lk(r: Rows) -> Tensor:
+    """Negative log-likelihood of acceptance."""
+    return -r.overlap.log()
+
+
+def lk_hybrid(r: Rows, decay: float) -> Tensor:
+    """KL while the draft is far off, total variation when it is near; the mixing weight is held constant."""
+    w = (-decay * r.overlap.detach()).exp()
+    return w * kl(r) + (1 - w) * tv(r)
+
+
+# Weights: acceptance of all depths of one anchor, and which of them (from 0) -> a number.
+
+
+def constant(acceptance: Sequence[float], i: int) -> float:
+    """Every depth counts the same."""
+    del acceptance, i
+    return 1.0
+
+
+def decay(acceptance: Sequence[float], i: int, rate: float) -> float:
+    """By depth alone."""
+    del acceptance
+    return rate**i
+
+
+def dpace(acceptance: Sequence[float], i: int, smoothing: float) -> float:
+    """Sum over depths j >= i of the chance to accept all up to j."""
+    a = [(1 - smoothing) * alpha + smoothing for alpha in acceptance]
+    return sum(math.prod(a[: j + 1]) for j in range(i, len(a)))
+
+
+def streak(acceptance: Sequence[float], i: int, smoothing: float) -> float:
+    """Derivative of the expected accepted length with respect to the acceptance at depth i."""
+    a = [(1 - smoothing) * alpha + smoothing for alpha in acceptance]
+    a[i] = 1.0
+    return sum(math.prod(a[: j + 1]) for j in range(i, len(a)))
+
+
+def loss(
+    steps: Sequence[DraftStep],
+    last: Tensor,
+    head: Head,
+    divergence: Callable[[Rows], Tensor],
+    weight: Callable[[Sequence[float], int], float],
+    tokens: Tensor | None = None,
+    aux_weights: Mapping[str, float] | None = None,
+    by_token: bool = False,
+) -> Tensor:
+    """The undivided sum, for autograd.
+
+    Args:
+        steps: of `Drafter.unroll`, depths ascending from 1, without gaps per anchor.
+        last: (B, T, D) the target head's input.
+        head: the target's.
+        divergence: one of the above.
+        weight: one of the above.
+        tokens: (B, T) the text, where divergence or weights read it.
+        aux_weights: name -> weight of auxiliary losses.
+        by_token: acceptance is q of the text's own token (the match rule), not the overlap.
+    """
+    rows = [distributions(step, last, head, tokens) for step in steps]
+    acceptance: dict[int, list[float]] = {}  # anchor -> by depth
+    for step, r in zip(steps, rows, strict=True):
+        accepted = 1 - hit(r) if by_token else r.overlap
+        for anchor, alpha in zip(step.anchor.tolist(), accepted.tolist(), strict=True):
+            acceptance.setdefault(anchor, []).append(alpha)
+    total = last.new_zeros(())
+    for step, r in zip(steps, rows, strict=True):
+        weights = [weight(acceptance[anchor], step.depth - 1) for anchor in step.anchor.tolist()]
+        value = divergence(r) + sum((aux_weights or {})[name] * aux for name, aux in step.aux.items())
+        total = total + (step.weight * last.new_tensor(weights) * value).sum()
+    return total
