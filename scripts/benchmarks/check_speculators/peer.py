@@ -41,7 +41,8 @@ class Enough(Exception):  # noqa: N818 no error: what follows the logits is a lo
 def main(folder: str, inputs: str, outputs: str) -> None:
     """See above."""
     config = SpeculatorModelConfig.from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = "sdpa"  # flex, the default, wants to be compiled
+    # private API: speculators takes no attention kernel; flex, its default, has to be compiled.
+    config.transformer_layer_config._attn_implementation = "sdpa"
     model = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     depth = config.speculators_config.proposal_methods[0].speculative_tokens
     given, run = load_file(inputs), RUNS[config.speculators_model_type]

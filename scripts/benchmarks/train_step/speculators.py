@@ -71,7 +71,7 @@ def _model(shape: dict[str, Any]) -> Eagle3DraftModel:
         head_dim=shape["head_dim"],
         num_hidden_layers=shape["layers"],
     )
-    layer._attn_implementation = "sdpa"
+    layer._attn_implementation = "sdpa"  # private API: speculators takes no attention kernel
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=shape["draft_vocab_size"],

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import config as compiler
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
@@ -47,6 +48,7 @@ class CausalLM:
         self.max_positions = max_positions(self.config)
         self._kinds = set(getattr(self.config, "layer_types", None) or ())
         self._window: int | None = getattr(self.config, "sliding_window", None)
+        # private API: transformers has no public way to ask for the attention kernel.
         self._sdpa = self.config._attn_implementation == "sdpa"
         self._places = [0] * len(self.layers)  # of keys and values; see `SplitStore`
         self._fused: Fused | None = None
@@ -86,7 +88,7 @@ class CausalLM:
         """
         # A layer's number is a constant to the compiler: one graph for each, and one for each mask.
         limit = 4 * len(self.layers)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+        compiler.recompile_limit = max(compiler.recompile_limit, limit)
         for layer in self.layers:
             layer.compile(dynamic=True)
         self.compiled = True

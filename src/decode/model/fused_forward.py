@@ -162,6 +162,7 @@ _MADE: WeakKeyDictionary[nn.Module, Fused] = WeakKeyDictionary()
 
 def _fits(base: Any, layers: nn.ModuleList, config: Any) -> bool:
     """Whether this is a frozen model of a known class that nobody has altered."""
+    # private API: transformers has no public way to ask for the attention kernel.
     if {type(layer).__name__ for layer in layers} - LAYERS or config._attn_implementation != "sdpa":
         return False
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
@@ -182,4 +183,5 @@ def _fits(base: Any, layers: nn.ModuleList, config: Any) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
+    # private API: torch has no public way to ask whether a module has hooks.
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)

@@ -45,16 +45,18 @@ def row_by_row(config: Any, lengths: Sequence[int]) -> Iterator[None]:
         config: the model's, of its text part.
         lengths: of the pack's rows.
     """
+    # private API: transformers has no public way to ask for the attention kernel.
     kernel = config._attn_implementation
     if kernel != "sdpa":
         yield
         return
     token = _lengths.set(lengths)
+    # private API: the public `set_attn_implementation` takes no kernel without a mask function.
     config._attn_implementation = KERNEL  # transformers makes no mask for a kernel it does not know
     try:
         yield
     finally:
-        config._attn_implementation = kernel
+        config._attn_implementation = kernel  # private API: as above
         _lengths.reset(token)
 
 

@@ -190,6 +190,7 @@ def _memory(lm: CausalLM) -> Path:
         inspect.getsource(m)
         for m in (cache_module, draft_module, fused_module, lm_module, sys.modules[__name__])
     ]
+    # private API: transformers has no public way to ask for the attention kernel.
     kernel = lm.config._attn_implementation  # not in the diff, and another kernel reads another mask
     versions = (transformers.__version__, torch.__version__)
     facts = [type(lm.model).__qualname__, *versions, kernel, config, sources]

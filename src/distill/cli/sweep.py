@@ -13,11 +13,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -97,9 +97,11 @@ def prepare(argv: Sequence[str], config_dir: Path, config_name: str, compose: Co
     swept = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in params.items()])
     every = [*swept, *given]
     fixed = [o for o in every if not o.is_sweep_override()]
-    # Only another sweeper knows its jobs: of what it chooses from, each value is tried by itself.
+    # Hydra's own sweeper runs the whole grid. Only another sweeper knows its jobs: of what it chooses from,
+    # each value is tried by itself.
+    choices = _choices(every)
     basic = settings.sweeper._target_.endswith("BasicSweeper")
-    jobs = BasicSweeper.split_arguments(every, None)[0] if basic else list(_singly(every))
+    jobs = list(map(list, product(*choices))) if basic else list(_singly(choices))
     _check_jobs(jobs, {o.get_key_element() for o in every if o.is_sweep_override()}, compose)
     return Sweep(_folder(settings), [str(o.key_or_group) for o in fixed])
 
@@ -126,20 +128,26 @@ def _settings(overrides: Sequence[str], config_dir: Path, config_name: str, comp
         raise UserError(" ".join(str(error).split())) from None
 
 
-def _singly(overrides: Sequence[Override]) -> Iterator[list[str]]:
+def _choices(overrides: Sequence[Override]) -> list[list[str]]:
+    """Per option the assignments that jobs choose from; of an option given twice, the last."""
+    return list(
+        {
+            o.get_key_element(): [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+            if o.is_discrete_sweep()
+            else [str(o.input_line)]
+            for o in overrides
+            if o.is_discrete_sweep() or not o.is_sweep_override()  # not intervals
+        }.values()
+    )
+
+
+def _singly(choices: Sequence[Sequence[str]]) -> Iterator[list[str]]:
     """Options of jobs in which every value of every choice appears, the others being the first of theirs."""
-    values = [
-        [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
-        if o.is_discrete_sweep()
-        else [str(o.input_line)]
-        for o in overrides
-        if o.is_discrete_sweep() or not o.is_sweep_override()
-    ]
-    first = [own[0] for own in values]
+    first = [values[0] for values in choices]
     yield first
-    for place, own in enumerate(values):
-        for value in own[1:]:
-            yield [*first[:place], value, *first[place + 1 :]]
+    for i, values in enumerate(choices):
+        for value in values[1:]:
+            yield [*first[:i], value, *first[i + 1 :]]
 
 
 def _check_jobs(jobs: Sequence[Sequence[str]], varying: set[str], compose: Compose) -> None:

@@ -74,16 +74,16 @@ def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> N
 def _check_key(cfg: DictConfig, key: str) -> None:
     if key in MOVED:
         raise UserError(f"{key} is {MOVED[key]} now")
-    node: Any = cfg
+    node: Any = OmegaConf.to_container(cfg, resolve=False)  # unset values and interpolations as strings
     done: list[str] = []
     for part in key.split("."):
-        if not OmegaConf.is_dict(node) or part not in list(node):  # `in` denies unset keys
-            names = [str(k) for k in node if str(k)[0] != "_"] if OmegaConf.is_dict(node) else []
+        if not isinstance(node, dict) or part not in node:
+            names = [str(k) for k in node if str(k)[0] != "_"] if isinstance(node, dict) else []
             where = ".".join(done)
             where = f" in {where}" if where else ""
             raise UserError(f"{key}: no such option{where}; {_nearest(part, names)}")
         done.append(part)
-        node = node._get_node(part)  # the raw node: an unset value must not raise here
+        node = node[part]
 
 
 def _check_kind(key: str, default: Any, value: Any) -> None:

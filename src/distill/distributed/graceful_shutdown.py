@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn, TypeVar
 
 import lightning as L
 import torch
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import Tensor
 from typing_extensions import override
 
@@ -29,13 +29,18 @@ class _AtOnce(BaseException):
     """Leaves work that may be abandoned anywhere."""
 
 
-class Stop:
-    """Whether a run is to stop: a signal to any of its processes, on which all of them agree.
+class Stop(L.Callback):
+    """Graceful shutdown: a signal to any process of the run stops all of them at the same step.
 
-    A handler takes note and no more, so no save is torn and no step is left between two of its
-    micro-batches. The notes are added up with the sums that ranks exchange in every optimizer step
+    The handler only sets a flag, so no save is torn and no step is left between two of its
+    micro-batches. The flags are added up with the sums that ranks exchange in every optimizer step
     (`DistillModule.on_before_optimizer_step`) and at every save point, so that all ranks stop at the
     same step and none waits for one that has gone.
+
+    Lightning's own handler broadcasts inside the handler, which waits for ranks that got no signal, and
+    leaves after any micro-batch with nothing saved; under SLURM it saves a checkpoint of its own format and
+    requeues the job. This one replaces it while training runs; Lightning's teardown, which also runs after
+    errors, restores what was there before the fit.
 
     Attributes:
         by: name of the signal, once all ranks know of it; empty before.
@@ -45,6 +50,12 @@ class Stop:
         self.by = ""
         self._heard = [0.0] * len(SIGNALS)
         self._may_leave = False
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if threading.current_thread() is threading.main_thread():  # Python refuses it elsewhere
+            for number in SIGNALS:
+                signal.signal(number, self.hear)
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal."""
@@ -98,23 +109,3 @@ class Stop:
             text = f"stopped by {self.by} at step {step}; the same command goes on from there"
             print(text, file=sys.stderr, flush=True)
         raise Stopped(CODE)
-
-
-class Signals(_SignalConnector):
-    """What Lightning does about signals while it trains, replaced.
-
-    Its own handler takes part in a broadcast inside the handler, which waits for ranks that nobody has
-    told, and then leaves after any micro-batch, with nothing saved. Under SLURM it would save a
-    checkpoint of its own form, and requeue the job whether or not the user wants that.
-    """
-
-    def __init__(self, trainer: L.Trainer, stop: Stop) -> None:
-        super().__init__(trainer)
-        self.stop = stop
-
-    @override
-    def register_signal_handlers(self) -> None:
-        """Lightning's teardown, which comes after errors too, puts back what was there before."""
-        self._original_handlers = {number: signal.getsignal(number) for number in SIGNALS}
-        for number in SIGNALS:
-            self._register_signal(number, self.stop.hear)

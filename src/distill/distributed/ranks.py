@@ -11,6 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.plugins.environments import (
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+
+# private API: Lightning has no public hook around the processes that it starts for trainer.devices=2.
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import distributed
 from typing_extensions import override
@@ -33,10 +41,10 @@ class Launcher(_SubprocessScriptLauncher):
 
     started: tuple[subprocess.Popen, ...] = ()
 
-    @override
+    @override  # private API: it is where processes start, and Lightning has no public hook there
     def _call_children_scripts(self) -> None:
         os.environ[PARENT] = str(os.getpid())
-        super()._call_children_scripts()
+        super()._call_children_scripts()  # private API: as above
         self.started, self.procs = tuple(self.procs), []  # Lightning's observer has nobody to watch
         watch(self._died)
 
@@ -56,7 +64,7 @@ def watched(trainer: L.Trainer) -> None:
     """Have ranks that Lightning is going to start watched by us."""
     lightnings = trainer.strategy.launcher
     if isinstance(lightnings, _SubprocessScriptLauncher):
-        trainer.strategy._launcher = Launcher(
+        trainer.strategy._launcher = Launcher(  # private API: `launcher` has no setter
             lightnings.cluster_environment, lightnings.num_processes, lightnings.num_nodes
         )
 
@@ -96,13 +104,20 @@ def check_world(trainer: L.Trainer) -> None:
     Raises:
         UserError: they differ.
     """
-    environment = trainer._accelerator_connector.cluster_environment
-    asked = trainer.num_devices * trainer.num_nodes
-    if environment.creates_processes_externally and environment.world_size() != asked:
+    asked, started = trainer.num_devices * trainer.num_nodes, _world_started()
+    if started not in (None, asked):
         raise UserError(
             f"trainer: devices={trainer.num_devices} on num_nodes={trainer.num_nodes} are {asked} processes, "
-            f"but {environment.world_size()} have been started; change one or the other"
+            f"but {started} have been started; change one or the other"
         )
+
+
+def _world_started() -> int | None:
+    """Processes that a launcher has started; None where Lightning starts them. In Lightning's own order."""
+    for environment in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment):
+        if environment.detect():
+            return environment().world_size()
+    return None
 
 
 def write_state(trainer: L.Trainer, folder: Path) -> None:

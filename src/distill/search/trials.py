@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
-from hydra._internal.callbacks import Callbacks
+from hydra._internal.callbacks import Callbacks  # private API: a launcher's context cannot be made without
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins

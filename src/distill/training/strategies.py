@@ -51,6 +51,7 @@ class FSDP(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        # private API: the public argument is due before the number of processes is known.
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
@@ -115,7 +116,8 @@ class DeepSpeed(DeepSpeedStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         chosen: Any = precision_plugin and precision_plugin.precision
-        self._precision_plugin = _OurPrecision(chosen) if chosen else None
+        parent: Any = DeepSpeedStrategy.precision_plugin
+        parent.fset(self, _OurPrecision(chosen) if chosen else None)
 
     @override
     def setup_environment(self) -> None:
@@ -134,14 +136,15 @@ class DeepSpeed(DeepSpeedStrategy):
         # It would try the linker on every op that it has, and compile its sum over shared memory.
         ops: Any = deepspeed.ops
         ops.__compatible_ops__ = {}
+        # private API: Lightning's public `setup_distributed` refuses a CPU; these are its other lines.
         self._process_group_backend = "gloo"
         reset_seed()
         self.set_world_ranks()
-        return self._init_deepspeed_distributed()
+        return self._init_deepspeed_distributed()  # private API: as above
 
-    @override
+    @override  # private API: a public `config` replaces all of Lightning's, and cannot be read back
     def _format_config(self) -> None:
-        super()._format_config()
+        super()._format_config()  # private API: as above
         assert isinstance(self.config, dict)
         self.config["zero_optimization"] |= self.zero
         if self.precision_plugin.precision == "bf16-mixed":
@@ -150,7 +153,7 @@ class DeepSpeed(DeepSpeedStrategy):
             low = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
             self.config["torch_autocast"] = low
 
-    @override
+    @override  # private API: parameters must be registered just before DeepSpeed's engine is made
     def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
         if self.zero_stage_3:
             from deepspeed.runtime.zero import register_external_parameter
@@ -160,7 +163,7 @@ class DeepSpeed(DeepSpeedStrategy):
             for weight in model.parameters():
                 if id(weight) not in apart:  # gathered for the whole of a training step
                     register_external_parameter(model, weight)
-        super()._initialize_deepspeed_train(model)
+        super()._initialize_deepspeed_train(model)  # private API: as above
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -195,6 +198,7 @@ def join_others(trainer: L.Trainer, placement: str) -> None:
         )
     strategy: Any = trainer.strategy
     # FSDP's mesh is the fit's, which has a module to give it to.
+    # private API: Lightning has no public way to join the other processes before the fit.
     join = strategy._setup_distributed if isinstance(strategy, FSDP) else strategy.setup_environment
     if strategy.launcher:
         strategy.launcher.launch(join, trainer=trainer)

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from distill.config.validate import refused
-from distill.distributed.graceful_shutdown import Signals, Stop, Stopped
+from distill.distributed.graceful_shutdown import Stop, Stopped
 from distill.distributed.ranks import check_state, check_world, lost_ranks, watched
 from distill.loggers.loggers import loggers
 from distill.training.strategies import check_optimizer
@@ -63,7 +63,7 @@ def fit(
     stop: Stop,
 ) -> None:
     """Train; an interruption leaves as KeyboardInterrupt or SystemExit, whatever Lightning makes of it."""
-    trainer._signal_connector = Signals(trainer, stop)
+    trainer.callbacks.insert(0, stop)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with lost_ranks(Path(trainer.default_root_dir)):
             trainer.fit(module, data, ckpt_path=state and str(state), weights_only=True)

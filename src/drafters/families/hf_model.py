@@ -165,11 +165,11 @@ class WholeModel(Drafter):
             model.load_state_dict({name.removeprefix(STEM): value for name, value in plain.items()})
         model.save_pretrained(folder)
 
-    @override
+    @override  # private API: torch has no public hook around casts
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Casts weights alone: rotary wavelengths rounded to bf16 would be other positions."""
         buffers = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # private API: as above
         for module, name, exact in buffers:
             setattr(module, name, exact.to(getattr(module, name).device))
         return self

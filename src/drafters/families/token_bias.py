@@ -152,6 +152,7 @@ class TokenInfoBias(nn.Module):
         if self.norm is None or large or weight.requires_grad:  # weights that train move
             return None
         read = (weight, self.emb.weight, self.norm.weight)
+        # private API: torch has no public counter of in-place changes.
         made = [(w.data_ptr(), w.device, w.dtype, 0 if w.is_inference() else w._version) for w in read]
         if self._table is None or self._table[0] != made:
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode

@@ -97,6 +97,7 @@ class _Attention(torch.autograd.Function):
             weight, slope = part.weights(0), part.buffer(1)
             torch.bmm(back[:, rows], part.values.mT, out=slope[..., :n])
             slope[..., n:] = slopes[:, rows]
+            # private API: torch has no public softmax backward into a given buffer.
             torch._softmax_backward_data(slope, weight, -1, weight.dtype, grad_input=slope)
             torch.bmm(slope[..., :n], part.keys, out=to_q[:, rows])
             to_k[:, keys].baddbmm_(slope[..., :n].mT, heads.queries[:, rows])

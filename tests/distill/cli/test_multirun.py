@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from compared import card, row
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -44,7 +44,14 @@ class Recorder(Sweeper):
         self.config, self.launcher = config, Plugins.instance().instantiate_launcher(config=config, **parts)
 
     def sweep(self, arguments: list[str]) -> None:
-        (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(arguments), None)
+        overrides = OverridesParser.create().parse_overrides(arguments)
+        choices = [
+            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+            if o.is_sweep_override()
+            else [o.input_line]
+            for o in overrides
+        ]
+        jobs = [list(job) for job in product(*choices)]
         done = self.launcher.launch(jobs, initial_job_idx=0)
         Recorder.seen = [(job.overrides, job.return_value) for job in done]
 
