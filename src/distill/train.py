@@ -32,9 +32,8 @@ from distill.report import terminal as summary
 from distill.rollouts.produce import produce
 from distill.scoring.scorer import Scorer
 from distill.training.checkpointing import STATE, ScoreCheckpoint, TrainingBar
-from distill.training.memory_estimate import MemoryWatch
+from distill.training.memory import MemoryWatch, Sizes, explain_out_of_memory
 from distill.training.module import DistillModule
-from distill.training.oom import explained
 from distill.training.strategies import check_strategy, join_others
 from distill.training.throughput import Throughput
 from distill.training.time_budget import Budget
@@ -125,7 +124,8 @@ def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: S
     module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
     if begun:
         say(f"resuming from step {begun}")
-    with explained(trainer, memory, cfg, module):
+    sizes = Sizes(cfg.batch_size, cfg.drafter.get("depth") or 1, cfg.gradient_checkpointing)
+    with explain_out_of_memory(trainer, memory, module, sizes):
         fit(trainer, module, data, state, stop)
     return _finish(trainer, cfg, folder, target)
 

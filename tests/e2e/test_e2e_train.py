@@ -83,7 +83,6 @@ def test_what_a_run_says_is_short_and_in_order(bench):
         "run folder: .*",
         "estimate: .*",
         "rollouts: 12 rows, .* supervised tokens in .*",
-        "memory: about .*",
         "memory: .* at the most in the first step, .*",
         r"step 3/6  loss \d+\.\d+  tau \d\.\d\d  speedup \d\.\d\dx  audit pass",
         r"step 6/6  loss .*",

@@ -35,6 +35,11 @@ class Rows(NamedTuple):
         """(M,) chance that the token rule accepts a token drawn from q."""
         return torch.minimum(self.p, self.q).sum(-1)
 
+    def at_text(self, values: Tensor) -> Tensor:
+        """(M, V) -> (M,) at the text's own token."""
+        assert self.text is not None, "tokens were not given"
+        return values.gather(1, self.text)[:, 0]
+
 
 def distributions(step: DraftStep, last: Tensor, head: Head, tokens: Tensor | None) -> Rows:
     """Both distributions of one depth; arguments as `loss` has them."""
@@ -62,12 +67,12 @@ def ce(r: Rows) -> Tensor:
 
 def nll(r: Rows) -> Tensor:
     """Cross-entropy to the text's own token."""
-    return -r.log_q.gather(1, r.text)[:, 0]
+    return -r.at_text(r.log_q)
 
 
 def hit(r: Rows) -> Tensor:
     """Chance that a token drawn from q is not the text's own."""
-    return 1 - r.q.gather(1, r.text)[:, 0]
+    return 1 - r.at_text(r.q)
 
 
 def topk(r: Rows, k: int) -> Tensor:

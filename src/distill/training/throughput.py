@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from distill.data.datamodule import served
-from distill.training.device_memory import GIB
-from distill.training.memory_estimate import MemoryWatch
+from distill.training.memory import GIB, MemoryWatch
 
 
 class Took(NamedTuple):
