@@ -25,9 +25,9 @@ from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_state
 from distill.training.checkpointing import STATE
 from distill.training.optim import Joint, warm_up_and_decay
-from distill.utils.atomic_files import publish_folder
 from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints
+from drafters.checkpoint.atomic import rename_into_place
 from train_target.corpus import Document, pack
 
 
@@ -205,6 +205,6 @@ class Saver(L.Callback):
         trainer.save_checkpoint(temporary / STATE)
         write_state(trainer, temporary / STATE.parent)
         if trainer.is_global_zero:
-            publish_folder(temporary, final)
+            rename_into_place(temporary, final)
             for older in checkpoints(self.folder)[:-1]:
                 shutil.rmtree(older)

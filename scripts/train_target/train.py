@@ -21,11 +21,12 @@ from distill.distributed.graceful_shutdown import Stop
 from distill.loggers.loggers import ending
 from distill.training.checkpointing import STATE, TrainingBar
 from distill.training.trainer import build_trainer, fit
-from distill.utils.atomic_files import clean, publish_folder, write_json
+from distill.utils.atomic_files import clean, write_json
 from distill.utils.paths import bundled
 from distill.utils.progress import say, switch
 from distill.utils.provenance import commit, digest
 from distill.utils.run_folder import checkpoints
+from drafters.checkpoint.atomic import publish
 from train_target.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
 from train_target.module import PretrainModule, Saver, TextData
 
@@ -165,8 +166,7 @@ def write_model(
         tokenizer: a trained one, or the folder whose files are taken over as they are.
         record: training.json.
     """
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    try:
+    with publish(out) as temporary:
         model.bfloat16().save_pretrained(temporary)
         if isinstance(tokenizer, Path):  # transformers would write other settings than it has read
             for path in chain(*(tokenizer.glob(pattern) for pattern in TOKENIZER_FILES)):
@@ -174,6 +174,3 @@ def write_model(
         else:
             tokenizer.save_pretrained(temporary)
         write_json(temporary / "training.json", record)
-        publish_folder(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -28,8 +28,9 @@ from workbench import (
 
 from decode.model.load import load_target
 from distill import train as run
-from distill.utils.atomic_files import clean, publish
+from distill.utils.atomic_files import clean
 from distill.utils.run_folder import checkpoints
+from drafters.checkpoint.atomic import publish
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 from decode.errors import UserError
 from decode.model.target import LAST, Read, Target
 from distill.data.taps_memory import read_rows
-from distill.utils.atomic_files import sha256, sync, write_json
+from distill.utils.atomic_files import sha256, write_json
 from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
+from drafters.checkpoint.atomic import publish
 
 FILE_BYTES = 2**28  # of one file; what is read to check it, and held while it is written
 SCHEMA = 1
@@ -126,25 +127,17 @@ class TapCache:
             raise UserError(f"taps=cache would write {need:.2f} GB, and {free:.2f} are free; use taps=online")
 
     def _write(self, target: Target, rows: datasets.Dataset, max_tokens: int) -> None:
-        temporary = self.folder.with_name(f"{self.folder.name}.tmp")
-        temporary.mkdir()
         files, places = [], []
         read = read_rows(target, rows, max_tokens, self._packing)
-        try:
-            with bar(len(rows), "taps", "rows") as progress:
-                for number, part in enumerate(self._parts(read)):
-                    name = f"taps-{number:05d}.safetensors"
-                    places += [(number, *start) for start in part.pop("starts")]
-                    save_file({key: torch.cat(values) for key, values in part.items()}, temporary / name)
-                    sync(temporary / name)
-                    files.append({"name": name, "sha256": sha256(temporary / name)})
-                    progress.update(len(places) - progress.n)
+        with publish(self.folder) as temporary, bar(len(rows), "taps", "rows") as progress:
+            temporary.mkdir()
+            for number, part in enumerate(self._parts(read)):
+                name = f"taps-{number:05d}.safetensors"
+                places += [(number, *start) for start in part.pop("starts")]
+                save_file({key: torch.cat(values) for key, values in part.items()}, temporary / name)
+                files.append({"name": name, "sha256": sha256(temporary / name)})
+                progress.update(len(places) - progress.n)
             write_json(temporary / "index.json", {"files": files, "rows": places})
-            temporary.rename(self.folder)
-            sync(self.folder.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
 
     def _parts(self, reads: Iterator[tuple[Tensor, Tensor]]) -> Iterator[dict[str, list[Any]]]:
         """What one file holds: vectors of several rows, and where each row's begin."""

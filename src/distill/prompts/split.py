@@ -16,9 +16,10 @@ from distill.prompts.length import Limit, Measured, check_share, set_aside
 from distill.prompts.mixing import mix
 from distill.prompts.prompt import Prompt, hash64, held_out, opening, question, split
 from distill.prompts.sources import Reading, Rejected, Source, to_sources
-from distill.utils.atomic_files import publish, read_json, write_json
+from distill.utils.atomic_files import read_json, write_json
 from distill.utils.progress import bar, first_rank, say
 from distill.utils.provenance import digest
+from drafters.checkpoint.atomic import publish
 
 SHOWN = 3  # of what is set aside for one reason
 RECORD, QUARANTINE = "prompts.json", "quarantine.jsonl"

@@ -13,7 +13,7 @@ import fsspec
 
 from decode.errors import UserError
 from distill.rollouts.shard import is_whole
-from distill.utils.atomic_files import publish
+from drafters.checkpoint.atomic import publish
 
 # Where an object appears whole or not at all; elsewhere a file is written aside and renamed.
 OBJECTS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "memory"}

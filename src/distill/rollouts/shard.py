@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distill.utils.atomic_files import publish, sha256
+from distill.utils.atomic_files import sha256
+from drafters.checkpoint.atomic import publish
 
 COLUMNS = pa.schema(
     [

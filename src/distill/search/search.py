@@ -27,9 +27,9 @@ from distill.search.halving import FREE, LAST, SCORE, Row
 from distill.search.state import Ledger
 from distill.search.trials import Jobs, Place, Stretch
 from distill.train import Shared
-from distill.utils.atomic_files import publish
 from distill.utils.launcher import lived
 from distill.utils.progress import say, switch
+from drafters.checkpoint.atomic import publish
 
 MOST = 0.9  # of the budget, that rollouts may take
 LEAST = 1.0  # seconds of training that are worth a job

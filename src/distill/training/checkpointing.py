@@ -28,11 +28,12 @@ from distill.report import html as html_report
 from distill.training.module import DistillModule
 from distill.training.strategies import consolidated
 from distill.training.time_budget import Budget
-from distill.utils.atomic_files import clean, publish_folder, write_json
+from distill.utils.atomic_files import clean, write_json
 from distill.utils.progress import bar, say
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
+from drafters.checkpoint.atomic import rename_into_place
 
 log = logging.getLogger(__name__)
 Scorer = Callable[[Path, int], Scorecard]
@@ -167,7 +168,7 @@ class ScoreCheckpoint(L.Callback):
         if trainer.is_global_zero:
             if final.exists():  # of a run that has lost its state and began anew
                 _remove(final)
-            publish_folder(temporary, final)
+            rename_into_place(temporary, final)
             self._link(trainer)
             self._score(trainer, final)
             if self._due(trainer, step):

@@ -174,6 +174,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def smaller_options(trainer: L.Trainer, watch: MemoryWatch, module: DistillModule, sizes: Sizes) -> list[str]:
     """Options with values that make this run smaller; those that leave a step as it is come first."""
+    advice = _same_step(trainer, module, sizes)
+    if watch.longest > SHORTEST:
+        advice.append(f"max_tokens={max(SHORTEST, watch.longest // 2)} (cuts rows)")
+    if sizes.depth > 1:
+        advice.append(f"drafter.depth={sizes.depth // 2} (shallower drafts)")
+    if module.target.dtype in (torch.float32, torch.float64):
+        advice.append("target.dtype=bfloat16 (rounds the target)")
+    return advice
+
+
+def _same_step(trainer: L.Trainer, module: DistillModule, sizes: Sizes) -> list[str]:
     advice, batch = [], sizes.batch_size
     if batch > 1:
         parts = next(p for p in range(2, batch + 1) if batch % p == 0)
@@ -194,12 +205,6 @@ def smaller_options(trainer: L.Trainer, watch: MemoryWatch, module: DistillModul
             advice.append("trainer=deepspeed_3 (the same step)")
         if not isinstance(trainer.strategy, DeepSpeedStrategy):
             advice.append("trainer=deepspeed_offload (the same step, slower)")
-    if watch.longest > SHORTEST:
-        advice.append(f"max_tokens={max(SHORTEST, watch.longest // 2)} (cuts rows)")
-    if sizes.depth > 1:
-        advice.append(f"drafter.depth={sizes.depth // 2} (shallower drafts)")
-    if module.target.dtype in (torch.float32, torch.float64):
-        advice.append("target.dtype=bfloat16 (rounds the target)")
     return advice
 
 

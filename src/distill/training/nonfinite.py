@@ -15,8 +15,9 @@ from torch import Tensor
 from decode.errors import UserError
 from distill.data.batches import Micro
 from distill.data.datamodule import served
-from distill.utils.atomic_files import publish, write_json
+from distill.utils.atomic_files import write_json
 from distill.utils.run_folder import FAILED
+from drafters.checkpoint.atomic import publish
 
 
 class Watched:

@@ -1,54 +1,15 @@
-"""Writing files so that a reader never meets half of one."""
+"""JSON and text files, written atomically; what killed writers left; checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
-
-
-@contextmanager
-def publish(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success sync it and rename it into place.
-
-    Raises:
-        OSError: from the block, with the name of the file where it had none (pyarrow's have none).
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Make a file or folder entry survive a crash."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def publish_folder(temporary: Path, final: Path) -> None:
-    """Give a whole folder its name, in a way that survives a crash."""
-    for path in (*temporary.rglob("*"), temporary):
-        sync(path)
-    temporary.replace(final)
-    sync(final.parent)
+from drafters.checkpoint.atomic import publish
 
 
 def clean(folder: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from decode.model.load import load_target
 from decode.model.target import Target
 from drafters.base import Drafter, Origin
 from drafters.checkpoint import io as hub
+from drafters.checkpoint.atomic import publish
 from drafters.checkpoint.folder import made_for, written
 from drafters.checkpoint.model_card import Facts, card, portable
 from drafters.export.layout import Layout
@@ -189,23 +188,9 @@ def whole(folder: Path) -> Iterator[Path]:
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} is there already; remove it, or choose another folder")
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        temporary.replace(folder)
-        _sync(folder.parent)
+        with publish(folder) as temporary:
+            temporary.mkdir(parents=True)
+            yield temporary
     except SafetensorError as error:  # its words for a full disk
         raise OSError(errno.EIO, str(error), str(folder)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

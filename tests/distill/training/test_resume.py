@@ -12,8 +12,8 @@ from workbench import Bench, final, fork, leftovers, same, tau, write_prompts
 from distill.rollouts import store as rollouts
 from distill.rollouts import writer
 from distill.training import checkpointing as callbacks
-from distill.utils import atomic_files as files
 from distill.utils.run_folder import checkpoints
+from drafters.checkpoint import atomic as files
 
 
 @pytest.fixture(scope="module")

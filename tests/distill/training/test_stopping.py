@@ -16,8 +16,8 @@ from workbench import Bench, final, fork, leftovers, same, tau
 from distill.scoring import scorer as scoring
 from distill.training import checkpointing as callbacks
 from distill.training.module import DistillModule
-from distill.utils import atomic_files as files
 from distill.utils.run_folder import checkpoints
+from drafters.checkpoint import atomic as files
 from drafters.models.eagle import Eagle
 
 OPTIONS = ["score.every=2", "trainer.accumulate_grad_batches=2"]

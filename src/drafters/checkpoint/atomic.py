@@ -1,0 +1,47 @@
+"""Atomic writes: temporary name, fsync, rename. A reader never sees half a file or folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def publish(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, for a file or a folder; on success sync it and rename it.
+
+    Raises:
+        OSError: from the block, with the name of the file where it had none (pyarrow's have none).
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        rename_into_place(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def rename_into_place(temporary: Path, final: Path) -> None:
+    """Give a file or a folder its final name, in a way that survives a crash."""
+    for path in (*temporary.rglob("*"), temporary):
+        sync(path)
+    temporary.replace(final)
+    sync(final.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's entries to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
