@@ -78,6 +78,12 @@ class Text(NamedTuple):
     loss_mask: Sequence[int]  # 1 where the target wrote token i
 
 
+def arguments_of(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a constructor, from its `locals()`; those in `**sizes` flat, beside the others."""
+    named = {k: v for k, v in scope.items() if k not in ("self", "__class__", "sizes")}
+    return named | scope.get("sizes", {})
+
+
 def supervised(loss_mask: Tensor, depth: int) -> Tensor:
     """(B, T) bool: anchors that are still in the unroll at `depth`.
 

@@ -23,6 +23,7 @@ from decode.model.target import Target
 from drafters.base import Drafter
 from drafters.families.hf_build import BASE, DOWN, UP
 from drafters.hub.untrusted_files import Shape, brief, downloaded, is_hub_id, shape_of
+from drafters.layers.decoder_layer import LayerShape
 
 LARGEST = 2**24  # of a whole number in settings: four times the largest vocabulary or context there is
 LONGEST = 2**16  # of a list or a text in settings
@@ -81,7 +82,7 @@ def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _hints(kind: type) -> dict[str, Any]:
-    """Type of each argument that a constructor takes, or hands on as **options."""
+    """Type of each argument that a constructor takes, passes on as **options, or puts into a `LayerShape`."""
     found: dict[str, Any] = {}
     for parent in kind.__mro__:
         if "__init__" not in parent.__dict__:
@@ -89,7 +90,10 @@ def _hints(kind: type) -> dict[str, Any]:
         hints = get_type_hints(parent.__init__)
         parameters = inspect.signature(parent.__init__).parameters.values()
         found = {p.name: hints.get(p.name, Any) for p in parameters if p.kind != p.VAR_KEYWORD} | found
-        if all(p.kind != p.VAR_KEYWORD for p in parameters):
+        rest = next((p.name for p in parameters if p.kind == p.VAR_KEYWORD), "")
+        if rest == "sizes":
+            found |= get_type_hints(LayerShape)
+        if rest != "options":
             break
     found.pop("self", None)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 from decode.model.target import Target
+from drafters.layers.decoder_layer import LayerShape
 from drafters.layers.rope import SCALED, copied
 
 EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -79,17 +81,18 @@ def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) 
     if (scaled := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "mrope", *SCALED):
         raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
     theta, rope = copied(dict(config))
-    return {
-        "hidden_size": config["hidden_size"],
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        # Some files have a `head_dim` that their own readers pass over.
-        "head_dim": len(tensors[f"{layer}self_attn.q_proj.weight"]) // heads,
-        "intermediate_size": config["intermediate_size"],
-        "eps": float(config.get("rms_norm_eps", 1e-6)),
-        "rope_theta": theta,
-        "rope": rope,
-    }
+    shape = LayerShape(
+        hidden_size=config["hidden_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        # Some files have a `head_dim` that their own readers ignore.
+        head_dim=len(tensors[f"{layer}self_attn.q_proj.weight"]) // heads,
+        intermediate_size=config["intermediate_size"],
+        eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope=rope,
+    )
+    return asdict(shape)
 
 
 def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> None:

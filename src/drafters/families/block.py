@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, DraftStep, some_of, supervised
 from drafters.families.token_bias import Informed, Levels, Teaching
-from drafters.layers.decoder_layer import DecoderLayer, RMSNorm, Rotary, attend
+from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary, attend
 from drafters.layers.unroll_attention import Look, attend_unrolled, blocks
 
 MOST = 1024  # layers, masks or passes: far beyond what any has, and an end to what a file may ask for
@@ -45,13 +45,6 @@ class BlockDrafter(Informed):
     A family says how taps are fused and what enters a block.
 
     Args:
-        hidden_size: D of the target.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: of one head.
-        intermediate_size: of the MLP.
-        eps: of the RMS norms.
-        rope_theta: base of the rotary wavelengths.
         vocab_size: V of the target.
         taps: layer ids (inputs of decoder layers) or "last".
         layers: decoder layers.
@@ -62,8 +55,8 @@ class BlockDrafter(Informed):
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: its rank.
         hot_tokens: its tokens.
-        rope: the rest of the rotary positions, see `drafters.layers.rope`.
         qk_norm: see `DecoderLayer`.
+        **sizes: of `LayerShape`.
 
     Attributes:
         mask: (K, D) what stands in the masks' places, or (1, D) where it is the same in all.
@@ -76,13 +69,6 @@ class BlockDrafter(Informed):
 
     def __init__(
         self,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-        eps: float,
-        rope_theta: float,
         vocab_size: int,
         taps: Sequence[Tap],
         layers: int,
@@ -92,8 +78,8 @@ class BlockDrafter(Informed):
         token_info: str = "none",
         info_rank: int = 0,
         hot_tokens: int = 0,
-        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
         qk_norm: bool = False,
+        **sizes: Any,
     ) -> None:
         super().__init__()
         for name, number in (("layers", layers), ("depth", depth), ("steps", steps)):
@@ -107,11 +93,12 @@ class BlockDrafter(Informed):
         self.anchors, self.steps = anchors, steps
         if steps > 1:
             self.proposals = ("fixed",)
-        self.rotary = Rotary(head_dim, rope_theta, rope)
+        self.shape = shape = LayerShape(**sizes)
+        hidden_size, eps = shape.hidden_size, shape.eps
+        self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.fc = nn.Linear(len(taps) * hidden_size, hidden_size, bias=False)
         self.context_norm = RMSNorm(hidden_size, eps=eps)
-        size = (hidden_size, heads, kv_heads, head_dim, intermediate_size, eps)
-        self.layers = nn.ModuleList(DecoderLayer(*size, qk_norm=qk_norm) for _ in range(layers))
+        self.layers = nn.ModuleList(DecoderLayer(shape, qk_norm=qk_norm) for _ in range(layers))
         self.norm = RMSNorm(hidden_size, eps=eps)
         self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 

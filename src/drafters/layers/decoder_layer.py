@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,55 @@ from drafters.layers.fused_backward import rms_norm, rotate, swiglu
 from drafters.layers.rope import copied, frequencies
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a decoder layer and its rotary positions; flat keys of `settings` in config.json.
+
+    Args:
+        hidden_size: D, of the target.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
+        head_dim: size of one head.
+        intermediate_size: width of the SwiGLU MLP.
+        eps: of the RMS norms.
+        rope_theta: base of the rotary wavelengths.
+        rope: scaling of the rotary positions, see `drafters.layers.rope`; None in older checkpoints.
+    """
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    eps: float
+    rope_theta: float
+    rope: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, target: CausalLM) -> Self:
+        """The shape of the target's own decoder layers."""
+        config = target.config
+        heads = config.num_attention_heads
+        theta, rope = copied(config)
+        return cls(
+            hidden_size=target.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+            eps=getattr(config, "rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope=rope,
+        )
+
+
 class Rotary(nn.Module):
     """Rotary position embedding (Su et al., arXiv:2104.09864), half-split as in Llama.
 
     Args:
-        dim: of one head.
+        dim: size of one head.
         theta: base of the geometric series of wavelengths.
-        rope: what makes it another one, see `drafters.layers.rope`.
+        rope: scaling, see `drafters.layers.rope`.
     """
 
     def __init__(self, dim: int, theta: float, rope: Mapping[str, Any] | None = None) -> None:
@@ -62,30 +105,18 @@ class DecoderLayer(nn.Module):
     """A Llama decoder layer whose attention is left to the caller.
 
     Args:
-        hidden_size: D.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: of one head.
-        intermediate_size: of the SwiGLU MLP.
-        eps: of the RMS norms.
+        shape: sizes.
         input_norm: whether the attention input is normalised (EAGLE-1's is not).
-        inputs: vectors of size D side by side that make the attention input.
-        qk_norm: whether queries and keys are normalised, head by head, before they are rotated (Qwen3).
+        inputs: number of vectors of size D that are concatenated into the attention input.
+        qk_norm: whether queries and keys are normalised per head before they are rotated (Qwen3).
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-        eps: float,
-        input_norm: bool = True,
-        inputs: int = 1,
-        qk_norm: bool = False,
+        self, shape: LayerShape, input_norm: bool = True, inputs: int = 1, qk_norm: bool = False
     ) -> None:
         super().__init__()
+        hidden_size, eps, head_dim = shape.hidden_size, shape.eps, shape.head_dim
+        heads, kv_heads = shape.heads, shape.kv_heads
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
         # One product each for q, k, v and for gate, up: at draft sizes a call costs more than its work.
@@ -95,8 +126,8 @@ class DecoderLayer(nn.Module):
         self.qk_norm = qk_norm
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, hidden_size, bias=False)
 
     @property
     def queries(self) -> int:
@@ -131,23 +162,6 @@ class DecoderLayer(nn.Module):
 def _add_product(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
     """Add linear(y) to x in one pass."""
     return torch.addmm(x.flatten(0, -2), y.flatten(0, -2), linear.weight.mT).view_as(x)
-
-
-def shape_of(target: CausalLM) -> dict[str, Any]:
-    """Sizes of a decoder layer that is like the target's own, and its rotary positions."""
-    config = target.config
-    heads = config.num_attention_heads
-    theta, rope = copied(config)
-    return {
-        "hidden_size": target.hidden_size,
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or target.hidden_size // heads,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
-        "eps": getattr(config, "rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope": rope,
-    }
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Self
 
 import torch
@@ -13,7 +14,7 @@ from decode.errors import UserError
 from decode.model.target import Tap, Target
 from drafters.drafting.vocabulary import embedding, unwritten
 from drafters.families.block import BlockDrafter
-from drafters.layers.decoder_layer import shape_of
+from drafters.layers.decoder_layer import LayerShape
 
 
 class DFlash(BlockDrafter):
@@ -21,17 +22,15 @@ class DFlash(BlockDrafter):
     their positions alone; queries and keys are normalised (Qwen3's layer).
 
     Args:
-        hidden_size: D of the target.
         mask_id: id of that token.
         **options: of `BlockDrafter`, but for `qk_norm`, and what changes how a draft is made of the
             states: `steps` and the token-info bias.
     """
 
-    def __init__(self, hidden_size: int, mask_id: int, **options: Any) -> None:
-        super().__init__(hidden_size=hidden_size, qk_norm=True, **options)
-        self.settings = {"hidden_size": hidden_size, "mask_id": mask_id} | options
-        self.settings["taps"] = list(options["taps"])
-        self.register_buffer("mask", torch.zeros(1, hidden_size), persistent=False)
+    def __init__(self, mask_id: int, **options: Any) -> None:
+        super().__init__(qk_norm=True, **options)
+        self.settings = {"mask_id": mask_id} | options | {"taps": list(options["taps"])}
+        self.register_buffer("mask", torch.zeros(1, self.shape.hidden_size), persistent=False)
 
     @override
     @classmethod
@@ -44,7 +43,7 @@ class DFlash(BlockDrafter):
             raise UserError(f"drafter.mask_id={token}: the target has the ids 0 to {target.vocab_size - 1}")
         if not embedding(target, options["mask_id"]).any():  # masks would not know their positions
             raise UserError(f"drafter.mask_id={token}: its embedding is 0; choose another token")
-        sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
+        sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls.restore(sizes | options, target)
         drafter.add_nothing()
         return drafter

@@ -8,6 +8,7 @@ arXiv:2605.18810) are settings of `objective` and `weights`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from decode.model.target import LAST, Tap, Target
 from drafters.families.block import BlockDrafter
-from drafters.layers.decoder_layer import RMSNorm, shape_of
+from drafters.layers.decoder_layer import LayerShape, RMSNorm
 
 
 class Diffusion(BlockDrafter):
@@ -24,16 +25,15 @@ class Diffusion(BlockDrafter):
     masks is a vector of its own, and taps are normalised before they are fused.
 
     Args:
-        hidden_size: D of the target.
-        eps: of the RMS norms.
         taps: layer ids (inputs of decoder layers) or "last"; the last of them enters the block.
         depth: masks of a block, K.
         **options: of `BlockDrafter`, but for `qk_norm`.
     """
 
-    def __init__(self, hidden_size: int, eps: float, taps: Sequence[Tap], depth: int, **options: Any) -> None:
-        super().__init__(hidden_size=hidden_size, eps=eps, taps=taps, depth=depth, **options)
-        self.settings = {"hidden_size": hidden_size, "eps": eps, "taps": list(taps), "depth": depth} | options
+    def __init__(self, taps: Sequence[Tap], depth: int, **options: Any) -> None:
+        super().__init__(taps=taps, depth=depth, **options)
+        self.settings = {"taps": list(taps), "depth": depth} | options
+        hidden_size, eps = self.shape.hidden_size, self.shape.eps
         self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
         self.mask = nn.Parameter(torch.zeros(depth, hidden_size))
         self.feature_in = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -44,7 +44,7 @@ class Diffusion(BlockDrafter):
     def for_target(cls, target: Target, **options: Any) -> Self:
         """It begins by saying, in every position, what the target's head says of the newest feature."""
         options["taps"] = _taps(options["taps"], len(target.layers))
-        sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
+        sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
         drafter.add_nothing()
         size = target.hidden_size

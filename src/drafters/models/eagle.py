@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Self
 
 import torch
@@ -12,9 +13,9 @@ from typing_extensions import override
 
 from decode.model.head import Head
 from decode.model.target import LAST, Target
-from drafters.base import Batch
+from drafters.base import Batch, arguments_of
 from drafters.families.recurrent import Recurrent, with_noise
-from drafters.layers.decoder_layer import DecoderLayer, Rotary, shape_of
+from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
 from drafters.layers.unroll import FirstInput
 
 
@@ -23,13 +24,6 @@ class Eagle(Recurrent):
     and the target's own frozen head reads tokens off the prediction.
 
     Args:
-        hidden_size: D of the target.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: of one head.
-        intermediate_size: of the MLP.
-        eps: of the RMS norm.
-        rope_theta: base of the rotary wavelengths.
         depth: depths unrolled in training. 1 is the paper's recipe; more feeds the drafter its
             own features, as it will see them when it drafts (HASS, arXiv:2408.15766).
         detach: whether a depth's loss stops at the features it was fed (HASS) or goes on through
@@ -37,37 +31,29 @@ class Eagle(Recurrent):
         feature_noise: half-width of the uniform noise on training features, scaled by 512 / T.
         feature_weight: of the Smooth-L1 feature regression, beside a divergence of weight 1.
         bias: whether the fusion has one; vLLM's EAGLE has none.
-        rope: the rest of the rotary positions, see `drafters.layers.rope`.
+        **sizes: of `LayerShape`.
     """
 
     taps = (LAST,)
 
     def __init__(
         self,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-        eps: float,
-        rope_theta: float,
         depth: int,
         feature_noise: float,
         feature_weight: float,
         detach: bool = False,  # what checkpoints have that were saved before there was a choice
         bias: bool = True,  # as all of them
-        rope: Mapping[str, Any] | None = None,
+        **sizes: Any,
     ) -> None:
         super().__init__()
-        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        self.settings = arguments_of(locals())
         self.depth, self.detach, self.feature_noise = depth, detach, feature_noise
         self.aux_weights = {"feature": feature_weight}
-        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=bias)
-        self.rotary = Rotary(head_dim, rope_theta, rope)
-        self.layer = DecoderLayer(
-            hidden_size, heads, kv_heads, head_dim, intermediate_size, eps, input_norm=False
-        )
-        self._initialise(hidden_size)
+        shape = LayerShape(**sizes)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=bias)
+        self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
+        self.layer = DecoderLayer(shape, input_norm=False)
+        self._initialise(shape.hidden_size)
 
     @torch.no_grad()
     def _initialise(self, hidden_size: int) -> None:
@@ -82,7 +68,7 @@ class Eagle(Recurrent):
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        return cls(**shape_of(target) | options)
+        return cls(**asdict(LayerShape.of(target)) | options)
 
     @property
     @override

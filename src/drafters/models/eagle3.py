@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any, Self, cast
 
 import torch
@@ -15,10 +16,10 @@ from decode.errors import UserError
 from decode.model.head import Head
 from decode.model.load import stop_tokens
 from decode.model.target import LAST, Tap, Target
-from drafters.base import Text
+from drafters.base import Text, arguments_of
 from drafters.drafting.vocabulary import frequent
 from drafters.families.recurrent import Recurrent
-from drafters.layers.decoder_layer import DecoderLayer, RMSNorm, Rotary, shape_of
+from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll import FirstInput
 
 LEAST_LAYERS = 7  # with fewer, two of the three default taps are the same layer
@@ -30,13 +31,6 @@ class Eagle3(Recurrent):
     embedding is shared and frozen, the head is the drafter's own.
 
     Args:
-        hidden_size: D of the target.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: of one head.
-        intermediate_size: of the MLP.
-        eps: of the RMS norms.
-        rope_theta: base of the rotary wavelengths.
         vocab_size: V of the target.
         taps: layer ids (inputs of decoder layers) or "last".
         layers: decoder layers; those after the first are plain.
@@ -46,7 +40,7 @@ class Eagle3(Recurrent):
         norm_before_fc: whether the tapped features are normalised together (gpt-oss).
         fc_norm: whether each of them is normalised by itself (EAGLE 3.1).
         norm_output: whether the feature that is fed back has passed the final norm.
-        rope: the rest of the rotary positions, see `drafters.layers.rope`.
+        **sizes: of `LayerShape`.
 
     Raises:
         UserError: no taps, no layers, a vocabulary that is none, or both norms before `fc`.
@@ -56,13 +50,6 @@ class Eagle3(Recurrent):
 
     def __init__(
         self,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-        eps: float,
-        rope_theta: float,
         vocab_size: int,
         taps: Sequence[Tap],
         layers: int,
@@ -72,10 +59,10 @@ class Eagle3(Recurrent):
         norm_before_fc: bool,
         fc_norm: bool,
         norm_output: bool,
-        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
+        **sizes: Any,
     ) -> None:
         super().__init__()
-        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        self.settings = arguments_of(locals())
         self.settings["taps"] = list(taps)
         if not taps or layers < 1:
             raise UserError(f"drafter: taps={list(taps)} and layers={layers}; give at least one of each")
@@ -88,14 +75,15 @@ class Eagle3(Recurrent):
             raise UserError("drafter: norm_before_fc and fc_norm both normalise the taps; choose one")
         self.taps, self.depth = tuple(taps), depth
         self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
+        shape = LayerShape(**sizes)
+        hidden_size, eps = shape.hidden_size, shape.eps
         fused = len(taps) * hidden_size
         self.input_norm = RMSNorm(fused, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps) if fc_norm else None
         self.fc = nn.Linear(fused, hidden_size, bias=False)
-        self.rotary = Rotary(head_dim, rope_theta, rope)
+        self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.hidden_norm = RMSNorm(hidden_size, eps=eps)
-        size = (hidden_size, heads, kv_heads, head_dim, intermediate_size, eps)
-        self.layers = nn.ModuleList(DecoderLayer(*size, inputs=1 if i else 2) for i in range(layers))
+        self.layers = nn.ModuleList(DecoderLayer(shape, inputs=1 if i else 2) for i in range(layers))
         self.norm = RMSNorm(hidden_size, eps=eps)
         self.lm_head = nn.Linear(hidden_size, draft_vocab_size, bias=False)
         reduced = draft_vocab_size < vocab_size
@@ -108,7 +96,7 @@ class Eagle3(Recurrent):
     def for_target(cls, target: Target, **options: Any) -> Self:
         options["taps"] = _taps(options["taps"], len(target.layers))
         options["draft_vocab_size"] = min(options["draft_vocab_size"], target.vocab_size)
-        sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
+        sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
         drafter._source = (target,)
         drafter._begin()

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from decode.model.head import Head
 from decode.model.target import Target
+from drafters.base import arguments_of
 from drafters.families.feature_heads import Chained, at_least_one
 from drafters.layers.lm_heads import OwnHeads, ResBlock
 
@@ -59,7 +60,7 @@ class Hydra(Chained):
 
     def __init__(self, hidden_size: int, vocab_size: int, depth: int, layers: int, own_head: bool) -> None:
         super().__init__()
-        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        self.settings = arguments_of(locals())
         at_least_one(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(Grounded(hidden_size, j, layers) for j in range(1, depth + 1))

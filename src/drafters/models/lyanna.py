@@ -7,7 +7,7 @@ docs/lyanna.md says which is which.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
@@ -23,11 +23,11 @@ from decode.model.target import LAST, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, DraftStep
+from drafters.base import Batch, DraftStep, arguments_of
 from drafters.families.recurrent import Recurrent, RecurrentState, with_noise
 from drafters.families.state_reuse import Reuse, as_deep, cut_off
 from drafters.families.token_bias import Informed, Levels, Teaching
-from drafters.layers.decoder_layer import DecoderLayer, RMSNorm, Rotary, shape_of
+from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll import FirstInput
 
 
@@ -49,13 +49,6 @@ class Lyanna(Informed, Recurrent):
     kept a tokens, s_{a+2} .. s_K are still good: they speak of the tokens behind the new root.
 
     Args:
-        hidden_size: D of the target.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: of one head.
-        intermediate_size: of the MLP.
-        eps: of the RMS norms.
-        rope_theta: base of the rotary wavelengths.
         vocab_size: V of the target.
         layers: decoder layers.
         depth: depths unrolled in training.
@@ -70,7 +63,7 @@ class Lyanna(Informed, Recurrent):
         warmup: share of the steps in which the states learn first: 1 for the regression and 0.1 for
             each divergence.
         reuse: of `Reuse`.
-        rope: the rest of the rotary positions, see `drafters.layers.rope`.
+        **sizes: of `LayerShape`.
 
     Raises:
         UserError: an option that is none of these.
@@ -80,13 +73,6 @@ class Lyanna(Informed, Recurrent):
 
     def __init__(
         self,
-        hidden_size: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-        eps: float,
-        rope_theta: float,
         vocab_size: int,
         layers: int,
         depth: int,
@@ -99,10 +85,10 @@ class Lyanna(Informed, Recurrent):
         base_weight: float,
         warmup: float,
         reuse: dict[str, Any],
-        rope: Mapping[str, Any] | None = None,  # what older checkpoints have
+        **sizes: Any,
     ) -> None:
         super().__init__()
-        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        self.settings = arguments_of(locals())
         self.settings["reuse"] = dict(reuse)
         if root_token not in ("none", "add"):
             raise UserError(f"drafter.root_token={root_token}: choose none or add")
@@ -113,13 +99,13 @@ class Lyanna(Informed, Recurrent):
         self.depth, self.feature_noise, self.warmup = depth, feature_noise, warmup
         self.feature_weight, self.base_weight = feature_weight, base_weight
         self.reuse = Reuse(**reuse)
-        add = root_token == "add"
+        add, shape = root_token == "add", LayerShape(**sizes)
+        hidden_size = shape.hidden_size
         self.in_proj = nn.Linear(hidden_size * (1 + add), hidden_size, bias=False)
         self.no_token = nn.Parameter(torch.zeros(hidden_size)) if add else None
-        self.rotary = Rotary(head_dim, rope_theta, rope)
-        size = (hidden_size, heads, kv_heads, head_dim, intermediate_size, eps)
-        self.layers = nn.ModuleList(DecoderLayer(*size) for _ in range(layers))
-        self.out_norm = RMSNorm(hidden_size, eps=eps)
+        self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
+        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(layers))
+        self.out_norm = RMSNorm(hidden_size, eps=shape.eps)
         self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @override
@@ -127,7 +113,7 @@ class Lyanna(Informed, Recurrent):
     @torch.no_grad()
     def for_target(cls, target: Target, **options: Any) -> Self:
         """It begins by saying that the next feature is this one."""
-        sizes: dict[str, Any] = shape_of(target) | {"vocab_size": target.vocab_size}
+        sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
         for layer in drafter.stack:
             layer.o_proj.weight.zero_()

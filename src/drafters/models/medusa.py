@@ -19,7 +19,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, DraftStep, Group, supervised
+from drafters.base import Batch, DraftStep, Group, arguments_of, supervised
 from drafters.families.feature_heads import Newest, NewestDrafter, at_least_one
 from drafters.families.hf_build import checked
 from drafters.families.token_bias import Informed, Levels, Teaching
@@ -63,7 +63,7 @@ class Medusa(Informed, NewestDrafter):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        self.settings = arguments_of(locals())
         at_least_one(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(ResBlock(hidden_size, layers, bias) for _ in range(depth))

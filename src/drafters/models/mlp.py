@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from decode.model.head import Head
 from decode.model.target import Target
+from drafters.base import arguments_of
 from drafters.families.feature_heads import Chained, at_least_one
 
 EPS = 1e-6
@@ -117,7 +118,7 @@ class Mlp(Speculator):
         tie_weights: bool,
         scale_input: bool,
     ) -> None:
-        settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        settings = arguments_of(locals())
         super().__init__(**settings)
         self.settings = settings
         size, alike = self.inner, self.alike
@@ -144,7 +145,7 @@ class Lstm(Speculator):
     def __init__(
         self, hidden_size: int, vocab_size: int, inner_size: int, depth: int, scale_input: bool
     ) -> None:
-        settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        settings = arguments_of(locals())
         super().__init__(**settings, tie_weights=True)
         self.settings = settings
         size = self.inner

@@ -16,7 +16,7 @@ from decode.draft import PAD
 from decode.errors import UserError
 from decode.model.target import Target
 from decode.plan import Plan
-from drafters.base import Text
+from drafters.base import Text, arguments_of
 from drafters.families.lookup import History, Lookup, Node, grow
 
 
@@ -118,7 +118,7 @@ class Suffix(Lookup):
         vocab_size: int,
         size: int = 0,
     ) -> None:
-        settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        settings = arguments_of(locals())
         low = {"longest": 1, "matches": 1, "growth": 1, "factor": 0, "min_probability": 0, "max_tokens": 0}
         for name, least in low.items():
             if settings[name] < least:
