@@ -169,7 +169,7 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
         torch.manual_seed(seed)
         drafter = instantiate(known[name], **settings | options)(target).to(target.dtype).eval()
         target.tap(drafter.taps)
-        if drafter.fits:
+        if drafter.needs_fit:
             drafter.fit(random_rollouts(target.vocab_size))
         _scatter(drafter)
         return drafter

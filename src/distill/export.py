@@ -18,7 +18,7 @@ from distill.utils.progress import first_rank, say
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.checkpoint import pretrained
-from drafters.checkpoint.folder import kind_of, made_for, written
+from drafters.checkpoint.folder import drafter_kind, target_name, target_origin
 from drafters.checkpoint.model_card import portable
 from drafters.export import formats as table
 from drafters.export import layout
@@ -56,10 +56,10 @@ def export(cfg: DictConfig) -> float:
             raise UserError(f"out={out}: is there already and no drafter's; choose a new folder")
         say(f"{out} is there already and is uploaded as it is; remove it to have it written anew")
     else:
-        check(cfg.to, cfg.push_to, kind_of(checkpoint))  # before the target is loaded
-        known = written(checkpoint)
+        check(cfg.to, cfg.push_to, drafter_kind(checkpoint))  # before the target is loaded
+        known = target_origin(checkpoint)
         if not cfg.target.path:
-            cfg.target.path, cfg.target.revision = made_for(checkpoint), known.revision
+            cfg.target.path, cfg.target.revision = target_name(checkpoint), known.revision
         write(checkpoint, build_target(cfg), cfg.to, out, cfg.push_to)
     if cfg.push_to:
         push(out, cfg.push_to, cfg.private, cfg.dry_run)
@@ -81,7 +81,7 @@ def check(to: str, push_to: str | None, kind: str = "") -> None:
     if to not in programs:
         raise UserError(f"to={to}: choose {', '.join(programs[:-1])} or {programs[-1]}")
     if kind and to != NATIVE:
-        table.check(kind, to)
+        table.check_format(kind, to)
     if push_to:
         upload.check_repo(push_to)
 
@@ -96,8 +96,8 @@ def write(checkpoint: Path, target: Target, to: str, out: Path, repo: str | None
     assert drafter.origin is not None
     # Without folders of this machine: what is written today without push_to may be uploaded tomorrow.
     origin = portable(drafter.origin)
-    theirs = None if to == NATIVE else table.written(hub.opened(drafter), target, to)
-    with pretrained.whole(out) as temporary:
+    theirs = None if to == NATIVE else table.write_layout(hub.as_saved(drafter), target, to)
+    with pretrained.publish_folder(out) as temporary:
         weights = None if theirs else hub.weights_on_file(checkpoint, drafter, target)
         pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
     say(f"{out}\n\n{_served(theirs, drafter, out)}")

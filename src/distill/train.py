@@ -97,7 +97,7 @@ def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: S
     begin(trainer.loggers)
     counted = _begin(cfg, drafter, target)
     name = f"drafter={short_name(drafter)}"
-    if not (drafter.trains or drafter.fits):
+    if not (drafter.trains or drafter.needs_fit):
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, cfg, folder, target)
@@ -105,7 +105,7 @@ def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: S
     store = stores(0)
     target.tap(drafter.taps)
     # What was counted for another run, a draft vocabulary say, is kept with its weights.
-    if drafter.fits and not counted:
+    if drafter.needs_fit and not counted:
         say(f"{name}: {drafter.fit(store.texts())}")
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
@@ -163,7 +163,7 @@ def _on_policy(cfg: DictConfig, target: Target, drafter: Drafter) -> OnPolicy | 
     made = OnPolicy(cfg.on_policy.share, cfg.on_policy.cut, *options)
     if not made.share:
         return None
-    drafter.alone(target)  # refuses what cannot be
+    drafter.as_target(target)  # refuses what cannot be
     return made
 
 

@@ -45,7 +45,7 @@ class DraftStep(NamedTuple):
         head: turns hidden into logits.
         aux: named (M,) losses beside the divergence, unweighted.
         weight: of all its rows, or (M,) of each, times what the objective gives.
-        aside: taught beside the draft of the same depth and anchors, with that one's weights, but
+        training_only: taught beside the draft of the same depth and anchors, with that one's weights, but
             never drafted from: no alpha of it counts.
     """
 
@@ -55,20 +55,22 @@ class DraftStep(NamedTuple):
     head: Head
     aux: Mapping[str, Tensor]
     weight: float | Tensor = 1.0
-    aside: bool = False
+    training_only: bool = False
 
 
-def whole(done: float) -> float:
+def constant_rate(done: float) -> float:
     """The run's own learning rate, at every step."""
     del done
     return 1.0
 
 
-class Group(NamedTuple):
+class ParamGroup(NamedTuple):
     """Weights that share a learning rate."""
 
     weights: list[nn.Parameter]
-    rate: Callable[[float], float] = whole  # share of the steps that are done -> factor of optimizer.lr
+    rate: Callable[[float], float] = (
+        constant_rate  # share of the steps that are done -> factor of optimizer.lr
+    )
 
 
 class Text(NamedTuple):
@@ -78,13 +80,13 @@ class Text(NamedTuple):
     loss_mask: Sequence[int]  # 1 where the target wrote token i
 
 
-def arguments_of(scope: Mapping[str, Any]) -> dict[str, Any]:
+def constructor_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a constructor, from its `locals()`; those in `**sizes` flat, beside the others."""
     named = {k: v for k, v in scope.items() if k not in ("self", "__class__", "sizes")}
     return named | scope.get("sizes", {})
 
 
-def supervised(loss_mask: Tensor, depth: int) -> Tensor:
+def supervised_anchors(loss_mask: Tensor, depth: int) -> Tensor:
     """(B, T) bool: anchors that are still in the unroll at `depth`.
 
     An anchor leaves at its first unsupervised depth: x_{t+2} .. x_{t+1+depth} all count.
@@ -97,7 +99,7 @@ def supervised(loss_mask: Tensor, depth: int) -> Tensor:
     return alive
 
 
-def some_of(anchors: Tensor, count: int, seed: int) -> Tensor:
+def sample_anchors(anchors: Tensor, count: int, seed: int) -> Tensor:
     """`count` of (N,) anchors, ascending, each as likely as any other; all, if there are no more."""
     if count >= len(anchors):
         return anchors
@@ -133,23 +135,23 @@ class Drafter(nn.Module, ABC):
 
     Attributes:
         taps: layer ids (inputs of decoder layers) or "last" that the drafter reads.
-        aux_weights: weight of each named auxiliary loss, unless `weigh_aux` says otherwise.
+        aux_weights: weight of each named auxiliary loss, unless `aux_weights_at` says otherwise.
         proposals: where its tokens may come from, as `Plan.proposal` has it.
-        shifted: its row for depth j at anchor t is its row for depth 1 at anchor t + j - 1, as in
+        depth_invariant: its row for depth j at anchor t is its row for depth 1 at anchor t + j - 1, as in
             any model that reads the text alone; `unroll` then yields depth 1 and nothing else.
-        deepest: levels that it can draft; None: any number.
+        max_depth: levels that it can draft; None: any number.
         confidence: says from a state how likely its token is to be accepted; None: nothing does.
-        continues: another drafter's short name whose weights it may begin with, or "".
+        warm_starts_from: another drafter's short name whose weights it may begin with, or "".
         origin: known once it was saved or loaded.
     """
 
     taps: tuple[Tap, ...] = ()
     aux_weights: Mapping[str, float] = {}
     proposals: tuple[str, ...] = tuple(RULES_OF)
-    shifted: bool = False
-    deepest: int | None = None
+    depth_invariant: bool = False
+    max_depth: int | None = None
     confidence: Confidence | None
-    continues: str = ""
+    warm_starts_from: str = ""
     origin: Origin | None = None
     settings: dict[str, Any]
 
@@ -169,11 +171,11 @@ class Drafter(nn.Module, ABC):
         return cls(**settings)
 
     @property
-    def borrowed(self) -> frozenset[str]:
+    def unsaved_names(self) -> frozenset[str]:
         """Names in `state_dict` of what is another model's and frozen: in no checkpoint."""
         return frozenset()
 
-    def put_aside(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    def save_separately(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
         """Write those that have a file of their own into a checkpoint's folder, and give the others."""
         del folder
         return tensors
@@ -189,12 +191,12 @@ class Drafter(nn.Module, ABC):
         """Whether there is anything to fit; one without an `unroll` is scored as it is."""
         return type(self).unroll is not Drafter.unroll
 
-    def weigh_aux(self, progress: float) -> Mapping[str, float]:
+    def aux_weights_at(self, progress: float) -> Mapping[str, float]:
         """Weights of the named auxiliary losses, when a share `progress` of the steps is done."""
         del progress
         return self.aux_weights
 
-    def translate(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a drafter of this class saved, with its settings, as it fits here.
 
         Raises:
@@ -203,15 +205,15 @@ class Drafter(nn.Module, ABC):
         del settings
         return weights
 
-    def adopt(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the drafter that it `continues`, by the names they have here."""
+    def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the drafter that it `warm_starts_from`, by the names they have here."""
         return weights
 
-    def groups(self) -> list[Group]:
+    def param_groups(self) -> list[ParamGroup]:
         """What trains, by learning rate; none is left out."""
-        return [Group([weight for weight in self.parameters() if weight.requires_grad])]
+        return [ParamGroup([weight for weight in self.parameters() if weight.requires_grad])]
 
-    def self_contained(self) -> Iterable[nn.Module]:
+    def shardable_modules(self) -> Iterable[nn.Module]:
         """Parts whose weights only their own forward pass reads, and that every unroll runs.
 
         Engines that cut weights up (FSDP2, ZeRO-3) gather these one by one, and all else at once.
@@ -226,7 +228,7 @@ class Drafter(nn.Module, ABC):
         """
         raise UserError("gradient_checkpointing: this drafter keeps next to nothing; leave it false")
 
-    def alone(self, target: Target) -> Target:
+    def as_target(self, target: Target) -> Target:
         """A frozen copy that writes texts by itself, in the target's dtype: for on-policy training.
 
         Raises:
@@ -270,7 +272,7 @@ class Drafter(nn.Module, ABC):
         raise NotImplementedError(f"{type(self).__name__} learns nothing without a gradient")
 
     @property
-    def fits(self) -> bool:
+    def needs_fit(self) -> bool:
         """Whether there is something to count before the first save point."""
         return type(self).fit is not Drafter.fit
 
@@ -284,12 +286,12 @@ class Drafter(nn.Module, ABC):
         """Refuse a plan whose nodes this drafter cannot make.
 
         Raises:
-            UserError: its proposal is none of `proposals`, or it is deeper than `deepest`.
+            UserError: its proposal is none of `proposals`, or it is deeper than `max_depth`.
         """
-        if self.deepest is not None and plan.depth > self.deepest:
+        if self.max_depth is not None and plan.depth > self.max_depth:
             raise UserError(
-                f"decode: a draft of depth {plan.depth}, but this drafter predicts {self.deepest} tokens; "
-                f"set decode.depth={self.deepest} or less, or train with drafter.depth={plan.depth}"
+                f"decode: a draft of depth {plan.depth}, but this drafter predicts {self.max_depth} tokens; "
+                f"set decode.depth={self.max_depth} or less, or train with drafter.depth={plan.depth}"
             )
         if plan.depth and plan.proposal not in self.proposals:
             raise UserError(
@@ -297,7 +299,7 @@ class Drafter(nn.Module, ABC):
                 f"set decode.proposal={' or '.join(self.proposals)}"
             )
 
-    def sure_of(self, newest: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+    def confidence_of(self, newest: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
         """For `expand`: the confidence head on (B, W, D) states of the newest level, if there is one."""
         head = self.confidence
         return None if head is None else lambda: head(newest())

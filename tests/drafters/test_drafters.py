@@ -40,7 +40,7 @@ from decode.model.head import Head
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.base import Batch, supervised
+from drafters.base import Batch, supervised_anchors
 from drafters.drafting.tree import expand
 from drafters.families.block import BlockDrafter
 from drafters.models.hf_dllm import Dllm
@@ -428,7 +428,7 @@ def check_golden(drafter, target, masks):
             loss = torch.nn.functional.smooth_l1_loss(states, row, reduction="none").mean(-1)
             torch.testing.assert_close(step.aux["feature"], loss)
     longest = max(len(run) for text in masks for run in text[2:].replace("0", " ").split(" "))
-    deepest = 1 if drafter.shifted else K
+    deepest = 1 if drafter.depth_invariant else K
     assert depths == list(range(1, min(deepest, longest) + 1))
 
 
@@ -442,7 +442,7 @@ def test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, mas
 
 def test_an_anchor_leaves_at_its_first_unsupervised_depth():
     mask = torch.tensor([[False, False, True, True, False, True, True]])
-    alive = [supervised(mask, depth)[0].nonzero()[:, 0].tolist() for depth in (1, 2, 3)]
+    alive = [supervised_anchors(mask, depth)[0].nonzero()[:, 0].tolist() for depth in (1, 2, 3)]
     assert alive == [[0, 1, 3, 4], [0, 3], []]
 
 

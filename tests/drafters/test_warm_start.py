@@ -20,7 +20,7 @@ def saved(tiny_target, make_drafter, tmp_path):
     def make(name, **options):
         target = tiny_target(vocab=V)
         drafter = make_drafter(name, target, seed=1, **options)
-        if drafter.fits:
+        if drafter.needs_fit:
             texts = [row.tolist() for row in random_texts()]
             drafter.fit([Text(text, [1] * len(text)) for text in texts])
         folder = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"

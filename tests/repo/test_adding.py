@@ -1,10 +1,11 @@
-"""docs/adding.md: the drafter that stands there keeps the contract, and trains."""
+"""docs/adding.md: with its one file, one yaml and one line a drafter keeps the contract, trains and loads."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -18,9 +19,14 @@ from tests.drafters import test_drafters
 from torch import nn
 from workbench import CONF, QUICK, ROOT, command, fork, make_target, write_prompts
 
+from decode.generation.generate import generate
+from decode.model.load import load_target
+from decode.plan import Plan
+from decode.sampling import Sampler
 from distill.cli.main import main
 from distill.main import run
 from drafters import registry
+from drafters.checkpoint.io import load
 
 PAGE = (ROOT / "docs" / "adding.md").read_text()
 CODE, NAME = re.findall(r"```python\n(.*?)```", PAGE, re.S)
@@ -73,11 +79,30 @@ def test_the_contract_has_cases():
     assert len(CASES) > 10
 
 
-def test_it_trains_and_is_scored(added, monkeypatch):
+def test_it_trains_is_scored_loads_and_drafts(added):
     target = make_target(added / "target")
     prompts = write_prompts(added / "prompts.jsonl", 12)
     argv = [f"target={target}", f"prompts={prompts}", f"output_dir={added / 'outputs'}", *QUICK]
     argv += ["drafter=tiny", "trainer.max_steps=2", "score.every=2"]
     assert not fork(lambda: command(lambda: main(run, added / "conf"), ["train.py", *argv]).code)
     (card,) = (added / "outputs").glob("*/*/checkpoints/2/score.json")
-    assert card.exists()
+    target = load_target(str(added / "target"))
+    drafter = load(card.parent, target)
+    assert type(drafter).__name__ == "Tiny"
+    target.tap(drafter.taps)
+    options = {"max_new_tokens": 12, "sampler": Sampler(), "plan": Plan(depth=2)}
+    drafted, plain = (generate(target, d, [[1, 60, 61, 2]], **options) for d in (drafter, None))
+    assert drafted.outputs[0].tokens == plain.outputs[0].tokens
+    assert sum(drafted.outputs[0].drafted)
+
+
+def test_it_has_a_page_and_a_line_in_the_menu(added):
+    """Generated, since nobody wrote one."""
+    (added / "src" / "drafters" / "models").mkdir(parents=True)
+    shutil.copy(added / "tiny.py", added / "src" / "drafters" / "models")
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    assert "tiny" in hooks["drafters"](added)
+    page = hooks["drafter_page"](added, "tiny")
+    assert "| `drafter.depth` | `5` | maximum draft length |" in page
+    assert "the newest feature, updated with each drafted token" in page
+    assert "`drafters.models.tiny.Tiny`" in page

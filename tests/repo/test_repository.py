@@ -10,7 +10,6 @@ from packaging.requirements import Requirement
 from workbench import ROOT
 
 from drafters.export.formats import WRITERS
-from drafters.registry import CLASSES
 
 README = (ROOT / "README.md").read_text()
 
@@ -88,7 +87,6 @@ def test_the_table_of_what_is_served_where_is_the_codes():
         if cell and name not in ("hass", "ngram", "suffix")  # a setting of eagle; the engines' own
     }
     assert said == {(name, program) for program, writers in WRITERS.items() for name in writers}
-    assert set(CLASSES) <= {name for _, names, *_ in rows for name in re.findall(r"`(\w+)`", names)}
 
 
 FLAWED = {"lightning": "2.6.5"}  # the last version with a known hole: CVE-2026-58659

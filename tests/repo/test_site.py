@@ -15,7 +15,7 @@ import yaml
 from workbench import CONF, ROOT
 
 DOCS = ROOT / "docs"
-NAV = re.findall(r"drafters/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())
+PAGES = sorted(path.stem for path in (DOCS / "drafters").glob("*.md"))  # those that somebody wrote
 MARKDOWN = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "data").rglob("*.md")]
 LOADED = re.compile(
     r"<(?:script|img|iframe)[^>]+https?://[^>]*>|<link[^>]+rel=\"?(?:style|preconn)[^>]+https?://[^>]*>"
@@ -82,18 +82,18 @@ def test_links_lead_to_files_as_github_reads_them(document):
 # -- a page for every drafter --------------------------------------------------------------------
 
 
-def test_every_drafter_has_a_page_and_a_line_in_the_menu():
+def test_every_drafter_has_a_page_and_a_line_in_the_menu(site):
     files = [path for path in (CONF / "drafter").glob("*.yaml") if path.stem != "auto"]  # a choice of them
     drafters = sorted(path.stem for path in files)
-    assert sorted(path.stem for path in (DOCS / "drafters").glob("*.md")) == drafters
-    assert sorted(NAV) == drafters
-    overview = (DOCS / "drafters.md").read_text()
-    assert sorted(set(re.findall(r"\(drafters/(\w+)\.md\)", overview))) == drafters
+    assert sorted(path.stem for path in (site / "drafters").glob("*.html")) == drafters
+    menu = (site / "drafters.html").read_text().partition('<nav class="md-nav')[2]
+    assert set(drafters) <= set(re.findall(r'href="?drafters/(\w+)\.html"?[^>]*class="?md-nav__link', menu))
 
 
-def test_a_page_names_the_class_and_the_options_that_there_are(drafter_name):
-    page = (DOCS / "drafters" / f"{drafter_name}.md").read_text()
-    options = yaml.safe_load((CONF / "drafter" / f"{drafter_name}.yaml").read_text())
+@pytest.mark.parametrize("documented", PAGES)
+def test_a_page_names_the_class_and_the_options_that_there_are(documented):
+    page = (DOCS / "drafters" / f"{documented}.md").read_text()
+    options = yaml.safe_load((CONF / "drafter" / f"{documented}.yaml").read_text())
     for base in options.pop("defaults", []):
         options = yaml.safe_load((CONF / "drafter" / f"{base}.yaml").read_text()) | options
     module, _, name = options["_target_"].removesuffix(".for_target").rpartition(".")
@@ -106,20 +106,21 @@ def test_a_page_names_the_class_and_the_options_that_there_are(drafter_name):
         assert key in options, f"{option} is no option"
         assert yaml.safe_load(default.strip("`")) == options[key], f"{option}: {default}"
         assert said
-    papers = set(re.findall(r"arXiv:(\d+\.\d+)", (CONF / "drafter" / f"{drafter_name}.yaml").read_text()))
+    papers = set(re.findall(r"arXiv:(\d+\.\d+)", (CONF / "drafter" / f"{documented}.yaml").read_text()))
     assert papers <= set(re.findall(r"arXiv:(\d+\.\d+)", page))
-    assert re.search(rf"    python train\.py .*{drafter_name}\b", page)
+    assert re.search(rf"    python train\.py .*{documented}\b", page)
 
 
-def test_a_pages_own_figures_are_those_of_the_overview(drafter_name):
+@pytest.mark.parametrize("documented", PAGES)
+def test_a_pages_own_figures_are_those_of_the_overview(documented):
     """Or it says that there are none."""
-    page = (DOCS / "drafters" / f"{drafter_name}.md").read_text()
+    page = (DOCS / "drafters" / f"{documented}.md").read_text()
     here = next(row for row in cells(page, "Figures") if row[0] == "here")
     if here[1] == "not measured":
         assert here[1:4] == ["not measured"] * 3
         return
     source = DOCS / ("speed.md" if "speed.md" in here[4] else "drafters.md")
-    label = {"lm_given": "ours, chain of 3, `data/pocket-draft`"}.get(drafter_name, drafter_name)
+    label = {"lm_given": "ours, chain of 3, `data/pocket-draft`"}.get(documented, documented)
     row = next(line for line in source.read_text().splitlines() if re.match(rf"\| {label}( |\()", line))
     for figure in filter(None, here[1:4]):
         assert re.search(rf"\| {re.escape(figure)}[ |]", row), f"{figure} is not in {row}"

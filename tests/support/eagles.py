@@ -39,4 +39,4 @@ def build(tiny_target, make_drafter, case, **more):
 
 
 def written(drafter, target, to) -> Layout:
-    return table.written(hub.opened(drafter), target, to)
+    return table.write_layout(hub.as_saved(drafter), target, to)

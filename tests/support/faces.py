@@ -63,7 +63,7 @@ def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]
         rows = named(step.head.d2t, step.head(step.hidden).softmax(-1), target.vocab_size)
         for flat, law in zip(step.anchor.tolist(), rows, strict=True):
             laws[(flat // texts.shape[1], flat % texts.shape[1], step.depth)] = law
-    if drafter.shifted:
+    if drafter.depth_invariant:
         laws |= {
             (row, t - ahead, 1 + ahead): law
             for (row, t, _), law in laws.items()

@@ -351,7 +351,7 @@ def ranks(count: int, argv: Iterable[str], **options: Any) -> list[Outcome]:
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint folder, adapters among them."""
-    return load_file(checkpoint / "model.safetensors") | adapters.read(checkpoint)
+    return load_file(checkpoint / "model.safetensors") | adapters.read_adapters(checkpoint)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -19,7 +19,7 @@ from distill.config.build import build_target, quiet
 from distill.utils.progress import say
 from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as hub
-from drafters.checkpoint.folder import made_for
+from drafters.checkpoint.folder import target_name
 from drafters.export import formats as table
 
 OPENER = Path(__file__).with_name("peer.py")
@@ -58,7 +58,7 @@ def check(cfg: DictConfig) -> float:
     """
     quiet()
     checkpoint = hub.fetch(cfg.checkpoint)
-    cfg.target.path = cfg.target.path or made_for(checkpoint)
+    cfg.target.path = cfg.target.path or target_name(checkpoint)
     target = build_target(cfg)
     opened = compare(hub.load(checkpoint, target), target, cfg.python, cfg.texts)
     if isinstance(opened, str):
@@ -90,7 +90,7 @@ def compare(drafter: Drafter, target: Target, python: str, texts: int) -> Opened
     """
     if not Path(python).exists():
         return f"python={python}: no such file; docs/training_speed.md says how to make the environment"
-    layout = table.written(hub.opened(drafter), target, "speculators")
+    layout = table.write_layout(hub.as_saved(drafter), target, "speculators")
     mask = layout.config.get("mask_token_id", -1)
     tokens = torch.randint(target.vocab_size, (texts, LENGTH), generator=torch.Generator().manual_seed(0))
     tokens[tokens == mask] = (mask + 1) % target.vocab_size  # no text holds it

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from drafters.layers.unroll import Route
+from drafters.layers.unroll import AnchorIndex
 
 
 def products(shape: Mapping[str, int], loss_mask: Sequence[int], train_head: bool) -> float:
@@ -22,7 +22,7 @@ def products(shape: Mapping[str, int], loss_mask: Sequence[int], train_head: boo
         loss_mask: of the text.
         train_head: whether the drafter's head trains.
     """
-    route = Route(torch.tensor([loss_mask], dtype=torch.bool), shape["depth"])
+    route = AnchorIndex(torch.tensor([loss_mask], dtype=torch.bool), shape["depth"])
     wide, everybody = shape["hidden_size"], len(route.places)
     queries, keys = shape["heads"] * shape["head_dim"], 2 * shape["kv_heads"] * shape["head_dim"]
     total = 2 * everybody * wide * (shape["taps"] * wide + queries + keys)

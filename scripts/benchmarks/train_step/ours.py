@@ -33,7 +33,7 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
         fc_norm=False,
         norm_output=False,
     )
-    if drafter.fits:
+    if drafter.needs_fit:
         drafter.fit([Text(list(range(shape["vocab_size"])), [1] * shape["vocab_size"])])
     drafter.lm_head.requires_grad_(case["train_head"])
     if case["gradient_checkpointing"]:

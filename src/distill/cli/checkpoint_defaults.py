@@ -45,10 +45,10 @@ def follow(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]
         found = _named(**_writer(argv, own["stores"])) if target else []
     elif "checkpoint" in own and (target or prompts) and _has_weights(source := _value(argv, "checkpoint")):
         from drafters.checkpoint import io as hub  # a second, which such a command spends anyway
-        from drafters.checkpoint.folder import written
+        from drafters.checkpoint.folder import target_origin
 
         folder = hub.fetch(source)
-        known = written(folder)
+        known = target_origin(folder)
         found = _named(known.name, known.revision) if target else []
         if prompts:
             found += _prompts(folder.resolve().parent.parent, own.get("prompts"), target)

@@ -100,7 +100,7 @@ def _drafters(cfg: DictConfig, target: Target) -> list[tuple[str, Drafter]]:
     if OmegaConf.select(cfg, "drafter") is not None:
         with refused():
             one = build_drafter(cfg, target)
-        if one.trains or one.fits:
+        if one.trains or one.needs_fit:
             raise UserError(
                 f"drafter={hub.short_name(one)} has to learn first: train it, and give the checkpoint"
             )

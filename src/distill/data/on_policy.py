@@ -21,7 +21,7 @@ from decode.model.head import Head
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.data.batches import Micro
-from drafters.base import Drafter, supervised
+from drafters.base import Drafter, supervised_anchors
 
 ROWS = 128  # whose laws exist at one time
 
@@ -67,7 +67,7 @@ class OnPolicy:
         if not any(chosen):
             return list(micros)
         with torch.autocast(target.device.type, enabled=False):  # as it will be decoded
-            student = drafter.alone(target)
+            student = drafter.as_target(target)
             return [self._mixed(m, c, student, target) for m, c in zip(micros, chosen, strict=True)]
 
     def chosen(self, micro: Micro) -> list[int]:
@@ -80,14 +80,16 @@ class OnPolicy:
         rows = [(micro.tokens[i, :end], micro.loss_mask[i, :end]) for i, end in enumerate(ends)]
         written = []
         for row, tokens, mask in self._answered(micro, chosen, student, target):
-            if supervised(mask[None], 1).any():  # else there is nothing to learn, and the row stays as it was
+            if supervised_anchors(
+                mask[None], 1
+            ).any():  # else there is nothing to learn, and the row stays as it was
                 rows[row] = tokens, mask
                 written.append(row)
         if not written:
             return micro
         tokens = pad_sequence([tokens for tokens, _ in rows], batch_first=True)
         mask = pad_sequence([mask for _, mask in rows], batch_first=True)
-        anchors = int(supervised(mask[written], 1).sum())
+        anchors = int(supervised_anchors(mask[written], 1).sum())
         micro = micro._replace(tokens=tokens, loss_mask=mask, read=None, on_policy=anchors)
         return micro._replace(lengths=[len(own) for own, _ in rows]) if micro.lengths else micro
 

@@ -106,7 +106,7 @@ class Objective:
         Raises:
             UserError: a shifted drafter, and weights from the alphas of several depths.
         """
-        if drafter.shifted and isinstance(self.weights, RowWeights):
+        if drafter.depth_invariant and isinstance(self.weights, RowWeights):
             raise UserError(
                 "weights: this drafter's depths are one and the same row shifted, so there is no streak to "
                 "weigh; set weights=constant"
@@ -163,7 +163,7 @@ def _parts(head: Head) -> list[Tensor]:
 
 def _drafts(steps: Sequence[DraftStep]) -> list[int]:
     """Which of the steps are drafted from."""
-    return [i for i, step in enumerate(steps) if step.depth and not step.aside]
+    return [i for i, step in enumerate(steps) if step.depth and not step.training_only]
 
 
 def _table(steps: Sequence[DraftStep], chances: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -190,7 +190,7 @@ def _scored(steps: Sequence[DraftStep], rows: Sequence[Tensor], unsure: Sequence
     if drafts:
         _, chance, _ = _table([steps[i] for i in drafts], [rows[i][3] for i in drafts])
         kept |= dict(zip(drafts, chance.cumprod(1).sum(0), strict=True))
-    shown = [i for i, step in enumerate(steps) if not step.aside]
+    shown = [i for i, step in enumerate(steps) if not step.training_only]
     sums = torch.stack(
         [torch.cat([rows[i][:3].sum(1), torch.stack([kept[i].to(rows[i]), unsure[i]])]) for i in shown]
     ).tolist()

@@ -77,7 +77,7 @@ def places(folder: Path) -> None:
 def _program(kind: str) -> str:
     """One that can load the drafter."""
     try:
-        programs.check(kind, "vllm")
+        programs.check_format(kind, "vllm")
     except UserError:
         return "native"
     return "vllm"

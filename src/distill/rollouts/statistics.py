@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from decode.errors import UserError
-from drafters.drafting.vocabulary import frequent
+from drafters.drafting.vocabulary import most_frequent
 
 PERCENTILES = (0, 50, 90, 99, 100)
 SHARES = (16, 8, 4, 2)  # draft vocabularies: V / 16 ... V / 2
@@ -89,7 +89,7 @@ class RowCounts:
             None where the odd rows have no supervised token.
         """
         counted, measured = self.halves
-        known = frequent(torch.from_numpy(counted), size, first).numpy()
+        known = most_frequent(torch.from_numpy(counted), size, first).numpy()
         return float(measured[known].sum() / measured.sum()) if measured.any() else None
 
     def lines(self, first: Sequence[int]) -> list[str]:

@@ -112,7 +112,7 @@ class Reached:
 
 def exposed(drafter: Drafter) -> list[nn.Parameter]:
     """What trains and an answer may fail to reach: not what every unroll runs."""
-    apart = {id(w) for part in drafter.self_contained() for w in part.parameters()}
+    apart = {id(w) for part in drafter.shardable_modules() for w in part.parameters()}
     return [w for w in drafter.parameters() if w.requires_grad and id(w) not in apart]
 
 

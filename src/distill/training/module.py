@@ -24,7 +24,7 @@ from distill.training.grad_norm import Gradients, Reached, exposed
 from distill.training.nonfinite import Watched
 from distill.training.optim import hidden_matrices, warm_up_and_decay
 from distill.training.time_budget import Budget
-from drafters.base import Batch, Drafter, supervised
+from drafters.base import Batch, Drafter, supervised_anchors
 
 DEPTHS = 33  # rows of the table of sums that ranks add up, depth 0 first; no drafter unrolls more
 
@@ -81,7 +81,7 @@ class DistillModule(L.LightningModule):
         self._watched = Watched()
         self._gradients = Gradients(drafter)
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
-        self.strict_loading = not drafter.borrowed  # see `on_save_checkpoint`
+        self.strict_loading = not drafter.unsaved_names  # see `on_save_checkpoint`
 
     @property
     def target(self) -> Target:
@@ -94,7 +94,7 @@ class DistillModule(L.LightningModule):
         if self.device_mesh is None:
             return
         mesh = self.device_mesh["data_parallel"]
-        for block in self.drafter.self_contained():
+        for block in self.drafter.shardable_modules():
             fully_shard(block, mesh=mesh)
         fully_shard(self, mesh=mesh)
         register_fsdp_forward_method(self, "training_step")
@@ -120,7 +120,7 @@ class DistillModule(L.LightningModule):
             steps,
             read.last,
             self.target.head,
-            self.drafter.weigh_aux(progress),
+            self.drafter.aux_weights_at(progress),
             progress,
             batch.tokens,
             self.drafter.confidence,
@@ -154,7 +154,7 @@ class DistillModule(L.LightningModule):
             micros = [trainer.strategy.batch_to_device(m) for m in trainer.datamodule.micros(batch.step)]
             micros = on_policy(micros, self.drafter, self.target)
             self.target.rest()  # ranks have other numbers of rows to read
-            own = torch.stack([supervised(m.loss_mask, 1).sum() for m in micros]).sum()
+            own = torch.stack([supervised_anchors(m.loss_mask, 1).sum() for m in micros]).sum()
             anchors = int(trainer.strategy.reduce(own, reduce_op="sum"))
             self._mixed = [m._replace(anchors=anchors) for m in micros]
         return self._mixed.pop(0)
@@ -241,7 +241,7 @@ class DistillModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Without what is another model's and frozen."""
         checkpoint["base"] = self.drafter.settings.get("base")
-        for name in self.drafter.borrowed:
+        for name in self.drafter.unsaved_names:
             checkpoint.get("state_dict", {}).pop(f"drafter.{name}", None)
 
     @override
@@ -256,7 +256,7 @@ class DistillModule(L.LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         """AdamW or what the yaml says, with a linear warm-up and a cosine."""
-        groups = self.drafter.groups()
+        groups = self.drafter.param_groups()
         hidden = {id(w) for w in hidden_matrices(self.drafter)}
         optimizer = self.optimizer(
             [

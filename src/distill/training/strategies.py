@@ -159,7 +159,7 @@ class DeepSpeed(DeepSpeedStrategy):
             from deepspeed.runtime.zero import register_external_parameter
 
             assert isinstance(model, DistillModule)
-            apart = {id(w) for block in model.drafter.self_contained() for w in block.parameters()}
+            apart = {id(w) for block in model.drafter.shardable_modules() for w in block.parameters()}
             for weight in model.parameters():
                 if id(weight) not in apart:  # gathered for the whole of a training step
                     register_external_parameter(model, weight)
@@ -271,7 +271,7 @@ def _of_zero(drafter: Drafter) -> dict[str, Tensor]:
     found = dict(drafter.state_dict())  # buffers, and names that share a weight
     known: dict[int, Tensor] = {}
     for name, value in drafter.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.nn.Parameter) or name in drafter.borrowed:
+        if not isinstance(value, torch.nn.Parameter) or name in drafter.unsaved_names:
             continue
         if id(value) not in known:
             master = safe_get_full_fp32_param(value) if value.requires_grad else None

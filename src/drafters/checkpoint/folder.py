@@ -23,18 +23,18 @@ from drafters.registry import drafter_class
 
 FORMAT = 1
 # What files that are not what they should be make of code that takes them at their word.
-DAMAGE = (OSError, SafetensorError, RuntimeError, TypeError, AttributeError, ValueError, LookupError)
-DAMAGE += (ArithmeticError,)
-WRITTEN = ("name", "revision", "fingerprint", "tokenizer")  # of a target, in config.json
+DAMAGE_ERRORS = (OSError, SafetensorError, RuntimeError, TypeError, AttributeError, ValueError, LookupError)
+DAMAGE_ERRORS += (ArithmeticError,)
+ORIGIN_KEYS = ("name", "revision", "fingerprint", "tokenizer")  # of a target, in config.json
 
 
-def made_for(folder: Path) -> str:
+def target_name(folder: Path) -> str:
     """Path or hub id of the target that a checkpoint was made for.
 
     Raises:
         UserError: no checkpoint there, or it does not say.
     """
-    name = written(folder).name
+    name = target_origin(folder).name
     if not name:
         raise UserError(
             f"{folder}: it does not say for which target it was made; give target=<path or hub id>"
@@ -42,26 +42,26 @@ def made_for(folder: Path) -> str:
     return name
 
 
-def kind_of(folder: Path) -> str:
+def drafter_kind(folder: Path) -> str:
     """Short name of the drafter in a folder; "": another program's, which only its reader can tell.
 
     Raises:
         UserError: no checkpoint there.
     """
-    config = config_of(folder)
-    return config["drafter"] if is_ours(config) else ""
+    config = read_config(folder)
+    return config["drafter"] if is_native(config) else ""
 
 
-def written(folder: Path) -> Origin:
+def target_origin(folder: Path) -> Origin:
     """What a checkpoint says of the target that it was made for; "" and None where it does not.
 
     Raises:
         UserError: no checkpoint there.
     """
-    return target_in(config_of(folder))
+    return config_origin(read_config(folder))
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """A drafter's config.json, ours or of a program that `export.table` knows.
 
     Raises:
@@ -80,7 +80,7 @@ def config_of(folder: Path) -> dict[str, Any]:
         broken = ["its keys"]
     except (ValueError, TypeError) as error:
         broken = [first_line(error)]
-    if isinstance(config, dict) and not is_ours(config) and table.reader(config):
+    if isinstance(config, dict) and not is_native(config) and table.find_reader(config):
         return config
     if broken:
         whole = isinstance(config, dict) and "model_type" in config
@@ -92,10 +92,10 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def target_in(config: Mapping[str, Any]) -> Origin:
+def config_origin(config: Mapping[str, Any]) -> Origin:
     """What a config says of the target; "" and None where it does not."""
-    target = config["target"] if is_ours(config) else {"name": _verifier(config)}
-    found = {name: value if isinstance(value := target.get(name), str) else "" for name in WRITTEN}
+    target = config["target"] if is_native(config) else {"name": _verifier(config)}
+    found = {name: value if isinstance(value := target.get(name), str) else "" for name in ORIGIN_KEYS}
     return Origin(found["name"], found["revision"] or None, found["fingerprint"], found["tokenizer"])
 
 
@@ -106,12 +106,12 @@ def _verifier(config: Any) -> Any:
     return config
 
 
-def is_ours(config: Mapping[str, Any]) -> bool:
+def is_native(config: Mapping[str, Any]) -> bool:
     """Whether this toolkit wrote a config."""
     return "format" in config
 
 
-def read(folder: Path, config: dict[str, Any], target: Target) -> Saved:
+def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
     """What a folder holds, whoever wrote it.
 
     Args:
@@ -122,16 +122,16 @@ def read(folder: Path, config: dict[str, Any], target: Target) -> Saved:
     Raises:
         UserError: damaged, or other than its config says.
     """
-    known = None if is_ours(config) else table.reader(config)
+    known = None if is_native(config) else table.find_reader(config)
     try:
         if known is None:
             _look_at(folder, config, header(folder / layout.FILES[1]))
-            weights = load_file(folder / layout.FILES[1]) | adapters.read(folder)
+            weights = load_file(folder / layout.FILES[1]) | adapters.read_adapters(folder)
             return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
-        return known.read(Layout(config, files.stored(folder)), target)
+        return known.read(Layout(config, files.read_tensors(folder)), target)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    except DAMAGE as error:
+    except DAMAGE_ERRORS as error:
         raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
 
 
@@ -142,7 +142,7 @@ def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape]) -> 
     untrusted.check_base(folder, config["settings"])
     pairs = folder / adapters.FILES[1]
     if pairs.exists():
-        shapes = shapes | {adapters.in_drafter(name): shape for name, shape in header(pairs).items()}
+        shapes = shapes | {adapters.drafter_name(name): shape for name, shape in header(pairs).items()}
     untrusted.check_shapes(kind, config["settings"], config.get("confidence", False), shapes)
 
 

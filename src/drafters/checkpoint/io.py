@@ -18,14 +18,14 @@ from decode.model.target import Target
 from drafters.base import Drafter, Origin
 from drafters.checkpoint import validate as untrusted
 from drafters.checkpoint.folder import (
-    DAMAGE,
+    DAMAGE_ERRORS,
     FORMAT,
-    WRITTEN,
-    config_of,
+    ORIGIN_KEYS,
+    config_origin,
     first_line,
-    is_ours,
-    read,
-    target_in,
+    is_native,
+    read_config,
+    read_saved,
 )
 from drafters.export import layout
 from drafters.export import weight_files as files
@@ -73,9 +73,9 @@ def save(
         target_name: written down beside the target's fingerprint.
         weights: whole, of a drafter whose own are cut up among processes; None: its own.
     """
-    left_out, weights = drafter.borrowed | _tied(drafter).keys(), weights or drafter.state_dict()
+    left_out, weights = drafter.unsaved_names | _tied(drafter).keys(), weights or drafter.state_dict()
     whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in left_out}
-    save_file(drafter.put_aside(whole, folder), folder / "model.safetensors")
+    save_file(drafter.save_separately(whole, folder), folder / "model.safetensors")
     made_for = target if isinstance(target, Origin) else origin_of(target, target_name)
     drafter.origin = drafter.origin or made_for
     config = {
@@ -85,7 +85,7 @@ def save(
         "confidence": drafter.confidence is not None,
         "taps": list(drafter.taps),
         "taps_mean": "the value entering decoder layer i; 'last' is the head's input",
-        "target": {name: getattr(made_for, name) for name in WRITTEN},
+        "target": {name: getattr(made_for, name) for name in ORIGIN_KEYS},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
@@ -100,18 +100,18 @@ def load(folder: str | Path, target: Target) -> Drafter:
             whose base is gone or is another model by now.
     """
     folder = Path(folder)
-    config = config_of(folder)
-    known = target_in(config)
-    if is_ours(config) and known.fingerprint != target.fingerprint():
+    config = read_config(folder)
+    known = config_origin(config)
+    if is_native(config) and known.fingerprint != target.fingerprint():
         raise UserError(
             f"{folder}: this drafter was made for target {known.name or '(unnamed)'!r} "
             "with other weights or another vocabulary; give that one as target="
         )
-    saved = read(folder, config, target)
+    saved = read_saved(folder, config, target)
     kind = drafter_class(saved.drafter)
     try:
         untrusted.check_target(saved.settings, target)
-        if not is_ours(config):  # ours were looked at before they were read
+        if not is_native(config):  # ours were looked at before they were read
             untrusted.check_settings(kind, saved.settings)
             shapes = {name: shape_of(value) for name, value in saved.weights.items()}
             untrusted.check_shapes(kind, saved.settings, saved.confidence, shapes)
@@ -122,7 +122,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
         untrusted.check_values(drafter, target.vocab_size)
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
-    except DAMAGE as error:
+    except DAMAGE_ERRORS as error:
         raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
     drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
     now = origin_of(target)
@@ -132,26 +132,26 @@ def load(folder: str | Path, target: Target) -> Drafter:
         now.fingerprint,
         known.tokenizer or now.tokenizer,
         folder,
-        sample(drafter),
+        weight_hash(drafter),
     )
     return drafter
 
 
-def sample(drafter: Drafter) -> str:
+def weight_hash(drafter: Drafter) -> str:
     """Tells a drafter's weights and counts from what they were before some change."""
-    return adapters.sampled(drafter.state_dict().items())
+    return adapters.sample_hash(drafter.state_dict().items())
 
 
-def opened(drafter: Drafter) -> Saved:
+def as_saved(drafter: Drafter) -> Saved:
     """A drafter without its code."""
-    weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in drafter.borrowed}
+    weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in drafter.unsaved_names}
     return Saved(short_name(drafter), drafter.settings, weights, drafter.confidence is not None)
 
 
 def weights_on_file(folder: Path, drafter: Drafter, target: Target) -> dict[str, Tensor] | None:
     """What a checkpoint holds, in its own dtype; None where the drafter has it in another form now."""
-    saved = read(folder, config_of(folder), target).weights
-    names = drafter.state_dict().keys() - drafter.borrowed - _tied(drafter).keys()
+    saved = read_saved(folder, read_config(folder), target).weights
+    names = drafter.state_dict().keys() - drafter.unsaved_names - _tied(drafter).keys()
     return saved if saved.keys() == names else None
 
 
@@ -173,7 +173,7 @@ def fetch(source: str, revision: str | None = None) -> Path:
             "(owner/name)"
         )
     small = [FILES[0], *download.NOTES]
-    config_of(download.snapshot(source, revision, small))
+    read_config(download.snapshot(source, revision, small))
     return download.snapshot(source, revision, [*FILES, *download.NOTES])
 
 
@@ -193,21 +193,21 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     Raises:
         UserError: no checkpoint there, a damaged one, another class, or nothing that fits.
     """
-    config, kind = config_of(folder), short_name(drafter)
-    saved = read(folder, config, target)
-    if saved.drafter not in (kind, drafter.continues):
+    config, kind = read_config(folder), short_name(drafter)
+    saved = read_saved(folder, config, target)
+    if saved.drafter not in (kind, drafter.warm_starts_from):
         raise UserError(f"drafter.init_from={folder}: drafter {saved.drafter!r}, not {kind!r}")
     found = _named_twice(drafter, saved.weights)
     if saved.drafter != kind:
-        found = drafter.adopt(found)
+        found = drafter.adopt_weights(found)
     else:
         try:
-            found = drafter.translate(found, saved.settings)
+            found = drafter.convert_weights(found, saved.settings)
         except UserError as error:
             raise UserError(f"drafter.init_from={folder}: {error}") from None
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
-    own = {name: value for name, value in drafter.state_dict().items() if name not in drafter.borrowed}
+    own = {name: value for name, value in drafter.state_dict().items() if name not in drafter.unsaved_names}
     fits = {
         name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape
     }
@@ -239,6 +239,6 @@ def _tied(drafter: Drafter) -> dict[str, str]:
     return found
 
 
-def parameters(drafter: torch.nn.Module) -> int:
+def count_parameters(drafter: torch.nn.Module) -> int:
     """Number of weights."""
     return sum(p.numel() for p in drafter.parameters())

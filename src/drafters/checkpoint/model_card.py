@@ -47,7 +47,7 @@ class Facts(NamedTuple):
     repo: str = ""
 
 
-def card(facts: Facts) -> str:
+def model_card(facts: Facts) -> str:
     """Text of README.md, with the front matter that the Hub reads.
 
     Raises:

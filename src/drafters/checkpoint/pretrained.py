@@ -21,11 +21,11 @@ from decode.model.target import Target
 from drafters.base import Drafter, Origin
 from drafters.checkpoint import io as hub
 from drafters.checkpoint.atomic import publish
-from drafters.checkpoint.folder import made_for, written
-from drafters.checkpoint.model_card import Facts, card, portable
+from drafters.checkpoint.folder import target_name, target_origin
+from drafters.checkpoint.model_card import Facts, model_card, portable
 from drafters.export.layout import Layout
 from drafters.hub.download import NOTES
-from drafters.hub.untrusted_files import downloaded, is_hub_id, read_json
+from drafters.hub.untrusted_files import in_hub_cache, is_hub_id, read_json
 from drafters.hub.upload import upload
 from drafters.registry import short_name
 
@@ -51,8 +51,8 @@ def from_pretrained(source: str | Path, target: Target | None = None, revision: 
 
 def _named_target(folder: Path) -> Target:
     """The target that a checkpoint names, as it was when the drafter was made."""
-    name, known = made_for(folder), written(folder)
-    if downloaded(folder) and not is_hub_id(name):
+    name, known = target_name(folder), target_origin(folder)
+    if in_hub_cache(folder) and not is_hub_id(name):
         raise UserError(f"{folder}: made for {name!r}, which is no hub id; load that target and pass target=")
     target = load_target(name, revision=known.revision)
     now = hub.tokenizer_hash(name, known.revision, fetch=True)
@@ -74,7 +74,7 @@ def save_pretrained(drafter: Drafter, folder: str | Path, target: Target | None 
     Raises:
         UserError: no target is known, or something is in the folder.
     """
-    with whole(Path(folder)) as temporary:
+    with publish_folder(Path(folder)) as temporary:
         write(drafter, temporary, _origin(drafter, target))
 
 
@@ -127,15 +127,15 @@ def write(
         layout.write(folder)
     else:
         hub.save(drafter, origin, folder, weights=weights)
-    same = origin.folder if origin.sample and origin.sample == hub.sample(drafter) else None
-    score, recipe = scorecard(same), recipe or notes(same, RECIPE)
+    same = origin.folder if origin.sample and origin.sample == hub.weight_hash(drafter) else None
+    score, recipe = scorecard(same), recipe or read_notes(same, RECIPE)
     if score:
         score = replace(score, checkpoint=replace(score.checkpoint, target=origin.name))
     for name, value in zip(NOTES, (score and score.to_json(), recipe), strict=True):
         if value is not None:
             (folder / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
     facts = Facts(drafter, short_name(drafter), origin, score, recipe, to, layout, repo)
-    (folder / "README.md").write_text(card(facts))
+    (folder / "README.md").write_text(model_card(facts))
 
 
 def scorecard(folder: Path | None) -> Scorecard | None:
@@ -145,12 +145,12 @@ def scorecard(folder: Path | None) -> Scorecard | None:
         UserError: a scorecard that is damaged, or of another version.
     """
     for name in SCORES:
-        if (values := notes(folder, name)) is not None:
+        if (values := read_notes(folder, name)) is not None:
             return replace(Scorecard.from_json(values, f"{folder}/{name}"), samples=[])
     return None
 
 
-def notes(folder: Path | None, name: str) -> dict[str, Any] | None:
+def read_notes(folder: Path | None, name: str) -> dict[str, Any] | None:
     """A JSON object of a checkpoint's folder; None: there is none.
 
     Raises:
@@ -179,7 +179,7 @@ def _origin(drafter: Drafter, target: Target | None) -> Origin:
 
 
 @contextmanager
-def whole(folder: Path) -> Iterator[Path]:
+def publish_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `folder`, and give it that name when all is in it.
 
     Raises:

@@ -22,14 +22,14 @@ from decode.errors import UserError
 from decode.model.target import Target
 from drafters.base import Drafter
 from drafters.families.hf_build import BASE, DOWN, UP
-from drafters.hub.untrusted_files import Shape, brief, downloaded, is_hub_id, shape_of
+from drafters.hub.untrusted_files import Shape, brief, in_hub_cache, is_hub_id, shape_of
 from drafters.layers.decoder_layer import LayerShape
 
-LARGEST = 2**24  # of a whole number in settings: four times the largest vocabulary or context there is
-LONGEST = 2**16  # of a list or a text in settings
-PARTS = 5_000  # weights and modules of a drafter without tensors on file
+MAX_INT = 2**24  # of a whole number in settings: four times the largest vocabulary or context there is
+MAX_LENGTH = 2**16  # of a list or a text in settings
+MAX_PARTS = 5_000  # weights and modules of a drafter without tensors on file
 TOKENS = ("d2t", "hot", "place", "tokens")  # buffers that hold token ids, or -1
-ODD = re.compile(r"_.*_")  # `_target_`, `__class__`: what other programs take for an order
+RESERVED = re.compile(r"_.*_")  # `_target_`, `__class__`: what other programs take for an order
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
         raise UserError(
             f"damaged checkpoint (settings.base.path={brief(path)}: neither a hub id nor an absolute folder)"
         )
-    if downloaded(folder) and not is_hub_id(path):
+    if in_hub_cache(folder) and not is_hub_id(path):
         raise UserError(
             f"settings.base.path={brief(path)}: its adapters belong to a model in a folder of the machine "
             "that they come from; ask for a checkpoint with the adapters merged"
@@ -120,17 +120,17 @@ def _is(value: Any, hint: Any) -> bool:
 def _check_sizes(name: str, value: Any) -> None:
     if isinstance(value, dict):
         for key, part in value.items():
-            if ODD.fullmatch(key):
+            if RESERVED.fullmatch(key):
                 raise UserError(f"{name}.{brief(key)}: a key that no drafter writes")
             _check_sizes(f"{name}.{brief(key)}", part)
     elif isinstance(value, list):
-        for part in value[:LONGEST]:
+        for part in value[:MAX_LENGTH]:
             _check_sizes(name, part)
     large = (
-        type(value) is int and abs(value) > LARGEST and "theta" not in name
+        type(value) is int and abs(value) > MAX_INT and "theta" not in name
     )  # wavelengths allocate nothing
     endless = type(value) is float and not math.isfinite(value)
-    if large or endless or (isinstance(value, list | str) and len(value) > LONGEST):
+    if large or endless or (isinstance(value, list | str) and len(value) > MAX_LENGTH):
         raise UserError(f"{name}={brief(value)}: far beyond what any drafter has")
 
 
@@ -151,7 +151,7 @@ def check_shapes(
     Raises:
         UserError: settings that make no drafter, or tensors that are not of these settings.
     """
-    empty = _empty(kind, settings, confidence, PARTS + 8 * len(found))
+    empty = _empty(kind, settings, confidence, MAX_PARTS + 8 * len(found))
     wanted = {name: shape_of(value) for name, value in empty.state_dict().items()}
     for name, shape in found.items():
         if name.endswith((DOWN, UP)) and name not in wanted:

@@ -12,12 +12,12 @@ from decode.draft import PAD, Draft, Laws
 from decode.plan import Plan
 from decode.rng import Coin, Key, Purpose
 from decode.sampling import Sampler
-from drafters.drafting.vocabulary import Vocabulary, law_of, names
+from drafters.drafting.vocabulary import Vocabulary, probs_of, target_ids
 
 Step = Callable[[Tensor, Tensor], Tensor]  # see `expand`
 
 
-def chain(
+def draft_chain(
     logits: Tensor,
     step: Step,
     warp: Sampler | None,
@@ -35,7 +35,7 @@ def chain(
     going = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
     sure, tokens, laws = going.to(torch.promote_types(logits.dtype, torch.float32)), [], []
     for level in range(plan.depth):
-        law = None if warp is None else law_of(logits, warp, vocabulary)
+        law = None if warp is None else probs_of(logits, warp, vocabulary)
         if plan.min_confidence:
             if confidence is not None:
                 sure = sure * confidence()[:, 0].to(sure.dtype).sigmoid()
@@ -48,7 +48,7 @@ def chain(
         if plan.min_confidence and not going.any():  # asks the device, once a level
             break
         if law is None:
-            token = names(logits.max(-1).indices, vocabulary)  # `argmax` takes twice as long on a CPU
+            token = target_ids(logits.max(-1).indices, vocabulary)  # `argmax` takes twice as long on a CPU
         else:
             token = coin.draw(law, Key(Purpose.PROPOSE, level), going)
         may_end = law is not None or plan.min_confidence
@@ -70,7 +70,7 @@ def _largest(logits: Tensor, law: Tensor | None) -> Tensor:
     return (Sampler(1.0).law(logits) if law is None else law).amax(-1)
 
 
-def side_by_side(
+def draft_parallel_chains(
     logits: Tensor, step: Step, warp: Sampler, coin: Coin, plan: Plan, vocabulary: Vocabulary | None
 ) -> Draft:
     """`plan.drafts` chains, each drawn by itself; node level * K + k is of chain k.
@@ -82,7 +82,7 @@ def side_by_side(
     own = torch.arange(count, device=logits.device)
     twin = torch.zeros(rows, count, dtype=torch.long, device=logits.device)  # the first of each one's twins
     going = torch.ones_like(twin, dtype=torch.bool)  # a chain ends where nothing can be drawn
-    law = law_of(logits, warp, vocabulary)[:, None]  # (B, 1, V), then (B, K, V)
+    law = probs_of(logits, warp, vocabulary)[:, None]  # (B, 1, V), then (B, K, V)
     laws, tokens = [law], []
     parents, owners = [twin - 1], [twin[:, :1]]
     for level in range(plan.depth):
@@ -96,7 +96,7 @@ def side_by_side(
         logits = step(tokens[-1].clamp_min(0), twin)
         alike = (twin[:, :, None] == twin[:, None]) & (tokens[-1][:, :, None] == tokens[-1][:, None])
         twin = alike.int().argmax(-1)  # (B, K)
-        law = law_of(logits.flatten(0, 1), warp, vocabulary).unflatten(0, logits.shape[:2])
+        law = probs_of(logits.flatten(0, 1), warp, vocabulary).unflatten(0, logits.shape[:2])
         law = law.expand(-1, count, -1)
         laws.append(law)
         parents.append(level * count + twin)

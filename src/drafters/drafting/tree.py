@@ -15,8 +15,8 @@ from decode.draft import PAD, Draft, Laws
 from decode.plan import Path, Plan
 from decode.rng import Coin, Key, Purpose
 from decode.sampling import Sampler
-from drafters.drafting.chain import Step, chain, side_by_side
-from drafters.drafting.vocabulary import Vocabulary, law_of, names
+from drafters.drafting.chain import Step, draft_chain, draft_parallel_chains
+from drafters.drafting.vocabulary import Vocabulary, probs_of, target_ids
 
 
 def expand(
@@ -50,15 +50,15 @@ def expand(
         # The drafter's own warpers may be anything; a penalty would need the history it has not.
         warp = Sampler(temperature, sampler.top_k, sampler.top_p, sampler.min_p)
     if warp is not None and plan.drafts > 1:
-        return side_by_side(logits, step, warp, coin, plan, vocabulary)
+        return draft_parallel_chains(logits, step, warp, coin, plan, vocabulary)
     if plan.width == 1:
-        return chain(logits, step, warp, coin, plan, vocabulary, confidence)
-    grow = _Growth(coin, warp, plan, vocabulary)
+        return draft_chain(logits, step, warp, coin, plan, vocabulary, confidence)
+    grow = _Grower(coin, warp, plan, vocabulary)
     return _static(logits, step, grow, plan) if plan.tree else _dynamic(logits, step, grow, plan)
 
 
 @dataclass
-class _Growth:
+class _Grower:
     """Children of a level's nodes, and the laws they were drawn from.
 
     Args:
@@ -99,9 +99,9 @@ class _Growth:
             score, token = logits.log_softmax(-1, dtype=torch.float32).topk(count)
             # NaN would rank above the parent; logits that are not finite have no likeliest token.
             score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-            token = names(token, self.vocabulary)
+            token = target_ids(token, self.vocabulary)
         else:
-            law = law_of(logits.flatten(0, 1), self.warp, self.vocabulary)
+            law = probs_of(logits.flatten(0, 1), self.warp, self.vocabulary)
             law = law.unflatten(0, logits.shape[:2]).expand(-1, len(fans), -1)  # (B, W, V)
             if self.plan.proposal == "sampled":
                 token = self._draw(law, count)
@@ -155,7 +155,7 @@ class _Growth:
         return Draft(token, parent, depth, laws, reach=reach)
 
 
-def _dynamic(logits: Tensor, step: Step, grow: _Growth, plan: Plan) -> Draft:
+def _dynamic(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
     """EAGLE-2's tree (arXiv:2406.16858, section 4): expand the best, then keep the best of all.
 
     What a drawn token changes, the scores below it, ranks below it, so it decides nothing about the
@@ -185,10 +185,10 @@ class Beam(NamedTuple):
 
 def best_nodes(logits: Tensor, step: Step, coin: Coin, plan: Plan, limit: Tensor) -> Beam:
     """`_beam` of chosen tokens in the target's vocabulary."""
-    return _beam(logits, step, _Growth(coin, None, plan), plan, limit)
+    return _beam(logits, step, _Grower(coin, None, plan), plan, limit)
 
 
-def _beam(logits: Tensor, step: Step, grow: _Growth, plan: Plan, limit: Tensor | None = None) -> Beam:
+def _beam(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tensor | None = None) -> Beam:
     """Grow level by level from the best of each, then keep the best of all.
 
     Scores are log-probabilities of whole paths, so a child never outranks its parent and the kept
@@ -236,7 +236,7 @@ def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return value[:, :count], index[:, :count]
 
 
-def _static(logits: Tensor, step: Step, grow: _Growth, plan: Plan) -> Draft:
+def _static(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
     """A tree whose form is known beforehand (Medusa, arXiv:2401.10774)."""
     rows, device = logits.shape[0], logits.device
     form = _form(plan.tree, device)

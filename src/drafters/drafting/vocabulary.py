@@ -25,7 +25,7 @@ class Vocabulary(NamedTuple):
     size: int
 
 
-def frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
+def most_frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
     """A draft vocabulary: these tokens, then those that were counted most often.
 
     Args:
@@ -41,7 +41,7 @@ def frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
     return rank.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def unwritten(target: Target) -> int:
+def unused_token(target: Target) -> int:
     """A token that no text holds, as far as a model can tell: its padding, or else its last id.
 
     Last ids are reserved or fill up the table in most models. Passed over are tokens with a meaning,
@@ -50,20 +50,20 @@ def unwritten(target: Target) -> int:
     padding = getattr(target.config, "pad_token_id", None)
     taken = {*stop_tokens(target), getattr(target.config, "bos_token_id", None), None}
     likely = [padding, *reversed(range(target.vocab_size))]
-    return next(token for token in likely if token not in taken and embedding(target, token).any())
+    return next(token for token in likely if token not in taken and token_embedding(target, token).any())
 
 
-def embedding(target: Target, token: int) -> Tensor:
+def token_embedding(target: Target, token: int) -> Tensor:
     """(1, D) what the target reads of a token."""
     return target.embed(torch.tensor([token], device=target.device)).detach()
 
 
-def names(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+def target_ids(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:
     """The target's ids of draft ids."""
     return token if vocabulary is None else vocabulary.ids[token]
 
 
-def law_of(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Tensor:
+def probs_of(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Tensor:
     """(R, V) or (R, V') logits -> (R, V) probabilities; a row of zeros where logits are NaN or +inf, or
     all are -inf: nothing can be drawn from it, and no rule meets the NaN that softmax makes of it.
     (At temperature 0 a row is the one token that `argmax` gives.)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export.layout import Layout, Reader, Saved, serve_sglang_block, serve_vllm
-from drafters.export.shapes import ascending, dtype_of
-from drafters.export.speculators_read import block
+from drafters.export.shapes import dtype_of, sort_taps
+from drafters.export.speculators_read import dflash_block
 from drafters.export.speculators_write import block_config, block_tensors
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -24,7 +24,7 @@ def sglang(saved: Saved, target: Target) -> Layout:
 
 
 def _flat(saved: Saved, target: Target, to: str, command: str) -> Layout:
-    saved, ids = ascending(saved, target)
+    saved, ids = sort_taps(saved, target)
     settings = saved.settings
     if 0 in ids:
         raise UserError(
@@ -49,7 +49,7 @@ def _read(layout: Layout, target: Target) -> Saved:
     ids = [i + 1 for i in more["target_layer_ids"]]
     size = layout.config.get("block_size") or more["block_size"]
     whole = layout._replace(config=layout.config | {"block_size": size})
-    return block(whole, target, layout.config, ids, more["mask_token_id"])
+    return dflash_block(whole, target, layout.config, ids, more["mask_token_id"])
 
 
 READER = Reader("DFlash", lambda config: "dflash_config" in config, _read)

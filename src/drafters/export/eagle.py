@@ -16,12 +16,21 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.layout import Layout, Reader, Saved, bare, fused, serve_sglang, serve_vllm, unfused
+from drafters.export.layout import (
+    Layout,
+    Reader,
+    Saved,
+    join_projections,
+    serve_sglang,
+    serve_vllm,
+    split_projections,
+    without_confidence,
+)
 from drafters.export.llama_config import (
     architecture,
     check_target,
+    check_tensor_names,
     config_of,
-    leftover,
     plain_embedding,
     sizes,
 )
@@ -54,7 +63,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
         )
     # vLLM puts "Eagle" before the name. `bias` is read as that of attention, so it may not be true.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
-    return Layout(config, tensors, serve_vllm("eagle", drafted(saved)))
+    return Layout(config, tensors, serve_vllm("eagle", draft_length(saved)))
 
 
 def to_sglang(saved: Saved, target: Target) -> Layout:
@@ -67,14 +76,14 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
     if "fc.bias" not in tensors:  # there it is a weight that nothing else would set
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLMEagle"]}
-    return Layout(config, tensors, serve_sglang("EAGLE", drafted(saved)))
+    return Layout(config, tensors, serve_sglang("EAGLE", draft_length(saved)))
 
 
 def _tensors(saved: Saved, target: Target, to: str) -> dict[str, Tensor]:
     plain_embedding(target, to)
     if target.head.bias is not None:
         raise UserError(f"to={to}: the target's head has a bias, which {to}'s drafter does not add")
-    names = unfused(bare(saved), saved.settings).items()
+    names = split_projections(without_confidence(saved), saved.settings).items()
     return {k.replace("layer.", LAYER, 1) if k.startswith("layer.") else k: v for k, v in names}
 
 
@@ -87,7 +96,7 @@ def _config(saved: Saved, target: Target) -> dict[str, Any]:
     return config
 
 
-def drafted(saved: Saved) -> int:
+def draft_length(saved: Saved) -> int:
     """Tokens to draft: as deep as it was trained, and 3 where that was less (vLLM's own examples)."""
     return max(3, saved.settings["depth"])
 
@@ -110,9 +119,9 @@ def _read(layout: Layout, target: Target) -> Saved:
     if config.get("num_hidden_layers", 1) != 1:
         raise UserError(f"it has {config['num_hidden_layers']} layers; EAGLE has 1 here")
     own = {k: v for k, v in tensors.items() if k not in SHARED}
-    weights = {k.replace(LAYER, "layer.", 1): v for k, v in fused(own).items()}
+    weights = {k.replace(LAYER, "layer.", 1): v for k, v in join_projections(own).items()}
     bias = "fc.bias" in weights
-    leftover(set(weights), OWN | ({"fc.bias"} if bias else set()))
+    check_tensor_names(set(weights), OWN | ({"fc.bias"} if bias else set()))
     return Saved("eagle", sizes(config, tensors, LAYER) | UNTOLD | {"bias": bias}, weights)
 
 

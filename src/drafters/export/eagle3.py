@@ -14,17 +14,26 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.eagle import drafted
-from drafters.export.layout import Layout, Reader, Saved, bare, fused, serve_sglang, serve_vllm, unfused
+from drafters.export.eagle import draft_length
+from drafters.export.layout import (
+    Layout,
+    Reader,
+    Saved,
+    join_projections,
+    serve_sglang,
+    serve_vllm,
+    split_projections,
+    without_confidence,
+)
 from drafters.export.llama_config import (
     architecture,
     check_target,
+    check_tensor_names,
     config_of,
-    leftover,
     plain_embedding,
     sizes,
 )
-from drafters.export.shapes import ascending, default_taps, maps, take_maps, taps_of
+from drafters.export.shapes import default_taps, read_vocab_maps, sort_taps, taps_of, vocab_maps
 
 FIRST = "midlayer."
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -41,7 +50,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
     Raises:
         UserError: `last` or one tap twice, no draft vocabulary yet, a scaled embedding.
     """
-    return _layout(saved, target, "vllm", serve_vllm("eagle3", drafted(saved)))
+    return _layout(saved, target, "vllm", serve_vllm("eagle3", draft_length(saved)))
 
 
 def to_sglang(saved: Saved, target: Target) -> Layout:
@@ -65,15 +74,17 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
         raise UserError(
             "to=sglang: it cannot tap the embedding (layer 0); train with other drafter.taps, or set to=vllm"
         )
-    return _layout(saved, target, "sglang", serve_sglang("EAGLE3", drafted(saved)))
+    return _layout(saved, target, "sglang", serve_sglang("EAGLE3", draft_length(saved)))
 
 
 def _layout(saved: Saved, target: Target, to: str, command: str) -> Layout:
     plain_embedding(target, to)
-    saved, taps = ascending(saved, target)
-    settings, weights = saved.settings, bare(saved)
+    saved, taps = sort_taps(saved, target)
+    settings, weights = saved.settings, without_confidence(saved)
     ids = weights.pop("d2t", None)
-    tensors = {_theirs(k): v for k, v in unfused(weights, settings).items()} | maps(ids, target.vocab_size)
+    tensors = {_theirs(k): v for k, v in split_projections(weights, settings).items()} | vocab_maps(
+        ids, target.vocab_size
+    )
     config = config_of(settings, settings["layers"], target, tensors["fc.weight"].dtype)
     config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -108,15 +119,15 @@ def _read(layout: Layout, target: Target) -> Saved:
         raise UserError("it reads the target's last hidden state alone, which no EAGLE-3 here does")
     layers, taps = config.get("num_hidden_layers", 1), _taps(config, more, target)
     switches = {name: bool(config.get(name, more.get(name, False))) for name in SWITCHES}
-    weights = fused({k: v for k, v in tensors.items() if k not in SHARED})
+    weights = join_projections({k: v for k, v in tensors.items() if k not in SHARED})
     if "layers.0.hidden_norm.weight" in weights:
         weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
     if "lm_head.weight" not in weights and "d2t" not in tensors:
         weights["lm_head.weight"] = (target.head.weight * target.head.scale).cpu()
     if layers > len(weights):  # a number is no reason to count to it
         raise UserError(f"num_hidden_layers is {layers}, for {len(weights)} tensors")
-    leftover(set(weights), _own(layers, len(taps), switches))
-    take_maps(tensors, weights, target.vocab_size)
+    check_tensor_names(set(weights), _own(layers, len(taps), switches))
+    read_vocab_maps(tensors, weights, target.vocab_size)
     settings = sizes(config, tensors, "layers.0.") | switches
     settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers}
     settings["draft_vocab_size"] = len(weights["lm_head.weight"])

@@ -69,7 +69,7 @@ INSTEAD: Mapping[tuple[str, str], str] = {
 }
 
 
-def check(drafter: str, to: str) -> None:
+def check_format(drafter: str, to: str) -> None:
     """Refuse a program that has no format for a drafter of this short name.
 
     Raises:
@@ -81,16 +81,16 @@ def check(drafter: str, to: str) -> None:
         raise UserError(f"to={to}: {to} has no format for drafter {drafter!r}; {instead}")
 
 
-def written(saved: Saved, target: Target, to: str) -> Layout:
+def write_layout(saved: Saved, target: Target, to: str) -> Layout:
     """A drafter's files for another program.
 
     Raises:
         UserError: it has none for this drafter, or cannot load it as it is.
     """
-    check(saved.drafter, to)
+    check_format(saved.drafter, to)
     return WRITERS[to][saved.drafter](saved, target)
 
 
-def reader(config: Mapping[str, Any]) -> Reader | None:
+def find_reader(config: Mapping[str, Any]) -> Reader | None:
     """Who knows files with this `config.json`; None: nobody."""
     return next((reader for reader in READERS if reader.knows(config)), None)

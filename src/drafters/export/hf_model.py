@@ -14,7 +14,7 @@ from decode.errors import UserError
 from decode.model.load import TOKENIZER_FILES
 from decode.model.target import Target
 from drafters.export.layout import Layout, Saved, serve_sglang, serve_vllm
-from drafters.families.hf_build import build, own
+from drafters.families.hf_build import build, portable_config
 from drafters.families.tuned_target import Lora
 from drafters.hub import download
 
@@ -118,7 +118,7 @@ def _resized(model: Any, weights: dict[str, Tensor], size: int) -> dict[str, Ten
 
 def _folder(model: Any, target: Target) -> Layout:
     """With the target's tokenizer and its end of text."""
-    config = own(json.loads(model.config.to_json_string()))
+    config = portable_config(json.loads(model.config.to_json_string()))
     config |= {"architectures": [type(model).__name__], "torch_dtype": str(model.dtype).split(".")[1]}
     files = _tokenizer(target)
     if model.can_generate() and (generation := getattr(target.model, "generation_config", None)):

@@ -77,7 +77,7 @@ class Layout(NamedTuple):
             (folder / name).write_bytes(content)
 
 
-def bare(saved: Saved) -> dict[str, Tensor]:
+def without_confidence(saved: Saved) -> dict[str, Tensor]:
     """Its weights without the confidence head, which no engine reads."""
     return {name: value for name, value in saved.weights.items() if not name.startswith("confidence.")}
 
@@ -101,10 +101,10 @@ class Reader(NamedTuple):
 
 
 # Parts of `drafters.layers.decoder_layer.DecoderLayer` that Llama has one level deeper.
-HOMES = {"o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn", "down_proj": "mlp"}
+PARENTS = {"o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn", "down_proj": "mlp"}
 
 
-def unfused(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+def split_projections(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights of a `DecoderLayer` under Llama's names: q, k, v and gate, up apart."""
     found: dict[str, Tensor] = {}
     queries, keys = (settings[name] * settings["head_dim"] for name in ("heads", "kv_heads"))
@@ -119,13 +119,13 @@ def unfused(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[
             gate, up = weight.chunk(2)
             found |= {f"{stem}mlp.gate_proj.{end}": gate, f"{stem}mlp.up_proj.{end}": up}
             continue
-        for part, home in HOMES.items():
+        for part, home in PARENTS.items():
             name = name.replace(f"{part}.", f"{home}.{part}.")
         found[name] = weight
     return found
 
 
-def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def join_projections(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `unfused`."""
     found: dict[str, Tensor] = {}
     for name, weight in tensors.items():
@@ -139,7 +139,7 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[f"{stem}gate_up_proj.{end}"] = torch.cat([weight, tensors[f"{stem}mlp.up_proj.{end}"]])
             continue
         if not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
-            for part, home in HOMES.items():
+            for part, home in PARENTS.items():
                 name = name.replace(f"{home}.{part}.", f"{part}.")
             found[name] = weight
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.layers.decoder_layer import LayerShape
-from drafters.layers.rope import SCALED, copied
+from drafters.layers.rope import SCALINGS, rope_settings
 
 EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -78,9 +78,9 @@ def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) 
         config["num_attention_heads"],
         config.get("rope_parameters") or config.get("rope_scaling") or {},
     )
-    if (scaled := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "mrope", *SCALED):
+    if (scaled := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "mrope", *SCALINGS):
         raise UserError(f"its rotary positions are scaled ({scaled}), as ours cannot be")
-    theta, rope = copied(dict(config))
+    theta, rope = rope_settings(dict(config))
     shape = LayerShape(
         hidden_size=config["hidden_size"],
         heads=heads,
@@ -102,9 +102,9 @@ def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
         UserError: another hidden size, vocabulary or embedding; another activation.
     """
     for name, here in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        made_for(name, here, config[name])
+        check_size(name, here, config[name])
     if (other := config.get("target_hidden_size")) is not None:
-        made_for("target_hidden_size", target.hidden_size, other)
+        check_size("target_hidden_size", target.hidden_size, other)
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise UserError(f"hidden_act is {act}; drafters here have silu")
     if "embed_tokens.weight" in tensors and not _same(tensors["embed_tokens.weight"], target.embed):
@@ -135,7 +135,7 @@ def plain_embedding(target: Target, to: str) -> None:
         )
 
 
-def made_for(name: str, here: Any, there: Any) -> None:
+def check_size(name: str, here: Any, there: Any) -> None:
     """Refuse files of another target, by the name of a size, what it is here and what it is there.
 
     Raises:
@@ -145,7 +145,7 @@ def made_for(name: str, here: Any, there: Any) -> None:
         raise UserError(f"it was made for another target: its {name} is {there}, the target's {here}")
 
 
-def leftover(names: Iterable[str], wanted: Iterable[str], known: Iterable[str] = ()) -> None:
+def check_tensor_names(names: Iterable[str], wanted: Iterable[str], known: Iterable[str] = ()) -> None:
     """Refuse where a tensor is missing, or there is one that is neither wanted nor known.
 
     Raises:

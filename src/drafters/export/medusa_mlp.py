@@ -11,7 +11,7 @@ from torch import Tensor
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export.layout import Layout, Reader, Saved, serve_vllm
-from drafters.export.llama_config import leftover, made_for
+from drafters.export.llama_config import check_size, check_tensor_names
 from drafters.export.shapes import dtype_of
 
 NO_MLP = (
@@ -102,7 +102,7 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
         heads = [next((name for name in ("lm_head.weight", *heads[:1]) if name in tensors), "lm_head.weight")]
     elif not any(name in tensors for name in heads):
         heads = []
-    leftover(tensors, [*blocks, *heads])
+    check_tensor_names(tensors, [*blocks, *heads])
     own = {f"lm_heads.{i}.weight": tensors[heads[i % len(heads)]] for i in every} if heads else {}
     _made_for(target, tensors["blocks.0.layers.0.weight"].shape[0], [len(w) for w in own.values()])
     own = _scaled(own, config.get("logit_scale", 1.0) / target.head.scale)
@@ -173,7 +173,7 @@ def read_mlp(layout: Layout, target: Target) -> Saved:
         raise UserError(f"config.json: n_predict={depth!r} for {len(tensors)} tensors")
     kept = _names_of_mlp(depth, tied)
     # Some files repeat what is shared under every depth's name.
-    leftover(tensors, kept, _names_of_mlp(depth, False))
+    check_tensor_names(tensors, kept, _names_of_mlp(depth, False))
     _made_for(target, config["emb_dim"], [len(w) for n, w in tensors.items() if n.startswith("head.")])
     settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}
     settings |= {"inner_size": len(tensors["ln.0.weight"]), "tie_weights": tied}
@@ -194,9 +194,9 @@ def _names_of_mlp(depth: int, tied: bool) -> list[str]:
 
 
 def _made_for(target: Target, hidden: int, rows: Iterable[int]) -> None:
-    made_for("hidden size", target.hidden_size, hidden)
+    check_size("hidden size", target.hidden_size, hidden)
     for count in rows:
-        made_for("vocabulary", target.vocab_size, count)
+        check_size("vocabulary", target.vocab_size, count)
 
 
 def _no_bias(target: Target, where: str) -> None:

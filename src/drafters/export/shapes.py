@@ -55,7 +55,7 @@ def layer_settings(
     return sizes(config, tensors, "layers.0.") | more
 
 
-def ascending(saved: Saved, target: Target) -> tuple[Saved, list[int]]:
+def sort_taps(saved: Saved, target: Target) -> tuple[Saved, list[int]]:
     """With the taps from the lowest to the highest: engines gather them while they run the layers.
 
     Raises:
@@ -104,7 +104,7 @@ def taps_of(ids: Sequence[int], target: Target) -> list[int]:
     return list(ids)
 
 
-def named(target: Target) -> str:
+def target_path(target: Target) -> str:
     """Path or hub id of the target, for other programs to load it by.
 
     Raises:
@@ -121,7 +121,7 @@ def dtype_of(tensors: Mapping[str, Tensor]) -> str:
     return str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
 
 
-def table_of(target: Target) -> Tensor:
+def embedding_of(target: Target) -> Tensor:
     """(V, D) its embedding."""
     weight = target.embed.weight
     assert isinstance(weight, Tensor)
@@ -142,7 +142,7 @@ def default_taps(n: int) -> list[int]:
     return [2, n // 2, n - 3]
 
 
-def maps(ids: Tensor | None, size: int) -> dict[str, Tensor]:
+def vocab_maps(ids: Tensor | None, size: int) -> dict[str, Tensor]:
     """Tensors `d2t` and `t2d` of a reduced draft vocabulary; none of a whole one.
 
     Engines make the parameters only where the vocabularies differ, and vLLM 0.32 refuses to load a
@@ -166,7 +166,7 @@ def maps(ids: Tensor | None, size: int) -> dict[str, Tensor]:
     return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": known}
 
 
-def take_maps(tensors: Mapping[str, Tensor], weights: dict[str, Tensor], size: int) -> None:
+def read_vocab_maps(tensors: Mapping[str, Tensor], weights: dict[str, Tensor], size: int) -> None:
     """The inverse: put the head into ascending order of ids, and them beside it where they are not all.
 
     Raises:

@@ -11,9 +11,16 @@ from torch.nn import functional as F
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.layout import Layout, Reader, Saved, fused
-from drafters.export.llama_config import made_for
-from drafters.export.shapes import default_taps, layer_settings, same_rows, table_of, take_maps, taps_of
+from drafters.export.layout import Layout, Reader, Saved, join_projections
+from drafters.export.llama_config import check_size
+from drafters.export.shapes import (
+    default_taps,
+    embedding_of,
+    layer_settings,
+    read_vocab_maps,
+    same_rows,
+    taps_of,
+)
 
 SHARED = ("embed_tokens.weight", "d2t", "t2d")
 Read = Callable[[Layout, Target], Saved]
@@ -33,7 +40,7 @@ def p_eagle(layout: Layout, target: Target) -> Saved:
     config, tensors = layout.config, layout.tensors
     settings, weights = _eagle3(layout, target)
     token = config["mask_token_id"]
-    table = tensors.get("embed_tokens.weight", table_of(target))
+    table = tensors.get("embed_tokens.weight", embedding_of(target))
     if not _shares_embedding(tensors, target, token):
         raise UserError("its embedding was trained; ours shares the target's, but for the mask's row")
     taps = weights.pop("mask_hidden").flatten().unflatten(0, (len(settings["taps"]), -1)).float()  # (L, D)
@@ -54,10 +61,12 @@ def dflash(layout: Layout, target: Target) -> Saved:
     if config.get("sample_from_anchor"):
         raise UserError("its root predicts a token as well (sample_from_anchor), which ours does not")
     ids = config["aux_hidden_state_layer_ids"]
-    return block(layout, target, config["transformer_layer_config"], ids, config["mask_token_id"])
+    return dflash_block(layout, target, config["transformer_layer_config"], ids, config["mask_token_id"])
 
 
-def block(layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[int], token: int) -> Saved:
+def dflash_block(
+    layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[int], token: int
+) -> Saved:
     """DFlash's tensors, whose configuration has been found.
 
     Args:
@@ -71,7 +80,7 @@ def block(layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[i
     sizes = layer_settings(layers, tensors, target, ("qwen3",))
     if config.get("draft_vocab_size") not in (None, target.vocab_size):
         raise UserError(f"it drafts {config['draft_vocab_size']} tokens of the target's; ours draft all")
-    tables = {"embed_tokens.weight": table_of(target), "lm_head.weight": target.head.weight}
+    tables = {"embed_tokens.weight": embedding_of(target), "lm_head.weight": target.head.weight}
     for name, table in tables.items():
         if name in tensors and not same_rows(tensors.pop(name), table):
             raise UserError(f"its {name} is its own; ours shares the target's")
@@ -79,7 +88,7 @@ def block(layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[i
         raise UserError(f"its mask is token {token}, and the target has the ids 0 to {target.vocab_size - 1}")
     for name in ("d2t", "t2d"):
         tensors.pop(name, None)
-    weights = fused(tensors)
+    weights = join_projections(tensors)
     weights["context_norm.weight"] = weights.pop("hidden_norm.weight")
     settings = sizes | {"taps": taps_of(ids, target), "depth": config["block_size"] - 1, "anchors": 0}
     return Saved("dflash", settings | {"mask_id": token}, weights)
@@ -103,12 +112,12 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
     config, tensors = layout.config, dict(layout.tensors)
     sizes = layer_settings(config["transformer_layer_config"], tensors, target, ("llama",))
     if (size := config.get("target_hidden_size")) is not None:
-        made_for("hidden size", target.hidden_size, size)
+        check_size("hidden size", target.hidden_size, size)
     taps = config.get("eagle_aux_hidden_state_layer_ids") or default_taps(len(target.layers))
     own = {name: value for name, value in tensors.items() if name not in SHARED}
-    weights = fused(own)
+    weights = join_projections(own)
     weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
-    take_maps(tensors, weights, target.vocab_size)
+    read_vocab_maps(tensors, weights, target.vocab_size)
     settings = sizes | {
         "taps": taps_of(taps, target),
         "depth": config["speculators_config"]["proposal_methods"][0]["speculative_tokens"],
@@ -123,4 +132,4 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
 
 def _shares_embedding(tensors: Mapping[str, Tensor], target: Target, but: int | None = None) -> bool:
     table = tensors.get("embed_tokens.weight")
-    return table is None or same_rows(table, table_of(target), but)
+    return table is None or same_rows(table, embedding_of(target), but)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.drafting.vocabulary import unwritten
-from drafters.export.layout import Layout, Saved, bare, unfused
-from drafters.export.shapes import ascending, dtype_of, layer_config, maps, named, table_of
+from drafters.drafting.vocabulary import unused_token
+from drafters.export.layout import Layout, Saved, split_projections, without_confidence
+from drafters.export.shapes import dtype_of, embedding_of, layer_config, sort_taps, target_path, vocab_maps
 
 STEPS = 200
 CLOSE = 1e-9  # of mean squares
@@ -33,7 +33,7 @@ def eagle3(saved: Saved, target: Target) -> Layout:
     With the target's embedding: vLLM shares it either way, but speculators 0.9.0, where it is left out,
     computes with zeros (`load_verifier_weights` looks for NaN, which transformers 5 does not leave).
     """
-    saved, ids = ascending(saved, target)
+    saved, ids = sort_taps(saved, target)
     tensors = _eagle3_tensors(saved) | {"embed_tokens.weight": _table(saved, target)}
     config = _eagle3_config(saved, ids, target) | {"norm_output": saved.settings["norm_output"]}
     return _layout("eagle3", "Eagle3DraftModel", config, tensors, saved, target)
@@ -45,16 +45,16 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
     In place of a token it has one that nobody writes, in an embedding of its own: the target's, but
     for that row. In place of a feature it has what is fused into one.
     """
-    saved, ids = ascending(saved, target)
+    saved, ids = sort_taps(saved, target)
     settings, weights = saved.settings, saved.weights
-    token = unwritten(target)
+    token = unused_token(target)
     table = _table(saved, target)
     table[token] = weights["mask_token"]
     if settings["norm_before_fc"]:
         norms = [weights["input_norm.weight"]]
     else:
         norms = [weights[f"fc_norm.{i}.weight"] for i in range(len(settings["taps"]) * settings["fc_norm"])]
-    found = fused_from(weights["mask_hidden"], weights["fc.weight"], norms, settings["eps"])
+    found = invert_fusion(weights["mask_hidden"], weights["fc.weight"], norms, settings["eps"])
     if found is None:
         raise UserError(
             "to=speculators: no input of fc and its norms gives the masks' feature; train with "
@@ -72,7 +72,7 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
 
 def dflash(saved: Saved, target: Target) -> Layout:
     """DFlash: `DFlashDraftModel`; embedding and head are the target's, and left out."""
-    saved, ids = ascending(saved, target)
+    saved, ids = sort_taps(saved, target)
     settings = saved.settings
     config = {
         "aux_hidden_state_layer_ids": ids,
@@ -94,21 +94,21 @@ def block_config(saved: Saved, target: Target, to: str) -> dict[str, Any]:
 
 def block_tensors(saved: Saved) -> dict[str, Tensor]:
     """DFlash's, by the names that all have for them."""
-    tensors = unfused(bare(saved), saved.settings)
+    tensors = split_projections(without_confidence(saved), saved.settings)
     tensors["hidden_norm.weight"] = tensors.pop("context_norm.weight")
     return tensors
 
 
 def _table(saved: Saved, target: Target) -> Tensor:
     """(V, D) a copy of the target's embedding."""
-    return table_of(target).to("cpu", saved.weights["fc.weight"].dtype, copy=True)
+    return embedding_of(target).to("cpu", saved.weights["fc.weight"].dtype, copy=True)
 
 
 def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
-    tensors = unfused(bare(saved), saved.settings)
+    tensors = split_projections(without_confidence(saved), saved.settings)
     tensors["layers.0.hidden_norm.weight"] = tensors.pop("hidden_norm.weight")
     ids = tensors.pop("d2t", None)
-    return tensors | maps(ids, saved.settings["vocab_size"])
+    return tensors | vocab_maps(ids, saved.settings["vocab_size"])
 
 
 def _eagle3_config(saved: Saved, ids: list[int], target: Target) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _layout(
         "accept_tolerance": 0.0,
     }
     verifier = {
-        "name_or_path": named(target),
+        "name_or_path": target_path(target),
         "architectures": list(
             getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
         ),
@@ -162,7 +162,7 @@ def _layout(
     return Layout(whole, tensors, SERVE)
 
 
-def fused_from(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) -> Tensor | None:
+def invert_fusion(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) -> Tensor | None:
     """A vector m with fc(norms(m)) = feature.
 
     With u = norms(m) / weights this is a linear system whose unknowns lie on spheres, one for each

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.errors import UserError
-from drafters.hub.untrusted_files import header, own_file, read_json
+from drafters.hub.untrusted_files import check_link, header, read_json
 
 WHOLE = ("model.safetensors", "medusa_lm_head.safetensors")
 INDEX = "model.safetensors.index.json"
@@ -19,7 +19,7 @@ TORCH = ("medusa_lm_head.pt", "pytorch_model.bin")
 PATTERNS = (*WHOLE, INDEX, "model-*-of-*.safetensors", *TORCH)  # of what is ever downloaded
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     """A folder's tensors: of one safetensors file, of several with an index, or of a `torch.save`.
 
     Raises:
@@ -51,7 +51,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _saved_by_torch(path: Path) -> dict[str, Tensor]:
-    own_file(path)
+    check_link(path)
     try:
         with ZipFile(path) as archive:
             packed = any(part.compress_type for part in archive.infolist())

@@ -20,16 +20,16 @@ from decode.model.target import Tap, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, DraftStep, some_of, supervised
-from drafters.families.token_bias import Informed, Levels, Teaching
+from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
+from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary, attend
-from drafters.layers.unroll_attention import Look, attend_unrolled, blocks
+from drafters.layers.unroll_attention import Visibility, attend_unrolled, query_blocks
 
-MOST = 1024  # layers, masks or passes: far beyond what any has, and an end to what a file may ask for
+MAX_COUNT = 1024  # layers, masks or passes: far beyond what any has, and an end to what a file may ask for
 
 
 @dataclass(slots=True)
-class DiffusionState:
+class BlockState:
     """Keys and values of the settled features, the newest of these, and the root."""
 
     store: RowStore
@@ -37,7 +37,7 @@ class DiffusionState:
     root: Tensor | None = None  # (B,)
 
 
-class BlockDrafter(Informed):
+class BlockDrafter(TokenBiasDrafter):
     """A block is the root and K masks behind it; mask k predicts the k-th token behind the root.
 
     Block positions see one another, both ways, and in every layer the target's fused features up to
@@ -83,13 +83,13 @@ class BlockDrafter(Informed):
     ) -> None:
         super().__init__()
         for name, number in (("layers", layers), ("depth", depth), ("steps", steps)):
-            if not 1 <= number <= MOST:
-                raise UserError(f"drafter.{name}={number} must be from 1 to {MOST}")
+            if not 1 <= number <= MAX_COUNT:
+                raise UserError(f"drafter.{name}={number} must be from 1 to {MAX_COUNT}")
         if anchors < 0 or not taps:
             raise UserError(
                 f"drafter: anchors={anchors} must be at least 0, and taps={list(taps)} one or more"
             )
-        self.taps, self.depth, self.deepest = tuple(taps), depth, depth
+        self.taps, self.depth, self.max_depth = tuple(taps), depth, depth
         self.anchors, self.steps = anchors, steps
         if steps > 1:
             self.proposals = ("fixed",)
@@ -100,7 +100,7 @@ class BlockDrafter(Informed):
         self.context_norm = RMSNorm(hidden_size, eps=eps)
         self.layers = nn.ModuleList(DecoderLayer(shape, qk_norm=qk_norm) for _ in range(layers))
         self.norm = RMSNorm(hidden_size, eps=eps)
-        self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
+        self.add_token_bias(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @property
     def stack(self) -> Sequence[DecoderLayer]:
@@ -116,7 +116,7 @@ class BlockDrafter(Informed):
         masks = self.mask.expand(*root.shape[:-1], self.depth, -1)
         return torch.cat([root[..., None, :], masks], -2)
 
-    def add_nothing(self) -> None:
+    def zero_layer_outputs(self) -> None:
         """Let the layers begin with what adds nothing to their input."""
         for layer in self.stack:
             layer.o_proj.weight.zero_()
@@ -138,7 +138,7 @@ class BlockDrafter(Informed):
 
     def head(self, target: Target) -> Head:
         """The target's, with the bias where there is one."""
-        return self.informed(target.head)
+        return self.biased_head(target.head)
 
     # -- training face -----------------------------------------------------------------------
 
@@ -146,21 +146,21 @@ class BlockDrafter(Informed):
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Blocks of all anchors side by side; whatever is supervised of them counts."""
         mask, device = batch.loss_mask.cpu(), batch.tokens.device
-        every = supervised(mask, 1).flatten().nonzero()[:, 0]  # (N,)
+        every = supervised_anchors(mask, 1).flatten().nonzero()[:, 0]  # (N,)
         if not len(every):
             return
         count = len(mask) * self.anchors if self.training and self.anchors else len(every)
-        chosen = some_of(every, count, batch.seed)  # (A,) on the host
+        chosen = sample_anchors(every, count, batch.seed)  # (A,) on the host
         anchors = chosen.to(device)
         states = self._blocks(batch, target, chosen, anchors)  # (A, K, D)
-        teaching, head = Teaching(self.info, batch.tokens), self.head(target)
+        teaching, head = TeacherForcedBias(self.info, batch.tokens), self.head(target)
         weight = len(every) / len(chosen)  # those that are chosen stand for all
         for depth in range(1, self.depth + 1):
-            stay = supervised(mask, depth).flatten()[chosen].to(device)
+            stay = supervised_anchors(mask, depth).flatten()[chosen].to(device)
             if not stay.any():
                 return
             anchor = anchors[stay]
-            hidden = teaching.hidden(states[stay, depth - 1], anchor, depth)
+            hidden = teaching.with_bias_input(states[stay, depth - 1], anchor, depth)
             yield DraftStep(hidden, anchor, depth, head, {}, weight)
 
     def _blocks(self, batch: Batch, target: Target, chosen: Tensor, anchors: Tensor) -> Tensor:
@@ -188,7 +188,9 @@ class BlockDrafter(Informed):
             k, v = self.context(layer, feature, there)
             q, own_k, own_v = layer.split(layer.qkv_proj(layer.input_layernorm(x)), here)
             if look is None:
-                look = Look([asking.to(device), *[own] * width], blocks(asking, text[asking], layer.heads, q))
+                look = Visibility(
+                    [asking.to(device), *[own] * width], query_blocks(asking, text[asking], layer.heads, q)
+                )
             keys = [k, *own_k.unflatten(0, (-1, width)).unbind(1)]
             values = [v, *own_v.unflatten(0, (-1, width)).unbind(1)]
             x = layer.finish(x, attend_unrolled(q, keys, values, look).flatten(1))
@@ -197,13 +199,13 @@ class BlockDrafter(Informed):
     # -- decoding face -----------------------------------------------------------------------
 
     @override
-    def new_state(self, rows: int) -> DiffusionState:
-        return DiffusionState(RowStore(layers=len(self.stack), rows=rows, capacity=256))
+    def new_state(self, rows: int) -> BlockState:
+        return BlockState(RowStore(layers=len(self.stack), rows=rows, capacity=256))
 
     @override
     def advance(
         self,
-        state: DiffusionState,
+        state: BlockState,
         target: Target,
         tokens: Tensor,
         taps: Tensor,
@@ -224,27 +226,29 @@ class BlockDrafter(Informed):
         state.root = root
 
     @override
-    def select(self, state: DiffusionState, rows: Sequence[int]) -> None:
+    def select(self, state: BlockState, rows: Sequence[int]) -> None:
         state.store.select(rows)
         if state.newest is not None and state.root is not None:
             state.newest, state.root = state.newest[list(rows)], state.root[list(rows)]
 
     @override
-    def kv_bytes_per_token(self, state: DiffusionState) -> int:
+    def kv_bytes_per_token(self, state: BlockState) -> int:
         return state.store.bytes_per_token
 
     @override
     def propose(
-        self, state: DiffusionState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+        self, state: BlockState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
     ) -> Draft:
         assert state.root is not None
         assert state.newest is not None
         self.check(plan)
         logits, states = self._denoise(state, target)
-        levels = Levels(logits[:, : plan.depth].unbind(1), states, target.head.shape, self.info, state.root)
-        return self.grow(levels, sampler, coin, plan)
+        levels = ParallelLogits(
+            logits[:, : plan.depth].unbind(1), states, target.head.shape, self.info, state.root
+        )
+        return self.expand_levels(levels, sampler, coin, plan)
 
-    def _denoise(self, state: DiffusionState, target: Target) -> tuple[Tensor, Tensor]:
+    def _denoise(self, state: BlockState, target: Target) -> tuple[Tensor, Tensor]:
         """(B, K, V) logits and (B, K, D) states of the masks; what is filled in keeps both."""
         assert state.root is not None
         assert state.newest is not None

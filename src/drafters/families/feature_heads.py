@@ -18,19 +18,19 @@ from decode.model.target import LAST, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, Drafter, DraftStep, supervised
+from drafters.base import Batch, Drafter, DraftStep, supervised_anchors
 from drafters.drafting.tree import expand
 
 
 @dataclass(slots=True)
-class Newest:
+class FeatureState:
     """All that is looked at; None before the first `advance`."""
 
     feature: Tensor | None = None  # (B, D) the target's last, at the token before the root
     root: Tensor | None = None  # (B,)
 
 
-class NewestDrafter(Drafter):
+class FeatureHeadsDrafter(Drafter):
     """Their state.
 
     Attributes:
@@ -41,7 +41,7 @@ class NewestDrafter(Drafter):
     depth: int
 
     @property
-    def deepest(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def max_depth(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """A head for each, and no more."""
         return self.depth
 
@@ -51,13 +51,13 @@ class NewestDrafter(Drafter):
         return next(self.parameters()).dtype
 
     @override
-    def new_state(self, rows: int) -> Newest:
-        return Newest()
+    def new_state(self, rows: int) -> FeatureState:
+        return FeatureState()
 
     @override
     def advance(
         self,
-        state: Newest,
+        state: FeatureState,
         target: Target,
         tokens: Tensor,
         taps: Tensor,
@@ -69,16 +69,16 @@ class NewestDrafter(Drafter):
         state.root = root
 
     @override
-    def select(self, state: Newest, rows: Sequence[int]) -> None:
+    def select(self, state: FeatureState, rows: Sequence[int]) -> None:
         if state.feature is not None and state.root is not None:
             state.feature, state.root = state.feature[list(rows)], state.root[list(rows)]
 
 
-class Chained(NewestDrafter):
+class ChainedHeadsDrafter(FeatureHeadsDrafter):
     """Reads the tokens it drafts: its state at depth j is made of that before it and x_{t+j}."""
 
     @abstractmethod
-    def begin(self, feature: Tensor) -> Tensor:
+    def initial_state(self, feature: Tensor) -> Tensor:
         """(..., D) features -> (..., C) states that depth 1 goes on from."""
 
     @abstractmethod
@@ -86,11 +86,11 @@ class Chained(NewestDrafter):
         """(..., C) states and (...) tokens -> (..., C') states of depth index + 1."""
 
     @abstractmethod
-    def read(self, state: Tensor, index: int) -> Tensor:
+    def head_input(self, state: Tensor, index: int) -> Tensor:
         """(..., C') states of depth index + 1 -> (..., D') its head's input."""
 
     @abstractmethod
-    def output(self, depth: int, target: Target) -> Head:
+    def head_for(self, depth: int, target: Target) -> Head:
         """The head of `depth`."""
 
     # -- training face -----------------------------------------------------------------------
@@ -98,24 +98,28 @@ class Chained(NewestDrafter):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         tokens = batch.tokens.flatten()
-        anchor = supervised(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (M,)
-        state = self.begin(batch.taps[:, :, 0].flatten(0, 1)[anchor])
+        anchor = supervised_anchors(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (M,)
+        state = self.initial_state(batch.taps[:, :, 0].flatten(0, 1)[anchor])
         for depth in range(1, self.depth + 1):
-            stay = supervised(batch.loss_mask, depth).flatten()[anchor]
+            stay = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
             anchor, state = anchor[stay], state[stay]
             if not len(anchor):
                 return
             state = self.cell(state, tokens[anchor + depth], depth - 1, target)
-            yield DraftStep(self.read(state, depth - 1), anchor, depth, self.output(depth, target), {})
+            yield DraftStep(
+                self.head_input(state, depth - 1), anchor, depth, self.head_for(depth, target), {}
+            )
 
     # -- decoding face -----------------------------------------------------------------------
 
     @override
-    def propose(self, state: Newest, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
+    def propose(
+        self, state: FeatureState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
         assert state.feature is not None
         assert state.root is not None
         self.check(plan)
-        above, depth = self.begin(state.feature)[:, None], 0  # (B, W, C) of the last call's entries
+        above, depth = self.initial_state(state.feature)[:, None], 0  # (B, W, C) of the last call's entries
         hidden = above  # (B, W, D') that the newest logits are read off
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
@@ -123,15 +127,15 @@ class Chained(NewestDrafter):
             above = above.gather(1, parent[..., None].expand(-1, -1, above.shape[-1]))
             above = self.cell(above, token, depth, target)
             depth += 1
-            hidden = self.read(above, depth - 1)
-            return self.output(depth, target)(hidden)
+            hidden = self.head_input(above, depth - 1)
+            return self.head_for(depth, target)(hidden)
 
         root = state.root[:, None]
         first = step(root, torch.zeros_like(root))[:, 0]
-        return expand(first, step, sampler, coin, plan, confidence=self.sure_of(lambda: hidden))
+        return expand(first, step, sampler, coin, plan, confidence=self.confidence_of(lambda: hidden))
 
 
-def at_least_one(**settings: Any) -> None:
+def check_positive(**settings: Any) -> None:
     """Refuse counts below 1.
 
     Raises:

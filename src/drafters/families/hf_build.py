@@ -37,11 +37,11 @@ BASE, DOWN, UP = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weigh
 LORA = ("r", "alpha", "targets")  # what a `drafter.lora` may say
 
 
-def own(value: Any) -> Any:
+def portable_config(value: Any) -> Any:
     """A configuration without what is foreign to the model, however deep."""
     if isinstance(value, dict):
-        return {k: own(v) for k, v in value.items() if k not in FOREIGN}
-    return [own(v) for v in value] if isinstance(value, list) else value
+        return {k: portable_config(v) for k, v in value.items() if k not in FOREIGN}
+    return [portable_config(v) for v in value] if isinstance(value, list) else value
 
 
 def build(config: dict[str, Any], masked: bool = False) -> PreTrainedModel:
@@ -55,18 +55,18 @@ def build(config: dict[str, Any], masked: bool = False) -> PreTrainedModel:
         UserError: a configuration that gives no language model.
     """
     try:
-        full = AutoConfig.for_model(**own(config))
+        full = AutoConfig.for_model(**portable_config(config))
         return auto_class(full, masked).from_config(full, trust_remote_code=False, **kernels(full))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:
         raise UserError(f"drafter: its config gives no language model ({_brief(error)})") from None
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def training_dtype(dtype: torch.dtype) -> torch.dtype:
     """What weights train in: fp32, or what is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def kept_layers(total: int, count: int) -> list[int]:
+def spaced_layers(total: int, count: int) -> list[int]:
     """Evenly spaced, the first and the last among them; of a single one, the first.
 
     Raises:
@@ -77,7 +77,7 @@ def kept_layers(total: int, count: int) -> list[int]:
     return [round(i * (total - 1) / max(1, count - 1)) for i in range(count)]
 
 
-def cut(target: Target, count: int) -> PreTrainedModel:
+def cut_target(target: Target, count: int) -> PreTrainedModel:
     """A copy of the target with `count` of its layers, in fp32 or wider.
 
     Embedding, final norm and head are copied. Lists in the configuration that have an entry for
@@ -88,7 +88,7 @@ def cut(target: Target, count: int) -> PreTrainedModel:
         UserError: more layers than there are, or a class that cannot be cut.
     """
     source, total = target.model, len(target.layers)
-    kept = kept_layers(total, count)
+    kept = spaced_layers(total, count)
     refusal = f"drafter.path=null: a {type(source).__name__} cannot be cut; set drafter.path to a model"
     if target.config is not source.config or not type(source).__module__.startswith("transformers."):
         raise UserError(refusal)
@@ -103,7 +103,7 @@ def cut(target: Target, count: int) -> PreTrainedModel:
         own = target.weights(target.layers[layer])
         weights |= {f"{stack}{number}.{name}": value for name, value in own.items()}
     model: Any = build(config)
-    model.to(wide(target.dtype))
+    model.to(training_dtype(target.dtype))
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -111,7 +111,7 @@ def cut(target: Target, count: int) -> PreTrainedModel:
     return model.eval()
 
 
-def checked(lora: Mapping[str, Any]) -> dict[str, Any]:
+def check_lora(lora: Mapping[str, Any]) -> dict[str, Any]:
     """A `drafter.lora` whose options exist and are in range.
 
     Raises:
@@ -127,7 +127,7 @@ def checked(lora: Mapping[str, Any]) -> dict[str, Any]:
     return dict(lora)
 
 
-def adapt(
+def add_lora(
     model: PreTrainedModel, r: int, alpha: int, targets: str | list[str] = "all-linear"
 ) -> dict[str, list[int]]:
     """Put low-rank adapters beside a model's linear maps; they alone train (LoRA, arXiv:2106.09685).
@@ -166,7 +166,7 @@ def adapt(
     return {stem: [made[stem + DOWN][1], made[stem + UP][0]] for stem in stems}
 
 
-def merged(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> dict[str, Tensor]:
+def merge_lora(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> dict[str, Tensor]:
     """Weights of an adapted model as those of the plain one: W + scale B A, in fp32 or wider.
 
     Args:
@@ -181,7 +181,7 @@ def merged(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> 
     plain = {n.replace(f"{BASE}.", "."): w for n, w in weights.items() if not n.endswith((DOWN, UP))}
     for stem in [name.removesuffix(DOWN) for name in weights if name.endswith(DOWN)]:
         name, layer = f"{stem}.weight", _map(model, stem)
-        down, up = (weights[stem + part].to(wide(plain[name].dtype)) for part in (DOWN, UP))
+        down, up = (weights[stem + part].to(training_dtype(plain[name].dtype)) for part in (DOWN, UP))
         delta = scale * (up @ down)
         transposed = isinstance(getattr(layer, "base_layer", layer), Conv1D)
         plain[name] = plain[name] + (delta.mT if transposed else delta)

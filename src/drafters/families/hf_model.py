@@ -19,8 +19,23 @@ from decode.model.head import Head
 from decode.model.load import load_tokenizer
 from decode.model.target import Target
 from drafters.base import Drafter
-from drafters.families.hf_build import DOWN, UP, adapt, build, checked, checkpoint_layers, merged, wide
-from drafters.families.lora_files import Base, absent, fingerprint, split, write
+from drafters.families.hf_build import (
+    DOWN,
+    UP,
+    add_lora,
+    build,
+    check_lora,
+    checkpoint_layers,
+    merge_lora,
+    training_dtype,
+)
+from drafters.families.lora_files import (
+    LoraBase,
+    fingerprint,
+    missing_adapters,
+    split_adapters,
+    write_adapters,
+)
 
 OPTION = "drafter.path"
 STEM = "model."  # of the model's names in a drafter
@@ -29,7 +44,7 @@ PADDING = 128
 RENAMED = 0.01  # share of ids with other names that still is one vocabulary: siblings rename special tokens
 
 
-class WholeModel(Drafter):
+class HFModelDrafter(Drafter):
     """Trains, loads and casts a model; see `check_vocabulary` for the vocabulary.
 
     Where `settings` has a `lora`, adapters of the model train, and `base` in it says what they
@@ -45,7 +60,7 @@ class WholeModel(Drafter):
     model: Any
     masked_lm = False
 
-    def begin(self, base: Base, train: bool, lora: dict[str, Any] | None, dtype: torch.dtype) -> Self:
+    def prepare(self, base: LoraBase, train: bool, lora: dict[str, Any] | None, dtype: torch.dtype) -> Self:
         """A model that was given, ready to train; what does not train stays in its own dtype.
 
         Args:
@@ -60,15 +75,15 @@ class WholeModel(Drafter):
         if not train:
             return self.requires_grad_(False)
         if not lora:
-            return self.to(wide(dtype))
+            return self.to(training_dtype(dtype))
         # A gradient on its way through fp16 layers would underflow.
         self.to(torch.float32 if dtype is torch.float16 else dtype)
         base = base._replace(fingerprint=fingerprint(self.model))
-        targets = list(adapt(self.model, **lora))
+        targets = list(add_lora(self.model, **lora))
         self.settings |= {"lora": lora | {"targets": targets}, "base": base._asdict()}
         for weight in self.parameters():
             if weight.requires_grad:
-                weight.data = weight.data.to(wide(weight.dtype))
+                weight.data = weight.data.to(training_dtype(weight.dtype))
         return self
 
     @override
@@ -76,8 +91,8 @@ class WholeModel(Drafter):
     def restore(cls, settings: dict[str, Any], target: Target) -> Self:
         if not settings.get("base"):
             return cls(**settings)
-        checked(settings["lora"])
-        model = Base(**settings["base"]).load(target, cls.masked_lm)
+        check_lora(settings["lora"])
+        model = LoraBase(**settings["base"]).load(target, cls.masked_lm)
         make: Any = cls
         drafter = make(**settings, model=model)
         return drafter.to(torch.promote_types(model.dtype, target.dtype))
@@ -89,7 +104,7 @@ class WholeModel(Drafter):
 
     @property
     @override
-    def borrowed(self) -> frozenset[str]:
+    def unsaved_names(self) -> frozenset[str]:
         if not (self.settings["base"] and self.adapted):
             return frozenset()
         return frozenset(n for n in self.state_dict() if n.startswith(STEM) and not n.endswith((DOWN, UP)))
@@ -100,7 +115,7 @@ class WholeModel(Drafter):
         return any(weight.requires_grad for weight in self.parameters())
 
     @override
-    def self_contained(self) -> Iterable[nn.Module]:
+    def shardable_modules(self) -> Iterable[nn.Module]:
         return decoder_layers(self.model)
 
     @override
@@ -108,11 +123,11 @@ class WholeModel(Drafter):
         checkpoint_layers(CausalLM(self.model))
 
     @override
-    def put_aside(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-        if not self.borrowed:
+    def save_separately(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+        if not self.unsaved_names:
             return tensors
-        pairs, rest = split(tensors)
-        write(folder, pairs, self.settings["lora"], self.model, Base(**self.settings["base"]))
+        pairs, rest = split_adapters(tensors)
+        write_adapters(folder, pairs, self.settings["lora"], self.model, LoraBase(**self.settings["base"]))
         return rest
 
     @override
@@ -122,10 +137,10 @@ class WholeModel(Drafter):
         if not lora or self.adapted:
             return super().load_state_dict(state_dict, *args, **options)
         if base:
-            if lost := absent(state_dict, lora["targets"], STEM):
+            if lost := missing_adapters(state_dict, lora["targets"], STEM):
                 raise RuntimeError(f"{len(lost)} adapters are missing, {lost[0]} first")
             state_dict = self._model_state() | dict(state_dict)
-        done = super().load_state_dict(merged(state_dict, self, _scale(lora)), *args, **options)
+        done = super().load_state_dict(merge_lora(state_dict, self, _scale(lora)), *args, **options)
         self.settings |= {"lora": None, "base": None}  # what it is from now on
         return done
 
@@ -133,7 +148,7 @@ class WholeModel(Drafter):
         return {name: value for name, value in self.state_dict().items() if name.startswith(STEM)}
 
     @override
-    def translate(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Adapters go on beside the model that they were trained on, or are merged where all of it trains."""
         lora, base, own = settings.get("lora"), settings.get("base"), self.settings
         if own["base"] and not base:
@@ -142,12 +157,12 @@ class WholeModel(Drafter):
                 "set drafter.lora=null"
             )
         if not (lora and base):
-            return merged(weights, self, _scale(lora)) if lora else weights
+            return merge_lora(weights, self, _scale(lora)) if lora else weights
         if base["fingerprint"] != (own["base"]["fingerprint"] if own["base"] else fingerprint(self.model)):
             where = f"drafter.path={base['path']}" if base["path"] else f"drafter.layers={base['layers']}"
             raise UserError(f"its adapters were trained on another model; set {where}")
         if not own["base"]:
-            return merged(self._model_state() | weights, self, _scale(lora))
+            return merge_lora(self._model_state() | weights, self, _scale(lora))
         ratio = _scale(lora) / _scale(own["lora"])  # the product is what goes on
         return weights if ratio == 1 else {n: w * ratio if n.endswith(UP) else w for n, w in weights.items()}
 
@@ -160,7 +175,7 @@ class WholeModel(Drafter):
         model: Any = self.model
         if self.adapted:
             model = build(self.settings["config"], self.masked_lm)
-            plain = merged(self._model_state(), self, _scale(self.settings["lora"]))
+            plain = merge_lora(self._model_state(), self, _scale(self.settings["lora"]))
             model.to(max(plain.values(), key=lambda w: w.dtype.itemsize).dtype)
             model.load_state_dict({name.removeprefix(STEM): value for name, value in plain.items()})
         model.save_pretrained(folder)
@@ -175,7 +190,7 @@ class WholeModel(Drafter):
         return self
 
 
-def trainable(lora: dict[str, Any] | None, train: bool) -> dict[str, Any] | None:
+def checked_lora(lora: dict[str, Any] | None, train: bool) -> dict[str, Any] | None:
     """A `drafter.lora` that can be had.
 
     Raises:
@@ -183,20 +198,20 @@ def trainable(lora: dict[str, Any] | None, train: bool) -> dict[str, Any] | None
     """
     if lora and not train:
         raise UserError("drafter.lora: adapters are trained; leave drafter.train=true")
-    return checked(lora) if lora is not None else None
+    return check_lora(lora) if lora is not None else None
 
 
 def _scale(lora: Mapping[str, Any]) -> float:
     return lora["alpha"] / lora["r"]
 
 
-def fitted(logits: Tensor, target: Target) -> Tensor:
+def fit_vocabulary(logits: Tensor, target: Target) -> Tensor:
     """(..., V') -> (..., V) of the target: cut, or nothing where the draft model has no token."""
     missing = target.vocab_size - logits.shape[-1]
     return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
-def shared(head: Head, target: Target) -> Head:
+def share_vocabulary(head: Head, target: Target) -> Head:
     """The head over the ids that the target has too: those past the target's are padding."""
     theirs, known = target.vocab_size, len(head.weight)
     if known < theirs:

@@ -22,7 +22,7 @@ from drafters.base import Drafter
 Node = tuple[int, int]  # token, index of the parent
 
 
-class History:
+class IndexedText:
     """One row's text, the root included, and what each of its n-grams was followed by.
 
     Args:
@@ -77,7 +77,7 @@ class History:
         return [self.tokens[place + i % period] for i in range(length)]
 
 
-def grow(
+def heaviest_tree(
     continuations: Sequence[Sequence[int]], weights: Sequence[float], plan: Plan, floor: float = 0.0
 ) -> list[Node]:
     """The heaviest tree of a plan's shape among the prefixes of weighted continuations, best first.
@@ -115,7 +115,7 @@ def grow(
     return nodes
 
 
-def draft_of(rows: Sequence[Sequence[Node]], device: torch.device) -> Draft:
+def pack_drafts(rows: Sequence[Sequence[Node]], device: torch.device) -> Draft:
     """One draft of fixed nodes; rows may have different numbers of them, or none."""
     width = max(map(len, rows))
     if not width:
@@ -145,13 +145,13 @@ class TextDrafter(Drafter):
     orders: Sequence[int] = ()
 
     @override
-    def new_state(self, rows: int) -> list[History]:
-        return [History(self.orders) for _ in range(rows)]
+    def new_state(self, rows: int) -> list[IndexedText]:
+        return [IndexedText(self.orders) for _ in range(rows)]
 
     @override
     def advance(
         self,
-        state: list[History],
+        state: list[IndexedText],
         target: Target,
         tokens: Tensor,
         taps: Tensor,
@@ -163,11 +163,11 @@ class TextDrafter(Drafter):
             history.extend([*row[bool(history.tokens) : n], end])
 
     @override
-    def select(self, state: list[History], rows: Sequence[int]) -> None:
+    def select(self, state: list[IndexedText], rows: Sequence[int]) -> None:
         state[:] = [state[row] for row in rows]
 
 
-class Lookup(TextDrafter):
+class LookupDrafter(TextDrafter):
     """Proposes what followed where the newest tokens were seen before.
 
     Its tokens are chosen, not drawn, and it has no law; a row without a match is offered nothing.
@@ -192,12 +192,12 @@ class Lookup(TextDrafter):
             )
 
     @abstractmethod
-    def nodes(self, history: History, plan: Plan) -> list[Node]:
+    def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
         """The draft of one row."""
 
     @override
     def propose(
-        self, state: list[History], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+        self, state: list[IndexedText], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
     ) -> Draft:
         self.check(plan)
-        return draft_of([self.nodes(history, plan) for history in state], target.device)
+        return pack_drafts([self.nodes(history, plan) for history in state], target.device)

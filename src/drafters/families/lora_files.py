@@ -17,13 +17,13 @@ from transformers.pytorch_utils import Conv1D
 from decode.errors import UserError
 from decode.model.load import is_masked, load_model
 from decode.model.target import Target
-from drafters.families.hf_build import DOWN, UP, cut
+from drafters.families.hf_build import DOWN, UP, cut_target
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")  # peft's names
 OPTION = "settings.base.path"  # of a checkpoint's config.json
 
 
-class Base(NamedTuple):
+class LoraBase(NamedTuple):
     """The model that adapters were trained beside; a checkpoint names it and does not hold it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Base(NamedTuple):
             UserError: it is not there any more, or is another model by now.
         """
         if self.path is None:
-            model = cut(target, self.layers or 0)
+            model = cut_target(target, self.layers or 0)
         else:
             try:
                 model = load_model(self.path, revision=self.revision, what=OPTION, masked=masked)
@@ -63,20 +63,20 @@ class Base(NamedTuple):
         return model
 
 
-def located(model: PreTrainedModel, path: str, revision: str | None = None) -> Base:
+def locate_base(model: PreTrainedModel, path: str, revision: str | None = None) -> LoraBase:
     """Where a loaded model is, whoever asks and whenever: an absolute folder, or a hub id's commit."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
-        return Base(str(folder.resolve()))
-    return Base(path or None, getattr(model.config, "_commit_hash", None) or revision)
+        return LoraBase(str(folder.resolve()))
+    return LoraBase(path or None, getattr(model.config, "_commit_hash", None) or revision)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Tells a model's weights from another's, whatever dtype they are in: a sample of every one."""
-    return sampled(model.named_parameters())
+    return sample_hash(model.named_parameters())
 
 
-def sampled(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Hash of a few hundred values of each."""
     digest = hashlib.sha256()
     for name, weight in sorted(tensors, key=lambda pair: pair[0]):
@@ -90,14 +90,14 @@ def sampled(tensors: Iterable[tuple[str, Tensor]]) -> str:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split_adapters(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Adapters by PEFT's names on file, and everything else by its own."""
     pairs = {_on_file(n): w for n, w in tensors.items() if n.endswith((DOWN, UP))}
     return pairs, {n: w for n, w in tensors.items() if not n.endswith((DOWN, UP))}
 
 
-def write(
-    folder: Path, pairs: Mapping[str, Tensor], lora: Mapping[str, Any], model: PreTrainedModel, base: Base
+def write_adapters(
+    folder: Path, pairs: Mapping[str, Tensor], lora: Mapping[str, Any], model: PreTrainedModel, base: LoraBase
 ) -> None:
     """Write what `peft.PeftModel.from_pretrained(base, folder)` opens.
 
@@ -125,13 +125,13 @@ def write(
     (folder / FILES[0]).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
-def read(folder: Path) -> dict[str, Tensor]:
+def read_adapters(folder: Path) -> dict[str, Tensor]:
     """Adapters in a folder, by the names that they have in a drafter; none where there is no file."""
     path = folder / FILES[1]
-    return {in_drafter(name): w for name, w in load_file(path).items()} if path.exists() else {}
+    return {drafter_name(name): w for name, w in load_file(path).items()} if path.exists() else {}
 
 
-def absent(tensors: Iterable[str], targets: Iterable[str], stem: str) -> list[str]:
+def missing_adapters(tensors: Iterable[str], targets: Iterable[str], stem: str) -> list[str]:
     """Names of adapters of these maps, below `stem`, that are not among the tensors."""
     wanted = {f"{stem}{target}{part}" for target in targets for part in (DOWN, UP)}
     return sorted(wanted - set(tensors))
@@ -141,7 +141,7 @@ def _on_file(name: str) -> str:
     return "base_model." + name.replace(".default.weight", ".weight")
 
 
-def in_drafter(name: str) -> str:
+def drafter_name(name: str) -> str:
     """An adapter's name on file -> its name in a drafter."""
     stem, _, end = name.removeprefix("base_model.").rpartition(".")
     return f"{stem}.default.{end}"

@@ -146,7 +146,7 @@ def _named(path: str, revision: str | None, token: str | None) -> int | None:
 
 
 @torch.no_grad()
-def examine(masked: MaskedModel, path: str) -> None:
+def check_fills_masks(masked: MaskedModel, path: str) -> None:
     """Check that a model's class does what `MaskedModel` relies on.
 
     Raises:

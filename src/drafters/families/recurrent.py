@@ -23,11 +23,11 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.tree import Vocabulary, expand
-from drafters.layers.decoder_layer import DecoderLayer, Rotary, attend, descend
-from drafters.layers.unroll import FirstInput, Route, Walk
+from drafters.layers.decoder_layer import DecoderLayer, Rotary, attend, tree_visibility
+from drafters.layers.unroll import AnchorIndex, FirstLayerInput, LayerUnroll
 
 
-def with_noise(batch: Batch, width: float) -> Tensor:
+def add_feature_noise(batch: Batch, width: float) -> Tensor:
     """(B, T, L, D) taps with uniform noise of half-width width * 512 / T: a function of the batch's seed."""
     generator = torch.Generator(batch.taps.device).manual_seed(batch.seed)
     noise = torch.rand(batch.taps.shape, generator=generator, device=batch.taps.device) - 0.5
@@ -42,7 +42,7 @@ class RecurrentState:
     newest: Tensor | None = None  # (B, 1, D)
 
 
-class Recurrent(Drafter):
+class RecurrentDrafter(Drafter):
     """A drafter that is fed its own features; a family says how pairs are made and read.
 
     Attributes:
@@ -69,14 +69,14 @@ class Recurrent(Drafter):
         """(B, n, D) embeddings and features -> the first layer's residual and its q, k, v."""
 
     @abstractmethod
-    def token_share(self, embedded: Tensor) -> Tensor:
+    def token_projection(self, embedded: Tensor) -> Tensor:
         """(N, D) embeddings -> (N, P) all that `first_input` needs of a token.
 
         A token meets a feature at every depth; this is computed once.
         """
 
     @abstractmethod
-    def first_input(self, share: Tensor, feature: Tensor) -> FirstInput:
+    def first_input(self, share: Tensor, feature: Tensor) -> FirstLayerInput:
         """`pair` from (n, P) shares and (n, D) features, short of one product."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Recurrent(Drafter):
     def head(self, target: Target) -> Head:
         """From hidden states to logits."""
 
-    def at(self, depth: int) -> Recurrent:
+    def at(self, depth: int) -> RecurrentDrafter:
         """Whose weights make a pair of step `depth`, from 2; those of settled pairs are its own."""
         del depth
         return self
@@ -100,11 +100,11 @@ class Recurrent(Drafter):
         """Of each layer, short of what `first_input` has done."""
         return [self.first_weight(), *(layer.qkv_proj.weight for layer in self.stack[1:])]
 
-    def drafted_share(self, shares: Tensor, rows: Tensor) -> Tensor:
+    def drafted_projection(self, shares: Tensor, rows: Tensor) -> Tensor:
         """(M, P) shares of the tokens that go in beside the drafter's own features."""
         return shares.index_select(0, rows)
 
-    def noisy(self, batch: Batch) -> Tensor:
+    def training_taps(self, batch: Batch) -> Tensor:
         """(B, T, L, D) taps to train on."""
         return batch.taps
 
@@ -122,29 +122,31 @@ class Recurrent(Drafter):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Only supervised anchors ask; the other positions give keys and values to the first step."""
-        route = Route(batch.loss_mask, self.depth)
+        route = AnchorIndex(batch.loss_mask, self.depth)
         if not route.anchors:
             return
         places = route.places.to(batch.tokens.device)
         dtype = next(self.parameters()).dtype
-        feature = self.fuse(self.noisy(batch).flatten(0, 1)[places].to(dtype))  # (N, D)
+        feature = self.fuse(self.training_taps(batch).flatten(0, 1)[places].to(dtype))  # (N, D)
         # The last token needed follows the last position that gives keys, whatever the depth.
         tokens = batch.tokens.flatten()[places + 1]
-        part, shares = self, self.token_share(target.embed(tokens).to(dtype))
+        part, shares = self, self.token_projection(target.embed(tokens).to(dtype))
         times = places % batch.tokens.shape[1]
-        walk = Walk(self.stack, self.qkv_weights(), self.rotary, route, places.device, self.checkpointing)
+        walk = LayerUnroll(
+            self.stack, self.qkv_weights(), self.rotary, route, places.device, self.checkpointing
+        )
         head, last = self.head(target), batch.last.flatten(0, 1)
         for depth, anchors in enumerate(route.anchors, 1):
             share, when = shares, times
             if depth > 1:
                 if (now := self.at(depth)) is not part:
-                    part, shares = now, now.token_share(target.embed(tokens).to(dtype))
-                    walk.hand_over(part.stack, part.qkv_weights())
-                if (kept := walk.kept(depth)) is not None:
+                    part, shares = now, now.token_projection(target.embed(tokens).to(dtype))
+                    walk.switch_layers(part.stack, part.qkv_weights())
+                if (kept := walk.surviving_rows(depth)) is not None:
                     feature = feature.index_select(0, kept)
                 # Anchor t enters step `depth` with the token at t + depth.
                 slots = walk.slots(depth)
-                share, when = part.drafted_share(shares, slots + (depth - 1)), times[slots] + (depth - 1)
+                share, when = part.drafted_projection(shares, slots + (depth - 1)), times[slots] + (depth - 1)
             hidden, feature = self.emit(walk.step(depth, part.first_input(share, feature), when))
             anchor = anchors.to(places.device)
             yield DraftStep(hidden, anchor, depth, head, self.losses(hidden, last[anchor + depth]))
@@ -171,7 +173,7 @@ class Recurrent(Drafter):
         n = tokens.shape[1]
         step = torch.arange(n, device=tokens.device)
         block = (step[:, None] >= step)[None].expand(len(counts), -1, -1)
-        x = self.read_pairs(state.store, target.embed(following), self.fuse(taps), block)
+        x = self.run_layers(state.store, target.embed(following), self.fuse(taps), block)
         state.store.keep(counts)
         state.newest = x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))
 
@@ -185,7 +187,7 @@ class Recurrent(Drafter):
     def kv_bytes_per_token(self, state: RecurrentState) -> int:
         return state.store.bytes_per_token
 
-    def read_pairs(self, store: RowStore, embedded: Tensor, feature: Tensor, block: Tensor) -> Tensor:
+    def run_layers(self, store: RowStore, embedded: Tensor, feature: Tensor, block: Tensor) -> Tensor:
         """Run (B, n, D) embeddings and features behind the settled pairs.
 
         `block` (B, n, m) says which of the m newest slots each input sees, itself included; the
@@ -221,11 +223,11 @@ class Recurrent(Drafter):
             nonlocal depth, hidden, feature, reach
             depth += 1
             above = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
-            reach = descend(reach, parent)  # (B, W, m) which scratch slots each of them sees
-            read = self.at(depth).read_pairs
+            reach = tree_visibility(reach, parent)  # (B, W, m) which scratch slots each of them sees
+            read = self.at(depth).run_layers
             hidden, feature = self.emit(read(state.store, target.embed(token), above, reach))
             return head(hidden)
 
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
-        sure = self.sure_of(lambda: hidden)
+        sure = self.confidence_of(lambda: hidden)
         return expand(head(hidden)[:, 0], step, sampler, coin, plan, vocabulary, sure)

@@ -18,9 +18,9 @@ from decode.plan import Plan
 from decode.rng import Coin
 from decode.sampling import Sampler
 from drafters.drafting.tree import Beam, best_nodes, expand
-from drafters.families.token_bias import Levels
+from drafters.families.token_bias import ParallelLogits
 
-AHEAD = 1e6  # more than a difference of log-probabilities
+PRIORITY = 1e6  # more than a difference of log-probabilities
 MODES = ("none", "logit_sum", "tree_merge", "immediate")
 
 
@@ -59,28 +59,28 @@ class Reuse:
         """Whether two trees become one under this plan."""
         return self.mode == "tree_merge" and plan.proposal == "fixed" and plan.width > 1 and not plan.tree
 
-    def acts(self, plan: Plan) -> bool:
+    def applies_to(self, plan: Plan) -> bool:
         """Whether old states change anything under this plan."""
         alone = self.mode == "immediate" and plan.proposal == "fixed"
         return self.mode == "logit_sum" or alone or self.merges(plan)
 
-    def suffices(self, logits: Tensor, left: Tensor) -> bool:
+    def is_sufficient(self, logits: Tensor, left: Tensor) -> bool:
         """Whether (B, K, V) logits of old states, `left` of them a row, are worth a pass of their own."""
         depth = torch.arange(logits.shape[1], device=logits.device)
         chance = logits.softmax(-1).amax(-1) * (depth < left[:, None])  # (B, K)
         return bool(((left >= self.least) & (chance.cumprod(1).sum(1) >= self.tokens)).all())
 
-    def added(self, raw: Sequence[Tensor], left: Tensor) -> list[Tensor]:
+    def summed(self, raw: Sequence[Tensor], left: Tensor) -> list[Tensor]:
         """K of (2 B, V) fresh and old logits -> K of (B, V)."""
         halves = [logits.chunk(2) for logits in raw]
         return [new + self.weight * old * (left > k)[:, None] for k, (new, old) in enumerate(halves)]
 
-    def merged(self, both: Levels, left: Tensor, coin: Coin, plan: Plan) -> Draft:
+    def merged(self, both: ParallelLogits, left: Tensor, coin: Coin, plan: Plan) -> Draft:
         """One tree from the fresh levels of B rows and, in rows B to 2 B, the old ones."""
         limit = torch.cat([torch.full_like(left, plan.depth), left])
         grown = best_nodes(both.first, both.step, coin, plan, limit)
         fresh, old = (Beam(*half) for half in zip(*(t.chunk(2) for t in _rows(grown)), strict=True))
-        return merge(fresh, old, max(plan.nodes - self.nodes, 0), plan)
+        return merge_trees(fresh, old, max(plan.nodes - self.nodes, 0), plan)
 
 
 def _rows(beam: Beam) -> list[Tensor]:
@@ -88,14 +88,14 @@ def _rows(beam: Beam) -> list[Tensor]:
     return [field.expand(len(beam.tokens), -1) for field in beam]
 
 
-def as_deep(states: Tensor, depth: int) -> Tensor:
+def resized(states: Tensor, depth: int) -> Tensor:
     """(B, K, D) states as those of a draft of another depth; what is added means nothing."""
     more = states[:, -1:].expand(-1, max(depth - states.shape[1], 0), -1)
     return torch.cat([states[:, :depth], more], 1)
 
 
-def cut_off(
-    levels: Levels,
+def truncated_draft(
+    levels: ParallelLogits,
     left: Tensor,
     sampler: Sampler,
     coin: Coin,
@@ -110,7 +110,7 @@ def cut_off(
     return replace(draft, tokens=draft.tokens.masked_fill(draft.levels[:, 1:] > left[:, None], PAD))
 
 
-def merge(fresh: Beam, old: Beam, first: int, plan: Plan) -> Draft:
+def merge_trees(fresh: Beam, old: Beam, first: int, plan: Plan) -> Draft:
     """The union of two trees below the same root, at most plan.nodes nodes.
 
     The best `first` of the fresh tree, then what the old one adds, then the rest of the fresh one. No
@@ -119,8 +119,8 @@ def merge(fresh: Beam, old: Beam, first: int, plan: Plan) -> Draft:
     rows, count = fresh.tokens.shape
     twin = _twins(fresh, old, plan.depth)  # (B, N)
     place = _descending(_descending(fresh.score), ascending=True)  # (B, N) of each among the fresh
-    own = fresh.score.double() + 2 * AHEAD * (place < first)
-    added = old.score.double() + AHEAD
+    own = fresh.score.double() + 2 * PRIORITY * (place < first)
+    added = old.score.double() + PRIORITY
     # A node of both is the fresh tree's, and as early as either wants it.
     own = own.scatter_reduce(1, twin.clamp_min(0), added.masked_fill(twin < 0, -torch.inf), "amax")
     key = torch.cat([own, added.masked_fill(twin >= 0, -torch.inf)], 1)  # (B, 2 N)

@@ -95,7 +95,9 @@ class TokenInfoBias(nn.Module):
         """What turns u into logits."""
         return Side(self.out.weight, self.hot)
 
-    def low(self, token: Tensor, state: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def low_rank_input(
+        self, token: Tensor, state: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """(..., r) that W2 is applied to, and the memory after these tokens.
 
         Args:
@@ -137,7 +139,7 @@ class TokenInfoBias(nn.Module):
         state = state.expand(-1, token.shape[1], -1)
         table = self._pairs()
         if table is None:
-            low, memory = self.low(token, state, memory)
+            low, memory = self.low_rank_input(token, state, memory)
             return self.side.add(logits, low), memory
         at = token if self.place is None else self.place[token]
         own = table[at]  # that of -1 is the last row: zeros
@@ -161,23 +163,25 @@ class TokenInfoBias(nn.Module):
         return self._table[1]
 
 
-class Informed(Drafter):
+class TokenBiasDrafter(Drafter):
     """A drafter whose states of all depths are made before any of its tokens."""
 
     info: TokenInfoBias | None
 
-    def inform(self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int) -> None:
+    def add_token_bias(
+        self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int
+    ) -> None:
         """Give it a bias, unless `kind` is none."""
         sizes = (hidden_size, vocab_size, rank, hot_tokens)
         self.info = None if kind == "none" else TokenInfoBias(kind, *sizes)
 
-    def informed(self, head: Head) -> Head:
+    def biased_head(self, head: Head) -> Head:
         """The head, with the bias as its side."""
         return head if self.info is None else replace(head, side=self.info.side)
 
-    def grow(self, levels: Levels, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
+    def expand_levels(self, levels: ParallelLogits, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
         """Draft from the laws of all depths."""
-        sure = self.sure_of(lambda: levels.newest)
+        sure = self.confidence_of(lambda: levels.newest)
         return expand(levels.first, levels.step, sampler, coin, plan, confidence=sure)
 
     @override
@@ -187,11 +191,11 @@ class Informed(Drafter):
 
     @property
     @override
-    def fits(self) -> bool:
+    def needs_fit(self) -> bool:
         return self.info is not None and self.info.hot is not None
 
 
-class Teaching:
+class TeacherForcedBias:
     """The bias along the texts, depth after depth: the training face.
 
     Args:
@@ -204,19 +208,19 @@ class Teaching:
         self._memory: Tensor | None = None
         self._anchors: Tensor | None = None
 
-    def hidden(self, state: Tensor, anchor: Tensor, depth: int) -> Tensor:
+    def with_bias_input(self, state: Tensor, anchor: Tensor, depth: int) -> Tensor:
         """(M, D) states of the anchors -> (M, D + r), what a head with a `side` reads."""
         if self._info is None:
             return state
         memory = self._memory
         if memory is not None and self._anchors is not None and len(self._anchors) > len(anchor):
             memory = memory[torch.searchsorted(self._anchors, anchor)]
-        low, self._memory = self._info.low(self._tokens[anchor + depth], state, memory)
+        low, self._memory = self._info.low_rank_input(self._tokens[anchor + depth], state, memory)
         self._anchors = anchor
         return torch.cat([state, low], -1)
 
 
-class Levels:
+class ParallelLogits:
     """The bias along the paths of a tree: the decoding face, as `expand` calls it.
 
     Args:

@@ -18,11 +18,11 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.causal_lm import CausalLM
 from decode.model.target import Target
-from drafters.families.hf_build import BASE, DOWN, UP, adapt, checkpoint_layers, merged
-from drafters.families.lora_files import located, split, write
+from drafters.families.hf_build import BASE, DOWN, UP, add_lora, checkpoint_layers, merge_lora
+from drafters.families.lora_files import locate_base, split_adapters, write_adapters
 
 
-class Pair(nn.Module):
+class LoraPair(nn.Module):
     """The two factors for one linear map; `up` begins at 0, so that a fresh pair changes nothing."""
 
     def __init__(self, wide_in: int, wide_out: int, r: int) -> None:
@@ -51,7 +51,7 @@ class Lora(nn.Module):
         self.r, self.alpha = r, alpha
         # A module's name must not have a dot in it.
         self.pairs = nn.ModuleDict(
-            {name.replace(".", "/"): Pair(shape[0], shape[1], r) for name, shape in targets.items()}
+            {name.replace(".", "/"): LoraPair(shape[0], shape[1], r) for name, shape in targets.items()}
         )
 
     @classmethod
@@ -69,7 +69,7 @@ class Lora(nn.Module):
         """
         _check_movable(target)
         model = _copy(target.model)
-        shapes = adapt(model, r, alpha, targets)
+        shapes = add_lora(model, r, alpha, targets)
         head = target.model.get_output_embeddings()
         if any(target.model.get_submodule(name) is head for name in shapes):
             raise UserError("drafter.lora: only linear maps before the head can be tuned; change its targets")
@@ -92,7 +92,7 @@ class Lora(nn.Module):
         model, adapted = _ADAPTED.get(self, (None, None))
         if model is not target.model or adapted is None:
             twin = _copy(target.model)
-            adapt(twin, self.r, self.alpha, list(self.shapes))
+            add_lora(twin, self.r, self.alpha, list(self.shapes))
             for name, pair in self._named():
                 layer: Any = twin.get_submodule(name)
                 # The modules, not their weights: what a strategy does to a trained module holds here.
@@ -111,10 +111,10 @@ class Lora(nn.Module):
         for name, pair in self._named():
             layer: Any = model.get_submodule(name)
             parts = {BASE + ".weight": layer.weight, DOWN: pair.down.weight, UP: pair.up.weight}
-            whole = merged({name + end: w for end, w in parts.items()}, model, self.alpha / self.r)
+            whole = merge_lora({name + end: w for end, w in parts.items()}, model, self.alpha / self.r)
             weight = whole[name + ".weight"].to(layer.weight.dtype)
             layer.weight = nn.Parameter(weight, requires_grad=False)
-        return Tuned(model, target, self._digest())
+        return TunedTarget(model, target, self._digest())
 
     def export(self, target: Target, folder: Path) -> None:
         """Write the tuned target as a plain Hugging Face folder, without a tokenizer."""
@@ -127,8 +127,8 @@ class Lora(nn.Module):
         pairs |= {stem + UP: pair.up.weight for stem, pair in parts}
         held = {name: weight.detach().cpu().contiguous() for name, weight in pairs.items()}
         lora = {"r": self.r, "alpha": self.alpha, "targets": list(self.shapes)}
-        base = located(target.model, target.model.name_or_path or "")
-        write(folder, split(held)[0], lora, target.model, base)
+        base = locate_base(target.model, target.model.name_or_path or "")
+        write_adapters(folder, split_adapters(held)[0], lora, target.model, base)
 
     def _digest(self) -> str:
         digest = hashlib.sha256(f"{self.alpha / self.r}".encode())
@@ -138,7 +138,7 @@ class Lora(nn.Module):
         return digest.hexdigest()
 
 
-class Tuned(Target):
+class TunedTarget(Target):
     """A target whose weights have moved.
 
     Args:

@@ -36,12 +36,12 @@ def shape_of(tensor: Tensor) -> Shape:
     return Shape(tuple(tensor.shape), kind)
 
 
-def downloaded(folder: Path) -> bool:
+def in_hub_cache(folder: Path) -> bool:
     """Whether a folder is in huggingface_hub's cache, where files are links to blobs beside it."""
     return folder.resolve().parent.name == "snapshots"
 
 
-def own_file(path: Path) -> Path:
+def check_link(path: Path) -> Path:
     """A file of a checkpoint's folder.
 
     Raises:
@@ -49,7 +49,7 @@ def own_file(path: Path) -> Path:
             here, or uploaded from here.
     """
     folder, where = path.parent.resolve(), path.resolve()
-    homes = [folder, folder.parent.parent / "blobs"] if downloaded(folder) else [folder]
+    homes = [folder, folder.parent.parent / "blobs"] if in_hub_cache(folder) else [folder]
     if path.is_symlink() and where.parent not in homes:
         raise UserError(f"{path}: a link to a file outside its folder; copy the file itself there")
     return path
@@ -62,7 +62,7 @@ def read_json(path: Path) -> Any:
         UserError: a link to elsewhere, or too large to be what it should be.
         ValueError: no JSON, a key twice, a number that is none, or nested too deeply.
     """
-    if (size := own_file(path).stat().st_size) > JSON_BYTES:
+    if (size := check_link(path).stat().st_size) > JSON_BYTES:
         raise UserError(f"{path}: {size} bytes; no drafter's file has more than {JSON_BYTES}")
     try:
         value = json.loads(path.read_text(), object_pairs_hook=_once, parse_constant=_no_number)
@@ -97,7 +97,7 @@ def header(path: Path) -> dict[str, Shape]:
         UserError: a link to elsewhere, a header that is too large, a dtype that no drafter has.
         OSError, SafetensorError: no such file, or one whose header is not of its contents.
     """
-    with own_file(path).open("rb") as file:
+    with check_link(path).open("rb") as file:
         if (size := int.from_bytes(file.read(8), "little")) > HEADER_BYTES:
             raise UserError(
                 f"damaged checkpoint ({path.name}: a header of {size} bytes; none has {HEADER_BYTES})"

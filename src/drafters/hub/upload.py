@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars
 
 from decode.errors import RemoteError, UserError
-from drafters.hub.untrusted_files import brief, is_hub_id, own_file
+from drafters.hub.untrusted_files import brief, check_link, is_hub_id
 
 # Files that we write. Those that this folder has not would be of an earlier drafter, and go.
 OURS = (
@@ -45,7 +45,7 @@ def files_of(folder: Path) -> list[Path]:
     Raises:
         UserError: a link to a file outside the folder.
     """
-    return sorted(own_file(path) for path in folder.iterdir() if path.is_file())
+    return sorted(check_link(path) for path in folder.iterdir() if path.is_file())
 
 
 def plan(folder: Path, repo: str, private: bool) -> str:

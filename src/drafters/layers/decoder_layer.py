@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from decode.model.causal_lm import CausalLM
 from drafters.layers.fused_backward import rms_norm, rotate, swiglu
-from drafters.layers.rope import copied, frequencies
+from drafters.layers.rope import frequencies, rope_settings
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LayerShape:
         """The shape of the target's own decoder layers."""
         config = target.config
         heads = config.num_attention_heads
-        theta, rope = copied(config)
+        theta, rope = rope_settings(config)
         return cls(
             hidden_size=target.hidden_size,
             heads=heads,
@@ -171,7 +171,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: 
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
 
 
-def descend(reach: Tensor, parent: Tensor) -> Tensor:
+def tree_visibility(reach: Tensor, parent: Tensor) -> Tensor:
     """What a new level of a tree sees: all that its parents see, and each entry itself.
 
     Args:

@@ -29,7 +29,7 @@ class ResBlock(nn.Module):
         return x
 
 
-class OwnHeads(nn.ModuleList):
+class PerDepthHeads(nn.ModuleList):
     """An output head for each of the first depths, begun as the target's and trained (V D weights each).
 
     Without any, all depths share the target's, frozen.
@@ -41,7 +41,7 @@ class OwnHeads(nn.ModuleList):
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, count: int) -> None:
-        # Not worth a random start: `begin` or a checkpoint fills them in.
+        # Not worth a random start: `copy_head` or a checkpoint fills them in.
         super().__init__(
             nn.utils.skip_init(
                 nn.Linear, hidden_size, vocab_size, bias=False, device=torch.get_default_device()
@@ -50,12 +50,12 @@ class OwnHeads(nn.ModuleList):
         )
 
     @torch.no_grad()
-    def begin(self, target: Target) -> None:
+    def copy_head(self, target: Target) -> None:
         """As copies of the target's."""
         for weight in self.parameters():
             weight.copy_(target.head.weight)
 
-    def of(self, depth: int, target: Target) -> Head:
+    def head_for(self, depth: int, target: Target) -> Head:
         """The head of `depth`, with what the target's family puts behind the linear map."""
         if not self:
             return target.head

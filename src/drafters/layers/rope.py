@@ -14,12 +14,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decode.errors import UserError
 
-THETA = 10_000.0
-SCALED = ("linear", "llama3", "yarn")  # angles that do not depend on how long the text has become
-ABOUT = ("rope_theta", "type", "mrope_section")  # of no scaling; texts have one position a token
+DEFAULT_THETA = 10_000.0
+SCALINGS = ("linear", "llama3", "yarn")  # angles that do not depend on how long the text has become
+IGNORED = ("rope_theta", "type", "mrope_section")  # of no scaling; texts have one position a token
 
 
-def copied(config: Any) -> tuple[float, dict[str, Any] | None]:
+def rope_settings(config: Any) -> tuple[float, dict[str, Any] | None]:
     """Base of the wavelengths, and what else a drafter's positions need: None where nothing.
 
     Where kinds of layers have positions of their own, those of full attention. Scaling that follows
@@ -29,10 +29,10 @@ def copied(config: Any) -> tuple[float, dict[str, Any] | None]:
         config: of a target, as transformers 5 has it; or a dictionary of `config.json`, of any version.
     """
     found = _parameters(config)
-    theta = float(found.get("rope_theta") or THETA)
-    rope = {k: v for k, v in found.items() if k not in ABOUT and v is not None}
+    theta = float(found.get("rope_theta") or DEFAULT_THETA)
+    rope = {k: v for k, v in found.items() if k not in IGNORED and v is not None}
     kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
-    if kind in SCALED:
+    if kind in SCALINGS:
         if kind == "yarn" and "factor" not in rope:  # DeepSeek's
             rope["factor"] = (
                 _get(config, "max_position_embeddings") / rope["original_max_position_embeddings"]
@@ -88,8 +88,8 @@ def _frequencies(dim: int, theta: float, rope: Mapping[str, Any], like: Tensor) 
     if kind == "default":
         steps = torch.arange(0, turning, 2, device=like.device, dtype=torch.float64)
         return theta ** (-steps / turning), 1.0
-    if kind not in SCALED:
-        raise UserError(f"drafter.rope: rope_type {kind!r} is not known; known are {', '.join(SCALED)}")
+    if kind not in SCALINGS:
+        raise UserError(f"drafter.rope: rope_type {kind!r} is not known; known are {', '.join(SCALINGS)}")
     config = LlamaConfig(
         hidden_size=dim,
         num_attention_heads=1,

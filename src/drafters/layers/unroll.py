@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafters.base import supervised
+from drafters.base import supervised_anchors
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
-from drafters.layers.unroll_attention import Look, attend_unrolled, blocks
+from drafters.layers.unroll_attention import Visibility, attend_unrolled, query_blocks
 
 
-class FirstInput(NamedTuple):
+class FirstLayerInput(NamedTuple):
     """What goes into the first layer while unrolling.
 
     Attributes:
@@ -29,7 +29,7 @@ class FirstInput(NamedTuple):
     rest: Tensor | None
 
 
-class Route:
+class AnchorIndex:
     """Who takes part in an unroll, found on the host: it is known from the masks alone.
 
     Args:
@@ -45,7 +45,7 @@ class Route:
 
     def __init__(self, loss_mask: Tensor, depth: int) -> None:
         mask = loss_mask.cpu()
-        alive = [supervised(mask, d) for d in range(1, depth + 1)]
+        alive = [supervised_anchors(mask, d) for d in range(1, depth + 1)]
         self.anchors = [a.flatten().nonzero()[:, 0] for a in alive if a.any()]
         seen = alive[0].flip(1).cumsum(1).flip(1) > 0  # (B, T)
         self.places = seen.flatten().nonzero()[:, 0]
@@ -58,7 +58,7 @@ class Route:
         return torch.searchsorted(self.places, self.anchors[depth - 1])
 
 
-class Walk:
+class LayerUnroll:
     """The layers of one unroll, and the keys and values they have made so far.
 
     Args:
@@ -77,7 +77,7 @@ class Walk:
         stack: Sequence[DecoderLayer],
         weights: Sequence[Tensor],
         rotary: Rotary,
-        route: Route,
+        route: AnchorIndex,
         device: torch.device,
         checkpointing: bool = False,
     ) -> None:
@@ -87,7 +87,7 @@ class Walk:
         self._keys: list[list[Tensor]] = [[] for _ in stack]
         self._values: list[list[Tensor]] = [[] for _ in stack]
 
-    def hand_over(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor]) -> None:
+    def switch_layers(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor]) -> None:
         """Go on with other layers, which read the keys and values that are there."""
         self._stack, self._weights = stack, weights
 
@@ -95,21 +95,21 @@ class Walk:
         """(M,) where in the first step's rows the anchors of a depth are."""
         return self._route.slots(depth).to(self._device)
 
-    def kept(self, depth: int) -> Tensor | None:
+    def surviving_rows(self, depth: int) -> Tensor | None:
         """(M,) which rows of the step before go on; None: all."""
         before, now = self._route.anchors[depth - 2 : depth]
         if len(before) == len(now):
             return None
         return torch.searchsorted(before, now).to(self._device)
 
-    def _look(self, depth: int, asking: Tensor, like: Tensor) -> Look:
+    def _look(self, depth: int, asking: Tensor, like: Tensor) -> Visibility:
         """What queries see whose anchors are `asking`, (M,) on the host in the first step's rows."""
         now = self._route.anchors[depth - 1]
         own = [torch.searchsorted(self._route.anchors[d - 1], now) for d in range(2, depth + 1)]
-        found = blocks(asking, self._route.text[asking], self._stack[0].heads, like)
-        return Look([place.to(self._device) for place in (asking, *own)], found)
+        found = query_blocks(asking, self._route.text[asking], self._stack[0].heads, like)
+        return Visibility([place.to(self._device) for place in (asking, *own)], found)
 
-    def step(self, depth: int, first: FirstInput, when: Tensor) -> Tensor:
+    def step(self, depth: int, first: FirstLayerInput, when: Tensor) -> Tensor:
         """Rows of one depth through all layers.
 
         Args:

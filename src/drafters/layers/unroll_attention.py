@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SCORES = {"cpu": 2**20, "cuda": 2**27}  # bytes of one block of attention weights; on a CPU it should fit L2
-LEAST = 32  # queries of a block: with fewer, a product spends its time on reading the keys
+SCORE_BYTES = {
+    "cpu": 2**20,
+    "cuda": 2**27,
+}  # bytes of one block of attention weights; on a CPU it should fit L2
+MIN_QUERIES = 32  # queries of a block: with fewer, a product spends its time on reading the keys
 
 
 class Block(NamedTuple):
@@ -23,7 +26,7 @@ class Block(NamedTuple):
     full: int  # keys from here on are hidden from some of these queries
 
 
-class Look(NamedTuple):
+class Visibility(NamedTuple):
     """What the queries of one step of an unroll see.
 
     Attributes:
@@ -36,7 +39,7 @@ class Look(NamedTuple):
     blocks: Sequence[Block]
 
 
-def blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[Block]:
+def query_blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[Block]:
     """Cut queries into blocks.
 
     Args:
@@ -45,14 +48,14 @@ def blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[Block]
         heads: of the queries.
         like: something in the dtype and place of the keys.
     """
-    budget = SCORES.get(like.device.type, SCORES["cuda"]) // (heads * like.itemsize)
+    budget = SCORE_BYTES.get(like.device.type, SCORE_BYTES["cuda"]) // (heads * like.itemsize)
     found = []
     starts, counts = text.unique_consecutive(return_counts=True)
     seen = place.tolist()
     at = 0
     for begin, count in zip(starts.tolist(), counts.tolist(), strict=True):
         stop = at + count
-        size = max(LEAST, budget // (seen[stop - 1] + 1 - begin))
+        size = max(MIN_QUERIES, budget // (seen[stop - 1] + 1 - begin))
         for first in range(at, stop, size):
             last = min(first + size, stop)
             found.append(Block(first, last, begin, seen[last - 1] + 1, seen[first] + 1))
@@ -67,7 +70,7 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, look: Look, q: Tensor, *keys_values: Tensor) -> Tensor:
+    def forward(ctx: Any, look: Visibility, q: Tensor, *keys_values: Tensor) -> Tensor:
         ctx.look = look
         ctx.save_for_backward(q, *keys_values)
         with torch.autocast(q.device.type, enabled=False):
@@ -123,7 +126,7 @@ class _Heads:
         own: (G, Q, steps) their scores.
     """
 
-    def __init__(self, look: Look, q: Tensor, keys_values: Sequence[Tensor]) -> None:
+    def __init__(self, look: Visibility, q: Tensor, keys_values: Sequence[Tensor]) -> None:
         steps = len(keys_values) // 2
         keys, values = keys_values[:steps], keys_values[steps:]
         self.look, self.scale, self.group = look, q.shape[-1] ** -0.5, keys[0].shape[1]
@@ -209,7 +212,7 @@ class _Part:
         return torch.softmax(score, -1, out=score)
 
 
-def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], look: Look) -> Tensor:
+def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], look: Visibility) -> Tensor:
     """Attention of a step of an unroll (EAGLE-3's training-time test, arXiv:2503.01840).
 
     A query belongs to an anchor. It sees the keys of the first step up to its anchor, and of every

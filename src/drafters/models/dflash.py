@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import Tap, Target
-from drafters.drafting.vocabulary import embedding, unwritten
+from drafters.drafting.vocabulary import token_embedding, unused_token
 from drafters.families.block import BlockDrafter
 from drafters.layers.decoder_layer import LayerShape
 
@@ -38,14 +38,14 @@ class DFlash(BlockDrafter):
     def for_target(cls, target: Target, **options: Any) -> Self:
         options["taps"] = _taps(options["taps"], len(target.layers))
         token = options["mask_id"]
-        options["mask_id"] = unwritten(target) if token is None else token
+        options["mask_id"] = unused_token(target) if token is None else token
         if not 0 <= options["mask_id"] < target.vocab_size:
             raise UserError(f"drafter.mask_id={token}: the target has the ids 0 to {target.vocab_size - 1}")
-        if not embedding(target, options["mask_id"]).any():  # masks would not know their positions
+        if not token_embedding(target, options["mask_id"]).any():  # masks would not know their positions
             raise UserError(f"drafter.mask_id={token}: its embedding is 0; choose another token")
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls.restore(sizes | options, target)
-        drafter.add_nothing()
+        drafter.zero_layer_outputs()
         return drafter
 
     @override
@@ -53,7 +53,7 @@ class DFlash(BlockDrafter):
     @torch.no_grad()
     def restore(cls, settings: dict[str, Any], target: Target) -> Self:
         drafter = cls(**settings)
-        drafter.mask.copy_(embedding(target, settings["mask_id"]))
+        drafter.mask.copy_(token_embedding(target, settings["mask_id"]))
         return drafter
 
     @override

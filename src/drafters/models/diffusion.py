@@ -46,7 +46,7 @@ class Diffusion(BlockDrafter):
         options["taps"] = _taps(options["taps"], len(target.layers))
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
-        drafter.add_nothing()
+        drafter.zero_layer_outputs()
         size = target.hidden_size
         drafter.feature_in.weight.copy_(torch.eye(size))
         drafter.fc.weight.normal_(std=0.32 * size**-0.5)

@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from decode.model.head import Head
 from decode.model.target import LAST, Target
-from drafters.base import Batch, arguments_of
-from drafters.families.recurrent import Recurrent, with_noise
+from drafters.base import Batch, constructor_arguments
+from drafters.families.recurrent import RecurrentDrafter, add_feature_noise
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
-from drafters.layers.unroll import FirstInput
+from drafters.layers.unroll import FirstLayerInput
 
 
-class Eagle(Recurrent):
+class Eagle(RecurrentDrafter):
     """Pair i is (feature f_i, embedding of x_{i+1}); one decoder layer predicts f_{i+1} from it,
     and the target's own frozen head reads tokens off the prediction.
 
@@ -46,7 +46,7 @@ class Eagle(Recurrent):
         **sizes: Any,
     ) -> None:
         super().__init__()
-        self.settings = arguments_of(locals())
+        self.settings = constructor_arguments(locals())
         self.depth, self.detach, self.feature_noise = depth, detach, feature_noise
         self.aux_weights = {"feature": feature_weight}
         shape = LayerShape(**sizes)
@@ -85,13 +85,13 @@ class Eagle(Recurrent):
         return x, self.layer.qkv_proj(x)
 
     @override
-    def token_share(self, embedded: Tensor) -> Tensor:
+    def token_projection(self, embedded: Tensor) -> Tensor:
         return F.linear(embedded, self.fc.weight[:, : embedded.shape[-1]], self.fc.bias)
 
     @override
-    def first_input(self, share: Tensor, feature: Tensor) -> FirstInput:
+    def first_input(self, share: Tensor, feature: Tensor) -> FirstLayerInput:
         x = torch.addmm(share, feature, self.fc.weight[:, -feature.shape[-1] :].mT)
-        return FirstInput(x, x, None)
+        return FirstLayerInput(x, x, None)
 
     @override
     def first_weight(self) -> Tensor:
@@ -106,8 +106,12 @@ class Eagle(Recurrent):
         return target.head
 
     @override
-    def noisy(self, batch: Batch) -> Tensor:
-        return with_noise(batch, self.feature_noise) if self.training and self.feature_noise else batch.taps
+    def training_taps(self, batch: Batch) -> Tensor:
+        return (
+            add_feature_noise(batch, self.feature_noise)
+            if self.training and self.feature_noise
+            else batch.taps
+        )
 
     @override
     def losses(self, hidden: Tensor, truth: Tensor) -> Mapping[str, Tensor]:

@@ -16,16 +16,16 @@ from decode.errors import UserError
 from decode.model.head import Head
 from decode.model.load import stop_tokens
 from decode.model.target import LAST, Tap, Target
-from drafters.base import Text, arguments_of
-from drafters.drafting.vocabulary import frequent
-from drafters.families.recurrent import Recurrent
+from drafters.base import Text, constructor_arguments
+from drafters.drafting.vocabulary import most_frequent
+from drafters.families.recurrent import RecurrentDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
-from drafters.layers.unroll import FirstInput
+from drafters.layers.unroll import FirstLayerInput
 
 LEAST_LAYERS = 7  # with fewer, two of the three default taps are the same layer
 
 
-class Eagle3(Recurrent):
+class Eagle3(RecurrentDrafter):
     """Tapped features side by side make one (`fc`); the first layer's attention reads it beside the
     token's embedding, and further depths read the drafter's own output in its place. The target's
     embedding is shared and frozen, the head is the drafter's own.
@@ -62,7 +62,7 @@ class Eagle3(Recurrent):
         **sizes: Any,
     ) -> None:
         super().__init__()
-        self.settings = arguments_of(locals())
+        self.settings = constructor_arguments(locals())
         self.settings["taps"] = list(taps)
         if not taps or layers < 1:
             raise UserError(f"drafter: taps={list(taps)} and layers={layers}; give at least one of each")
@@ -127,7 +127,7 @@ class Eagle3(Recurrent):
         for text in texts:
             written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]
             counts += torch.bincount(written, minlength=len(counts))
-        ids = frequent(counts, len(self.d2t), stop_tokens(target))
+        ids = most_frequent(counts, len(self.d2t), stop_tokens(target))
         self.d2t.copy_(ids)
         rows = target.head.weight[ids.to(target.device)] * target.head.scale
         self.lm_head.weight.copy_(rows)
@@ -136,7 +136,7 @@ class Eagle3(Recurrent):
 
     @property
     @override
-    def fits(self) -> bool:
+    def needs_fit(self) -> bool:
         return self.d2t is not None
 
     @property
@@ -160,7 +160,7 @@ class Eagle3(Recurrent):
         return normed if self.norm_before_residual else feature, qkv
 
     @override
-    def token_share(self, embedded: Tensor) -> Tensor:
+    def token_projection(self, embedded: Tensor) -> Tensor:
         # The embedding takes no gradient: with the norm's weight in the product, nor does its input.
         norm, size = self.stack[0].input_layernorm, embedded.shape[-1]
         assert isinstance(norm, RMSNorm)
@@ -168,9 +168,9 @@ class Eagle3(Recurrent):
         return F.linear(unit, self.stack[0].qkv_proj.weight[:, :size] * norm.weight)
 
     @override
-    def first_input(self, share: Tensor, feature: Tensor) -> FirstInput:
+    def first_input(self, share: Tensor, feature: Tensor) -> FirstLayerInput:
         normed = self.hidden_norm(feature)
-        return FirstInput(normed if self.norm_before_residual else feature, normed, share)
+        return FirstLayerInput(normed if self.norm_before_residual else feature, normed, share)
 
     @override
     def first_weight(self) -> Tensor:

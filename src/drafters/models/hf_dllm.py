@@ -22,18 +22,25 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, DraftStep, some_of, supervised
+from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
 from drafters.drafting.tree import expand
-from drafters.families.feature_heads import at_least_one
-from drafters.families.hf_build import build, own
-from drafters.families.hf_model import OPTION, WholeModel, check_vocabulary, fitted, shared, trainable
-from drafters.families.lookup import History, TextDrafter
-from drafters.families.lora_files import located
-from drafters.families.masked_lm import MaskedModel, Window, examine, mask_id
-from drafters.families.token_bias import Levels
+from drafters.families.feature_heads import check_positive
+from drafters.families.hf_build import build, portable_config
+from drafters.families.hf_model import (
+    OPTION,
+    HFModelDrafter,
+    check_vocabulary,
+    checked_lora,
+    fit_vocabulary,
+    share_vocabulary,
+)
+from drafters.families.lookup import IndexedText, TextDrafter
+from drafters.families.lora_files import locate_base
+from drafters.families.masked_lm import MaskedModel, Window, check_fills_masks, mask_id
+from drafters.families.token_bias import ParallelLogits
 
 
-class Dllm(WholeModel, TextDrafter):
+class Dllm(HFModelDrafter, TextDrafter):
     """Reads the text with K masks behind it, in both directions, and says what they stand for.
 
     All laws of a draft come from one pass, whatever K, and given the text they are independent: a
@@ -72,14 +79,19 @@ class Dllm(WholeModel, TextDrafter):
         base: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.settings = {"config": own(config), "mask_token": mask_token, "depth": depth, "shift": shift}
+        self.settings = {
+            "config": portable_config(config),
+            "mask_token": mask_token,
+            "depth": depth,
+            "shift": shift,
+        }
         self.settings |= {"steps": steps, "anchors": anchors, "lora": lora, "base": base}
-        at_least_one(depth=depth, steps=steps, anchors=anchors)
+        check_positive(depth=depth, steps=steps, anchors=anchors)
         if shift not in (0, 1):
             raise UserError(f"drafter.shift={shift}: choose 0 or 1")
         if steps > depth:
             raise UserError(f"drafter.steps={steps}: at most one for each of drafter.depth={depth} masks")
-        self.depth, self.deepest, self.shift = depth, depth, shift
+        self.depth, self.max_depth, self.shift = depth, depth, shift
         self.steps, self.anchors = steps, anchors
         if steps > 1:
             self.proposals = ("fixed",)
@@ -114,13 +126,13 @@ class Dllm(WholeModel, TextDrafter):
         """
         if not path:
             raise UserError(f"{OPTION}: give the folder or hub id of a masked diffusion language model")
-        lora = trainable(lora, train)
+        lora = checked_lora(lora, train)
         model = load_model(path, revision=revision, what=OPTION, masked=True)
         check_vocabulary(model, target, path, revision)
         mask = mask_id(model, path, revision, mask_token)
         drafter = cls(json.loads(model.config.to_json_string()), mask, model=model, **options)
-        drafter = drafter.begin(located(model, path, revision), train, lora, model.dtype)
-        examine(drafter.masked, path)
+        drafter = drafter.prepare(locate_base(model, path, revision), train, lora, model.dtype)
+        check_fills_masks(drafter.masked, path)
         return drafter
 
     @property
@@ -146,16 +158,16 @@ class Dllm(WholeModel, TextDrafter):
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """A window for every anchor that is taken: what is before the masks may not see what is after."""
         length = batch.tokens.shape[1]
-        every = supervised(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (N,)
+        every = supervised_anchors(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (N,)
         if not len(every):
             return
         count = len(batch.tokens) * self.anchors if self.training else len(every)
-        anchor, masked = some_of(every, count, batch.seed), self.masked  # (M,)
+        anchor, masked = sample_anchors(every, count, batch.seed), self.masked  # (M,)
         window = masked.window(batch.tokens[anchor // length], (anchor % length + 2).tolist())
-        hidden, head = masked.read(window), shared(masked.head, target)  # (M, K, D')
+        hidden, head = masked.read(window), share_vocabulary(masked.head, target)  # (M, K, D')
         weight = len(every) / len(anchor)  # those that are taken stand for all
         for depth in range(1, self.depth + 1):
-            stay = supervised(batch.loss_mask, depth).flatten()[anchor]
+            stay = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
             if not stay.any():
                 return
             yield DraftStep(hidden[stay, depth - 1], anchor[stay], depth, head, {}, weight)
@@ -174,7 +186,7 @@ class Dllm(WholeModel, TextDrafter):
 
     @override
     def propose(
-        self, state: list[History], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+        self, state: list[IndexedText], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
     ) -> Draft:
         self.check(plan)
         lengths, masked = [len(history.tokens) for history in state], self.masked
@@ -184,9 +196,9 @@ class Dllm(WholeModel, TextDrafter):
             logits = states = self._denoise(masked, window, target)[:, : plan.depth]
         else:
             states = masked.read(window)[:, : plan.depth]
-            logits = fitted(masked.head(states), target)
-        levels = Levels(logits.unbind(1), states)
-        sure = self.sure_of(lambda: levels.newest)
+            logits = fit_vocabulary(masked.head(states), target)
+        levels = ParallelLogits(logits.unbind(1), states)
+        sure = self.confidence_of(lambda: levels.newest)
         return expand(levels.first, levels.step, sampler, coin, plan, confidence=sure)
 
     def _denoise(self, masked: MaskedModel, window: Window, target: Target) -> Tensor:
@@ -194,7 +206,7 @@ class Dllm(WholeModel, TextDrafter):
         levels: Tensor | None = None
         left = torch.ones_like(window.masks, dtype=torch.bool)  # not filled yet
         for rest in range(self.steps, 0, -1):  # passes, this one included
-            logits = fitted(masked.head(masked.read(window)), target)
+            logits = fit_vocabulary(masked.head(masked.read(window)), target)
             if masked.mask_token < target.vocab_size:  # a mask in its own place would fill nothing
                 logits[..., masked.mask_token] = -torch.inf
             levels = logits if levels is None else torch.where(left[..., None], logits, levels)

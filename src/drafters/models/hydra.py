@@ -11,12 +11,12 @@ from typing_extensions import override
 
 from decode.model.head import Head
 from decode.model.target import Target
-from drafters.base import arguments_of
-from drafters.families.feature_heads import Chained, at_least_one
-from drafters.layers.lm_heads import OwnHeads, ResBlock
+from drafters.base import constructor_arguments
+from drafters.families.feature_heads import ChainedHeadsDrafter, check_positive
+from drafters.layers.lm_heads import PerDepthHeads, ResBlock
 
 
-class Grounded(nn.Module):
+class HydraBlock(nn.Module):
     """R x + SiLU(W x) from a feature and embeddings to D, and residual layers on it.
 
     R begins as the choice of the feature and W at 0, so that a fresh block gives the feature back.
@@ -41,7 +41,7 @@ class Grounded(nn.Module):
         return self.rest(self.skip(x) + F.silu(self.linear(x)))
 
 
-class Hydra(Chained):
+class Hydra(ChainedHeadsDrafter):
     """Head j reads [f_t; e(x_{t+1}); ...; e(x_{t+j})] and predicts x_{t+1+j}.
 
     Embeddings are the target's, frozen. What a head reads grows with its depth, so no two share a
@@ -60,21 +60,21 @@ class Hydra(Chained):
 
     def __init__(self, hidden_size: int, vocab_size: int, depth: int, layers: int, own_head: bool) -> None:
         super().__init__()
-        self.settings = arguments_of(locals())
-        at_least_one(depth=depth, layers=layers)
+        self.settings = constructor_arguments(locals())
+        check_positive(depth=depth, layers=layers)
         self.depth = depth
-        self.blocks = nn.ModuleList(Grounded(hidden_size, j, layers) for j in range(1, depth + 1))
-        self.lm_heads = OwnHeads(hidden_size, vocab_size, depth if own_head else 0)
+        self.blocks = nn.ModuleList(HydraBlock(hidden_size, j, layers) for j in range(1, depth + 1))
+        self.lm_heads = PerDepthHeads(hidden_size, vocab_size, depth if own_head else 0)
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        drafter.lm_heads.begin(target)
+        drafter.lm_heads.copy_head(target)
         return drafter
 
     @override
-    def begin(self, feature: Tensor) -> Tensor:
+    def initial_state(self, feature: Tensor) -> Tensor:
         return feature.to(self.dtype)
 
     @override
@@ -82,9 +82,9 @@ class Hydra(Chained):
         return torch.cat([state, target.embed(token).to(state.dtype)], -1)
 
     @override
-    def read(self, state: Tensor, index: int) -> Tensor:
+    def head_input(self, state: Tensor, index: int) -> Tensor:
         return self.blocks[index](state)
 
     @override
-    def output(self, depth: int, target: Target) -> Head:
-        return self.lm_heads.of(depth, target)
+    def head_for(self, depth: int, target: Target) -> Head:
+        return self.lm_heads.head_for(depth, target)

@@ -25,12 +25,19 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, DraftStep, supervised
+from drafters.base import Batch, DraftStep, supervised_anchors
 from drafters.drafting.tree import expand
-from drafters.families.hf_build import build, cut, own
-from drafters.families.hf_model import OPTION, WholeModel, check_vocabulary, fitted, shared, trainable
-from drafters.families.lora_files import Base, located
-from drafters.layers.decoder_layer import descend
+from drafters.families.hf_build import build, cut_target, portable_config
+from drafters.families.hf_model import (
+    OPTION,
+    HFModelDrafter,
+    check_vocabulary,
+    checked_lora,
+    fit_vocabulary,
+    share_vocabulary,
+)
+from drafters.families.lora_files import LoraBase, locate_base
+from drafters.layers.decoder_layer import tree_visibility
 
 
 @dataclass(slots=True)
@@ -42,7 +49,7 @@ class LMState:
     logits: Tensor | None = None  # (B, V) below it
 
 
-class DraftLM(WholeModel):
+class DraftLM(HFModelDrafter):
     """Reads the text as the target does, and says itself how it goes on.
 
     Past its own context it drafts on at its last position: badly, but the output stays the target's.
@@ -57,7 +64,7 @@ class DraftLM(WholeModel):
         UserError: a configuration that gives no causal LM.
     """
 
-    shifted = True  # a row depends on the text before it alone, however much of that was drafted
+    depth_invariant = True  # a row depends on the text before it alone, however much of that was drafted
 
     def __init__(
         self,
@@ -67,7 +74,7 @@ class DraftLM(WholeModel):
         base: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.settings = {"config": own(config), "lora": lora, "base": base}
+        self.settings = {"config": portable_config(config), "lora": lora, "base": base}
         self.model: Any = build(config) if model is None else model
 
     @override
@@ -96,17 +103,17 @@ class DraftLM(WholeModel):
         Raises:
             UserError: no usable causal LM, one of another vocabulary, or a target that cannot be cut.
         """
-        lora = trainable(lora, train)
+        lora = checked_lora(lora, train)
         if path:
             model = load_model(path, revision=revision, what=OPTION)
             check_vocabulary(model, target, path, revision)
             probe(CausalLM(model), OPTION)
-            base, dtype = located(model, path, revision), model.dtype
+            base, dtype = locate_base(model, path, revision), model.dtype
         else:
-            model = cut(target, layers)
-            base, dtype = Base(layers=layers), target.dtype
+            model = cut_target(target, layers)
+            base, dtype = LoraBase(layers=layers), target.dtype
         drafter = cls(json.loads(model.config.to_json_string()), model, **options)
-        return drafter.begin(base, train, lora, dtype)
+        return drafter.prepare(base, train, lora, dtype)
 
     @property
     @override
@@ -127,16 +134,16 @@ class DraftLM(WholeModel):
         lm = CausalLM(self.model)
         length = batch.tokens.shape[1]
         reach = min(length, lm.max_positions or length)
-        anchors = supervised(batch.loss_mask, 1)
+        anchors = supervised_anchors(batch.loss_mask, 1)
         anchors[:, reach - 1 :] = False
         # M may be 0: the layers run all the same, in step with those of other processes.
         row, t = anchors.nonzero(as_tuple=True)  # (M,)
         tokens = batch.tokens[:, :reach].clamp_max(lm.vocab_size - 1)
         last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state  # (B, reach, D')
-        yield DraftStep(last[row, t + 1], row * length + t, 1, shared(lm.head, target), {})
+        yield DraftStep(last[row, t + 1], row * length + t, 1, share_vocabulary(lm.head, target), {})
 
     @override
-    def alone(self, target: Target) -> Target:
+    def as_target(self, target: Target) -> Target:
         twin = copy.deepcopy(self).to(target.device, target.dtype)
         return Target(twin.model)
 
@@ -166,7 +173,7 @@ class DraftLM(WholeModel):
         last = _read(lm, text)
         lm.keep([n + 1 for n in counts])
         state.last = last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]
-        state.logits = fitted(lm.head(state.last), target)
+        state.logits = fit_vocabulary(lm.head(state.last), target)
 
     @override
     def select(self, state: LMState, rows: Sequence[int]) -> None:
@@ -188,12 +195,12 @@ class DraftLM(WholeModel):
             if reach is None and width > 1:
                 reach = torch.ones(rows, 1, read, dtype=torch.bool, device=token.device)
             if reach is not None:
-                reach = descend(reach, parent)
+                reach = tree_visibility(reach, parent)
             last = _read(state.lm, token, reach, read)
             read += width
-            return fitted(state.lm.head(last), target)
+            return fit_vocabulary(state.lm.head(last), target)
 
-        return expand(state.logits, step, sampler, coin, plan, confidence=self.sure_of(lambda: last))
+        return expand(state.logits, step, sampler, coin, plan, confidence=self.confidence_of(lambda: last))
 
     @override
     def kv_bytes_per_token(self, state: LMState) -> int:

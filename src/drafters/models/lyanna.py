@@ -23,12 +23,12 @@ from decode.model.target import LAST, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, DraftStep, arguments_of
-from drafters.families.recurrent import Recurrent, RecurrentState, with_noise
-from drafters.families.state_reuse import Reuse, as_deep, cut_off
-from drafters.families.token_bias import Informed, Levels, Teaching
+from drafters.base import Batch, DraftStep, constructor_arguments
+from drafters.families.recurrent import RecurrentDrafter, RecurrentState, add_feature_noise
+from drafters.families.state_reuse import Reuse, resized, truncated_draft
+from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
-from drafters.layers.unroll import FirstInput
+from drafters.layers.unroll import FirstLayerInput
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class LyannaState(RecurrentState):
     left: Tensor | None = None  # (B,) how many of them there are
 
 
-class Lyanna(Informed, Recurrent):
+class Lyanna(TokenBiasDrafter, RecurrentDrafter):
     """s_0 is the feature f_t, s_k = norm(layer(W s_{k-1})) stands for f_{t+k}; depth k's logits are the
     target's head on s_k and a low-rank bias of the token before.
 
@@ -88,7 +88,7 @@ class Lyanna(Informed, Recurrent):
         **sizes: Any,
     ) -> None:
         super().__init__()
-        self.settings = arguments_of(locals())
+        self.settings = constructor_arguments(locals())
         self.settings["reuse"] = dict(reuse)
         if root_token not in ("none", "add"):
             raise UserError(f"drafter.root_token={root_token}: choose none or add")
@@ -106,7 +106,7 @@ class Lyanna(Informed, Recurrent):
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(layers))
         self.out_norm = RMSNorm(hidden_size, eps=shape.eps)
-        self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
+        self.add_token_bias(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @override
     @classmethod
@@ -125,7 +125,7 @@ class Lyanna(Informed, Recurrent):
 
     def remembers(self, plan: Plan) -> bool:
         """Whether a draft depends on where the round before began."""
-        return self.reuse.acts(plan)
+        return self.reuse.applies_to(plan)
 
     @property
     def sociable(self) -> bool:
@@ -148,23 +148,23 @@ class Lyanna(Informed, Recurrent):
         return x, layer.qkv_proj(layer.input_layernorm(x))
 
     @override
-    def token_share(self, embedded: Tensor) -> Tensor:
+    def token_projection(self, embedded: Tensor) -> Tensor:
         if self.no_token is None:
             return embedded[:, :0]
         return F.linear(embedded, self.in_proj.weight[:, : embedded.shape[-1]])
 
     @override
-    def drafted_share(self, shares: Tensor, rows: Tensor) -> Tensor:
+    def drafted_projection(self, shares: Tensor, rows: Tensor) -> Tensor:
         if self.no_token is None:
             return shares[: len(rows)]
-        return self.token_share(self.no_token[None]).expand(len(rows), -1)
+        return self.token_projection(self.no_token[None]).expand(len(rows), -1)
 
     @override
-    def first_input(self, share: Tensor, feature: Tensor) -> FirstInput:
+    def first_input(self, share: Tensor, feature: Tensor) -> FirstLayerInput:
         size = feature.shape[-1]
         x = F.linear(feature, self.in_proj.weight[:, -size:])
         x = x if self.no_token is None else x + share
-        return FirstInput(x, self.stack[0].input_layernorm(x), None)
+        return FirstLayerInput(x, self.stack[0].input_layernorm(x), None)
 
     @override
     def first_weight(self) -> Tensor:
@@ -177,13 +177,13 @@ class Lyanna(Informed, Recurrent):
 
     @override
     def head(self, target: Target) -> Head:
-        return self.informed(target.head)
+        return self.biased_head(target.head)
 
     # -- training face -----------------------------------------------------------------------
 
     @override
-    def noisy(self, batch: Batch) -> Tensor:
-        return with_noise(batch, self.feature_noise) if self.training else batch.taps
+    def training_taps(self, batch: Batch) -> Tensor:
+        return add_feature_noise(batch, self.feature_noise) if self.training else batch.taps
 
     @override
     def losses(self, hidden: Tensor, truth: Tensor) -> Mapping[str, Tensor]:
@@ -196,7 +196,7 @@ class Lyanna(Informed, Recurrent):
         return 1.0, self.feature_weight, self.base_weight * (1 - progress) / (1 - self.warmup)
 
     @override
-    def weigh_aux(self, progress: float) -> Mapping[str, float]:
+    def aux_weights_at(self, progress: float) -> Mapping[str, float]:
         divergence, feature, _ = self._schedule(progress)
         return {"feature": feature / divergence}  # a step's weight scales both
 
@@ -204,12 +204,12 @@ class Lyanna(Informed, Recurrent):
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Each depth twice while the base has a weight: states with the bias, and states alone."""
         divergence, _, base = self._schedule(batch.progress)
-        teaching = Teaching(self.info, batch.tokens)
+        teaching = TeacherForcedBias(self.info, batch.tokens)
         for step in super().unroll(batch, target):
-            hidden = teaching.hidden(step.hidden, step.anchor, step.depth)
+            hidden = teaching.with_bias_input(step.hidden, step.anchor, step.depth)
             yield step._replace(hidden=hidden, weight=divergence)
             if base and self.info is not None:
-                yield step._replace(head=target.head, aux={}, weight=base, aside=True)
+                yield step._replace(head=target.head, aux={}, weight=base, training_only=True)
 
     # -- decoding face -----------------------------------------------------------------------
 
@@ -253,25 +253,29 @@ class Lyanna(Informed, Recurrent):
         assert state.root is not None
         self.check(plan)
         root, left, mode = state.root, state.left, self.reuse.mode
-        stale = state.stale if self.reuse.acts(plan) else None
+        stale = state.stale if self.reuse.applies_to(plan) else None
         if stale is not None and left is not None:
-            stale = as_deep(stale, plan.depth)
+            stale = resized(stale, plan.depth)
             if mode == "immediate":
                 raw = target.head.product(stale).unbind(1)
-                if self.reuse.suffices(target.head.shape(torch.stack(raw, 1)), left):
+                if self.reuse.is_sufficient(target.head.shape(torch.stack(raw, 1)), left):
                     state.drafted = None  # two rounds old, then
-                    levels = Levels(raw, stale, target.head.shape, self.info, root)
-                    return cut_off(levels, left, sampler, coin, plan, self.sure_of(lambda: levels.newest))
+                    levels = ParallelLogits(raw, stale, target.head.shape, self.info, root)
+                    return truncated_draft(
+                        levels, left, sampler, coin, plan, self.confidence_of(lambda: levels.newest)
+                    )
         states = state.drafted = self._states(state, plan.depth)
         if stale is None or left is None or mode == "immediate":
-            levels = Levels(target.head.product(states).unbind(1), states, target.head.shape, self.info, root)
-            return self.grow(levels, sampler, coin, plan)
+            levels = ParallelLogits(
+                target.head.product(states).unbind(1), states, target.head.shape, self.info, root
+            )
+            return self.expand_levels(levels, sampler, coin, plan)
         raw = target.head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
         if mode == "logit_sum":
-            raw = self.reuse.added(raw, left)
-            levels = Levels(raw, states, target.head.shape, self.info, root)
-            return self.grow(levels, sampler, coin, plan)
-        both = Levels(raw, torch.cat([states, stale]), target.head.shape, self.info, root.repeat(2))
+            raw = self.reuse.summed(raw, left)
+            levels = ParallelLogits(raw, states, target.head.shape, self.info, root)
+            return self.expand_levels(levels, sampler, coin, plan)
+        both = ParallelLogits(raw, torch.cat([states, stale]), target.head.shape, self.info, root.repeat(2))
         return self.reuse.merged(both, left, coin, plan)
 
     def _states(self, state: LyannaState, depth: int) -> Tensor:
@@ -283,6 +287,6 @@ class Lyanna(Informed, Recurrent):
         none = none.expand(rows, 1, -1)
         for k in range(1, depth):
             seen = torch.ones(rows, 1, k, dtype=torch.bool, device=newest.device)
-            x = self.read_pairs(state.store, none, found[-1], seen)
+            x = self.run_layers(state.store, none, found[-1], seen)
             found.append(self.emit(x)[1])
         return torch.cat(found, 1)

@@ -19,15 +19,15 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, DraftStep, Group, arguments_of, supervised
-from drafters.families.feature_heads import Newest, NewestDrafter, at_least_one
-from drafters.families.hf_build import checked
-from drafters.families.token_bias import Informed, Levels, Teaching
+from drafters.base import Batch, DraftStep, ParamGroup, constructor_arguments, supervised_anchors
+from drafters.families.feature_heads import FeatureHeadsDrafter, FeatureState, check_positive
+from drafters.families.hf_build import check_lora
+from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.families.tuned_target import Lora
-from drafters.layers.lm_heads import OwnHeads, ResBlock
+from drafters.layers.lm_heads import PerDepthHeads, ResBlock
 
 
-class Medusa(Informed, NewestDrafter):
+class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
     """Head j reads the feature f_t and predicts x_{t+1+j}; it sees no token, the root included.
 
     Depths are independent given the context: q at depth 2 is the same below every token of depth 1,
@@ -63,18 +63,18 @@ class Medusa(Informed, NewestDrafter):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.settings = arguments_of(locals())
-        at_least_one(depth=depth, layers=layers)
+        self.settings = constructor_arguments(locals())
+        check_positive(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(ResBlock(hidden_size, layers, bias) for _ in range(depth))
-        self.lm_heads = OwnHeads(hidden_size, vocab_size, depth if own_head else 0)
-        self.inform(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
+        self.lm_heads = PerDepthHeads(hidden_size, vocab_size, depth if own_head else 0)
+        self.add_token_bias(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        drafter.lm_heads.begin(target)
+        drafter.lm_heads.copy_head(target)
         return drafter
 
     # -- training face -----------------------------------------------------------------------
@@ -86,29 +86,35 @@ class Medusa(Informed, NewestDrafter):
     def _unroll(self, features: Tensor, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Every head on (B, T, D) features."""
         features = features.flatten(0, 1)  # (B * T, D)
-        teaching = Teaching(self.info, batch.tokens)
+        teaching = TeacherForcedBias(self.info, batch.tokens)
         for depth, block in enumerate(self.blocks, 1):
-            anchor = supervised(batch.loss_mask, depth).flatten().nonzero()[:, 0]  # (M,)
+            anchor = supervised_anchors(batch.loss_mask, depth).flatten().nonzero()[:, 0]  # (M,)
             if not len(anchor):
                 return
-            hidden = teaching.hidden(block(features[anchor].to(self.dtype)), anchor, depth)
-            yield DraftStep(hidden, anchor, depth, self.informed(self.lm_heads.of(depth, target)), {})
+            hidden = teaching.with_bias_input(block(features[anchor].to(self.dtype)), anchor, depth)
+            yield DraftStep(
+                hidden, anchor, depth, self.biased_head(self.lm_heads.head_for(depth, target)), {}
+            )
 
     # -- decoding face -----------------------------------------------------------------------
 
     @override
-    def propose(self, state: Newest, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
+    def propose(
+        self, state: FeatureState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
         assert state.feature is not None
         assert state.root is not None
         self.check(plan)
         hidden = [block(state.feature) for block in self.blocks[: plan.depth]]  # K of (B, D)
         states = torch.stack(hidden, 1)
         if self.lm_heads:
-            raw = [self.lm_heads.of(j, target).product(h) for j, h in enumerate(hidden, 1)]  # K of (B, V)
+            raw = [
+                self.lm_heads.head_for(j, target).product(h) for j, h in enumerate(hidden, 1)
+            ]  # K of (B, V)
         else:
             raw = target.head.product(states).unbind(1)
-        levels = Levels(raw, states, target.head.shape, self.info, state.root)
-        return self.grow(levels, sampler, coin, plan)
+        levels = ParallelLogits(raw, states, target.head.shape, self.info, state.root)
+        return self.expand_levels(levels, sampler, coin, plan)
 
 
 class Medusa2(Medusa):
@@ -149,7 +155,7 @@ class Medusa2(Medusa):
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        fresh = Lora.for_target(target, **checked(options["lora"]))
+        fresh = Lora.for_target(target, **check_lora(options["lora"]))
         lora = {"r": fresh.r, "alpha": fresh.alpha, "targets": fresh.shapes}
         return super().for_target(target, **options | {"lora": lora})
 
@@ -167,13 +173,13 @@ class Medusa2(Medusa):
         self.lora.checkpointing = True
 
     @override
-    def groups(self) -> list[Group]:
+    def param_groups(self) -> list[ParamGroup]:
         tuned = [weight for weight in self.lora.parameters() if weight.requires_grad]
         ids = {id(weight) for weight in tuned}
-        (every,) = super().groups()
+        (every,) = super().param_groups()
         return [
             every._replace(weights=[weight for weight in every.weights if id(weight) not in ids]),
-            Group(tuned, self._lora_rate),
+            ParamGroup(tuned, self._lora_rate),
         ]
 
     def _lora_rate(self, done: float) -> float:

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from decode.model.head import Head
 from decode.model.target import Target
-from drafters.base import arguments_of
-from drafters.families.feature_heads import Chained, at_least_one
+from drafters.base import constructor_arguments
+from drafters.families.feature_heads import ChainedHeadsDrafter, check_positive
 
 EPS = 1e-6
 
@@ -32,13 +32,13 @@ class Norm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], eps=EPS) * self.weight + self.bias
 
 
-def each(depth: int, make: Callable[[int], nn.Module], alike: int) -> nn.ModuleList:
+def per_depth(depth: int, make: Callable[[int], nn.Module], alike: int) -> nn.ModuleList:
     """A module for every depth; from index `alike` on they are one, under many names."""
     own = [make(i) for i in range(min(depth, alike + 1))]
     return nn.ModuleList(own[min(i, alike)] for i in range(depth))
 
 
-class Speculator(Chained):
+class Speculator(ChainedHeadsDrafter):
     """A small recurrent cell: its first state is the feature f_t, at depth j it reads x_{t+j}, and
     the depth's own output head reads x_{t+1+j} off the new state.
 
@@ -65,13 +65,13 @@ class Speculator(Chained):
         scale_input: bool,
     ) -> None:
         super().__init__()
-        at_least_one(depth=depth, inner_size=inner_size or hidden_size)
+        check_positive(depth=depth, inner_size=inner_size or hidden_size)
         self.inner = size = inner_size or hidden_size
         self.depth, self.scale_input = depth, scale_input
         self.alike = 0 if tie_weights else depth - 1
         keep = 0.5 ** (0.5 / depth)  # s
         self.token_weight = math.sqrt((1 - keep**2) * size / 2) / keep
-        self.head = each(depth, lambda _: nn.Linear(size, vocab_size, bias=False), self.alike)
+        self.head = per_depth(depth, lambda _: nn.Linear(size, vocab_size, bias=False), self.alike)
 
     @torch.no_grad()
     def _initialise(self) -> None:
@@ -91,18 +91,18 @@ class Speculator(Chained):
         return self.inner
 
     @override
-    def begin(self, feature: Tensor) -> Tensor:
+    def initial_state(self, feature: Tensor) -> Tensor:
         feature = feature.to(self.dtype)
         if not self.scale_input:
             return feature
         return F.rms_norm(feature, feature.shape[-1:], eps=EPS) / math.sqrt(2)
 
     @override
-    def read(self, state: Tensor, index: int) -> Tensor:
+    def head_input(self, state: Tensor, index: int) -> Tensor:
         return state[..., : self.inner]
 
     @override
-    def output(self, depth: int, target: Target) -> Head:
+    def head_for(self, depth: int, target: Target) -> Head:
         return Head(self.get_parameter(f"head.{depth - 1}.weight"))
 
 
@@ -118,15 +118,15 @@ class Mlp(Speculator):
         tie_weights: bool,
         scale_input: bool,
     ) -> None:
-        settings = arguments_of(locals())
+        settings = constructor_arguments(locals())
         super().__init__(**settings)
         self.settings = settings
         size, alike = self.inner, self.alike
-        self.emb = each(depth, lambda _: nn.Embedding(vocab_size, size), alike)
-        self.proj = each(
+        self.emb = per_depth(depth, lambda _: nn.Embedding(vocab_size, size), alike)
+        self.proj = per_depth(
             depth, lambda i: nn.Linear(size if i else hidden_size, size, bias=False), max(alike, 1)
         )
-        self.ln = each(depth, lambda _: Norm(size), alike)
+        self.ln = per_depth(depth, lambda _: Norm(size), alike)
         self._initialise()
 
     @override
@@ -145,20 +145,20 @@ class Lstm(Speculator):
     def __init__(
         self, hidden_size: int, vocab_size: int, inner_size: int, depth: int, scale_input: bool
     ) -> None:
-        settings = arguments_of(locals())
+        settings = constructor_arguments(locals())
         super().__init__(**settings, tie_weights=True)
         self.settings = settings
         size = self.inner
         self.emb = nn.Embedding(vocab_size, size)
-        self.proj = each(
+        self.proj = per_depth(
             min(depth, 2), lambda i: nn.Linear(size if i else hidden_size, 4 * size, bias=False), 1
         )
         self.cell_ln, self.state_ln = Norm(size), Norm(size)
         self._initialise()
 
     @override
-    def begin(self, feature: Tensor) -> Tensor:
-        feature = super().begin(feature)
+    def initial_state(self, feature: Tensor) -> Tensor:
+        feature = super().initial_state(feature)
         return torch.cat([feature, feature.new_zeros(*feature.shape[:-1], self.inner)], -1)
 
     @override

@@ -9,12 +9,12 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.target import Target
 from decode.plan import Plan
-from drafters.families.lookup import History, Lookup, Node, grow
+from drafters.families.lookup import IndexedText, LookupDrafter, Node, heaviest_tree
 
 MATCHES = 32  # of one row that a tree is made of
 
 
-class Ngram(Lookup):
+class Ngram(LookupDrafter):
     """Looks for the longest n-gram that ends the text, prompt included, at an earlier place.
 
     Of equally long matches the most recent is copied (transformers and vLLM take the first in the
@@ -42,7 +42,7 @@ class Ngram(Lookup):
         return cls(**options)
 
     @override
-    def nodes(self, history: History, plan: Plan) -> list[Node]:
+    def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
         places = history.matches(1 if plan.width == 1 else MATCHES)
         copies = [history.after(place, plan.depth) for place in places]
-        return grow(copies, [0.5**i for i in range(len(copies))], plan)
+        return heaviest_tree(copies, [0.5**i for i in range(len(copies))], plan)

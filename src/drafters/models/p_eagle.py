@@ -17,7 +17,7 @@ from decode.sampling import Sampler
 from drafters.drafting.tree import expand
 from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.recurrent import RecurrentState
-from drafters.families.token_bias import Levels
+from drafters.families.token_bias import ParallelLogits
 from drafters.models.eagle3 import Eagle3
 
 
@@ -38,19 +38,19 @@ class PEagle(Eagle3):
         **options: of `Eagle3`, but for `norm_output`, since nothing is fed back.
     """
 
-    continues = "eagle3"
+    warm_starts_from = "eagle3"
 
     def __init__(self, depth: int, **options: Any) -> None:
         super().__init__(depth=depth, norm_output=False, **options)
         del self.settings["norm_output"]
-        self.deepest = depth
+        self.max_depth = depth
         size = len(self.norm.weight)
         # Small, for the feature is what layers add to; not 0, where a norm is steepest.
         self.mask_token = nn.Parameter(0.02 * torch.randn(size))
         self.mask_hidden = nn.Parameter(0.02 * torch.randn(size))
 
     @override
-    def drafted_share(self, shares: Tensor, rows: Tensor) -> Tensor:
+    def drafted_projection(self, shares: Tensor, rows: Tensor) -> Tensor:
         first = self.stack[0]
         weight = first.qkv_proj.weight[:, : len(self.mask_token)]
         return F.linear(first.input_layernorm(self.mask_token[None]), weight).expand(len(rows), -1)
@@ -66,9 +66,9 @@ class PEagle(Eagle3):
         self.check(plan)
         head = self.head(target)
         states = self._states(state, plan.depth)
-        levels = Levels(head.product(states).unbind(1), states, head.shape)
+        levels = ParallelLogits(head.product(states).unbind(1), states, head.shape)
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
-        sure = self.sure_of(lambda: levels.newest)
+        sure = self.confidence_of(lambda: levels.newest)
         return expand(levels.first, levels.step, sampler, coin, plan, vocabulary, sure)
 
     def _states(self, state: RecurrentState, depth: int) -> Tensor:
@@ -78,6 +78,6 @@ class PEagle(Eagle3):
         if depth > 1:
             token, feature = (m.expand(rows, depth - 1, -1) for m in (self.mask_token, self.mask_hidden))
             block = torch.ones(depth - 1, depth - 1, dtype=torch.bool, device=x.device).tril()
-            masks = self.read_pairs(state.store, token, feature, block.expand(rows, -1, -1))
+            masks = self.run_layers(state.store, token, feature, block.expand(rows, -1, -1))
             x = torch.cat([x, masks], 1)
         return self.emit(x)[0]

@@ -26,7 +26,7 @@ class Prism(Eagle):
         UserError: modules that do not begin with 0, or one that no step in training uses.
     """
 
-    continues = "eagle"
+    warm_starts_from = "eagle"
 
     def __init__(self, modules: Sequence[int], depth: int, **options: Any) -> None:
         super().__init__(depth=depth, **options)
@@ -44,11 +44,11 @@ class Prism(Eagle):
     def for_target(cls, target: Target, **options: Any) -> Self:
         """All modules begin alike."""
         drafter = super().for_target(target, **options)
-        drafter.load_state_dict(drafter.adopt(drafter.state_dict()))
+        drafter.load_state_dict(drafter.adopt_weights(drafter.state_dict()))
         return drafter
 
     @override
-    def adopt(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """EAGLE's for every module."""
         copies = {
             f"later.{i}.{name}": weights[name]

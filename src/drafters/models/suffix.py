@@ -16,8 +16,8 @@ from decode.draft import PAD
 from decode.errors import UserError
 from decode.model.target import Target
 from decode.plan import Plan
-from drafters.base import Text, arguments_of
-from drafters.families.lookup import History, Lookup, Node, grow
+from drafters.base import Text, constructor_arguments
+from drafters.families.lookup import IndexedText, LookupDrafter, Node, heaviest_tree
 
 
 class Corpus:
@@ -81,7 +81,7 @@ def _suffix_order(tokens: np.ndarray, length: int) -> np.ndarray:
     return np.argsort(rank, kind="stable")
 
 
-class Suffix(Lookup):
+class Suffix(LookupDrafter):
     """Proposes the heaviest continuations of the newest tokens, in the row's own text, prompt
     included, and in the rollouts the drafter was fitted on.
 
@@ -118,7 +118,7 @@ class Suffix(Lookup):
         vocab_size: int,
         size: int = 0,
     ) -> None:
-        settings = arguments_of(locals())
+        settings = constructor_arguments(locals())
         low = {"longest": 1, "matches": 1, "growth": 1, "factor": 0, "min_probability": 0, "max_tokens": 0}
         for name, least in low.items():
             if settings[name] < least:
@@ -157,7 +157,7 @@ class Suffix(Lookup):
         )
 
     @override
-    def new_state(self, rows: int) -> list[History]:
+    def new_state(self, rows: int) -> list[IndexedText]:
         if self._index is None:
             tokens = self.corpus.cpu().numpy()
             if tokens.size and not (tokens.min() >= PAD and tokens.max() < self.settings["vocab_size"]):
@@ -167,7 +167,7 @@ class Suffix(Lookup):
         return super().new_state(rows)
 
     @override
-    def nodes(self, history: History, plan: Plan) -> list[Node]:
+    def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
         assert self._index is not None
         newest = np.array(history.tokens[-self.longest :], ">i4").tobytes()
         lines, agreed = [], []
@@ -179,7 +179,7 @@ class Suffix(Lookup):
             agreed.append(self._index.agreement(place, newest))
         reach = int(self.factor * max(agreed, default=0))
         weights = [self.growth**n for n in agreed]
-        return grow([line[:reach] for line in lines], weights, plan, self.min_probability)
+        return heaviest_tree([line[:reach] for line in lines], weights, plan, self.min_probability)
 
     def _recalled(self, newest: bytes) -> list[int]:
         """Places in the corpus that follow the newest tokens, the longest matches first."""

@@ -24,7 +24,7 @@ from decode.model.offload import layout
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.families.hf_build import cut
+from drafters.families.hf_build import cut_target
 from drafters.models.eagle import Eagle
 
 PROMPTS = [[1, 17, 40, 7], [2, 9], [1, 5, 6, 7, 8, 30, 2]]
@@ -77,11 +77,13 @@ def check_rank(rank: int, store: Path, folder: Path) -> int:
         assert drafted(target) == drafted(whole)
         leave_within(target)
         assert torch.equal(target.read(TEXT).last, whole.read(TEXT).last)
-        assert same(cut(target, 1).state_dict(), cut(whole, 1).state_dict())  # as who scores adapters does
+        assert same(
+            cut_target(target, 1).state_dict(), cut_target(whole, 1).state_dict()
+        )  # as who scores adapters does
     target.rest()
     target.rest()  # nobody reads in between
     assert target.fingerprint() == whole.fingerprint()
-    assert same(cut(target, 1).state_dict(), cut(whole, 1).state_dict())
+    assert same(cut_target(target, 1).state_dict(), cut_target(whole, 1).state_dict())
     layers = sum(p.numel() * p.itemsize for p in whole.layers.parameters())
     assert target.bytes == whole.bytes - layers // 2
     assert all(isinstance(layer, FSDPModule) for layer in target.layers)
@@ -192,7 +194,7 @@ def test_layers_that_lie_on_disk_say_the_same(bench, whole):
     assert torch.equal(spread.read(TEXT).last, whole.read(TEXT).last)
     assert answers(spread) == answers(whole)
     assert drafted(spread) == drafted(whole)
-    twin, copied = cut(spread, 2).state_dict(), cut(whole, 2).state_dict()
+    twin, copied = cut_target(spread, 2).state_dict(), cut_target(whole, 2).state_dict()
     assert all(torch.equal(twin[name], copied[name]) for name in copied)
 
 

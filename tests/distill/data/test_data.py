@@ -7,7 +7,7 @@ import torch
 
 from decode.errors import UserError
 from distill.data.batches import BUCKET, From, RolloutBatches
-from drafters.base import supervised
+from drafters.base import supervised_anchors
 
 
 def store(count: int, seed: int = 0) -> datasets.Dataset:
@@ -95,7 +95,7 @@ def test_anchors_are_counted_as_the_drafters_count_them():
         batches = RolloutBatches(rows, 4, steps=8, accumulate=2, max_tokens=longest)
         for step in range(4):
             parts = [batches[2 * step], batches[2 * step + 1]]
-            counted = sum(int(supervised(part.loss_mask, 1).sum()) for part in parts)
+            counted = sum(int(supervised_anchors(part.loss_mask, 1).sum()) for part in parts)
             assert counted == parts[0].anchors == parts[1].anchors
             assert all(part.tokens.shape[1] <= longest for part in parts)
 

@@ -19,7 +19,7 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.data.batches import Micro
 from distill.data.on_policy import OnPolicy, reached
-from drafters.base import supervised
+from drafters.base import supervised_anchors
 from drafters.models.lm import DraftLM
 
 PROMPT, ROWS, ANSWER = 5, 6, 12
@@ -211,7 +211,7 @@ def test_the_denominator_counts_what_is_trained_on(bench, tmp_path, monkeypatch)
 
     def spy(self, batch, on_policy):
         mixed = mix(self, batch, on_policy)
-        seen.append((mixed.step, mixed.anchors, int(supervised(mixed.loss_mask, 1).sum())))
+        seen.append((mixed.step, mixed.anchors, int(supervised_anchors(mixed.loss_mask, 1).sum())))
         return mixed
 
     monkeypatch.setattr(module_module.DistillModule, "_mix", spy)

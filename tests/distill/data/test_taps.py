@@ -160,7 +160,7 @@ def test_training_from_a_cache_is_training_on_what_it_rounds(drafter, make_draft
     for read in (micro.read, whole):
         steps = student.unroll(Batch(micro.tokens, micro.loss_mask, read.taps, read.last), target)
         total, _ = Objective(kl, constant)(
-            steps, read.last, target.head, student.weigh_aux(1.0), 1.0, micro.tokens, None
+            steps, read.last, target.head, student.aux_weights_at(1.0), 1.0, micro.tokens, None
         )
         losses.append(total.item())
     assert losses[0] == losses[1]

@@ -172,7 +172,9 @@ def test_a_rows_weight_scales_its_share_of_the_loss(parts, make_drafter):
         steps = drafter.unroll(Batch(tokens, kept, read.taps, read.last), target)
         steps = weighted(steps, torch.tensor(weight), 9) if weight else steps
         objective = Objective(kl, constant)
-        totals[name], _ = objective(steps, read.last, target.head, drafter.weigh_aux(1.0), 1.0, tokens, None)
+        totals[name], _ = objective(
+            steps, read.last, target.head, drafter.aux_weights_at(1.0), 1.0, tokens, None
+        )
     assert totals["both"].item() == pytest.approx(
         2 * totals["first"].item() + totals["second"].item() / 2, rel=1e-5
     )

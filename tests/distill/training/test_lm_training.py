@@ -22,7 +22,7 @@ from distill.losses import divergences
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak, constant, decay
 from drafters.checkpoint import io as hub
-from drafters.families.hf_build import cut, kept_layers
+from drafters.families.hf_build import cut_target, spaced_layers
 from drafters.models.lm import DraftLM
 
 LORA = {"r": 3, "alpha": 5, "targets": "all-linear"}
@@ -50,7 +50,7 @@ def adapted(target, folder, kind="tied", **options) -> DraftLM:
     [(12, 2, [0, 11]), (12, 3, [0, 6, 11]), (5, 5, [0, 1, 2, 3, 4]), (4, 1, [0]), (1, 1, [0])],
 )
 def test_layers_are_kept_evenly_with_the_first_and_the_last(total, count, kept):
-    assert kept_layers(total, count) == kept
+    assert spaced_layers(total, count) == kept
 
 
 def test_more_layers_than_there_are_is_refused(target):
@@ -80,7 +80,7 @@ def test_and_it_is_accepted_whole(tiny_target, plan, temperature):
 
 
 def test_a_cut_is_the_target_without_the_layers_between(target):
-    model = cut(target, 2)
+    model = cut_target(target, 2)
     texts = random_texts()
     want = Target(target.model).model.get_input_embeddings()(texts)
     base = target.base
@@ -102,7 +102,7 @@ def test_every_kind_of_model_is_cut(kind):
     key = "n_layer" if name == "gpt2" else "num_hidden_layers"
     config = AutoConfig.for_model(name, vocab_size=V, **shape | {key: 3, "num_hidden_layers": 3} | more)
     target = Target(AutoModelForCausalLM.from_config(config))
-    model = cut(target, 2)
+    model = cut_target(target, 2)
     lm = CausalLM(model)
     assert len(lm.layers) == 2
     if more:

@@ -75,7 +75,7 @@ def test_a_group_keeps_its_own_rate(tiny_target, make_drafter):
     drafter = make_drafter("medusa2", target)
     optimizer, schedule, _ = optimized(drafter, target)
     lora = {id(w) for w in drafter.lora.parameters()}
-    want = [group.rate for group in drafter.groups()]
+    want = [group.rate for group in drafter.param_groups()]
     for step in range(8):
         for group in optimizer.param_groups:
             (tuned,) = {id(w) in lora for w in group["params"]}

@@ -13,7 +13,7 @@ from faces import V
 
 from decode.errors import UserError
 from drafters.checkpoint import io as hub
-from drafters.checkpoint.model_card import Facts, card
+from drafters.checkpoint.model_card import Facts, model_card
 from drafters.export import formats as table
 from drafters.export.layout import Layout
 
@@ -31,20 +31,20 @@ def front(text: str) -> dict:
 
 
 def test_the_front_matter_is_what_the_hub_reads(facts):
-    matter = front(card(facts))
+    matter = front(model_card(facts))
     assert matter["base_model"] == "acme/target-7b"
     assert matter["library_name"] == "foredraft"
     assert "eagle" in matter["tags"]
     assert "license" not in matter  # it is not ours to choose
     folder = facts._replace(origin=facts.origin._replace(name="/home/alice/models/pocket", revision=None))
-    text = card(folder)
+    text = model_card(folder)
     assert "base_model" not in front(text)
     assert "alice" not in text
     assert "pocket" in text
 
 
 def test_every_measured_number_is_in_the_table_with_where_it_was_measured(facts):
-    text = card(facts)
+    text = model_card(facts)
     first = next(line for line in text.splitlines() if line.startswith("| chain-2 | 0 |"))
     cells = ["chain-2", "0", "1", "1.98 (1.73..2.23)", "2.00", "0.61", "0.37", "1.43x", "211.5", "147.9"]
     assert [cell.strip() for cell in first.strip("|").split("|")] == cells
@@ -59,7 +59,7 @@ def test_every_measured_number_is_in_the_table_with_where_it_was_measured(facts)
 
 def test_no_number_is_made_up(facts):
     """Without scorecard and recipe no measurement is left, and the card says that none is known."""
-    text = card(facts._replace(score=None, recipe=None))
+    text = model_card(facts._replace(score=None, recipe=None))
     assert "It comes without a scorecard" in text
     assert "Nothing was written down beside it" in text
     body = text.partition("## Score")[2]
@@ -69,29 +69,29 @@ def test_no_number_is_made_up(facts):
 
 def test_what_is_no_headline_is_called_what_it_is(facts):
     lossy = card_of(rows=[row(0.0, 1, 1.98), row(0.0, 1, 3.0, lossy=True)])
-    assert "chain-2 (lossy)" in card(facts._replace(score=lossy))
+    assert "chain-2 (lossy)" in model_card(facts._replace(score=lossy))
     failed = card_of(audit=audit(mismatches=9))
-    assert "Losslessness audit: FAILED" in card(facts._replace(score=failed))
-    control = card(facts._replace(score=card_of(control="shuffled_taps")))
+    assert "Losslessness audit: FAILED" in model_card(facts._replace(score=failed))
+    control = model_card(facts._replace(score=card_of(control="shuffled_taps")))
     assert "control=shuffled_taps: this is a control, no real score" in control
     moved = {"kl": 0.0071, "reverse_kl": 0.008, "top1_agreement": 0.967, "greedy_prefix": 0.5}
     moved |= {"prompts": 4, "tokens": 24}
-    text = card(facts._replace(score=card_of(lossless_to="tuned target", target_drift=moved)))
+    text = model_card(facts._replace(score=card_of(lossless_to="tuned target", target_drift=moved)))
     assert "no longer the original: KL 0.0071" in text
     assert "96.7 %" in text
 
 
 def test_it_says_how_to_serve(facts, monkeypatch):
-    text = card(facts._replace(repo="me/drafter"))
+    text = model_card(facts._replace(repo="me/drafter"))
     assert "foredraft generate checkpoint=me/drafter target=acme/target-7b" in text
     assert "from_pretrained('me/drafter', target)" in text
     monkeypatch.setattr(table, "WRITERS", {"vllm": {"eagle": None}, "sglang": {}})
-    text = card(facts)
+    text = model_card(facts)
     assert "foredraft export checkpoint=<this folder or repository> to=vllm" in text
     assert "to=sglang" not in text
     monkeypatch.setattr(table, "WRITERS", {"vllm": {}})
-    assert "No serving engine" in card(facts)
-    theirs = card(
+    assert "No serving engine" in model_card(facts)
+    theirs = model_card(
         facts._replace(to="vllm", layout=Layout({}, {}, "vllm serve {target} --with {drafter}"), repo="me/d")
     )
     assert "    vllm serve acme/target-7b --with me/d" in theirs
@@ -112,13 +112,13 @@ def test_it_says_how_to_serve(facts, monkeypatch):
 )
 def test_a_scorecard_that_is_none_is_one_line(facts, broken):
     with pytest.raises(UserError, match="its scorecard is damaged") as error:
-        card(facts._replace(score=card_of(**broken)))
+        model_card(facts._replace(score=card_of(**broken)))
     assert "\n" not in str(error.value)
 
 
 def test_text_of_others_ends_no_line_and_begins_no_markup(facts):
     evil = "x\n\n# Heading | <img src=y> [here](http://z)"
-    text = card(
+    text = model_card(
         facts._replace(
             score=card_of(rows=[row(0.0, 1, 2.0, decode=evil)], hardware=evil),
             recipe={"a": evil, evil: "`b`"},

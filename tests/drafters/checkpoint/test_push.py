@@ -93,7 +93,7 @@ def test_a_full_disk_leaves_nothing(made, tmp_path, monkeypatch):
     def full(facts):
         raise OSError(errno.ENOSPC, "No space left on device", "README.md")
 
-    monkeypatch.setattr(pretrained, "card", full)
+    monkeypatch.setattr(pretrained, "model_card", full)
     with pytest.raises(OSError, match="No space left"):
         save_pretrained(drafter, tmp_path / "new", target)
     assert not list(tmp_path.iterdir())

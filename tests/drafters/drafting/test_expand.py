@@ -17,7 +17,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.drafting.tree import expand
 from drafters.drafting.vocabulary import Vocabulary
-from drafters.drafting.vocabulary import law_of as distribution
+from drafters.drafting.vocabulary import probs_of as distribution
 
 V = 6
 PROPOSALS = ("fixed", "sampled", "hybrid")

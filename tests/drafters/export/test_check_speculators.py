@@ -44,14 +44,14 @@ def test_speculators_has_our_logits(pocket_target, make_drafter, case):
 @pytest.mark.skipif(not PYTHON, reason="SPECULATORS_PYTHON names no environment with speculators")
 def test_it_notices_another_drafter(pocket_target, make_drafter, monkeypatch):
     drafter = make_drafter("eagle3", pocket_target, depth=4)
-    written = table.written
+    written = table.write_layout
 
     def wrong(saved, target, to):
         layout = written(saved, target, to)
         layout.tensors["layers.0.hidden_norm.weight"] = -layout.tensors["layers.0.hidden_norm.weight"]
         return layout
 
-    monkeypatch.setattr(table, "written", wrong)
+    monkeypatch.setattr(table, "write_layout", wrong)
     opened = compare(drafter, pocket_target, PYTHON, 2)
     assert not isinstance(opened, str), opened
     assert opened.most > 100 * CLOSE * opened.scale

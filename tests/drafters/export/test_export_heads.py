@@ -65,7 +65,7 @@ def exported(drafter, target, folder, to="vllm"):
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
     hub.save(drafter, target, checkpoint)
-    layout = table.written(hub.opened(hub.load(checkpoint, target)), target, to)
+    layout = table.write_layout(hub.as_saved(hub.load(checkpoint, target)), target, to)
     (folder / to).mkdir()
     layout.write(folder / to)
     return folder / to, layout
@@ -380,9 +380,9 @@ def test_another_scale_is_put_into_the_heads(target, make_drafter, tmp_path):
     ],
 )
 def test_what_an_engine_cannot_load_is_refused(target, make_drafter, name, options, to, reason):
-    saved = hub.opened(make_drafter(name, target, **options))
+    saved = hub.as_saved(make_drafter(name, target, **options))
     with pytest.raises(UserError, match=f"^to={to}: .*{reason}"):
-        table.written(saved, target, to)
+        table.write_layout(saved, target, to)
 
 
 @pytest.mark.parametrize("own_head", [True, False])
@@ -391,7 +391,7 @@ def test_a_target_whose_head_has_a_bias_is_refused(target, make_drafter, tmp_pat
     folder, _ = exported(drafter, target, tmp_path)
     target.head = replace(target.head, bias=torch.zeros(V))
     with pytest.raises(UserError, match="to=vllm: this target's head has a bias"):
-        table.written(hub.opened(drafter), target, "vllm")
+        table.write_layout(hub.as_saved(drafter), target, "vllm")
     with pytest.raises(UserError, match="this target's head has a bias"):
         hub.load(folder, target)
 
@@ -474,7 +474,7 @@ def test_engines_get_the_targets_vocabulary_size(chat, make_drafter, tmp_path, m
     if more < 0:
         mean = want.mean(-1, keepdim=True).expand(-1, -1, -more)
         torch.testing.assert_close(found[..., both:], mean, rtol=0, atol=1e-5)
-    assert table.written(hub.opened(drafter), chat, "hf").config["vocab_size"] == size
+    assert table.write_layout(hub.as_saved(drafter), chat, "hf").config["vocab_size"] == size
     if more < 0 and not tied:  # a new id is read as the last one
         texts[:, 3], others = size + 1, texts.clone()
         others[:, 3] = size - 1
@@ -531,5 +531,7 @@ def test_medusa2_is_two_folders(target, make_drafter, tmp_path):
     features, _ = inputs()
     theirs = served_heads.medusa(*files(heads), K)(features)
     with torch.no_grad():
-        own = [drafter.lm_heads.of(j, target)(block(features)) for j, block in enumerate(drafter.blocks, 1)]
+        own = [
+            drafter.lm_heads.head_for(j, target)(block(features)) for j, block in enumerate(drafter.blocks, 1)
+        ]
     assert gap(theirs, own) < 1e-5

@@ -16,10 +16,10 @@ from decode.evaluation.replay import Rollout, replay
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.checkpoint import io as hub
-from drafters.checkpoint.folder import made_for
+from drafters.checkpoint.folder import target_name
 from drafters.export import formats as table
 from drafters.export.layout import Layout
-from drafters.export.speculators_write import fused_from
+from drafters.export.speculators_write import invert_fusion
 
 V, LAYERS, K, MASK, NAME = 40, 8, 3, 7, "some/target"
 PLAIN = {"norm_before_fc": False, "fc_norm": False}
@@ -56,7 +56,7 @@ def made(target, make_drafter):
     def make(case):
         name, to, options = CASES[case]
         drafter = make_drafter(name, target, depth=K, **options)
-        return drafter, table.written(hub.opened(drafter), target, to)
+        return drafter, table.write_layout(hub.as_saved(drafter), target, to)
 
     return make
 
@@ -211,7 +211,7 @@ def test_what_was_exported_is_read_back_and_has_the_same_tau(made, target, tmp_p
     back = hub.load(tmp_path, target)
     assert type(back) is type(drafter)
     if CASES[case][1] == "speculators":
-        assert made_for(tmp_path) == back.origin.name == NAME
+        assert target_name(tmp_path) == back.origin.name == NAME
     changed = {k for k, v in drafter.settings.items() if back.settings[k] != v}
     assert changed <= {"anchors", *(["taps"] if drafter.settings["taps"] != sorted(drafter.taps) else [])}
     texts = unmasked(2, 24, seed=9).tolist()
@@ -331,14 +331,14 @@ def test_what_is_none_of_our_drafters_is_refused_in_a_line(made, target, tmp_pat
 def test_what_an_engine_cannot_load_is_refused_in_a_line(target, make_drafter, name, to, options, said):
     drafter = make_drafter(name, target, depth=K, **options)
     with pytest.raises(UserError, match=said):
-        table.written(hub.opened(drafter), target, to)
+        table.write_layout(hub.as_saved(drafter), target, to)
 
 
 def test_masks_that_no_input_gives_are_refused():
     """The norm makes the input long, and `fc` keeps all of it: nothing short comes out."""
     fc = torch.diag(torch.tensor([1.0, 1.0, 1.0, 1.0]))
-    assert fused_from(torch.full((4,), 0.1), fc, [torch.ones(4)], 1e-6) is None
-    assert fused_from(torch.full((4,), 0.1), torch.zeros(4, 8), [torch.ones(8)], 1e-6) is None
+    assert invert_fusion(torch.full((4,), 0.1), fc, [torch.ones(4)], 1e-6) is None
+    assert invert_fusion(torch.full((4,), 0.1), torch.zeros(4, 8), [torch.ones(8)], 1e-6) is None
 
 
 def test_the_command_serves_the_folder_alone(made):
@@ -349,8 +349,8 @@ def test_the_command_serves_the_folder_alone(made):
 
 
 def test_both_engines_read_the_authors_folder(target, make_drafter):
-    saved = hub.opened(make_drafter("dflash", target, depth=K))
-    one, other = (table.written(saved, target, to) for to in ("vllm", "sglang"))
+    saved = hub.as_saved(make_drafter("dflash", target, depth=K))
+    one, other = (table.write_layout(saved, target, to) for to in ("vllm", "sglang"))
     assert one.config == other.config
     assert all(torch.equal(other.tensors[name], value) for name, value in one.tensors.items())
     assert f"--speculative-num-draft-tokens {K + 1}" in other.serve

@@ -28,7 +28,7 @@ from distill.training.checkpointing import STATE
 from drafters.checkpoint import io as hub
 from drafters.families import lora_files as adapters
 from drafters.families.hf_build import DOWN, UP
-from drafters.families.lora_files import Base, located
+from drafters.families.lora_files import LoraBase, locate_base
 from drafters.models.lm import DraftLM
 
 KINDS = ["tied", "learned positions"]  # nn.Linear, and GPT-2's transposed maps
@@ -85,20 +85,24 @@ def test_a_checkpoint_holds_what_trains_and_names_the_base(target, tmp_path):
     assert held.keys() == trained.keys()
     assert all(torch.equal(held[name], trained[name]) for name in held)
     assert load_file(folder / "model.safetensors").keys() == {"confidence.weight", "confidence.bias"}
-    assert Base(**base_of(folder)).path == str(tmp_path / "draft")
+    assert LoraBase(**base_of(folder)).path == str(tmp_path / "draft")
     loaded = hub.load(folder, target)
     torch.testing.assert_close(
         logits(loaded.model, random_texts()), logits(drafter.model, random_texts()), rtol=0, atol=1e-4
     )
     assert torch.equal(loaded.confidence.weight, drafter.confidence.weight)
-    assert drafter.borrowed == {name for name, w in drafter.state_dict().items() if name not in trained}
+    assert drafter.unsaved_names == {name for name, w in drafter.state_dict().items() if name not in trained}
 
 
 def test_it_is_loaded_without_peft_and_saved_again_it_is_a_whole_model(target, tmp_path, monkeypatch):
     folder = saved(adapted(target, tmp_path / "draft"), target, tmp_path / "checkpoint")
     monkeypatch.setitem(sys.modules, "peft", None)
     loaded = hub.load(folder, target)
-    assert (loaded.settings["lora"], loaded.settings["base"], loaded.borrowed) == (None, None, frozenset())
+    assert (loaded.settings["lora"], loaded.settings["base"], loaded.unsaved_names) == (
+        None,
+        None,
+        frozenset(),
+    )
     again = saved(loaded, target, tmp_path / "again")
     shutil.rmtree(tmp_path / "draft")
     assert same(hub.load(again, target).state_dict(), loaded.state_dict())
@@ -176,9 +180,9 @@ def test_an_adapter_of_a_map_that_is_not_there_is_one_line(target, tmp_path):
 def test_a_hub_id_is_named_with_the_commit_that_was_loaded(target):
     model = target.model
     model.config._commit_hash = "a" * 40
-    assert located(model, "owner/name", "main") == Base("owner/name", "a" * 40)
+    assert locate_base(model, "owner/name", "main") == LoraBase("owner/name", "a" * 40)
     model.config._commit_hash = None
-    assert located(model, "owner/name", "v1") == Base("owner/name", "v1")
+    assert locate_base(model, "owner/name", "v1") == LoraBase("owner/name", "v1")
 
 
 # -- other programs --------------------------------------------------------------------------------
@@ -266,7 +270,7 @@ def test_what_is_frozen_keeps_its_dtype_and_gets_no_gradient(target, tmp_path, d
     trained = [w for w in drafter.parameters() if w.requires_grad]
     assert {w.dtype for w in trained} == {torch.float32}
     assert {w.dtype for w in drafter.parameters() if not w.requires_grad} == {stays}
-    (group,) = drafter.groups()
+    (group,) = drafter.param_groups()
     assert {id(w) for w in group.weights} == {id(w) for w in trained}
     scatter(drafter)
     before = {name: w.clone() for name, w in drafter.state_dict().items()}
@@ -285,7 +289,7 @@ def test_what_is_frozen_keeps_its_dtype_and_gets_no_gradient(target, tmp_path, d
     assert all(w.grad is None for w in drafter.parameters() if not w.requires_grad)
     after = drafter.state_dict()
     assert {name for name in before if not torch.equal(before[name], after[name])} == (
-        before.keys() - drafter.borrowed
+        before.keys() - drafter.unsaved_names
     )
     loaded = hub.load(saved(drafter, target, tmp_path / "checkpoint"), target)
     assert {w.dtype for w in loaded.parameters()} == {torch.float32}

@@ -59,10 +59,10 @@ def confidences(drafter, target, texts) -> dict[tuple[int, int, int], float]:
     """(row, anchor, depth) -> what the head says of the training face's state."""
     found = {}
     for step in drafter.unroll(batch_of(target, texts), target):
-        if step.depth and not step.aside:
+        if step.depth and not step.training_only:
             for flat, logit in zip(step.anchor.tolist(), drafter.confidence(step.hidden), strict=True):
                 found[flat // texts.shape[1], flat % texts.shape[1], step.depth] = float(logit.sigmoid())
-    if drafter.shifted:
+    if drafter.depth_invariant:
         found |= {
             (row, t - ahead, 1 + ahead): chance
             for (row, t, _), chance in found.items()
@@ -95,7 +95,7 @@ def test_a_head_changes_no_law_and_no_draft(pair):
 @pytest.mark.parametrize("weighting", [constant, Streak(0.1, 0.0)], ids=["constant", "streak"])
 def test_teaching_a_head_reaches_no_other_weight(pair, weighting):
     target, drafter = stateful(pair)
-    if drafter.shifted:
+    if drafter.depth_invariant:
         weighting = constant
     objective, texts, grown = Objective(kl, weighting), random_texts(), []
     trained = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
@@ -105,7 +105,7 @@ def test_teaching_a_head_reaches_no_other_weight(pair, weighting):
         batch = batch_of(target, texts)
         steps = drafter.unroll(batch, target)
         total, _ = objective(
-            steps, batch.last, target.head, drafter.weigh_aux(1.0), tokens=texts, confidence=head
+            steps, batch.last, target.head, drafter.aux_weights_at(1.0), tokens=texts, confidence=head
         )
         if total.requires_grad:
             total.backward()
@@ -120,7 +120,7 @@ def test_a_head_is_asked_of_the_states_that_training_taught_and_ends_chains_by_t
     plan = replace(SAMPLED if "sampled" in drafter.proposals else CHAIN, min_confidence=0.2)
     follower, told = Follower(drafter, target, random_texts()), []
     head, lengths = drafter.confidence, set()
-    drafter.sure_of = lambda newest: lambda: told.append(head(newest())) or told[-1]
+    drafter.confidence_of = lambda newest: lambda: told.append(head(newest())) or told[-1]
     for counts in CHUNKS:
         follower.advance(counts)
         told.clear()
@@ -179,7 +179,7 @@ def test_a_head_learns_what_is_accepted(tiny_target, make_drafter, name, options
         optimizer.zero_grad()
         steps = drafter.unroll(seen, target)
         total, scored = objective(
-            steps, seen.last, target.head, drafter.weigh_aux(1.0), confidence=drafter.confidence
+            steps, seen.last, target.head, drafter.aux_weights_at(1.0), confidence=drafter.confidence
         )
         total.backward()
         optimizer.step()

@@ -75,9 +75,9 @@ def test_an_answer_of_its_own_is_the_same(tiny_target, make_drafter):
     target = tiny_target(vocab=40, layers=4, hidden=16)
     drafter = make_drafter("lm", target)
     tokens = torch.randint(40, (1, 12), generator=torch.Generator().manual_seed(0))
-    want = drafter.alone(target).read(tokens).last
+    want = drafter.as_target(target).read(tokens).last
     drafter.checkpoint_gradients()
-    twin = drafter.alone(target)
+    twin = drafter.as_target(target)
     with torch.no_grad():
         for weight in drafter.parameters():
             weight.zero_()

@@ -14,7 +14,7 @@ from decode.errors import UserError
 from drafters.checkpoint import io as hub
 from drafters.layers.decoder_layer import Rotary
 from drafters.layers.fused_backward import rotate
-from drafters.layers.rope import copied
+from drafters.layers.rope import rope_settings
 
 HEAD = 16
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -43,7 +43,7 @@ def turned(config, theirs) -> tuple[torch.Tensor, torch.Tensor]:
     """Vectors at positions far apart, turned by us and by transformers."""
     places = torch.tensor([0, 1, 2, 31, 33, 100, 257])
     x = torch.randn(len(places), 3, HEAD)
-    ours = Rotary(HEAD, *copied(config))
+    ours = Rotary(HEAD, *rope_settings(config))
     one = rotate(x, ours.table(300, x)[places])
     cosine, sine = theirs(x, places[None])
     n = cosine.shape[-1]
@@ -55,7 +55,7 @@ def turned(config, theirs) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_are_transformers_own(kind):
     config = config_of(kind)
-    assert (copied(config)[1] is None) == (kind == "default")
+    assert (rope_settings(config)[1] is None) == (kind == "default")
     one, other = turned(config, LlamaRotaryEmbedding(config))
     assert (one - other).abs().max() < 5e-5  # theirs are angles in fp32
 
@@ -65,14 +65,14 @@ def test_part_of_a_head_may_turn():
     config = PhiConfig(hidden_size=64, num_attention_heads=4, rope_parameters=rope)
     one, other = turned(config, PhiRotaryEmbedding(config))
     assert (one - other).abs().max() < 5e-5
-    assert copied(config)[1] == {"rope_type": "default", "partial_rotary_factor": 0.5}
+    assert rope_settings(config)[1] == {"rope_type": "default", "partial_rotary_factor": 0.5}
 
 
 def test_the_same_is_read_from_files_of_any_version():
     """`rope_scaling` with `type`, as transformers 4 wrote it."""
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    assert copied(old) == (5e5, {"rope_type": "linear", "factor": 4.0})
-    assert copied({}) == (1e4, None)
+    assert rope_settings(old) == (5e5, {"rope_type": "linear", "factor": 4.0})
+    assert rope_settings({}) == (1e4, None)
 
 
 def test_of_kinds_of_layers_those_of_full_attention():
@@ -80,12 +80,12 @@ def test_of_kinds_of_layers_those_of_full_attention():
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     }
-    assert copied({"rope_parameters": nested}) == (1e6, {"rope_type": "linear", "factor": 8.0})
+    assert rope_settings({"rope_parameters": nested}) == (1e6, {"rope_type": "linear", "factor": 8.0})
 
 
 def test_what_follows_the_length_is_left_out_aloud():
     with pytest.warns(UserWarning, match="dynamic"):
-        found = copied({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e5, "factor": 4.0}})
+        found = rope_settings({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e5, "factor": 4.0}})
     assert found == (1e5, None)
 
 

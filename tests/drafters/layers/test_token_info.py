@@ -70,7 +70,7 @@ def test_the_law_of_a_token_depends_on_the_one_before(tiny_target, make_drafter,
 def test_a_fresh_bias_changes_nothing_and_can_learn(kind):
     info = TokenInfoBias(kind, 6, V, 4, V)
     state = torch.randn(5, 6)
-    low, _ = info.low(torch.arange(5), state, None)
+    low, _ = info.low_rank_input(torch.arange(5), state, None)
     bias = info.side.add(torch.zeros(5, V), low)
     assert torch.equal(bias, torch.zeros(5, V))
     bias[:, 0].sum().backward()
@@ -151,10 +151,10 @@ def test_a_bias_that_is_none_is_refused(options, said):
 
 
 def test_it_is_fitted_only_where_some_tokens_are_cold(tiny_target, make_drafter):
-    assert not informed(tiny_target, make_drafter, "lyanna", "vanilla")[1].fits
-    assert not informed(tiny_target, make_drafter, "lyanna", "none", V // 2)[1].fits
+    assert not informed(tiny_target, make_drafter, "lyanna", "vanilla")[1].needs_fit
+    assert not informed(tiny_target, make_drafter, "lyanna", "none", V // 2)[1].needs_fit
     drafter = informed(tiny_target, make_drafter, "medusa", "vanilla", 3)[1]
-    assert drafter.fits
+    assert drafter.needs_fit
     drafter.fit([Text([0, 7, 7, 2, 2, 9, 1], [0, 1, 1, 1, 1, 1, 0])])
     assert drafter.info.hot.tolist() == [2, 7, 9]
     assert drafter.info.place[[2, 7, 9, 1]].tolist() == [0, 1, 2, -1]

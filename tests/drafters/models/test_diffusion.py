@@ -16,7 +16,7 @@ from decode.sampling import Sampler
 from distill.losses.divergences import hit, nll
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak
-from drafters.base import DraftStep, some_of
+from drafters.base import DraftStep, sample_anchors
 from drafters.checkpoint import io as hub
 
 # -- the drafter -----------------------------------------------------------------------------------
@@ -98,9 +98,9 @@ def test_training_takes_some_anchors_that_stand_for_all(tiny_target, make_drafte
 def test_a_sample_is_fair():
     counts = torch.zeros(10)
     for seed in range(600):
-        counts[some_of(torch.arange(10), 3, seed)] += 1
+        counts[sample_anchors(torch.arange(10), 3, seed)] += 1
     assert (counts - 180).abs().max() < 60  # five standard deviations
-    assert some_of(torch.arange(3), 5, 0).tolist() == [0, 1, 2]
+    assert sample_anchors(torch.arange(3), 5, 0).tolist() == [0, 1, 2]
 
 
 def test_an_anchors_states_do_not_depend_on_which_others_are_taken(tiny_target, make_drafter):

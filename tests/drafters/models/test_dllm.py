@@ -38,7 +38,7 @@ from distill.losses.objective import Objective
 from distill.losses.weights import Streak, constant
 from drafters.checkpoint import io as hub
 from drafters.families.hf_model import PADDING
-from drafters.families.masked_lm import MaskedModel, examine
+from drafters.families.masked_lm import MaskedModel, check_fills_masks
 from drafters.models.hf_dllm import Dllm
 
 BASE = {
@@ -353,7 +353,7 @@ def learn(drafter, target, weights, steps=40, rate=1e-2) -> tuple[float, float]:
     drafter.eval()
     before = float(loss(0).detach())
     drafter.train()
-    weights = [w for group in drafter.groups() for w in group.weights]
+    weights = [w for group in drafter.param_groups() for w in group.weights]
     optimizer = torch.optim.AdamW(weights, rate, weight_decay=0.0)
     for seed in range(steps):
         optimizer.zero_grad()
@@ -592,7 +592,7 @@ def test_a_class_that_is_not_up_to_it_is_named(target, tmp_path, monkeypatch):
     def wrong(**changes):
         monkeypatch.setattr(MaskedModel, "inputs", lambda self, window: inputs(self, window) | changes)
         with pytest.raises(UserError) as error:
-            examine(masked, "here")
+            check_fills_masks(masked, "here")
         monkeypatch.setattr(MaskedModel, "inputs", inputs)
         return str(error.value)
 
@@ -602,7 +602,7 @@ def test_a_class_that_is_not_up_to_it_is_named(target, tmp_path, monkeypatch):
     assert wrong(position_ids="x").startswith(stem + "raised ")
     masked.head = replace(masked.head, scale=0.5)
     assert wrong() == stem + "does more to its logits than its head"
-    examine(drafter.masked, "here")
+    check_fills_masks(drafter.masked, "here")
 
 
 # -- runs ------------------------------------------------------------------------------------------

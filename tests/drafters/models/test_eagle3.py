@@ -77,8 +77,8 @@ def test_an_unroll_of_supervised_anchors_is_the_dense_unroll(
     tiny_target, make_drafter, name, masks, monkeypatch
 ):
     """Values and gradients of all weights, with blocks of a few queries."""
-    monkeypatch.setattr("drafters.layers.unroll_attention.LEAST", 3)
-    monkeypatch.setitem(unrolled.SCORES, "cpu", 1)
+    monkeypatch.setattr("drafters.layers.unroll_attention.MIN_QUERIES", 3)
+    monkeypatch.setitem(unrolled.SCORE_BYTES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter(name if name == "eagle" else "eagle3", target, depth=K, **OPTIONS.get(name, {}))
     mask = torch.tensor([[c == "1" for c in text] for text in masks])
@@ -159,7 +159,7 @@ def test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens(tiny_ta
     target = tiny_target(vocab=V, layers=4, hidden=16)
     monkeypatch.setattr(target.model.generation_config, "eos_token_id", [39, 7])
     drafter = Eagle3.for_target(target, **SETTINGS | {"draft_vocab_size": 5})
-    assert drafter.fits
+    assert drafter.needs_fit
     texts = [Text([9] * 50 + [3, 3, 3, 1, 1, 20, 39], [0] * 50 + [1] * 7), Text([20, 20, 8], [0, 1, 1])]
     line = drafter.fit(texts)
     assert drafter.d2t.tolist() == [1, 3, 7, 20, 39]
@@ -182,7 +182,7 @@ def test_a_target_with_no_more_tokens_keeps_all(tiny_target, size, want):
     target = tiny_target(vocab=V, layers=4, hidden=16)
     drafter = Eagle3.for_target(target, **SETTINGS | {"draft_vocab_size": size})
     assert drafter.lm_head.weight.shape[0] == drafter.settings["draft_vocab_size"] == want
-    assert drafter.fits == (want < 40)
+    assert drafter.needs_fit == (want < 40)
     if want == 40:
         assert drafter.head(target).d2t is None
         assert torch.equal(drafter.lm_head.weight, target.head.weight.float())

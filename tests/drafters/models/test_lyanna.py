@@ -19,7 +19,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.checkpoint import io as hub
 from drafters.drafting.tree import Beam
-from drafters.families.state_reuse import Reuse, merge
+from drafters.families.state_reuse import Reuse, merge_trees
 
 TREE = Plan(K, 3, 8)
 REUSE = {"mode": "tree_merge", "nodes": 3, "weight": 0.25, "least": 1, "tokens": 0.0}
@@ -169,7 +169,7 @@ def test_two_trees_become_the_best_of_one_then_what_the_other_adds(seed):
     old = [random_tree(dice, depth, nodes, limit) for limit in (0, 1, 2, 3)]
     first = dice.choice([0, 4, 7, 9])
     plan = Plan(depth, 4, nodes)
-    draft = merge(beam_of(fresh, nodes), beam_of(old, nodes), first, plan)
+    draft = merge_trees(beam_of(fresh, nodes), beam_of(old, nodes), first, plan)
     assert draft.tokens.shape == (4, nodes)
     for row in range(4):
         assert set(paths(draft, row)) - {()} == union(fresh[row], old[row], first, nodes)
@@ -192,7 +192,7 @@ def test_a_row_without_old_states_drafts_as_if_there_were_no_reuse(tiny_target, 
 def test_the_sum_of_logits_adds_a_share_of_the_old_ones(tiny_target, make_drafter):
     reuse = Reuse("logit_sum", 3, 0.5, 1, 1.0)
     raw = [torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0], [30.0, 40.0]])] * 2
-    one, two = reuse.added(raw, torch.tensor([2, 1]))
+    one, two = reuse.summed(raw, torch.tensor([2, 1]))
     assert one.tolist() == [[6.0, 12.0], [18.0, 24.0]]
     assert two.tolist() == [[6.0, 12.0], [3.0, 4.0]]
 
@@ -202,8 +202,8 @@ def test_immediate_verification_drafts_nothing_when_all_rows_have_enough(tiny_ta
     follower = Follower(drafter, target, random_texts())
     follower.advance((5, 7))
     follower.propose(TREE)
-    calls, before = [], drafter.read_pairs
-    drafter.read_pairs = lambda *a: calls.append(1) or before(*a)
+    calls, before = [], drafter.run_layers
+    drafter.run_layers = lambda *a: calls.append(1) or before(*a)
     follower.advance((1, 2))
     calls.clear()
     draft = follower.propose(TREE)
@@ -373,12 +373,12 @@ def test_states_alone_are_taught_beside_the_draft_and_ever_less(tiny_target, mak
         steps = list(drafter.unroll(batch._replace(progress=progress), target))
         assert [s.depth for s in steps] == [d for d in range(1, K + 1) for _ in range(2)]
         for draft, aside in zip(steps[::2], steps[1::2], strict=True):
-            assert (draft.aside, aside.aside) == (False, True)
+            assert (draft.training_only, aside.training_only) == (False, True)
             assert (draft.weight, aside.weight) == (pytest.approx(main), pytest.approx(base))
             assert torch.equal(aside.head(aside.hidden), target.head(draft.head.parts(draft.hidden)[0]))
-        weights = drafter.weigh_aux(progress)
+        weights = drafter.aux_weights_at(progress)
         assert weights["feature"] * main == pytest.approx(feature)  # a step's weight scales both
-    assert not any(s.aside for s in drafter.unroll(batch, target))
+    assert not any(s.training_only for s in drafter.unroll(batch, target))
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_the_loss_is_the_targets_own_and_the_heads_times_their_weight(tiny_targe
 
 def test_heads_learn_alone_at_first_and_faster_than_the_target_after(tiny_target):
     _, drafter = fresh(tiny_target)
-    heads, lora = drafter.groups()
+    heads, lora = drafter.param_groups()
     assert {id(w) for w in lora.weights} == {id(w) for w in drafter.lora.parameters()}
     assert len(heads.weights) + len(lora.weights) == len(list(drafter.parameters()))
     assert not {id(w) for w in heads.weights} & {id(w) for w in lora.weights}
@@ -267,7 +267,7 @@ def test_heads_learn_alone_at_first_and_faster_than_the_target_after(tiny_target
         schedule.step()
     assert [rate for rate, _ in rates] == [2.0] * 8
     assert [rate for _, rate in rates] == [0, 0, 0, 0.25, 0.5, 0.5, 0.5, 0.5]
-    assert fresh(tiny_target, warmup=0.0)[1].groups()[1].rate(0.0) == 0.25
+    assert fresh(tiny_target, warmup=0.0)[1].param_groups()[1].rate(0.0) == 0.25
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_a_fresh_states_power_is_shared_as_the_paper_says(tiny_target):
     options = {"inner_size": 0, "tie_weights": True, "scale_input": True}
     drafter = Mlp.for_target(target, depth=4, **options)
     token = drafter.token_weight * drafter.emb[0].weight
-    state = drafter.proj[0](drafter.begin(torch.randn(200, 512)))
+    state = drafter.proj[0](drafter.initial_state(torch.randn(200, 512)))
     share = state.square().mean() / (state.square().mean() + token.square().mean())
     assert share.item() ** 4 == pytest.approx(0.5, abs=0.02)
 

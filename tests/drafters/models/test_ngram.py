@@ -19,7 +19,7 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.utils.run_folder import checkpoints
-from drafters.families.lookup import draft_of, grow
+from drafters.families.lookup import heaviest_tree, pack_drafts
 from drafters.models.ngram import Ngram
 
 STATIC = Plan(tree=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
@@ -168,12 +168,12 @@ weighted = st.lists(
 @given(weighted, st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.sampled_from([0.0, 0.2, 0.5]))
 def test_a_tree_is_the_heaviest_there_is(pool, depth, width, more, floor):
     plan = Plan(depth, width, depth + more)
-    nodes = grow([c for c, _ in pool], [w for _, w in pool], plan, floor)
+    nodes = heaviest_tree([c for c, _ in pool], [w for _, w in pool], plan, floor)
     mass: dict[tuple[int, ...], int] = {}
     for line, weight in pool:
         for n in range(1, min(len(line), depth) + 1):
             mass[tuple(line[:n])] = mass.get(tuple(line[:n]), 0) + weight
-    found = paths(draft_of([nodes], torch.device("cpu")), 0)
+    found = paths(pack_drafts([nodes], torch.device("cpu")), 0)
     found.pop(())
     assert found.keys() <= mass.keys()
     assert len(found) <= plan.nodes

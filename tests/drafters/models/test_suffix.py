@@ -138,7 +138,7 @@ def test_all_occurrences_vote_by_how_much_agrees(case, text):
         device = torch.device("cpu")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffix_module, "grow", lambda lines, weights, *_: pools.append((lines, weights)) or [])
+        patch.setattr(suffix_module, "heaviest_tree", lambda lines, weights, *_: pools.append((lines, weights)) or [])
         propose(drafter, Target, feed(drafter, Target, [text]), Plan(4))
     assert sorted(zip(*pools[0], strict=True)) == sorted(pool)
 
@@ -241,7 +241,7 @@ def test_the_work_of_a_round_is_bounded_whatever_the_texts_length(target, monkey
     """Every place is compared with the newest tokens; their number is the option's, not the text's."""
     drafter = fitted([[1, 2] * (size // 8)], matches=16, max_tokens=size)
     compared = []
-    for kind in (Corpus, suffix_module.History):
+    for kind in (Corpus, suffix_module.IndexedText):
         agreement = kind.agreement
         monkeypatch.setattr(
             kind,

@@ -100,8 +100,8 @@ def one_pass(drafter, target, tokens, taps):
 @pytest.mark.parametrize("layers", [1, 2])
 def test_an_unroll_with_masks_is_one_causal_pass(tiny_target, make_drafter, layers, monkeypatch):
     """Values and gradients, of the mask's two vectors too."""
-    monkeypatch.setattr("drafters.layers.unroll_attention.LEAST", 3)
-    monkeypatch.setitem(unrolled.SCORES, "cpu", 1)
+    monkeypatch.setattr("drafters.layers.unroll_attention.MIN_QUERIES", 3)
+    monkeypatch.setitem(unrolled.SCORE_BYTES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter("p_eagle", target, depth=4, layers=layers)
     batch = batch_of(target, random_texts(2, 12))
@@ -193,8 +193,8 @@ ORDERS = [
 @pytest.mark.parametrize("order", [order for order, _ in ORDERS], ids=str)
 def test_an_unroll_with_modules_is_the_dense_one(tiny_target, make_drafter, order, detach, monkeypatch):
     """Values at every depth, of the module that the order names; and, undetached, gradients."""
-    monkeypatch.setattr("drafters.layers.unroll_attention.LEAST", 3)
-    monkeypatch.setitem(unrolled.SCORES, "cpu", 1)
+    monkeypatch.setattr("drafters.layers.unroll_attention.MIN_QUERIES", 3)
+    monkeypatch.setitem(unrolled.SCORE_BYTES, "cpu", 1)
     target = tiny_target(vocab=V, layers=4, hidden=16)  # float64
     drafter = make_drafter("prism", target, depth=4, modules=order, detach=detach)
     want, ours, wanted = dense(drafter, batch := patchy(target), target), [], []
@@ -269,7 +269,7 @@ def test_with_one_module_it_is_eagle_bit_for_bit(tiny_target, make_drafter):
 def test_more_modules_cost_weights_and_nothing_else(tiny_target, make_drafter):
     target, eagle = both(tiny_target, make_drafter, "eagle")
     _, prism = both(tiny_target, make_drafter, "prism", modules=[0, 1, 2])
-    assert hub.parameters(prism) == 3 * hub.parameters(eagle)
+    assert hub.count_parameters(prism) == 3 * hub.count_parameters(eagle)
     held = []
     for drafter in (eagle, prism):
         follower = Follower(drafter, target, random_texts())
