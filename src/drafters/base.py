@@ -58,9 +58,9 @@ class DraftStep(NamedTuple):
     training_only: bool = False
 
 
-def constant_rate(done: float) -> float:
+def constant_rate(progress: float) -> float:
     """The run's own learning rate, at every step."""
-    del done
+    del progress
     return 1.0
 
 

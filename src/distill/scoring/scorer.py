@@ -140,7 +140,7 @@ class Scorer:
                 commit=commit(),
                 target=self.cfg.target.path,
                 versions=versions(),
-                parameters=hub.parameters(drafter),
+                parameters=hub.count_parameters(drafter),
                 drafter_kv_bytes_per_token=self._kv_bytes(target, drafter),
                 lossless_to="tuned target" if tuned else "target",
                 target_drift=self._drift(target) if tuned else None,

@@ -95,8 +95,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def config_origin(config: Mapping[str, Any]) -> Origin:
     """What a config says of the target; "" and None where it does not."""
     target = config["target"] if is_native(config) else {"name": _verifier(config)}
-    found = {name: value if isinstance(value := target.get(name), str) else "" for name in ORIGIN_KEYS}
-    return Origin(found["name"], found["revision"] or None, found["fingerprint"], found["tokenizer"])
+    fields = {name: value if isinstance(value := target.get(name), str) else "" for name in ORIGIN_KEYS}
+    return Origin(fields["name"], fields["revision"] or None, fields["fingerprint"], fields["tokenizer"])
 
 
 def _verifier(config: Any) -> Any:
@@ -122,13 +122,13 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
     Raises:
         UserError: damaged, or other than its config says.
     """
-    known = None if is_native(config) else table.find_reader(config)
+    foreign = None if is_native(config) else table.find_reader(config)
     try:
-        if known is None:
+        if foreign is None:
             _look_at(folder, config, header(folder / layout.FILES[1]))
             weights = load_file(folder / layout.FILES[1]) | adapters.read_adapters(folder)
             return Saved(config["drafter"], config["settings"], weights, config.get("confidence", False))
-        return known.read(Layout(config, files.read_tensors(folder)), target)
+        return foreign.read(Layout(config, files.read_tensors(folder)), target)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
     except DAMAGE_ERRORS as error:

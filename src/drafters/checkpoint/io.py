@@ -101,10 +101,10 @@ def load(folder: str | Path, target: Target) -> Drafter:
     """
     folder = Path(folder)
     config = read_config(folder)
-    known = config_origin(config)
-    if is_native(config) and known.fingerprint != target.fingerprint():
+    origin = config_origin(config)
+    if is_native(config) and origin.fingerprint != target.fingerprint():
         raise UserError(
-            f"{folder}: this drafter was made for target {known.name or '(unnamed)'!r} "
+            f"{folder}: this drafter was made for target {origin.name or '(unnamed)'!r} "
             "with other weights or another vocabulary; give that one as target="
         )
     saved = read_saved(folder, config, target)
@@ -125,12 +125,12 @@ def load(folder: str | Path, target: Target) -> Drafter:
     except DAMAGE_ERRORS as error:
         raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
     drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
-    now = origin_of(target)
+    current = origin_of(target)
     drafter.origin = Origin(
-        known.name or now.name,
-        known.revision or now.revision,
-        now.fingerprint,
-        known.tokenizer or now.tokenizer,
+        origin.name or current.name,
+        origin.revision or current.revision,
+        current.fingerprint,
+        origin.tokenizer or current.tokenizer,
         folder,
         weight_hash(drafter),
     )
@@ -197,31 +197,33 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
     saved = read_saved(folder, config, target)
     if saved.drafter not in (kind, drafter.warm_starts_from):
         raise UserError(f"drafter.init_from={folder}: drafter {saved.drafter!r}, not {kind!r}")
-    found = _named_twice(drafter, saved.weights)
+    tensors = _named_twice(drafter, saved.weights)
     if saved.drafter != kind:
-        found = drafter.adopt_weights(found)
+        tensors = drafter.adopt_weights(tensors)
     else:
         try:
-            found = drafter.convert_weights(found, saved.settings)
+            tensors = drafter.convert_weights(tensors, saved.settings)
         except UserError as error:
             raise UserError(f"drafter.init_from={folder}: {error}") from None
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
-    own = {name: value for name, value in drafter.state_dict().items() if name not in drafter.unsaved_names}
-    fits = {
-        name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape
+    state = {name: value for name, value in drafter.state_dict().items() if name not in drafter.unsaved_names}
+    matching = {
+        name: tensors[name]
+        for name, value in state.items()
+        if name in tensors and tensors[name].shape == value.shape
     }
-    if not fits:
-        raise UserError(f"drafter.init_from={folder}: none of its {len(found)} tensors fits this drafter")
-    drafter.load_state_dict(fits, strict=False)
+    if not matching:
+        raise UserError(f"drafter.init_from={folder}: none of its {len(tensors)} tensors fits this drafter")
+    drafter.load_state_dict(matching, strict=False)
     left = [
-        f"{name} ({tuple(value.shape)} here, {tuple(found[name].shape)} there)"
-        if name in found
+        f"{name} ({tuple(value.shape)} here, {tuple(tensors[name].shape)} there)"
+        if name in tensors
         else f"{name} (not there)"
-        for name, value in own.items()
-        if name not in fits
+        for name, value in state.items()
+        if name not in matching
     ]
-    return left + [f"{name} (not here)" for name in found if name not in own]
+    return left + [f"{name} (not here)" for name in tensors if name not in state]
 
 
 def _named_twice(drafter: Drafter, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -232,11 +234,11 @@ def _named_twice(drafter: Drafter, weights: dict[str, Tensor]) -> dict[str, Tens
 def _tied(drafter: Drafter) -> dict[str, str]:
     """Tensors that are others under a second name, which safetensors would not keep apart."""
     first: dict[int, str] = {}
-    found = {}
+    aliases = {}
     for name, value in drafter.state_dict(keep_vars=True).items():
         if first.setdefault(id(value), name) != name:
-            found[name] = first[id(value)]
-    return found
+            aliases[name] = first[id(value)]
+    return aliases
 
 
 def count_parameters(drafter: torch.nn.Module) -> int:

@@ -74,7 +74,7 @@ def _what(facts: Facts) -> str:
     drafter, origin = facts.drafter, facts.origin
     module = sys.modules[type(drafter).__module__].__doc__ or ""
     target = portable(origin).name or "(not named)"
-    known = {
+    properties = {
         "target": f"{target}, revision {_line(origin.revision)}" if origin.revision else target,
         "target's fingerprint": origin.fingerprint,
         "tokenizer's hash": origin.tokenizer or "(it has none that could be read)",
@@ -94,7 +94,7 @@ def _what(facts: Facts) -> str:
             "",
             "| | |",
             "|---|---|",
-            *(f"| {name} | {_line(value)} |" for name, value in known.items()),
+            *(f"| {name} | {_line(value)} |" for name, value in properties.items()),
             "",
         ]
     )
@@ -193,17 +193,17 @@ def _recipe(recipe: Mapping[str, Any] | None) -> str:
 
 def _serve(facts: Facts) -> str:
     target = portable(facts.origin).name or "<the target>"
-    here = facts.repo or "<this folder or repository>"
+    location = facts.repo or "<this folder or repository>"
     lines = ["## Serve", ""]
     if facts.layout:
-        if command := facts.layout.command(target, here):
+        if command := facts.layout.command(target, location):
             lines += [f"With {facts.to}:", "", f"    {command}", ""]
         lines += [facts.layout.note, ""] if facts.layout.note else []
         return "\n".join(lines)
     lines += [
         "With foredraft's own decoder:",
         "",
-        f"    foredraft generate checkpoint={here} target={target} prompt='...'",
+        f"    foredraft generate checkpoint={location} target={target} prompt='...'",
         "",
         "or from Python:",
         "",
@@ -211,7 +211,7 @@ def _serve(facts: Facts) -> str:
         "    from drafters.checkpoint.pretrained import from_pretrained",
         "",
         f"    target = load_target({target!r})",
-        f"    drafter = from_pretrained({here!r}, target)",
+        f"    drafter = from_pretrained({location!r}, target)",
         "",
     ]
     programs = [program for program, writers in table.WRITERS.items() if facts.kind in writers]
@@ -219,7 +219,7 @@ def _serve(facts: Facts) -> str:
         lines += ["No serving engine that we know of has a format for this kind of drafter.", ""]
         return "\n".join(lines)
     lines += ["In the files of an engine:", ""]
-    lines += [f"    foredraft export checkpoint={here} to={program}" for program in programs]
+    lines += [f"    foredraft export checkpoint={location} to={program}" for program in programs]
     return "\n".join([*lines, ""])
 
 

@@ -51,12 +51,12 @@ def from_pretrained(source: str | Path, target: Target | None = None, revision: 
 
 def _named_target(folder: Path) -> Target:
     """The target that a checkpoint names, as it was when the drafter was made."""
-    name, known = target_name(folder), target_origin(folder)
+    name, origin = target_name(folder), target_origin(folder)
     if in_hub_cache(folder) and not is_hub_id(name):
         raise UserError(f"{folder}: made for {name!r}, which is no hub id; load that target and pass target=")
-    target = load_target(name, revision=known.revision)
-    now = hub.tokenizer_hash(name, known.revision, fetch=True)
-    if known.tokenizer and now != known.tokenizer:
+    target = load_target(name, revision=origin.revision)
+    tokenizer = hub.tokenizer_hash(name, origin.revision, fetch=True)
+    if origin.tokenizer and tokenizer != origin.tokenizer:
         raise UserError(
             f"{folder}: the tokenizer of {name} is another by now; if that is meant, load it and pass target="
         )
@@ -159,22 +159,22 @@ def read_notes(folder: Path | None, name: str) -> dict[str, Any] | None:
     if folder is None or not (folder / name).is_file():
         return None
     try:
-        found = read_json(folder / name)
+        content = read_json(folder / name)
     except ValueError as error:
         raise UserError(f"{folder / name}: damaged ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{folder / name}: damaged (no object)")
-    return found
+    return content
 
 
 def _origin(drafter: Drafter, target: Target | None) -> Origin:
-    known = drafter.origin
+    origin = drafter.origin
     if target is None:
-        if known is None:
+        if origin is None:
             raise UserError("this drafter does not know whom it was made for; pass target=")
-        return known
-    if known and known.fingerprint == target.fingerprint():
-        return known
+        return origin
+    if origin and origin.fingerprint == target.fingerprint():
+        return origin
     return hub.origin_of(target)
 
 

@@ -83,20 +83,20 @@ def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
 
 def _hints(kind: type) -> dict[str, Any]:
     """Type of each argument that a constructor takes, passes on as **options, or puts into a `LayerShape`."""
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for parent in kind.__mro__:
         if "__init__" not in parent.__dict__:
             continue
         hints = get_type_hints(parent.__init__)
         parameters = inspect.signature(parent.__init__).parameters.values()
-        found = {p.name: hints.get(p.name, Any) for p in parameters if p.kind != p.VAR_KEYWORD} | found
+        types = {p.name: hints.get(p.name, Any) for p in parameters if p.kind != p.VAR_KEYWORD} | types
         rest = next((p.name for p in parameters if p.kind == p.VAR_KEYWORD), "")
         if rest == "sizes":
-            found |= get_type_hints(LayerShape)
+            types |= get_type_hints(LayerShape)
         if rest != "options":
             break
-    found.pop("self", None)
-    return found
+    types.pop("self", None)
+    return types
 
 
 def _is(value: Any, hint: Any) -> bool:
@@ -138,7 +138,7 @@ def _check_sizes(name: str, value: Any) -> None:
 
 
 def check_shapes(
-    kind: type[Drafter], settings: Mapping[str, Any], confidence: bool, found: Mapping[str, Shape]
+    kind: type[Drafter], settings: Mapping[str, Any], confidence: bool, shapes: Mapping[str, Shape]
 ) -> None:
     """Compare what settings ask for with what is on file, on torch's `meta` device: nothing is allocated.
 
@@ -146,32 +146,38 @@ def check_shapes(
         kind: of drafter.
         settings: checked.
         confidence: it has a confidence head.
-        found: on file, by the drafter's names.
+        shapes: of the tensors on file, by the drafter's names.
 
     Raises:
         UserError: settings that make no drafter, or tensors that are not of these settings.
     """
-    empty = _empty(kind, settings, confidence, MAX_PARTS + 8 * len(found))
-    wanted = {name: shape_of(value) for name, value in empty.state_dict().items()}
-    for name, shape in found.items():
-        if name.endswith((DOWN, UP)) and name not in wanted:
-            _check_adapter(name, shape, found, wanted)
-        elif (there := wanted.get(name.replace(f"{BASE}.", "."))) != shape:
-            wish = f"by config.json it is {there}" if there else "by config.json there is none of that name"
-            raise UserError(f"damaged checkpoint (tensor {brief(name)} is {shape}, {wish})")
-    plain = {name.replace(f"{BASE}.", ".") for name in found}
+    empty = _empty(kind, settings, confidence, MAX_PARTS + 8 * len(shapes))
+    expected = {name: shape_of(value) for name, value in empty.state_dict().items()}
+    for name, shape in shapes.items():
+        if name.endswith((DOWN, UP)) and name not in expected:
+            _check_adapter(name, shape, shapes, expected)
+        elif (expected_shape := expected.get(name.replace(f"{BASE}.", "."))) != shape:
+            expectation = (
+                f"by config.json it is {expected_shape}"
+                if expected_shape
+                else "by config.json there is none of that name"
+            )
+            raise UserError(f"damaged checkpoint (tensor {brief(name)} is {shape}, {expectation})")
+    names = {name.replace(f"{BASE}.", ".") for name in shapes}
     first = {id(value): name for name, value in reversed(empty.state_dict(keep_vars=True).items())}
-    tied = {name for name, value in empty.state_dict(keep_vars=True).items() if first[id(value)] in plain}
+    tied = {name for name, value in empty.state_dict(keep_vars=True).items() if first[id(value)] in names}
     stem = "model." if settings.get("base") else None  # what the base has
-    lost = [n for n in wanted if n not in plain | tied and not (stem and n.startswith(stem))]
-    if lost:
-        raise UserError(f"damaged checkpoint ({len(lost)} tensors are missing, {brief(lost[0])} first)")
+    missing = [n for n in expected if n not in names | tied and not (stem and n.startswith(stem))]
+    if missing:
+        raise UserError(f"damaged checkpoint ({len(missing)} tensors are missing, {brief(missing[0])} first)")
 
 
-def _check_adapter(name: str, shape: Shape, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+def _check_adapter(
+    name: str, shape: Shape, shapes: Mapping[str, Shape], expected: Mapping[str, Shape]
+) -> None:
     """Two halves of one rank, beside a map of their sizes."""
     stem = name.removesuffix(DOWN).removesuffix(UP)
-    down, up, weight = found.get(stem + DOWN), found.get(stem + UP), wanted.get(f"{stem}.weight")
+    down, up, weight = shapes.get(stem + DOWN), shapes.get(stem + UP), expected.get(f"{stem}.weight")
     sizes = [part.size if part and part.kind == "float" else () for part in (down, up, weight)]
     (rank, wide_in), (wide_out, other) = (size if len(size) == 2 else (0, -1) for size in sizes[:2])
     if rank != other or sorted(sizes[2]) != sorted((wide_in, wide_out)):

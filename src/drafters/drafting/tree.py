@@ -93,46 +93,48 @@ class _Grower:
             fans: children that each of the W is to have; C is the most, ranks past a node's own
                 number mean nothing.
         """
-        wanted, vocab = max(fans), logits.shape[-1]
-        count = min(wanted, vocab)
+        fan, vocab = max(fans), logits.shape[-1]
+        count = min(fan, vocab)
         if self.warp is None:
             score, token = logits.log_softmax(-1, dtype=torch.float32).topk(count)
             # NaN would rank above the parent; logits that are not finite have no likeliest token.
             score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
             token = target_ids(token, self.vocabulary)
         else:
-            law = probs_of(logits.flatten(0, 1), self.warp, self.vocabulary)
-            law = law.unflatten(0, logits.shape[:2]).expand(-1, len(fans), -1)  # (B, W, V)
+            probs = probs_of(logits.flatten(0, 1), self.warp, self.vocabulary)
+            probs = probs.unflatten(0, logits.shape[:2]).expand(-1, len(fans), -1)  # (B, W, V)
             if self.plan.proposal == "sampled":
-                token = self._draw(law, count)
-                score = torch.zeros_like(token, dtype=law.dtype)
+                token = self._draw(probs, count)
+                score = torch.zeros_like(token, dtype=probs.dtype)
             else:
-                token, score = self._one_drawn(law, fans, count)
-        if count < wanted:  # a vocabulary smaller than a node's children
-            token = F.pad(token, (0, wanted - count), value=PAD)
-            score = F.pad(score, (0, wanted - count), value=-torch.inf)
+                token, score = self._one_drawn(probs, fans, count)
+        if count < fan:  # a vocabulary smaller than a node's children
+            token = F.pad(token, (0, fan - count), value=PAD)
+            score = F.pad(score, (0, fan - count), value=-torch.inf)
         return token.expand(-1, len(fans), -1), score.expand(-1, len(fans), -1)
 
-    def _one_drawn(self, law: Tensor, fans: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
+    def _one_drawn(self, probs: Tensor, fans: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
         """One child drawn from what the node's likeliest tokens leave over, then those."""
-        chosen, token = law.topk(count - 1)
-        own = torch.tensor(fans, device=law.device)[:, None] - 1 > torch.arange(count - 1, device=law.device)
-        rest = law.scatter(-1, token, chosen.masked_fill(own, 0.0))
+        top_probs, token = probs.topk(count - 1)
+        is_child = torch.tensor(fans, device=probs.device)[:, None] - 1 > torch.arange(
+            count - 1, device=probs.device
+        )
+        rest = probs.scatter(-1, token, top_probs.masked_fill(is_child, 0.0))
         mass = rest.sum(-1, keepdim=True)  # (B, W, 1)
-        drawn = self._draw(rest / mass.clamp_min(torch.finfo(law.dtype).tiny), 1)
-        return torch.cat([drawn, token], -1), torch.cat([mass, chosen], -1).log()
+        drawn = self._draw(rest / mass.clamp_min(torch.finfo(probs.dtype).tiny), 1)
+        return torch.cat([drawn, token], -1), torch.cat([mass, top_probs], -1).log()
 
-    def _draw(self, law: Tensor, count: int) -> Tensor:
+    def _draw(self, probs: Tensor, count: int) -> Tensor:
         """(B, W, V) laws -> (B, W, count) drawn children, `PAD` once nothing is left to draw."""
         first = sum(q.shape[1] for q in self.laws)
-        self.laws.append(law)
+        self.laws.append(probs)
         tokens = []
         for number in range(count):
-            some = law.sum(-1) > 0  # (B, W)
-            token = self.coin.draw(law, Key(Purpose.PROPOSE, first, number), some)
-            tokens.append(torch.where(some, token, PAD))
+            drawable = probs.sum(-1) > 0  # (B, W)
+            token = self.coin.draw(probs, Key(Purpose.PROPOSE, first, number), drawable)
+            tokens.append(torch.where(drawable, token, PAD))
             if number + 1 < count and not self.plan.replacement:
-                law = law.scatter(-1, token[..., None], 0.0)
+                probs = probs.scatter(-1, token[..., None], 0.0)
         return torch.stack(tokens, -1)
 
     def draft(
@@ -220,14 +222,14 @@ def _beam(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tensor |
             child, gain = grow.children(logits, (width,) * width)
     score, token, owner = torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(beams, 1)
     token = token.masked_fill(score == -torch.inf, PAD)
-    kept = _best(score, min(plan.nodes, score.shape[1]))[1].sort(-1).values  # parents before children
-    place = torch.zeros(rows, score.shape[1] + 1, dtype=torch.long, device=kept.device)
-    order = torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept)
-    slot = place.scatter(1, kept + 1, order).gather(1, owner)  # of each node that was grown from
+    selection = _best(score, min(plan.nodes, score.shape[1]))[1].sort(-1).values  # parents before children
+    slot_of = torch.zeros(rows, score.shape[1] + 1, dtype=torch.long, device=selection.device)
+    order = torch.arange(1, selection.shape[1] + 1, device=selection.device).expand_as(selection)
+    slot = slot_of.scatter(1, selection + 1, order).gather(1, owner)  # of each node that was grown from
     # Candidates come in groups of siblings, one for each node grown from, in its order.
-    node = slot.gather(1, kept // width) - 1
+    node = slot.gather(1, selection // width) - 1
     slot[:, 1:].masked_fill_(slot[:, 1:] == 0, -1)  # it was left out
-    return Beam(token.gather(1, kept), node, score.gather(1, kept), kept % width, slot)
+    return Beam(token.gather(1, selection), node, score.gather(1, selection), selection % width, slot)
 
 
 def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -276,26 +278,26 @@ def _form(tree: tuple[Path, ...], device: torch.device) -> _Form:
     place = {(): -1} | {path: i for i, path in enumerate(tree)}
     levels: list[_Level] = []
     owners: list[Path] = []
-    before: list[Path] = []
-    own: list[Path] = [()]
+    parent_paths: list[Path] = []
+    level_paths: list[Path] = [()]
     with torch.inference_mode(False):  # cached, so they must outlive the mode they were made in
 
         def tensor(values: Iterable[int]) -> Tensor:
             return torch.tensor(list(values), device=device)
 
-        while grown := [path for path in own if (*path, 0) in place]:
+        while grown := [path for path in level_paths if (*path, 0) in place]:
             fans = tuple(sum(path[:-1] == up for path in tree) for up in grown)
             below = [path for path in tree if path[:-1] in grown]
             levels.append(
                 _Level(
-                    tensor(own.index(path) for path in grown),
-                    tensor(before.index(path[:-1]) if path else 0 for path in grown),
+                    tensor(level_paths.index(path) for path in grown),
+                    tensor(parent_paths.index(path[:-1]) if path else 0 for path in grown),
                     fans,
                     tensor(grown.index(path[:-1]) * max(fans) + path[-1] for path in below),
                 )
             )
             owners += grown
-            before, own = grown, below
+            parent_paths, level_paths = grown, below
         owner = tensor(place[path] + 1 for path in owners)[None]
         parents = tensor(place[path[:-1]] for path in tree)[None]
         reach = Draft(parents, parents, max(map(len, tree))).ancestors()

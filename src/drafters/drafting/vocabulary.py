@@ -48,9 +48,11 @@ def unused_token(target: Target) -> int:
     and those whose embedding is 0, which would be nothing to begin a mask with.
     """
     padding = getattr(target.config, "pad_token_id", None)
-    taken = {*stop_tokens(target), getattr(target.config, "bos_token_id", None), None}
-    likely = [padding, *reversed(range(target.vocab_size))]
-    return next(token for token in likely if token not in taken and token_embedding(target, token).any())
+    special = {*stop_tokens(target), getattr(target.config, "bos_token_id", None), None}
+    candidates = [padding, *reversed(range(target.vocab_size))]
+    return next(
+        token for token in candidates if token not in special and token_embedding(target, token).any()
+    )
 
 
 def token_embedding(target: Target, token: int) -> Tensor:
@@ -68,7 +70,7 @@ def probs_of(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Te
     all are -inf: nothing can be drawn from it, and no rule meets the NaN that softmax makes of it.
     (At temperature 0 a row is the one token that `argmax` gives.)
     """
-    law = warp.law(logits).nan_to_num_(nan=0.0)
+    probs = warp.law(logits).nan_to_num_(nan=0.0)
     if vocabulary is None:
-        return law
-    return law.new_zeros(len(law), vocabulary.size).index_copy_(1, vocabulary.ids, law)
+        return probs
+    return probs.new_zeros(len(probs), vocabulary.size).index_copy_(1, vocabulary.ids, probs)

@@ -118,8 +118,8 @@ def _read(layout: Layout, target: Target) -> Saved:
     check_target(config, tensors, target)
     if config.get("num_hidden_layers", 1) != 1:
         raise UserError(f"it has {config['num_hidden_layers']} layers; EAGLE has 1 here")
-    own = {k: v for k, v in tensors.items() if k not in SHARED}
-    weights = {k.replace(LAYER, "layer.", 1): v for k, v in join_projections(own).items()}
+    layers = {k: v for k, v in tensors.items() if k not in SHARED}
+    weights = {k.replace(LAYER, "layer.", 1): v for k, v in join_projections(layers).items()}
     bias = "fc.bias" in weights
     check_tensor_names(set(weights), OWN | ({"fc.bias"} if bias else set()))
     return Saved("eagle", sizes(config, tensors, LAYER) | UNTOLD | {"bias": bias}, weights)

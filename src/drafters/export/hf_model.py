@@ -106,14 +106,14 @@ def _resized(model: Any, weights: dict[str, Tensor], size: int) -> dict[str, Ten
         more = size - len(rows)
         return torch.cat([rows, new.expand(more, *rows.shape[1:])]) if more > 0 else rows[:size].clone()
 
-    found = {}
+    resized = {}
     for module in (embedding, head):
         for part, _ in module.named_parameters(recurse=False):
             name = f"{names[id(module)]}.{part}"
             rows = weights[name]
             mean = rows.float().mean(0, keepdim=True).to(rows.dtype)
-            found[name] = fitted(rows, rows[-1:] if module is embedding and not tied else mean)
-    return found
+            resized[name] = fitted(rows, rows[-1:] if module is embedding and not tied else mean)
+    return resized
 
 
 def _folder(model: Any, target: Target) -> Layout:

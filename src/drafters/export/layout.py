@@ -106,43 +106,43 @@ PARENTS = {"o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn", 
 
 def split_projections(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights of a `DecoderLayer` under Llama's names: q, k, v and gate, up apart."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     queries, keys = (settings[name] * settings["head_dim"] for name in ("heads", "kv_heads"))
     for name, weight in weights.items():
         stem, part, end = name.rpartition("qkv_proj.")
         if part:
             rows = zip("qkv", weight.split([queries, keys, keys]), strict=True)
-            found |= {f"{stem}self_attn.{letter}_proj.{end}": own for letter, own in rows}
+            tensors |= {f"{stem}self_attn.{letter}_proj.{end}": part_weight for letter, part_weight in rows}
             continue
         stem, part, end = name.rpartition("gate_up_proj.")
         if part:
             gate, up = weight.chunk(2)
-            found |= {f"{stem}mlp.gate_proj.{end}": gate, f"{stem}mlp.up_proj.{end}": up}
+            tensors |= {f"{stem}mlp.gate_proj.{end}": gate, f"{stem}mlp.up_proj.{end}": up}
             continue
         for part, home in PARENTS.items():
             name = name.replace(f"{part}.", f"{home}.{part}.")
-        found[name] = weight
-    return found
+        tensors[name] = weight
+    return tensors
 
 
 def join_projections(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `unfused`."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, weight in tensors.items():
         stem, part, end = name.rpartition("self_attn.q_proj.")
         if part:
             rows = [tensors[f"{stem}self_attn.{letter}_proj.{end}"] for letter in "qkv"]
-            found[f"{stem}qkv_proj.{end}"] = torch.cat(rows)
+            weights[f"{stem}qkv_proj.{end}"] = torch.cat(rows)
             continue
         stem, part, end = name.rpartition("mlp.gate_proj.")
         if part:
-            found[f"{stem}gate_up_proj.{end}"] = torch.cat([weight, tensors[f"{stem}mlp.up_proj.{end}"]])
+            weights[f"{stem}gate_up_proj.{end}"] = torch.cat([weight, tensors[f"{stem}mlp.up_proj.{end}"]])
             continue
         if not any(part in name for part in (".k_proj.", ".v_proj.", ".up_proj.")):
             for part, home in PARENTS.items():
                 name = name.replace(f"{home}.{part}.", f"{part}.")
-            found[name] = weight
-    return found
+            weights[name] = weight
+    return weights
 
 
 def serve_vllm(method: str, tokens: int) -> str:

@@ -54,13 +54,13 @@ def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: t
 def _positions(settings: Mapping[str, Any]) -> dict[str, Any]:
     theta, rope = settings["rope_theta"], settings.get("rope") or {}
     kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor")
-    found: dict[str, Any] = {
+    positions: dict[str, Any] = {
         "rope_theta": theta,
         "rope_parameters": {"rope_theta": theta, "rope_type": kind, **rope},
     }
     if kind != "default":
-        found["rope_scaling"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
-    return found if part is None else found | {"partial_rotary_factor": part}
+        positions["rope_scaling"] = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+    return positions if part is None else positions | {"partial_rotary_factor": part}
 
 
 def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     Raises:
         UserError: another hidden size, vocabulary or embedding; another activation.
     """
-    for name, here in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        check_size(name, here, config[name])
+    for name, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        check_size(name, size, config[name])
     if (other := config.get("target_hidden_size")) is not None:
         check_size("target_hidden_size", target.hidden_size, other)
     if (act := config.get("hidden_act", "silu")) != "silu":
@@ -118,8 +118,8 @@ def _same(weight: Tensor, embed: nn.Module) -> bool:
     if ours.shape != weight.shape:
         return False
     step = max(1, len(weight) // 64)
-    some, other = (w[::step].detach().cpu().float() for w in (ours, weight))
-    return bool((some - other).abs().max() <= 2**-6 * some.abs().max())
+    rows, other_rows = (w[::step].detach().cpu().float() for w in (ours, weight))
+    return bool((rows - other_rows).abs().max() <= 2**-6 * rows.abs().max())
 
 
 def plain_embedding(target: Target, to: str) -> None:
@@ -135,24 +135,24 @@ def plain_embedding(target: Target, to: str) -> None:
         )
 
 
-def check_size(name: str, here: Any, there: Any) -> None:
+def check_size(name: str, expected: Any, actual: Any) -> None:
     """Refuse files of another target, by the name of a size, what it is here and what it is there.
 
     Raises:
         UserError: it is another.
     """
-    if here != there:
-        raise UserError(f"it was made for another target: its {name} is {there}, the target's {here}")
+    if expected != actual:
+        raise UserError(f"it was made for another target: its {name} is {actual}, the target's {expected}")
 
 
-def check_tensor_names(names: Iterable[str], wanted: Iterable[str], known: Iterable[str] = ()) -> None:
+def check_tensor_names(names: Iterable[str], required: Iterable[str], optional: Iterable[str] = ()) -> None:
     """Refuse where a tensor is missing, or there is one that is neither wanted nor known.
 
     Raises:
         UserError: how many, and the first of them.
     """
-    names, wanted = set(names), set(wanted)
-    if lost := sorted(wanted - names):
-        raise UserError(f"{len(lost)} tensors are missing, {lost[0]} first")
-    if strange := sorted(names - wanted - set(known)):
-        raise UserError(f"{len(strange)} tensors have no place in such a drafter, {strange[0]} first")
+    names, required = set(names), set(required)
+    if missing := sorted(required - names):
+        raise UserError(f"{len(missing)} tensors are missing, {missing[0]} first")
+    if unknown := sorted(names - required - set(optional)):
+        raise UserError(f"{len(unknown)} tensors have no place in such a drafter, {unknown[0]} first")

@@ -94,32 +94,32 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
         raise UserError(
             f"tensors are missing: {depth} x {layers} layers by their names, {len(tensors)} there"
         )
-    every, each = range(depth), range(layers)
+    depths, layer_ids = range(depth), range(layers)
     parts = ("weight", "bias") if bias else ("weight",)
-    blocks = [f"blocks.{i}.layers.{j}.{part}" for i in every for j in each for part in parts]
-    heads = [f"lm_heads.{i}.weight" for i in every]
+    blocks = [f"blocks.{i}.layers.{j}.{part}" for i in depths for j in layer_ids for part in parts]
+    heads = [f"lm_heads.{i}.weight" for i in depths]
     if config.get("original_lm_head"):
         heads = [next((name for name in ("lm_head.weight", *heads[:1]) if name in tensors), "lm_head.weight")]
     elif not any(name in tensors for name in heads):
         heads = []
     check_tensor_names(tensors, [*blocks, *heads])
-    own = {f"lm_heads.{i}.weight": tensors[heads[i % len(heads)]] for i in every} if heads else {}
-    _made_for(target, tensors["blocks.0.layers.0.weight"].shape[0], [len(w) for w in own.values()])
-    own = _scaled(own, config.get("logit_scale", 1.0) / target.head.scale)
-    if config.get("original_lm_head") and _shared(own, target):
-        own = {}
-    weights = {name: tensors[name] for name in blocks} | own
+    head_weights = {f"lm_heads.{i}.weight": tensors[heads[i % len(heads)]] for i in depths} if heads else {}
+    _made_for(target, tensors["blocks.0.layers.0.weight"].shape[0], [len(w) for w in head_weights.values()])
+    head_weights = _scaled(head_weights, config.get("logit_scale", 1.0) / target.head.scale)
+    if config.get("original_lm_head") and _shared(head_weights, target):
+        head_weights = {}
+    weights = {name: tensors[name] for name in blocks} | head_weights
     settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}
-    settings |= {"layers": layers, "own_head": bool(own), "bias": bias}
+    settings |= {"layers": layers, "own_head": bool(head_weights), "bias": bias}
     return Saved("medusa", settings, weights)
 
 
 def _renamed(name: str, weight: Tensor) -> tuple[str, Tensor]:
     """By vLLM's name, which is ours."""
-    if found := LAYER.fullmatch(name):
-        return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}", weight
-    if found := HEAD.fullmatch(name):
-        return f"lm_heads.{found[1]}.weight", weight
+    if match := LAYER.fullmatch(name):
+        return f"blocks.{match[1]}.layers.{match[2]}.{match[3]}", weight
+    if match := HEAD.fullmatch(name):
+        return f"lm_heads.{match[1]}.weight", weight
     return name, weight
 
 
@@ -142,7 +142,7 @@ def mlp(saved: Saved, target: Target) -> Layout:
     del target
     settings, depth = saved.settings, saved.settings["depth"]
     tied = settings["tie_weights"] and depth > 1  # it asserts that there is something to share
-    kept = _names_of_mlp(depth, tied)
+    names = _names_of_mlp(depth, tied)
     config = {
         "model_type": "mlp_speculator",
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -157,7 +157,7 @@ def mlp(saved: Saved, target: Target) -> Layout:
         "torch_dtype": dtype_of(saved.weights),
     }
     command = "VLLM_USE_V1=0 " + serve_vllm("mlp_speculator", depth)
-    return Layout(config, {name: saved.weights[name] for name in kept}, command, NO_MLP)
+    return Layout(config, {name: saved.weights[name] for name in names}, command, NO_MLP)
 
 
 def read_mlp(layout: Layout, target: Target) -> Saved:
@@ -171,17 +171,17 @@ def read_mlp(layout: Layout, target: Target) -> Saved:
     depth, tied = config["n_predict"], bool(config.get("tie_weights", config.get("tie_wts", False)))
     if not (isinstance(depth, int) and 0 < depth <= len(tensors)):
         raise UserError(f"config.json: n_predict={depth!r} for {len(tensors)} tensors")
-    kept = _names_of_mlp(depth, tied)
+    names = _names_of_mlp(depth, tied)
     # Some files repeat what is shared under every depth's name.
-    check_tensor_names(tensors, kept, _names_of_mlp(depth, False))
+    check_tensor_names(tensors, names, _names_of_mlp(depth, False))
     _made_for(target, config["emb_dim"], [len(w) for n, w in tensors.items() if n.startswith("head.")])
     settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}
     settings |= {"inner_size": len(tensors["ln.0.weight"]), "tie_weights": tied}
     if settings["inner_size"] != (config.get("inner_dim") or config["emb_dim"]):
-        said = config.get("inner_dim")
-        raise UserError(f"config.json: inner_dim={said}, the tensors: {settings['inner_size']}")
+        inner_dim = config.get("inner_dim")
+        raise UserError(f"config.json: inner_dim={inner_dim}, the tensors: {settings['inner_size']}")
     settings["scale_input"] = bool(config.get("scale_input", False))
-    return Saved("mlp", settings, {name: tensors[name] for name in kept})
+    return Saved("mlp", settings, {name: tensors[name] for name in names})
 
 
 def _names_of_mlp(depth: int, tied: bool) -> list[str]:

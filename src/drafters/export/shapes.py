@@ -162,8 +162,8 @@ def vocab_maps(ids: Tensor | None, size: int) -> dict[str, Tensor]:
         return {}
     if (ids < 0).any():
         raise UserError("its draft vocabulary has not been counted; export a checkpoint of training")
-    known = torch.zeros(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
-    return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": known}
+    in_draft = torch.zeros(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+    return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": in_draft}
 
 
 def read_vocab_maps(tensors: Mapping[str, Tensor], weights: dict[str, Tensor], size: int) -> None:
@@ -180,8 +180,8 @@ def read_vocab_maps(tensors: Mapping[str, Tensor], weights: dict[str, Tensor], s
     if len(tensors["d2t"]) != count:
         raise UserError(f"d2t tells {len(tensors['d2t'])} tokens, its head knows {count}")
     ids, order = (tensors["d2t"].long() + torch.arange(count)).sort()
-    told = "t2d" not in tensors or tensors["t2d"].nonzero()[:, 0].equal(ids)
-    if ids[0] < 0 or ids[-1] >= size or not bool((ids.diff() > 0).all()) or not told:
+    consistent = "t2d" not in tensors or tensors["t2d"].nonzero()[:, 0].equal(ids)
+    if ids[0] < 0 or ids[-1] >= size or not bool((ids.diff() > 0).all()) or not consistent:
         raise UserError("d2t is no list of offsets from draft id to target id, or not what t2d says")
     weights["lm_head.weight"] = weights["lm_head.weight"][order]
     if count < size:

@@ -114,8 +114,8 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
     if (size := config.get("target_hidden_size")) is not None:
         check_size("hidden size", target.hidden_size, size)
     taps = config.get("eagle_aux_hidden_state_layer_ids") or default_taps(len(target.layers))
-    own = {name: value for name, value in tensors.items() if name not in SHARED}
-    weights = join_projections(own)
+    layers = {name: value for name, value in tensors.items() if name not in SHARED}
+    weights = join_projections(layers)
     weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
     read_vocab_maps(tensors, weights, target.vocab_size)
     settings = sizes | {

@@ -54,15 +54,15 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
         norms = [weights["input_norm.weight"]]
     else:
         norms = [weights[f"fc_norm.{i}.weight"] for i in range(len(settings["taps"]) * settings["fc_norm"])]
-    found = invert_fusion(weights["mask_hidden"], weights["fc.weight"], norms, settings["eps"])
-    if found is None:
+    mask_taps = invert_fusion(weights["mask_hidden"], weights["fc.weight"], norms, settings["eps"])
+    if mask_taps is None:
         raise UserError(
             "to=speculators: no input of fc and its norms gives the masks' feature; train with "
             "drafter.fc_norm=false, or set to=native"
         )
     tensors = _eagle3_tensors(saved._replace(weights={k: v for k, v in weights.items() if k not in MASKS}))
     tensors["embed_tokens.weight"] = table
-    tensors["mask_hidden"] = found.to(table.dtype)[None, None]
+    tensors["mask_hidden"] = mask_taps.to(table.dtype)[None, None]
     config = _eagle3_config(saved, ids, target) | {"norm_output": False, "mask_token_id": token}
     config["embed_requires_grad"] = True
     # vLLM's reader takes these from the layers' configuration alone.

@@ -37,12 +37,12 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _parts(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in sorted(set(read_json(folder / INDEX)["weight_map"].values())):
         if Path(name).name != name:
             raise UserError(f"{INDEX} names {name!r}, which is no file of this folder")
-        found |= _tensors(folder / name)
-    return found
+        tensors |= _tensors(folder / name)
+    return tensors
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -56,12 +56,12 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
         with ZipFile(path) as archive:
             packed = any(part.compress_type for part in archive.infolist())
         # Most public drafters are published in this form alone. Anything but tensors is refused, never run.
-        found: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
+        state_dict: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
     except Exception:  # whatever a foreign file makes of it
         raise UserError(f"{path.name}: not a file of tensors alone; convert it to safetensors") from None
-    if packed or not (isinstance(found, dict) and all(map(_is_whole, found.values()))):
+    if packed or not (isinstance(state_dict, dict) and all(map(_is_whole, state_dict.values()))):
         raise UserError(f"{path.name}: not a state dict; convert it to safetensors")
-    return found
+    return state_dict
 
 
 def _is_whole(value: Any) -> bool:

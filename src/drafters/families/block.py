@@ -146,21 +146,21 @@ class BlockDrafter(TokenBiasDrafter):
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Blocks of all anchors side by side; whatever is supervised of them counts."""
         mask, device = batch.loss_mask.cpu(), batch.tokens.device
-        every = supervised_anchors(mask, 1).flatten().nonzero()[:, 0]  # (N,)
-        if not len(every):
+        candidates = supervised_anchors(mask, 1).flatten().nonzero()[:, 0]  # (N,)
+        if not len(candidates):
             return
-        count = len(mask) * self.anchors if self.training and self.anchors else len(every)
-        chosen = sample_anchors(every, count, batch.seed)  # (A,) on the host
+        count = len(mask) * self.anchors if self.training and self.anchors else len(candidates)
+        chosen = sample_anchors(candidates, count, batch.seed)  # (A,) on the host
         anchors = chosen.to(device)
         states = self._blocks(batch, target, chosen, anchors)  # (A, K, D)
         teaching, head = TeacherForcedBias(self.info, batch.tokens), self.head(target)
-        weight = len(every) / len(chosen)  # those that are chosen stand for all
+        weight = len(candidates) / len(chosen)  # those that are chosen stand for all
         for depth in range(1, self.depth + 1):
-            stay = supervised_anchors(mask, depth).flatten()[chosen].to(device)
-            if not stay.any():
+            is_supervised = supervised_anchors(mask, depth).flatten()[chosen].to(device)
+            if not is_supervised.any():
                 return
-            anchor = anchors[stay]
-            hidden = teaching.with_bias_input(states[stay, depth - 1], anchor, depth)
+            anchor = anchors[is_supervised]
+            hidden = teaching.with_bias_input(states[is_supervised, depth - 1], anchor, depth)
             yield DraftStep(hidden, anchor, depth, head, {}, weight)
 
     def _blocks(self, batch: Batch, target: Target, chosen: Tensor, anchors: Tensor) -> Tensor:
@@ -170,30 +170,31 @@ class BlockDrafter(TokenBiasDrafter):
         # Features up to the last anchor of each text, one text behind the other.
         ends = torch.zeros(len(batch.tokens), dtype=torch.long)
         ends.scatter_reduce_(0, chosen // length, chosen % length + 1, "amax")
-        seen = torch.arange(length) < ends[:, None]
-        places = seen.flatten().nonzero()[:, 0]
+        in_context = torch.arange(length) < ends[:, None]
+        places = in_context.flatten().nonzero()[:, 0]
         text = (ends.cumsum(0) - ends)[places // length]
         slots = torch.searchsorted(places, chosen)
-        asking = slots.repeat_interleave(width)  # (M,)
+        query_slots = slots.repeat_interleave(width)  # (M,)
         feature = self.fuse(batch.taps.flatten(0, 1)[places.to(device)].to(dtype))  # (N, D)
         newest = batch.taps.flatten(0, 1)[anchors, -1].to(dtype)
         root = target.embed(batch.tokens.flatten()[anchors + 1]).to(dtype)
         x = self.inputs(root, newest).flatten(0, 1)  # (M, D)
         table = self.rotary.table(length + width, feature)
-        when = (anchors % length + 1)[:, None] + torch.arange(width, device=device)
-        here, there = table[when.flatten()], table[(places % length).to(device)]
-        own = torch.arange(len(anchors), device=device).repeat_interleave(width)
-        look = None
+        positions = (anchors % length + 1)[:, None] + torch.arange(width, device=device)
+        block_angles, context_angles = table[positions.flatten()], table[(places % length).to(device)]
+        anchor_index = torch.arange(len(anchors), device=device).repeat_interleave(width)
+        visibility = None
         for layer in self.stack:
-            k, v = self.context(layer, feature, there)
-            q, own_k, own_v = layer.split(layer.qkv_proj(layer.input_layernorm(x)), here)
-            if look is None:
-                look = Visibility(
-                    [asking.to(device), *[own] * width], query_blocks(asking, text[asking], layer.heads, q)
+            k, v = self.context(layer, feature, context_angles)
+            q, block_k, block_v = layer.split(layer.qkv_proj(layer.input_layernorm(x)), block_angles)
+            if visibility is None:
+                visibility = Visibility(
+                    [query_slots.to(device), *[anchor_index] * width],
+                    query_blocks(query_slots, text[query_slots], layer.heads, q),
                 )
-            keys = [k, *own_k.unflatten(0, (-1, width)).unbind(1)]
-            values = [v, *own_v.unflatten(0, (-1, width)).unbind(1)]
-            x = layer.finish(x, attend_unrolled(q, keys, values, look).flatten(1))
+            keys = [k, *block_k.unflatten(0, (-1, width)).unbind(1)]
+            values = [v, *block_v.unflatten(0, (-1, width)).unbind(1)]
+            x = layer.finish(x, attend_unrolled(q, keys, values, visibility).flatten(1))
         return self.norm(x).unflatten(0, (-1, width))[:, 1:]
 
     # -- decoding face -----------------------------------------------------------------------
@@ -215,8 +216,10 @@ class BlockDrafter(TokenBiasDrafter):
         store, device = state.store, taps.device
         feature = self.fuse(taps)
         store.begin(taps.shape[1])
-        when = torch.tensor(store.lengths).to(device)[:, None] + torch.arange(taps.shape[1], device=device)
-        angles = self.rotary.table(store.width, feature)[when]
+        positions = torch.tensor(store.lengths).to(device)[:, None] + torch.arange(
+            taps.shape[1], device=device
+        )
+        angles = self.rotary.table(store.width, feature)[positions]
         for i, layer in enumerate(self.stack):
             k, v = self.context(layer, feature, angles)
             store.write(i, k.transpose(1, 2), v.transpose(1, 2))
@@ -257,9 +260,9 @@ class BlockDrafter(TokenBiasDrafter):
         logits = target.head.product(states)
         filled = torch.zeros_like(logits[..., 0], dtype=torch.bool)  # (B, K)
         for _ in range(self.steps - 1):
-            sure = target.head.shape(logits).softmax(-1).amax(-1).masked_fill(filled, -1.0)
-            most = sure.topk(-(-self.depth // self.steps), -1)
-            new = torch.zeros_like(filled).scatter_(1, most.indices, most.values > 0)
+            confidence = target.head.shape(logits).softmax(-1).amax(-1).masked_fill(filled, -1.0)
+            surest = confidence.topk(-(-self.depth // self.steps), -1)
+            new = torch.zeros_like(filled).scatter_(1, surest.indices, surest.values > 0)
             token = target.embed(logits.max(-1).indices).to(x.dtype)
             masks = x[:, 1:] + torch.where(new[..., None], token - self.mask, 0.0)
             x, filled = torch.cat([x[:, :1], masks], 1), filled | new
@@ -273,8 +276,8 @@ class BlockDrafter(TokenBiasDrafter):
         rows, width = x.shape[:2]
         store.begin(width)
         block = torch.ones(rows, width, width, dtype=torch.bool, device=x.device)
-        when = torch.tensor(store.lengths).to(x.device)[:, None] + torch.arange(width, device=x.device)
-        angles = self.rotary.table(store.width, x)[when]
+        positions = torch.tensor(store.lengths).to(x.device)[:, None] + torch.arange(width, device=x.device)
+        angles = self.rotary.table(store.width, x)[positions]
         mask = attention_mask(store.lengths, block, store.width)
         for i, layer in enumerate(self.stack):
             qkv = layer.qkv_proj(layer.input_layernorm(x))

@@ -101,8 +101,8 @@ class ChainedHeadsDrafter(FeatureHeadsDrafter):
         anchor = supervised_anchors(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (M,)
         state = self.initial_state(batch.taps[:, :, 0].flatten(0, 1)[anchor])
         for depth in range(1, self.depth + 1):
-            stay = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
-            anchor, state = anchor[stay], state[stay]
+            is_supervised = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
+            anchor, state = anchor[is_supervised], state[is_supervised]
             if not len(anchor):
                 return
             state = self.cell(state, tokens[anchor + depth], depth - 1, target)
@@ -119,15 +119,15 @@ class ChainedHeadsDrafter(FeatureHeadsDrafter):
         assert state.feature is not None
         assert state.root is not None
         self.check(plan)
-        above, depth = self.initial_state(state.feature)[:, None], 0  # (B, W, C) of the last call's entries
-        hidden = above  # (B, W, D') that the newest logits are read off
+        states, depth = self.initial_state(state.feature)[:, None], 0  # (B, W, C) of the last call's entries
+        hidden = states  # (B, W, D') that the newest logits are read off
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
-            nonlocal above, depth, hidden
-            above = above.gather(1, parent[..., None].expand(-1, -1, above.shape[-1]))
-            above = self.cell(above, token, depth, target)
+            nonlocal states, depth, hidden
+            states = states.gather(1, parent[..., None].expand(-1, -1, states.shape[-1]))
+            states = self.cell(states, token, depth, target)
             depth += 1
-            hidden = self.head_input(above, depth - 1)
+            hidden = self.head_input(states, depth - 1)
             return self.head_for(depth, target)(hidden)
 
         root = state.root[:, None]

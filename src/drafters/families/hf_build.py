@@ -88,20 +88,20 @@ def cut_target(target: Target, count: int) -> PreTrainedModel:
         UserError: more layers than there are, or a class that cannot be cut.
     """
     source, total = target.model, len(target.layers)
-    kept = spaced_layers(total, count)
+    layer_ids = spaced_layers(total, count)
     refusal = f"drafter.path=null: a {type(source).__name__} cannot be cut; set drafter.path to a model"
     if target.config is not source.config or not type(source).__module__.startswith("transformers."):
         raise UserError(refusal)
     config = json.loads(source.config.to_json_string(use_diff=False))
     for name, value in config.items():
         if "layer" in name and isinstance(value, list) and len(value) == total:
-            config[name] = [value[i] for i in kept]
+            config[name] = [value[i] for i in layer_ids]
     config[source.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
     stack = next(name for name, module in source.named_modules() if module is target.layers) + "."
     weights = {name: value for name, value in source.state_dict().items() if not name.startswith(stack)}
-    for number, layer in enumerate(kept):
-        own = target.weights(target.layers[layer])
-        weights |= {f"{stack}{number}.{name}": value for name, value in own.items()}
+    for number, layer in enumerate(layer_ids):
+        layer_weights = target.weights(target.layers[layer])
+        weights |= {f"{stack}{number}.{name}": value for name, value in layer_weights.items()}
     model: Any = build(config)
     model.to(training_dtype(target.dtype))
     try:
@@ -155,15 +155,15 @@ def add_lora(
             inject_adapter_in_model(config, model)
     except ValueError as error:
         raise UserError(f"drafter.lora: {_brief(error)}") from None
-    made = {name: weight.shape for name, weight in model.named_parameters() if ".lora_" in name}
-    stems = [name.removesuffix(DOWN) for name in made if name.endswith(DOWN)]
-    if 2 * len(stems) != len(made):
+    shapes = {name: weight.shape for name, weight in model.named_parameters() if ".lora_" in name}
+    stems = [name.removesuffix(DOWN) for name in shapes if name.endswith(DOWN)]
+    if 2 * len(stems) != len(shapes):
         raise UserError("drafter.lora: only linear maps can have adapters; change its targets")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     inner: Any = getattr(head, "base_layer", None)
     if inner is not None and inner.weight is embedding.weight:
         raise UserError("drafter.lora: the head is the embedding as well; leave it out of the targets")
-    return {stem: [made[stem + DOWN][1], made[stem + UP][0]] for stem in stems}
+    return {stem: [shapes[stem + DOWN][1], shapes[stem + UP][0]] for stem in stems}
 
 
 def merge_lora(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> dict[str, Tensor]:

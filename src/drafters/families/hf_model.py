@@ -137,12 +137,12 @@ class HFModelDrafter(Drafter):
         if not lora or self.adapted:
             return super().load_state_dict(state_dict, *args, **options)
         if base:
-            if lost := missing_adapters(state_dict, lora["targets"], STEM):
-                raise RuntimeError(f"{len(lost)} adapters are missing, {lost[0]} first")
+            if missing := missing_adapters(state_dict, lora["targets"], STEM):
+                raise RuntimeError(f"{len(missing)} adapters are missing, {missing[0]} first")
             state_dict = self._model_state() | dict(state_dict)
-        done = super().load_state_dict(merge_lora(state_dict, self, _scale(lora)), *args, **options)
+        result = super().load_state_dict(merge_lora(state_dict, self, _scale(lora)), *args, **options)
         self.settings |= {"lora": None, "base": None}  # what it is from now on
-        return done
+        return result
 
     def _model_state(self) -> dict[str, Tensor]:
         return {name: value for name, value in self.state_dict().items() if name.startswith(STEM)}
@@ -150,20 +150,22 @@ class HFModelDrafter(Drafter):
     @override
     def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         """Adapters go on beside the model that they were trained on, or are merged where all of it trains."""
-        lora, base, own = settings.get("lora"), settings.get("base"), self.settings
-        if own["base"] and not base:
+        lora, base, settings_here = settings.get("lora"), settings.get("base"), self.settings
+        if settings_here["base"] and not base:
             raise UserError(
                 "it holds a whole model, and drafter.lora trains adapters beside that of drafter.path; "
                 "set drafter.lora=null"
             )
         if not (lora and base):
             return merge_lora(weights, self, _scale(lora)) if lora else weights
-        if base["fingerprint"] != (own["base"]["fingerprint"] if own["base"] else fingerprint(self.model)):
+        if base["fingerprint"] != (
+            settings_here["base"]["fingerprint"] if settings_here["base"] else fingerprint(self.model)
+        ):
             where = f"drafter.path={base['path']}" if base["path"] else f"drafter.layers={base['layers']}"
             raise UserError(f"its adapters were trained on another model; set {where}")
-        if not own["base"]:
+        if not settings_here["base"]:
             return merge_lora(self._model_state() | weights, self, _scale(lora))
-        ratio = _scale(lora) / _scale(own["lora"])  # the product is what goes on
+        ratio = _scale(lora) / _scale(settings_here["lora"])  # the product is what goes on
         return weights if ratio == 1 else {n: w * ratio if n.endswith(UP) else w for n, w in weights.items()}
 
     @torch.no_grad()
@@ -213,11 +215,11 @@ def fit_vocabulary(logits: Tensor, target: Target) -> Tensor:
 
 def share_vocabulary(head: Head, target: Target) -> Head:
     """The head over the ids that the target has too: those past the target's are padding."""
-    theirs, known = target.vocab_size, len(head.weight)
-    if known < theirs:
-        return replace(head, d2t=torch.arange(known, device=head.weight.device))
-    bias = None if head.bias is None else head.bias[:theirs]
-    return head if known == theirs else replace(head, weight=head.weight[:theirs], bias=bias)
+    target_size, size = target.vocab_size, len(head.weight)
+    if size < target_size:
+        return replace(head, d2t=torch.arange(size, device=head.weight.device))
+    bias = None if head.bias is None else head.bias[:target_size]
+    return head if size == target_size else replace(head, weight=head.weight[:target_size], bias=bias)
 
 
 def check_vocabulary(model: PreTrainedModel, target: Target, path: str, revision: str | None) -> None:
@@ -227,18 +229,18 @@ def check_vocabulary(model: PreTrainedModel, target: Target, path: str, revision
         UserError: tokenizers that name the ids otherwise or, where either has none, heads whose
             sizes differ by more than padding.
     """
-    wrong = ""
+    problem = ""
     names = _names(path, revision)
-    theirs = _names(target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None))
+    target_names = _names(target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None))
     size = model.config.get_text_config().vocab_size
-    if names and theirs:
-        other = sum(theirs.get(i) != name for i, name in names.items())
-        if other > RENAMED * len(names):
-            wrong = f"{other} of its tokenizer's {len(names)} ids are other tokens to the target's"
+    if names and target_names:
+        differences = sum(target_names.get(i) != name for i, name in names.items())
+        if differences > RENAMED * len(names):
+            problem = f"{differences} of its tokenizer's {len(names)} ids are other tokens to the target's"
     elif abs(size - target.vocab_size) > PADDING:
-        wrong = f"its vocabulary has {size} ids, the target's {target.vocab_size}"
-    if wrong:
-        raise UserError(f"{OPTION}={path}: {wrong}; a draft model must share the target's vocabulary")
+        problem = f"its vocabulary has {size} ids, the target's {target.vocab_size}"
+    if problem:
+        raise UserError(f"{OPTION}={path}: {problem}; a draft model must share the target's vocabulary")
 
 
 def _names(path: str, revision: str | None) -> dict[int, str]:

@@ -49,16 +49,16 @@ class IndexedText:
 
         The longest n first, of equals the most recent; at most `limit` in all.
         """
-        end, found = len(self.tokens), dict[int, None]()
+        end, matches = len(self.tokens), dict[int, None]()
         for n in reversed(self.orders):
             if n > end:
                 continue
             places = self._after[tuple(self.tokens[end - n :])]
             for place in islice(reversed(places), 1, None):  # the newest is the text's end
-                if len(found) == limit:
-                    return list(found)
-                found[place] = None
-        return list(found)
+                if len(matches) == limit:
+                    return list(matches)
+                matches[place] = None
+        return list(matches)
 
     def agreement(self, place: int, most: int) -> int:
         """How many tokens before `place` equal those before the end of the text, up to `most`."""
@@ -92,26 +92,28 @@ def heaviest_tree(
         floor: least share of the whole weight that a node may have.
     """
     nodes: list[Node] = []
-    waiting: list[tuple[float, int, int, int, list[int], Path]] = []
+    queue: list[tuple[float, int, int, int, list[int], Path]] = []
     order = count()
     least = floor * sum(weights)
 
-    def look(members: Sequence[int], parent: int, path: Path) -> None:
+    def push_children(members: Sequence[int], parent: int, path: Path) -> None:
         below: dict[int, list[int]] = {}
         for i in members:
             if len(path) < min(len(continuations[i]), plan.depth):
                 below.setdefault(continuations[i][len(path)], []).append(i)
-        heaviest = sorted((-sum(weights[i] for i in own), own[0], token) for token, own in below.items())
+        heaviest = sorted(
+            (-sum(weights[i] for i in indices), indices[0], token) for token, indices in below.items()
+        )
         for rank, (mass, _, token) in enumerate(heaviest[: plan.width]):
-            way = (*path, rank)
-            if -mass >= least and (not plan.tree or way in plan.tree):
-                heapq.heappush(waiting, (mass, next(order), token, parent, below[token], way))
+            child_path = (*path, rank)
+            if -mass >= least and (not plan.tree or child_path in plan.tree):
+                heapq.heappush(queue, (mass, next(order), token, parent, below[token], child_path))
 
-    look(range(len(continuations)), -1, ())
-    while waiting and len(nodes) < plan.nodes:
-        _, _, token, parent, members, path = heapq.heappop(waiting)
+    push_children(range(len(continuations)), -1, ())
+    while queue and len(nodes) < plan.nodes:
+        _, _, token, parent, members, path = heapq.heappop(queue)
         nodes.append((token, parent))
-        look(members, len(nodes) - 1, path)
+        push_children(members, len(nodes) - 1, path)
     return nodes
 
 

@@ -133,8 +133,8 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
 
 def missing_adapters(tensors: Iterable[str], targets: Iterable[str], stem: str) -> list[str]:
     """Names of adapters of these maps, below `stem`, that are not among the tensors."""
-    wanted = {f"{stem}{target}{part}" for target in targets for part in (DOWN, UP)}
-    return sorted(wanted - set(tensors))
+    expected = {f"{stem}{target}{part}" for target in targets for part in (DOWN, UP)}
+    return sorted(expected - set(tensors))
 
 
 def _on_file(name: str) -> str:

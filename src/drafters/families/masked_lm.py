@@ -70,11 +70,11 @@ class MaskedModel:
 
     def forward(self, window: Window, places: Tensor) -> Tensor:
         """One pass -> (B, n, D') what the head reads at (B, n) places; logits are not made."""
-        found: list[Tensor] = []
+        hidden: list[Tensor] = []
 
         def keep(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
             del module
-            found.append(args[0].gather(1, places[..., None].expand(-1, -1, args[0].shape[-1])))
+            hidden.append(args[0].gather(1, places[..., None].expand(-1, -1, args[0].shape[-1])))
             return (args[0][:, :0],)
 
         hook = self._output().register_forward_pre_hook(keep)
@@ -82,7 +82,7 @@ class MaskedModel:
             self.model(**self.inputs(window))
         finally:
             hook.remove()
-        return found[0]
+        return hidden[0]
 
     def inputs(self, window: Window) -> dict[str, Any]:
         """A window as the model takes it, padding hidden."""
@@ -120,10 +120,10 @@ def mask_id(model: PreTrainedModel, path: str, revision: str | None, token: int 
     Raises:
         UserError: none to be found, or one that the model has not.
     """
-    found = token if isinstance(token, int) else _named(path, revision, token)
-    if found is None and token is None:
-        found = getattr(model.config.get_text_config(), "mask_token_id", None)
-    if found is None:
+    mask = token if isinstance(token, int) else _named(path, revision, token)
+    if mask is None and token is None:
+        mask = getattr(model.config.get_text_config(), "mask_token_id", None)
+    if mask is None:
         who = "neither its tokenizer nor its config.json names a mask token"
         raise UserError(
             f"{OPTION}={path}: {who if token is None else f'its tokenizer has no token {token!r}'}; "
@@ -131,9 +131,9 @@ def mask_id(model: PreTrainedModel, path: str, revision: str | None, token: int 
         )
     embedding: Any = model.get_input_embeddings()
     size = embedding.weight.shape[0]
-    if not 0 <= found < size:
-        raise UserError(f"drafter.mask_token={found}: {path} has the ids 0 to {size - 1}")
-    return found
+    if not 0 <= mask < size:
+        raise UserError(f"drafter.mask_token={mask}: {path} has the ids 0 to {size - 1}")
+    return mask
 
 
 def _named(path: str, revision: str | None, token: str | None) -> int | None:
@@ -153,12 +153,12 @@ def check_fills_masks(masked: MaskedModel, path: str) -> None:
         UserError: naming what it does not.
     """
     try:
-        wrong = _wrong(masked)
+        problem = _wrong(masked)
     except Exception as error:  # whatever a foreign model's code may raise is what was to be found
-        wrong = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
-    if wrong:
+        problem = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
+    if problem:
         kind = type(masked.model).__name__
-        raise UserError(f"{OPTION}={path}: {kind} cannot fill in masks here: it {wrong}")
+        raise UserError(f"{OPTION}={path}: {kind} cannot fill in masks here: it {problem}")
 
 
 def _wrong(masked: MaskedModel) -> str:

@@ -122,32 +122,37 @@ class RecurrentDrafter(Drafter):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Only supervised anchors ask; the other positions give keys and values to the first step."""
-        route = AnchorIndex(batch.loss_mask, self.depth)
-        if not route.anchors:
+        index = AnchorIndex(batch.loss_mask, self.depth)
+        if not index.anchors:
             return
-        places = route.places.to(batch.tokens.device)
+        places = index.places.to(batch.tokens.device)
         dtype = next(self.parameters()).dtype
         feature = self.fuse(self.training_taps(batch).flatten(0, 1)[places].to(dtype))  # (N, D)
         # The last token needed follows the last position that gives keys, whatever the depth.
         tokens = batch.tokens.flatten()[places + 1]
-        part, shares = self, self.token_projection(target.embed(tokens).to(dtype))
-        times = places % batch.tokens.shape[1]
-        walk = LayerUnroll(
-            self.stack, self.qkv_weights(), self.rotary, route, places.device, self.checkpointing
+        active, projections = self, self.token_projection(target.embed(tokens).to(dtype))
+        token_positions = places % batch.tokens.shape[1]
+        layers = LayerUnroll(
+            self.stack, self.qkv_weights(), self.rotary, index, places.device, self.checkpointing
         )
         head, last = self.head(target), batch.last.flatten(0, 1)
-        for depth, anchors in enumerate(route.anchors, 1):
-            share, when = shares, times
+        for depth, anchors in enumerate(index.anchors, 1):
+            projection, positions = projections, token_positions
             if depth > 1:
-                if (now := self.at(depth)) is not part:
-                    part, shares = now, now.token_projection(target.embed(tokens).to(dtype))
-                    walk.switch_layers(part.stack, part.qkv_weights())
-                if (kept := walk.surviving_rows(depth)) is not None:
-                    feature = feature.index_select(0, kept)
+                if (module := self.at(depth)) is not active:
+                    active, projections = module, module.token_projection(target.embed(tokens).to(dtype))
+                    layers.switch_layers(active.stack, active.qkv_weights())
+                if (surviving := layers.surviving_rows(depth)) is not None:
+                    feature = feature.index_select(0, surviving)
                 # Anchor t enters step `depth` with the token at t + depth.
-                slots = walk.slots(depth)
-                share, when = part.drafted_projection(shares, slots + (depth - 1)), times[slots] + (depth - 1)
-            hidden, feature = self.emit(walk.step(depth, part.first_input(share, feature), when))
+                slots = layers.slots(depth)
+                projection, positions = (
+                    active.drafted_projection(projections, slots + (depth - 1)),
+                    token_positions[slots] + (depth - 1),
+                )
+            hidden, feature = self.emit(
+                layers.step(depth, active.first_input(projection, feature), positions)
+            )
             anchor = anchors.to(places.device)
             yield DraftStep(hidden, anchor, depth, head, self.losses(hidden, last[anchor + depth]))
 
@@ -222,12 +227,12 @@ class RecurrentDrafter(Drafter):
         def step(token: Tensor, parent: Tensor) -> Tensor:
             nonlocal depth, hidden, feature, reach
             depth += 1
-            above = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
+            parent_feature = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
             reach = tree_visibility(reach, parent)  # (B, W, m) which scratch slots each of them sees
-            read = self.at(depth).run_layers
-            hidden, feature = self.emit(read(state.store, target.embed(token), above, reach))
+            run = self.at(depth).run_layers
+            hidden, feature = self.emit(run(state.store, target.embed(token), parent_feature, reach))
             return head(hidden)
 
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
-        sure = self.confidence_of(lambda: hidden)
-        return expand(head(hidden)[:, 0], step, sampler, coin, plan, vocabulary, sure)
+        confidence = self.confidence_of(lambda: hidden)
+        return expand(head(hidden)[:, 0], step, sampler, coin, plan, vocabulary, confidence)

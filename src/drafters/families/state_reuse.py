@@ -61,8 +61,8 @@ class Reuse:
 
     def applies_to(self, plan: Plan) -> bool:
         """Whether old states change anything under this plan."""
-        alone = self.mode == "immediate" and plan.proposal == "fixed"
-        return self.mode == "logit_sum" or alone or self.merges(plan)
+        immediate = self.mode == "immediate" and plan.proposal == "fixed"
+        return self.mode == "logit_sum" or immediate or self.merges(plan)
 
     def is_sufficient(self, logits: Tensor, left: Tensor) -> bool:
         """Whether (B, K, V) logits of old states, `left` of them a row, are worth a pass of their own."""
@@ -118,20 +118,28 @@ def merge_trees(fresh: Beam, old: Beam, first: int, plan: Plan) -> Draft:
     """
     rows, count = fresh.tokens.shape
     twin = _twins(fresh, old, plan.depth)  # (B, N)
-    place = _descending(_descending(fresh.score), ascending=True)  # (B, N) of each among the fresh
-    own = fresh.score.double() + 2 * PRIORITY * (place < first)
-    added = old.score.double() + PRIORITY
+    rank = _descending(_descending(fresh.score), ascending=True)  # (B, N) of each among the fresh
+    fresh_key = fresh.score.double() + 2 * PRIORITY * (rank < first)
+    old_key = old.score.double() + PRIORITY
     # A node of both is the fresh tree's, and as early as either wants it.
-    own = own.scatter_reduce(1, twin.clamp_min(0), added.masked_fill(twin < 0, -torch.inf), "amax")
-    key = torch.cat([own, added.masked_fill(twin >= 0, -torch.inf)], 1)  # (B, 2 N)
-    kept = _descending(key)[:, : plan.nodes].sort(1).values  # parents before children
-    above = twin.gather(1, old.parents.clamp_min(0))  # the parent's twin
-    lifted = torch.where(above >= 0, above, old.parents + count).masked_fill(old.parents < 0, -1)
-    parents = torch.cat([fresh.parents, lifted], 1).gather(1, kept)
-    slot = torch.zeros(rows, 2 * count + 1, dtype=torch.long, device=kept.device)
-    slot.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1, device=kept.device).expand_as(kept))
+    fresh_key = fresh_key.scatter_reduce(
+        1, twin.clamp_min(0), old_key.masked_fill(twin < 0, -torch.inf), "amax"
+    )
+    key = torch.cat([fresh_key, old_key.masked_fill(twin >= 0, -torch.inf)], 1)  # (B, 2 N)
+    selection = _descending(key)[:, : plan.nodes].sort(1).values  # parents before children
+    parent_twin = twin.gather(1, old.parents.clamp_min(0))  # the parent's twin
+    old_parents = torch.where(parent_twin >= 0, parent_twin, old.parents + count).masked_fill(
+        old.parents < 0, -1
+    )
+    parents = torch.cat([fresh.parents, old_parents], 1).gather(1, selection)
+    slot = torch.zeros(rows, 2 * count + 1, dtype=torch.long, device=selection.device)
+    slot.scatter_(
+        1,
+        selection + 1,
+        torch.arange(1, selection.shape[1] + 1, device=selection.device).expand_as(selection),
+    )
     tokens = torch.cat([fresh.tokens, old.tokens], 1).masked_fill(key == -torch.inf, PAD)
-    return Draft(tokens.gather(1, kept), slot.gather(1, parents + 1) - 1, plan.depth)
+    return Draft(tokens.gather(1, selection), slot.gather(1, parents + 1) - 1, plan.depth)
 
 
 def _descending(values: Tensor, ascending: bool = False) -> Tensor:

@@ -105,22 +105,22 @@ class TokenInfoBias(nn.Module):
             state: (..., D) that the bias goes with.
             memory: (..., r) of the tokens before; None at the root, and but for `recurrent`.
         """
-        embedded, known = self._embed(token)
+        embedded, in_table = self._embed(token)
         if self.cell is not None and self.mix is not None:
             before = embedded.new_zeros(embedded.shape) if memory is None else memory
             after = self.cell(embedded.flatten(0, -2), before.flatten(0, -2)).view_as(embedded)
             return F.silu(self.mix(torch.cat([state, after], -1))), after
         assert self.norm is not None
-        low = self.norm(embedded) * known
+        low = self.norm(embedded) * in_table
         return low * self._gate(embedded, state), None
 
     def _embed(self, token: Tensor) -> tuple[Tensor, Tensor | float]:
         """(..., r) rows of E, and (..., 1) which of them there are."""
         if self.place is None:
             return self.emb(token), 1.0
-        at = self.place[token]
-        known = (at >= 0)[..., None].to(self.out.weight.dtype)
-        return self.emb(at.clamp_min(0)) * known, known
+        index = self.place[token]
+        in_table = (index >= 0)[..., None].to(self.out.weight.dtype)
+        return self.emb(index.clamp_min(0)) * in_table, in_table
 
     def _gate(self, embedded: Tensor, state: Tensor) -> Tensor | float:
         if self.gate is None:
@@ -141,11 +141,11 @@ class TokenInfoBias(nn.Module):
         if table is None:
             low, memory = self.low_rank_input(token, state, memory)
             return self.side.add(logits, low), memory
-        at = token if self.place is None else self.place[token]
-        own = table[at]  # that of -1 is the last row: zeros
+        index = token if self.place is None else self.place[token]
+        bias = table[index]  # that of -1 is the last row: zeros
         if self.gate is not None:
-            own = own * self._gate(self._embed(token)[0], state)
-        return self.side.scatter(logits, own), None
+            bias = bias * self._gate(self._embed(token)[0], state)
+        return self.side.scatter(logits, bias), None
 
     def _pairs(self) -> Tensor | None:
         """(V_s + 1, V_s) biases of all hot pairs, then of none; made once for weights that stay."""
@@ -153,13 +153,13 @@ class TokenInfoBias(nn.Module):
         large = weight.shape[0] ** 2 * weight.itemsize > TABLE_BYTES
         if self.norm is None or large or weight.requires_grad:  # weights that train move
             return None
-        read = (weight, self.emb.weight, self.norm.weight)
+        weights = (weight, self.emb.weight, self.norm.weight)
         # private API: torch has no public counter of in-place changes.
-        made = [(w.data_ptr(), w.device, w.dtype, 0 if w.is_inference() else w._version) for w in read]
-        if self._table is None or self._table[0] != made:
+        version = [(w.data_ptr(), w.device, w.dtype, 0 if w.is_inference() else w._version) for w in weights]
+        if self._table is None or self._table[0] != version:
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
                 rows = F.linear(self.norm(self.emb.weight), weight)
-                self._table = made, torch.cat([rows, rows.new_zeros(1, len(rows))])
+                self._table = version, torch.cat([rows, rows.new_zeros(1, len(rows))])
         return self._table[1]
 
 
@@ -181,8 +181,8 @@ class TokenBiasDrafter(Drafter):
 
     def expand_levels(self, levels: ParallelLogits, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
         """Draft from the laws of all depths."""
-        sure = self.confidence_of(lambda: levels.newest)
-        return expand(levels.first, levels.step, sampler, coin, plan, confidence=sure)
+        confidence = self.confidence_of(lambda: levels.newest)
+        return expand(levels.first, levels.step, sampler, coin, plan, confidence=confidence)
 
     @override
     def fit(self, texts: Iterable[Text]) -> str:

@@ -147,9 +147,9 @@ class TunedTarget(Target):
         moved: tells the change from others; samples of the weights might not show it.
     """
 
-    def __init__(self, model: PreTrainedModel, source: Target, moved: str) -> None:
+    def __init__(self, model: PreTrainedModel, source: Target, weight_hash: str) -> None:
         super().__init__(model, source.taps)
-        self._name = f"{source.fingerprint()} {moved}"
+        self._name = f"{source.fingerprint()} {weight_hash}"
         if source.compiled:
             self.compile()
 
@@ -169,7 +169,7 @@ def _check_movable(target: Target) -> None:
         )
 
 
-def _copy(model: PreTrainedModel, own: set[int] | None = None) -> PreTrainedModel:
+def _copy(model: PreTrainedModel, copied: set[int] | None = None) -> PreTrainedModel:
     """A module tree over the same tensors, but for the parameters whose ids are in `own`."""
-    every = chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(t): t for t in every if id(t) not in (own or ())})
+    tensors = chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(t): t for t in tensors if id(t) not in (copied or ())})

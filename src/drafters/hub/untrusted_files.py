@@ -73,10 +73,10 @@ def read_json(path: Path) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         raise ValueError("a key twice")
-    return found
+    return mapping
 
 
 def _no_number(name: str) -> float:
@@ -102,14 +102,14 @@ def header(path: Path) -> dict[str, Shape]:
             raise UserError(
                 f"damaged checkpoint ({path.name}: a header of {size} bytes; none has {HEADER_BYTES})"
             )
-    found = {}
+    shapes = {}
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118  (no mapping)
             part = file.get_slice(name)
             if part.get_dtype() not in KINDS:
                 raise UserError(f"damaged checkpoint (tensor {brief(name)} is of dtype {part.get_dtype()})")
-            found[name] = Shape(tuple(part.get_shape()), KINDS[part.get_dtype()])
-    return found
+            shapes[name] = Shape(tuple(part.get_shape()), KINDS[part.get_dtype()])
+    return shapes
 
 
 def is_hub_id(name: str) -> bool:

@@ -79,7 +79,7 @@ def upload(folder: Path, repo: str, private: bool = True) -> str:
     api = HfApi()
     disable_progress_bars()
     _asked(repo, api.create_repo, repo, private=private, exist_ok=True)
-    done = _asked(
+    commit = _asked(
         repo,
         api.upload_folder,
         repo_id=repo,
@@ -88,7 +88,7 @@ def upload(folder: Path, repo: str, private: bool = True) -> str:
         delete_patterns=[name for name in OURS if name not in names],
         commit_message="Upload drafter",
     )
-    return str(done.commit_url)
+    return str(commit.commit_url)
 
 
 def _asked(repo: str, call: Any, *arguments: Any, **options: Any) -> Any:

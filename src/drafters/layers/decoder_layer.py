@@ -83,9 +83,9 @@ class Rotary(nn.Module):
         table = self._tables.get(key)
         if table is None or table.shape[0] < limit:
             with torch.inference_mode(False):
-                steps, scale = frequencies(self.dim, self.theta, self.rope, like)
-                places = torch.arange(max(256, 2 * limit), device=like.device)
-                angles = places[:, None] * steps
+                inverse_frequencies, scale = frequencies(self.dim, self.theta, self.rope, like)
+                positions = torch.arange(max(256, 2 * limit), device=like.device)
+                angles = positions[:, None] * inverse_frequencies
                 angles = torch.cat([angles, angles], -1)[:, None]
                 table = (torch.stack([angles.cos(), angles.sin()], 1) * scale).to(like.dtype)
             self._tables[key] = table
@@ -140,12 +140,12 @@ class DecoderLayer(nn.Module):
         Without the rows of the queries: no queries.
         """
         rows = qkv.unflatten(-1, (-1, self.head_dim))
-        asking = rows.shape[-2] - 2 * self.kv_heads
-        qk, v = rows.split([asking + self.kv_heads, self.kv_heads], -2)
+        heads = rows.shape[-2] - 2 * self.kv_heads
+        qk, v = rows.split([heads + self.kv_heads, self.kv_heads], -2)
         if self.qk_norm:
-            q, k = qk.split([asking, self.kv_heads], -2)
+            q, k = qk.split([heads, self.kv_heads], -2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
-        q, k = rotate(qk, angles).split([asking, self.kv_heads], -2)
+        q, k = rotate(qk, angles).split([heads, self.kv_heads], -2)
         return q, k, v
 
     def turn(self, q: Tensor, angles: Tensor) -> Tensor:
@@ -182,6 +182,6 @@ def tree_visibility(reach: Tensor, parent: Tensor) -> Tensor:
         (B, W', m + W') bool.
     """
     rows, width = parent.shape
-    seen = reach.gather(1, parent[..., None].expand(-1, -1, reach.shape[-1]))
-    own = torch.eye(width, dtype=torch.bool, device=parent.device)
-    return torch.cat([seen, own.expand(rows, -1, -1)], -1)
+    parent_sees = reach.gather(1, parent[..., None].expand(-1, -1, reach.shape[-1]))
+    itself = torch.eye(width, dtype=torch.bool, device=parent.device)
+    return torch.cat([parent_sees, itself.expand(rows, -1, -1)], -1)

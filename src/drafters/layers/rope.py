@@ -28,9 +28,9 @@ def rope_settings(config: Any) -> tuple[float, dict[str, Any] | None]:
     Args:
         config: of a target, as transformers 5 has it; or a dictionary of `config.json`, of any version.
     """
-    found = _parameters(config)
-    theta = float(found.get("rope_theta") or DEFAULT_THETA)
-    rope = {k: v for k, v in found.items() if k not in IGNORED and v is not None}
+    parameters = _parameters(config)
+    theta = float(parameters.get("rope_theta") or DEFAULT_THETA)
+    rope = {k: v for k, v in parameters.items() if k not in IGNORED and v is not None}
     kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
     if kind in SCALINGS:
         if kind == "yarn" and "factor" not in rope:  # DeepSeek's
@@ -45,17 +45,17 @@ def rope_settings(config: Any) -> tuple[float, dict[str, Any] | None]:
 
 def _parameters(config: Any) -> dict[str, Any]:
     """Of full attention, flat, by the names of transformers 5."""
-    found = dict(_get(config, "rope_parameters") or _get(config, "rope_scaling") or {})
+    parameters = dict(_get(config, "rope_parameters") or _get(config, "rope_scaling") or {})
     for kind in ("full_attention", "sliding_attention"):
-        if isinstance(found.get(kind), dict):
-            found = dict(found[kind])
-    if "rope_type" not in found and "type" in found:
-        found["rope_type"] = found["type"]
+        if isinstance(parameters.get(kind), dict):
+            parameters = dict(parameters[kind])
+    if "rope_type" not in parameters and "type" in parameters:
+        parameters["rope_type"] = parameters["type"]
     for name in ("rope_theta", "partial_rotary_factor"):
-        found.setdefault(name, _get(config, name))
-    if found.get("rope_type") in ("llama3", "yarn"):
-        found.setdefault("original_max_position_embeddings", _get(config, "max_position_embeddings"))
-    return found
+        parameters.setdefault(name, _get(config, name))
+    if parameters.get("rope_type") in ("llama3", "yarn"):
+        parameters.setdefault("original_max_position_embeddings", _get(config, "max_position_embeddings"))
+    return parameters
 
 
 def _get(config: Any, name: str) -> Any:
@@ -84,10 +84,10 @@ def frequencies(dim: int, theta: float, rope: Mapping[str, Any] | None, like: Te
 
 
 def _frequencies(dim: int, theta: float, rope: Mapping[str, Any], like: Tensor) -> tuple[Tensor, float]:
-    kind, turning = rope.get("rope_type", "default"), int(dim * rope.get("partial_rotary_factor", 1.0))
+    kind, rotary_dim = rope.get("rope_type", "default"), int(dim * rope.get("partial_rotary_factor", 1.0))
     if kind == "default":
-        steps = torch.arange(0, turning, 2, device=like.device, dtype=torch.float64)
-        return theta ** (-steps / turning), 1.0
+        steps = torch.arange(0, rotary_dim, 2, device=like.device, dtype=torch.float64)
+        return theta ** (-steps / rotary_dim), 1.0
     if kind not in SCALINGS:
         raise UserError(f"drafter.rope: rope_type {kind!r} is not known; known are {', '.join(SCALINGS)}")
     config = LlamaConfig(
@@ -97,5 +97,5 @@ def _frequencies(dim: int, theta: float, rope: Mapping[str, Any], like: Tensor) 
         max_position_embeddings=rope.get("original_max_position_embeddings", 1),
         rope_parameters={"rope_theta": theta, **rope},
     )
-    found, scale = ROPE_INIT_FUNCTIONS[kind](config, like.device)
-    return found.double(), float(scale)
+    inverse_frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, like.device)
+    return inverse_frequencies.double(), float(scale)

@@ -47,9 +47,9 @@ class AnchorIndex:
         mask = loss_mask.cpu()
         alive = [supervised_anchors(mask, d) for d in range(1, depth + 1)]
         self.anchors = [a.flatten().nonzero()[:, 0] for a in alive if a.any()]
-        seen = alive[0].flip(1).cumsum(1).flip(1) > 0  # (B, T)
-        self.places = seen.flatten().nonzero()[:, 0]
-        sizes = seen.sum(1)
+        needed = alive[0].flip(1).cumsum(1).flip(1) > 0  # (B, T)
+        self.places = needed.flatten().nonzero()[:, 0]
+        sizes = needed.sum(1)
         self.longest = mask.shape[1] + depth
         self.text = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
 
@@ -97,49 +97,51 @@ class LayerUnroll:
 
     def surviving_rows(self, depth: int) -> Tensor | None:
         """(M,) which rows of the step before go on; None: all."""
-        before, now = self._route.anchors[depth - 2 : depth]
-        if len(before) == len(now):
+        before, anchors = self._route.anchors[depth - 2 : depth]
+        if len(before) == len(anchors):
             return None
-        return torch.searchsorted(before, now).to(self._device)
+        return torch.searchsorted(before, anchors).to(self._device)
 
-    def _look(self, depth: int, asking: Tensor, like: Tensor) -> Visibility:
+    def _look(self, depth: int, query_slots: Tensor, like: Tensor) -> Visibility:
         """What queries see whose anchors are `asking`, (M,) on the host in the first step's rows."""
-        now = self._route.anchors[depth - 1]
-        own = [torch.searchsorted(self._route.anchors[d - 1], now) for d in range(2, depth + 1)]
-        found = query_blocks(asking, self._route.text[asking], self._stack[0].heads, like)
-        return Visibility([place.to(self._device) for place in (asking, *own)], found)
+        anchors = self._route.anchors[depth - 1]
+        later_slots = [torch.searchsorted(self._route.anchors[d - 1], anchors) for d in range(2, depth + 1)]
+        blocks = query_blocks(query_slots, self._route.text[query_slots], self._stack[0].heads, like)
+        return Visibility([place.to(self._device) for place in (query_slots, *later_slots)], blocks)
 
-    def step(self, depth: int, first: FirstLayerInput, when: Tensor) -> Tensor:
+    def step(self, depth: int, first: FirstLayerInput, positions: Tensor) -> Tensor:
         """Rows of one depth through all layers.
 
         Args:
             depth: from 1.
             first: of its anchors; at depth 1 of every place.
-            when: (n,) their positions.
+            positions: (n,) of their tokens.
 
         Returns:
             (M, D) of its anchors.
         """
         x, y, rest = first
         anchors = self._route.slots(depth)
-        angles = self._rotary.table(self._route.longest, x)[when]
-        look = None
+        angles = self._rotary.table(self._route.longest, x)[positions]
+        visibility = None
         for i, (layer, weight) in enumerate(zip(self._stack, self._weights, strict=True)):
             if i:
                 y, rest = layer.input_layernorm(x), None
             # At depth 1 the last layer is asked by anchors alone; what is below it makes its keys.
-            fewer = depth == 1 and i + 1 == len(self._weights) and len(anchors) < len(x)
-            if fewer:
-                asking = anchors.to(self._device)
-                q, k, v = self._ask(layer, weight, y, rest, angles, asking)
-                x = x.index_select(0, asking)
+            anchors_only = depth == 1 and i + 1 == len(self._weights) and len(anchors) < len(x)
+            if anchors_only:
+                query_rows = anchors.to(self._device)
+                q, k, v = self._ask(layer, weight, y, rest, angles, query_rows)
+                x = x.index_select(0, query_rows)
             else:
                 q, k, v = layer.split(_product(y, weight, rest), angles)
-            if look is None or fewer:
-                look = self._look(depth, anchors if fewer or depth > 1 else torch.arange(len(x)), k)
+            if visibility is None or anchors_only:
+                visibility = self._look(
+                    depth, anchors if anchors_only or depth > 1 else torch.arange(len(x)), k
+                )
             self._keys[i].append(k)
             self._values[i].append(v)
-            attended = attend_unrolled(q, self._keys[i], self._values[i], look).flatten(1)
+            attended = attend_unrolled(q, self._keys[i], self._values[i], visibility).flatten(1)
             if self._checkpointing:
                 x = checkpoint(layer.finish, x, attended, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -148,16 +150,21 @@ class LayerUnroll:
 
     @staticmethod
     def _ask(
-        layer: DecoderLayer, weight: Tensor, y: Tensor, rest: Tensor | None, angles: Tensor, asking: Tensor
+        layer: DecoderLayer,
+        weight: Tensor,
+        y: Tensor,
+        rest: Tensor | None,
+        angles: Tensor,
+        query_rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of `asking` rows, keys and values of all."""
         sizes = [layer.queries, len(weight) - layer.queries]
         to_q, to_kv = weight.split(sizes)
         rest_q, rest_kv = (None, None) if rest is None else rest.split(sizes, -1)
         if rest_q is not None:
-            rest_q = rest_q.index_select(0, asking)
+            rest_q = rest_q.index_select(0, query_rows)
         _, k, v = layer.split(_product(y, to_kv, rest_kv), angles)
-        q = layer.turn(_product(y.index_select(0, asking), to_q, rest_q), angles[asking])
+        q = layer.turn(_product(y.index_select(0, query_rows), to_q, rest_q), angles[query_rows])
         return q, k, v
 
 

@@ -49,18 +49,18 @@ def query_blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[
         like: something in the dtype and place of the keys.
     """
     budget = SCORE_BYTES.get(like.device.type, SCORE_BYTES["cuda"]) // (heads * like.itemsize)
-    found = []
+    blocks = []
     starts, counts = text.unique_consecutive(return_counts=True)
-    seen = place.tolist()
-    at = 0
+    last_keys = place.tolist()
+    start = 0
     for begin, count in zip(starts.tolist(), counts.tolist(), strict=True):
-        stop = at + count
-        size = max(MIN_QUERIES, budget // (seen[stop - 1] + 1 - begin))
-        for first in range(at, stop, size):
+        stop = start + count
+        size = max(MIN_QUERIES, budget // (last_keys[stop - 1] + 1 - begin))
+        for first in range(start, stop, size):
             last = min(first + size, stop)
-            found.append(Block(first, last, begin, seen[last - 1] + 1, seen[first] + 1))
-        at = stop
-    return found
+            blocks.append(Block(first, last, begin, last_keys[last - 1] + 1, last_keys[first] + 1))
+        start = stop
+    return blocks
 
 
 class _Attention(torch.autograd.Function):
@@ -75,43 +75,46 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, *keys_values)
         with torch.autocast(q.device.type, enabled=False):
             heads = _Heads(look, q, keys_values)
-            out, own = torch.empty_like(heads.queries), torch.empty_like(heads.own)
+            out, later_weights = torch.empty_like(heads.queries), torch.empty_like(heads.later_scores)
             for part in heads:
                 weight = part.weights(0)
                 torch.bmm(weight[..., : part.seen], part.values, out=out[:, part.rows])
-                own[:, part.rows] = weight[..., part.seen :]
-            for i, v in enumerate(heads.own_values):
-                heads.apart(out).addcmul_(heads.apart(own)[..., i, None], v)
-        return heads.whole(out)
+                later_weights[:, part.rows] = weight[..., part.seen :]
+            for i, v in enumerate(heads.later_values):
+                heads.split_group(out).addcmul_(heads.split_group(later_weights)[..., i, None], v)
+        return heads.by_query(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, *keys_values = ctx.saved_tensors
         heads = _Heads(ctx.look, q, keys_values)
-        back = heads.by_head(grad)
-        to_q, to_k, to_v = (
-            torch.empty_like(back),
+        grad_out = heads.by_head(grad)
+        grad_q, grad_k, grad_v = (
+            torch.empty_like(grad_out),
             torch.zeros_like(heads.keys),
             torch.zeros_like(heads.values),
         )
-        own, slopes = torch.empty_like(heads.own), heads.with_own(back, heads.own_values)
+        later_weights, grad_later = (
+            torch.empty_like(heads.later_scores),
+            heads.later_products(grad_out, heads.later_values),
+        )
         for part in heads:
             n, rows, keys = part.seen, part.rows, part.columns
-            weight, slope = part.weights(0), part.buffer(1)
-            torch.bmm(back[:, rows], part.values.mT, out=slope[..., :n])
-            slope[..., n:] = slopes[:, rows]
+            weight, grad_scores = part.weights(0), part.buffer(1)
+            torch.bmm(grad_out[:, rows], part.values.mT, out=grad_scores[..., :n])
+            grad_scores[..., n:] = grad_later[:, rows]
             # private API: torch has no public softmax backward into a given buffer.
-            torch._softmax_backward_data(slope, weight, -1, weight.dtype, grad_input=slope)
-            torch.bmm(slope[..., :n], part.keys, out=to_q[:, rows])
-            to_k[:, keys].baddbmm_(slope[..., :n].mT, heads.queries[:, rows])
-            to_v[:, keys].baddbmm_(weight[..., :n].mT, back[:, rows])
-            own[:, rows], slopes[:, rows] = weight[..., n:], slope[..., n:]
-        grads_k, grads_v = [to_k.transpose(0, 1)], [to_v.transpose(0, 1)]
-        for i, k in enumerate(heads.own_keys):
-            heads.apart(to_q).addcmul_(heads.apart(slopes)[..., i, None], k)
-            grads_k.append(heads.to_own(slopes[..., i, None] * heads.queries, i))
-            grads_v.append(heads.to_own(own[..., i, None] * back, i))
-        return None, heads.whole(to_q.mul_(heads.scale)), *grads_k, *grads_v
+            torch._softmax_backward_data(grad_scores, weight, -1, weight.dtype, grad_input=grad_scores)
+            torch.bmm(grad_scores[..., :n], part.keys, out=grad_q[:, rows])
+            grad_k[:, keys].baddbmm_(grad_scores[..., :n].mT, heads.queries[:, rows])
+            grad_v[:, keys].baddbmm_(weight[..., :n].mT, grad_out[:, rows])
+            later_weights[:, rows], grad_later[:, rows] = weight[..., n:], grad_scores[..., n:]
+        grads_k, grads_v = [grad_k.transpose(0, 1)], [grad_v.transpose(0, 1)]
+        for i, k in enumerate(heads.later_keys):
+            heads.split_group(grad_q).addcmul_(heads.split_group(grad_later)[..., i, None], k)
+            grads_k.append(heads.scatter_later(grad_later[..., i, None] * heads.queries, i))
+            grads_v.append(heads.scatter_later(later_weights[..., i, None] * grad_out, i))
+        return None, heads.by_query(grad_q.mul_(heads.scale)), *grads_k, *grads_v
 
 
 class _Heads:
@@ -122,24 +125,24 @@ class _Heads:
     Attributes:
         queries: (G, Q, dim), scaled.
         keys: (G, N, dim) of the first step; `values` alike.
-        own_keys: for each later step (G, M, 1, dim), the key of every anchor; `own_values` alike.
-        own: (G, Q, steps) their scores.
+        later_keys: for each later step (G, M, 1, dim), the key of every anchor; `later_values` alike.
+        later_scores: (G, Q, steps) their scores.
     """
 
     def __init__(self, look: Visibility, q: Tensor, keys_values: Sequence[Tensor]) -> None:
         steps = len(keys_values) // 2
         keys, values = keys_values[:steps], keys_values[steps:]
-        self.look, self.scale, self.group = look, q.shape[-1] ** -0.5, keys[0].shape[1]
-        self.each = q.shape[1] // self.group  # query heads of a key head
+        self.look, self.scale, self.kv_heads = look, q.shape[-1] ** -0.5, keys[0].shape[1]
+        self.group_size = q.shape[1] // self.kv_heads  # query heads of a key head
         self._sizes = [len(k) for k in keys[1:]]
         self.queries = self.by_head(q) * self.scale
         self.keys, self.values = (t[0].transpose(0, 1).contiguous() for t in (keys, values))
-        self.own_keys = [self._own(k, i) for i, k in enumerate(keys[1:])]
-        self.own_values = [self._own(v, i) for i, v in enumerate(values[1:])]
-        self.own = self.with_own(self.queries, self.own_keys)
+        self.later_keys = [self._gather_later(k, i) for i, k in enumerate(keys[1:])]
+        self.later_values = [self._gather_later(v, i) for i, v in enumerate(values[1:])]
+        self.later_scores = self.later_products(self.queries, self.later_keys)
         most = max((b.last - b.first) * (b.end - b.begin + steps - 1) for b in look.blocks)
         # New memory costs as much as a pass over it.
-        self.buffers = q.new_empty(2, self.group * self.each * most)
+        self.buffers = q.new_empty(2, self.kv_heads * self.group_size * most)
 
     def __iter__(self) -> Iterator[_Part]:
         for block in self.look.blocks:
@@ -147,29 +150,29 @@ class _Heads:
 
     def by_head(self, x: Tensor) -> Tensor:
         """(M, heads, dim) -> (G, Q, dim)."""
-        return x.unflatten(1, (self.group, -1)).transpose(0, 1).flatten(1, 2)
+        return x.unflatten(1, (self.kv_heads, -1)).transpose(0, 1).flatten(1, 2)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def by_query(self, x: Tensor) -> Tensor:
         """The inverse of `by_head`."""
-        return self.apart(x).transpose(0, 1).flatten(1, 2)
+        return self.split_group(x).transpose(0, 1).flatten(1, 2)
 
-    def _own(self, x: Tensor, i: int) -> Tensor:
+    def _gather_later(self, x: Tensor, i: int) -> Tensor:
         """(M', G, dim) of a later step -> (G, M, 1, dim)."""
         return x.index_select(0, self.look.places[1 + i]).transpose(0, 1)[:, :, None]
 
-    def apart(self, x: Tensor) -> Tensor:
+    def split_group(self, x: Tensor) -> Tensor:
         """(G, Q, ...) -> (G, M, query heads of a key head, ...), a view."""
-        return x.unflatten(1, (-1, self.each))
+        return x.unflatten(1, (-1, self.group_size))
 
-    def to_own(self, grad: Tensor, i: int) -> Tensor:
-        """The gradient's way back through `_own`: what several queries read gets the sum."""
-        rows = self.apart(grad).sum(2).transpose(0, 1)  # (M, G, dim)
+    def scatter_later(self, grad: Tensor, i: int) -> Tensor:
+        """The gradient's way back through `_gather_later`: what several queries read gets the sum."""
+        rows = self.split_group(grad).sum(2).transpose(0, 1)  # (M, G, dim)
         whole = rows.new_zeros(self._sizes[i], *rows.shape[1:])
         return whole.index_copy_(0, self.look.places[1 + i], rows)
 
-    def with_own(self, x: Tensor, own: Sequence[Tensor]) -> Tensor:
+    def later_products(self, x: Tensor, later: Sequence[Tensor]) -> Tensor:
         """(G, Q, dim) -> (G, Q, steps) products with what belongs to each query."""
-        products = [(self.apart(x) * other).sum(-1).flatten(1) for other in own]
+        products = [(self.split_group(x) * other).sum(-1).flatten(1) for other in later]
         return torch.stack(products, -1) if products else x.new_empty(*x.shape[:2], 0)
 
     def _mask(self, block: Block) -> Tensor | None:
@@ -192,21 +195,25 @@ class _Part:
 
     def __init__(self, heads: _Heads, block: Block, mask: Tensor | None) -> None:
         self._heads, self._mask = heads, mask
-        self.rows = slice(block.first * heads.each, block.last * heads.each)
+        self.rows = slice(block.first * heads.group_size, block.last * heads.group_size)
         self.columns = slice(block.begin, block.end)
         self._full, self.seen = block.full - block.begin, block.end - block.begin
         self.keys, self.values = heads.keys[:, self.columns], heads.values[:, self.columns]
 
     def buffer(self, which: int) -> Tensor:
         """(G, m, n + steps), with anything in it."""
-        shape = self._heads.group, self.rows.stop - self.rows.start, self.seen + len(self._heads.own_keys)
+        shape = (
+            self._heads.kv_heads,
+            self.rows.stop - self.rows.start,
+            self.seen + len(self._heads.later_keys),
+        )
         return self._heads.buffers[which, : math.prod(shape)].view(shape)
 
     def weights(self, which: int) -> Tensor:
         """(G, m, n + steps) that sum to 1, in a buffer."""
         score, n = self.buffer(which), self.seen
         torch.bmm(self._heads.queries[:, self.rows], self.keys.mT, out=score[..., :n])
-        score[..., n:] = self._heads.own[:, self.rows]
+        score[..., n:] = self._heads.later_scores[:, self.rows]
         if self._mask is not None:
             score[..., self._full : n].unflatten(1, (len(self._mask), -1)).add_(self._mask)
         return torch.softmax(score, -1, out=score)

@@ -73,12 +73,12 @@ class Bigram(Drafter):
         """Count every token that the target wrote, and the token before it."""
         vocab = self.seen.shape[0]
         pairs, number = np.empty(0, np.int64), np.empty(0, np.int64)
-        waiting: list[np.ndarray] = []
+        pending: list[np.ndarray] = []
 
-        def settle() -> None:
+        def merge_counts() -> None:
             nonlocal pairs, number
-            new, count = np.unique(np.concatenate([*waiting, pairs[:0]]), return_counts=True)
-            waiting.clear()
+            new, count = np.unique(np.concatenate([*pending, pairs[:0]]), return_counts=True)
+            pending.clear()
             both, place = np.unique(np.concatenate([pairs, new]), return_inverse=True)
             number = np.bincount(place, np.concatenate([number, count]), len(both)).astype(np.int64)
             pairs = both
@@ -86,33 +86,33 @@ class Bigram(Drafter):
         for text in texts:
             tokens = np.asarray(text.tokens, np.int64)
             written = np.asarray(text.loss_mask[1:], bool)
-            waiting.append((tokens[:-1] * vocab + tokens[1:])[written])
-            if sum(map(len, waiting)) > CHUNK:
-                settle()
-        settle()
+            pending.append((tokens[:-1] * vocab + tokens[1:])[written])
+            if sum(map(len, pending)) > CHUNK:
+                merge_counts()
+        merge_counts()
         self._tabulate(*np.divmod(pairs, vocab), number)
         total = int(number.sum())
         return f"{total:,} pairs counted, {len(pairs):,} of them different; nothing is trained"
 
     def _tabulate(self, first: np.ndarray, second: np.ndarray, number: np.ndarray) -> None:
         """Fill the table from the counts of pairs (first, second)."""
-        seen = np.bincount(second, number, self.seen.shape[0])
+        unigrams = np.bincount(second, number, self.seen.shape[0])
         order = np.lexsort((second, -number, first))  # by token, then the most frequent first
         first, second, number = first[order], second[order], number[order]
         rank = np.arange(len(first)) - np.searchsorted(first, first)
-        kept = rank < self.tokens.shape[1]
+        in_table = rank < self.tokens.shape[1]
         for table, values in ((self.tokens, second), (self.counts, number)):
             full = np.zeros(table.shape, np.int32)
-            full[first[kept], rank[kept]] = values[kept]
+            full[first[in_table], rank[in_table]] = values[in_table]
             table.copy_(torch.from_numpy(full))
-        self.seen.copy_(torch.from_numpy(seen.astype(np.int64)))
+        self.seen.copy_(torch.from_numpy(unigrams.astype(np.int64)))
 
     def logits(self, token: Tensor, dtype: torch.dtype) -> Tensor:
         """(...) tokens -> (..., V) logits of what follows them."""
-        wide = torch.promote_types(dtype, torch.float32)
-        seen = self.seen.to(wide) + 1
-        mass = (self.prior * seen / seen.sum()).expand(*token.shape, -1)  # (..., V)
-        return mass.scatter_add(-1, self.tokens[token].long(), self.counts[token].to(wide)).log()
+        float_dtype = torch.promote_types(dtype, torch.float32)
+        unigrams = self.seen.to(float_dtype) + 1
+        mass = (self.prior * unigrams / unigrams.sum()).expand(*token.shape, -1)  # (..., V)
+        return mass.scatter_add(-1, self.tokens[token].long(), self.counts[token].to(float_dtype)).log()
 
     # -- decoding face -----------------------------------------------------------------------
 

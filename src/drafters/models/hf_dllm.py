@@ -158,19 +158,19 @@ class Dllm(HFModelDrafter, TextDrafter):
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """A window for every anchor that is taken: what is before the masks may not see what is after."""
         length = batch.tokens.shape[1]
-        every = supervised_anchors(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (N,)
-        if not len(every):
+        candidates = supervised_anchors(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (N,)
+        if not len(candidates):
             return
-        count = len(batch.tokens) * self.anchors if self.training else len(every)
-        anchor, masked = sample_anchors(every, count, batch.seed), self.masked  # (M,)
+        count = len(batch.tokens) * self.anchors if self.training else len(candidates)
+        anchor, masked = sample_anchors(candidates, count, batch.seed), self.masked  # (M,)
         window = masked.window(batch.tokens[anchor // length], (anchor % length + 2).tolist())
         hidden, head = masked.read(window), share_vocabulary(masked.head, target)  # (M, K, D')
-        weight = len(every) / len(anchor)  # those that are taken stand for all
+        weight = len(candidates) / len(anchor)  # those that are taken stand for all
         for depth in range(1, self.depth + 1):
-            stay = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
-            if not stay.any():
+            is_supervised = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
+            if not is_supervised.any():
                 return
-            yield DraftStep(hidden[stay, depth - 1], anchor[stay], depth, head, {}, weight)
+            yield DraftStep(hidden[is_supervised, depth - 1], anchor[is_supervised], depth, head, {}, weight)
 
     # -- decoding face -----------------------------------------------------------------------
 
@@ -198,23 +198,23 @@ class Dllm(HFModelDrafter, TextDrafter):
             states = masked.read(window)[:, : plan.depth]
             logits = fit_vocabulary(masked.head(states), target)
         levels = ParallelLogits(logits.unbind(1), states)
-        sure = self.confidence_of(lambda: levels.newest)
-        return expand(levels.first, levels.step, sampler, coin, plan, confidence=sure)
+        confidence = self.confidence_of(lambda: levels.newest)
+        return expand(levels.first, levels.step, sampler, coin, plan, confidence=confidence)
 
     def _denoise(self, masked: MaskedModel, window: Window, target: Target) -> Tensor:
         """(B, K, V) logits of every mask from the pass after which it was filled, or the last."""
         levels: Tensor | None = None
-        left = torch.ones_like(window.masks, dtype=torch.bool)  # not filled yet
-        for rest in range(self.steps, 0, -1):  # passes, this one included
+        unfilled = torch.ones_like(window.masks, dtype=torch.bool)  # not filled yet
+        for passes_left in range(self.steps, 0, -1):  # passes, this one included
             logits = fit_vocabulary(masked.head(masked.read(window)), target)
             if masked.mask_token < target.vocab_size:  # a mask in its own place would fill nothing
                 logits[..., masked.mask_token] = -torch.inf
-            levels = logits if levels is None else torch.where(left[..., None], logits, levels)
-            if rest > 1:
+            levels = logits if levels is None else torch.where(unfilled[..., None], logits, levels)
+            if passes_left > 1:
                 chance, token = levels.softmax(-1).max(-1)  # (B, K)
-                count = -(-int(left[0].sum()) // rest)
-                chosen = chance.masked_fill(~left, -1).topk(count).indices
+                count = -(-int(unfilled[0].sum()) // passes_left)
+                chosen = chance.masked_fill(~unfilled, -1).topk(count).indices
                 filled = window.tokens.scatter(1, window.masks.gather(1, chosen), token.gather(1, chosen))
-                window, left = window._replace(tokens=filled), left.scatter(1, chosen, False)
+                window, unfilled = window._replace(tokens=filled), unfilled.scatter(1, chosen, False)
         assert levels is not None
         return levels

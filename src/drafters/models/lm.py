@@ -186,18 +186,18 @@ class DraftLM(HFModelDrafter):
         assert state.last is not None
         assert state.logits is not None
         last = state.last[:, None]  # (B, W, D') that the newest logits are read off
-        read = 0  # scratch slots behind the settled ones; never kept, so the next round writes over them
+        scratch = 0  # scratch slots behind the settled ones; never kept, so the next round writes over them
         reach: Tensor | None = None  # (B, W, m) which of them the last entries see; None: all
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
-            nonlocal last, read, reach
+            nonlocal last, scratch, reach
             rows, width = token.shape
             if reach is None and width > 1:
-                reach = torch.ones(rows, 1, read, dtype=torch.bool, device=token.device)
+                reach = torch.ones(rows, 1, scratch, dtype=torch.bool, device=token.device)
             if reach is not None:
                 reach = tree_visibility(reach, parent)
-            last = _read(state.lm, token, reach, read)
-            read += width
+            last = _read(state.lm, token, reach, scratch)
+            scratch += width
             return fit_vocabulary(state.lm.head(last), target)
 
         return expand(state.logits, step, sampler, coin, plan, confidence=self.confidence_of(lambda: last))

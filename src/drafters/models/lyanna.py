@@ -233,10 +233,10 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         if drafted is None or self.reuse.mode == "none":
             return
         # Of a draft that kept a tokens, counts = a + 1 depths lie behind the new root.
-        depth, gone = drafted.shape[1], torch.tensor(counts).to(root.device)
-        at = torch.arange(depth, device=root.device) + gone[:, None]  # (B, K)
-        at = at.clamp_max(depth - 1)[..., None].expand(-1, -1, drafted.shape[-1])
-        state.stale, state.left = drafted.gather(1, at), (depth - gone).clamp_min(0)
+        depth, num_settled = drafted.shape[1], torch.tensor(counts).to(root.device)
+        index = torch.arange(depth, device=root.device) + num_settled[:, None]  # (B, K)
+        index = index.clamp_max(depth - 1)[..., None].expand(-1, -1, drafted.shape[-1])
+        state.stale, state.left = drafted.gather(1, index), (depth - num_settled).clamp_min(0)
 
     @override
     def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
@@ -282,11 +282,11 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         """(B, K, D), each from the one before; keys and values stay scratch."""
         assert state.newest is not None
         _, newest = self.emit(state.newest)  # (B, 1, D)
-        found, rows = [newest], len(newest)
-        none = newest.new_zeros(1) if self.no_token is None else self.no_token
-        none = none.expand(rows, 1, -1)
+        states, rows = [newest], len(newest)
+        token_input = newest.new_zeros(1) if self.no_token is None else self.no_token
+        token_input = token_input.expand(rows, 1, -1)
         for k in range(1, depth):
-            seen = torch.ones(rows, 1, k, dtype=torch.bool, device=newest.device)
-            x = self.run_layers(state.store, none, found[-1], seen)
-            found.append(self.emit(x)[1])
-        return torch.cat(found, 1)
+            visible = torch.ones(rows, 1, k, dtype=torch.bool, device=newest.device)
+            x = self.run_layers(state.store, token_input, states[-1], visible)
+            states.append(self.emit(x)[1])
+        return torch.cat(states, 1)

@@ -176,15 +176,15 @@ class Medusa2(Medusa):
     def param_groups(self) -> list[ParamGroup]:
         tuned = [weight for weight in self.lora.parameters() if weight.requires_grad]
         ids = {id(weight) for weight in tuned}
-        (every,) = super().param_groups()
+        (group,) = super().param_groups()
         return [
-            every._replace(weights=[weight for weight in every.weights if id(weight) not in ids]),
+            group._replace(weights=[weight for weight in group.weights if id(weight) not in ids]),
             ParamGroup(tuned, self._lora_rate),
         ]
 
-    def _lora_rate(self, done: float) -> float:
-        risen = min(1.0, max(0.0, done / self.warmup - 1)) if self.warmup else 1.0
-        return self.lora_lr * risen
+    def _lora_rate(self, progress: float) -> float:
+        warmed_up = min(1.0, max(0.0, progress / self.warmup - 1)) if self.warmup else 1.0
+        return self.lora_lr * warmed_up
 
     @override
     def verifier(self, target: Target) -> Target:

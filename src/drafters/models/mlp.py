@@ -34,8 +34,8 @@ class Norm(nn.Module):
 
 def per_depth(depth: int, make: Callable[[int], nn.Module], alike: int) -> nn.ModuleList:
     """A module for every depth; from index `alike` on they are one, under many names."""
-    own = [make(i) for i in range(min(depth, alike + 1))]
-    return nn.ModuleList(own[min(i, alike)] for i in range(depth))
+    modules = [make(i) for i in range(min(depth, alike + 1))]
+    return nn.ModuleList(modules[min(i, alike)] for i in range(depth))
 
 
 class Speculator(ChainedHeadsDrafter):

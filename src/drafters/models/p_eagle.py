@@ -68,8 +68,8 @@ class PEagle(Eagle3):
         states = self._states(state, plan.depth)
         levels = ParallelLogits(head.product(states).unbind(1), states, head.shape)
         vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
-        sure = self.confidence_of(lambda: levels.newest)
-        return expand(levels.first, levels.step, sampler, coin, plan, vocabulary, sure)
+        confidence = self.confidence_of(lambda: levels.newest)
+        return expand(levels.first, levels.step, sampler, coin, plan, vocabulary, confidence)
 
     def _states(self, state: RecurrentState, depth: int) -> Tensor:
         """(B, K, D) of all depths; keys and values of the masks stay scratch."""

@@ -50,8 +50,8 @@ class Corpus:
 
         low = bisect_left(range(self._size), pattern, key=prefix)
         high = bisect_right(range(self._size), pattern, low, key=prefix)
-        found = min(limit, high - low)
-        return [order[low + (high - low) * i // found] + n // 4 for i in range(found)]
+        count = min(limit, high - low)
+        return [order[low + (high - low) * i // count] + n // 4 for i in range(count)]
 
     def after(self, place: int, length: int) -> list[int]:
         """Up to `length` tokens from `place` on, to the end of their text."""
@@ -60,9 +60,12 @@ class Corpus:
 
     def agreement(self, place: int, pattern: bytes) -> int:
         """How many tokens before `place` equal the last ones of the pattern."""
-        ours = self._words[max(0, 4 * place - len(pattern)) : 4 * place]
+        preceding = self._words[max(0, 4 * place - len(pattern)) : 4 * place]
         n = 0
-        while n < len(ours) and ours[-n - 4 : len(ours) - n] == pattern[-n - 4 : len(pattern) - n]:
+        while (
+            n < len(preceding)
+            and preceding[-n - 4 : len(preceding) - n] == pattern[-n - 4 : len(pattern) - n]
+        ):
             n += 4
         return n // 4
 
@@ -73,11 +76,11 @@ def _suffix_order(tokens: np.ndarray, length: int) -> np.ndarray:
     Past the end of the corpus comes what is less than any token.
     """
     rank = np.unique(tokens.astype(np.uint32), return_inverse=True)[1].astype(np.int64) + 1
-    known = 1
-    while known < length:
-        later = np.concatenate([rank[known:], np.zeros(min(known, len(rank)), np.int64)])
+    sorted_length = 1
+    while sorted_length < length:
+        later = np.concatenate([rank[sorted_length:], np.zeros(min(sorted_length, len(rank)), np.int64)])
         rank = np.unique(rank * (len(rank) + 1) + later, return_inverse=True)[1] + 1
-        known *= 2
+        sorted_length *= 2
     return np.argsort(rank, kind="stable")
 
 
@@ -138,21 +141,21 @@ class Suffix(LookupDrafter):
     @override
     def fit(self, texts: Iterable[Text]) -> str:
         """Keep the newest rollouts: what the target wrote, and a match's length before it."""
-        kept: deque[np.ndarray] = deque()
+        texts_kept: deque[np.ndarray] = deque()
         size = total = rows = 0
         for text in texts:
             if 1 not in text.loss_mask:
                 continue
             begin = max(0, list(text.loss_mask).index(1) - self.longest)
-            kept.append(np.array([*text.tokens[begin:], PAD], np.int32))
-            rows, size, total = rows + 1, size + len(kept[-1]), total + len(kept[-1])
+            texts_kept.append(np.array([*text.tokens[begin:], PAD], np.int32))
+            rows, size, total = rows + 1, size + len(texts_kept[-1]), total + len(texts_kept[-1])
             while size > self.settings["max_tokens"]:
-                size -= len(kept.popleft())
-        self.corpus = torch.from_numpy(np.concatenate([np.empty(0, np.int32), *kept]))
+                size -= len(texts_kept.popleft())
+        self.corpus = torch.from_numpy(np.concatenate([np.empty(0, np.int32), *texts_kept]))
         self.settings["size"] = size
         self._index = None
         return (
-            f"the newest {len(kept):,} of {rows:,} rollouts kept, {size:,} of {total:,} tokens "
+            f"the newest {len(texts_kept):,} of {rows:,} rollouts kept, {size:,} of {total:,} tokens "
             f"(at most {self.settings['max_tokens']:,}), {size * 4 / 2**20:.1f} MiB; nothing is trained"
         )
 
@@ -170,23 +173,22 @@ class Suffix(LookupDrafter):
     def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
         assert self._index is not None
         newest = np.array(history.tokens[-self.longest :], ">i4").tobytes()
-        lines, agreed = [], []
+        continuations, agreements = [], []
         for place in history.matches(self.matches):
-            lines.append(history.after(place, plan.depth))
-            agreed.append(history.agreement(place, self.longest))
+            continuations.append(history.after(place, plan.depth))
+            agreements.append(history.agreement(place, self.longest))
         for place in self._recalled(newest):
-            lines.append(self._index.after(place, plan.depth))
-            agreed.append(self._index.agreement(place, newest))
-        reach = int(self.factor * max(agreed, default=0))
-        weights = [self.growth**n for n in agreed]
-        return heaviest_tree([line[:reach] for line in lines], weights, plan, self.min_probability)
+            continuations.append(self._index.after(place, plan.depth))
+            agreements.append(self._index.agreement(place, newest))
+        reach = int(self.factor * max(agreements, default=0))
+        weights = [self.growth**n for n in agreements]
+        return heaviest_tree([line[:reach] for line in continuations], weights, plan, self.min_probability)
 
     def _recalled(self, newest: bytes) -> list[int]:
         """Places in the corpus that follow the newest tokens, the longest matches first."""
         assert self._index is not None
-        found: dict[int, None] = {}
+        places: dict[int, None] = {}
         for n in reversed(self.orders):
-            if 4 * n <= len(newest) and len(found) < self.matches:
-                places = self._index.matches(newest[-4 * n :], self.matches)
-                found |= dict.fromkeys(places)
-        return list(found)[: self.matches]
+            if 4 * n <= len(newest) and len(places) < self.matches:
+                places |= dict.fromkeys(self._index.matches(newest[-4 * n :], self.matches))
+        return list(places)[: self.matches]
