@@ -1,4 +1,4 @@
-"""What every drafter is: a module that unrolls for training and proposes for decoding."""
+"""Base class of drafters: a module that unrolls for training and proposes drafts for decoding."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from decode.sampling import Sampler
 class Batch(NamedTuple):
     """Target rollouts, right-padded.
 
-    Positions: anchor t knows tokens up to x_{t+1} and taps up to t; depth j (from 1) predicts
+    Positions: anchor t sees tokens up to x_{t+1} and taps up to t; depth j (from 1) predicts
     x_{t+1+j}, and its teacher is the target's row at t + j.
     """
 
     tokens: Tensor  # (B, T)
     loss_mask: Tensor  # (B, T) bool: True where the target wrote token i
     taps: Tensor  # (B, T, L, D)
-    last: Tensor  # (B, T, D) the target head's input: teacher rows are head(last)
-    seed: int = 0  # of whatever noise the drafter adds: a function of the optimizer step
-    progress: float = 1.0  # share of the training steps that are done, for what changes over a run
+    last: Tensor  # (B, T, D) input of the target's head: teacher logits are head(last)
+    seed: int = 0  # of the drafter's noise, a function of the optimizer step
+    progress: float = 1.0  # completed share of the training steps, for schedules
 
 
 class DraftStep(NamedTuple):
@@ -41,12 +41,12 @@ class DraftStep(NamedTuple):
     Attributes:
         hidden: (M, D') of the supervised anchors; (M, D' + r) where the head has a `side`.
         anchor: (M,) flat index b * T + t.
-        depth: j >= 1; 0 for the target's own law of x_{t+1}, from a drafter that tunes the target.
-        head: turns hidden into logits.
-        aux: named (M,) losses beside the divergence, unweighted.
-        weight: of all its rows, or (M,) of each, times what the objective gives.
-        training_only: taught beside the draft of the same depth and anchors, with that one's weights, but
-            never drafted from: no alpha of it counts.
+        depth: j >= 1; 0 for the target's own prediction of x_{t+1}, from a drafter that tunes the target.
+        head: maps hidden to logits.
+        aux: named auxiliary losses, (M,) each, unweighted.
+        weight: factor on the objective's weights, one for all rows or (M,).
+        training_only: an extra loss term with the weights of the step of the same depth and anchors;
+            never drafted from, so it does not count in alpha.
     """
 
     hidden: Tensor
@@ -59,18 +59,16 @@ class DraftStep(NamedTuple):
 
 
 def constant_rate(progress: float) -> float:
-    """The run's own learning rate, at every step."""
+    """Factor 1 on the learning rate at every step."""
     del progress
     return 1.0
 
 
 class ParamGroup(NamedTuple):
-    """Weights that share a learning rate."""
+    """Parameters that share a learning rate."""
 
     weights: list[nn.Parameter]
-    rate: Callable[[float], float] = (
-        constant_rate  # share of the steps that are done -> factor of optimizer.lr
-    )
+    rate: Callable[[float], float] = constant_rate  # completed share of the steps -> factor on optimizer.lr
 
 
 class Text(NamedTuple):
@@ -87,20 +85,20 @@ def constructor_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def supervised_anchors(loss_mask: Tensor, depth: int) -> Tensor:
-    """(B, T) bool: anchors that are still in the unroll at `depth`.
+    """(B, T) bool: anchors whose labels x_{t+2} .. x_{t+1+depth} are all supervised.
 
-    An anchor leaves at its first unsupervised depth: x_{t+2} .. x_{t+1+depth} all count.
+    An anchor leaves the unroll at its first unsupervised depth.
     """
     alive = torch.ones_like(loss_mask)
     for j in range(1, depth + 1):
-        shifted = torch.zeros_like(loss_mask)
-        shifted[:, : -(1 + j)] = loss_mask[:, 1 + j :]
-        alive = alive & shifted
+        label_mask = torch.zeros_like(loss_mask)
+        label_mask[:, : -(1 + j)] = loss_mask[:, 1 + j :]  # of x_{t+1+j}, at t
+        alive = alive & label_mask
     return alive
 
 
 def sample_anchors(anchors: Tensor, count: int, seed: int) -> Tensor:
-    """`count` of (N,) anchors, ascending, each as likely as any other; all, if there are no more."""
+    """A uniform sample of `count` of (N,) anchors, ascending; all of them if there are no more."""
     if count >= len(anchors):
         return anchors
     chosen = torch.randperm(len(anchors), generator=torch.Generator().manual_seed(seed))[:count]
@@ -108,15 +106,15 @@ def sample_anchors(anchors: Tensor, count: int, seed: int) -> Tensor:
 
 
 class Origin(NamedTuple):
-    """Whom a drafter was made for, and where it was read.
+    """The target that a drafter was trained for, and the folder it was loaded from.
 
     Attributes:
-        name: path or hub id of the target; "": nobody said.
-        revision: commit of a hub id, where it is known.
+        name: path or hub id of the target; "" if unknown.
+        revision: commit of a hub id; None if unknown.
         fingerprint: of the target's weights, `Target.fingerprint`.
-        tokenizer: hash of what the target's tokenizer calls each id; "": it has none to be read.
-        folder: that the drafter was read from; None: it was made here.
-        sample: of the weights that were read, to tell whether they are still these.
+        tokenizer: hash of the target's vocabulary; "" without a readable tokenizer.
+        folder: the checkpoint folder; None for a drafter built in this process.
+        sample: hash of the weights as loaded, to detect later changes.
     """
 
     name: str
@@ -128,21 +126,21 @@ class Origin(NamedTuple):
 
 
 class Drafter(nn.Module, ABC):
-    """Base class. A new drafter is one file here, one yaml in conf/drafter, one contract row.
+    """Base class. A new drafter is a file in drafters/models, a yaml in conf/drafter, a registry line.
 
-    Constructors take plain values, kept in `settings` and written to config.json; `for_target`
-    fills in what follows from the target.
+    Constructors take plain values, which are kept in `settings` and written to config.json;
+    `for_target` fills in sizes that follow from the target.
 
     Attributes:
-        taps: layer ids (inputs of decoder layers) or "last" that the drafter reads.
-        aux_weights: weight of each named auxiliary loss, unless `aux_weights_at` says otherwise.
-        proposals: where its tokens may come from, as `Plan.proposal` has it.
-        depth_invariant: its row for depth j at anchor t is its row for depth 1 at anchor t + j - 1, as in
-            any model that reads the text alone; `unroll` then yields depth 1 and nothing else.
-        max_depth: levels that it can draft; None: any number.
-        confidence: says from a state how likely its token is to be accepted; None: nothing does.
-        warm_starts_from: another drafter's short name whose weights it may begin with, or "".
-        origin: known once it was saved or loaded.
+        taps: hidden states that the drafter reads: layer ids (inputs of decoder layers) or "last".
+        aux_weights: weight of each auxiliary loss; see `aux_weights_at` for schedules.
+        proposals: supported values of `Plan.proposal`.
+        depth_invariant: the prediction for depth j at anchor t is the one for depth 1 at t + j - 1, as in
+            any language model; `unroll` then yields depth 1 only.
+        max_depth: maximum draft length; None: unlimited.
+        confidence: head that predicts from a state whether its token will be accepted; None: no head.
+        warm_starts_from: short name of another drafter whose checkpoints may initialise this one, or "".
+        origin: set when the drafter is saved or loaded.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -166,127 +164,127 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def restore(cls, settings: dict[str, Any], target: Target) -> Self:
-        """As `settings` have it, for `load_state_dict` to fill with what was saved."""
+        """Build from the `settings` of a config.json; `load_state_dict` fills in the weights."""
         del target
         return cls(**settings)
 
     @property
     def unsaved_names(self) -> frozenset[str]:
-        """Names in `state_dict` of what is another model's and frozen: in no checkpoint."""
+        """Names in `state_dict` of another model's frozen weights, which checkpoints leave out."""
         return frozenset()
 
     def save_separately(self, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-        """Write those that have a file of their own into a checkpoint's folder, and give the others."""
+        """Write tensors that have their own file format into the checkpoint folder; return the others."""
         del folder
         return tensors
 
-    # -- training face -----------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------
 
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """Yield predictions for depth 1, 2, ...; the objective decides how to score them."""
-        raise NotImplementedError(f"{type(self).__name__} is used as it is")
+        """Yield predictions for depth 1, 2, ...; the objective computes losses from them."""
+        raise NotImplementedError(f"{type(self).__name__} has no training")
 
     @property
     def trains(self) -> bool:
-        """Whether there is anything to fit; one without an `unroll` is scored as it is."""
+        """Whether it has trainable weights; a drafter without `unroll` is scored untrained."""
         return type(self).unroll is not Drafter.unroll
 
     def aux_weights_at(self, progress: float) -> Mapping[str, float]:
-        """Weights of the named auxiliary losses, when a share `progress` of the steps is done."""
+        """Weights of the auxiliary losses after a share `progress` of the training steps."""
         del progress
         return self.aux_weights
 
     def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What a drafter of this class saved, with its settings, as it fits here.
+        """Convert saved weights of this class with other `settings` for a warm start.
 
         Raises:
-            UserError: it cannot.
+            UserError: they cannot be converted.
         """
         del settings
         return weights
 
     def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the drafter that it `warm_starts_from`, by the names they have here."""
+        """Rename weights of the drafter that it `warm_starts_from`."""
         return weights
 
     def param_groups(self) -> list[ParamGroup]:
-        """What trains, by learning rate; none is left out."""
+        """All trainable parameters, by learning rate."""
         return [ParamGroup([weight for weight in self.parameters() if weight.requires_grad])]
 
     def shardable_modules(self) -> Iterable[nn.Module]:
-        """Parts whose weights only their own forward pass reads, and that every unroll runs.
+        """Modules whose weights only their own forward pass reads, and that every unroll runs.
 
-        Engines that cut weights up (FSDP2, ZeRO-3) gather these one by one, and all else at once.
+        FSDP2 and ZeRO-3 gather these one by one, and all other weights at once.
         """
         return ()
 
     def checkpoint_gradients(self) -> None:
-        """Make activations again in the backward pass instead of keeping them (arXiv:1604.06174).
+        """Recompute activations in the backward pass instead of storing them (arXiv:1604.06174).
 
         Raises:
-            UserError: a drafter of heads alone, which keeps too little for it to help.
+            UserError: the drafter stores too little for it to help.
         """
         raise UserError("gradient_checkpointing: this drafter keeps next to nothing; leave it false")
 
     def as_target(self, target: Target) -> Target:
-        """A frozen copy that writes texts by itself, in the target's dtype: for on-policy training.
+        """A frozen copy that generates text on its own, in the target's dtype, for on-policy training.
 
         Raises:
-            UserError: a drafter that has nothing to say without the target.
+            UserError: the drafter needs the target's hidden states.
         """
         del target
         raise UserError("on_policy: this drafter writes no text without the target; set on_policy.share=0")
 
     @property
     def state_size(self) -> int | None:
-        """Of the hidden states that its laws are read off; None: there is not one for each law."""
+        """Size of the hidden states that its distributions are computed from; None: no such states."""
         return self.settings.get("hidden_size")
 
     def add_confidence(self) -> None:
-        """Give it a confidence head.
+        """Add a confidence head.
 
         Raises:
-            UserError: a drafter without a state for each of its laws.
+            UserError: the drafter has no hidden state for each of its distributions.
         """
         if self.state_size is None:
             raise UserError(
-                "drafter.confidence=true: this drafter reads its laws off no hidden states, one for each; "
+                "drafter.confidence=true: this drafter has no hidden state for each of its distributions; "
                 "leave it false"
             )
         self.confidence = Confidence(self.state_size)
 
-    # -- what is counted rather than trained ---------------------------------------------------
+    # -- counting, before training -------------------------------------------------------------
 
     def fit(self, texts: Iterable[Text]) -> str:
-        """Learn what takes no gradient from the rollouts, before the first step and save point.
+        """Fit what takes no gradient (counts, vocabularies) before the first training step.
 
-        A function of the rollouts alone: a resumed run fits again. Sizes that follow from it belong
-        into `settings`, everything else into buffers.
+        A function of the rollouts only: a resumed run fits again. Sizes that follow from it go into
+        `settings`, everything else into buffers.
 
         Args:
-            texts: the training rollouts, read once; never a held-out prompt.
+            texts: the training rollouts, read once; held-out prompts are not among them.
 
         Returns:
-            One line on what was learned.
+            One line that describes the result.
         """
-        raise NotImplementedError(f"{type(self).__name__} learns nothing without a gradient")
+        raise NotImplementedError(f"{type(self).__name__} fits nothing without a gradient")
 
     @property
     def needs_fit(self) -> bool:
-        """Whether there is something to count before the first save point."""
+        """Whether `fit` has to run before the first save point."""
         return type(self).fit is not Drafter.fit
 
-    # -- decoding face: satisfies decode.generation.types.Proposer -------------------------------------
+    # -- decoding: implements decode.generation.types.Proposer -----------------------------------
 
     def verifier(self, target: Target) -> Target:
-        """Whose law the output keeps: the target, or what a drafter that tunes it has made of it."""
+        """The model that decoding is lossless to: the target, or a tuned copy of it."""
         return target
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan whose nodes this drafter cannot make.
+        """Validate a plan for this drafter.
 
         Raises:
-            UserError: its proposal is none of `proposals`, or it is deeper than `max_depth`.
+            UserError: the proposal is not in `proposals`, or the depth exceeds `max_depth`.
         """
         if self.max_depth is not None and plan.depth > self.max_depth:
             raise UserError(
@@ -295,18 +293,18 @@ class Drafter(nn.Module, ABC):
             )
         if plan.depth and plan.proposal not in self.proposals:
             raise UserError(
-                f"decode.proposal={plan.proposal}: this drafter has no law to draw from; "
+                f"decode.proposal={plan.proposal}: this drafter has no distribution to draw from; "
                 f"set decode.proposal={' or '.join(self.proposals)}"
             )
 
     def confidence_of(self, newest: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
-        """For `expand`: the confidence head on (B, W, D) states of the newest level, if there is one."""
+        """The confidence head applied to `newest()`, (B, W, D) states of the last level, for `expand`."""
         head = self.confidence
         return None if head is None else lambda: head(newest())
 
     @abstractmethod
     def new_state(self, rows: int) -> Any:
-        """State for `rows` fresh sequences."""
+        """Empty state for `rows` sequences."""
 
     @abstractmethod
     def advance(
@@ -318,7 +316,7 @@ class Drafter(nn.Module, ABC):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        """Absorb settled tokens; see `decode.generation.types.Proposer.advance`."""
+        """Update the state with settled tokens; see `decode.generation.types.Proposer.advance`."""
 
     @abstractmethod
     def select(self, state: Any, rows: Sequence[int]) -> None:
@@ -326,20 +324,20 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
-        """Draft below the root without changing what `advance` built."""
+        """Draft below the root; what `advance` built stays unchanged."""
 
     def kv_bytes_per_token(self, state: Any) -> int:
-        """Bytes of keys and values that a settled token holds in `state`; none unless said."""
+        """Bytes of keys and values per settled token in `state`."""
         del state
         return 0
 
 
 class Confidence(nn.Module):
-    """sigmoid(w . s + b): the chance that the token drawn from the law that is read off state s is
-    accepted (DSpark, arXiv:2607.05147; SpecDec++, arXiv:2405.19715).
+    """Predicts from a drafter's state s whether the token sampled from it is accepted: sigmoid(w . s + b)
+    (DSpark, arXiv:2607.05147; SpecDec++, arXiv:2405.19715).
 
-    It is taught alpha = sum min(p, q), the exact chance, beside the drafter and not with it: states
-    are detached, so that what is drafted is the same with and without it. It begins at 1/2.
+    The label is the exact acceptance probability, alpha = sum min(p, q). States are detached, so the
+    drafter trains the same with and without it. The initial prediction is 1/2.
 
     Args:
         hidden_size: D of the states.
@@ -347,12 +345,12 @@ class Confidence(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        # Vectors, so that no optimizer takes them for a hidden matrix.
+        # Vectors: Muon treats every matrix as a hidden weight.
         self.weight = nn.Parameter(torch.zeros(hidden_size))
         self.bias = nn.Parameter(torch.zeros(1))
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., D + r) -> (...) logits; columns behind the first D are not read."""
+        """(..., D + r) -> (...) logits; columns after the first D are ignored."""
         states = hidden[..., : len(self.weight)].detach()
         return states.to(self.weight.dtype) @ self.weight + self.bias

@@ -1,4 +1,4 @@
-"""The drafters that there are, by name."""
+"""All drafters, by short name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 from decode.errors import UserError
 from drafters.base import Drafter
 
-# A closed table: what a downloaded config names is looked up here and nowhere else.
+# A closed table: the class that a downloaded config names is looked up here only.
 CLASSES = {
     "bigram": "drafters.models.bigram:Bigram",
     "dflash": "drafters.models.dflash:DFlash",
@@ -33,7 +33,7 @@ def drafter_class(name: str) -> type[Drafter]:
     """The class behind a short name.
 
     Raises:
-        UserError: a name that is not in the table.
+        UserError: the name is not in the table.
     """
     if name not in CLASSES:
         raise UserError(f"drafter {name!r} is not known; known are {', '.join(sorted(CLASSES))}")

@@ -1,4 +1,4 @@
-"""Growing chains: one, each row's as long as it is confident, or several side by side."""
+"""Draft chains: one per row, cut off by confidence, or several in parallel."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ def draft_chain(
     vocabulary: Vocabulary | None,
     confidence: Callable[[], Tensor] | None,
 ) -> Draft:
-    """One chain of the likeliest tokens or, with `warp`, of drawn ones.
+    """One chain per row, of the most likely tokens or, with `warp`, of sampled ones.
 
     With `plan.min_confidence` a row ends before the first node at which the product of confidences is
-    lower. What is drawn there has no part in that, so the tokens that are drawn keep their laws.
+    below it. The decision does not depend on the token sampled there, so that sampled tokens keep
+    their distribution and verification stays lossless.
     """
     first = torch.zeros(logits.shape[0], 1, dtype=torch.long, device=logits.device)
     alive = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-    confident, tokens, levels = alive.to(torch.promote_types(logits.dtype, torch.float32)), [], []
+    confident = alive.to(torch.promote_types(logits.dtype, torch.float32))  # (B,) product so far
+    tokens, levels = [], []  # (B,) and, if sampled, (B, V) of each level
     for level in range(plan.depth):
         probs = None if warp is None else probs_of(logits, warp, vocabulary)
         if plan.min_confidence:
             if confidence is not None:
                 confident = confident * confidence()[:, 0].to(confident.dtype).sigmoid()
-            else:  # at temperature 0 every law is sure of its token; what it was made from is not
+            else:  # at temperature 0 `probs` is one-hot: use the distribution before warping
                 confident = confident * _largest(logits, probs if warp and warp.temperature else None)
             alive = alive & (confident >= plan.min_confidence)
         if probs is not None:
             levels.append(probs)
             alive = alive & (probs.amax(-1) > 0)  # a chain ends where nothing can be drawn
-        if plan.min_confidence and not alive.any():  # asks the device, once a level
+        if plan.min_confidence and not alive.any():  # one synchronisation with the device per level
             break
         if probs is None:
-            token = target_ids(logits.max(-1).indices, vocabulary)  # `argmax` takes twice as long on a CPU
+            token = target_ids(logits.max(-1).indices, vocabulary)  # twice as fast as `argmax` on a CPU
         else:
             token = coin.draw(probs, Key(Purpose.PROPOSE, level), alive)
         may_end = probs is not None or plan.min_confidence
@@ -59,34 +61,35 @@ def draft_chain(
         empty = Draft.empty(len(alive), alive.device)
         if not levels:
             return empty
-        # Its rows draw by the keys of a row that drafts nothing beside one that does: a text is its own.
+        # Empty `laws` keep the random keys of these rows those of rows that draft nothing in a mixed batch.
         none = empty.tokens
         return replace(empty, laws=Laws(levels[0][:, None][:, :0], none, (), none.bool()))
     return Draft.chain(torch.stack(tokens, 1), torch.stack(levels[: len(tokens)], 1) if levels else None)
 
 
 def _largest(logits: Tensor, probs: Tensor | None) -> Tensor:
-    """(B,) the largest chance in (B, V) laws or, without them, in those of the (B, V') logits."""
+    """(B,) largest probability of (B, V) `probs` or, without them, of softmax((B, V') logits)."""
     return (Sampler(1.0).law(logits) if probs is None else probs).amax(-1)
 
 
 def draft_parallel_chains(
     logits: Tensor, step: Step, warp: Sampler, coin: Coin, plan: Plan, vocabulary: Vocabulary | None
 ) -> Draft:
-    """`plan.drafts` chains, each drawn by itself; node level * K + k is of chain k.
+    """`plan.drafts` chains, sampled independently; node level * K + k belongs to chain k.
 
-    Chains that agree so far are twins. Each of their tokens is a node of its own, as every draw has
-    to be examined, but what they draw next hangs from the first of them and has its law.
+    Chains with equal tokens so far are twins. Each token stays a node of its own, since verification
+    examines every draw, but the next tokens of twins are children of the first one and share its
+    distribution.
     """
     rows, count = logits.shape[0], plan.drafts
     index = torch.arange(count, device=logits.device)
-    twin = torch.zeros(rows, count, dtype=torch.long, device=logits.device)  # the first of each one's twins
+    twin = torch.zeros(rows, count, dtype=torch.long, device=logits.device)  # (B, K) first twin of each chain
     alive = torch.ones_like(twin, dtype=torch.bool)  # a chain ends where nothing can be drawn
     probs = probs_of(logits, warp, vocabulary)[:, None]  # (B, 1, V), then (B, K, V)
     q_levels, tokens = [probs], []
     parents, owners = [twin - 1], [twin[:, :1]]
     for level in range(plan.depth):
-        # Twins' rows are equal but for rounding; all are drawn from the one that the rule will read.
+        # Rows of twins differ by rounding only; sample all from the row that verification reads. (B, K, V)
         draw_probs = probs.expand(-1, count, -1).gather(1, twin[..., None].expand(-1, -1, probs.shape[-1]))
         alive = alive & (draw_probs.amax(-1) > 0)
         draws = coin.draw(draw_probs, Key(Purpose.PROPOSE, level * count), alive)
@@ -94,6 +97,7 @@ def draft_parallel_chains(
         if level + 1 == plan.depth:
             break
         logits = step(tokens[-1].clamp_min(0), twin)
+        # (B, K, K): twins before that also drew the same token; the first of them is the new twin.
         same = (twin[:, :, None] == twin[:, None]) & (tokens[-1][:, :, None] == tokens[-1][:, None])
         twin = same.int().argmax(-1)  # (B, K)
         probs = probs_of(logits.flatten(0, 1), warp, vocabulary).unflatten(0, logits.shape[:2])

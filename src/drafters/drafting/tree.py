@@ -1,4 +1,4 @@
-"""Growing a draft level by level, for any drafter that conditions on its own tokens."""
+"""Grow a draft level by level from a drafter's logits: chain, static tree, dynamic tree."""
 
 from __future__ import annotations
 
@@ -34,20 +34,19 @@ def expand(
         logits: (B, V) of the root's children; (B, V') over a reduced vocabulary.
         step: (tokens (B, W), parent (B, W)) -> (B, W, V) logits of the tokens' children, where
             `parent` indexes the W entries of the previous call (in the first call all are 0).
-            Tokens are the target's, whatever the vocabulary. (B, 1, V) where the
-            children of all of them are the same.
-        sampler: the law that sampled nodes are drawn from.
-        coin: draws them.
-        plan: shape.
-        vocabulary: of the logits, if it is not the target's. Tokens are chosen in it and then
-            named; a law that tokens are drawn from is 0 outside, which no rule minds.
-        confidence: () -> (B, W) logits, of the entries that the newest logits belong to, that a token
-            drawn from these is accepted; asked for once a level, and only where the plan looks.
+            Tokens are ids of the target. (B, 1, V) if all tokens of a level have the same children.
+        sampler: warpers of sampled nodes.
+        coin: source of randomness.
+        plan: shape of the draft.
+        vocabulary: reduced vocabulary of the logits; None: the target's. Tokens are chosen in it and
+            mapped to ids of the target; sampling probabilities outside are 0, which is lossless.
+        confidence: () -> (B, W) logits of acceptance, for the entries of the last `step`; called once
+            per level, and only if the plan has a `min_confidence`.
     """
     temperature = plan.draws_at(sampler.temperature)
     warp = None
     if temperature is not None:
-        # The drafter's own warpers may be anything; a penalty would need the history it has not.
+        # Any q is lossless. The repetition penalty is left out: it needs the history.
         warp = Sampler(temperature, sampler.top_k, sampler.top_p, sampler.min_p)
     if warp is not None and plan.drafts > 1:
         return draft_parallel_chains(logits, step, warp, coin, plan, vocabulary)
@@ -59,24 +58,24 @@ def expand(
 
 @dataclass
 class _Grower:
-    """Children of a level's nodes, and the laws they were drawn from.
+    """Chooses or samples children of nodes, and records the distributions they were sampled from.
 
     Args:
-        coin: draws.
-        warp: the law of sampled children; None where all are fixed.
+        coin: source of randomness.
+        warp: warpers of sampled children; None: all children are fixed.
         plan: proposal and width.
-        vocabulary: of the logits, if it is not the target's.
+        vocabulary: reduced vocabulary of the logits; None: the target's.
     """
 
     coin: Coin
     warp: Sampler | None
     plan: Plan
     vocabulary: Vocabulary | None = None
-    laws: list[Tensor] = field(default_factory=list)  # (B, W, V) of each level
+    probs: list[Tensor] = field(default_factory=list)  # (B, W, V) of each level
 
     @property
     def drawn(self) -> int:
-        """Sampled children a node has; they come first."""
+        """Number of sampled children of a node; they come before fixed ones."""
         if self.warp is None:
             return 0
         return 1 if self.plan.proposal == "hybrid" else self.plan.width
@@ -84,20 +83,20 @@ class _Grower:
     def children(self, logits: Tensor, fans: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """(B, W, V or V') or (B, 1, V) logits -> (B, W, C) tokens and log-scores of the nodes' children.
 
-        A score is the drafter's own estimate that the child will be the one accepted. A sampled
-        child's is a function of its parent's law, never of the token drawn, so ranking and cutting
-        by it leaves the law as it was.
+        A score estimates the probability that the child is the accepted one. The score of a sampled
+        child depends on its parent's distribution, never on the sampled token, so that ranking and
+        pruning by it keeps the distribution of the token.
 
         Args:
-            logits: of the nodes that are grown from.
-            fans: children that each of the W is to have; C is the most, ranks past a node's own
-                number mean nothing.
+            logits: of the expanded nodes.
+            fans: number of children of each of the W nodes; C is their maximum, and entries past a
+                node's number are to be ignored.
         """
         fan, vocab = max(fans), logits.shape[-1]
         count = min(fan, vocab)
         if self.warp is None:
             score, token = logits.log_softmax(-1, dtype=torch.float32).topk(count)
-            # NaN would rank above the parent; logits that are not finite have no likeliest token.
+            # NaN would rank above its parent.
             score = score.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
             token = target_ids(token, self.vocabulary)
         else:
@@ -108,13 +107,16 @@ class _Grower:
                 score = torch.zeros_like(token, dtype=probs.dtype)
             else:
                 token, score = self._one_drawn(probs, fans, count)
-        if count < fan:  # a vocabulary smaller than a node's children
+        if count < fan:  # fewer tokens than children
             token = F.pad(token, (0, fan - count), value=PAD)
             score = F.pad(score, (0, fan - count), value=-torch.inf)
         return token.expand(-1, len(fans), -1), score.expand(-1, len(fans), -1)
 
     def _one_drawn(self, probs: Tensor, fans: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
-        """One child drawn from what the node's likeliest tokens leave over, then those."""
+        """One child sampled from the distribution without the top tokens, followed by the top tokens.
+
+        Its score is the mass that the top tokens leave over.
+        """
         top_probs, token = probs.topk(count - 1)
         is_child = torch.tensor(fans, device=probs.device)[:, None] - 1 > torch.arange(
             count - 1, device=probs.device
@@ -125,9 +127,9 @@ class _Grower:
         return torch.cat([drawn, token], -1), torch.cat([mass, top_probs], -1).log()
 
     def _draw(self, probs: Tensor, count: int) -> Tensor:
-        """(B, W, V) laws -> (B, W, count) drawn children, `PAD` once nothing is left to draw."""
-        first = sum(q.shape[1] for q in self.laws)
-        self.laws.append(probs)
+        """(B, W, V) probs -> (B, W, count) sampled children; `PAD` once no mass is left."""
+        first = sum(q.shape[1] for q in self.probs)
+        self.probs.append(probs)
         tokens = []
         for number in range(count):
             drawable = probs.sum(-1) > 0  # (B, W)
@@ -146,36 +148,36 @@ class _Grower:
         depth: int,
         reach: Tensor | None = None,
     ) -> Draft:
-        """(B, N) tokens, parents, and child ranks; (B, Q) the slots that were grown from."""
-        if not self.laws:
+        """Build the draft from (B, N) tokens, parents and sibling ranks, and (B, Q) expanded slots."""
+        if not self.probs:
             return Draft(token, parent, depth, reach=reach)
-        levels = tuple(q.shape[1] for q in self.laws)
+        levels = tuple(q.shape[1] for q in self.probs)
         sampled = (rank < self.drawn).expand_as(token)
-        q = torch.cat(self.laws, 1)
+        q = torch.cat(self.probs, 1)
         ranked = not self.plan.tree
         laws = Laws(q, owner, levels, sampled, self.drawn, self.plan.replacement, ranked=ranked)
         return Draft(token, parent, depth, laws, reach=reach)
 
 
 def _dynamic(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
-    """EAGLE-2's tree (arXiv:2406.16858, section 4): expand the best, then keep the best of all.
+    """EAGLE-2's tree (arXiv:2406.16858, section 4): expand the best nodes, then keep the best of all.
 
-    What a drawn token changes, the scores below it, ranks below it, so it decides nothing about the
-    token itself.
+    A sampled token affects scores of its descendants only, which rank below it, so the selection does
+    not depend on the token itself.
     """
     best = _beam(logits, step, grow, plan)
     return grow.draft(best.tokens, best.parents, best.owner, best.rank, plan.depth)
 
 
 class Beam(NamedTuple):
-    """The best nodes of those that were looked at, parents before children.
+    """The best nodes of a beam search, parents before children.
 
     Attributes:
-        tokens: (B, N), `PAD` where there were fewer.
+        tokens: (B, N), `PAD` past a row's nodes.
         parents: (B, N), -1 for the root.
-        score: (B, N) log-probability of the path; -inf where there were fewer.
-        rank: (B, N) among its siblings.
-        owner: (B, Q) slots that were grown from; -1: left out.
+        score: (B, N) log-probability of the path; -inf past a row's nodes.
+        rank: (B, N) rank among its siblings.
+        owner: (B, Q) slots of expanded nodes; -1 if the node was dropped.
     """
 
     tokens: Tensor
@@ -186,39 +188,40 @@ class Beam(NamedTuple):
 
 
 def best_nodes(logits: Tensor, step: Step, coin: Coin, plan: Plan, limit: Tensor) -> Beam:
-    """`_beam` of chosen tokens in the target's vocabulary."""
+    """`_beam` with fixed children in the target's vocabulary."""
     return _beam(logits, step, _Grower(coin, None, plan), plan, limit)
 
 
 def _beam(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tensor | None = None) -> Beam:
-    """Grow level by level from the best of each, then keep the best of all.
+    """Expand the `plan.width` best nodes of each level, then keep the `plan.nodes` best of all levels.
 
-    Scores are log-probabilities of whole paths, so a child never outranks its parent and the kept
-    set is a tree; ties go to the older candidate.
+    Scores are log-probabilities of paths, so a child never outranks its parent and the selected nodes
+    form a tree; ties go to the older candidate.
 
     Args:
         logits: as in `expand`.
         step: as in `expand`.
         grow: makes children.
         plan: depth, width and nodes.
-        limit: (B,) levels of each row; None: all.
+        limit: (B,) maximum depth of each row; None: `plan.depth`.
     """
     rows, width = logits.shape[0], plan.width
-    beam = torch.zeros(rows, 1, dtype=torch.long, device=logits.device)  # candidate, counted from 1
+    # Candidates of all levels are numbered in order, from 1; 0 is the root.
+    beam = torch.zeros(rows, 1, dtype=torch.long, device=logits.device)
     score = torch.zeros(rows, 1, dtype=torch.float32, device=logits.device)
     child, gain = grow.children(logits[:, None], (width,))  # (B, W, C)
     scores, tokens, beams, total = [], [], [beam], 0
     for level in range(plan.depth):
-        reached = (score[..., None] + gain).flatten(1)
+        reached = (score[..., None] + gain).flatten(1)  # (B, W * C) log-probabilities of paths
         if limit is not None:
             reached = reached.masked_fill((limit <= level)[:, None], -torch.inf)
         scores.append(reached)
         tokens.append(child.flatten(1))
         if level + 1 < plan.depth:
             score, best = _best(scores[-1], width)
-            beams.append(best + (total + 1))
+            beams.append(best + (total + 1))  # numbers of the expanded candidates
             total += scores[-1].shape[1]
-            logits = step(tokens[-1].gather(1, best).clamp_min(0), best // width)
+            logits = step(tokens[-1].gather(1, best).clamp_min(0), best // width)  # PAD is read as token 0
             child, gain = grow.children(logits, (width,) * width)
     score, token, owner = torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(beams, 1)
     token = token.masked_fill(score == -torch.inf, PAD)
@@ -226,20 +229,20 @@ def _beam(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tensor |
     slot_of = torch.zeros(rows, score.shape[1] + 1, dtype=torch.long, device=selection.device)
     order = torch.arange(1, selection.shape[1] + 1, device=selection.device).expand_as(selection)
     slot = slot_of.scatter(1, selection + 1, order).gather(1, owner)  # of each node that was grown from
-    # Candidates come in groups of siblings, one for each node grown from, in its order.
+    # Candidate i is a child of the (i // width)-th expanded node.
     node = slot.gather(1, selection // width) - 1
-    slot[:, 1:].masked_fill_(slot[:, 1:] == 0, -1)  # it was left out
+    slot[:, 1:].masked_fill_(slot[:, 1:] == 0, -1)  # expanded but not selected
     return Beam(token.gather(1, selection), node, score.gather(1, selection), selection % width, slot)
 
 
 def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(B, n) -> (B, count) the best and where they are, best first; of equals the first."""
+    """(B, n) -> (B, count) values and indices in descending order; a stable top-k."""
     value, index = score.sort(dim=-1, descending=True, stable=True)
     return value[:, :count], index[:, :count]
 
 
 def _static(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
-    """A tree whose form is known beforehand (Medusa, arXiv:2401.10774)."""
+    """A tree of fixed shape (Medusa, arXiv:2401.10774)."""
     rows, device = logits.shape[0], logits.device
     form = _form(plan.tree, device)
     logits, tokens = logits[:, None], []
@@ -248,7 +251,7 @@ def _static(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
         if grown is not None:
             logits = step(grown.clamp_min(0), level.entry.expand(rows, -1))
         child, _ = grow.children(logits, level.fans)  # (B, W, C)
-        if grown is not None:  # nothing hangs from a node that is not there
+        if grown is not None:  # a missing node has no children
             child = child.masked_fill((grown == PAD)[..., None], PAD)
         tokens.append(child.flatten(1)[:, level.taken])
     parents, owner = form.parents.expand(rows, -1), form.owner.expand(rows, -1)
@@ -258,18 +261,18 @@ def _static(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
 class _Level(NamedTuple):
     """One level of a static tree, as indices."""
 
-    grown: Tensor  # (W,) nodes that have children, within their own level
-    entry: Tensor  # (W,) their parents, within the level grown before
-    fans: tuple[int, ...]  # children of each
-    taken: Tensor  # nodes of the next level, within the (W * C) children
+    grown: Tensor  # (W,) nodes with children, as indices into their level
+    entry: Tensor  # (W,) their parents, as indices into the expanded nodes of the level above
+    fans: tuple[int, ...]  # number of children of each
+    taken: Tensor  # nodes of the next level, as indices into the (W * C) children
 
 
 class _Form(NamedTuple):
     levels: list[_Level]
-    owner: Tensor  # (1, Q) slots that are grown from, level by level
+    owner: Tensor  # (1, Q) slots of expanded nodes, level by level
     parents: Tensor  # (1, N)
-    reach: Tensor  # (1, S, S)
-    rank: Tensor  # (N,)
+    reach: Tensor  # (1, S, S) `Draft.ancestors`
+    rank: Tensor  # (N,) among siblings
 
 
 @lru_cache(maxsize=16)
@@ -280,7 +283,7 @@ def _form(tree: tuple[Path, ...], device: torch.device) -> _Form:
     owners: list[Path] = []
     parent_paths: list[Path] = []
     level_paths: list[Path] = [()]
-    with torch.inference_mode(False):  # cached, so they must outlive the mode they were made in
+    with torch.inference_mode(False):  # cached tensors are also used outside inference mode
 
         def tensor(values: Iterable[int]) -> Tensor:
             return torch.tensor(list(values), device=device)

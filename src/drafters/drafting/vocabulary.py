@@ -1,4 +1,4 @@
-"""A draft vocabulary smaller than the target's, and the laws that tokens are drawn from."""
+"""Reduced draft vocabularies, and sampling distributions over them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Vocabulary(NamedTuple):
     """A reduced draft vocabulary.
 
     Attributes:
-        ids: (V',) the target's id of every draft id, ascending: ties stay in order.
+        ids: (V',) the target's id of every draft id, ascending, so that ties break as in the target.
         size: V of the target.
     """
 
@@ -26,12 +26,12 @@ class Vocabulary(NamedTuple):
 
 
 def most_frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
-    """A draft vocabulary: these tokens, then those that were counted most often.
+    """A draft vocabulary of the most frequent tokens.
 
     Args:
         counts: (V,) of every token.
         size: V' of the vocabulary.
-        first: tokens that are in it however rare.
+        first: tokens that are included however rare they are.
 
     Returns:
         (V',) ids, ascending.
@@ -42,10 +42,10 @@ def most_frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
 
 
 def unused_token(target: Target) -> int:
-    """A token that no text holds, as far as a model can tell: its padding, or else its last id.
+    """A token that does not occur in text: the padding token, or else the last id.
 
-    Last ids are reserved or fill up the table in most models. Passed over are tokens with a meaning,
-    and those whose embedding is 0, which would be nothing to begin a mask with.
+    In most models the last ids are reserved or padding of the table. Special tokens are skipped, and
+    tokens with a zero embedding, which cannot serve as a mask.
     """
     padding = getattr(target.config, "pad_token_id", None)
     special = {*stop_tokens(target), getattr(target.config, "bos_token_id", None), None}
@@ -56,19 +56,20 @@ def unused_token(target: Target) -> int:
 
 
 def token_embedding(target: Target, token: int) -> Tensor:
-    """(1, D) what the target reads of a token."""
+    """(1, D) the target's embedding of a token."""
     return target.embed(torch.tensor([token], device=target.device)).detach()
 
 
 def target_ids(token: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """The target's ids of draft ids."""
+    """Map draft ids to the target's ids."""
     return token if vocabulary is None else vocabulary.ids[token]
 
 
 def probs_of(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Tensor:
-    """(R, V) or (R, V') logits -> (R, V) probabilities; a row of zeros where logits are NaN or +inf, or
-    all are -inf: nothing can be drawn from it, and no rule meets the NaN that softmax makes of it.
-    (At temperature 0 a row is the one token that `argmax` gives.)
+    """(R, V) or (R, V') logits -> (R, V) probabilities; one-hot at temperature 0.
+
+    A row is zero, so that nothing is drawn from it, where softmax gives NaN: logits with NaN or +inf, or
+    all -inf.
     """
     probs = warp.law(logits).nan_to_num_(nan=0.0)
     if vocabulary is None:

@@ -1,4 +1,4 @@
-"""Block drafters: one pass over masks, which see one another and the target's features (arXiv:2602.06036)."""
+"""Block diffusion drafters: one pass over masks, given the target's features (DFlash, arXiv:2602.06036)."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ class BlockState:
 
 
 class BlockDrafter(TokenBiasDrafter):
-    """A block is the root and K masks behind it; mask k predicts the k-th token behind the root.
+    """A block is the root followed by K masks; mask k predicts the k-th token after the root.
 
-    Block positions see one another, both ways, and in every layer the target's fused features up to
-    the one before the root, as keys and values. The target's embedding and head are shared and frozen.
-    A family says how taps are fused and what enters a block.
+    Attention within a block is bidirectional. In every layer a block also attends to the target's fused
+    features up to the one before the root, as keys and values. The target's embedding and head are
+    shared and frozen. Subclasses define how taps are fused and what enters a block.
 
     Args:
         vocab_size: V of the target.
         taps: layer ids (inputs of decoder layers) or "last".
-        layers: decoder layers.
-        depth: masks of a block, K; a draft is no deeper, and a shallower one is a block cut off.
-        anchors: blocks of a text, on average, in a training batch, chosen anew each time; 0: all.
-        steps: passes over a block; between them the surest masks are filled in. With more than
-            one nothing can be drawn: a token's row is no longer the law it is drawn from.
+        layers: number of decoder layers.
+        depth: masks of a block, K, the maximum draft length; shorter drafts use the first masks.
+        anchors: blocks per text in a training batch, on average, sampled for each batch; 0: all.
+        steps: denoising passes over a block; after each the most confident masks are filled in. More
+            than one allows no sampling: a row is not the distribution that its token came from.
         token_info: `none`, or a kind of `TokenInfoBias`.
-        info_rank: its rank.
-        hot_tokens: its tokens.
+        info_rank: rank of the bias.
+        hot_tokens: vocabulary of the bias.
         qk_norm: see `DecoderLayer`.
         **sizes: of `LayerShape`.
 
     Attributes:
-        mask: (K, D) what stands in the masks' places, or (1, D) where it is the same in all.
+        mask: (K, D) embeddings of the masks, or (1, D) if all are the same.
 
     Raises:
         UserError: a number out of range.
@@ -112,22 +112,22 @@ class BlockDrafter(TokenBiasDrafter):
         """(..., L, D) taps -> (..., D) features."""
 
     def places(self, root: Tensor) -> Tensor:
-        """(..., D) embedded roots -> (..., K + 1, D): each, and the masks behind it."""
+        """(..., D) embedded roots -> (..., K + 1, D) roots followed by masks."""
         masks = self.mask.expand(*root.shape[:-1], self.depth, -1)
         return torch.cat([root[..., None, :], masks], -2)
 
     def zero_layer_outputs(self) -> None:
-        """Let the layers begin with what adds nothing to their input."""
+        """Initialise the output projections of all layers to 0, so that they are the identity."""
         for layer in self.stack:
             layer.o_proj.weight.zero_()
             layer.down_proj.weight.zero_()
 
     @abstractmethod
     def inputs(self, root: Tensor, newest: Tensor) -> Tensor:
-        """(..., D) embedded roots and newest features -> (..., K + 1, D) of their blocks."""
+        """(..., D) embedded roots and newest features -> (..., K + 1, D) input of the blocks."""
 
     def context(self, layer: DecoderLayer, feature: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (..., kv_heads, dim) of (..., D) features."""
+        """Keys and values (..., kv_heads, dim) from (..., D) features; no queries are computed."""
         _, k, v = layer.split(F.linear(feature, layer.qkv_proj.weight[layer.queries :]), angles)
         return k, v
 
@@ -137,14 +137,14 @@ class BlockDrafter(TokenBiasDrafter):
         return super().state_size if self.steps == 1 else None
 
     def head(self, target: Target) -> Head:
-        """The target's, with the bias where there is one."""
+        """The target's head, with the token bias if there is one."""
         return self.biased_head(target.head)
 
-    # -- training face -----------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """Blocks of all anchors side by side; whatever is supervised of them counts."""
+        """Run the blocks of all sampled anchors at once, then yield their supervised rows by depth."""
         mask, device = batch.loss_mask.cpu(), batch.tokens.device
         candidates = supervised_anchors(mask, 1).flatten().nonzero()[:, 0]  # (N,)
         if not len(candidates):
@@ -154,7 +154,7 @@ class BlockDrafter(TokenBiasDrafter):
         anchors = chosen.to(device)
         states = self._blocks(batch, target, chosen, anchors)  # (A, K, D)
         teaching, head = TeacherForcedBias(self.info, batch.tokens), self.head(target)
-        weight = len(candidates) / len(chosen)  # those that are chosen stand for all
+        weight = len(candidates) / len(chosen)  # sampled anchors stand for all
         for depth in range(1, self.depth + 1):
             is_supervised = supervised_anchors(mask, depth).flatten()[chosen].to(device)
             if not is_supervised.any():
@@ -164,15 +164,15 @@ class BlockDrafter(TokenBiasDrafter):
             yield DraftStep(hidden, anchor, depth, head, {}, weight)
 
     def _blocks(self, batch: Batch, target: Target, chosen: Tensor, anchors: Tensor) -> Tensor:
-        """(A, K, D) of the masks."""
+        """(A, K, D) final states of the masks."""
         length, width = batch.tokens.shape[1], self.depth + 1
         device, dtype = anchors.device, self.mask.dtype
-        # Features up to the last anchor of each text, one text behind the other.
+        # Features of each text up to its last anchor, texts concatenated.
         ends = torch.zeros(len(batch.tokens), dtype=torch.long)
         ends.scatter_reduce_(0, chosen // length, chosen % length + 1, "amax")
         in_context = torch.arange(length) < ends[:, None]
         places = in_context.flatten().nonzero()[:, 0]
-        text = (ends.cumsum(0) - ends)[places // length]
+        text = (ends.cumsum(0) - ends)[places // length]  # (N,) index of the text's first feature
         slots = torch.searchsorted(places, chosen)
         query_slots = slots.repeat_interleave(width)  # (M,)
         feature = self.fuse(batch.taps.flatten(0, 1)[places.to(device)].to(dtype))  # (N, D)
@@ -192,12 +192,13 @@ class BlockDrafter(TokenBiasDrafter):
                     [query_slots.to(device), *[anchor_index] * width],
                     query_blocks(query_slots, text[query_slots], layer.heads, q),
                 )
+            # A block's positions are to `attend_unrolled` what later steps of an unroll are.
             keys = [k, *block_k.unflatten(0, (-1, width)).unbind(1)]
             values = [v, *block_v.unflatten(0, (-1, width)).unbind(1)]
             x = layer.finish(x, attend_unrolled(q, keys, values, visibility).flatten(1))
         return self.norm(x).unflatten(0, (-1, width))[:, 1:]
 
-    # -- decoding face -----------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------
 
     @override
     def new_state(self, rows: int) -> BlockState:
@@ -252,7 +253,7 @@ class BlockDrafter(TokenBiasDrafter):
         return self.expand_levels(levels, sampler, coin, plan)
 
     def _denoise(self, state: BlockState, target: Target) -> tuple[Tensor, Tensor]:
-        """(B, K, V) logits and (B, K, D) states of the masks; what is filled in keeps both."""
+        """(B, K, V) logits and (B, K, D) states of the masks; filled masks keep theirs."""
         assert state.root is not None
         assert state.newest is not None
         x = self.inputs(target.embed(state.root).to(state.newest.dtype), state.newest)
@@ -272,7 +273,7 @@ class BlockDrafter(TokenBiasDrafter):
         return logits, states
 
     def _pass(self, store: RowStore, x: Tensor) -> Tensor:
-        """(B, K + 1, D) of blocks -> (B, K, D) of their masks; keys and values stay scratch."""
+        """(B, K + 1, D) input of blocks -> (B, K, D) final states of the masks; the cache is not extended."""
         rows, width = x.shape[:2]
         store.begin(width)
         block = torch.ones(rows, width, width, dtype=torch.bool, device=x.device)

@@ -1,4 +1,4 @@
-"""What drafters share that look at the newest feature and the root alone: no cache to keep."""
+"""Drafters that read only the newest feature and the root, and have no KV cache."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from drafters.drafting.tree import expand
 
 @dataclass(slots=True)
 class FeatureState:
-    """All that is looked at; None before the first `advance`."""
+    """Newest feature and root of every row; None before the first `advance`."""
 
     feature: Tensor | None = None  # (B, D) the target's last, at the token before the root
     root: Tensor | None = None  # (B,)
 
 
 class FeatureHeadsDrafter(Drafter):
-    """Their state.
+    """Base of Medusa-like drafters; implements the state.
 
     Attributes:
-        depth: levels that it can draft, K.
+        depth: number of heads K, the maximum draft length.
     """
 
     taps = (LAST,)
@@ -42,12 +42,12 @@ class FeatureHeadsDrafter(Drafter):
 
     @property
     def max_depth(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A head for each, and no more."""
+        """One head per depth."""
         return self.depth
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return next(self.parameters()).dtype
 
     @override
@@ -75,11 +75,11 @@ class FeatureHeadsDrafter(Drafter):
 
 
 class ChainedHeadsDrafter(FeatureHeadsDrafter):
-    """Reads the tokens it drafts: its state at depth j is made of that before it and x_{t+j}."""
+    """Recurrent heads: the state at depth j is computed from the previous state and x_{t+j}."""
 
     @abstractmethod
     def initial_state(self, feature: Tensor) -> Tensor:
-        """(..., D) features -> (..., C) states that depth 1 goes on from."""
+        """(..., D) features -> (..., C) initial states."""
 
     @abstractmethod
     def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
@@ -87,13 +87,13 @@ class ChainedHeadsDrafter(FeatureHeadsDrafter):
 
     @abstractmethod
     def head_input(self, state: Tensor, index: int) -> Tensor:
-        """(..., C') states of depth index + 1 -> (..., D') its head's input."""
+        """(..., C') states of depth index + 1 -> (..., D') input of the head."""
 
     @abstractmethod
     def head_for(self, depth: int, target: Target) -> Head:
         """The head of `depth`."""
 
-    # -- training face -----------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
@@ -110,7 +110,7 @@ class ChainedHeadsDrafter(FeatureHeadsDrafter):
                 self.head_input(state, depth - 1), anchor, depth, self.head_for(depth, target), {}
             )
 
-    # -- decoding face -----------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------
 
     @override
     def propose(
@@ -119,8 +119,8 @@ class ChainedHeadsDrafter(FeatureHeadsDrafter):
         assert state.feature is not None
         assert state.root is not None
         self.check(plan)
-        states, depth = self.initial_state(state.feature)[:, None], 0  # (B, W, C) of the last call's entries
-        hidden = states  # (B, W, D') that the newest logits are read off
+        states, depth = self.initial_state(state.feature)[:, None], 0  # (B, W, C) of the last level
+        hidden = states  # (B, W, D') head input of the last level
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
             nonlocal states, depth, hidden
@@ -136,10 +136,10 @@ class ChainedHeadsDrafter(FeatureHeadsDrafter):
 
 
 def check_positive(**settings: Any) -> None:
-    """Refuse counts below 1.
+    """Check that settings are at least 1.
 
     Raises:
-        UserError: one of them.
+        UserError: naming one that is not.
     """
     for name, value in settings.items():
         if value < 1:

@@ -1,4 +1,4 @@
-"""Hugging Face models as parts of drafters: built from a configuration, cut from a target, adapted."""
+"""Build Hugging Face models for drafters: from a configuration, from layers of the target, with LoRA."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from decode.model.causal_lm import CausalLM
 from decode.model.load import auto_class, kernels
 from decode.model.target import Target
 
-# In a configuration these name code to fetch, belong to the place it came from, or say what the
-# weights were stored in there: ours are.
+# Keys of a configuration that name remote code, or describe the origin or dtype of the original weights.
 FOREIGN = {
     "auto_map",
     "attn_implementation",
@@ -34,25 +33,25 @@ FOREIGN = {
     "torch_dtype",
 }
 BASE, DOWN, UP = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"  # peft's names
-LORA = ("r", "alpha", "targets")  # what a `drafter.lora` may say
+LORA = ("r", "alpha", "targets")  # keys of `drafter.lora`
 
 
 def portable_config(value: Any) -> Any:
-    """A configuration without what is foreign to the model, however deep."""
+    """A configuration without `FOREIGN` keys at any depth."""
     if isinstance(value, dict):
         return {k: portable_config(v) for k, v in value.items() if k not in FOREIGN}
     return [portable_config(v) for v in value] if isinstance(value, list) else value
 
 
 def build(config: dict[str, Any], masked: bool = False) -> PreTrainedModel:
-    """A model with random weights in fp32, of a class in transformers' own tables.
+    """A model with random weights in fp32; its class must be part of transformers.
 
     Args:
         config: as transformers writes it.
         masked: as in `decode.model.load.load_config`.
 
     Raises:
-        UserError: a configuration that gives no language model.
+        UserError: the configuration is not one of a language model.
     """
     try:
         full = AutoConfig.for_model(**portable_config(config))
@@ -62,15 +61,15 @@ def build(config: dict[str, Any], masked: bool = False) -> PreTrainedModel:
 
 
 def training_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What weights train in: fp32, or what is wider."""
+    """Dtype of trained weights: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def spaced_layers(total: int, count: int) -> list[int]:
-    """Evenly spaced, the first and the last among them; of a single one, the first.
+    """Evenly spaced layer ids including the first and the last; a single one is the first.
 
     Raises:
-        UserError: more layers than there are.
+        UserError: `count` is not from 1 to `total`.
     """
     if not 1 <= count <= total:
         raise UserError(f"drafter.layers={count}: the target has {total}; choose 1 to {total}")
@@ -80,12 +79,12 @@ def spaced_layers(total: int, count: int) -> list[int]:
 def cut_target(target: Target, count: int) -> PreTrainedModel:
     """A copy of the target with `count` of its layers, in fp32 or wider.
 
-    Embedding, final norm and head are copied. Lists in the configuration that have an entry for
-    each layer (`layer_types`) are cut alike. Where a layer's form follows from its number in some
-    other way, its weights do not fit, and the model is refused.
+    Embedding, final norm and head are copied. Lists in the configuration with one entry per layer
+    (`layer_types`) are reduced alike. If a layer's shape depends on its number in another way, its
+    weights do not fit and the model is refused.
 
     Raises:
-        UserError: more layers than there are, or a class that cannot be cut.
+        UserError: `count` is out of range, or the class does not allow it.
     """
     source, total = target.model, len(target.layers)
     layer_ids = spaced_layers(total, count)
@@ -112,10 +111,10 @@ def cut_target(target: Target, count: int) -> PreTrainedModel:
 
 
 def check_lora(lora: Mapping[str, Any]) -> dict[str, Any]:
-    """A `drafter.lora` whose options exist and are in range.
+    """Validate names and ranges of `drafter.lora`.
 
     Raises:
-        UserError: the first that is not.
+        UserError: naming the first invalid option.
     """
     for name in lora:
         if name not in LORA:
@@ -130,20 +129,19 @@ def check_lora(lora: Mapping[str, Any]) -> dict[str, Any]:
 def add_lora(
     model: PreTrainedModel, r: int, alpha: int, targets: str | list[str] = "all-linear"
 ) -> dict[str, list[int]]:
-    """Put low-rank adapters beside a model's linear maps; they alone train (LoRA, arXiv:2106.09685).
+    """Add LoRA adapters to a model in place and freeze all other weights (arXiv:2106.09685).
 
     Args:
         model: changed in place.
         r: rank.
-        alpha: the product of the two factors counts alpha / r.
-        targets: ends of the modules' names, or `all-linear`: all but the head.
+        alpha: adapters are scaled by alpha / r.
+        targets: suffixes of module names, or `all-linear`: all but the head.
 
     Returns:
-        Name of each map that has an adapter -> [inputs, outputs].
+        Name of each adapted module -> [input size, output size].
 
     Raises:
-        UserError: targets that it does not have, that are no linear maps, or a head that is the
-            embedding as well.
+        UserError: a target does not exist, is not linear, or is a head tied to the embedding.
     """
     from peft import LoraConfig, inject_adapter_in_model  # only who trains adapters needs it
 
@@ -151,7 +149,7 @@ def add_lora(
     config = LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a head that is the embedding as well; see below
+            warnings.simplefilter("ignore")  # peft warns of a tied head, which is refused below
             inject_adapter_in_model(config, model)
     except ValueError as error:
         raise UserError(f"drafter.lora: {_brief(error)}") from None
@@ -167,16 +165,15 @@ def add_lora(
 
 
 def merge_lora(weights: Mapping[str, Any], model: torch.nn.Module, scale: float) -> dict[str, Tensor]:
-    """Weights of an adapted model as those of the plain one: W + scale B A, in fp32 or wider.
+    """Merge adapters into their weights: W + scale B A, in fp32 or wider.
 
     Args:
-        weights: maps' own, by peft's names of them or the plain ones, and adapters beside them;
-            whatever has no adapter passes as it is.
-        model: of the plain form or the adapted one, to tell which way a map's weight lies.
+        weights: weights by plain or peft's names, and adapters; others pass unchanged.
+        model: with or without adapters; tells whether a weight is transposed (`Conv1D`).
         scale: alpha / r.
 
     Raises:
-        KeyError: an adapter without its other half, or without a map.
+        KeyError: an adapter without its other factor or without its weight.
     """
     plain = {n.replace(f"{BASE}.", "."): w for n, w in weights.items() if not n.endswith((DOWN, UP))}
     for stem in [name.removesuffix(DOWN) for name in weights if name.endswith(DOWN)]:
@@ -200,7 +197,7 @@ def _brief(error: Exception) -> str:
 
 
 def checkpoint_layers(lm: CausalLM) -> None:
-    """Keep the inputs of decoder layers alone for the backward pass."""
-    # Not transformers' own switch: it works in training mode alone, where there may be dropout.
+    """Store only the inputs of decoder layers for the backward pass, and recompute the rest."""
+    # transformers' own switch works in training mode only, which enables dropout.
     for layer in lm.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

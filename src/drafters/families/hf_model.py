@@ -1,4 +1,4 @@
-"""What drafters share that are a whole Hugging Face model: weights, adapters, dtype, vocabulary."""
+"""Base of drafters that are a Hugging Face model: weights, adapters, dtype, vocabulary."""
 
 from __future__ import annotations
 
@@ -38,45 +38,43 @@ from drafters.families.lora_files import (
 )
 
 OPTION = "drafter.path"
-STEM = "model."  # of the model's names in a drafter
-# Ids by which two heads, padded to round sizes, may differ where no tokenizers say more; llama.cpp's bound.
-PADDING = 128
-RENAMED = 0.01  # share of ids with other names that still is one vocabulary: siblings rename special tokens
+STEM = "model."  # prefix of the model's weights in a drafter
+PADDING = 128  # maximum difference of padded vocabulary sizes without tokenizers; llama.cpp's bound
+RENAMED = 0.01  # maximum share of ids with different names: related models rename special tokens
 
 
 class HFModelDrafter(Drafter):
-    """Trains, loads and casts a model; see `check_vocabulary` for the vocabulary.
+    """Trains, loads and casts a Hugging Face model.
 
-    Where `settings` has a `lora`, adapters of the model train, and `base` in it says what they
-    belong to: a checkpoint then holds the adapters and what else trains. Loading merges them, and
-    what is loaded is a whole model. Older checkpoints hold the model beside its adapters, and name
-    no base.
+    If `settings` has a `lora`, adapters are trained, and its `base` names the model they belong to: a
+    checkpoint then contains the adapters and other trained weights only. Loading merges them into a
+    plain model. Older checkpoints contain the base model too and have no `base`.
 
     Attributes:
-        model: a transformers model; with adapters, where these train.
-        masked_lm: a masked language model will do as well as a causal one.
+        model: a transformers model; with adapters while these train.
+        masked_lm: whether a masked language model is allowed.
     """
 
     model: Any
     masked_lm = False
 
     def prepare(self, base: LoraBase, train: bool, lora: dict[str, Any] | None, dtype: torch.dtype) -> Self:
-        """A model that was given, ready to train; what does not train stays in its own dtype.
+        """Freeze, cast or add adapters, for training; frozen weights keep their dtype.
 
         Args:
             base: where the model came from.
-            train: else all of it is frozen.
-            lora: keyword arguments of `models.adapt`; None trains all weights.
-            dtype: of the model where it came from.
+            train: False freezes all weights.
+            lora: keyword arguments of `add_lora`; None trains all weights.
+            dtype: of the loaded model.
 
         Raises:
-            UserError: see `models.adapt`.
+            UserError: see `add_lora`.
         """
         if not train:
             return self.requires_grad_(False)
         if not lora:
             return self.to(training_dtype(dtype))
-        # A gradient on its way through fp16 layers would underflow.
+        # Gradients underflow in fp16 layers.
         self.to(torch.float32 if dtype is torch.float16 else dtype)
         base = base._replace(fingerprint=fingerprint(self.model))
         targets = list(add_lora(self.model, **lora))
@@ -99,7 +97,7 @@ class HFModelDrafter(Drafter):
 
     @property
     def adapted(self) -> bool:
-        """Whether the model has adapters beside its maps."""
+        """Whether the model has adapters that are not merged."""
         return any(DOWN in name for name, _ in self.named_parameters())
 
     @property
@@ -132,7 +130,7 @@ class HFModelDrafter(Drafter):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """See `nn.Module`; adapters that were saved are merged into a model that has none."""
+        """See `nn.Module`; saved adapters are merged into a model that has none."""
         lora, base = self.settings["lora"], self.settings["base"]
         if not lora or self.adapted:
             return super().load_state_dict(state_dict, *args, **options)
@@ -141,7 +139,7 @@ class HFModelDrafter(Drafter):
                 raise RuntimeError(f"{len(missing)} adapters are missing, {missing[0]} first")
             state_dict = self._model_state() | dict(state_dict)
         result = super().load_state_dict(merge_lora(state_dict, self, _scale(lora)), *args, **options)
-        self.settings |= {"lora": None, "base": None}  # what it is from now on
+        self.settings |= {"lora": None, "base": None}  # a plain model from now on
         return result
 
     def _model_state(self) -> dict[str, Tensor]:
@@ -149,7 +147,7 @@ class HFModelDrafter(Drafter):
 
     @override
     def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Adapters go on beside the model that they were trained on, or are merged where all of it trains."""
+        """Continue adapters on the same base model, or merge them if all weights train."""
         lora, base, settings_here = settings.get("lora"), settings.get("base"), self.settings
         if settings_here["base"] and not base:
             raise UserError(
@@ -165,15 +163,12 @@ class HFModelDrafter(Drafter):
             raise UserError(f"its adapters were trained on another model; set {where}")
         if not settings_here["base"]:
             return merge_lora(self._model_state() | weights, self, _scale(lora))
-        ratio = _scale(lora) / _scale(settings_here["lora"])  # the product is what goes on
+        ratio = _scale(lora) / _scale(settings_here["lora"])  # keeps scale B A the same
         return weights if ratio == 1 else {n: w * ratio if n.endswith(UP) else w for n, w in weights.items()}
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:
-        """Write a plain Hugging Face folder, adapters merged; a confidence head is no part of it.
-
-        It has no tokenizer: that is the target's.
-        """
+        """Write a Hugging Face folder with adapters merged, without confidence head and tokenizer."""
         model: Any = self.model
         if self.adapted:
             model = build(self.settings["config"], self.masked_lm)
@@ -184,7 +179,7 @@ class HFModelDrafter(Drafter):
 
     @override  # private API: torch has no public hook around casts
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Casts weights alone: rotary wavelengths rounded to bf16 would be other positions."""
+        """Cast weights but not buffers: rotary frequencies must not be rounded to bf16."""
         buffers = [(m, name, b) for m in self.modules() for name, b in m.named_buffers(recurse=False)]
         super()._apply(fn, recurse)  # private API: as above
         for module, name, exact in buffers:
@@ -193,10 +188,10 @@ class HFModelDrafter(Drafter):
 
 
 def checked_lora(lora: dict[str, Any] | None, train: bool) -> dict[str, Any] | None:
-    """A `drafter.lora` that can be had.
+    """Validate `drafter.lora` together with `drafter.train`.
 
     Raises:
-        UserError: nothing is to train; and see `models.checked`.
+        UserError: adapters without training; see also `check_lora`.
     """
     if lora and not train:
         raise UserError("drafter.lora: adapters are trained; leave drafter.train=true")
@@ -208,13 +203,13 @@ def _scale(lora: Mapping[str, Any]) -> float:
 
 
 def fit_vocabulary(logits: Tensor, target: Target) -> Tensor:
-    """(..., V') -> (..., V) of the target: cut, or nothing where the draft model has no token."""
+    """(..., V') -> (..., V) logits of the target's size: cut, or padded with -inf."""
     missing = target.vocab_size - logits.shape[-1]
     return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 def share_vocabulary(head: Head, target: Target) -> Head:
-    """The head over the ids that the target has too: those past the target's are padding."""
+    """The head restricted to ids that the target also has; ids past the target's are padding."""
     target_size, size = target.vocab_size, len(head.weight)
     if size < target_size:
         return replace(head, d2t=torch.arange(size, device=head.weight.device))
@@ -223,11 +218,11 @@ def share_vocabulary(head: Head, target: Target) -> Head:
 
 
 def check_vocabulary(model: PreTrainedModel, target: Target, path: str, revision: str | None) -> None:
-    """Refuse a draft model whose ids are not the target's.
+    """Check that a draft model has the target's vocabulary.
 
     Raises:
-        UserError: tokenizers that name the ids otherwise or, where either has none, heads whose
-            sizes differ by more than padding.
+        UserError: the tokenizers name ids differently or, without tokenizers, the sizes of the heads
+            differ by more than padding.
     """
     problem = ""
     names = _names(path, revision)
@@ -244,7 +239,7 @@ def check_vocabulary(model: PreTrainedModel, target: Target, path: str, revision
 
 
 def _names(path: str, revision: str | None) -> dict[int, str]:
-    """What a model's tokenizer calls each id; empty where there is none."""
+    """Token of each id by a model's tokenizer; empty without one."""
     try:
         vocabulary = load_tokenizer(path, revision).get_vocab() if path else {}
     except UserError:

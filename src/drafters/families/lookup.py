@@ -1,4 +1,4 @@
-"""Drafting from earlier occurrences of the newest tokens: no model, nothing but text."""
+"""Drafting by lookup of the newest tokens in earlier text, without a model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Node = tuple[int, int]  # token, index of the parent
 
 
 class IndexedText:
-    """One row's text, the root included, and what each of its n-grams was followed by.
+    """One row's text, root included, with an index from n-grams to the places that follow them.
 
     Args:
-        orders: lengths n that are indexed, ascending. A token costs one entry for each.
+        orders: indexed lengths n, ascending; each token adds one entry per length.
     """
 
     def __init__(self, orders: Sequence[int]) -> None:
@@ -45,23 +45,23 @@ class IndexedText:
                 self._after.setdefault(tuple(self.tokens[end - n :]), []).append(end)
 
     def matches(self, limit: int) -> list[int]:
-        """Places that an earlier occurrence of the newest n tokens was followed by.
+        """Places that follow an earlier occurrence of the newest n tokens.
 
-        The longest n first, of equals the most recent; at most `limit` in all.
+        Longest n first, then most recent; at most `limit`.
         """
         end, matches = len(self.tokens), dict[int, None]()
         for n in reversed(self.orders):
             if n > end:
                 continue
             places = self._after[tuple(self.tokens[end - n :])]
-            for place in islice(reversed(places), 1, None):  # the newest is the text's end
+            for place in islice(reversed(places), 1, None):  # skip the end of the text itself
                 if len(matches) == limit:
                     return list(matches)
                 matches[place] = None
         return list(matches)
 
     def agreement(self, place: int, most: int) -> int:
-        """How many tokens before `place` equal those before the end of the text, up to `most`."""
+        """Number of tokens before `place` that equal those before the end of the text, up to `most`."""
         tokens, back = self.tokens, len(self.tokens) - place
         n = 0
         while n < most and n < place and tokens[place - 1 - n] == tokens[place + back - 1 - n]:
@@ -69,9 +69,9 @@ class IndexedText:
         return n
 
     def after(self, place: int, length: int) -> list[int]:
-        """The `length` tokens from `place` on; past the end of the text they repeat, as in LZ77.
+        """The `length` tokens from `place` on; past the end of the text they repeat with period d (LZ77).
 
-        A match at distance d says that the text has period d, if only for a while.
+        d is the distance from `place` to the end of the text.
         """
         period = len(self.tokens) - place
         return [self.tokens[place + i % period] for i in range(length)]
@@ -80,16 +80,15 @@ class IndexedText:
 def heaviest_tree(
     continuations: Sequence[Sequence[int]], weights: Sequence[float], plan: Plan, floor: float = 0.0
 ) -> list[Node]:
-    """The heaviest tree of a plan's shape among the prefixes of weighted continuations, best first.
+    """The heaviest tree that fits a plan, from the prefix tree of weighted continuations, best node first.
 
-    A node weighs what the continuations through it weigh together; of equal siblings the one that
-    comes first in `continuations` is the elder.
+    The weight of a node is the sum over continuations through it; ties go to the earlier continuation.
 
     Args:
-        continuations: each of any length.
-        weights: of each.
-        plan: depth, width and nodes, or the static tree, whose ranks count from the heaviest child.
-        floor: least share of the whole weight that a node may have.
+        continuations: token sequences of any lengths.
+        weights: one per continuation.
+        plan: depth, width and nodes, or a static tree, whose rank 0 is the heaviest child.
+        floor: minimum share of the total weight of a node.
     """
     nodes: list[Node] = []
     queue: list[tuple[float, int, int, int, list[int], Path]] = []
@@ -118,7 +117,7 @@ def heaviest_tree(
 
 
 def pack_drafts(rows: Sequence[Sequence[Node]], device: torch.device) -> Draft:
-    """One draft of fixed nodes; rows may have different numbers of them, or none."""
+    """Pack rows of fixed nodes into one draft; rows may differ in number of nodes."""
     width = max(map(len, rows))
     if not width:
         return Draft.empty(len(rows), device)
@@ -138,10 +137,10 @@ def _depth(nodes: Sequence[Node]) -> int:
 
 
 class TextDrafter(Drafter):
-    """Its state is the rows' texts, roots included.
+    """A drafter whose state is the text of each row, root included.
 
     Attributes:
-        orders: lengths of the n-grams that are looked up in them, ascending.
+        orders: indexed lengths of n-grams, ascending.
     """
 
     orders: Sequence[int] = ()
@@ -161,7 +160,7 @@ class TextDrafter(Drafter):
         root: Tensor,
     ) -> None:
         for history, row, n, end in zip(state, tokens.tolist(), counts, root.tolist(), strict=True):
-            # row[0] was the root last time, and is known since then.
+            # After the first call row[0] is the previous root, which is in the text already.
             history.extend([*row[bool(history.tokens) : n], end])
 
     @override
@@ -170,12 +169,12 @@ class TextDrafter(Drafter):
 
 
 class LookupDrafter(TextDrafter):
-    """Proposes what followed where the newest tokens were seen before.
+    """Proposes continuations of earlier occurrences of the newest tokens.
 
-    Its tokens are chosen, not drawn, and it has no law; a row without a match is offered nothing.
+    Nodes are fixed, since there is no distribution to sample from; a row without a match gets no draft.
 
     Args:
-        orders: lengths of the n-grams that are looked up, ascending.
+        orders: lengths of n-grams to look up, ascending.
     """
 
     proposals = ("fixed",)
@@ -189,7 +188,7 @@ class LookupDrafter(TextDrafter):
         super().check(plan)
         if plan.min_confidence:
             raise UserError(
-                f"decode.min_confidence={plan.min_confidence}: this drafter has no law to be confident by; "
+                f"decode.min_confidence={plan.min_confidence}: this drafter has no probabilities to compare; "
                 "leave it 0"
             )
 

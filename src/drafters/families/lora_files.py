@@ -1,4 +1,4 @@
-"""Adapters on file, in PEFT's own form, and the model that they belong to."""
+"""LoRA adapters in PEFT's file format, and the base model they belong to."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ OPTION = "settings.base.path"  # of a checkpoint's config.json
 
 
 class LoraBase(NamedTuple):
-    """The model that adapters were trained beside; a checkpoint names it and does not hold it.
+    """The base model of adapters; a checkpoint refers to it and does not contain it.
 
     Attributes:
-        path: folder, absolute, or hub id; None: cut from the target.
+        path: absolute folder or hub id; None: layers of the target.
         revision: commit of a hub id.
-        layers: of the target's, that the cut keeps.
+        layers: number of layers taken from the target.
         fingerprint: see `fingerprint`.
     """
 
@@ -39,14 +39,14 @@ class LoraBase(NamedTuple):
     fingerprint: str = ""
 
     def load(self, target: Target, masked: bool = False) -> PreTrainedModel:
-        """The model, in its own dtype.
+        """Load the model in its own dtype.
 
         Args:
-            target: to cut it from, if it was.
+            target: the source of layers if there is no path.
             masked: as in `decode.model.load.load_config`.
 
         Raises:
-            UserError: it is not there any more, or is another model by now.
+            UserError: it no longer exists, or its weights have changed.
         """
         if self.path is None:
             model = cut_target(target, self.layers or 0)
@@ -64,7 +64,7 @@ class LoraBase(NamedTuple):
 
 
 def locate_base(model: PreTrainedModel, path: str, revision: str | None = None) -> LoraBase:
-    """Where a loaded model is, whoever asks and whenever: an absolute folder, or a hub id's commit."""
+    """Location of a loaded model for later loading: an absolute folder, or a hub id with its commit."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         return LoraBase(str(folder.resolve()))
@@ -72,12 +72,12 @@ def locate_base(model: PreTrainedModel, path: str, revision: str | None = None) 
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Tells a model's weights from another's, whatever dtype they are in: a sample of every one."""
+    """Hash of a sample of every weight of a model, independent of dtype."""
     return sample_hash(model.named_parameters())
 
 
 def sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Hash of a few hundred values of each."""
+    """Hash of a few hundred values of each tensor."""
     digest = hashlib.sha256()
     for name, weight in sorted(tensors, key=lambda pair: pair[0]):
         flat = weight.detach().flatten()
@@ -91,7 +91,7 @@ def sample_hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def split_adapters(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Adapters by PEFT's names on file, and everything else by its own."""
+    """Split tensors into adapters, by PEFT's names on file, and all others."""
     pairs = {_on_file(n): w for n, w in tensors.items() if n.endswith((DOWN, UP))}
     return pairs, {n: w for n, w in tensors.items() if not n.endswith((DOWN, UP))}
 
@@ -99,14 +99,14 @@ def split_adapters(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
 def write_adapters(
     folder: Path, pairs: Mapping[str, Tensor], lora: Mapping[str, Any], model: PreTrainedModel, base: LoraBase
 ) -> None:
-    """Write what `peft.PeftModel.from_pretrained(base, folder)` opens.
+    """Write a folder for `peft.PeftModel.from_pretrained(base, folder)`.
 
     Args:
-        folder: exists.
-        pairs: by PEFT's names on file.
+        folder: an existing folder.
+        pairs: adapters by PEFT's names on file.
         lora: r, alpha and targets.
-        model: which they change, adapted or not.
-        base: where that is.
+        model: the base model, with or without adapters.
+        base: its location.
     """
     save_file(dict(pairs), folder / FILES[1])
     config = {
@@ -126,13 +126,13 @@ def write_adapters(
 
 
 def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """Adapters in a folder, by the names that they have in a drafter; none where there is no file."""
+    """Adapters in a folder, by their names in a drafter; empty without a file."""
     path = folder / FILES[1]
     return {drafter_name(name): w for name, w in load_file(path).items()} if path.exists() else {}
 
 
 def missing_adapters(tensors: Iterable[str], targets: Iterable[str], stem: str) -> list[str]:
-    """Names of adapters of these maps, below `stem`, that are not among the tensors."""
+    """Names of adapters of these target modules, with prefix `stem`, that are missing from the tensors."""
     expected = {f"{stem}{target}{part}" for target in targets for part in (DOWN, UP)}
     return sorted(expected - set(tensors))
 
@@ -142,6 +142,6 @@ def _on_file(name: str) -> str:
 
 
 def drafter_name(name: str) -> str:
-    """An adapter's name on file -> its name in a drafter."""
+    """Name of an adapter in a drafter, from its name on file."""
     stem, _, end = name.removeprefix("base_model.").rpartition(".")
     return f"{stem}.default.{end}"

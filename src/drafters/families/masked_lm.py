@@ -1,4 +1,4 @@
-"""A Hugging Face model that fills in masks: what it is shown, one pass, what its class must be able to do."""
+"""Hugging Face models as mask-filling drafters: input window, forward pass, check of the model class."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from drafters.families.hf_model import OPTION
 
 
 class Window(NamedTuple):
-    """The newest tokens of each row, its root last, K masks behind them, then padding."""
+    """Model input: the newest tokens of each row up to the root, K masks, then padding."""
 
     tokens: Tensor  # (B, W)
-    seen: Tensor  # (B, W) bool: no padding
-    masks: Tensor  # (B, K) where the masks are
+    seen: Tensor  # (B, W) bool: attention mask, False for padding
+    masks: Tensor  # (B, K) positions of the masks
 
 
 class MaskedModel:
-    """A model in which every token sees all others.
+    """A language model with bidirectional attention.
 
-    Masked LMs are so by themselves. A causal LM, adapted to diffusion (DiffuLLaMA, arXiv:2410.17891),
-    is given a mask in which everything is visible but padding.
+    Masked LMs have it. A causal LM that was adapted to diffusion (DiffuLLaMA, arXiv:2410.17891) is given
+    an attention mask that hides padding only.
 
     Args:
-        model: masked or causal.
+        model: masked or causal LM.
         mask_token: id of the mask.
-        masks: behind the text, K.
-        shift: how far before a mask the token that it stands for is read off.
+        masks: number of masks after the text, K.
+        shift: distance from a mask back to the position whose output predicts its token.
 
     Attributes:
-        head: from what `read` gives to logits.
-        room: tokens of text that it can be shown; None: any number.
+        head: maps the output of `read` to logits.
+        room: maximum number of text tokens; None: unlimited.
 
     Raises:
-        UserError: a context with no room for text, and see `CausalLM`.
+        UserError: the context is too short for the masks; see also `CausalLM`.
     """
 
     def __init__(self, model: PreTrainedModel, mask_token: int, masks: int, shift: int) -> None:
@@ -56,7 +56,7 @@ class MaskedModel:
         self.room = None if context is None else context - masks
 
     def window(self, texts: Tensor, lengths: Sequence[int]) -> Window:
-        """(B, T) right-padded texts of so many tokens each, or what of their ends there is room for."""
+        """The window of (B, T) right-padded texts of these lengths; too long texts lose their beginning."""
         sizes = [n if self.room is None else min(n, self.room) for n in lengths]
         size, end = (torch.tensor(n).to(texts.device)[:, None] for n in (sizes, lengths))  # (B, 1)
         place = torch.arange(max(sizes) + self.masks, device=texts.device)
@@ -65,19 +65,19 @@ class MaskedModel:
         return Window(tokens, place < size + self.masks, size + place[: self.masks])
 
     def read(self, window: Window) -> Tensor:
-        """One pass -> (B, K, D') what the head reads of every mask."""
+        """One forward pass -> (B, K, D') input of the head for every mask."""
         return self.forward(window, window.masks - self.shift)
 
     def forward(self, window: Window, places: Tensor) -> Tensor:
-        """One pass -> (B, n, D') what the head reads at (B, n) places; logits are not made."""
+        """One forward pass -> (B, n, D') input of the head at (B, n) places, without computing logits."""
         hidden: list[Tensor] = []
 
-        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        def capture(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
             del module
             hidden.append(args[0].gather(1, places[..., None].expand(-1, -1, args[0].shape[-1])))
-            return (args[0][:, :0],)
+            return (args[0][:, :0],)  # the model's own head gets no rows
 
-        hook = self._output().register_forward_pre_hook(keep)
+        hook = self._output().register_forward_pre_hook(capture)
         try:
             self.model(**self.inputs(window))
         finally:
@@ -85,8 +85,8 @@ class MaskedModel:
         return hidden[0]
 
     def inputs(self, window: Window) -> dict[str, Any]:
-        """A window as the model takes it, padding hidden."""
-        if is_masked(self.model.config):  # it counts positions by itself, not always from 0
+        """Keyword arguments of the model's forward pass."""
+        if is_masked(self.model.config):  # computes positions itself, not always from 0
             return {"input_ids": window.tokens, "attention_mask": window.seen.long()}
         width, weight = window.tokens.shape[1], self.head.weight
         bias = torch.zeros(window.seen.shape, dtype=weight.dtype, device=weight.device)
@@ -105,20 +105,20 @@ class MaskedModel:
 
 
 def _context(lm: CausalLM) -> int | None:
-    """Tokens that a model can be shown."""
+    """Maximum number of input tokens; None: unlimited."""
     limit = lm.max_positions
     for module in lm.base.modules():
         table = getattr(module, "position_embeddings", None)
         if limit and isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            return limit - table.padding_idx - 1  # RoBERTa counts from behind the place of its padding
+            return limit - table.padding_idx - 1  # RoBERTa's positions start after its padding index
     return limit
 
 
 def mask_id(model: PreTrainedModel, path: str, revision: str | None, token: int | str | None) -> int:
-    """The mask's id from its id or text; None: as the tokenizer or else the configuration has it.
+    """Id of the mask token from its id or text; None: from the tokenizer, else the config.
 
     Raises:
-        UserError: none to be found, or one that the model has not.
+        UserError: there is no mask token, or the model has no such id.
     """
     mask = token if isinstance(token, int) else _named(path, revision, token)
     if mask is None and token is None:
@@ -137,7 +137,7 @@ def mask_id(model: PreTrainedModel, path: str, revision: str | None, token: int 
 
 
 def _named(path: str, revision: str | None, token: str | None) -> int | None:
-    """What a tokenizer, if there is one, says of a token, or of its mask."""
+    """Id of a token, or of the mask token, from the model's tokenizer; None if there is none."""
     try:
         tokenizer: Any = load_tokenizer(path, revision)
     except UserError:
@@ -147,14 +147,14 @@ def _named(path: str, revision: str | None, token: str | None) -> int | None:
 
 @torch.no_grad()
 def check_fills_masks(masked: MaskedModel, path: str) -> None:
-    """Check that a model's class does what `MaskedModel` relies on.
+    """Check that a model behaves as `MaskedModel` assumes: padding hidden, bidirectional, plain head.
 
     Raises:
-        UserError: naming what it does not.
+        UserError: naming the assumption that fails.
     """
     try:
         problem = _wrong(masked)
-    except Exception as error:  # whatever a foreign model's code may raise is what was to be found
+    except Exception as error:  # any failure of a foreign model's code is an answer here
         problem = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
     if problem:
         kind = type(masked.model).__name__
@@ -167,7 +167,7 @@ def _wrong(masked: MaskedModel) -> str:
     window = masked.window(texts, [6, 3])
     hidden = masked.read(window)
     junk = torch.where(window.seen, window.tokens, (window.tokens + 1) % vocab)
-    # The same shapes, so but for rounding the same numbers.
+    # Tolerance for rounding: all passes have the same shapes.
     near = 1e-4 if head.weight.dtype.itemsize >= 4 else 2e-2
     if _apart(masked.read(window._replace(tokens=junk)), hidden) > near:
         return "reads padding"
@@ -180,5 +180,5 @@ def _wrong(masked: MaskedModel) -> str:
     return "" if _apart(head(hidden), logits) <= near else "does more to its logits than its head"
 
 
-def _apart(got: Tensor, want: Tensor) -> float:
-    return float((got - want).abs().max() / want.abs().max())
+def _apart(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())

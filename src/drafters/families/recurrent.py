@@ -1,7 +1,7 @@
-"""What the EAGLE family shares: autoregression over features.
+"""Base of the EAGLE family: autoregression over features.
 
-Pair i is (feature at i, embedding of x_{i+1}); a few decoder layers make of it what stands for the
-feature at i + 1. Settled pairs hold features of the target, drafted ones the drafter's own.
+Pair i is (feature at i, embedding of x_{i+1}); a few decoder layers predict the feature at i + 1 from
+it. Settled pairs contain features of the target, drafted pairs the drafter's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drafters.layers.unroll import AnchorIndex, FirstLayerInput, LayerUnroll
 
 
 def add_feature_noise(batch: Batch, width: float) -> Tensor:
-    """(B, T, L, D) taps with uniform noise of half-width width * 512 / T: a function of the batch's seed."""
+    """(B, T, L, D) taps plus uniform noise of half-width width * 512 / T, seeded by the batch."""
     generator = torch.Generator(batch.taps.device).manual_seed(batch.seed)
     noise = torch.rand(batch.taps.shape, generator=generator, device=batch.taps.device) - 0.5
     return batch.taps + noise * (2 * width * 512 / batch.taps.shape[1])
@@ -36,18 +36,18 @@ def add_feature_noise(batch: Batch, width: float) -> Tensor:
 
 @dataclass(slots=True)
 class RecurrentState:
-    """Keys and values of the settled pairs, and what the layers made of the newest one."""
+    """Keys and values of the settled pairs, and the layers' output for the newest pair."""
 
     store: RowStore
     newest: Tensor | None = None  # (B, 1, D)
 
 
 class RecurrentDrafter(Drafter):
-    """A drafter that is fed its own features; a family says how pairs are made and read.
+    """A drafter that is fed its own features; subclasses define input and output of the layers.
 
     Attributes:
         depth: depths unrolled in training.
-        checkpointing: whether the backward pass makes activations of MLPs again.
+        checkpointing: whether the backward pass recomputes activations of MLPs.
         rotary: positions.
     """
 
@@ -66,54 +66,54 @@ class RecurrentDrafter(Drafter):
 
     @abstractmethod
     def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, n, D) embeddings and features -> the first layer's residual and its q, k, v."""
+        """(B, n, D) embeddings and features -> the first layer's residual and its fused q, k, v."""
 
     @abstractmethod
     def token_projection(self, embedded: Tensor) -> Tensor:
-        """(N, D) embeddings -> (N, P) all that `first_input` needs of a token.
+        """(N, D) embeddings -> (N, P) the token's part of `first_input`.
 
-        A token meets a feature at every depth; this is computed once.
+        A token is paired with a feature at every depth; its part is computed once.
         """
 
     @abstractmethod
     def first_input(self, share: Tensor, feature: Tensor) -> FirstLayerInput:
-        """`pair` from (n, P) shares and (n, D) features, short of one product."""
+        """`pair` before the q, k, v product, from (n, P) token projections and (n, D) features."""
 
     @abstractmethod
     def first_weight(self) -> Tensor:
-        """(q + k + v, D) of that product."""
+        """(q + k + v, D) weight of that product."""
 
     @abstractmethod
     def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Output of the last layer -> what the head reads, and the feature that is fed back."""
+        """Output of the last layer -> input of the head, and the feature that is fed back."""
 
     @abstractmethod
     def head(self, target: Target) -> Head:
-        """From hidden states to logits."""
+        """The output head."""
 
     def at(self, depth: int) -> RecurrentDrafter:
-        """Whose weights make a pair of step `depth`, from 2; those of settled pairs are its own."""
+        """The module that runs drafted pairs of step `depth`, from 2; settled pairs always use this one."""
         del depth
         return self
 
     def qkv_weights(self) -> list[Tensor]:
-        """Of each layer, short of what `first_input` has done."""
+        """Weight of each layer's q, k, v product; of the first layer, `first_weight`."""
         return [self.first_weight(), *(layer.qkv_proj.weight for layer in self.stack[1:])]
 
     def drafted_projection(self, shares: Tensor, rows: Tensor) -> Tensor:
-        """(M, P) shares of the tokens that go in beside the drafter's own features."""
+        """(M, P) token projections of pairs that contain the drafter's own features."""
         return shares.index_select(0, rows)
 
     def training_taps(self, batch: Batch) -> Tensor:
-        """(B, T, L, D) taps to train on."""
+        """(B, T, L, D) taps for training, possibly with noise."""
         return batch.taps
 
     def losses(self, hidden: Tensor, truth: Tensor) -> Mapping[str, Tensor]:
-        """Named (M,) losses beside the divergence; `truth` (M, D) is the target head's input."""
+        """Auxiliary losses, (M,) each; `truth` (M, D) is the input of the target's head."""
         del hidden, truth
         return {}
 
-    # -- training face -----------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------
 
     @override
     def checkpoint_gradients(self) -> None:
@@ -121,14 +121,14 @@ class RecurrentDrafter(Drafter):
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """Only supervised anchors ask; the other positions give keys and values to the first step."""
+        """Only supervised anchors have queries; other positions give keys and values to the first step."""
         index = AnchorIndex(batch.loss_mask, self.depth)
         if not index.anchors:
             return
         places = index.places.to(batch.tokens.device)
         dtype = next(self.parameters()).dtype
         feature = self.fuse(self.training_taps(batch).flatten(0, 1)[places].to(dtype))  # (N, D)
-        # The last token needed follows the last position that gives keys, whatever the depth.
+        # Depth d at anchor t reads token t + d; `places` has t + d - 1, which is an anchor of depth 1.
         tokens = batch.tokens.flatten()[places + 1]
         active, projections = self, self.token_projection(target.embed(tokens).to(dtype))
         token_positions = places % batch.tokens.shape[1]
@@ -156,7 +156,7 @@ class RecurrentDrafter(Drafter):
             anchor = anchors.to(places.device)
             yield DraftStep(hidden, anchor, depth, head, self.losses(hidden, last[anchor + depth]))
 
-    # -- decoding face -----------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------
 
     @override
     def new_state(self, rows: int) -> RecurrentState:
@@ -173,7 +173,7 @@ class RecurrentDrafter(Drafter):
         root: Tensor,
     ) -> None:
         end = torch.tensor(counts).to(tokens.device)[:, None] - 1  # (B, 1)
-        # Pair i needs the token after it; the last one's is the root.
+        # Pair i needs token i + 1; for the last pair of each row that is the root.
         following = tokens.roll(-1, 1).scatter(1, end, root[:, None])
         n = tokens.shape[1]
         step = torch.arange(n, device=tokens.device)
@@ -193,10 +193,10 @@ class RecurrentDrafter(Drafter):
         return state.store.bytes_per_token
 
     def run_layers(self, store: RowStore, embedded: Tensor, feature: Tensor, block: Tensor) -> Tensor:
-        """Run (B, n, D) embeddings and features behind the settled pairs.
+        """Run (B, n, D) embeddings and features after the settled pairs; returns (B, n, D).
 
-        `block` (B, n, m) says which of the m newest slots each input sees, itself included; the
-        m - n before them are scratch of earlier calls.
+        `block` (B, n, m) is the mask over the m newest cache slots: these n, and before them m - n
+        scratch slots of earlier calls.
         """
         x, qkv = self.pair(embedded.to(feature.dtype), feature)
         store.begin(block.shape[1], block.shape[2] - block.shape[1])
@@ -218,17 +218,16 @@ class RecurrentDrafter(Drafter):
     ) -> Draft:
         assert state.newest is not None
         head = self.head(target)
-        hidden, feature = self.emit(state.newest)  # (B, 1, D), then (B, W, D): of the last call's entries
+        hidden, feature = self.emit(state.newest)  # (B, 1, D), then (B, W, D): of the last level
         reach = torch.ones(feature.shape[0], 1, 0, dtype=torch.bool, device=feature.device)
         depth = 1
 
-        # Levels are written to scratch slots behind the settled pairs and never kept, so the
-        # next round writes over them.
+        # Levels are written to scratch slots after the settled pairs; the next round overwrites them.
         def step(token: Tensor, parent: Tensor) -> Tensor:
             nonlocal depth, hidden, feature, reach
             depth += 1
             parent_feature = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
-            reach = tree_visibility(reach, parent)  # (B, W, m) which scratch slots each of them sees
+            reach = tree_visibility(reach, parent)  # (B, W, m) mask over scratch slots
             run = self.at(depth).run_layers
             hidden, feature = self.emit(run(state.store, target.embed(token), parent_feature, reach))
             return head(hidden)

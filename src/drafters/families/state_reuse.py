@@ -1,7 +1,7 @@
-"""What a draft takes over from the one before it, whose states no rejected token has entered.
+"""Reuse of hidden states from the previous draft: no drafted token enters them, so they survive rejection.
 
-States are side information, a function of settled tokens alone. Tokens are chosen anew from them, so
-whatever is verified is a fixed node, and any rule is lossless (docs/lossless.md).
+States are a function of settled tokens only, and tokens are chosen from them again, so every verified
+node is a fixed node and any acceptance rule is lossless (docs/lossless.md).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from decode.sampling import Sampler
 from drafters.drafting.tree import Beam, best_nodes, expand
 from drafters.families.token_bias import ParallelLogits
 
-PRIORITY = 1e6  # more than a difference of log-probabilities
+PRIORITY = 1e6  # above any difference of log-probabilities
 MODES = ("none", "logit_sum", "tree_merge", "immediate")
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """How the states behind a rejection are used, once, in the round after.
+    """How states after a rejection are reused in the next round.
 
-    none: they are not. logit_sum: `weight` times their logits is added to the fresh ones of the same
-    position. tree_merge: a second tree grown from them is verified in the same pass; `nodes` of the
-    plan's nodes are its, and whatever the fresh tree leaves idle. It is for dynamic trees of fixed
-    nodes; with other plans it is none. immediate: where all rows of a batch have `least` of them and the
-    drafter expects `tokens` tokens of them, they are verified alone and nothing is drafted; else, and
-    where tokens are drawn, none.
+    none: not at all. logit_sum: `weight` times their logits are added to the new ones of the same
+    position. tree_merge: a second tree is grown from them and verified in the same pass; it gets `nodes`
+    of the plan's nodes and those that the new tree does not use. Only for dynamic trees of fixed nodes;
+    with other plans as none. immediate: if all rows of a batch have `least` such states and the drafter
+    expects `tokens` accepted tokens from them, they are verified without a new draft. Otherwise, and
+    with sampling, as none.
 
     Raises:
-        UserError: a mode that is none of these, or a number out of range.
+        UserError: an unknown mode, or a number out of range.
     """
 
     mode: str
@@ -56,27 +56,27 @@ class Reuse:
             )
 
     def merges(self, plan: Plan) -> bool:
-        """Whether two trees become one under this plan."""
+        """Whether two trees are merged under this plan."""
         return self.mode == "tree_merge" and plan.proposal == "fixed" and plan.width > 1 and not plan.tree
 
     def applies_to(self, plan: Plan) -> bool:
-        """Whether old states change anything under this plan."""
+        """Whether states are reused under this plan."""
         immediate = self.mode == "immediate" and plan.proposal == "fixed"
         return self.mode == "logit_sum" or immediate or self.merges(plan)
 
     def is_sufficient(self, logits: Tensor, left: Tensor) -> bool:
-        """Whether (B, K, V) logits of old states, `left` of them a row, are worth a pass of their own."""
+        """Whether (B, K, V) logits of old states, (B,) `left` of them valid, are worth verifying alone."""
         depth = torch.arange(logits.shape[1], device=logits.device)
         chance = logits.softmax(-1).amax(-1) * (depth < left[:, None])  # (B, K)
         return bool(((left >= self.least) & (chance.cumprod(1).sum(1) >= self.tokens)).all())
 
     def summed(self, raw: Sequence[Tensor], left: Tensor) -> list[Tensor]:
-        """K of (2 B, V) fresh and old logits -> K of (B, V)."""
+        """K of (2 B, V) new and old logits -> K of (B, V) weighted sums."""
         halves = [logits.chunk(2) for logits in raw]
         return [new + self.weight * old * (left > k)[:, None] for k, (new, old) in enumerate(halves)]
 
     def merged(self, both: ParallelLogits, left: Tensor, coin: Coin, plan: Plan) -> Draft:
-        """One tree from the fresh levels of B rows and, in rows B to 2 B, the old ones."""
+        """Merge the trees grown from new levels, rows 0 to B, and old levels, rows B to 2 B."""
         limit = torch.cat([torch.full_like(left, plan.depth), left])
         grown = best_nodes(both.first, both.step, coin, plan, limit)
         fresh, old = (Beam(*half) for half in zip(*(t.chunk(2) for t in _rows(grown)), strict=True))
@@ -84,12 +84,12 @@ class Reuse:
 
 
 def _rows(beam: Beam) -> list[Tensor]:
-    """With every field one row for each of the batch."""
+    """All fields, expanded to the batch size."""
     return [field.expand(len(beam.tokens), -1) for field in beam]
 
 
 def resized(states: Tensor, depth: int) -> Tensor:
-    """(B, K, D) states as those of a draft of another depth; what is added means nothing."""
+    """(B, K, D) states cut or padded to another depth; padding is to be masked."""
     more = states[:, -1:].expand(-1, max(depth - states.shape[1], 0), -1)
     return torch.cat([states[:, :depth], more], 1)
 
@@ -102,7 +102,7 @@ def truncated_draft(
     plan: Plan,
     confidence: Callable[[], Tensor] | None = None,
 ) -> Draft:
-    """A draft of fixed nodes from levels of which a row has (B,) `left`."""
+    """A draft of fixed nodes from levels, the first (B,) `left` of which are valid."""
     if plan.width > 1 and not plan.tree:
         best = best_nodes(levels.first, levels.step, coin, plan, left)
         return Draft(best.tokens, best.parents, plan.depth)
@@ -113,15 +113,15 @@ def truncated_draft(
 def merge_trees(fresh: Beam, old: Beam, first: int, plan: Plan) -> Draft:
     """The union of two trees below the same root, at most plan.nodes nodes.
 
-    The best `first` of the fresh tree, then what the old one adds, then the rest of the fresh one. No
-    parent comes after its child in that order, so what is kept is a tree.
+    Selects the best `first` nodes of the new tree, then nodes that only the old tree has, then the rest
+    of the new tree. Parents precede children in this order, so the selection is a tree.
     """
     rows, count = fresh.tokens.shape
     twin = _twins(fresh, old, plan.depth)  # (B, N)
-    rank = _descending(_descending(fresh.score), ascending=True)  # (B, N) of each among the fresh
+    rank = _descending(_descending(fresh.score), ascending=True)  # (B, N) rank in the new tree
     fresh_key = fresh.score.double() + 2 * PRIORITY * (rank < first)
     old_key = old.score.double() + PRIORITY
-    # A node of both is the fresh tree's, and as early as either wants it.
+    # A node of both trees counts as the new tree's, with the higher of both priorities.
     fresh_key = fresh_key.scatter_reduce(
         1, twin.clamp_min(0), old_key.masked_fill(twin < 0, -torch.inf), "amax"
     )
@@ -143,15 +143,15 @@ def merge_trees(fresh: Beam, old: Beam, first: int, plan: Plan) -> Draft:
 
 
 def _descending(values: Tensor, ascending: bool = False) -> Tensor:
-    """(B, n) order of the values; equals stay as they are."""
+    """(B, n) indices that sort the values, stable."""
     return values.sort(dim=1, descending=not ascending, stable=True).indices
 
 
 def _twins(fresh: Beam, old: Beam, depth: int) -> Tensor:
-    """(B, N) which fresh node has the same path as each old one, or -1."""
+    """(B, N) index of the new node with the same path as each old node, or -1."""
     same = old.tokens[:, :, None] == fresh.tokens[:, None]  # (B, N old, N fresh)
     twin = torch.full_like(old.tokens, -1)
-    for _ in range(depth):  # a level more is right each time
+    for _ in range(depth):  # iteration d settles the nodes of level d
         up = twin.gather(1, old.parents.clamp_min(0))
         up = torch.where(old.parents < 0, -1, torch.where(up < 0, -2, up))
         match = same & (up[:, :, None] == fresh.parents[:, None])

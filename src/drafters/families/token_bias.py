@@ -1,7 +1,7 @@
-"""A token's share in the logits of the next, added when the hidden states are there already.
+"""Low-rank bias of the previous token on a drafter's logits, applied after the hidden states are computed.
 
 Lyanna's token-info embedding (arXiv:2602.21224), DSpark's Markov head (arXiv:2607.05147) and Domino's
-corrector (arXiv:2605.29707) are settings of one block.
+corrector (arXiv:2605.29707) are settings of one module.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from drafters.drafting.tree import expand
 from drafters.layers.decoder_layer import RMSNorm
 
 KINDS = ("none", "vanilla", "gated", "recurrent")
-TABLE_BYTES = 2**28  # of a table of all hot pairs: 8000 tokens in 16 bits are 128 MB
+TABLE_BYTES = 2**28  # limit for a table of all hot token pairs; 8000 tokens in 16 bits take 128 MB
 
 
 class TokenInfoBias(nn.Module):
-    """bias(t) = W2 u, of low rank; W2 begins at 0, so that a fresh block changes nothing.
+    """Low-rank bias(t) = W2 u on the logits after token t; W2 is initialised to 0.
 
-    vanilla: u = norm(E[t]) of the previous token t. gated: that times sigma(w . [s; E[t]]) of the state s
-    it is added to. recurrent: u = SiLU(W1 [s; g]) where a GRU's memory g has read the tokens drafted
-    so far. The hot tokens alone have a row in E and in W2; to and from others the bias is 0.
+    vanilla: u = norm(E[t]). gated: u = norm(E[t]) sigmoid(w . [s; E[t]]) with the hidden state s.
+    recurrent: u = SiLU(W1 [s; g]) with the state g of a GRU over the drafted tokens. Only hot tokens have
+    rows in E and W2; the bias of and on other tokens is 0.
 
     Args:
         kind: of `KINDS`, not none.
         hidden_size: D of the states.
         vocab_size: V.
         rank: r.
-        hot_tokens: V_s; all, if it is not below V.
+        hot_tokens: number of hot tokens V_s; V or more: all tokens.
         eps: of the norm.
 
     Raises:
-        UserError: a kind that is none of these, or a size below 1.
+        UserError: an unknown kind, or a size below 1.
     """
 
     hot: Tensor | None  # (V_s,) ids, ascending
-    place: Tensor | None  # (V,) where in `hot` a token is, or -1
+    place: Tensor | None  # (V,) index of each token in `hot`, or -1
 
     def __init__(
         self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int, eps: float = 1e-6
@@ -62,7 +62,7 @@ class TokenInfoBias(nn.Module):
         self.kind, self.rank = kind, rank
         size = min(hot_tokens, vocab_size)
         reduced = size < vocab_size
-        # Until `fit` has counted, the first ids stand for the hot ones.
+        # Before `fit` the hot tokens are the first ids.
         self.register_buffer("hot", torch.arange(size) if reduced else None)
         place = torch.arange(vocab_size)
         self.register_buffer("place", torch.where(place < size, place, -1) if reduced else None)
@@ -76,7 +76,7 @@ class TokenInfoBias(nn.Module):
         self._table: tuple[Any, Tensor] | None = None
 
     def fit(self, texts: Iterable[Text]) -> str:
-        """Choose the hot tokens: those of the answers, the commonest first."""
+        """Choose the most frequent tokens of the answers as hot tokens."""
         assert self.hot is not None
         assert self.place is not None
         counts = torch.zeros(len(self.place), dtype=torch.long)
@@ -92,18 +92,18 @@ class TokenInfoBias(nn.Module):
 
     @property
     def side(self) -> Side:
-        """What turns u into logits."""
+        """The map from u to logits."""
         return Side(self.out.weight, self.hot)
 
     def low_rank_input(
         self, token: Tensor, state: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(..., r) that W2 is applied to, and the memory after these tokens.
+        """(..., r) input u of W2, and the GRU state after these tokens.
 
         Args:
-            token: (...) previous ones, the target's ids.
-            state: (..., D) that the bias goes with.
-            memory: (..., r) of the tokens before; None at the root, and but for `recurrent`.
+            token: (...) previous tokens, ids of the target.
+            state: (..., D) hidden states whose logits get the bias.
+            memory: (..., r) GRU state before these tokens; None at the root and for other kinds.
         """
         embedded, in_table = self._embed(token)
         if self.cell is not None and self.mix is not None:
@@ -115,7 +115,7 @@ class TokenInfoBias(nn.Module):
         return low * self._gate(embedded, state), None
 
     def _embed(self, token: Tensor) -> tuple[Tensor, Tensor | float]:
-        """(..., r) rows of E, and (..., 1) which of them there are."""
+        """(..., r) rows of E, and a factor (..., 1) that is 0 for tokens that are not hot."""
         if self.place is None:
             return self.emb(token), 1.0
         index = self.place[token]
@@ -132,9 +132,9 @@ class TokenInfoBias(nn.Module):
     def add(
         self, logits: Tensor, token: Tensor, state: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, 1, V) logits and (B, 1, D) states below (B, W) tokens -> (B, W, V), (B, W, r) memory.
+        """(B, 1, V) logits and (B, 1, D) states below (B, W) tokens -> (B, W, V) logits, (B, W, r) GRU state.
 
-        Where it is small enough, a table of all hot pairs takes the place of two products.
+        If it is small enough, a precomputed table of all hot pairs replaces two products.
         """
         state = state.expand(-1, token.shape[1], -1)
         table = self._pairs()
@@ -142,45 +142,45 @@ class TokenInfoBias(nn.Module):
             low, memory = self.low_rank_input(token, state, memory)
             return self.side.add(logits, low), memory
         index = token if self.place is None else self.place[token]
-        bias = table[index]  # that of -1 is the last row: zeros
+        bias = table[index]  # index -1 is the last row, which is 0
         if self.gate is not None:
             bias = bias * self._gate(self._embed(token)[0], state)
         return self.side.scatter(logits, bias), None
 
     def _pairs(self) -> Tensor | None:
-        """(V_s + 1, V_s) biases of all hot pairs, then of none; made once for weights that stay."""
+        """(V_s + 1, V_s) biases of all hot pairs and a row of 0; None while weights train. Cached."""
         weight = self.out.weight
         large = weight.shape[0] ** 2 * weight.itemsize > TABLE_BYTES
-        if self.norm is None or large or weight.requires_grad:  # weights that train move
+        if self.norm is None or large or weight.requires_grad:
             return None
         weights = (weight, self.emb.weight, self.norm.weight)
         # private API: torch has no public counter of in-place changes.
         version = [(w.data_ptr(), w.device, w.dtype, 0 if w.is_inference() else w._version) for w in weights]
         if self._table is None or self._table[0] != version:
-            with torch.inference_mode(False), torch.no_grad():  # it outlives the mode
+            with torch.inference_mode(False), torch.no_grad():  # also used outside inference mode later
                 rows = F.linear(self.norm(self.emb.weight), weight)
                 self._table = version, torch.cat([rows, rows.new_zeros(1, len(rows))])
         return self._table[1]
 
 
 class TokenBiasDrafter(Drafter):
-    """A drafter whose states of all depths are made before any of its tokens."""
+    """A drafter that computes the states of all depths before any token, optionally with a token bias."""
 
     info: TokenInfoBias | None
 
     def add_token_bias(
         self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int
     ) -> None:
-        """Give it a bias, unless `kind` is none."""
+        """Create the bias, unless `kind` is `none`."""
         sizes = (hidden_size, vocab_size, rank, hot_tokens)
         self.info = None if kind == "none" else TokenInfoBias(kind, *sizes)
 
     def biased_head(self, head: Head) -> Head:
-        """The head, with the bias as its side."""
+        """The head with the bias added to its logits."""
         return head if self.info is None else replace(head, side=self.info.side)
 
     def expand_levels(self, levels: ParallelLogits, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
-        """Draft from the laws of all depths."""
+        """Draft from the logits of all depths."""
         confidence = self.confidence_of(lambda: levels.newest)
         return expand(levels.first, levels.step, sampler, coin, plan, confidence=confidence)
 
@@ -196,7 +196,7 @@ class TokenBiasDrafter(Drafter):
 
 
 class TeacherForcedBias:
-    """The bias along the texts, depth after depth: the training face.
+    """The token bias in training: previous tokens are those of the texts.
 
     Args:
         info: the bias, or None.
@@ -209,7 +209,7 @@ class TeacherForcedBias:
         self._anchors: Tensor | None = None
 
     def with_bias_input(self, state: Tensor, anchor: Tensor, depth: int) -> Tensor:
-        """(M, D) states of the anchors -> (M, D + r), what a head with a `side` reads."""
+        """(M, D) states of the anchors -> (M, D + r) input of a head with the bias."""
         if self._info is None:
             return state
         memory = self._memory
@@ -221,14 +221,17 @@ class TeacherForcedBias:
 
 
 class ParallelLogits:
-    """The bias along the paths of a tree: the decoding face, as `expand` calls it.
+    """Logits of all depths, computed in parallel, with the token bias along the paths of a tree.
+
+    `first` and `step` are arguments of `expand`. Without a bias all tokens of a level have the same
+    children.
 
     Args:
-        raw: K of (B, V): each depth's logits without the bias, `Head.product`.
-        states: (B, K, D) they were made from.
-        shape: of the head; None: the logits have it.
-        info: the bias, or None: then all tokens of a level have the same children.
-        root: (B,), for the bias.
+        raw: K of (B, V): logits of each depth without bias, scale and soft cap, `Head.product`.
+        states: (B, K, D) hidden states they were computed from.
+        shape: applies the head's scale and soft cap; None: already applied.
+        info: the bias, or None.
+        root: (B,) root tokens, for the bias.
     """
 
     def __init__(
@@ -248,11 +251,11 @@ class ParallelLogits:
 
     @property
     def newest(self) -> Tensor:
-        """(B, 1, D) state of the level that was made last."""
+        """(B, 1, D) state of the last level."""
         return self._states[:, self._depth - 1, None]
 
     def step(self, token: Tensor, parent: Tensor) -> Tensor:
-        """See `expand`."""
+        """Logits below the tokens of a level; see `expand`."""
         k, self._depth = self._depth, self._depth + 1
         logits = self._raw[k][:, None]
         if self._info is None:

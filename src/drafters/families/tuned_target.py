@@ -1,4 +1,4 @@
-"""A target tuned with its drafter: low-rank pairs that the drafter holds, put into copies of the target."""
+"""LoRA of the target, trained with a drafter: held by the drafter and applied to copies of the target."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from drafters.families.lora_files import locate_base, split_adapters, write_adap
 
 
 class LoraPair(nn.Module):
-    """The two factors for one linear map; `up` begins at 0, so that a fresh pair changes nothing."""
+    """LoRA factors of one linear module; `up` is initialised to 0."""
 
     def __init__(self, wide_in: int, wide_out: int, r: int) -> None:
         super().__init__()
-        self.down = nn.Linear(wide_in, r, bias=False)  # torch's default start is LoRA's
+        self.down = nn.Linear(wide_in, r, bias=False)  # torch's default initialisation is LoRA's
         self.up = nn.Linear(r, wide_out, bias=False)
         nn.init.zeros_(self.up.weight)
 
 
 class Lora(nn.Module):
-    """Low-rank pairs for linear maps of a target (LoRA, arXiv:2106.09685); the target is no part of it.
+    """LoRA factors for linear modules of a target (arXiv:2106.09685); does not contain the target.
 
     Args:
         r: rank.
-        alpha: the product of a pair counts alpha / r.
-        targets: name of each map in the model -> [inputs, outputs].
+        alpha: factors are scaled by alpha / r.
+        targets: name of each module in the model -> [input size, output size].
 
     Attributes:
-        checkpointing: set before the first `read`: keep the inputs of decoder layers alone.
+        checkpointing: gradient checkpointing; to be set before the first `read`.
     """
 
     checkpointing = False
@@ -49,23 +49,23 @@ class Lora(nn.Module):
     def __init__(self, r: int, alpha: int, targets: Mapping[str, Sequence[int]]) -> None:
         super().__init__()
         self.r, self.alpha = r, alpha
-        # A module's name must not have a dot in it.
+        # Module names must not contain dots.
         self.pairs = nn.ModuleDict(
             {name.replace(".", "/"): LoraPair(shape[0], shape[1], r) for name, shape in targets.items()}
         )
 
     @classmethod
     def for_target(cls, target: Target, r: int, alpha: int, targets: str | list[str] = "all-linear") -> Self:
-        """Fresh pairs.
+        """New factors for a target.
 
         Args:
-            target: stays as it is.
+            target: unchanged.
             r: rank.
             alpha: see the class.
-            targets: ends of the maps' names, or `all-linear`: all but the head.
+            targets: suffixes of module names, or `all-linear`: all but the head.
 
         Raises:
-            UserError: targets that it does not have, or that are no linear maps before the head.
+            UserError: a target does not exist, or is not a linear module before the head.
         """
         _check_movable(target)
         model = _copy(target.model)
@@ -84,18 +84,18 @@ class Lora(nn.Module):
         return ((name.replace("/", "."), pair) for name, pair in self.pairs.items())
 
     def read(self, target: Target, tokens: Tensor) -> Tensor:
-        """The tuned target's head input, (B, T, D), of (B, T) right-padded tokens; gradients reach pairs."""
+        """The tuned target's head input (B, T, D) for (B, T) right-padded tokens, with gradients."""
         return self._adapted(target).base(input_ids=tokens, use_cache=False).last_hidden_state
 
     def _adapted(self, target: Target) -> CausalLM:
-        """The target's weights with the pairs beside them, in a module tree of its own."""
+        """A model that shares the target's weights and has the factors as adapters."""
         model, adapted = _ADAPTED.get(self, (None, None))
         if model is not target.model or adapted is None:
             twin = _copy(target.model)
             add_lora(twin, self.r, self.alpha, list(self.shapes))
             for name, pair in self._named():
                 layer: Any = twin.get_submodule(name)
-                # The modules, not their weights: what a strategy does to a trained module holds here.
+                # Assign modules, not weights, so that FSDP wrapping of the drafter applies here too.
                 layer.lora_A["default"], layer.lora_B["default"] = pair.down, pair.up
             adapted = CausalLM(twin)
             if self.checkpointing:
@@ -105,7 +105,7 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def merge(self, target: Target) -> Target:
-        """A target with weights W + alpha / r B A, rounded to its dtype; decoder layers are held twice."""
+        """A target with merged weights W + alpha / r B A in its dtype; copies the decoder layers."""
         _check_movable(target)
         model = _copy(target.model, {id(weight) for weight in target.layers.parameters()})
         for name, pair in self._named():
@@ -117,11 +117,11 @@ class Lora(nn.Module):
         return TunedTarget(model, target, self._digest())
 
     def export(self, target: Target, folder: Path) -> None:
-        """Write the tuned target as a plain Hugging Face folder, without a tokenizer."""
+        """Write the tuned target as a Hugging Face folder, without a tokenizer."""
         self.merge(target).model.save_pretrained(folder)
 
     def export_adapter(self, target: Target, folder: Path) -> None:
-        """Write the pairs into a folder that `peft.PeftModel.from_pretrained(target, folder)` opens."""
+        """Write the factors into a folder for `peft.PeftModel.from_pretrained(target, folder)`."""
         parts = [(f"model.{name}", pair) for name, pair in self._named()]
         pairs = {stem + DOWN: pair.down.weight for stem, pair in parts}
         pairs |= {stem + UP: pair.up.weight for stem, pair in parts}
@@ -139,12 +139,12 @@ class Lora(nn.Module):
 
 
 class TunedTarget(Target):
-    """A target whose weights have moved.
+    """A target with merged LoRA weights.
 
     Args:
-        model: with the weights it has now.
-        source: what it was.
-        moved: tells the change from others; samples of the weights might not show it.
+        model: with merged weights.
+        source: the original target.
+        weight_hash: of the factors, for the fingerprint; a sample of the weights may miss the change.
     """
 
     def __init__(self, model: PreTrainedModel, source: Target, weight_hash: str) -> None:
@@ -158,7 +158,7 @@ class TunedTarget(Target):
         return hashlib.sha256(self._name.encode()).hexdigest()[:16]
 
 
-# Beside the module: what hung on it would be copied, moved and saved with it.
+# A cache outside the module: attributes would be copied, moved and saved with it.
 _ADAPTED: WeakKeyDictionary[Lora, tuple[PreTrainedModel, CausalLM]] = WeakKeyDictionary()
 
 
@@ -170,6 +170,6 @@ def _check_movable(target: Target) -> None:
 
 
 def _copy(model: PreTrainedModel, copied: set[int] | None = None) -> PreTrainedModel:
-    """A module tree over the same tensors, but for the parameters whose ids are in `own`."""
+    """A copy of the modules that shares all tensors except parameters whose ids are in `copied`."""
     tensors = chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(t): t for t in tensors if id(t) not in (copied or ())})

@@ -1,4 +1,4 @@
-"""Blocks that several drafters share: rotary positions, the decoder layer, attention."""
+"""Layers that several drafters share: rotary positions, a Llama decoder layer, attention."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ class Rotary(nn.Module):
     def __init__(self, dim: int, theta: float, rope: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.dim, self.theta, self.rope = dim, theta, rope
-        frequencies(dim, theta, rope, torch.empty(0))  # refuses what it cannot be
+        frequencies(dim, theta, rope, torch.empty(0))  # validates the arguments
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def table(self, limit: int, like: Tensor) -> Tensor:
-        """(positions >= limit, 2, 1, n) cosines and sines in the dtype and place of `like`.
+        """(positions >= limit, 2, 1, n) cosines and sines in the dtype and on the device of `like`.
 
-        Of the first n <= dim numbers of a head; the others do not turn.
+        They rotate the first n <= dim elements of a head (partial rotary embedding).
         """
-        # A plain attribute, not a buffer: casting the module must not round the angles.
+        # A plain attribute, not a buffer: casting the module to bf16 must not round the angles.
         key = (like.device, like.dtype)
         table = self._tables.get(key)
         if table is None or table.shape[0] < limit:
@@ -93,7 +93,7 @@ class Rotary(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """With `gradients.rms_norm`."""
+    """RMS norm with the hand-written backward pass of `fused_backward.rms_norm`."""
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama decoder layer whose attention is left to the caller.
+    """A Llama decoder layer; the caller computes attention between `split` and `finish`.
 
     Args:
         shape: sizes.
@@ -119,7 +119,7 @@ class DecoderLayer(nn.Module):
         heads, kv_heads = shape.heads, shape.kv_heads
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
-        # One product each for q, k, v and for gate, up: at draft sizes a call costs more than its work.
+        # q, k, v are one product, and gate, up another: at draft sizes a call costs more than its work.
         self.qkv_proj = nn.Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
         self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
@@ -131,16 +131,17 @@ class DecoderLayer(nn.Module):
 
     @property
     def queries(self) -> int:
-        """Rows of `qkv_proj` that make queries; the others make keys and values."""
+        """Number of query rows of `qkv_proj`; key and value rows follow."""
         return self.heads * self.head_dim
 
     def split(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(..., n) of `qkv_proj` -> queries (..., heads, dim), keys and values (..., kv_heads, dim).
 
-        Without the rows of the queries: no queries.
+        Input from the key and value rows only gives zero query heads.
         """
-        rows = qkv.unflatten(-1, (-1, self.head_dim))
+        rows = qkv.unflatten(-1, (-1, self.head_dim))  # (..., heads + 2 * kv_heads, dim)
         heads = rows.shape[-2] - 2 * self.kv_heads
+        # Queries and keys are rotated in one call.
         qk, v = rows.split([heads + self.kv_heads, self.kv_heads], -2)
         if self.qk_norm:
             q, k = qk.split([heads, self.kv_heads], -2)
@@ -149,34 +150,34 @@ class DecoderLayer(nn.Module):
         return q, k, v
 
     def turn(self, q: Tensor, angles: Tensor) -> Tensor:
-        """(..., n) queries of `qkv_proj` alone -> (..., heads, dim)."""
+        """(..., heads * dim) of the query rows of `qkv_proj` -> rotated queries (..., heads, dim)."""
         return rotate(self.q_norm(q.unflatten(-1, (-1, self.head_dim))), angles)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """(..., D) input and (..., heads * dim) attention output -> (..., D)."""
+        """(..., D) residual and (..., heads * dim) attention output -> (..., D) output of the layer."""
         x = _add_product(x, attended, self.o_proj)
         y = self.gate_up_proj(self.post_attention_layernorm(x))
         return _add_product(x, swiglu(y), self.down_proj)
 
 
 def _add_product(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-    """Add linear(y) to x in one pass."""
+    """Compute x + linear(y) in one kernel."""
     return torch.addmm(x.flatten(0, -2), y.flatten(0, -2), linear.weight.mT).view_as(x)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Grouped-query attention; mask (B, n, width) bool."""
+    """Grouped-query attention of (B, heads, n, dim) queries; mask (B, n, width) bool."""
     groups = q.shape[1] // k.shape[1]
     mask = None if mask is None else mask[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
 
 
 def tree_visibility(reach: Tensor, parent: Tensor) -> Tensor:
-    """What a new level of a tree sees: all that its parents see, and each entry itself.
+    """Attention mask of a new tree level: each entry sees itself and everything its parent sees.
 
     Args:
-        reach: (B, W, m) bool, scratch slots that the entries of the level above see.
-        parent: (B, W') entry of that level which each new one hangs from.
+        reach: (B, W, m) bool, mask of the level above over the scratch slots.
+        parent: (B, W') index of each entry's parent in the level above.
 
     Returns:
         (B, W', m + W') bool.

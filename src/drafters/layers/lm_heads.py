@@ -1,4 +1,4 @@
-"""What drafters with a head for every depth are made of."""
+"""Residual blocks and output heads for drafters with one head per depth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decode.model.target import Target
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(W x + b), layer after layer; W and b begin at 0, so that a fresh block changes nothing."""
+    """Layers x + SiLU(W x + b); W and b are initialised to 0, so that a new block is the identity."""
 
     def __init__(self, hidden_size: int, layers: int, bias: bool = False) -> None:
         super().__init__()
@@ -30,18 +30,18 @@ class ResBlock(nn.Module):
 
 
 class PerDepthHeads(nn.ModuleList):
-    """An output head for each of the first depths, begun as the target's and trained (V D weights each).
+    """One trained output head (V x D) per depth, initialised with the target's.
 
-    Without any, all depths share the target's, frozen.
+    With no heads, all depths share the target's frozen head.
 
     Args:
         hidden_size: D of the target.
         vocab_size: V of the target.
-        count: heads.
+        count: number of heads.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, count: int) -> None:
-        # Not worth a random start: `copy_head` or a checkpoint fills them in.
+        # No random initialisation: `copy_head` or a checkpoint fills the weights in.
         super().__init__(
             nn.utils.skip_init(
                 nn.Linear, hidden_size, vocab_size, bias=False, device=torch.get_default_device()
@@ -51,12 +51,12 @@ class PerDepthHeads(nn.ModuleList):
 
     @torch.no_grad()
     def copy_head(self, target: Target) -> None:
-        """As copies of the target's."""
+        """Copy the target's head into every depth's."""
         for weight in self.parameters():
             weight.copy_(target.head.weight)
 
     def head_for(self, depth: int, target: Target) -> Head:
-        """The head of `depth`, with what the target's family puts behind the linear map."""
+        """The head of `depth`, with the target's scale, bias and soft cap."""
         if not self:
             return target.head
         return replace(target.head, weight=self.get_parameter(f"{depth - 1}.weight"))

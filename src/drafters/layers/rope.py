@@ -1,4 +1,4 @@
-"""A target's rotary positions, copied: base, scaling for long contexts, and how much of a head turns."""
+"""Rotary position settings of a target: base, scaling for long contexts, share of a head that is rotated."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decode.errors import UserError
 
 DEFAULT_THETA = 10_000.0
-SCALINGS = ("linear", "llama3", "yarn")  # angles that do not depend on how long the text has become
-IGNORED = ("rope_theta", "type", "mrope_section")  # of no scaling; texts have one position a token
+SCALINGS = ("linear", "llama3", "yarn")  # their angles do not depend on the length of the text
+IGNORED = ("rope_theta", "type", "mrope_section")  # not scaling settings; text has one position per token
 
 
 def rope_settings(config: Any) -> tuple[float, dict[str, Any] | None]:
-    """Base of the wavelengths, and what else a drafter's positions need: None where nothing.
+    """Base of the wavelengths and scaling settings (None without scaling) of a target's positions.
 
-    Where kinds of layers have positions of their own, those of full attention. Scaling that follows
-    the text's length is left out, with a warning: a drafter that is trained without needs none.
+    If layer types have different positions, those of full attention. Scaling that depends on the text's
+    length is left out, with a warning: a drafter that is trained without it needs none.
 
     Args:
-        config: of a target, as transformers 5 has it; or a dictionary of `config.json`, of any version.
+        config: a target's transformers 5 config, or the dictionary of a `config.json` of any version.
     """
     parameters = _parameters(config)
     theta = float(parameters.get("rope_theta") or DEFAULT_THETA)
@@ -44,7 +44,7 @@ def rope_settings(config: Any) -> tuple[float, dict[str, Any] | None]:
 
 
 def _parameters(config: Any) -> dict[str, Any]:
-    """Of full attention, flat, by the names of transformers 5."""
+    """Rope parameters of full attention as a flat dictionary with the keys of transformers 5."""
     parameters = dict(_get(config, "rope_parameters") or _get(config, "rope_scaling") or {})
     for kind in ("full_attention", "sliding_attention"):
         if isinstance(parameters.get(kind), dict):
@@ -63,16 +63,18 @@ def _get(config: Any, name: str) -> Any:
 
 
 def frequencies(dim: int, theta: float, rope: Mapping[str, Any] | None, like: Tensor) -> tuple[Tensor, float]:
-    """(n,) radians a position, and what cosines and sines are multiplied with; 2 n of a head's `dim` turn.
+    """(n,) inverse frequencies in radians per position, and the scale of cosines and sines.
+
+    2 n of the `dim` elements of a head are rotated.
 
     Args:
-        dim: of one head.
+        dim: size of one head.
         theta: base.
-        rope: from `copied`.
-        like: something on the device.
+        rope: from `rope_settings`.
+        like: a tensor on the device.
 
     Raises:
-        UserError: a kind of scaling that is none of `SCALED`, or numbers that are none for it.
+        UserError: an unknown type of scaling, or invalid numbers for it.
     """
     try:
         return _frequencies(dim, theta, rope or {}, like)

@@ -1,4 +1,4 @@
-"""An unroll of decoder layers over their own output, for supervised anchors alone."""
+"""Unroll of decoder layers over their own output, computed for supervised anchors only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from drafters.layers.unroll_attention import Visibility, attend_unrolled, query_
 
 
 class FirstLayerInput(NamedTuple):
-    """What goes into the first layer while unrolling.
+    """Input of the first layer: qkv = weight x + rest.
 
     Attributes:
-        residual: (n, D) that the layer adds to.
-        x: (n, D) that the first weight is applied to, for queries, keys and values.
-        rest: (n, P) what else is in them, or None.
+        residual: (n, D) that the layer's output is added to.
+        x: (n, D) input of the q, k, v projection.
+        rest: (n, P) precomputed summand of the projection, or None.
     """
 
     residual: Tensor
@@ -30,46 +30,46 @@ class FirstLayerInput(NamedTuple):
 
 
 class AnchorIndex:
-    """Who takes part in an unroll, found on the host: it is known from the masks alone.
+    """Positions that take part in an unroll, computed on the host from the loss mask.
 
     Args:
         loss_mask: (B, T) bool.
-        depth: the most.
+        depth: maximum depth.
 
     Attributes:
-        anchors: of each depth, (M,) flat indices b * T + t, until none is left.
+        anchors: for each depth with any supervised anchor, their flat indices b * T + t, (M,).
         places: (N,) flat indices of all positions up to the last anchor of their text.
-        text: (N,) where in `places` the text of each begins.
-        longest: a bound on positions.
+        text: (N,) index into `places` of the first position of the same text.
+        longest: upper bound on positions.
     """
 
     def __init__(self, loss_mask: Tensor, depth: int) -> None:
         mask = loss_mask.cpu()
         alive = [supervised_anchors(mask, d) for d in range(1, depth + 1)]
         self.anchors = [a.flatten().nonzero()[:, 0] for a in alive if a.any()]
-        needed = alive[0].flip(1).cumsum(1).flip(1) > 0  # (B, T)
+        needed = alive[0].flip(1).cumsum(1).flip(1) > 0  # (B, T): an anchor follows, or is here
         self.places = needed.flatten().nonzero()[:, 0]
         sizes = needed.sum(1)
         self.longest = mask.shape[1] + depth
-        self.text = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        self.text = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)  # exclusive sum: starts of texts
 
     def slots(self, depth: int) -> Tensor:
-        """(M,) where in `places` the anchors of a depth are."""
+        """(M,) indices into `places` of the anchors of a depth."""
         return torch.searchsorted(self.places, self.anchors[depth - 1])
 
 
 class LayerUnroll:
-    """The layers of one unroll, and the keys and values they have made so far.
+    """The decoder layers of one unroll, with the keys and values of all depths so far.
 
     Args:
         stack: the layers.
-        weights: of each layer's queries, keys and values. Slices are made once by the caller: every
-            depth adds to one gradient of each.
+        weights: q, k, v projection of each layer. The caller slices them once, so that all depths
+            accumulate into one gradient.
         rotary: positions.
-        route: who takes part.
+        route: positions and anchors.
         device: of the rows.
-        checkpointing: make what follows attention in a layer again for the gradient. Keys and values
-            stay: later depths read them.
+        checkpointing: recompute what follows attention in the backward pass. Keys and values are
+            stored, since later depths read them.
     """
 
     def __init__(
@@ -88,37 +88,37 @@ class LayerUnroll:
         self._values: list[list[Tensor]] = [[] for _ in stack]
 
     def switch_layers(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor]) -> None:
-        """Go on with other layers, which read the keys and values that are there."""
+        """Continue with other layers on the keys and values so far."""
         self._stack, self._weights = stack, weights
 
     def slots(self, depth: int) -> Tensor:
-        """(M,) where in the first step's rows the anchors of a depth are."""
+        """(M,) rows of the first step that belong to the anchors of a depth."""
         return self._route.slots(depth).to(self._device)
 
     def surviving_rows(self, depth: int) -> Tensor | None:
-        """(M,) which rows of the step before go on; None: all."""
+        """(M,) rows of the previous step whose anchors are still supervised; None: all."""
         before, anchors = self._route.anchors[depth - 2 : depth]
         if len(before) == len(anchors):
             return None
         return torch.searchsorted(before, anchors).to(self._device)
 
     def _look(self, depth: int, query_slots: Tensor, like: Tensor) -> Visibility:
-        """What queries see whose anchors are `asking`, (M,) on the host in the first step's rows."""
+        """Keys that queries see; `query_slots` (M,) are their rows in the first step, on the host."""
         anchors = self._route.anchors[depth - 1]
         later_slots = [torch.searchsorted(self._route.anchors[d - 1], anchors) for d in range(2, depth + 1)]
         blocks = query_blocks(query_slots, self._route.text[query_slots], self._stack[0].heads, like)
         return Visibility([place.to(self._device) for place in (query_slots, *later_slots)], blocks)
 
     def step(self, depth: int, first: FirstLayerInput, positions: Tensor) -> Tensor:
-        """Rows of one depth through all layers.
+        """Run one depth through all layers.
 
         Args:
             depth: from 1.
-            first: of its anchors; at depth 1 of every place.
-            positions: (n,) of their tokens.
+            first: input rows, n = M anchors; at depth 1 all N positions.
+            positions: (n,) rotary positions of the rows.
 
         Returns:
-            (M, D) of its anchors.
+            (M, D) output rows of the anchors.
         """
         x, y, rest = first
         anchors = self._route.slots(depth)
@@ -127,7 +127,7 @@ class LayerUnroll:
         for i, (layer, weight) in enumerate(zip(self._stack, self._weights, strict=True)):
             if i:
                 y, rest = layer.input_layernorm(x), None
-            # At depth 1 the last layer is asked by anchors alone; what is below it makes its keys.
+            # At depth 1 all positions give keys and values, but only anchors need the last layer's output.
             anchors_only = depth == 1 and i + 1 == len(self._weights) and len(anchors) < len(x)
             if anchors_only:
                 query_rows = anchors.to(self._device)
@@ -157,7 +157,7 @@ class LayerUnroll:
         angles: Tensor,
         query_rows: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of `asking` rows, keys and values of all."""
+        """Queries of `query_rows`, keys and values of all rows."""
         sizes = [layer.queries, len(weight) - layer.queries]
         to_q, to_kv = weight.split(sizes)
         rest_q, rest_kv = (None, None) if rest is None else rest.split(sizes, -1)

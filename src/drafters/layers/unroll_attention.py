@@ -1,4 +1,4 @@
-"""Attention of an unroll, in memory that does not grow with the square of the text."""
+"""Attention of an unroll, in blocks of queries: memory is linear in the text's length."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ SCORE_BYTES = {
     "cpu": 2**20,
     "cuda": 2**27,
 }  # bytes of one block of attention weights; on a CPU it should fit L2
-MIN_QUERIES = 32  # queries of a block: with fewer, a product spends its time on reading the keys
+MIN_QUERIES = 32  # of a block: with fewer, a product is bound by reading the keys
 
 
 class Block(NamedTuple):
-    """Queries of one text that are worked on together, and the keys of the first step they see."""
+    """A block of queries of one text, and the first step's keys that it sees."""
 
-    first: int
+    first: int  # queries [first, last)
     last: int
-    begin: int
+    begin: int  # keys [begin, end)
     end: int
-    full: int  # keys from here on are hidden from some of these queries
+    full: int  # keys before this one are visible to all queries of the block
 
 
 class Visibility(NamedTuple):
-    """What the queries of one step of an unroll see.
+    """Keys that the queries of one unroll step see.
 
     Attributes:
-        places: for the first step and each one since, (M,) rows of its keys. Of the first, the last
-            key that a query sees; of later ones, the only one: its own anchor's.
-        blocks: from `blocks`.
+        places: (M,) key rows for the first step and each later one. In the first step, the last key
+            that a query sees; in a later step the only one, its own anchor's.
+        blocks: from `query_blocks`.
     """
 
     places: Sequence[Tensor]
@@ -40,13 +40,13 @@ class Visibility(NamedTuple):
 
 
 def query_blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[Block]:
-    """Cut queries into blocks.
+    """Split queries into blocks whose attention weights fit into `SCORE_BYTES`.
 
     Args:
         place: (M,) ascending, on the host: the last key that each query sees.
         text: (M,) on the host: the first key of each query's text.
-        heads: of the queries.
-        like: something in the dtype and place of the keys.
+        heads: number of query heads.
+        like: a tensor with the dtype and device of the keys.
     """
     budget = SCORE_BYTES.get(like.device.type, SCORE_BYTES["cuda"]) // (heads * like.itemsize)
     blocks = []
@@ -64,9 +64,9 @@ def query_blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[
 
 
 class _Attention(torch.autograd.Function):
-    """Softmax attention over the first step's keys and one key of every later step.
+    """Softmax attention over the first step's keys and one key of each later step.
 
-    A block's weights over all it sees stand in one buffer, and are made again for the gradient.
+    Attention weights of a block are held in one buffer and recomputed in the backward pass.
     """
 
     @staticmethod
@@ -118,15 +118,15 @@ class _Attention(torch.autograd.Function):
 
 
 class _Heads:
-    """Everything head by head: G key heads, and Q = queries x query heads of each, in that order.
+    """Inputs laid out per key head: G key heads, Q = M queries x query heads of one key head.
 
-    Iterating gives one block after the other; what one had in the buffers is lost to the next.
+    Iterating yields one block after the other; each overwrites the buffers of the one before.
 
     Attributes:
         queries: (G, Q, dim), scaled.
         keys: (G, N, dim) of the first step; `values` alike.
-        later_keys: for each later step (G, M, 1, dim), the key of every anchor; `later_values` alike.
-        later_scores: (G, Q, steps) their scores.
+        later_keys: for each later step, each query's key, (G, M, 1, dim); `later_values` alike.
+        later_scores: (G, Q, steps) scores of the later keys.
     """
 
     def __init__(self, look: Visibility, q: Tensor, keys_values: Sequence[Tensor]) -> None:
@@ -141,7 +141,7 @@ class _Heads:
         self.later_values = [self._gather_later(v, i) for i, v in enumerate(values[1:])]
         self.later_scores = self.later_products(self.queries, self.later_keys)
         most = max((b.last - b.first) * (b.end - b.begin + steps - 1) for b in look.blocks)
-        # New memory costs as much as a pass over it.
+        # Allocated once: fresh memory costs as much as a pass over it.
         self.buffers = q.new_empty(2, self.kv_heads * self.group_size * most)
 
     def __iter__(self) -> Iterator[_Part]:
@@ -165,18 +165,18 @@ class _Heads:
         return x.unflatten(1, (-1, self.group_size))
 
     def scatter_later(self, grad: Tensor, i: int) -> Tensor:
-        """The gradient's way back through `_gather_later`: what several queries read gets the sum."""
+        """Backward of `_gather_later`: gradients of queries that read the same key are summed."""
         rows = self.split_group(grad).sum(2).transpose(0, 1)  # (M, G, dim)
         whole = rows.new_zeros(self._sizes[i], *rows.shape[1:])
         return whole.index_copy_(0, self.look.places[1 + i], rows)
 
     def later_products(self, x: Tensor, later: Sequence[Tensor]) -> Tensor:
-        """(G, Q, dim) -> (G, Q, steps) products with what belongs to each query."""
+        """(G, Q, dim) -> (G, Q, steps) dot products with each query's key or value of every later step."""
         products = [(self.split_group(x) * other).sum(-1).flatten(1) for other in later]
         return torch.stack(products, -1) if products else x.new_empty(*x.shape[:2], 0)
 
     def _mask(self, block: Block) -> Tensor | None:
-        """(c, 1, some) added to scores of keys that may be after a query's own."""
+        """(queries, 1, end - full) causal mask to add to scores of keys from `full` on; None: no mask."""
         if block.full == block.end:
             return None
         place = self.look.places[0][block.first : block.last]
@@ -187,10 +187,11 @@ class _Heads:
 
 
 class _Part:
-    """One block of all heads: m = queries x query heads of a key head, n keys of the first step.
+    """One block in all heads: m = queries x query heads of a key head, n keys of the first step.
 
     Attributes:
-        rows: of `_Heads.queries`; `columns` of `_Heads.keys`.
+        rows: slice of `_Heads.queries`.
+        columns: slice of `_Heads.keys`.
     """
 
     def __init__(self, heads: _Heads, block: Block, mask: Tensor | None) -> None:
@@ -201,7 +202,7 @@ class _Part:
         self.keys, self.values = heads.keys[:, self.columns], heads.values[:, self.columns]
 
     def buffer(self, which: int) -> Tensor:
-        """(G, m, n + steps), with anything in it."""
+        """(G, m, n + steps) view of a buffer, uninitialised."""
         shape = (
             self._heads.kv_heads,
             self.rows.stop - self.rows.start,
@@ -210,7 +211,7 @@ class _Part:
         return self._heads.buffers[which, : math.prod(shape)].view(shape)
 
     def weights(self, which: int) -> Tensor:
-        """(G, m, n + steps) that sum to 1, in a buffer."""
+        """(G, m, n + steps) attention weights, in a buffer."""
         score, n = self.buffer(which), self.seen
         torch.bmm(self._heads.queries[:, self.rows], self.keys.mT, out=score[..., :n])
         score[..., n:] = self._heads.later_scores[:, self.rows]
@@ -222,15 +223,15 @@ class _Part:
 def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], look: Visibility) -> Tensor:
     """Attention of a step of an unroll (EAGLE-3's training-time test, arXiv:2503.01840).
 
-    A query belongs to an anchor. It sees the keys of the first step up to its anchor, and of every
-    later step its own anchor's key alone. Only supervised anchors ask; all texts lie behind one
-    another, so nothing is padded, and no (T, T) or (T, T + k) tensor exists.
+    A query belongs to an anchor. It sees the keys of the first step up to its anchor, and its own
+    anchor's key of every later step. Only supervised anchors have queries; texts are concatenated, so
+    there is no padding, and no (T, T) or (T, T + k) tensor exists.
 
     Args:
         q: (M, heads, dim).
         keys: of the first step (N, kv_heads, dim), then of the later ones (M', kv_heads, dim).
         values: alike.
-        look: who sees what.
+        look: keys that each query sees.
 
     Returns:
         (M, heads, dim).

@@ -1,4 +1,4 @@
-"""A table of token pairs counted on the rollouts: the floor under every trained drafter."""
+"""Bigram table counted on the rollouts: the baseline for trained drafters."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from decode.sampling import Sampler
 from drafters.base import Drafter, Text
 from drafters.drafting.tree import expand
 
-CHUNK = 1 << 20  # pairs that are counted at a time
+CHUNK = 1 << 20  # pairs that are counted at once
 
 
 @dataclass(slots=True)
 class BigramState:
-    """All that the table looks at."""
+    """The newest token of every row."""
 
     root: Tensor | None = None  # (B,)
 
 
 class Bigram(Drafter):
-    """q(w | v) is proportional to count(v, w) over v's most frequent successors, plus `prior` times
-    the unigram law, which has every token counted once more than it was seen (MacKay and Peto's
-    Dirichlet backoff, Natural Language Engineering 1(3), 1995).
+    """q(w | v) is proportional to count(v, w) over the most frequent successors of v, plus `prior` times
+    the unigram distribution with add-one smoothing (Dirichlet backoff, MacKay and Peto, Natural Language
+    Engineering 1(3), 1995).
 
-    Buffers are integers, so that a cast to the target's dtype rounds nothing.
+    Buffers are integers, which casting to the target's dtype leaves exact.
 
     Args:
         vocab_size: V of the target.
-        successors: kept for each token, S.
-        prior: pairs that the unigram law counts for.
+        successors: entries per token, S.
+        prior: weight of the unigram distribution, in pairs.
 
     Raises:
         UserError: fewer than one successor, or a prior that is not positive.
     """
 
-    tokens: Tensor  # (V, S) successors, the most frequent first
-    counts: Tensor  # (V, S) of each
-    seen: Tensor  # (V,) how often the target wrote each token
+    tokens: Tensor  # (V, S) successors, most frequent first
+    counts: Tensor  # (V, S) of each pair
+    seen: Tensor  # (V,) unigram counts
 
     def __init__(self, vocab_size: int, successors: int, prior: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Bigram(Drafter):
 
     @override
     def fit(self, texts: Iterable[Text]) -> str:
-        """Count every token that the target wrote, and the token before it."""
+        """Count pairs whose second token the target wrote."""
         vocab = self.seen.shape[0]
         pairs, number = np.empty(0, np.int64), np.empty(0, np.int64)
         pending: list[np.ndarray] = []
@@ -114,7 +114,7 @@ class Bigram(Drafter):
         mass = (self.prior * unigrams / unigrams.sum()).expand(*token.shape, -1)  # (..., V)
         return mass.scatter_add(-1, self.tokens[token].long(), self.counts[token].to(float_dtype)).log()
 
-    # -- decoding face -----------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------
 
     @override
     def new_state(self, rows: int) -> BigramState:
@@ -144,7 +144,7 @@ class Bigram(Drafter):
         assert state.root is not None
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
-            del parent  # a token's children depend on nothing above it
+            del parent  # children depend on the token only
             return self.logits(token, target.dtype)
 
         return expand(self.logits(state.root, target.dtype), step, sampler, coin, plan)

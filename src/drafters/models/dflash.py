@@ -1,4 +1,4 @@
-"""DFlash (arXiv:2602.06036) as the authors' code, speculators and vLLM compute it, for engines to load."""
+"""DFlash block diffusion (arXiv:2602.06036), identical to the authors' code, speculators and vLLM."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from drafters.layers.decoder_layer import LayerShape
 
 
 class DFlash(BlockDrafter):
-    """Every mask is the target's own embedding of one token that nobody writes, so masks differ by
-    their positions alone; queries and keys are normalised (Qwen3's layer).
+    """All masks are the target's embedding of one unused token and differ by position only; queries and
+    keys are normalised (Qwen3's layer).
 
     Args:
         mask_id: id of that token.
-        **options: of `BlockDrafter`, but for `qk_norm`, and what changes how a draft is made of the
-            states: `steps` and the token-info bias.
+        **options: of `BlockDrafter`, without `qk_norm`, `steps` and the token bias.
     """
 
     def __init__(self, mask_id: int, **options: Any) -> None:
@@ -41,7 +40,7 @@ class DFlash(BlockDrafter):
         options["mask_id"] = unused_token(target) if token is None else token
         if not 0 <= options["mask_id"] < target.vocab_size:
             raise UserError(f"drafter.mask_id={token}: the target has the ids 0 to {target.vocab_size - 1}")
-        if not token_embedding(target, options["mask_id"]).any():  # masks would not know their positions
+        if not token_embedding(target, options["mask_id"]).any():  # all masks would compute the same
             raise UserError(f"drafter.mask_id={token}: its embedding is 0; choose another token")
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls.restore(sizes | options, target)
@@ -67,7 +66,7 @@ class DFlash(BlockDrafter):
 
 
 def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
-    """Those given; or for n layers the paper's five, evenly from 2 to n - 2."""
+    """The configured taps; by default the paper's five for n layers, evenly from 2 to n - 2."""
     if taps is not None:
         return list(taps)
     return [*sorted({round(2 + i * (n - 4) / 4) for i in range(5)} if n > 4 else {n // 2})]

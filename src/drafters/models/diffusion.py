@@ -1,8 +1,8 @@
-"""A block diffusion drafter after DFlash (arXiv:2602.06036), for targets and data that are small.
+"""Block diffusion drafter after DFlash (arXiv:2602.06036), adapted to small targets and little data.
 
-The backbone is trained here, from the target's features, for use with one denoising step; an external
-masked diffusion LM is `hf_dllm`. Objectives of the streak family (SpecDiff-2, arXiv:2511.00606; D-PACE,
-arXiv:2605.18810) are settings of `objective` and `weights`.
+The backbone is trained from scratch on the target's features, for one denoising step; for an external
+masked diffusion LM see `hf_dllm`. Objectives for long accepted prefixes (SpecDiff-2, arXiv:2511.00606;
+D-PACE, arXiv:2605.18810) are settings of `objective` and `weights`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from drafters.layers.decoder_layer import LayerShape, RMSNorm
 
 
 class Diffusion(BlockDrafter):
-    """Three departures from DFlash: the newest feature enters every position of a block, each of the K
-    masks is a vector of its own, and taps are normalised before they are fused.
+    """Differs from DFlash in three ways: the newest feature is added at every position of a block, each of
+    the K masks is a learned vector, and taps are normalised before they are fused.
 
     Args:
-        taps: layer ids (inputs of decoder layers) or "last"; the last of them enters the block.
+        taps: layer ids (inputs of decoder layers) or "last"; the last tap is added in the block.
         depth: masks of a block, K.
-        **options: of `BlockDrafter`, but for `qk_norm`.
+        **options: of `BlockDrafter`, without `qk_norm`.
     """
 
     def __init__(self, taps: Sequence[Tap], depth: int, **options: Any) -> None:
@@ -42,7 +42,7 @@ class Diffusion(BlockDrafter):
     @classmethod
     @torch.no_grad()
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """It begins by saying, in every position, what the target's head says of the newest feature."""
+        """Initialised so that every position predicts what the target's head gives on the newest feature."""
         options["taps"] = _taps(options["taps"], len(target.layers))
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
@@ -64,7 +64,7 @@ class Diffusion(BlockDrafter):
 
 
 def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
-    """Those given; or for n layers five, evenly from 1 to n - 3 and the head's input for the last."""
+    """The configured taps; by default four for n layers, evenly from 1 to n - 3, and the head's input."""
     if taps is not None:
         return list(taps)
     even = {round(1 + i * (n - 4) / 4) for i in range(4)} if n > 4 else {n // 2}

@@ -20,17 +20,16 @@ from drafters.layers.unroll import FirstLayerInput
 
 
 class Eagle(RecurrentDrafter):
-    """Pair i is (feature f_i, embedding of x_{i+1}); one decoder layer predicts f_{i+1} from it,
-    and the target's own frozen head reads tokens off the prediction.
+    """Pair i is (feature f_i, embedding of x_{i+1}); one decoder layer predicts f_{i+1} from it, and the
+    target's frozen head maps the prediction to logits.
 
     Args:
-        depth: depths unrolled in training. 1 is the paper's recipe; more feeds the drafter its
-            own features, as it will see them when it drafts (HASS, arXiv:2408.15766).
-        detach: whether a depth's loss stops at the features it was fed (HASS) or goes on through
-            the depths before.
+        depth: depths unrolled in training. 1 is the paper's recipe; more feeds the drafter its own
+            features, as in drafting (HASS, arXiv:2408.15766).
+        detach: whether gradients stop at the features that are fed back (HASS).
         feature_noise: half-width of the uniform noise on training features, scaled by 512 / T.
-        feature_weight: of the Smooth-L1 feature regression, beside a divergence of weight 1.
-        bias: whether the fusion has one; vLLM's EAGLE has none.
+        feature_weight: weight of the Smooth-L1 feature regression; the divergence has weight 1.
+        bias: whether the fusion `fc` has a bias; vLLM's EAGLE has none.
         **sizes: of `LayerShape`.
     """
 
@@ -41,8 +40,8 @@ class Eagle(RecurrentDrafter):
         depth: int,
         feature_noise: float,
         feature_weight: float,
-        detach: bool = False,  # what checkpoints have that were saved before there was a choice
-        bias: bool = True,  # as all of them
+        detach: bool = False,  # defaults of older checkpoints
+        bias: bool = True,
         **sizes: Any,
     ) -> None:
         super().__init__()
@@ -57,10 +56,10 @@ class Eagle(RecurrentDrafter):
 
     @torch.no_grad()
     def _initialise(self, hidden_size: int) -> None:
-        """Begin as "the next feature is this one, nudged by the token": the layer adds nothing yet."""
+        """Initialise to predict the current feature plus a little of the token; the layer is the identity."""
         self.layer.o_proj.weight.zero_()
         self.layer.down_proj.weight.zero_()
-        self.fc.weight.normal_(std=0.32 * hidden_size**-0.5)  # as much beside the feature at any size
+        self.fc.weight.normal_(std=0.32 * hidden_size**-0.5)  # the same share of the feature at any size
         self.fc.weight[:, hidden_size:] += torch.eye(hidden_size)
         if self.fc.bias is not None:
             self.fc.bias.zero_()

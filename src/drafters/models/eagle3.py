@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al., arXiv:2503.01840): low, middle and high features of the target, a head of its own."""
+"""EAGLE-3 (Li et al., arXiv:2503.01840): low, middle and high features of the target, and its own head."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from drafters.families.recurrent import RecurrentDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll import FirstLayerInput
 
-LEAST_LAYERS = 7  # with fewer, two of the three default taps are the same layer
+LEAST_LAYERS = 7  # with fewer, two of the three default taps coincide
 
 
 class Eagle3(RecurrentDrafter):
-    """Tapped features side by side make one (`fc`); the first layer's attention reads it beside the
-    token's embedding, and further depths read the drafter's own output in its place. The target's
-    embedding is shared and frozen, the head is the drafter's own.
+    """The tapped features are concatenated and projected to one feature (`fc`). The first layer's attention
+    reads the feature and the token's embedding; at later depths the drafter's output replaces the
+    feature. The target's embedding is shared and frozen, the head is trained.
 
     Args:
         vocab_size: V of the target.
         taps: layer ids (inputs of decoder layers) or "last".
-        layers: decoder layers; those after the first are plain.
+        layers: number of decoder layers; only the first reads the embedding.
         depth: depths unrolled in training.
-        draft_vocab_size: V', tokens that the head knows.
-        norm_before_residual: whether the first layer adds to the normalised feature.
-        norm_before_fc: whether the tapped features are normalised together (gpt-oss).
-        fc_norm: whether each of them is normalised by itself (EAGLE 3.1).
+        draft_vocab_size: V', size of the head's vocabulary.
+        norm_before_residual: whether the first layer's residual is the normalised feature.
+        norm_before_fc: whether the concatenated taps are normalised (gpt-oss).
+        fc_norm: whether each tap is normalised separately (EAGLE 3.1).
         norm_output: whether the feature that is fed back has passed the final norm.
         **sizes: of `LayerShape`.
 
     Raises:
-        UserError: no taps, no layers, a vocabulary that is none, or both norms before `fc`.
+        UserError: no taps, no layers, an invalid vocabulary size, or both norms before `fc`.
     """
 
     d2t: Tensor | None  # (V',) the target's ids, ascending
@@ -87,9 +87,9 @@ class Eagle3(RecurrentDrafter):
         self.norm = RMSNorm(hidden_size, eps=eps)
         self.lm_head = nn.Linear(hidden_size, draft_vocab_size, bias=False)
         reduced = draft_vocab_size < vocab_size
-        # Until `fit` has counted there is no vocabulary, and -1 is nobody's id.
+        # -1 until `fit` has chosen the vocabulary.
         self.register_buffer("d2t", torch.full((draft_vocab_size,), -1) if reduced else None)
-        self._source: tuple[Target, ...] = ()  # whose head rows `fit` begins with; not a submodule
+        self._source: tuple[Target, ...] = ()  # the target, for `fit`; in a tuple, so no submodule
 
     @override
     @classmethod
@@ -104,9 +104,7 @@ class Eagle3(RecurrentDrafter):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """The head begins as the target's own rows, and reads the highest tap, nudged by the others; the
-        layers add nothing yet.
-        """
+        """Initialise: head rows of the target, `fc` mostly the highest tap, layers the identity."""
         for layer in self.stack:
             layer.o_proj.weight.zero_()
             layer.down_proj.weight.zero_()
@@ -120,7 +118,7 @@ class Eagle3(RecurrentDrafter):
     @override
     @torch.no_grad()
     def fit(self, texts: Iterable[Text]) -> str:
-        """Choose the draft vocabulary: end tokens, then what the target wrote most often."""
+        """Choose the draft vocabulary: end tokens and the most frequent tokens of the answers."""
         assert self.d2t is not None
         (target,) = self._source
         counts = torch.zeros(target.vocab_size, dtype=torch.long)
@@ -161,7 +159,8 @@ class Eagle3(RecurrentDrafter):
 
     @override
     def token_projection(self, embedded: Tensor) -> Tensor:
-        # The embedding takes no gradient: with the norm's weight in the product, nor does its input.
+        # The embedding needs no gradient. Multiplying the norm's weight into the projection saves the
+        # gradient of the normalised embedding too.
         norm, size = self.stack[0].input_layernorm, embedded.shape[-1]
         assert isinstance(norm, RMSNorm)
         unit = F.rms_norm(embedded, (size,), eps=norm.eps)
@@ -191,7 +190,7 @@ def _height(tap: Tap) -> float:
 
 
 def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
-    """Those given, or the paper's three for n layers: low, middle, high."""
+    """The configured taps; by default the paper's three for n layers: low, middle, high."""
     if taps is not None:
         return list(taps)
     if n < LEAST_LAYERS:

@@ -1,4 +1,4 @@
-"""Hydra (Ankner et al., arXiv:2402.05109): Medusa's heads, which read the tokens drafted so far."""
+"""Hydra (Ankner et al., arXiv:2402.05109): Medusa heads that read the tokens drafted so far."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from drafters.layers.lm_heads import PerDepthHeads, ResBlock
 
 
 class HydraBlock(nn.Module):
-    """R x + SiLU(W x) from a feature and embeddings to D, and residual layers on it.
+    """R x + SiLU(W x) with x a feature and token embeddings, followed by residual layers.
 
-    R begins as the choice of the feature and W at 0, so that a fresh block gives the feature back.
+    R is initialised to select the feature and W to 0, so that a new block returns the feature.
 
     Args:
         hidden_size: D.
-        tokens: embeddings that follow the feature in x.
-        layers: this one and those after it.
+        tokens: number of embeddings after the feature in x.
+        layers: number of layers, this one included.
     """
 
     def __init__(self, hidden_size: int, tokens: int, layers: int) -> None:
@@ -44,15 +44,15 @@ class HydraBlock(nn.Module):
 class Hydra(ChainedHeadsDrafter):
     """Head j reads [f_t; e(x_{t+1}); ...; e(x_{t+j})] and predicts x_{t+1+j}.
 
-    Embeddings are the target's, frozen. What a head reads grows with its depth, so no two share a
-    block. (The authors' code repeats one block where a head has several layers.)
+    Embeddings are the target's, frozen. The input of a head grows with its depth, so each has its own
+    block. (The authors' code repeats one block if a head has several layers.)
 
     Args:
         hidden_size: D of the target.
         vocab_size: V of the target.
-        depth: heads, K; a draft is no deeper.
-        layers: of a head; the first maps (1 + j) D to D.
-        own_head: each depth has an output head of its own; see `heads.OwnHeads`.
+        depth: number of heads K, the maximum draft length.
+        layers: layers of a head; the first maps (1 + j) D to D.
+        own_head: each depth has its own output head; see `PerDepthHeads`.
 
     Raises:
         UserError: no head, or a head without a layer.

@@ -1,6 +1,6 @@
-"""Medusa (Cai et al., arXiv:2401.10774): one head for every depth, all on the same feature.
+"""Medusa (Cai et al., arXiv:2401.10774): one head per depth, all on the same feature.
 
-Medusa-1 leaves the target as it is; Medusa-2 tunes it together with the heads.
+Medusa-1 keeps the target frozen; Medusa-2 tunes it together with the heads.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from drafters.layers.lm_heads import PerDepthHeads, ResBlock
 
 
 class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
-    """Head j reads the feature f_t and predicts x_{t+1+j}; it sees no token, the root included.
+    """Head j reads the feature f_t and predicts x_{t+1+j}; it reads no token, not even the root.
 
-    Depths are independent given the context: q at depth 2 is the same below every token of depth 1,
-    so all laws of a draft are made at once and a tree is the product of the depths' best tokens. With
-    `token_info` each token has a bias on the logits of the next, as in DSpark (arXiv:2607.05147).
+    Depths are independent given the context: q at depth 2 is the same below every token of depth 1, so
+    the logits of all depths are computed at once, and a tree is the product of the depths' top tokens.
+    With `token_info` each token adds a bias to the logits of the next, as in DSpark (arXiv:2607.05147).
 
     Args:
         hidden_size: D of the target.
         vocab_size: V of the target.
-        depth: heads, K; a draft is no deeper.
+        depth: number of heads K, the maximum draft length.
         layers: residual layers of a head.
-        own_head: each depth has an output head of its own, begun as the target's and trained
-            (K V D weights); otherwise all share the target's, frozen.
+        own_head: each depth has its own output head, initialised with the target's and trained
+            (K V D weights); otherwise all share the target's frozen head.
         token_info: `none`, or a kind of `TokenInfoBias`.
-        info_rank: its rank.
-        hot_tokens: its tokens.
-        bias: whether a residual layer has one, as in the authors' checkpoints.
+        info_rank: rank of the bias.
+        hot_tokens: vocabulary of the bias.
+        bias: whether residual layers have a bias, as in the authors' checkpoints.
 
     Raises:
         UserError: no head, or a head without a layer.
@@ -57,7 +57,7 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
         depth: int,
         layers: int,
         own_head: bool,
-        token_info: str = "none",  # what checkpoints have that were saved before there was a choice
+        token_info: str = "none",  # default of older checkpoints
         info_rank: int = 1,
         hot_tokens: int = 1,
         bias: bool = False,
@@ -77,14 +77,14 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
         drafter.lm_heads.copy_head(target)
         return drafter
 
-    # -- training face -----------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         return self._unroll(batch.taps[:, :, 0], batch, target)
 
     def _unroll(self, features: Tensor, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """Every head on (B, T, D) features."""
+        """Run every head on (B, T, D) features."""
         features = features.flatten(0, 1)  # (B * T, D)
         teaching = TeacherForcedBias(self.info, batch.tokens)
         for depth, block in enumerate(self.blocks, 1):
@@ -96,7 +96,7 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
                 hidden, anchor, depth, self.biased_head(self.lm_heads.head_for(depth, target)), {}
             )
 
-    # -- decoding face -----------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------
 
     @override
     def propose(
@@ -118,21 +118,21 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
 
 
 class Medusa2(Medusa):
-    """Medusa-2: the heads and a LoRA of the target learn together (sections 2.2.2 and 2.3.2).
+    """Medusa-2: heads and a LoRA of the target are trained together (sections 2.2.2 and 2.3.2).
 
-    The target that is given stays as it was: what is tuned are copies. The rows of the original
-    teach the tuned one (self-distillation), at depth 0, as they teach the heads:
+    The given target stays unchanged; copies are tuned. The original is the teacher of the tuned target
+    at depth 0 (self-distillation) and of the heads:
 
         loss = divergence(original, tuned) + heads * sum_j w_j divergence(original, head j).
 
-    Output is lossless with respect to the tuned target, `verifier`, and no longer to the original.
+    Decoding is lossless with respect to the tuned target, `verifier`, not to the original.
 
     Args:
-        lora: of `tuned.Lora`.
-        heads: weight of the heads' loss; the tuned target's own has weight 1.
-        warmup: share of the steps in which the heads learn alone; over as long again, the LoRA's
-            learning rate rises.
-        lora_lr: the LoRA's learning rate over the heads'.
+        lora: arguments of `Lora`.
+        heads: weight of the heads' loss; the tuned target's loss has weight 1.
+        warmup: share of the steps in which only the heads train; over the same number of steps after
+            that, the LoRA's learning rate rises.
+        lora_lr: ratio of the LoRA's learning rate to the heads'.
         **options: of `Medusa`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""MLP speculator (Wertheimer et al., arXiv:2404.19124), and Snowflake Arctic's LSTM in its place."""
+"""MLP speculator (Wertheimer et al., arXiv:2404.19124) and Snowflake Arctic's LSTM speculator."""
 
 from __future__ import annotations
 
@@ -33,26 +33,25 @@ class Norm(nn.Module):
 
 
 def per_depth(depth: int, make: Callable[[int], nn.Module], alike: int) -> nn.ModuleList:
-    """A module for every depth; from index `alike` on they are one, under many names."""
+    """One module per depth; from index `alike` on all depths share one."""
     modules = [make(i) for i in range(min(depth, alike + 1))]
     return nn.ModuleList(modules[min(i, alike)] for i in range(depth))
 
 
 class Speculator(ChainedHeadsDrafter):
-    """A small recurrent cell: its first state is the feature f_t, at depth j it reads x_{t+j}, and
-    the depth's own output head reads x_{t+1+j} off the new state.
+    """A small recurrent cell: the initial state is the feature f_t; at depth j it reads x_{t+j}, and the
+    depth's output head predicts x_{t+1+j} from the new state.
 
-    Token and state enter as a sum in which the state has the share s^2 of the power, s^(2 K) = 1/2, as
-    long as its elements have mean square 1/2 and the embedding's the initial 1 / S.
+    The cell's input is a weighted sum of state and token in which the state has the share s^2 of the
+    power, s^(2 K) = 1/2, for states with mean square 1/2 and embeddings with the initial 1 / S.
 
     Args:
         hidden_size: D of the target.
         vocab_size: V of the target.
-        inner_size: of a state, S; 0: that of the target.
-        depth: depths, K.
-        tie_weights: embedding, head and norm are those of depth 1 at all depths, and projections
-            those of depth 2 from there on.
-        scale_input: the feature is divided by sqrt(2) times its rms first.
+        inner_size: size of the state, S; 0: D.
+        depth: maximum draft length, K.
+        tie_weights: all depths share embedding, head and norm; depths from 2 on share the projection.
+        scale_input: whether the feature is divided by sqrt(2) times its rms.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Speculator(ChainedHeadsDrafter):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Every matrix normal, of variance 1 / S."""
+        """Normal initialisation with variance 1 / S."""
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
                 nn.init.normal_(module.weight, std=self.inner**-0.5)
@@ -136,10 +135,10 @@ class Mlp(Speculator):
 
 
 class Lstm(Speculator):
-    """The gates and the candidate of an LSTM in the MLP's place (ArcticTraining's `sum_lstm`); all
-    depths share their weights, but for the first projection, which reads the feature.
+    """LSTM cell in place of the MLP (ArcticTraining's `sum_lstm`); depths share all weights except the
+    first projection, which reads the feature.
 
-    A state is followed by its memory cell, of the same size.
+    The state tensor is the hidden state and the memory cell concatenated, S each.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class Lstm(Speculator):
     @override
     def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
         state, memory = state[..., : -self.inner], state[..., -self.inner :]
-        token_part = self.token_weight * self.emb(token)  # (..., S), the same for all four
+        token_part = self.token_weight * self.emb(token)  # (..., S), the same for all gates
         parts = self.proj[min(index, 1)](state).unflatten(-1, (4, -1)) + token_part[..., None, :]
         forget, take, give = parts[..., :3, :].sigmoid().unbind(-2)
         memory = memory * forget + F.gelu(self.cell_ln(parts[..., 3, :])) * take

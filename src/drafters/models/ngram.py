@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena, 2023; `ngram` in vLLM): copy what followed the newest tokens before."""
+"""Prompt lookup (Saxena, 2023; `ngram` in vLLM): copy the continuation of an earlier n-gram match."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from decode.model.target import Target
 from decode.plan import Plan
 from drafters.families.lookup import IndexedText, LookupDrafter, Node, heaviest_tree
 
-MATCHES = 32  # of one row that a tree is made of
+MATCHES = 32  # maximum number of matches in a tree
 
 
 class Ngram(LookupDrafter):
-    """Looks for the longest n-gram that ends the text, prompt included, at an earlier place.
+    """Finds the longest n-gram suffix of the text, prompt included, at an earlier place.
 
-    Of equally long matches the most recent is copied (transformers and vLLM take the first in the
-    text), and a copy that reaches the end of the text goes on as the text repeats itself (they end
-    there). In a tree each match weighs more than all after it, so matches are copied whole, one
-    after the other, until the plan's nodes are used up.
+    Of equally long matches the most recent is copied (transformers and vLLM take the first), and a copy
+    that reaches the end of the text repeats periodically (theirs ends). In a tree each match outweighs
+    all later ones, so whole matches are added one by one until the plan's nodes are used up.
 
     Args:
-        min_n: fewest tokens that have to match.
-        max_n: most tokens that are compared.
+        min_n: minimum number of matching tokens.
+        max_n: maximum number of matching tokens.
 
     Raises:
         UserError: not 1 <= min_n <= max_n.

@@ -22,20 +22,20 @@ from drafters.models.eagle3 import Eagle3
 
 
 class PEagle(Eagle3):
-    """Depth 1 is EAGLE-3's. Behind the newest pair stand masks, one for every further depth: learned
-    vectors in place of token and feature, which see the settled pairs and the masks before them.
+    """Depth 1 is EAGLE-3's. Each further depth is a mask after the newest pair: learned vectors in place of
+    token and feature, with causal attention to the settled pairs and earlier masks.
 
-    No drafted token enters a state, so all masks are one pass and their laws one head product. q at
-    depth 2 is the same below every token of depth 1: a tree is the product of the depths' best tokens.
+    No drafted token enters a state, so all masks run in one pass and all logits are one head product. q
+    at depth 2 is the same below every token of depth 1: a tree is the product of the depths' top tokens.
 
-    `unroll` is EAGLE-3's with masks fed back: what a step sees, the first step up to its anchor and its
-    own anchor's steps since, is the paper's mask. The paper trains a sample of the anchors, ever fewer
-    by depth; here all train, depth after depth.
+    `unroll` is EAGLE-3's with masks fed back: a step attends to the first step up to its anchor and to
+    its own anchor's later steps, which is the paper's mask. The paper trains a sample of the anchors,
+    fewer at larger depths; here all anchors train.
 
     Args:
-        depth: depths unrolled in training. A draft is no deeper: the next mask would see more masks
-            than any has seen.
-        **options: of `Eagle3`, but for `norm_output`, since nothing is fed back.
+        depth: depths unrolled in training, and the maximum draft length: a later mask would attend to
+            more masks than in training.
+        **options: of `Eagle3`, without `norm_output`, since no output is fed back.
     """
 
     warm_starts_from = "eagle3"
@@ -45,7 +45,7 @@ class PEagle(Eagle3):
         del self.settings["norm_output"]
         self.max_depth = depth
         size = len(self.norm.weight)
-        # Small, for the feature is what layers add to; not 0, where a norm is steepest.
+        # Small, as residual of the first layer; not 0, where the gradient of a norm is largest.
         self.mask_token = nn.Parameter(0.02 * torch.randn(size))
         self.mask_hidden = nn.Parameter(0.02 * torch.randn(size))
 
@@ -72,7 +72,7 @@ class PEagle(Eagle3):
         return expand(levels.first, levels.step, sampler, coin, plan, vocabulary, confidence)
 
     def _states(self, state: RecurrentState, depth: int) -> Tensor:
-        """(B, K, D) of all depths; keys and values of the masks stay scratch."""
+        """(B, K, D) states of all depths; keys and values of the masks stay in scratch slots."""
         assert state.newest is not None
         x, rows = state.newest, len(state.newest)
         if depth > 1:

@@ -1,4 +1,4 @@
-"""PRISM (arXiv:2602.01762): EAGLE with other weights for other steps, at the cost of one step's."""
+"""PRISM (arXiv:2602.01762): EAGLE with separate weights per draft step, at the cost of one module."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from drafters.models.eagle import Eagle
 
 
 class Prism(Eagle):
-    """Step k uses module m(k), a fusion and a layer. Module 0 reads the settled pairs; a module reads
-    the keys and values that others wrote, and the feature that the one before gave.
+    """Step k runs module m(k), a fusion and a layer. Module 0 reads the settled pairs; all modules share
+    one KV cache, and each is fed the feature of the previous step.
 
     Args:
-        modules: of steps 1, 2, ...; the last one's goes on. `[0]` is EAGLE.
+        modules: module of steps 1, 2, ...; the last one repeats. `[0]` is EAGLE.
         depth: depths unrolled in training.
         **options: of `Eagle`.
 
     Raises:
-        UserError: modules that do not begin with 0, or one that no step in training uses.
+        UserError: modules that do not begin with 0, or a module that training does not use.
     """
 
     warm_starts_from = "eagle"
@@ -42,14 +42,14 @@ class Prism(Eagle):
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """All modules begin alike."""
+        """All modules start with the same weights."""
         drafter = super().for_target(target, **options)
         drafter.load_state_dict(drafter.adopt_weights(drafter.state_dict()))
         return drafter
 
     @override
     def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """EAGLE's for every module."""
+        """Copy EAGLE's weights into every module."""
         copies = {
             f"later.{i}.{name}": weights[name]
             for i, module in enumerate(self.later)

@@ -1,4 +1,4 @@
-"""SuffixDecoding (Oliaro et al., arXiv:2411.04975): the row's own text and past rollouts, by frequency."""
+"""SuffixDecoding (Oliaro et al., arXiv:2411.04975): frequent continuations in the text and past rollouts."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from drafters.families.lookup import IndexedText, LookupDrafter, Node, heaviest_
 
 
 class Corpus:
-    """Past texts and the order of their suffixes.
+    """Past texts with a suffix array.
 
     Args:
-        tokens: (n,) all texts, each followed by `PAD`, which no token equals.
-        length: tokens that suffixes are ordered by, no fewer than any pattern has.
+        tokens: (n,) all texts, each followed by `PAD`, which equals no token.
+        length: number of tokens that suffixes are sorted by; at least the length of any pattern.
     """
 
     def __init__(self, tokens: np.ndarray, length: int) -> None:
         self._size = len(tokens)
-        # Big-endian words compare as bytes like the numbers they are; PAD is the greatest.
+        # Big-endian words compare as bytes as they do as numbers; PAD is the largest.
         self._words = tokens.astype(">i4").tobytes()
         self._order = _suffix_order(tokens, length).data
 
     def matches(self, pattern: bytes, limit: int) -> list[int]:
-        """At most `limit` places after the pattern, spread evenly over all there are.
+        """At most `limit` places after the pattern, spread evenly over all occurrences.
 
-        Two binary searches: the work grows with the logarithm of the corpus.
+        Two binary searches: logarithmic in the size of the corpus.
 
         Args:
-            pattern: big-endian words, at most the ordered length of them.
+            pattern: big-endian words, at most `length` of them.
             limit: at least 1.
         """
         order, words, n = self._order, self._words, len(pattern)
@@ -59,7 +59,7 @@ class Corpus:
         return line[: line.index(PAD)] if PAD in line else line
 
     def agreement(self, place: int, pattern: bytes) -> int:
-        """How many tokens before `place` equal the last ones of the pattern."""
+        """Number of tokens before `place` that equal the last ones of the pattern."""
         preceding = self._words[max(0, 4 * place - len(pattern)) : 4 * place]
         n = 0
         while (
@@ -71,9 +71,9 @@ class Corpus:
 
 
 def _suffix_order(tokens: np.ndarray, length: int) -> np.ndarray:
-    """(n,) starts of all suffixes, ordered by their first `length` tokens, PAD last; prefix doubling.
+    """(n,) suffix array, sorted by the first `length` tokens, PAD last; prefix doubling.
 
-    Past the end of the corpus comes what is less than any token.
+    The end of the corpus sorts before any token.
     """
     rank = np.unique(tokens.astype(np.uint32), return_inverse=True)[1].astype(np.int64) + 1
     sorted_length = 1
@@ -85,24 +85,24 @@ def _suffix_order(tokens: np.ndarray, length: int) -> np.ndarray:
 
 
 class Suffix(LookupDrafter):
-    """Proposes the heaviest continuations of the newest tokens, in the row's own text, prompt
-    included, and in the rollouts the drafter was fitted on.
+    """Proposes the heaviest continuations of the newest tokens, in the row's text, prompt included, and in
+    the rollouts the drafter was fitted on.
 
-    An occurrence that agrees in n tokens weighs growth^n, wherever it is; a node's estimated
-    probability is its share of all weight. (The paper builds a tree for every n and for each of the
-    two sources and takes the one with the greatest sum of probabilities; here they vote together.)
-    Occurrences are found for n = 1, 2, 4, ... up to `longest`, from the longest on, until `matches`
-    are found in each source, so the work of a round does not grow with the text.
+    An occurrence that matches n tokens has weight growth^n in either source; a node's estimated
+    probability is its share of the total weight. (The paper builds one tree per n and source and takes
+    the one with the largest sum of probabilities; here they are combined.) Occurrences are searched for
+    n = 1, 2, 4, ... up to `longest`, longest first, until there are `matches` in each source, so that
+    the work per round does not grow with the text.
 
     Args:
-        longest: most tokens that are compared.
-        matches: occurrences that vote, in each source.
-        growth: how much more an occurrence weighs for each token more that agrees.
-        factor: a draft is at most this many times as deep as the longest agreement is long.
-        min_probability: least estimated probability of a node.
-        max_tokens: of rollouts that are kept, the newest of them; bounds the saved file to 4 bytes each.
-        vocab_size: of the target.
-        size: of the corpus, with one separator behind every rollout.
+        longest: maximum number of matching tokens.
+        matches: maximum number of occurrences per source.
+        growth: factor on the weight per matching token.
+        factor: maximum draft length, in multiples of the longest match.
+        min_probability: minimum estimated probability of a node.
+        max_tokens: size limit of the corpus, in tokens of 4 bytes; the newest rollouts are kept.
+        vocab_size: V of the target.
+        size: of the corpus, including one separator per rollout.
 
     Raises:
         UserError: an option out of range.
@@ -131,7 +131,7 @@ class Suffix(LookupDrafter):
         self.longest, self.matches, self.growth = longest, matches, growth
         self.factor, self.min_probability = factor, min_probability
         self.register_buffer("corpus", torch.full((size,), PAD, dtype=torch.int32))
-        self._index: Corpus | None = None  # of `corpus`, made when it is first needed
+        self._index: Corpus | None = None  # of `corpus`, built on first use
 
     @override
     @classmethod
@@ -140,7 +140,7 @@ class Suffix(LookupDrafter):
 
     @override
     def fit(self, texts: Iterable[Text]) -> str:
-        """Keep the newest rollouts: what the target wrote, and a match's length before it."""
+        """Store the newest rollouts: answers, with up to `longest` tokens of the prompt."""
         texts_kept: deque[np.ndarray] = deque()
         size = total = rows = 0
         for text in texts:
@@ -164,8 +164,8 @@ class Suffix(LookupDrafter):
         if self._index is None:
             tokens = self.corpus.cpu().numpy()
             if tokens.size and not (tokens.min() >= PAD and tokens.max() < self.settings["vocab_size"]):
-                raise UserError("drafter=suffix: its corpus has tokens that are none; fit it again")
-            # Twice the longest pattern, so that what is spread evenly is spread over continuations.
+                raise UserError("drafter=suffix: its corpus has invalid token ids; fit it again")
+            # Twice the longest pattern, so that `matches` spreads evenly over continuations too.
             self._index = Corpus(tokens, 2 * self.orders[-1])
         return super().new_state(rows)
 
@@ -185,7 +185,7 @@ class Suffix(LookupDrafter):
         return heaviest_tree([line[:reach] for line in continuations], weights, plan, self.min_probability)
 
     def _recalled(self, newest: bytes) -> list[int]:
-        """Places in the corpus that follow the newest tokens, the longest matches first."""
+        """Places in the corpus that follow the newest tokens, longest matches first."""
         assert self._index is not None
         places: dict[int, None] = {}
         for n in reversed(self.orders):
