@@ -1,4 +1,4 @@
-"""What a drafter's folder says and holds, whoever wrote it, checked before it is believed."""
+"""Read and validate the config and weights of a drafter folder, in our format or another program's."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from drafters.hub.untrusted_files import Shape, header, read_json
 from drafters.registry import drafter_class
 
 FORMAT = 1
-# What files that are not what they should be make of code that takes them at their word.
+# Exceptions that reading a damaged file may raise.
 DAMAGE_ERRORS = (OSError, SafetensorError, RuntimeError, TypeError, AttributeError, ValueError, LookupError)
 DAMAGE_ERRORS += (ArithmeticError,)
-ORIGIN_KEYS = ("name", "revision", "fingerprint", "tokenizer")  # of a target, in config.json
+ORIGIN_KEYS = ("name", "revision", "fingerprint", "tokenizer")  # under `target` in config.json
 
 
 def target_name(folder: Path) -> str:
-    """Path or hub id of the target that a checkpoint was made for.
+    """Path or hub id of the target of a checkpoint.
 
     Raises:
-        UserError: no checkpoint there, or it does not say.
+        UserError: no checkpoint there, or it does not name a target.
     """
     name = target_origin(folder).name
     if not name:
@@ -43,7 +43,7 @@ def target_name(folder: Path) -> str:
 
 
 def drafter_kind(folder: Path) -> str:
-    """Short name of the drafter in a folder; "": another program's, which only its reader can tell.
+    """Short name of the drafter in a folder; "" for another program's format.
 
     Raises:
         UserError: no checkpoint there.
@@ -53,7 +53,7 @@ def drafter_kind(folder: Path) -> str:
 
 
 def target_origin(folder: Path) -> Origin:
-    """What a checkpoint says of the target that it was made for; "" and None where it does not.
+    """The target of a checkpoint; unknown fields are "" or None.
 
     Raises:
         UserError: no checkpoint there.
@@ -62,10 +62,10 @@ def target_origin(folder: Path) -> Origin:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A drafter's config.json, ours or of a program that `export.table` knows.
+    """Read a drafter's config.json, in our format or one of `export.formats`.
 
     Raises:
-        UserError: none there, another format, or a drafter that is not known.
+        UserError: no such file, an unknown format, or an unknown drafter.
     """
     path = folder / layout.FILES[0]
     if not path.is_file():
@@ -93,34 +93,34 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def config_origin(config: Mapping[str, Any]) -> Origin:
-    """What a config says of the target; "" and None where it does not."""
+    """The target in a config; unknown fields are "" or None."""
     target = config["target"] if is_native(config) else {"name": _verifier(config)}
     fields = {name: value if isinstance(value := target.get(name), str) else "" for name in ORIGIN_KEYS}
     return Origin(fields["name"], fields["revision"] or None, fields["fingerprint"], fields["tokenizer"])
 
 
 def _verifier(config: Any) -> Any:
-    """What speculators' layout says of its target; "": nothing."""
+    """The target named in a config of speculators; "" if there is none."""
     for key in ("speculators_config", "verifier", "name_or_path"):
         config = config.get(key, "") if isinstance(config, dict) else ""
     return config
 
 
 def is_native(config: Mapping[str, Any]) -> bool:
-    """Whether this toolkit wrote a config."""
+    """Whether a config is in this toolkit's format."""
     return "format" in config
 
 
 def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
-    """What a folder holds, whoever wrote it.
+    """Read a drafter folder in any known format.
 
     Args:
         folder: of a drafter.
-        config: `config_of` it.
-        target: that it is read for; some formats leave sizes to it.
+        config: from `read_config`.
+        target: some formats leave sizes to the target.
 
     Raises:
-        UserError: damaged, or other than its config says.
+        UserError: the files are damaged, or do not match the config.
     """
     foreign = None if is_native(config) else table.find_reader(config)
     try:
@@ -136,7 +136,7 @@ def read_saved(folder: Path, config: dict[str, Any], target: Target) -> Saved:
 
 
 def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape]) -> None:
-    """Compare settings with what is on file, before either is believed; see `untrusted`."""
+    """Compare settings with the tensors on file before loading; see `checkpoint.validate`."""
     kind = drafter_class(config["drafter"])
     untrusted.check_settings(kind, config["settings"])
     untrusted.check_base(folder, config["settings"])
@@ -147,5 +147,5 @@ def _look_at(folder: Path, config: dict[str, Any], shapes: dict[str, Shape]) -> 
 
 
 def first_line(error: Exception) -> str:
-    """Of what an error says, for a line of ours."""
+    """First line of an error message, shortened."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -1,4 +1,4 @@
-"""Saving and loading drafters: safetensors and a config.json, nothing that is ever executed."""
+"""Save and load drafters: safetensors and a config.json, no executable content."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
 
 
 def origin_of(target: Target, name: str = "") -> Origin:
-    """What to write down of a target; `name` where it is not the one that it was loaded by."""
+    """Origin of a drafter of this target; `name` overrides the path that the target was loaded from."""
     where, revision = target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None)
     return Origin(name or where, revision, target.fingerprint(), tokenizer_hash(where, revision))
 
 
 @lru_cache(maxsize=8)
 def tokenizer_hash(name: str, revision: str | None, fetch: bool = False) -> str:
-    """Of what a model's tokenizer calls each id; "" where there is none, on this machine or at all."""
+    """Hash of a model's vocabulary; "" if no tokenizer can be read."""
     try:
         words = load_tokenizer(name, revision, fetch=fetch).get_vocab() if name else {}
     except UserError:
@@ -62,16 +62,16 @@ def save(
     target_name: str = "",
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write `config.json`, and in `model.safetensors` what is not another model's, into an existing folder.
+    """Write `config.json` and `model.safetensors` into an existing folder.
 
-    Adapters lie beside it as PEFT has them.
+    Frozen weights of other models are left out; adapters are written in PEFT's format.
 
     Args:
-        drafter: what is saved.
-        target: that it was made for, or what is known of that one.
+        drafter: to save.
+        target: the drafter's target, or its origin.
         folder: to write into.
-        target_name: written down beside the target's fingerprint.
-        weights: whole, of a drafter whose own are cut up among processes; None: its own.
+        target_name: name of the target in config.json.
+        weights: unsharded weights, if the drafter's are sharded; None: the drafter's.
     """
     left_out, weights = drafter.unsaved_names | _tied(drafter).keys(), weights or drafter.state_dict()
     whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in left_out}
@@ -91,13 +91,13 @@ def save(
 
 
 def load(folder: str | Path, target: Target) -> Drafter:
-    """Read a drafter saved by `save`, or by a program that `export.table` knows.
+    """Load a drafter saved by `save`, or in another format of `export.formats`.
 
     It is frozen, in the target's dtype and on its device.
 
     Raises:
-        UserError: no checkpoint there, a damaged one, or one made for another target; adapters
-            whose base is gone or is another model by now.
+        UserError: no checkpoint there, a damaged one, or one for another target; the base model of
+            adapters is missing or has changed.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -111,7 +111,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
     kind = drafter_class(saved.drafter)
     try:
         untrusted.check_target(saved.settings, target)
-        if not is_native(config):  # ours were looked at before they were read
+        if not is_native(config):  # native ones are validated in `read_saved`
             untrusted.check_settings(kind, saved.settings)
             shapes = {name: shape_of(value) for name, value in saved.weights.items()}
             untrusted.check_shapes(kind, saved.settings, saved.confidence, shapes)
@@ -138,31 +138,31 @@ def load(folder: str | Path, target: Target) -> Drafter:
 
 
 def weight_hash(drafter: Drafter) -> str:
-    """Tells a drafter's weights and counts from what they were before some change."""
+    """Hash of a sample of a drafter's weights and buffers, to detect changes."""
     return adapters.sample_hash(drafter.state_dict().items())
 
 
 def as_saved(drafter: Drafter) -> Saved:
-    """A drafter without its code."""
+    """Settings and weights of a drafter, for export."""
     weights = {k: v.detach() for k, v in drafter.state_dict().items() if k not in drafter.unsaved_names}
     return Saved(short_name(drafter), drafter.settings, weights, drafter.confidence is not None)
 
 
 def weights_on_file(folder: Path, drafter: Drafter, target: Target) -> dict[str, Tensor] | None:
-    """What a checkpoint holds, in its own dtype; None where the drafter has it in another form now."""
+    """Weights of a checkpoint in their dtype on file; None if their names differ from the drafter's."""
     saved = read_saved(folder, read_config(folder), target).weights
     names = drafter.state_dict().keys() - drafter.unsaved_names - _tied(drafter).keys()
     return saved if saved.keys() == names else None
 
 
 def fetch(source: str, revision: str | None = None) -> Path:
-    """The local folder of a drafter: `source` itself, or the hub repository of that name, fetched.
+    """The local folder of a drafter: `source` itself, or a download of the hub repository.
 
-    Only `FILES` and what says how it was made and scored are ever downloaded, and weights only
-    beside a config.json that is a drafter's.
+    Only `FILES`, the scorecard and the recipe are downloaded, and weights only after config.json is
+    validated.
 
     Raises:
-        UserError: neither a folder nor a repository that can be had.
+        UserError: neither a folder nor an accessible repository.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -178,20 +178,20 @@ def fetch(source: str, revision: str | None = None) -> Path:
 
 
 def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
-    """Begin with another drafter's weights and buffers where names and shapes agree.
+    """Copy weights and buffers of another drafter where names and shapes agree.
 
-    It may have been made for another target: that is what one warm-starts for.
+    The other drafter may have another target.
 
     Args:
-        drafter: fresh; changed in place.
-        folder: of a drafter of the same class or of the one that it `continues`; see `load`.
-        target: that the fresh one is for.
+        drafter: new; changed in place.
+        folder: of a drafter of the same class, or of the one in `warm_starts_from`; see `load`.
+        target: of the new drafter.
 
     Returns:
-        What stays as it was: "name (its shape here, there)", "name (not there)" or "name (not here)".
+        Tensors that were not copied: "name (shape here, there)", "name (not there)", "name (not here)".
 
     Raises:
-        UserError: no checkpoint there, a damaged one, another class, or nothing that fits.
+        UserError: no checkpoint there, a damaged one, another class, or no tensor that fits.
     """
     config, kind = read_config(folder), short_name(drafter)
     saved = read_saved(folder, config, target)
@@ -227,12 +227,12 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
 
 
 def _named_twice(drafter: Drafter, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With what the drafter has under a second name."""
+    """Add tied tensors under their other names."""
     return weights | {name: weights[first] for name, first in _tied(drafter).items() if first in weights}
 
 
 def _tied(drafter: Drafter) -> dict[str, str]:
-    """Tensors that are others under a second name, which safetensors would not keep apart."""
+    """Second name of each tied tensor -> first name; safetensors stores a tensor once."""
     first: dict[int, str] = {}
     aliases = {}
     for name, value in drafter.state_dict(keep_vars=True).items():

@@ -1,6 +1,6 @@
-"""The model card: what a drafter is, how it was made, what it scored, and how to serve it.
+"""The model card of a drafter: description, recipe, scores, and commands to serve it.
 
-Every number is the scorecard's or the recipe's. What neither has is said not to be known.
+All numbers are from the scorecard or the recipe; missing ones are stated as unknown.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ CONDITIONS = ("dtype", "threads", "hardware", "load_average", "prompts", "max_ne
 
 
 class Facts(NamedTuple):
-    """What a card is written from.
+    """Contents of a model card.
 
     Attributes:
-        drafter: itself.
+        drafter: the drafter.
         kind: its short name.
-        origin: whom it was made for.
-        score: scorecard; None: there is none.
-        recipe: what the run wrote down; None: nothing.
-        to: program whose files these are, or native.
-        layout: files of that program; None: ours.
-        repo: where it is going to be; "": not known.
+        origin: its target.
+        score: scorecard, or None.
+        recipe: recipe of the run, or None.
+        to: target format of the export, or `native`.
+        layout: exported files; None for the native format.
+        repo: hub repository; "" if unknown.
     """
 
     drafter: Drafter
@@ -48,10 +48,10 @@ class Facts(NamedTuple):
 
 
 def model_card(facts: Facts) -> str:
-    """Text of README.md, with the front matter that the Hub reads.
+    """Text of README.md, with front matter for the Hub.
 
     Raises:
-        UserError: a recipe that is none.
+        UserError: a damaged recipe.
     """
     try:
         parts = [_front(facts), _what(facts), _score(facts.score), _recipe(facts.recipe), _serve(facts)]
@@ -161,7 +161,7 @@ def _row(row: Row) -> list[str]:
 
 
 def _audit(audit: Audit) -> str:
-    """Whether the output was the target's own, in a line."""
+    """Result of the losslessness audit in one line."""
     verdict = "passed" if audit.passed else "FAILED"
     text = (
         f"Losslessness audit: {verdict}. Of {audit.tokens} greedy tokens "
@@ -224,16 +224,16 @@ def _serve(facts: Facts) -> str:
 
 
 def at_hub(origin: Origin) -> bool:
-    """Whether the target is known to others by its name."""
+    """Whether the target is a hub repository at a known revision."""
     return origin.revision is not None and is_hub_id(origin.name)
 
 
 def portable(origin: Origin) -> Origin:
-    """Without the folders of this machine: they are nothing to others, and say who one is."""
+    """Without local paths, which are useless to others and may contain a user name."""
     return origin if at_hub(origin) else origin._replace(name=Path(origin.name).name)
 
 
 def _line(value: Any) -> str:
-    """Text that can end neither its line nor its cell, and begins no markup."""
+    """Text on one line with markup characters escaped, for table cells."""
     text = " ".join(str(value).split())
     return "".join(f"\\{c}" if c in "|<>[]" else c for c in text)

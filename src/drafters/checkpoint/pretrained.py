@@ -1,4 +1,4 @@
-"""A drafter's folder as it is given away: weights, config, scorecard, recipe and card."""
+"""from_pretrained, save_pretrained, push_to_hub: folders with weights, config, scores and model card."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ from drafters.hub.untrusted_files import in_hub_cache, is_hub_id, read_json
 from drafters.hub.upload import upload
 from drafters.registry import short_name
 
-SCORES = (NOTES[0], "score.json")  # what a folder calls it, and a run's checkpoint
+SCORES = (NOTES[0], "score.json")  # in a published folder, in a run's checkpoint
 RECIPE = NOTES[1]
 
 
 def from_pretrained(source: str | Path, target: Target | None = None, revision: str | None = None) -> Drafter:
-    """A drafter from a folder or the Hub, frozen, in the target's dtype.
+    """Load a drafter from a folder or the Hub, frozen, in the target's dtype.
 
     Args:
-        source: folder or hub id. Code that comes with it is never run.
-        target: None: the one that its config names, at the revision it names, loaded without code of
-            its own.
+        source: folder or hub id. Remote code is never run.
+        target: None: load the target and revision that the config names, without remote code.
         revision: of a hub id; None: the newest.
 
     Raises:
-        UserError: see `fetch` and `load` of `drafters.checkpoint.io`; a target that is not to be had.
+        UserError: see `fetch` and `load` of `drafters.checkpoint.io`; the target cannot be loaded.
     """
     folder = hub.fetch(str(source), revision)
     return hub.load(folder, target or _named_target(folder))
 
 
 def _named_target(folder: Path) -> Target:
-    """The target that a checkpoint names, as it was when the drafter was made."""
+    """Load the target that a checkpoint names, at the revision it was trained for."""
     name, origin = target_name(folder), target_origin(folder)
     if in_hub_cache(folder) and not is_hub_id(name):
         raise UserError(f"{folder}: made for {name!r}, which is no hub id; load that target and pass target=")
@@ -64,15 +63,15 @@ def _named_target(folder: Path) -> Target:
 
 
 def save_pretrained(drafter: Drafter, folder: str | Path, target: Target | None = None) -> None:
-    """Write a folder for `from_pretrained`, with a model card and what is known of its score.
+    """Write a folder for `from_pretrained`, with a model card and the scorecard if there is one.
 
     Args:
-        drafter: with its weights.
-        folder: new, or empty.
-        target: that it was made for; None: the one that it was loaded with.
+        drafter: to save.
+        folder: new or empty.
+        target: of the drafter; None: the one that it was loaded with.
 
     Raises:
-        UserError: no target is known, or something is in the folder.
+        UserError: the target is unknown, or the folder is not empty.
     """
     with publish_folder(Path(folder)) as temporary:
         write(drafter, temporary, _origin(drafter, target))
@@ -82,17 +81,17 @@ def push_to_hub(drafter: Drafter, repo: str, target: Target | None = None, priva
     """Upload what `save_pretrained` writes, in one commit.
 
     Args:
-        drafter: with its weights.
-        repo: owner/name; made if there is none.
+        drafter: to upload.
+        repo: owner/name; created if it does not exist.
         target: as in `save_pretrained`.
-        private: of a repository that is made.
+        private: visibility of a new repository.
 
     Returns:
-        Address of the commit.
+        URL of the commit.
 
     Raises:
-        UserError: no target is known; no token, or one that may not write there.
-        RemoteError: the Hub cannot be reached, or the upload was cut off; nothing is committed.
+        UserError: the target is unknown; no token, or a token without write access.
+        RemoteError: the Hub is unreachable, or the upload failed; nothing is committed.
     """
     origin = portable(_origin(drafter, target))
     with tempfile.TemporaryDirectory() as folder:
@@ -110,18 +109,18 @@ def write(
     weights: Mapping[str, Tensor] | None = None,
     repo: str = "",
 ) -> None:
-    """Write everything into an existing folder.
+    """Write weights, config, scorecard, recipe and model card into an existing folder.
 
     Args:
-        drafter: what is written.
+        drafter: to write.
         folder: to write into.
-        origin: whom it was made for, and the folder whose scorecard and recipe go along, if its
-            weights are those of there.
-        recipe: how it was made; None: what that folder has.
-        layout: another program's files, instead of ours.
-        to: name of that program.
-        weights: see `hub.save`.
-        repo: where it is going to be.
+        origin: the drafter's target and source folder; scorecard and recipe are copied from there if
+            the weights are unchanged.
+        recipe: recipe of the run; None: that of the source folder.
+        layout: exported files in another format; None: the native format.
+        to: name of that format.
+        weights: see `checkpoint.io.save`.
+        repo: hub repository, for the model card.
     """
     if layout:
         layout.write(folder)
@@ -151,10 +150,10 @@ def scorecard(folder: Path | None) -> Scorecard | None:
 
 
 def read_notes(folder: Path | None, name: str) -> dict[str, Any] | None:
-    """A JSON object of a checkpoint's folder; None: there is none.
+    """Read a JSON object from a checkpoint folder; None if there is no such file.
 
     Raises:
-        UserError: something else is there.
+        UserError: the file is not a JSON object.
     """
     if folder is None or not (folder / name).is_file():
         return None
@@ -180,11 +179,11 @@ def _origin(drafter: Drafter, target: Target | None) -> Origin:
 
 @contextmanager
 def publish_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder`, and give it that name when all is in it.
+    """Yield a temporary folder, and rename it to `folder` on success.
 
     Raises:
-        UserError: something is in `folder`.
-        OSError: a disk that is full, say; nothing is left behind.
+        UserError: `folder` is not empty.
+        OSError: a full disk, for example; the temporary folder is removed.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} is there already; remove it, or choose another folder")
@@ -192,5 +191,5 @@ def publish_folder(folder: Path) -> Iterator[Path]:
         with publish(folder) as temporary:
             temporary.mkdir(parents=True)
             yield temporary
-    except SafetensorError as error:  # its words for a full disk
+    except SafetensorError as error:  # raised for a full disk
         raise OSError(errno.EIO, str(error), str(folder)) from error

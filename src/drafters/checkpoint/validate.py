@@ -1,6 +1,6 @@
-"""Settings that somebody else wrote, compared with what is on file before anything is built of them.
+"""Validate settings and tensors of untrusted checkpoints before anything is built from them.
 
-Nothing here allocates what a file asks for, imports what it names, or follows a path in it.
+Nothing here allocates memory, imports modules or opens paths that an untrusted file names.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from drafters.families.hf_build import BASE, DOWN, UP
 from drafters.hub.untrusted_files import Shape, brief, in_hub_cache, is_hub_id, shape_of
 from drafters.layers.decoder_layer import LayerShape
 
-MAX_INT = 2**24  # of a whole number in settings: four times the largest vocabulary or context there is
-MAX_LENGTH = 2**16  # of a list or a text in settings
-MAX_PARTS = 5_000  # weights and modules of a drafter without tensors on file
-TOKENS = ("d2t", "hot", "place", "tokens")  # buffers that hold token ids, or -1
-RESERVED = re.compile(r"_.*_")  # `_target_`, `__class__`: what other programs take for an order
+MAX_INT = 2**24  # of an integer in settings: well above any vocabulary or context
+MAX_LENGTH = 2**16  # of a list or string in settings
+MAX_PARTS = 5_000  # modules, weights and buffers of a drafter without tensors on file
+TOKENS = ("d2t", "hot", "place", "tokens")  # buffers of token ids, or -1
+RESERVED = re.compile(r"_.*_")  # keys such as `_target_` that other programs may execute
 
 
 # -- settings --------------------------------------------------------------------------------------
 
 
 def check_settings(kind: type[Drafter], settings: Mapping[str, Any]) -> None:
-    """Refuse settings that are not of a constructor, by name, type or size.
+    """Check names, types and sizes of settings against a constructor.
 
     Raises:
-        UserError: the first that is not.
+        UserError: naming the first invalid one.
     """
     hints = _hints(kind)
     for name, value in settings.items():
@@ -51,20 +51,20 @@ def check_settings(kind: type[Drafter], settings: Mapping[str, Any]) -> None:
 
 
 def check_target(settings: Mapping[str, Any], target: Target) -> None:
-    """Refuse another vocabulary than the target's, which need not show in a tensor.
+    """Check the vocabulary size, which tensors do not always show.
 
     Raises:
-        UserError: it is another.
+        UserError: it differs from the target's.
     """
     if (size := settings.get("vocab_size", target.vocab_size)) != target.vocab_size:
         raise UserError(f"settings.vocab_size={size}: the target has {target.vocab_size} tokens")
 
 
 def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse adapters whose base lies where only somebody else can know what is there.
+    """Check the path of the base model of adapters.
 
     Raises:
-        UserError: a folder, in a checkpoint that was downloaded; a relative path in any.
+        UserError: a relative path, or a local folder in a downloaded checkpoint.
     """
     base = settings.get("base")
     path = base.get("path") if isinstance(base, dict) else None
@@ -82,7 +82,7 @@ def check_base(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _hints(kind: type) -> dict[str, Any]:
-    """Type of each argument that a constructor takes, passes on as **options, or puts into a `LayerShape`."""
+    """Types of a constructor's arguments, with those of **options (the parent) and **sizes (`LayerShape`)."""
     types: dict[str, Any] = {}
     for parent in kind.__mro__:
         if "__init__" not in parent.__dict__:
@@ -100,7 +100,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON is of an annotation."""
+    """Whether a JSON value has the annotated type."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -140,16 +140,16 @@ def _check_sizes(name: str, value: Any) -> None:
 def check_shapes(
     kind: type[Drafter], settings: Mapping[str, Any], confidence: bool, shapes: Mapping[str, Shape]
 ) -> None:
-    """Compare what settings ask for with what is on file, on torch's `meta` device: nothing is allocated.
+    """Compare the tensors that settings imply with those on file, on the `meta` device.
 
     Args:
-        kind: of drafter.
-        settings: checked.
-        confidence: it has a confidence head.
+        kind: class of the drafter.
+        settings: from `check_settings`.
+        confidence: whether it has a confidence head.
         shapes: of the tensors on file, by the drafter's names.
 
     Raises:
-        UserError: settings that make no drafter, or tensors that are not of these settings.
+        UserError: the settings are invalid, or tensors do not match them.
     """
     empty = _empty(kind, settings, confidence, MAX_PARTS + 8 * len(shapes))
     expected = {name: shape_of(value) for name, value in empty.state_dict().items()}
@@ -166,7 +166,7 @@ def check_shapes(
     names = {name.replace(f"{BASE}.", ".") for name in shapes}
     first = {id(value): name for name, value in reversed(empty.state_dict(keep_vars=True).items())}
     tied = {name for name, value in empty.state_dict(keep_vars=True).items() if first[id(value)] in names}
-    stem = "model." if settings.get("base") else None  # what the base has
+    stem = "model." if settings.get("base") else None  # prefix of the base model's weights
     missing = [n for n in expected if n not in names | tied and not (stem and n.startswith(stem))]
     if missing:
         raise UserError(f"damaged checkpoint ({len(missing)} tensors are missing, {brief(missing[0])} first)")
@@ -175,7 +175,7 @@ def check_shapes(
 def _check_adapter(
     name: str, shape: Shape, shapes: Mapping[str, Shape], expected: Mapping[str, Shape]
 ) -> None:
-    """Two halves of one rank, beside a map of their sizes."""
+    """Check that both factors of an adapter have one rank and fit their weight."""
     stem = name.removesuffix(DOWN).removesuffix(UP)
     down, up, weight = shapes.get(stem + DOWN), shapes.get(stem + UP), expected.get(f"{stem}.weight")
     sizes = [part.size if part and part.kind == "float" else () for part in (down, up, weight)]
@@ -192,14 +192,14 @@ def _empty(kind: type[Drafter], settings: Mapping[str, Any], confidence: bool, p
                 drafter.add_confidence()
     except UserError:
         raise
-    except Exception as error:  # whatever constructors make of settings that they were not written for
+    except Exception as error:  # invalid settings may fail anywhere in a constructor
         raise UserError(f"damaged checkpoint (settings make no {kind.__name__}: {brief(error)})") from None
     return drafter
 
 
 @contextmanager
 def _at_most(parts: int) -> Iterator[None]:
-    """Let this thread make so many modules, weights and buffers, and no more."""
+    """Limit the number of modules, weights and buffers that this thread creates."""
     thread, left = threading.get_ident(), parts
 
     def count(module: Any, name: str, part: Any) -> None:
@@ -222,10 +222,10 @@ def _at_most(parts: int) -> Iterator[None]:
 
 
 def check_values(drafter: Drafter, vocab_size: int) -> None:
-    """Refuse weights that are no numbers, and tokens that the target has not.
+    """Check that weights are finite and token ids exist in the target.
 
     Raises:
-        UserError: the first of them.
+        UserError: naming the first invalid tensor.
     """
     for name, value in drafter.named_parameters():
         if not value.isfinite().all():

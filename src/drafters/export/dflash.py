@@ -13,12 +13,12 @@ ARCHITECTURE = "DFlashDraftModel"
 
 
 def vllm(saved: Saved, target: Target) -> Layout:
-    """A folder for `--speculative-config`."""
+    """Files for vLLM's `--speculative-config`."""
     return _flat(saved, target, "vllm", serve_vllm("dflash", saved.settings["depth"]))
 
 
 def sglang(saved: Saved, target: Target) -> Layout:
-    """The same folder, served by SGLang."""
+    """The same files, with SGLang's command."""
     command = serve_sglang_block("DFLASH", saved.settings["depth"] + 1)
     return _flat(saved, target, "sglang", command)
 

@@ -1,7 +1,7 @@
-"""EAGLE-1 and 2 in the files of vLLM and SGLang, and the authors' back.
+"""EAGLE-1 and 2: export to vLLM and SGLang, import of theirs and of the authors' files.
 
-Read off `llama_eagle.py` of both engines and `eagle/model/cnets1.py` of SafeAILab/EAGLE: all feed
-(embedding, feature) to `fc`, the feature being the input of the target's head, and have no
+After `llama_eagle.py` of both engines and `eagle/model/cnets1.py` of SafeAILab/EAGLE: all feed
+(embedding, feature) to `fc`, where the feature is the input of the target's head, and have no
 `input_layernorm` in the first layer; vLLM's `fc` has no bias, SGLang's has one. Embedding and head are
 the target's.
 """
@@ -43,7 +43,7 @@ OWN = {
         for part in ("qkv_proj", "o_proj", "post_attention_layernorm", "gate_up_proj", "down_proj")
     ),
 }
-# What only training asks; nothing in the files tells how these were trained.
+# Settings of training, which the files do not contain.
 UNTOLD = {"depth": 1, "feature_noise": 0.0, "feature_weight": 0.0}
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 
@@ -52,7 +52,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
     """Files of `EagleLlamaForCausalLM`.
 
     Raises:
-        UserError: a fusion with a bias, or a target whose embedding or head the engine would not share.
+        UserError: a fusion with a bias, or a target whose embedding or head the engine cannot share.
     """
     tensors = _tensors(saved, target, "vllm")
     bias = tensors.pop("fc.bias", None)
@@ -61,7 +61,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
             "to=vllm: this drafter's fusion has a bias, and vLLM's EAGLE has none; set to=sglang, or train "
             "on with drafter.bias=false drafter.init_from=<this checkpoint>"
         )
-    # vLLM puts "Eagle" before the name. `bias` is read as that of attention, so it may not be true.
+    # vLLM prefixes the name with "Eagle". It reads `bias` as attention bias, so it must be false.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
     return Layout(config, tensors, serve_vllm("eagle", draft_length(saved)))
 
@@ -70,10 +70,10 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
     """Files of `LlamaForCausalLMEagle`.
 
     Raises:
-        UserError: a target whose embedding or head the engine would not share.
+        UserError: a target whose embedding or head the engine cannot share.
     """
     tensors = _tensors(saved, target, "sglang")
-    if "fc.bias" not in tensors:  # there it is a weight that nothing else would set
+    if "fc.bias" not in tensors:  # SGLang's `fc` has a bias that would stay uninitialised
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLMEagle"]}
     return Layout(config, tensors, serve_sglang("EAGLE", draft_length(saved)))
@@ -97,7 +97,7 @@ def _config(saved: Saved, target: Target) -> dict[str, Any]:
 
 
 def draft_length(saved: Saved) -> int:
-    """Tokens to draft: as deep as it was trained, and 3 where that was less (vLLM's own examples)."""
+    """Draft length for serving: the trained depth, and at least 3 (as in vLLM's examples)."""
     return max(3, saved.settings["depth"])
 
 
@@ -105,7 +105,7 @@ def _knows(config: Mapping[str, Any]) -> bool:
     name = architecture(config)
     if "format" in config or "speculators_config" in config or "draft_vocab_size" in config:
         return False
-    # The authors' files are a Llama of one layer, by their configuration alone.
+    # The config of the authors' files is that of a Llama with one layer.
     plain = name == "LlamaForCausalLM" and config.get("num_hidden_layers") == 1
     return plain or name in ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 

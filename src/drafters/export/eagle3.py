@@ -1,10 +1,10 @@
-"""EAGLE-3 in the flat files that vLLM and SGLang both load, and SafeAILab's and SpecForge's back.
+"""EAGLE-3: export to vLLM and SGLang, import of theirs and of SafeAILab's and SpecForge's files.
 
-Read off `llama_eagle3.py` of both engines: `midlayer.*` is the first layer; `d2t` holds offsets,
-target id - draft id, and is there for a reduced draft vocabulary alone. Layer ids at the top level are
-vLLM's, values entering a layer, as ours; those in `eagle_config` are SGLang's and SpecForge's, outputs
-of a layer: ours minus 1. Where there are none, both take [2, n / 2, n - 3] in our terms. An embedding
-is the target's, so there is none in the files.
+After `llama_eagle3.py` of both engines: `midlayer.*` is the first layer; `d2t` holds offsets,
+target id - draft id, for a reduced draft vocabulary only. Layer ids at the top level are vLLM's, inputs
+of layers as ours; those in `eagle_config` are SGLang's and SpecForge's, outputs of layers: ours minus 1.
+Without ids both use [2, n / 2, n - 3] in our numbering. The embedding is the target's and not in the
+files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = ("qkv_proj", "o_proj", "post_attention_layernorm", "input_layernorm", "gate_up_proj", "down_proj")
 SHARED = ("embed_tokens.weight", "d2t", "t2d")
-# Those of SGLang: it loads what it knows and says nothing of the rest.
+# Settings that SGLang ignores without a message.
 UNKNOWN_TO_SGLANG = ("norm_before_residual", "norm_before_fc")
 
 
@@ -48,7 +48,7 @@ def to_vllm(saved: Saved, target: Target) -> Layout:
     """Files of `Eagle3LlamaForCausalLM`.
 
     Raises:
-        UserError: `last` or one tap twice, no draft vocabulary yet, a scaled embedding.
+        UserError: `last` or a duplicate among the taps, no draft vocabulary yet, a scaled embedding.
     """
     return _layout(saved, target, "vllm", serve_vllm("eagle3", draft_length(saved)))
 
@@ -57,7 +57,7 @@ def to_sglang(saved: Saved, target: Target) -> Layout:
     """Files of `LlamaForCausalLMEagle3`; the same as vLLM's.
 
     Raises:
-        UserError: see `to_vllm`; several layers, the embedding as a tap, norms that SGLang does not know.
+        UserError: see `to_vllm`; several layers, the embedding as a tap, norms that SGLang ignores.
     """
     settings = saved.settings
     for name in UNKNOWN_TO_SGLANG:
@@ -124,14 +124,14 @@ def _read(layout: Layout, target: Target) -> Saved:
         weights["hidden_norm.weight"] = weights.pop("layers.0.hidden_norm.weight")
     if "lm_head.weight" not in weights and "d2t" not in tensors:
         weights["lm_head.weight"] = (target.head.weight * target.head.scale).cpu()
-    if layers > len(weights):  # a number is no reason to count to it
+    if layers > len(weights):  # an untrusted number must not become a loop count
         raise UserError(f"num_hidden_layers is {layers}, for {len(weights)} tensors")
     check_tensor_names(set(weights), _own(layers, len(taps), switches))
     read_vocab_maps(tensors, weights, target.vocab_size)
     settings = sizes(config, tensors, "layers.0.") | switches
     settings |= {"vocab_size": target.vocab_size, "taps": taps, "layers": layers}
     settings["draft_vocab_size"] = len(weights["lm_head.weight"])
-    return Saved("eagle3", settings | {"depth": 1}, weights)  # how deep it was trained nothing tells
+    return Saved("eagle3", settings | {"depth": 1}, weights)  # the files do not contain the trained depth
 
 
 def _taps(config: Mapping[str, Any], more: Mapping[str, Any], target: Target) -> list[int]:
@@ -142,7 +142,7 @@ def _taps(config: Mapping[str, Any], more: Mapping[str, Any], target: Target) ->
 
 
 def _own(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
-    """Names that our drafter has for its weights."""
+    """Names of weights in our drafter."""
     names = {"fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight"}
     names |= {f"layers.{i}.{part}.weight" for i in range(layers) for part in LAYER}
     if switches["norm_before_fc"]:

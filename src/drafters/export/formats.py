@@ -1,4 +1,4 @@
-"""Which drafter goes into which program's files, and whose files become which drafter."""
+"""Tables of export formats by program and drafter, and of readers of other programs' formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drafters.export import speculators_read as speculators_reader
 from drafters.export import speculators_write as speculators
 from drafters.export.layout import Layout, Reader, Saved, Writer
 
-# By short name.
+# Program -> short name of the drafter -> writer.
 WRITERS: Mapping[str, Mapping[str, Writer]] = {
     "vllm": {
         "dflash": block.vllm,
@@ -43,7 +43,7 @@ WRITERS: Mapping[str, Mapping[str, Writer]] = {
         "medusa2": whole.tuned,
     },
 }
-# The first that knows a file reads it: the likeliest to take another's for its own come last.
+# The first reader that knows a config reads it; the most general come last.
 READERS: Sequence[Reader] = (
     heads.MEDUSA,
     heads.MLP,
@@ -52,7 +52,7 @@ READERS: Sequence[Reader] = (
     eagle3.READER,
     eagle.READER,
 )
-# Where there is no format, and something better to say than where there is one.
+# Messages for missing formats, where there is an alternative.
 INSTEAD: Mapping[tuple[str, str], str] = {
     ("vllm", "lstm"): "ArcticInference, which has one, is a plugin with files of its own; "
     "train drafter=mlp, or set to=native",
@@ -70,7 +70,7 @@ INSTEAD: Mapping[tuple[str, str], str] = {
 
 
 def check_format(drafter: str, to: str) -> None:
-    """Refuse a program that has no format for a drafter of this short name.
+    """Check that a program has a format for a drafter.
 
     Raises:
         UserError: it has none.
@@ -82,15 +82,15 @@ def check_format(drafter: str, to: str) -> None:
 
 
 def write_layout(saved: Saved, target: Target, to: str) -> Layout:
-    """A drafter's files for another program.
+    """Convert a drafter to another program's format.
 
     Raises:
-        UserError: it has none for this drafter, or cannot load it as it is.
+        UserError: there is no format for this drafter, or the program does not support its settings.
     """
     check_format(saved.drafter, to)
     return WRITERS[to][saved.drafter](saved, target)
 
 
 def find_reader(config: Mapping[str, Any]) -> Reader | None:
-    """Who knows files with this `config.json`; None: nobody."""
+    """The reader for a `config.json`; None if the format is unknown."""
     return next((reader for reader in READERS if reader.knows(config)), None)

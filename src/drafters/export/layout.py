@@ -1,4 +1,4 @@
-"""What a drafter is on file, in our own terms and in another program's, and the commands that serve it."""
+"""A drafter on file, in our format and in another program's, and the commands that serve it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FILES = ("config.json", "model.safetensors")
 
 
 class Saved(NamedTuple):
-    """A drafter without its code.
+    """Settings and weights of a drafter.
 
     Attributes:
         drafter: short name, as in `registry.CLASSES`.
-        settings: its constructor's.
-        weights: by the names that it has for them.
-        confidence: it has a confidence head, which no engine reads.
+        settings: arguments of its constructor.
+        weights: by the drafter's names.
+        confidence: whether it has a confidence head, which no engine reads.
     """
 
     drafter: str
@@ -36,17 +36,16 @@ class Saved(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The same in another program's terms.
+    """A drafter in another program's format.
 
     Attributes:
-        config: of `config.json`.
-        tensors: of `model.safetensors`.
-        serve: template of the command that serves it, for a shell; `{target}` and `{drafter}` stand
-            for where these are, and other braces are doubled.
-        note: what else its user has to know.
+        config: content of `config.json`.
+        tensors: content of `model.safetensors`.
+        serve: shell command that serves it, as a template with `{target}` and `{drafter}`; other braces
+            are doubled.
+        note: further information for users.
         files: other files of the folder, by name.
-        model: a whole model in the place of `tensors`: transformers alone knows by which names it
-            stores the weights of each family.
+        model: a transformers model in place of `tensors`, which is saved by `save_pretrained`.
     """
 
     config: dict[str, Any]
@@ -57,17 +56,17 @@ class Layout(NamedTuple):
     model: PreTrainedModel | None = None
 
     def command(self, target: str, drafter: str) -> str:
-        """The one that serves it, for a shell, whatever is in these names; "" where nothing does."""
+        """Shell command that serves it, with names quoted; "" if nothing serves it."""
         plain = {"target": target, "drafter": drafter}
         quoted = {name: json.dumps(value, ensure_ascii=False)[1:-1] for name, value in plain.items()}
-        # Word by word: a name may stand inside of a word, as in JSON.
+        # Word by word, since a name may be part of a word, such as a JSON object.
         words = [
             word.format(**(quoted if word.startswith("{{") else plain)) for word in shlex.split(self.serve)
         ]
         return shlex.join(words)
 
     def write(self, folder: Path) -> None:
-        """Into an existing folder."""
+        """Write the files into an existing folder."""
         if self.model is None:
             save_file({k: v.contiguous() for k, v in self.tensors.items()}, folder / FILES[1])
         else:
@@ -78,21 +77,21 @@ class Layout(NamedTuple):
 
 
 def without_confidence(saved: Saved) -> dict[str, Tensor]:
-    """Its weights without the confidence head, which no engine reads."""
+    """Weights without the confidence head, which no engine reads."""
     return {name: value for name, value in saved.weights.items() if not name.startswith("confidence.")}
 
 
-# Raises UserError: what that program cannot load, with what to train or export instead.
+# Raises a UserError if the program cannot load the drafter, and names an alternative.
 Writer = Callable[[Saved, Target], Layout]
 
 
 class Reader(NamedTuple):
-    """Another program's files as ours.
+    """Reader of another program's format.
 
     Attributes:
-        name: of the format, for people.
+        name: of the format, for messages.
         knows: whether a `config.json` is of this format.
-        read: its files, for a target; raises UserError: another target's, or what we have no drafter for.
+        read: converts the files; raises UserError for another target's or an unsupported drafter.
     """
 
     name: str
@@ -100,12 +99,12 @@ class Reader(NamedTuple):
     read: Callable[[Layout, Target], Saved]
 
 
-# Parts of `drafters.layers.decoder_layer.DecoderLayer` that Llama has one level deeper.
+# Parts of `DecoderLayer` that are inside a submodule in Llama.
 PARENTS = {"o_proj": "self_attn", "q_norm": "self_attn", "k_norm": "self_attn", "down_proj": "mlp"}
 
 
 def split_projections(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights of a `DecoderLayer` under Llama's names: q, k, v and gate, up apart."""
+    """Weights of `DecoderLayer`s by Llama's names, with separate q, k, v and gate, up projections."""
     tensors: dict[str, Tensor] = {}
     queries, keys = (settings[name] * settings["head_dim"] for name in ("heads", "kv_heads"))
     for name, weight in weights.items():
@@ -126,7 +125,7 @@ def split_projections(weights: Mapping[str, Tensor], settings: Mapping[str, Any]
 
 
 def join_projections(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `unfused`."""
+    """The inverse of `split_projections`."""
     weights: dict[str, Tensor] = {}
     for name, weight in tensors.items():
         stem, part, end = name.rpartition("self_attn.q_proj.")
@@ -146,7 +145,7 @@ def join_projections(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def serve_vllm(method: str, tokens: int) -> str:
-    """`vllm serve` with a drafter of this method, for drafts of so many tokens."""
+    """`vllm serve` command for a speculative method with drafts of `tokens` tokens."""
     return (
         f'vllm serve {{target}} --speculative-config \'{{{{"method": "{method}", "model": "{{drafter}}", '
         f'"num_speculative_tokens": {tokens}}}}}\''
@@ -154,9 +153,9 @@ def serve_vllm(method: str, tokens: int) -> str:
 
 
 def serve_sglang(algorithm: str, tokens: int) -> str:
-    """SGLang's server with a drafter of this algorithm, for chains of so many tokens.
+    """SGLang server command for an algorithm with chains of `tokens` tokens.
 
-    A chain, since that is what `foredraft verify-served` can hold against a scorecard.
+    Chains can be compared with a scorecard by `foredraft verify-served`.
     """
     return (
         f"{_sglang(algorithm)} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
@@ -165,7 +164,7 @@ def serve_sglang(algorithm: str, tokens: int) -> str:
 
 
 def serve_sglang_block(algorithm: str, width: int) -> str:
-    """The same for a drafter that writes blocks of this width, the root among them."""
+    """SGLang server command for a block drafter; `width` includes the root."""
     return f"{_sglang(algorithm)} --speculative-num-draft-tokens {width}"
 
 

@@ -1,4 +1,4 @@
-"""What is fetched from the Hub, and in one line why it could not be."""
+"""Download files of a drafter from the Hub, with one-line errors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from huggingface_hub.errors import (
 from decode.errors import RemoteError, UserError
 from drafters.hub.untrusted_files import brief
 
-NOTES = ("scorecard.json", "recipe.json")  # how a drafter was scored and made
+NOTES = ("scorecard.json", "recipe.json")
 
 
 def snapshot(source: str, revision: str | None, files: Sequence[str]) -> Path:
-    """The folder in huggingface_hub's cache that has these files of a repository, those that it has.
+    """Download the files that exist of a repository; returns the folder in huggingface_hub's cache.
 
     Raises:
-        UserError: no such repository, or one that is not open to this user.
-        RemoteError: the Hub cannot be reached, or was cut off.
+        UserError: no such repository, or no access.
+        RemoteError: the Hub is unreachable, or the download failed.
     """
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=list(files)))
@@ -44,8 +44,8 @@ def snapshot(source: str, revision: str | None, files: Sequence[str]) -> Path:
         why = f"it answers {error.response.status_code}"
     except OSError as error:
         if error.errno is not None and error.filename is not None:
-            raise  # of this machine's disk
+            raise  # an error of the local disk
         why = brief(error)
-    except Exception as error:  # which HTTP library the client has differs from version to version
+    except Exception as error:  # the client's HTTP library, and its exceptions, depend on the version
         raise RemoteError(f"{source}: the connection was cut off ({type(error).__name__})") from None
     raise UserError(f"{source}: no such folder, and not to be had from the hub ({why})")

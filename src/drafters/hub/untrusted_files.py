@@ -1,4 +1,4 @@
-"""Files that somebody else wrote, opened with distrust: how large, links to where, how deep."""
+"""Open untrusted files: limits on size and nesting, no links out of the folder."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from decode.errors import UserError
 
-JSON_BYTES = 4 * 2**20  # of a config.json or scorecard; the largest that we write has some 100 kB
-HEADER_BYTES = 16 * 2**20  # of a safetensors file: 100,000 tensors
-DEEPEST = 40  # lists and objects in one another
+JSON_BYTES = 4 * 2**20  # limit for a JSON file; ours have up to 100 kB
+HEADER_BYTES = 16 * 2**20  # limit for a safetensors header: about 100,000 tensors
+DEEPEST = 40  # limit for nested lists and objects
 KINDS = {"F64": "float", "F32": "float", "F16": "float", "BF16": "float", "BOOL": "bool"}
 KINDS |= {f"{sign}{bits}": "int" for sign in "IU" for bits in (8, 16, 32, 64)}
 
 
 class Shape(NamedTuple):
-    """Of a tensor that may not be there yet."""
+    """Shape and kind of dtype of a tensor that may not be loaded."""
 
     size: tuple[int, ...]
     kind: str  # float | int | bool
@@ -31,22 +31,22 @@ class Shape(NamedTuple):
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """What a tensor has."""
+    """The `Shape` of a tensor."""
     kind = "float" if tensor.is_floating_point() else "bool" if tensor.dtype is torch.bool else "int"
     return Shape(tuple(tensor.shape), kind)
 
 
 def in_hub_cache(folder: Path) -> bool:
-    """Whether a folder is in huggingface_hub's cache, where files are links to blobs beside it."""
+    """Whether a folder is in huggingface_hub's cache, where files are links to a `blobs` folder."""
     return folder.resolve().parent.name == "snapshots"
 
 
 def check_link(path: Path) -> Path:
-    """A file of a checkpoint's folder.
+    """The path of a checkpoint file, if it is not a link to somewhere else.
 
     Raises:
-        UserError: a link to somewhere else: a folder that others wrote must not choose what is read
-            here, or uploaded from here.
+        UserError: a link out of the folder, by which an untrusted folder could choose what is read or
+            uploaded from this machine.
     """
     folder, where = path.parent.resolve(), path.resolve()
     homes = [folder, folder.parent.parent / "blobs"] if in_hub_cache(folder) else [folder]
@@ -56,11 +56,11 @@ def check_link(path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds.
+    """Read a JSON file.
 
     Raises:
-        UserError: a link to elsewhere, or too large to be what it should be.
-        ValueError: no JSON, a key twice, a number that is none, or nested too deeply.
+        UserError: a link to elsewhere, or too large.
+        ValueError: invalid JSON, a duplicate key, NaN or infinity, or nested too deeply.
     """
     if (size := check_link(path).stat().st_size) > JSON_BYTES:
         raise UserError(f"{path}: {size} bytes; no drafter's file has more than {JSON_BYTES}")
@@ -91,11 +91,11 @@ def _check_depth(value: Any, left: int) -> None:
 
 
 def header(path: Path) -> dict[str, Shape]:
-    """What a safetensors file says that it has, before any of it is read.
+    """Shapes in the header of a safetensors file, without reading tensors.
 
     Raises:
-        UserError: a link to elsewhere, a header that is too large, a dtype that no drafter has.
-        OSError, SafetensorError: no such file, or one whose header is not of its contents.
+        UserError: a link to elsewhere, a header that is too large, an unsupported dtype.
+        OSError, SafetensorError: no such file, or a header that does not match the contents.
     """
     with check_link(path).open("rb") as file:
         if (size := int.from_bytes(file.read(8), "little")) > HEADER_BYTES:
@@ -104,7 +104,7 @@ def header(path: Path) -> dict[str, Shape]:
             )
     shapes = {}
     with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118  (no mapping)
+        for name in file.keys():  # noqa: SIM118  (not a mapping)
             part = file.get_slice(name)
             if part.get_dtype() not in KINDS:
                 raise UserError(f"damaged checkpoint (tensor {brief(name)} is of dtype {part.get_dtype()})")
@@ -113,10 +113,10 @@ def header(path: Path) -> dict[str, Shape]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can only be a repository's: owner/name."""
+    """Whether a name has the form owner/name."""
     return re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", name) is not None and ".." not in name
 
 
 def brief(value: Any) -> str:
-    """On one line, and not much of it."""
+    """A value on one line, shortened."""
     return " ".join(str(value).split())[:80] or type(value).__name__

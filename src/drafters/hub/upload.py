@@ -1,4 +1,4 @@
-"""A folder into a repository of the Hub, in one commit, or not at all."""
+"""Upload a folder to the Hub in one commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from huggingface_hub.utils import disable_progress_bars
 from decode.errors import RemoteError, UserError
 from drafters.hub.untrusted_files import brief, check_link, is_hub_id
 
-# Files that we write. Those that this folder has not would be of an earlier drafter, and go.
+# Files that we write; those missing from the folder are deleted in the repository, as of an older drafter.
 OURS = (
     "config.json",
     "model.safetensors",
@@ -25,7 +25,7 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
 def check_repo(repo: str) -> None:
-    """Refuse a name that no repository can have, before there is anything to upload.
+    """Check the name of a repository before anything is computed for the upload.
 
     Raises:
         UserError: it is not owner/name.
@@ -35,12 +35,12 @@ def check_repo(repo: str) -> None:
 
 
 def logged_in() -> bool:
-    """Whether there is a token, of whatever worth."""
+    """Whether there is a token, valid or not."""
     return bool(get_token())
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What would be uploaded.
+    """Files to upload.
 
     Raises:
         UserError: a link to a file outside the folder.
@@ -49,7 +49,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def plan(folder: Path, repo: str, private: bool) -> str:
-    """What an upload would do."""
+    """Description of what an upload would do."""
     lines = [f"  {path.name}  {path.stat().st_size:,} bytes" for path in files_of(folder)]
     kind = "private" if private else "public"
     where = f"{constants.ENDPOINT}/{repo} ({kind}, if it has to be made), in one commit"
@@ -57,20 +57,19 @@ def plan(folder: Path, repo: str, private: bool) -> str:
 
 
 def upload(folder: Path, repo: str, private: bool = True) -> str:
-    """Make the repository if there is none, and commit all files of the folder at once.
+    """Create the repository if needed, and commit all files of the folder at once.
 
     Args:
-        folder: whose files are taken, not those in folders below.
+        folder: its files are uploaded, without subfolders.
         repo: owner/name.
-        private: of a repository that is made; one that is there stays as it is.
+        private: visibility of a new repository; an existing one is not changed.
 
     Returns:
-        Address of the commit.
+        URL of the commit.
 
     Raises:
-        UserError: a name that is none; no token, or one that may not write there.
-        RemoteError: the Hub cannot be reached, answers with an error of its own, or was cut off;
-            the same call may be made again.
+        UserError: an invalid name; no token, or a token without write access.
+        RemoteError: the Hub is unreachable or fails; the call can be repeated.
     """
     check_repo(repo)
     names = [path.name for path in files_of(folder)]
@@ -92,7 +91,7 @@ def upload(folder: Path, repo: str, private: bool = True) -> str:
 
 
 def _asked(repo: str, call: Any, *arguments: Any, **options: Any) -> Any:
-    """What a call of the client's gives; its failures in one line, without anything of its requests."""
+    """Call the client; failures become one-line errors that contain nothing of the request."""
     try:
         return call(*arguments, **options)
     except HfHubHTTPError as error:
@@ -107,9 +106,9 @@ def _asked(repo: str, call: Any, *arguments: Any, **options: Any) -> Any:
         if code == 400:
             raise UserError(f"push_to={repo}: the Hub refuses it ({brief(error.server_message)})") from None
         raise RemoteError(f"push_to={repo}: the Hub answers {code}; nothing was committed") from None
-    except ValueError as error:  # the card's front matter, or a name, as the Hub would have it
+    except ValueError as error:  # invalid front matter of the model card, or an invalid name
         raise UserError(f"push_to={repo}: {brief(error)}") from None
-    except Exception as error:  # which HTTP library the client has differs from version to version
+    except Exception as error:  # the client's HTTP library, and its exceptions, depend on the version
         raise RemoteError(
             f"push_to={repo}: no connection, or it was cut off ({type(error).__name__}); what is committed "
             "is all or nothing, and the same command tries again"

@@ -1,6 +1,6 @@
-"""A diffusion drafter: a masked language model fills in all next tokens at once.
+"""Masked diffusion language model as drafter: it predicts all next tokens in parallel.
 
-SpecDiff (Christopher et al., arXiv:2408.05636), in one denoising step as in SpecDiff-2 (Sandler et
+SpecDiff (Christopher et al., arXiv:2408.05636), with one denoising step as in SpecDiff-2 (Sandler et
 al., arXiv:2511.00606).
 """
 
@@ -41,27 +41,27 @@ from drafters.families.token_bias import ParallelLogits
 
 
 class Dllm(HFModelDrafter, TextDrafter):
-    """Reads the text with K masks behind it, in both directions, and says what they stand for.
+    """Reads the text followed by K masks with bidirectional attention, and predicts the masked tokens.
 
-    All laws of a draft come from one pass, whatever K, and given the text they are independent: a
-    tree is the product of the depths' best tokens. Nothing is cached, since every token sees the
-    masks: a round reads the whole text again, or the newest part of it that fits the model's context.
+    All predictions of a draft come from one pass and are independent given the text: a tree is the
+    product of the depths' top tokens. There is no KV cache, since every token attends to the masks: a
+    round reads the whole text again, or its newest part that fits into the model's context.
 
     Args:
         config: of the model as transformers writes it, `model_type` included.
         mask_token: id of the mask.
-        depth: masks, K, always all of them; a draft is no deeper.
-        shift: 1: the token at a position is read off the one before, as models do that were causal
-            (Dream, DiffuLLaMA); 0: off the mask itself.
-        steps: passes of a draft; between two of them the masks that the model is surest of are
-            filled with their likeliest tokens. More than 1 is for chosen tokens alone.
-        anchors: windows that training takes of a text, on average over a batch.
-        model: of that configuration; without one, random weights.
+        depth: number of masks K, the maximum draft length.
+        shift: 1: the output at the position before a mask predicts its token, as in models adapted from
+            causal ones (Dream, DiffuLLaMA); 0: the output at the mask itself.
+        steps: denoising passes; after each the most confident masks are filled with their most likely
+            tokens. More than 1 allows fixed nodes only.
+        anchors: training windows per text, on average over a batch.
+        model: of that configuration; None: random weights.
         lora: as in `lm.DraftLM`.
-        base: as there.
+        base: as in `lm.DraftLM`.
 
     Raises:
-        UserError: a configuration that gives no language model, or an option out of range.
+        UserError: the configuration is not one of a language model, or an option is out of range.
     """
 
     masked_lm = True
@@ -110,19 +110,19 @@ class Dllm(HFModelDrafter, TextDrafter):
         lora: dict[str, Any] | None = None,
         **options: Any,
     ) -> Self:
-        """A model that lies somewhere.
+        """Load a model.
 
         Args:
-            target: whose vocabulary it has to share.
-            path: folder or hub id, code that comes with it is never run.
+            target: the vocabulary has to be the same.
+            path: folder or hub id, remote code is never run.
             revision: of a hub id.
-            mask_token: id or text; None: what the tokenizer or the configuration says.
-            train: in fp32, whatever the folder's dtype; what is frozen stays as it lies there.
-            lora: keyword arguments of `models.adapt`; None trains all weights.
+            mask_token: id or text; None: from the tokenizer or the configuration.
+            train: train in fp32; a frozen model keeps its dtype.
+            lora: keyword arguments of `add_lora`; None trains all weights.
             **options: of the constructor.
 
         Raises:
-            UserError: no usable model, one of another vocabulary, or no mask.
+            UserError: not a usable model, another vocabulary, or no mask token.
         """
         if not path:
             raise UserError(f"{OPTION}: give the folder or hub id of a masked diffusion language model")
@@ -137,7 +137,7 @@ class Dllm(HFModelDrafter, TextDrafter):
 
     @property
     def masked(self) -> MaskedModel:
-        """The model, as it is read."""
+        """The model with its window and forward pass."""
         return MaskedModel(self.model, self.settings["mask_token"], self.depth, self.shift)
 
     @property
@@ -145,18 +145,18 @@ class Dllm(HFModelDrafter, TextDrafter):
     def state_size(self) -> int | None:
         return self.masked.head.weight.shape[1] if self.steps == 1 else None
 
-    # -- training face -----------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------
 
     @override
     def train(self, mode: bool = True) -> Self:
-        """Without dropout in the model: its noise would be no function of (seed, step)."""
+        """Keep the model in evaluation mode: dropout would not be a function of (seed, step)."""
         super().train(mode)
         self.model.eval()
         return self
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """A window for every anchor that is taken: what is before the masks may not see what is after."""
+        """One window per sampled anchor: with bidirectional attention, anchors cannot share a pass."""
         length = batch.tokens.shape[1]
         candidates = supervised_anchors(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (N,)
         if not len(candidates):
@@ -165,21 +165,21 @@ class Dllm(HFModelDrafter, TextDrafter):
         anchor, masked = sample_anchors(candidates, count, batch.seed), self.masked  # (M,)
         window = masked.window(batch.tokens[anchor // length], (anchor % length + 2).tolist())
         hidden, head = masked.read(window), share_vocabulary(masked.head, target)  # (M, K, D')
-        weight = len(candidates) / len(anchor)  # those that are taken stand for all
+        weight = len(candidates) / len(anchor)  # sampled anchors stand for all
         for depth in range(1, self.depth + 1):
             is_supervised = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
             if not is_supervised.any():
                 return
             yield DraftStep(hidden[is_supervised, depth - 1], anchor[is_supervised], depth, head, {}, weight)
 
-    # -- decoding face -----------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------
 
     @override
     def check(self, plan: Plan) -> None:
         if self.steps > 1 and plan.depth and plan.proposal != "fixed":
             raise UserError(
                 f"decode.proposal={plan.proposal}: with drafter.steps={self.steps} tokens depend on later "
-                "ones, so no row is the law that one was drawn from, and min(1, p/q) would not be lossless; "
+                "ones, so no row is the distribution of its token, and min(1, p/q) would not be lossless; "
                 "set decode.proposal=fixed or drafter.steps=1"
             )
         super().check(plan)
@@ -192,7 +192,7 @@ class Dllm(HFModelDrafter, TextDrafter):
         lengths, masked = [len(history.tokens) for history in state], self.masked
         texts = [history.tokens + [0] * (max(lengths) - len(history.tokens)) for history in state]
         window = masked.window(torch.tensor(texts).to(target.device), lengths)
-        if self.steps > 1:  # of no state: a token's logits may be of an earlier pass
+        if self.steps > 1:  # logits stand in for states, which a filled mask does not have
             logits = states = self._denoise(masked, window, target)[:, : plan.depth]
         else:
             states = masked.read(window)[:, : plan.depth]
@@ -202,12 +202,12 @@ class Dllm(HFModelDrafter, TextDrafter):
         return expand(levels.first, levels.step, sampler, coin, plan, confidence=confidence)
 
     def _denoise(self, masked: MaskedModel, window: Window, target: Target) -> Tensor:
-        """(B, K, V) logits of every mask from the pass after which it was filled, or the last."""
+        """(B, K, V) logits of every mask, from the pass after which it was filled, or else the last."""
         levels: Tensor | None = None
         unfilled = torch.ones_like(window.masks, dtype=torch.bool)  # not filled yet
         for passes_left in range(self.steps, 0, -1):  # passes, this one included
             logits = fit_vocabulary(masked.head(masked.read(window)), target)
-            if masked.mask_token < target.vocab_size:  # a mask in its own place would fill nothing
+            if masked.mask_token < target.vocab_size:  # the mask token itself is no prediction
                 logits[..., masked.mask_token] = -torch.inf
             levels = logits if levels is None else torch.where(unfilled[..., None], logits, levels)
             if passes_left > 1:

@@ -1,7 +1,7 @@
-"""An independent draft model (Leviathan et al., arXiv:2211.17192): any LM of the target's vocabulary.
+"""An independent draft model (Leviathan et al., arXiv:2211.17192): any LM with the target's vocabulary.
 
 Trained as in DistillSpec (arXiv:2310.08461) and Online Speculative Decoding (arXiv:2310.07177), or
-used as it is.
+used without training.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from drafters.layers.decoder_layer import tree_visibility
 
 @dataclass(slots=True)
 class LMState:
-    """What the draft model has read, the root included, and what it says next."""
+    """The draft model with its KV cache, root included, and its output at the root."""
 
     lm: CausalLM
-    last: Tensor | None = None  # (B, D') of the root
-    logits: Tensor | None = None  # (B, V) below it
+    last: Tensor | None = None  # (B, D') input of the head at the root
+    logits: Tensor | None = None  # (B, V) at the root
 
 
 class DraftLM(HFModelDrafter):
-    """Reads the text as the target does, and says itself how it goes on.
+    """A causal language model that drafts autoregressively.
 
-    Past its own context it drafts on at its last position: badly, but the output stays the target's.
+    Beyond its context length it drafts at its last position: with low acceptance, but still losslessly.
 
     Args:
         config: of the model as transformers writes it, `model_type` included.
-        model: of that configuration; without one, random weights.
-        lora: what adapters there are, see `whole.WholeModel`.
-        base: what they belong to: the fields of `adapters.Base`.
+        model: of that configuration; None: random weights.
+        lora: settings of adapters, see `HFModelDrafter`.
+        base: fields of `LoraBase`, the base model of adapters.
 
     Raises:
-        UserError: a configuration that gives no causal LM.
+        UserError: the configuration is not one of a causal LM.
     """
 
-    depth_invariant = True  # a row depends on the text before it alone, however much of that was drafted
+    depth_invariant = True  # a prediction depends on the previous text only, drafted or not
 
     def __init__(
         self,
@@ -89,19 +89,19 @@ class DraftLM(HFModelDrafter):
         lora: dict[str, Any] | None = None,
         **options: Any,
     ) -> Self:
-        """A model that lies somewhere, or one cut from the target.
+        """Load a model, or build one from layers of the target.
 
         Args:
-            target: whose vocabulary it has to share.
-            path: folder or hub id, code that comes with it is never run; None: cut.
+            target: the vocabulary has to be the same.
+            path: folder or hub id, remote code is never run; None: use layers of the target.
             revision: of a hub id.
-            layers: of the target's, that a cut keeps; see `models.cut`.
-            train: in fp32, whatever the folder's dtype; what is frozen stays as it lies there.
-            lora: keyword arguments of `models.adapt`; None trains all weights.
+            layers: number of layers of the target; see `cut_target`.
+            train: train in fp32; a frozen model keeps its dtype.
+            lora: keyword arguments of `add_lora`; None trains all weights.
             **options: none.
 
         Raises:
-            UserError: no usable causal LM, one of another vocabulary, or a target that cannot be cut.
+            UserError: not a usable causal LM, another vocabulary, or a target that cannot be cut.
         """
         lora = checked_lora(lora, train)
         if path:
@@ -120,23 +120,23 @@ class DraftLM(HFModelDrafter):
     def state_size(self) -> int:
         return CausalLM(self.model).hidden_size
 
-    # -- training face -----------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------
 
     @override
     def train(self, mode: bool = True) -> Self:
-        """Never with dropout: its noise would be no function of (seed, step)."""
+        """Stay in evaluation mode: dropout would not be a function of (seed, step)."""
         del mode
         return super().train(False)
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """One causal pass; anchors whose row lies past the model's own context are left out."""
+        """One causal pass; anchors beyond the model's context length are left out."""
         lm = CausalLM(self.model)
         length = batch.tokens.shape[1]
         reach = min(length, lm.max_positions or length)
         anchors = supervised_anchors(batch.loss_mask, 1)
         anchors[:, reach - 1 :] = False
-        # M may be 0: the layers run all the same, in step with those of other processes.
+        # M may be 0: the layers run anyway, since other ranks wait for their collectives.
         row, t = anchors.nonzero(as_tuple=True)  # (M,)
         tokens = batch.tokens[:, :reach].clamp_max(lm.vocab_size - 1)
         last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state  # (B, reach, D')
@@ -147,7 +147,7 @@ class DraftLM(HFModelDrafter):
         twin = copy.deepcopy(self).to(target.device, target.dtype)
         return Target(twin.model)
 
-    # -- decoding face -----------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------
 
     @override
     def new_state(self, rows: int) -> LMState:
@@ -166,7 +166,7 @@ class DraftLM(HFModelDrafter):
         root: Tensor,
     ) -> None:
         lm = state.lm
-        if lm.lengths[0]:  # tokens[:, 0] was the root last time, and was read then
+        if lm.lengths[0]:  # tokens[:, 0] is the previous root, which is in the cache
             tokens, counts = tokens[:, 1:], [n - 1 for n in counts]
         end = torch.tensor(counts).to(root.device)[:, None]  # (B, 1)
         text = torch.cat([tokens, root[:, None]], 1).scatter(1, end, root[:, None])
@@ -185,9 +185,9 @@ class DraftLM(HFModelDrafter):
     def propose(self, state: LMState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         assert state.last is not None
         assert state.logits is not None
-        last = state.last[:, None]  # (B, W, D') that the newest logits are read off
-        scratch = 0  # scratch slots behind the settled ones; never kept, so the next round writes over them
-        reach: Tensor | None = None  # (B, W, m) which of them the last entries see; None: all
+        last = state.last[:, None]  # (B, W, D') head input of the last level
+        scratch = 0  # number of scratch slots in use; the next round overwrites them
+        reach: Tensor | None = None  # (B, W, m) mask over scratch slots; None: causal
 
         def step(token: Tensor, parent: Tensor) -> Tensor:
             nonlocal last, scratch, reach
@@ -208,5 +208,5 @@ class DraftLM(HFModelDrafter):
 
 
 def _read(lm: CausalLM, tokens: Tensor, *where: Any) -> Tensor:
-    """See `CausalLM.forward`; ids that only a target with a longer head has become the last one."""
+    """`CausalLM.forward`; ids beyond the draft model's vocabulary are read as its last id."""
     return lm.forward(tokens.clamp_max(lm.vocab_size - 1), *where)

@@ -1,7 +1,6 @@
-"""Lyanna (Chen et al., arXiv:2602.21224): autoregression over hidden states that no token enters.
+"""Lyanna (Chen et al., arXiv:2602.21224): autoregression over hidden states without token inputs.
 
-No public code or full recipe exists; what the abstract and summaries leave open is chosen here, and
-docs/lyanna.md says which is which.
+There is no public code or full recipe; docs/lyanna.md lists what the paper says and what is chosen here.
 """
 
 from __future__ import annotations
@@ -33,40 +32,39 @@ from drafters.layers.unroll import FirstLayerInput
 
 @dataclass(slots=True)
 class LyannaState(RecurrentState):
-    """And the states of the newest draft, which a rejection does not spoil."""
+    """Also holds the states of the latest draft, for reuse after a rejection."""
 
     root: Tensor | None = None  # (B,)
-    drafted: Tensor | None = None  # (B, K, D) by the newest `propose`
-    stale: Tensor | None = None  # (B, K, D) those of the round before, by the depth they have now
-    left: Tensor | None = None  # (B,) how many of them there are
+    drafted: Tensor | None = None  # (B, K, D) states of the latest draft
+    stale: Tensor | None = None  # (B, K, D) states of the previous draft, shifted to their current depth
+    left: Tensor | None = None  # (B,) number of valid ones
 
 
 class Lyanna(TokenBiasDrafter, RecurrentDrafter):
-    """s_0 is the feature f_t, s_k = norm(layer(W s_{k-1})) stands for f_{t+k}; depth k's logits are the
-    target's head on s_k and a low-rank bias of the token before.
+    """s_0 is the feature f_t, s_k = norm(layer(W s_{k-1})) predicts f_{t+k}; the logits of depth k are the
+    target's head on s_k plus a low-rank bias of the previous token.
 
-    No drafted token enters a state. So all K head products of a draft are one, and of a round that
-    kept a tokens, s_{a+2} .. s_K are still good: they speak of the tokens behind the new root.
+    No drafted token enters a state. So the K head products of a draft are one, and in a round with a
+    accepted tokens s_{a+2} .. s_K stay valid: they predict tokens after the new root.
 
     Args:
         vocab_size: V of the target.
-        layers: decoder layers.
+        layers: number of decoder layers.
         depth: depths unrolled in training.
-        root_token: `none`; or `add`: settled tokens enter beside their features, the root with the
-            newest (ours, not the paper's). Drafted ones never do.
+        root_token: `none`; or `add`: settled tokens enter with the feature before them (not in the
+            paper). Drafted tokens never do.
         token_info: `none`, or a kind of `TokenInfoBias`.
-        info_rank: its rank.
-        hot_tokens: its tokens.
+        info_rank: rank of the bias.
+        hot_tokens: vocabulary of the bias.
         feature_noise: half-width of the uniform noise on training features, scaled by 512 / T.
-        feature_weight: of the Smooth-L1 regression of states, beside a divergence of weight 1.
-        base_weight: of the divergence without the bias; it falls to 0 over the run.
-        warmup: share of the steps in which the states learn first: 1 for the regression and 0.1 for
-            each divergence.
-        reuse: of `Reuse`.
+        feature_weight: weight of the Smooth-L1 regression of states; the divergence has weight 1.
+        base_weight: initial weight of the divergence without the bias; decays to 0 over the run.
+        warmup: share of the steps with weight 1 for the regression and 0.1 for each divergence.
+        reuse: arguments of `Reuse`.
         **sizes: of `LayerShape`.
 
     Raises:
-        UserError: an option that is none of these.
+        UserError: an option out of range.
     """
 
     taps = (LAST,)
@@ -112,7 +110,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
     @classmethod
     @torch.no_grad()
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """It begins by saying that the next feature is this one."""
+        """Initialised to predict the current feature as the next one."""
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
         for layer in drafter.stack:
@@ -179,7 +177,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
     def head(self, target: Target) -> Head:
         return self.biased_head(target.head)
 
-    # -- training face -----------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------
 
     @override
     def training_taps(self, batch: Batch) -> Tensor:
@@ -190,7 +188,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         return {"feature": F.smooth_l1_loss(hidden, truth.to(hidden.dtype), reduction="none").mean(-1)}
 
     def _schedule(self, progress: float) -> tuple[float, float, float]:
-        """Weights of divergence, regression and divergence without the bias."""
+        """Weights of the divergence, the regression, and the divergence without the bias."""
         if progress < self.warmup:
             return 0.1, 1.0, min(0.1, self.base_weight)
         return 1.0, self.feature_weight, self.base_weight * (1 - progress) / (1 - self.warmup)
@@ -198,11 +196,11 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
     @override
     def aux_weights_at(self, progress: float) -> Mapping[str, float]:
         divergence, feature, _ = self._schedule(progress)
-        return {"feature": feature / divergence}  # a step's weight scales both
+        return {"feature": feature / divergence}  # `DraftStep.weight` scales both
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """Each depth twice while the base has a weight: states with the bias, and states alone."""
+        """Yield each depth with the bias and, while `base_weight` is not 0, again without it."""
         divergence, _, base = self._schedule(batch.progress)
         teaching = TeacherForcedBias(self.info, batch.tokens)
         for step in super().unroll(batch, target):
@@ -211,7 +209,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
             if base and self.info is not None:
                 yield step._replace(head=target.head, aux={}, weight=base, training_only=True)
 
-    # -- decoding face -----------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------
 
     @override
     def new_state(self, rows: int) -> LyannaState:
@@ -232,7 +230,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         state.root, state.stale, drafted, state.drafted = root, None, state.drafted, None
         if drafted is None or self.reuse.mode == "none":
             return
-        # Of a draft that kept a tokens, counts = a + 1 depths lie behind the new root.
+        # With a accepted tokens, the new root is at depth a + 1 = counts of the previous draft.
         depth, num_settled = drafted.shape[1], torch.tensor(counts).to(root.device)
         index = torch.arange(depth, device=root.device) + num_settled[:, None]  # (B, K)
         index = index.clamp_max(depth - 1)[..., None].expand(-1, -1, drafted.shape[-1])
@@ -259,7 +257,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
             if mode == "immediate":
                 raw = target.head.product(stale).unbind(1)
                 if self.reuse.is_sufficient(target.head.shape(torch.stack(raw, 1)), left):
-                    state.drafted = None  # two rounds old, then
+                    state.drafted = None  # reused only once
                     levels = ParallelLogits(raw, stale, target.head.shape, self.info, root)
                     return truncated_draft(
                         levels, left, sampler, coin, plan, self.confidence_of(lambda: levels.newest)
@@ -279,7 +277,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         return self.reuse.merged(both, left, coin, plan)
 
     def _states(self, state: LyannaState, depth: int) -> Tensor:
-        """(B, K, D), each from the one before; keys and values stay scratch."""
+        """(B, K, D) states, computed one after the other; keys and values stay in scratch slots."""
         assert state.newest is not None
         _, newest = self.emit(state.newest)  # (B, 1, D)
         states, rows = [newest], len(newest)

@@ -246,7 +246,7 @@ def test_a_run_makes_no_rollouts_and_scores_checkpoint_0(bench):
 def test_confidence_is_refused_for_want_of_a_law():
     drafter = Ngram(1, 2)
     drafter.check(Plan(depth=2))
-    with pytest.raises(UserError, match=r"decode\.min_confidence=0\.3: this drafter has no law"):
+    with pytest.raises(UserError, match=r"decode\.min_confidence=0\.3: this drafter has no probabilities"):
         drafter.check(Plan(depth=2, min_confidence=0.3))
 
 

@@ -223,7 +223,7 @@ def test_a_corpus_of_what_is_no_token_is_refused(target, tmp_path, token):
     drafter = fitted([[1, 2, 3]])
     drafter.corpus[1] = token
     hub.save(drafter, target, tmp_path)
-    with pytest.raises(UserError, match="tokens that are none"):
+    with pytest.raises(UserError, match="invalid token ids"):
         hub.load(tmp_path, target).new_state(1)
 
 
