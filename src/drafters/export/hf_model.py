@@ -1,4 +1,4 @@
-"""Whole language models as plain Hugging Face folders: draft models, and targets that were tuned."""
+"""Export language models as Hugging Face folders: draft models and tuned targets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from drafters.families.hf_build import build, portable_config
 from drafters.families.tuned_target import Lora
 from drafters.hub import download
 
-STEM = "model."  # of the model's names in a drafter
-TOKENS = 5  # of a draft: as many as decode=auto tries
+STEM = "model."  # prefix of the model's weights in a drafter
+TOKENS = 5  # draft length for serving, the maximum of decode=auto
 ENGINES = (
     "A plain Hugging Face model, adapters merged. For an engine write it with to=vllm or to=sglang, which "
     "give it the target's vocabulary size; in transformers it is an assistant_model of generate()."
@@ -29,30 +29,30 @@ TUNED = "The tuned target, which its heads (to=vllm) fit: vllm serve this folder
 
 
 def hf(saved: Saved, target: Target) -> Layout:
-    """A draft model as it is."""
+    """A draft model, unchanged."""
     return _folder(_model(saved), target)._replace(note=ENGINES)
 
 
 def fills(saved: Saved, target: Target) -> Layout:
-    """A model that fills in masks, as it is."""
+    """A masked language model, unchanged."""
     layout = _folder(_model(saved), target)._replace(note=FILLS)
     return layout._replace(config=layout.config | {"mask_token_id": saved.settings["mask_token"]})
 
 
 def vllm(saved: Saved, target: Target) -> Layout:
-    """A draft model for `draft_model`, which wants the target's vocabulary size."""
+    """A draft model for vLLM's `draft_model`, which requires the target's vocabulary size."""
     return _folder(_model(saved, target.vocab_size), target)._replace(serve=serve_vllm("draft_model", TOKENS))
 
 
 def sglang(saved: Saved, target: Target) -> Layout:
-    """A draft model for `STANDALONE`, which wants the target's vocabulary size, too."""
+    """A draft model for SGLang's `STANDALONE`, which requires the target's vocabulary size."""
     return _folder(_model(saved, target.vocab_size), target)._replace(
         serve=serve_sglang("STANDALONE", TOKENS)
     )
 
 
 def tuned(saved: Saved, target: Target) -> Layout:
-    """The target that `medusa2` has tuned together with its heads, pairs merged."""
+    """The target tuned by `medusa2`, with merged weights."""
     lora = Lora(**saved.settings["lora"])
     part = "lora."
     lora.load_state_dict({n.removeprefix(part): w for n, w in saved.weights.items() if n.startswith(part)})
@@ -60,10 +60,10 @@ def tuned(saved: Saved, target: Target) -> Layout:
 
 
 def _model(saved: Saved, size: int | None = None) -> PreTrainedModel:
-    """The drafter's model, with its weights; of another vocabulary size, where one is given.
+    """The drafter's model with its weights, optionally resized to another vocabulary size.
 
     Raises:
-        UserError: a model whose vocabulary cannot be changed.
+        UserError: the vocabulary cannot be resized.
     """
     settings = saved.settings
     assert not settings["lora"], "loading has merged it"
@@ -93,10 +93,10 @@ def _empty(config: dict[str, Any]) -> Any:
 
 
 def _resized(model: Any, weights: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Embedding and head for another number of ids; ids that are none of the other's are padding.
+    """Embedding and head resized to another number of ids; additional ids are padding.
 
-    A new id is read as the last one, as `lm.DraftLM` reads it, and its logit is the mean of all
-    logits, which is never the largest. Where the embedding is the head, it is read as their mean.
+    The embedding of a new id is that of the last one, as in `lm.DraftLM`, and its logit the mean of all
+    logits, which is never the largest. If the head is tied, both are the mean.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embedding.weight
@@ -117,7 +117,7 @@ def _resized(model: Any, weights: dict[str, Tensor], size: int) -> dict[str, Ten
 
 
 def _folder(model: Any, target: Target) -> Layout:
-    """With the target's tokenizer and its end of text."""
+    """Files of the folder, with the target's tokenizer and generation config."""
     config = portable_config(json.loads(model.config.to_json_string()))
     config |= {"architectures": [type(model).__name__], "torch_dtype": str(model.dtype).split(".")[1]}
     files = _tokenizer(target)
@@ -127,9 +127,9 @@ def _folder(model: Any, target: Target) -> Layout:
 
 
 def _older(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary wavelengths under the names of transformers 4, which would take its defaults without a word."""
+    """Rope settings by the names of transformers 4, which would silently use its defaults."""
     rope = config.get("rope_parameters") or {}
-    if "rope_theta" not in rope:  # none, or several by layer type, whose names are the family's own
+    if "rope_theta" not in rope:  # none, or several by layer type, with names that depend on the family
         return {}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     plain = scaling.get("rope_type", "default") == "default"
@@ -137,10 +137,10 @@ def _older(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(target: Target) -> dict[str, bytes]:
-    """The target's, byte for byte; nothing for a target that has no place.
+    """The target's tokenizer files, unchanged; none for a target without path or hub id.
 
     Raises:
-        UserError, RemoteError: it was on the Hub and is not to be had now.
+        UserError, RemoteError: the files cannot be downloaded from the Hub.
     """
     name = target.model.name_or_path
     if not name:

@@ -1,4 +1,4 @@
-"""What flat `config.json` files of Llama-like drafters have in common."""
+"""Flat `config.json` files of Llama-like drafters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """The class that a `config.json` names first, or ""."""
+    """First entry of `architectures` in a config, or ""."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: torch.dtype) -> dict[str, Any]:
-    """A LlamaConfig with a drafter's sizes and its target's vocabulary, length and end tokens.
+    """A LlamaConfig with a drafter's sizes and its target's vocabulary, context length and special tokens.
 
-    Positions stand there twice: `rope_parameters`, and what readers before transformers 5 know.
+    Rope settings are included twice: as `rope_parameters`, and for readers before transformers 5.
     """
     longest = getattr(target.config, "max_position_embeddings", None) or target.max_positions
     return {
@@ -64,15 +64,15 @@ def _positions(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) -> dict[str, Any]:
-    """The inverse: a drafter's settings, of what all that have decoder layers have.
+    """The inverse: the `LayerShape` part of a drafter's settings.
 
     Args:
         config: of the file.
         tensors: by Llama's names.
-        layer: prefix of the first decoder layer's.
+        layer: name prefix of the first decoder layer.
 
     Raises:
-        UserError: positions that are scaled by the length of the text.
+        UserError: rope scaling that depends on the length of the text.
     """
     heads, rope = (
         config["num_attention_heads"],
@@ -96,10 +96,10 @@ def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) 
 
 
 def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> None:
-    """Refuse files that were made for another target, or for a drafter that is no Llama.
+    """Check that files belong to a drafter of this target with Llama's layers.
 
     Raises:
-        UserError: another hidden size, vocabulary or embedding; another activation.
+        UserError: another hidden size, vocabulary, embedding or activation.
     """
     for name, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         check_size(name, size, config[name])
@@ -112,7 +112,7 @@ def check_target(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
 
 def _same(weight: Tensor, embed: nn.Module) -> bool:
-    """Whether an embedding is the target's, but for the rounding of a narrower dtype."""
+    """Whether an embedding is the target's up to rounding."""
     ours = embed.weight
     assert isinstance(ours, Tensor)
     if ours.shape != weight.shape:
@@ -123,10 +123,10 @@ def _same(weight: Tensor, embed: nn.Module) -> bool:
 
 
 def plain_embedding(target: Target, to: str) -> None:
-    """Refuse a target whose embedding does more than look up: engines give the drafter the bare table.
+    """Check that the target does not scale its embeddings: engines share the table without a scale.
 
     Raises:
-        UserError: it scales.
+        UserError: it scales them.
     """
     if getattr(target.embed, "embed_scale", 1.0) != 1.0:
         raise UserError(
@@ -136,20 +136,20 @@ def plain_embedding(target: Target, to: str) -> None:
 
 
 def check_size(name: str, expected: Any, actual: Any) -> None:
-    """Refuse files of another target, by the name of a size, what it is here and what it is there.
+    """Check a size against the target's.
 
     Raises:
-        UserError: it is another.
+        UserError: they differ.
     """
     if expected != actual:
         raise UserError(f"it was made for another target: its {name} is {actual}, the target's {expected}")
 
 
 def check_tensor_names(names: Iterable[str], required: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Refuse where a tensor is missing, or there is one that is neither wanted nor known.
+    """Check that all required tensors exist, and no others than required and optional ones.
 
     Raises:
-        UserError: how many, and the first of them.
+        UserError: number and first name of missing or unknown tensors.
     """
     names, required = set(names), set(required)
     if missing := sorted(required - names):

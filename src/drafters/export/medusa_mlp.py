@@ -1,4 +1,4 @@
-"""Drafters on the target's newest feature: Medusa and the MLP speculator, of vLLM and of their authors."""
+"""Medusa and the MLP speculator: export to vLLM, import of vLLM's and the authors' files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
 
 
 def medusa(saved: Saved, target: Target) -> Layout:
-    """For vLLM's `medusa`, whose layers and heads have the names that ours have.
+    """For vLLM's `medusa`, whose layers and heads have the same names as ours.
 
-    Its heads are linear maps without a bias and a scale behind them. It has no soft cap, and needs
-    none: it drafts likeliest tokens alone, which a cap does not change. A head that all depths share
-    has to be in the file, since its loader takes nothing from the target.
+    Its heads are linear without bias, followed by a scale. It has no soft cap, which does not change
+    the most likely tokens that it drafts. A shared head has to be in the file, since its loader does
+    not share the target's.
 
     Raises:
-        UserError: a token-info bias, or a target whose head has a bias.
+        UserError: a token bias, or a target whose head has a bias.
     """
     settings = saved.settings
     if (kind := settings["token_info"]) != "none":
@@ -66,18 +66,18 @@ def medusa(saved: Saved, target: Target) -> Layout:
 
 
 def medusa2(saved: Saved, target: Target) -> Layout:
-    """Its heads; what it tuned is a model of its own (`whole.tuned`)."""
+    """The heads; `hf_model.tuned` exports the tuned target."""
     layout = medusa(saved, target)
     return layout._replace(serve=layout.serve.replace("{target}", "TUNED_TARGET"), note=MOVED)
 
 
 def read_medusa(layout: Layout, target: Target) -> Saved:
-    """Medusa as vLLM has it, or as FasterDecoding does.
+    """Read Medusa in vLLM's or FasterDecoding's format.
 
-    The tensors say how many heads and layers there are: published configs name fewer than there are.
+    Numbers of heads and layers are taken from the tensors: published configs have smaller ones.
 
     Raises:
-        UserError: another target's, a reduced vocabulary, or tensors that are missing or no head's.
+        UserError: another target's, a reduced vocabulary, or missing or unknown tensors.
     """
     _no_bias(target, "")
     config = layout.config
@@ -90,7 +90,7 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
     depth = 1 + max((int(n[1]) for n in numbers if n), default=-1)
     layers = 1 + max((int(n[2]) for n in numbers if n), default=-1)
     bias = any(name.endswith(".bias") for name in tensors)
-    if depth * layers > len(tensors):  # a number in a name is no reason to count to it
+    if depth * layers > len(tensors):  # an untrusted number must not become a loop count
         raise UserError(
             f"tensors are missing: {depth} x {layers} layers by their names, {len(tensors)} there"
         )
@@ -115,7 +115,7 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
 
 
 def _renamed(name: str, weight: Tensor) -> tuple[str, Tensor]:
-    """By vLLM's name, which is ours."""
+    """A tensor by vLLM's name, which is also ours."""
     if match := LAYER.fullmatch(name):
         return f"blocks.{match[1]}.layers.{match[2]}.{match[3]}", weight
     if match := HEAD.fullmatch(name):
@@ -124,12 +124,12 @@ def _renamed(name: str, weight: Tensor) -> tuple[str, Tensor]:
 
 
 def _scaled(heads: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """With the target's own scale behind them, as every head here has it."""
+    """Heads times `ratio`, since the target's scale is applied after every head here."""
     return heads if ratio == 1 else {name: weight * ratio for name, weight in heads.items()}
 
 
 def _shared(heads: Mapping[str, Tensor], target: Target) -> bool:
-    """Whether the one head that they are is the target's."""
+    """Whether the shared head is the target's."""
     head = target.head.weight
     return torch.equal(next(iter(heads.values())).to(head), head)
 
@@ -138,10 +138,10 @@ def _shared(heads: Mapping[str, Tensor], target: Target) -> bool:
 
 
 def mlp(saved: Saved, target: Target) -> Layout:
-    """For vLLM's `mlp_speculator`; what depths share is there once, under the first one's name."""
+    """For vLLM's `mlp_speculator`; tied weights are stored once, by the name of the first depth."""
     del target
     settings, depth = saved.settings, saved.settings["depth"]
-    tied = settings["tie_weights"] and depth > 1  # it asserts that there is something to share
+    tied = settings["tie_weights"] and depth > 1  # vLLM asserts that tied weights have several depths
     names = _names_of_mlp(depth, tied)
     config = {
         "model_type": "mlp_speculator",
@@ -150,7 +150,7 @@ def mlp(saved: Saved, target: Target) -> Layout:
         "emb_dim": settings["hidden_size"],
         "inner_dim": settings["inner_size"] or settings["hidden_size"],
         "n_predict": depth,
-        "top_k_tokens_per_head": [1] * depth,  # read nowhere, but counted
+        "top_k_tokens_per_head": [1] * depth,  # only its length is read
         "n_candidates": 1,
         "tie_weights": tied,
         "scale_input": settings["scale_input"],
@@ -161,7 +161,7 @@ def mlp(saved: Saved, target: Target) -> Layout:
 
 
 def read_mlp(layout: Layout, target: Target) -> Saved:
-    """The MLP speculator as vLLM has it, and IBM publishes it.
+    """Read the MLP speculator in vLLM's format, in which IBM publishes it.
 
     Raises:
         UserError: another target's, or tensors that are missing or unknown.
@@ -172,7 +172,7 @@ def read_mlp(layout: Layout, target: Target) -> Saved:
     if not (isinstance(depth, int) and 0 < depth <= len(tensors)):
         raise UserError(f"config.json: n_predict={depth!r} for {len(tensors)} tensors")
     names = _names_of_mlp(depth, tied)
-    # Some files repeat what is shared under every depth's name.
+    # Some files repeat tied weights by the names of all depths.
     check_tensor_names(tensors, names, _names_of_mlp(depth, False))
     _made_for(target, config["emb_dim"], [len(w) for n, w in tensors.items() if n.startswith("head.")])
     settings = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "depth": depth}

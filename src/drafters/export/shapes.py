@@ -1,4 +1,4 @@
-"""Sizes of a drafter's layers in a transformers configuration, and back; which of them we cannot have."""
+"""Convert layer sizes, taps and draft vocabularies between our settings and other programs' configs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from decode.model.target import LAST, Target
 from drafters.export.layout import Saved
 from drafters.export.llama_config import check_target, config_of, plain_embedding, sizes
 
-NO_LIMIT = 2**31  # positions, where the target names no limit
+NO_LIMIT = 2**31  # positions of a target without a limit
 
 
 def layer_config(saved: Saved, target: Target, kind: str, to: str) -> dict[str, Any]:
-    """Of the drafter's decoder layers, as transformers has it for a `model_type`."""
+    """The transformers config of a drafter's decoder layers, for a `model_type`."""
     plain_embedding(target, to)
     settings = saved.settings
     dtype = next(weight.dtype for weight in saved.weights.values() if weight.is_floating_point())
@@ -28,16 +28,16 @@ def layer_config(saved: Saved, target: Target, kind: str, to: str) -> dict[str, 
 def layer_settings(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target, kinds: Sequence[str]
 ) -> dict[str, Any]:
-    """The inverse: what our constructors call these sizes.
+    """The inverse: arguments of our constructors.
 
     Args:
         config: as transformers writes it.
-        tensors: by their names.
-        target: that the drafter is for.
-        kinds: each `model_type` whose layer we have.
+        tensors: by their names on file.
+        target: of the drafter.
+        kinds: supported values of `model_type`.
 
     Raises:
-        UserError: another target's sizes, or layers that are none of ours.
+        UserError: another target's sizes, or unsupported layers.
     """
     check_target(config, {}, target)
     kind = config.get("model_type", "llama")
@@ -56,10 +56,10 @@ def layer_settings(
 
 
 def sort_taps(saved: Saved, target: Target) -> tuple[Saved, list[int]]:
-    """With the taps from the lowest to the highest: engines gather them while they run the layers.
+    """Sort the taps and reorder the weights that read them: engines collect taps in order of layers.
 
     Raises:
-        UserError: one is twice there, or no layer; see `layer_ids`.
+        UserError: a duplicate tap, or one that is no layer; see `layer_ids`.
     """
     settings, weights = saved.settings, dict(saved.weights)
     ids, size = layer_ids(settings["taps"], target), settings["hidden_size"]
@@ -76,10 +76,10 @@ def sort_taps(saved: Saved, target: Target) -> tuple[Saved, list[int]]:
 
 
 def layer_ids(taps: Sequence[Any], target: Target) -> list[int]:
-    """Taps as numbers of the values entering layers.
+    """Taps as layer ids.
 
     Raises:
-        UserError: one is the head's input, which no engine hands to a drafter.
+        UserError: one is the head's input, which no engine passes to a drafter.
     """
     if LAST in taps:
         n = len(target.layers)
@@ -91,7 +91,7 @@ def layer_ids(taps: Sequence[Any], target: Target) -> list[int]:
 
 
 def taps_of(ids: Sequence[int], target: Target) -> list[int]:
-    """The inverse of `layer_ids`.
+    """Layer ids as taps.
 
     Raises:
         UserError: a layer that the target does not have.
@@ -105,7 +105,7 @@ def taps_of(ids: Sequence[int], target: Target) -> list[int]:
 
 
 def target_path(target: Target) -> str:
-    """Path or hub id of the target, for other programs to load it by.
+    """Path or hub id by which other programs load the target.
 
     Raises:
         UserError: it was not loaded from anywhere.
@@ -117,19 +117,19 @@ def target_path(target: Target) -> str:
 
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> str:
-    """As transformers spells it."""
+    """Dtype of the weights by its name in transformers."""
     return str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
 
 
 def embedding_of(target: Target) -> Tensor:
-    """(V, D) its embedding."""
+    """(V, D) embedding table of the target."""
     weight = target.embed.weight
     assert isinstance(weight, Tensor)
     return weight.detach()
 
 
 def same_rows(theirs: Tensor, ours: Tensor, but: int | None = None) -> bool:
-    """Whether two (V, D) tables hold the same, but for rounding and one row."""
+    """Whether two (V, D) tables are equal up to rounding, except in row `but`."""
     narrow = min(theirs.dtype, ours.dtype, key=lambda dtype: dtype.itemsize)
     equal = (theirs.to(narrow) == ours.to(theirs.device, narrow)).all(-1)
     if but is not None:
@@ -138,15 +138,14 @@ def same_rows(theirs: Tensor, ours: Tensor, but: int | None = None) -> bool:
 
 
 def default_taps(n: int) -> list[int]:
-    """What engines take from a target of n layers where an EAGLE-3 names none."""
+    """The engines' default taps of EAGLE-3 for a target of n layers."""
     return [2, n // 2, n - 3]
 
 
 def vocab_maps(ids: Tensor | None, size: int) -> dict[str, Tensor]:
-    """Tensors `d2t` and `t2d` of a reduced draft vocabulary; none of a whole one.
+    """Tensors `d2t` and `t2d` of a reduced draft vocabulary; none for a full vocabulary.
 
-    Engines make the parameters only where the vocabularies differ, and vLLM 0.32 refuses to load a
-    tensor that it has no parameter for.
+    Engines have these parameters only for a reduced vocabulary, and vLLM 0.32 refuses unknown tensors.
 
     Args:
         ids: (V',) the target's ids of draft ids, ascending; None: all of them.
@@ -156,7 +155,7 @@ def vocab_maps(ids: Tensor | None, size: int) -> dict[str, Tensor]:
         `d2t` (V',) offsets to add to draft ids, `t2d` (V,) whether a target id has a draft id.
 
     Raises:
-        UserError: nobody has counted them yet.
+        UserError: the vocabulary has not been fitted yet.
     """
     if ids is None or len(ids) == size:
         return {}
@@ -167,10 +166,10 @@ def vocab_maps(ids: Tensor | None, size: int) -> dict[str, Tensor]:
 
 
 def read_vocab_maps(tensors: Mapping[str, Tensor], weights: dict[str, Tensor], size: int) -> None:
-    """The inverse: put the head into ascending order of ids, and them beside it where they are not all.
+    """The inverse: sort the head by ids, and add the ids to `weights` if the vocabulary is reduced.
 
     Raises:
-        UserError: a smaller vocabulary, and nothing or nonsense about which tokens are in it.
+        UserError: a reduced vocabulary with missing or invalid maps.
     """
     count = len(weights["lm_head.weight"])
     if "d2t" not in tensors:

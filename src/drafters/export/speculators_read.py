@@ -1,4 +1,4 @@
-"""Checkpoints of vLLM's `speculators` as drafters of ours."""
+"""Import checkpoints of vLLM's `speculators`."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def dflash(layout: Layout, target: Target) -> Saved:
 def dflash_block(
     layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[int], token: int
 ) -> Saved:
-    """DFlash's tensors, whose configuration has been found.
+    """Convert DFlash's tensors, given the parts of its config.
 
     Args:
-        layout: theirs.
-        target: that it is for.
-        layers: configuration of its decoder layers.
-        ids: of the values that it reads, those entering layers.
-        token: whose embedding is a mask's.
+        layout: files on disk.
+        target: of the drafter.
+        layers: config of its decoder layers.
+        ids: taps, as layer ids.
+        token: id of the mask token.
     """
     config, tensors = layout.config, dict(layout.tensors)
     sizes = layer_settings(layers, tensors, target, ("qwen3",))
@@ -108,7 +108,7 @@ READER = Reader("speculators", lambda config: "speculators_model_type" in config
 
 
 def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings and weights of what EAGLE-3 and P-EAGLE have in common."""
+    """Settings and weights that EAGLE-3 and P-EAGLE share."""
     config, tensors = layout.config, dict(layout.tensors)
     sizes = layer_settings(config["transformer_layer_config"], tensors, target, ("llama",))
     if (size := config.get("target_hidden_size")) is not None:
@@ -122,7 +122,7 @@ def _eagle3(layout: Layout, target: Target) -> tuple[dict[str, Any], dict[str, T
         "taps": taps_of(taps, target),
         "depth": config["speculators_config"]["proposal_methods"][0]["speculative_tokens"],
         "draft_vocab_size": config["draft_vocab_size"],
-        # Where a configuration does not say, as vLLM serves it.
+        # Defaults as in vLLM.
         "norm_before_residual": config.get("norm_before_residual", "mask_token_id" not in config),
         "norm_before_fc": config.get("norm_before_fc", False),
         "fc_norm": config.get("fc_norm", False),

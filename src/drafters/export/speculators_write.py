@@ -1,7 +1,7 @@
-"""The layout of vLLM's `speculators`, which names its target: `vllm serve <drafter>` is enough.
+"""Export to the format of vLLM's `speculators`, which names its target: `vllm serve <drafter>` is enough.
 
-Read from speculators 0.9.0 (`models/*/config.py`, `models/*/core.py`) and from vLLM's reader of it
-(`transformers_utils/configs/speculators`). Never for SGLang, which skips its tensors in silence.
+After speculators 0.9.0 (`models/*/config.py`, `models/*/core.py`) and vLLM's reader
+(`transformers_utils/configs/speculators`). Not for SGLang, which silently skips its tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from drafters.drafting.vocabulary import unused_token
 from drafters.export.layout import Layout, Saved, split_projections, without_confidence
 from drafters.export.shapes import dtype_of, embedding_of, layer_config, sort_taps, target_path, vocab_maps
 
-STEPS = 200
-CLOSE = 1e-9  # of mean squares
+STEPS = 200  # limit for Newton's method
+CLOSE = 1e-9  # tolerance of mean squares
 
-VERSION = "0.9.0"  # of the layout
+VERSION = "0.9.0"  # of the format
 SERVE = "vllm serve {drafter}"
-VLLM_TAPS = 3  # what its EAGLE-3 sizes `fc` for unless it is told
+VLLM_TAPS = 3  # default number of taps of vLLM's EAGLE-3
 MASKS = ("mask_token", "mask_hidden")  # of P-EAGLE
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
@@ -30,8 +30,8 @@ NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 def eagle3(saved: Saved, target: Target) -> Layout:
     """EAGLE-3: `Eagle3DraftModel`.
 
-    With the target's embedding: vLLM shares it either way, but speculators 0.9.0, where it is left out,
-    computes with zeros (`load_verifier_weights` looks for NaN, which transformers 5 does not leave).
+    Includes the target's embedding: vLLM shares it in any case, but speculators 0.9.0 computes with zeros
+    if it is missing (`load_verifier_weights` looks for NaN, which transformers 5 does not leave).
     """
     saved, ids = sort_taps(saved, target)
     tensors = _eagle3_tensors(saved) | {"embed_tokens.weight": _table(saved, target)}
@@ -40,10 +40,10 @@ def eagle3(saved: Saved, target: Target) -> Layout:
 
 
 def p_eagle(saved: Saved, target: Target) -> Layout:
-    """P-EAGLE: `PEagleDraftModel`, which keeps its masks where ours are not.
+    """P-EAGLE: `PEagleDraftModel`, which stores its masks differently.
 
-    In place of a token it has one that nobody writes, in an embedding of its own: the target's, but
-    for that row. In place of a feature it has what is fused into one.
+    The mask in place of a token is the row of an unused token in its own copy of the target's embedding.
+    The mask in place of a feature is an input of `fc`, found by `invert_fusion`.
     """
     saved, ids = sort_taps(saved, target)
     settings, weights = saved.settings, saved.weights
@@ -65,13 +65,13 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
     tensors["mask_hidden"] = mask_taps.to(table.dtype)[None, None]
     config = _eagle3_config(saved, ids, target) | {"norm_output": False, "mask_token_id": token}
     config["embed_requires_grad"] = True
-    # vLLM's reader takes these from the layers' configuration alone.
+    # vLLM's reader reads this key from the layers' config only.
     config["transformer_layer_config"] |= {"fc_norm": settings["fc_norm"]}
     return _layout("peagle", "PEagleDraftModel", config, tensors, saved, target)
 
 
 def dflash(saved: Saved, target: Target) -> Layout:
-    """DFlash: `DFlashDraftModel`; embedding and head are the target's, and left out."""
+    """DFlash: `DFlashDraftModel`, without embedding and head, which are the target's."""
     saved, ids = sort_taps(saved, target)
     settings = saved.settings
     config = {
@@ -80,20 +80,20 @@ def dflash(saved: Saved, target: Target) -> Layout:
         "draft_vocab_size": target.vocab_size,
         "mask_token_id": settings["mask_id"],
         "sample_from_anchor": False,
-        "sliding_window_non_causal": True,  # else vLLM takes the block for a causal one
+        "sliding_window_non_causal": True,  # otherwise vLLM uses causal attention
         "transformer_layer_config": block_config(saved, target, "speculators"),
     }
     return _layout("dflash", "DFlashDraftModel", config, block_tensors(saved), saved, target)
 
 
 def block_config(saved: Saved, target: Target, to: str) -> dict[str, Any]:
-    """Of DFlash's layers."""
+    """Config of DFlash's decoder layers."""
     kinds = ["full_attention"] * saved.settings["layers"]
     return layer_config(saved, target, "qwen3", to) | {"layer_types": kinds, "use_sliding_window": False}
 
 
 def block_tensors(saved: Saved) -> dict[str, Tensor]:
-    """DFlash's, by the names that all have for them."""
+    """DFlash's tensors by the names that all programs use."""
     tensors = split_projections(without_confidence(saved), saved.settings)
     tensors["hidden_norm.weight"] = tensors.pop("context_norm.weight")
     return tensors
@@ -114,7 +114,7 @@ def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
 def _eagle3_config(saved: Saved, ids: list[int], target: Target) -> dict[str, Any]:
     settings = saved.settings
     layers = layer_config(saved, target, "llama", "speculators")
-    if len(ids) != VLLM_TAPS:  # its reader passes this on, and not the number of ids
+    if len(ids) != VLLM_TAPS:  # vLLM's reader does not count the ids
         layers["num_aux_hidden_states"] = len(ids)
     return {name: settings[name] for name in NORMS} | {
         "draft_vocab_size": settings["draft_vocab_size"],
@@ -145,7 +145,7 @@ def _layout(
             getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
         ),
     }
-    # No `model_type` here: vLLM takes a folder that has one for a model of its own.
+    # No `model_type`: with one, vLLM would load the folder as a model.
     whole = config | {
         "architectures": [architecture],
         "dtype": dtype_of(tensors),
@@ -163,19 +163,19 @@ def _layout(
 
 
 def invert_fusion(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) -> Tensor | None:
-    """A vector m with fc(norms(m)) = feature.
+    """Find a vector m with fc(norms(m)) = feature.
 
-    With u = norms(m) / weights this is a linear system whose unknowns lie on spheres, one for each
-    norm: Newton's steps on the radii, inside the system's solutions.
+    With u = norms(m) / weights this is a linear system with the constraint that the part of u of each
+    norm lies on a sphere. Newton's method on the radii, within the solutions of the system.
 
     Args:
         feature: (D,).
         fc: (D, L * D).
-        norms: weights of the RMS norms, side by side over L * D inputs; none: there is no norm.
+        norms: weights of the RMS norms, which split the L * D inputs; empty without norms.
         eps: of the norms.
 
     Returns:
-        (L * D,) in fp64; None: none was found.
+        (L * D,) in fp64; None if there is no solution or no convergence.
     """
     feature = feature.double()
     system = fc.double() * (torch.cat(norms).double() if norms else 1.0)
@@ -184,11 +184,11 @@ def invert_fusion(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) 
         return None
 
     def least(x: Tensor) -> Tensor:
-        """(D, n) -> (L * D, n), the shortest that the system turns into it."""
+        """(D, n) -> (L * D, n) minimum-norm solution of the system."""
         return system.T @ torch.cholesky_solve(x, gram)
 
     def free(x: Tensor) -> Tensor:
-        """What of (L * D, n) the system does not see."""
+        """Projection of (L * D, n) onto the null space of the system."""
         return x - least(system @ x)
 
     base = least(feature[:, None])
@@ -196,7 +196,7 @@ def invert_fusion(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) 
         return base[:, 0]
     dice = torch.Generator().manual_seed(0)
     u = base + free(torch.randn(len(base), 1, generator=dice, dtype=torch.float64))
-    radius = 1 / (1 + eps)  # mean square that a vector is to have whose norm's output has this one
+    radius = 1 / (1 + eps)  # mean square of an RMS norm's output, for an input with mean square 1
     for _ in range(STEPS):
         parts = u[:, 0].split([len(norm) for norm in norms])
         off = torch.stack([part.square().mean() - radius for part in parts])  # (norms,)

@@ -1,4 +1,4 @@
-"""Weights on file, in the ways that other programs store them."""
+"""Read weights in the file formats of other programs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from drafters.hub.untrusted_files import check_link, header, read_json
 WHOLE = ("model.safetensors", "medusa_lm_head.safetensors")
 INDEX = "model.safetensors.index.json"
 TORCH = ("medusa_lm_head.pt", "pytorch_model.bin")
-PATTERNS = (*WHOLE, INDEX, "model-*-of-*.safetensors", *TORCH)  # of what is ever downloaded
+PATTERNS = (*WHOLE, INDEX, "model-*-of-*.safetensors", *TORCH)  # of files that may be downloaded
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """A folder's tensors: of one safetensors file, of several with an index, or of a `torch.save`.
+    """Read a folder's tensors from one safetensors file, several with an index, or a `torch.save` file.
 
     Raises:
-        UserError: none of these is there, or a file that is no such thing.
+        UserError: there is no such file, or it is invalid.
     """
     for name in WHOLE:
         if (folder / name).is_file():
@@ -46,7 +46,7 @@ def _parts(folder: Path) -> dict[str, Tensor]:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    header(path)  # refuses what is too large, or lies elsewhere
+    header(path)  # validates size and location
     return load_file(path)
 
 
@@ -55,9 +55,9 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
     try:
         with ZipFile(path) as archive:
             packed = any(part.compress_type for part in archive.infolist())
-        # Most public drafters are published in this form alone. Anything but tensors is refused, never run.
+        # Many public drafters exist in this format only. `weights_only` refuses anything but tensors.
         state_dict: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
-    except Exception:  # whatever a foreign file makes of it
+    except Exception:  # an invalid file may fail anywhere in the reader
         raise UserError(f"{path.name}: not a file of tensors alone; convert it to safetensors") from None
     if packed or not (isinstance(state_dict, dict) and all(map(_is_whole, state_dict.values()))):
         raise UserError(f"{path.name}: not a state dict; convert it to safetensors")
@@ -65,6 +65,6 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether it is a tensor that has all its numbers: a view may show one number a trillion times."""
+    """Whether a value is a dense tensor with full storage: an expanded view may claim a huge size."""
     plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
     return plain and value.untyped_storage().nbytes() >= value.numel() * value.itemsize
