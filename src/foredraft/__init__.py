@@ -4,7 +4,7 @@ import foredraft
 model = foredraft.load_target("data/pocket")
 drafter = foredraft.load_drafter("outputs/<date>/<time>/checkpoints/best", model)
 print(foredraft.generate(model, "How do I use grep?", drafter).text)
-print(foredraft.score(model, drafter, ["How do I use grep?"])["tau"])
+print(foredraft.score(model, drafter, ["How do I use grep?"]).headline.tau)
 """
 
 from __future__ import annotations

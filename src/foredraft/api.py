@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hydra.utils import instantiate
 
-from decode.evaluation import scorecard
+from decode.evaluation import score as scoring
 from decode.evaluation.replay import Rollout
-from decode.evaluation.scorecard import Setting
+from decode.evaluation.score import HeldOut, ScoreOptions, Setting
+from decode.evaluation.scorecard import Scorecard
 from decode.generation.text import Detokenizer
 from decode.generation.types import Output
 from decode.model.load import stop_tokens
@@ -148,7 +148,7 @@ def score(
     batch_size: int = 1,
     max_new_tokens: int = 64,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> Scorecard:
     """Measure a drafter on prompts: tau, speedup over plain decoding, where time goes, an audit of exactness.
 
     Args:
@@ -162,7 +162,7 @@ def score(
         seed: of all draws.
 
     Returns:
-        The scorecard; docs/report.md says what its fields are.
+        The scorecard; `headline` is its first row.
 
     Raises:
         UserError: no prompts, or a plan that the drafter cannot follow.
@@ -179,15 +179,12 @@ def score(
         answers = plain.generate(ids).outputs if ids else []
         rollouts[sampler] = [Rollout(prompt, o.tokens) for prompt, o in zip(ids, answers, strict=True)]
     target.tap(drafter.taps)
-    return scorecard.score(
+    return scoring.score(
         target,
         drafter,
-        ids,
+        HeldOut(ids, rollouts=rollouts),
         [Setting(sampler, plan, batch_size) for sampler in samplers for plan in plans],
-        max_new_tokens=max_new_tokens,
-        stop=stop_tokens(target),
-        seed=seed,
-        rollouts=rollouts,
+        ScoreOptions(max_new_tokens, stop_tokens(target), seed),
     )
 
 

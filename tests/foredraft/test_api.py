@@ -48,9 +48,10 @@ def test_a_drafter_changes_no_greedy_answer_and_streams_what_is_generated(folder
     if not temperature:
         assert foredraft.generate(model, prompt, **options).tokens == drafted.tokens
     card = foredraft.score(model, drafter, ["say 3", prompt], temperatures=[temperature], max_new_tokens=6)
-    assert card["audit_passed"]
-    assert card["replay_agrees"]
-    assert card["replay"]["method"] == "exact"
+    assert card.audit_passed
+    assert card.replay_agrees
+    assert card.headline.replay
+    assert card.headline.replay.method == "exact"
 
 
 def test_a_missing_tap_is_said_in_one_line(folders):

@@ -138,7 +138,8 @@ def test_all_occurrences_vote_by_how_much_agrees(case, text):
         device = torch.device("cpu")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffix_module, "heaviest_tree", lambda lines, weights, *_: pools.append((lines, weights)) or [])
+        record = lambda lines, weights, *_: pools.append((lines, weights)) or []  # noqa: E731
+        patch.setattr(suffix_module, "heaviest_tree", record)
         propose(drafter, Target, feed(drafter, Target, [text]), Plan(4))
     assert sorted(zip(*pools[0], strict=True)) == sorted(pool)
 
