@@ -90,12 +90,18 @@ def test_every_drafter_has_a_page_and_a_line_in_the_menu(site):
     assert set(drafters) <= set(re.findall(r'href="?drafters/(\w+)\.html"?[^>]*class="?md-nav__link', menu))
 
 
+def drafter_options(name: str) -> dict:
+    """Settings of conf/drafter/<name>.yaml and of those that it is based on."""
+    options = yaml.safe_load((CONF / "drafter" / f"{name}.yaml").read_text())
+    for base in options.pop("defaults", []):
+        options = drafter_options(base) | options
+    return options
+
+
 @pytest.mark.parametrize("documented", PAGES)
 def test_a_page_names_the_class_and_the_options_that_there_are(documented):
     page = (DOCS / "drafters" / f"{documented}.md").read_text()
-    options = yaml.safe_load((CONF / "drafter" / f"{documented}.yaml").read_text())
-    for base in options.pop("defaults", []):
-        options = yaml.safe_load((CONF / "drafter" / f"{base}.yaml").read_text()) | options
+    options = drafter_options(documented)
     module, _, name = options["_target_"].removesuffix(".for_target").rpartition(".")
     assert f"`{module}.{name}`" in page
     assert hasattr(importlib.import_module(module), name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 WIDTH = 100
 GROUP = re.compile(r"  - (\w+): (\S+)\s*(?:# (.*))?$")
+BASE = re.compile(r"^  - (\w+)$", re.MULTILINE)
 OPTION = re.compile(r"(\w+):\s*([^#]*?)\s*(?:# (.*))?$")
 MORE = """\
 A group is chosen by name (drafter=medusa); any setting of it is overridden with a dot
@@ -31,14 +32,16 @@ def help_text(config_dir: Path, config_name: str) -> str:
     about = {name: said for name, _, said in _groups((config_dir / "config.yaml").read_text())}
     lines = [line.removeprefix("# ") for line in text.split("defaults:")[0].splitlines()]
     lines = ["usage: " + lines[0], *lines[1:]]
-    groups = _groups(text)
+    groups = [*_groups(text), *(group for base in _bases(config_dir, text) for group in _groups(base))]
     if groups:
         lines += ["", "Groups, with what they are unless you say so, and what else there is:"]
     for name, chosen, said in groups:
         lines.append(f"  {name}: {chosen}  ({said or about.get(name, '')})")
         others = [n for n in _names(config_dir / name) if n != chosen]
         lines += textwrap.wrap(" ".join(others), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    if options := [option for option in _options(text) if option[0] not in {name for name, *_ in groups}]:
+    options = {option[0]: option for base in _bases(config_dir, text) for option in _options(base)}
+    options |= {option[0]: option for option in _options(text)}
+    if options := [option for name, option in options.items() if name not in {group[0] for group in groups}]:
         lines += ["", "Options:"]
         width = max(len(f"{name}={value}") for name, value, _ in options)
         lines += [f"  {f'{name}={value}':{min(width, 36)}}  {said}".rstrip() for name, value, said in options]
@@ -47,6 +50,12 @@ def help_text(config_dir: Path, config_name: str) -> str:
 
 def _names(group: Path) -> list[str]:
     return sorted(path.stem for path in group.glob("*.yaml"))
+
+
+def _bases(config_dir: Path, text: str) -> list[str]:
+    """Texts of the configurations that this one is based on."""
+    bases = [(config_dir / f"{name}.yaml").read_text() for name in BASE.findall(text.partition("_self_")[0])]
+    return [*(deeper for base in bases for deeper in _bases(config_dir, base)), *bases]
 
 
 def _groups(text: str) -> list[tuple[str, str, str]]:
