@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 from hydra.utils import instantiate
 
+from decode.errors import UserError
 from decode.evaluation import score as scoring
 from decode.evaluation.replay import Rollout
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting
@@ -36,7 +38,8 @@ class Answer:
         text: without special tokens.
         tokens: ids, the end token included.
         tau: tokens a verification round, the target's own included; plain decoding has 1.
-        tokens_per_second: the prompt's pass and the token that it gives excluded.
+        tokens_per_second: the prompt's pass and the token that it gives excluded; of several prompts, each
+            one's own tokens over the time of all.
     """
 
     text: str
@@ -85,7 +88,8 @@ def default_plan(decode: str = "dynamic") -> Plan:
     return plan
 
 
-def generate(
+@overload
+def generate(  # pyright: ignore[reportOverlappingOverload]  a str is a Sequence[str], too
     model: Model,
     prompt: str | Messages,
     drafter: Drafter | None = None,
@@ -95,12 +99,36 @@ def generate(
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
     seed: int = 0,
-) -> Answer:
-    """Answer a prompt; with a drafter the answer has exactly the distribution that it has without.
+) -> Answer: ...
+@overload
+def generate(
+    model: Model,
+    prompt: Sequence[str | Messages],
+    drafter: Drafter | None = None,
+    *,
+    plan: Plan | None = None,
+    sampler: Sampler = GREEDY,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+) -> list[Answer]: ...
+def generate(
+    model: Model,
+    prompt: str | Sequence[Any],
+    drafter: Drafter | None = None,
+    *,
+    plan: Plan | None = None,
+    sampler: Sampler = GREEDY,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+) -> Answer | list[Answer]:
+    """Answer prompts; with a drafter the answers have exactly the distribution that they have without.
 
     Args:
         model: from `load_target`.
-        prompt: a user's message, or a conversation as [{"role": ..., "content": ...}].
+        prompt: a user's message, or a conversation as [{"role": ..., "content": ...}]; or a list of these,
+            which are decoded side by side.
         drafter: from `load_drafter`; None decodes plainly.
         plan: what is drafted in a round and how it is verified; default: a dynamic tree.
         sampler: temperature, top_k, top_p, min_p; default: greedy.
@@ -108,15 +136,24 @@ def generate(
         stop: strings that end it.
         seed: of all draws.
 
+    Returns:
+        One answer to one prompt, a list to a list.
+
     Raises:
-        UserError: a prompt that leaves no room, or a plan that the drafter cannot follow.
+        UserError: no prompts, one that leaves no room, or a plan that the drafter cannot follow.
     """
+    single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping))
+    prompts = [prompt] if single else list(prompt)
+    if not prompts:
+        raise UserError("no prompts: give a text, a conversation, or a list of these")
     generator = _generator(model, drafter, plan, sampler, max_new_tokens, stop, seed)
-    generation = generator.generate([model.encode(prompt)])
-    output, seconds = generation.outputs[0], generation.times.total
-    return Answer(
-        _text(model, output), output.tokens, output.tau, sum(output.emitted) / seconds if seconds else 0.0
-    )
+    generation = generator.generate([model.encode(one) for one in prompts])
+    seconds = generation.times.total
+    answers = [
+        Answer(_text(model, out), out.tokens, out.tau, sum(out.emitted) / seconds if seconds else 0.0)
+        for out in generation.outputs
+    ]
+    return answers[0] if single else answers
 
 
 def stream(

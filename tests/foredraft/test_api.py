@@ -54,6 +54,18 @@ def test_a_drafter_changes_no_greedy_answer_and_streams_what_is_generated(folder
     assert card.headline.replay.method == "exact"
 
 
+def test_several_prompts_are_answered_in_one_batch(folders):
+    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
+    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
+    prompts = ["say 3", [{"role": "user", "content": "count to ten"}]]
+    options = {"max_new_tokens": 8}
+    answers = foredraft.generate(model, prompts, drafter, **options)
+    assert answers[0].tokens != answers[1].tokens
+    alone = [foredraft.generate(model, prompt, drafter, **options) for prompt in prompts]
+    assert [a.tokens for a in answers] == [a.tokens for a in alone]
+    assert [a.text for a in answers] == [a.text for a in alone]
+
+
 def test_a_missing_tap_is_said_in_one_line(folders):
     model = foredraft.load_target(str(folders / "target"))
     drafter = foredraft.load_drafter(str(folders / "drafter"), model)
@@ -71,5 +83,7 @@ def test_what_is_wrong_is_a_user_error(folders):
     drafter = foredraft.load_drafter(str(folders / "drafter"), model)
     with pytest.raises(UserError, match="no prompts"):
         foredraft.score(model, drafter, [])
+    with pytest.raises(UserError, match="no prompts"):
+        foredraft.generate(model, [], drafter)
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = foredraft.lode
