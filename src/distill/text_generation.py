@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from decode.generation.generate import generate, stream
 from decode.generation.text import StopStrings
@@ -25,6 +26,15 @@ class Model:
 
     target: Target
     chat: Chat
+    _verifiers: WeakKeyDictionary[Drafter, Target] = field(
+        default_factory=WeakKeyDictionary, repr=False, compare=False
+    )
+
+    def verifier(self, drafter: Drafter) -> Target:
+        """The target that verifies: another one, if it was tuned with its drafter. It is made once."""
+        if drafter not in self._verifiers:  # merging a LoRA copies the decoder layers
+            self._verifiers[drafter] = drafter.verifier(self.target)
+        return self._verifiers[drafter]
 
     def encode(self, prompt: str | Messages) -> list[int]:
         """Token ids of a user's message, or of a conversation ({"role": ..., "content": ...})."""
@@ -59,7 +69,7 @@ class TextGenerator:
         if self.drafter is None:
             target.tap(())  # plain decoding reads none
             return target
-        target = self.drafter.verifier(target)  # another one, if it was tuned with its drafter
+        target = self.model.verifier(self.drafter)
         target.tap(self.drafter.taps)
         return target
 

@@ -66,6 +66,20 @@ def test_several_prompts_are_answered_in_one_batch(folders):
     assert [a.text for a in answers] == [a.text for a in alone]
 
 
+def test_a_tuned_target_is_merged_once(folders, monkeypatch):
+    """Merging copies the decoder layers."""
+    model = foredraft.load_target(str(folders / "target"), "target.dtype=float32")
+    drafter = foredraft.load_drafter(str(folders / "drafter"), model)
+    tuned = foredraft.load_target(str(folders / "target"), "target.dtype=float32").target
+    merged = []
+    monkeypatch.setattr(drafter, "verifier", lambda target: merged.append(target) or tuned)
+    answers = [foredraft.generate(model, "say 3", drafter, max_new_tokens=4).tokens for _ in range(2)]
+    answers.append(foredraft.generate(model, "say 3", max_new_tokens=4).tokens)
+    assert answers[0] == answers[1] == answers[2]
+    assert merged == [model.target]
+    assert (tuned.taps, model.target.taps) == (drafter.taps, ())
+
+
 def test_a_missing_tap_is_said_in_one_line(folders):
     model = foredraft.load_target(str(folders / "target"))
     drafter = foredraft.load_drafter(str(folders / "drafter"), model)
