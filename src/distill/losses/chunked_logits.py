@@ -1,4 +1,4 @@
-"""Both laws at every row that is scored, in chunks: what divergences are computed from."""
+"""Target and draft distributions at every scored row, in chunks: the input of the divergences."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from torch import Tensor
 from decode.model.head import Head, Side
 from drafters.base import DraftStep
 
-Where = slice | Tensor  # which rows; a slice is a view, a tensor makes a copy
-LEAST = -1e4  # as a logarithm: of a probability that is zero in any dtype, yet 0 * LEAST = 0
+RowIndex = slice | Tensor  # which rows; a slice is a view, a tensor makes a copy
+MIN_LOG_PROB = -1e4  # exp of it is 0 in every dtype, and 0 * MIN_LOG_PROB is 0, not NaN
 
 
-class Law:
-    """The target's law at the rows of a chunk, seen from one draft vocabulary.
+class TargetProbs:
+    """The target's distribution at the rows of a chunk, over one draft vocabulary.
 
-    What only some divergences want is made when it is asked for, once for all depths.
+    Quantities that only some divergences need are computed lazily, once for all depths.
 
     Args:
-        logits: (R, V) the target's.
-        p: (R, V) their softmax.
-        norm: (R,) their logarithmic normaliser.
-        best: (R,) the likeliest token.
-        d2t: (V',) the target's id of each draft token; None where the vocabularies are one.
-        written: (R,) the text's own token; None where the text is not known.
+        logits: (R, V) of the target.
+        p: (R, V) softmax of `logits`.
+        log_z: (R,) logsumexp of `logits`.
+        top1: (R,) likeliest token.
+        d2t: (V',) the target's id of each draft token; None if draft and target share a vocabulary.
+        text_ids: (R,) the text's own token; None if the text is not given.
     """
 
     def __init__(
         self,
         logits: Tensor,
         p: Tensor,
-        norm: Tensor,
-        best: Tensor,
+        log_z: Tensor,
+        top1: Tensor,
         d2t: Tensor | None,
-        written: Tensor | None = None,
+        text_ids: Tensor | None = None,
     ) -> None:
-        self._logits, self._norm, self._d2t, self.whole = logits, norm, d2t, d2t is None
+        self._logits, self._log_z, self._d2t, self.full_vocabulary = logits, log_z, d2t, d2t is None
         self._tops: dict[int, tuple[Tensor, Tensor]] = {}
-        # One look-up of columns, which is slow: of the logits.
+        # Selecting columns is slow: once, of the logits, from which both p and log p follow.
         self.p = p if d2t is None else self.log_p.exp()  # (R, V')
         self.mass = self.p.sum(-1)  # (R,)
-        self.best = self._draft_ids(best)  # (R,)
-        self.written = None if written is None else self._draft_ids(written)
+        self.top1 = self._draft_ids(top1)  # (R,)
+        self.text_ids = None if text_ids is None else self._draft_ids(text_ids)
 
     def _draft_ids(self, ids: Tensor) -> Tensor:
-        """The draft's ids of the target's; -1 where it has none."""
+        """(R, ...) target ids -> draft ids; -1 for tokens outside the draft vocabulary (misses)."""
         if self._d2t is None:
             return ids
         t2d = ids.new_full((self._logits.shape[1],), -1)
@@ -57,105 +57,105 @@ class Law:
 
     @cached_property
     def log_p(self) -> Tensor:
-        """(R, V') from the logits: finite where p is zero."""
+        """(R, V') from the logits, so that it is finite where p underflows to 0."""
         logits = self._logits if self._d2t is None else self._logits.index_select(1, self._d2t)
-        return (logits - self._norm[:, None]).clamp_min_(LEAST)
+        return (logits - self._log_z[:, None]).clamp_min_(MIN_LOG_PROB)
 
     @cached_property
     def negentropy(self) -> Tensor:
-        """(R,) sum over the draft's tokens of p log p."""
+        """(R,) sum of p log p over the draft's tokens."""
         if self._d2t is not None:
             return (self.p * self.log_p).sum(-1)
-        # With one block fewer: logarithms of p are not kept, and nothing is as small as to matter.
-        return self._logits.clamp_min(LEAST).mul_(self.p).sum(-1) - self._norm * self.mass
+        # sum p log p = sum p z - log_z sum p: one (R, V) block fewer than with log p.
+        return self._logits.clamp_min(MIN_LOG_PROB).mul_(self.p).sum(-1) - self._log_z * self.mass
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """(R, k) probability and draft id of the target's likeliest tokens."""
+        """(R, k) probabilities and draft ids of the target's k likeliest tokens."""
         if k not in self._tops:
             logits, ids = self._logits.topk(min(k, self._logits.shape[1]))
-            self._tops[k] = (logits - self._norm[:, None]).exp(), self._draft_ids(ids)
+            self._tops[k] = (logits - self._log_z[:, None]).exp(), self._draft_ids(ids)
         return self._tops[k]
 
 
 class Teacher:
-    """M rows of a `Law`; none of it may be written to.
+    """M rows of a `TargetProbs`, read-only.
 
     Attributes:
-        whole: the draft knows all of the target's tokens.
+        full_vocabulary: whether the draft vocabulary is the target's.
     """
 
-    def __init__(self, law: Law, where: Where) -> None:
-        self._law, self._where, self.whole = law, where, law.whole
+    def __init__(self, probs: TargetProbs, rows: RowIndex) -> None:
+        self._probs, self._rows, self.full_vocabulary = probs, rows, probs.full_vocabulary
 
     @cached_property
     def p(self) -> Tensor:
         """(M, V') probabilities."""
-        return self._law.p[self._where]
+        return self._probs.p[self._rows]
 
     @property
     def log_p(self) -> Tensor:
-        """(M, V') their logarithms, at least `LEAST`."""
-        return self._law.log_p[self._where]
+        """(M, V') log p, at least `MIN_LOG_PROB`."""
+        return self._probs.log_p[self._rows]
 
     @property
     def mass(self) -> Tensor:
         """(M,) sum of p."""
-        return self._law.mass[self._where]
+        return self._probs.mass[self._rows]
 
     @property
     def negentropy(self) -> Tensor:
         """(M,) sum of p log p."""
-        return self._law.negentropy[self._where]
+        return self._probs.negentropy[self._rows]
 
     @property
-    def best(self) -> Tensor:
+    def top1(self) -> Tensor:
         """(M,) draft id of the target's likeliest token; -1 for a miss."""
-        return self._law.best[self._where]
+        return self._probs.top1[self._rows]
 
     @property
-    def written(self) -> Tensor:
+    def text_ids(self) -> Tensor:
         """(M,) draft id of the text's own token; -1 for a miss."""
-        assert self._law.written is not None, "the objective was not given the text"
-        return self._law.written[self._where]
+        assert self._probs.text_ids is not None, "the objective was not given the text"
+        return self._probs.text_ids[self._rows]
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """(M, k) probability and draft id of the target's likeliest tokens; -1 for a miss."""
-        p, ids = self._law.top(k)
-        return p[self._where], ids[self._where]
+        p, ids = self._probs.top(k)
+        return p[self._rows], ids[self._rows]
 
 
 class Student(NamedTuple):
-    """The draft's law at M rows; the blocks may be overwritten."""
+    """The draft's distribution at M rows; divergences may overwrite `logits` and `q`."""
 
     logits: Tensor  # (M, V')
-    q: Tensor  # (M, V') their softmax
-    norm: Tensor  # (M,) their logarithmic normaliser
-    best: Tensor  # (M,) likeliest token
-    alpha: Tensor  # (M,) sum of min(p, q)
+    q: Tensor  # (M, V') softmax of logits
+    log_z: Tensor  # (M,) logsumexp of logits
+    top1: Tensor  # (M,) likeliest token, as a draft id
+    alpha: Tensor  # (M,) sum of min(p, q): acceptance probability of the token rule
 
 
 class Piece(NamedTuple):
-    """The rows of one step that answer one chunk of the target's."""
+    """The rows of one depth that predict the tokens of one chunk of target rows."""
 
-    step: int
-    rows: slice
-    hidden: Tensor  # (M, D') as products read them
+    step: int  # index of the depth's `DraftStep`
+    rows: slice  # of that step
+    hidden: Tensor  # (M, D') in the dtype of the matrix products
     student: Student
     teacher: Teacher
 
 
 class Sweep:
-    """Walks over the target's rows in chunks; each row's logits are made once for all depths.
+    """Iterates over the target's rows in chunks; a row's target logits are computed once for all depths.
 
-    Blocks are made in buffers that are written over, so a piece is good until the next.
+    Logits and probabilities live in reused buffers, so a `Piece` is valid until the next one.
 
     Args:
-        steps: whose rows are scored.
+        steps: depths to score.
         last: (B * T, D) the target head's input.
         head: the target's.
-        dtype: of the laws.
+        dtype: of the distributions.
         size: target rows of a chunk.
-        following: (B * T,) the text's token after each position, if it is known.
+        next_tokens: (B * T,) the text's token after each position; None if the text is not given.
     """
 
     def __init__(
@@ -165,72 +165,77 @@ class Sweep:
         head: Head,
         dtype: torch.dtype,
         size: int,
-        following: Tensor | None = None,
+        next_tokens: Tensor | None = None,
     ) -> None:
         self._steps, self._last, self._head, self._dtype, self._size = steps, last, head, dtype, size
-        self._following = following
-        self._weights: dict[int, Tensor] = {}  # as products read them
+        self._next_tokens = next_tokens
+        self._weights: dict[int, Tensor] = {}  # by id, cast to the dtype of the products
         self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
-        # What autocast would do to the products is done by hand, once for a whole head.
-        kind = last.device.type
-        self._product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        # Autocast would cast the head again for every chunk; here it is cast once.
+        device = last.device.type
+        self._product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def __iter__(self) -> Iterator[Piece]:
-        # Planned on the host, so that no chunk waits for the device.
-        answered = [(step.anchor + step.depth).cpu() for step in self._steps]
-        positions = torch.cat(answered).unique()  # ascending, and so are those of a step
-        places = [torch.searchsorted(positions, a) for a in answered]
+        # Planned on the host, so that no chunk waits for the device. Depth j at anchor a is scored against
+        # target row a + j; `places` are indices into the sorted unique target rows.
+        positions_of_steps = [(step.anchor + step.depth).cpu() for step in self._steps]
+        positions = torch.cat(positions_of_steps).unique()  # (N,) ascending, like those of each step
+        places = [torch.searchsorted(positions, a) for a in positions_of_steps]
+        # cuts[i][n] : cuts[i][n + 1] are the rows of step i that fall into chunk n.
         starts = range(0, len(positions), self._size)
         bounds = torch.tensor([*starts, len(positions)])
         cuts = [torch.searchsorted(place, bounds).tolist() for place in places]
         for n, start in enumerate(starts):
-            where = self._where(positions[start : start + self._size])
-            chunk, written = self._teach(where), None if self._following is None else self._following[where]
-            laws: dict[int, Law] = {}
+            target_rows = self._rows_of(positions[start : start + self._size])
+            chunk = self._target_chunk(target_rows)
+            text_ids = None if self._next_tokens is None else self._next_tokens[target_rows]
+            probs: dict[int, TargetProbs] = {}  # by draft vocabulary
             for i, (step, place) in enumerate(zip(self._steps, places, strict=True)):
                 rows = slice(cuts[i][n], cuts[i][n + 1])
                 if rows.start == rows.stop:
                     continue
-                if id(step.head.d2t) not in laws:
-                    laws[id(step.head.d2t)] = Law(*chunk, step.head.d2t, written)
-                teacher = Teacher(laws[id(step.head.d2t)], self._where(place[rows] - start))
+                if id(step.head.d2t) not in probs:
+                    probs[id(step.head.d2t)] = TargetProbs(*chunk, step.head.d2t, text_ids)
+                teacher = Teacher(probs[id(step.head.d2t)], self._rows_of(place[rows] - start))
                 hidden = step.hidden[rows].to(self.weight(step.head).dtype)
-                yield Piece(i, rows, hidden, self._learn(step.head, hidden, teacher), teacher)
+                yield Piece(i, rows, hidden, self._draft_rows(step.head, hidden, teacher), teacher)
 
-    def _where(self, rows: Tensor) -> Where:
+    def _rows_of(self, rows: Tensor) -> RowIndex:
+        """(N,) ascending indices; as a slice where they are contiguous, which copies nothing."""
         first, last = int(rows[0]), int(rows[-1])
         return slice(first, last + 1) if last - first + 1 == len(rows) else rows.to(self._last.device)
 
-    def _teach(self, where: Where) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(R, V) logits and law of the target, (R,) normaliser and likeliest token."""
-        hidden = self._last[where].to(self.weight(self._head).dtype)
+    def _target_chunk(self, target_rows: RowIndex) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(R, V) logits and probabilities of the target, (R,) logsumexp and likeliest token."""
+        hidden = self._last[target_rows].to(self.weight(self._head).dtype)
         logits = self._logits("target", self._head, hidden)
         p = torch.softmax(logits, -1, out=self._buffer("p", logits))
-        best = argmax(logits)
-        return logits, p, _norm(logits, p, best), best
+        top1 = argmax(logits)
+        return logits, p, _log_z(logits, p, top1), top1
 
-    def _learn(self, head: Head, hidden: Tensor, teacher: Teacher) -> Student:
+    def _draft_rows(self, head: Head, hidden: Tensor, teacher: Teacher) -> Student:
+        """The draft's distribution from (M, D') hidden states."""
         logits = self._logits("draft", head, hidden)
         q = torch.softmax(logits, -1, out=self._buffer("q", logits))
-        best = argmax(logits)
-        alpha = torch.minimum(teacher.p, q, out=self._buffer("least", logits)).sum(-1)
-        return Student(logits, q, _norm(logits, q, best), best, alpha)
+        top1 = argmax(logits)
+        alpha = torch.minimum(teacher.p, q, out=self._buffer("min", logits)).sum(-1)
+        return Student(logits, q, _log_z(logits, q, top1), top1, alpha)
 
     def weight(self, head: Head) -> Tensor:
-        """A head's weight as products read it."""
-        return self._as_read(head.weight, self._product or head.weight.dtype)
+        """A head's weight in the dtype of the products."""
+        return self._cast(head.weight, self._product or head.weight.dtype)
 
     def side(self, head: Head, side: Side) -> Tensor:
-        """That of its side, in the dtype of the head's."""
-        return self._as_read(side.weight, self.weight(head).dtype)
+        """The weight of a head's side, in the same dtype."""
+        return self._cast(side.weight, self.weight(head).dtype)
 
-    def _as_read(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if id(weight) not in self._weights:
             self._weights[id(weight)] = weight.detach().to(dtype)
         return self._weights[id(weight)]
 
     def back(self, head: Head, slope: Tensor, out: Tensor) -> None:
-        """From (M, V') gradients of the logits to (M, D' + r) of the hidden states."""
+        """Backward of a head: (M, V') gradients of the logits -> `out`, (M, D' + r) of the hidden states."""
         if head.side is None:
             out.copy_(slope @ self.weight(head))
             return
@@ -247,15 +252,15 @@ class Sweep:
         else:
             torch.addmm(head.bias.detach().to(hidden.dtype), states, weight.mT, out=out)
         if head.side is not None:
-            own = self.side(head, head.side).mT
+            side = self.side(head, head.side).mT  # (r, V_s)
             if head.side.ids is None:
-                out.addmm_(low, own)
+                out.addmm_(low, side)
             else:
-                out.index_add_(1, head.side.ids, low @ own)
+                out.index_add_(1, head.side.ids, low @ side)
         return head.shape(out).to(self._dtype)
 
     def _buffer(self, name: str, like: Tensor, width: int = 0) -> Tensor:
-        """Memory for a block as long as `like`: that of a large block costs more than a pass over it."""
+        """A reused (len(like), width) block: allocating a large one costs more than a pass over it."""
         width = width or like.shape[1]
         key = (name, width, like.dtype)
         if key not in self._buffers:
@@ -264,23 +269,23 @@ class Sweep:
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """(M, V) -> (M,) the first of the largest, by blocks: torch's own costs more than a softmax."""
+    """(M, V) -> (M,) index of the first maximum, in blocks: torch's argmax costs more than a softmax."""
     vocab, width = rows.shape[1], 64
-    whole = vocab - vocab % width
-    tops = [rows[:, :whole].unflatten(1, (-1, width)).amax(-1)] if whole else []
-    if whole < vocab:
-        tops.append(rows[:, whole:].amax(-1, keepdim=True))
+    even = vocab - vocab % width  # columns in whole blocks
+    tops = [rows[:, :even].unflatten(1, (-1, width)).amax(-1)] if even else []  # (M, even / width)
+    if even < vocab:
+        tops.append(rows[:, even:].amax(-1, keepdim=True))
     block = torch.cat(tops, 1).argmax(-1, keepdim=True)  # (M, 1)
     inside = (block * width + torch.arange(width, device=rows.device)).clamp_max(vocab - 1)  # (M, width)
     return inside.gather(1, rows.gather(1, inside).argmax(-1, keepdim=True))[:, 0]
 
 
 def columns(block: Tensor, ids: Tensor | None) -> Tensor:
-    """(M, V') -> (M, V_s), those that a `Side` knows."""
+    """(M, V') -> (M, V_s): the columns of a `Side`."""
     return block if ids is None else block.index_select(1, ids)
 
 
-def _norm(logits: Tensor, law: Tensor, best: Tensor) -> Tensor:
-    """(M,) logsumexp, from the softmax at the likeliest token."""
-    at = best[:, None]
-    return (logits.gather(1, at) - law.gather(1, at).log())[:, 0]
+def _log_z(logits: Tensor, probs: Tensor, top1: Tensor) -> Tensor:
+    """(M,) logsumexp as z - log p at the likeliest token, without another pass over the block."""
+    at = top1[:, None]
+    return (logits.gather(1, at) - probs.gather(1, at).log())[:, 0]

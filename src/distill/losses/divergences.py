@@ -1,12 +1,12 @@
-"""How far a draft's law is from the target's: values, and gradients with respect to the logits.
+"""Divergences between target and draft distribution: values, and gradients with respect to the logits.
 
-p is the target's law, q the draft's, alpha = sum min(p, q) the chance that a token drawn from q is
-accepted. Sums run over the draft's tokens. A draft may know fewer than the target: p is then p on
-those it knows, never renormalised. Its sum, `mass`, is below 1, and the rest are misses: the draft
-can neither propose nor be taught them. For logits z and g = dL/dq, dL/dz = q (g - sum q g).
+p is the target's distribution, q the draft's, alpha = sum min(p, q) the probability that a token drawn
+from q is accepted. Sums run over the draft vocabulary. Where that is smaller than the target's, p is
+restricted to it and not renormalised: its sum, `mass`, is below 1. Target tokens outside it are misses:
+the draft can neither propose nor learn them. For logits z and g = dL/dq, dL/dz = q (g - sum q g).
 
-Gradients are closed formulas because the blocks are large: each pass over one counts, and what a
-divergence was given it overwrites.
+Gradients are closed formulas, since every pass over the large (M, V') blocks counts. A divergence
+overwrites the blocks of the student.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def kl(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 
     Misses are left out: their term is infinite whatever the draft does.
     """
-    value = teacher.negentropy + teacher.mass * student.norm
+    value = teacher.negentropy + teacher.mass * student.log_z
     value -= student.logits.mul_(teacher.p).sum(-1)
-    q = student.q if teacher.whole else student.q.mul_(teacher.mass[:, None])
+    q = student.q if teacher.full_vocabulary else student.q.mul_(teacher.mass[:, None])
     return value, q.sub_(teacher.p)
 
 
 def ce(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """Cross-entropy to the target's likeliest token; gradient q - onehot. A miss is 0."""
-    return _to(teacher.best, student, teacher)
+    return _cross_entropy(teacher.top1, student, teacher)
 
 
 def nll(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
@@ -46,32 +46,32 @@ def nll(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 
     Sequence-level distillation (SeqKD, arXiv:1606.07947) where the target wrote the text.
     """
-    return _to(teacher.written, student, teacher)
+    return _cross_entropy(teacher.text_ids, student, teacher)
 
 
 def hit(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """1 - q(x) of the token x that the text goes on with; gradient q(x) (q - onehot). A miss is 1.
 
-    Over texts of the target, the chance that the match rule rejects a token drawn from q.
+    On texts that the target wrote: the probability that the match rule rejects a token drawn from q.
     """
-    at, known = teacher.written.clamp_min(0)[:, None], (teacher.written >= 0).to(student.q.dtype)
-    mass = student.q.gather(1, at)[:, 0] * known
+    at, in_vocab = teacher.text_ids.clamp_min(0)[:, None], (teacher.text_ids >= 0).to(student.q.dtype)
+    mass = student.q.gather(1, at)[:, 0] * in_vocab  # (M,)
     return 1 - mass, student.q.mul_(mass[:, None]).scatter_add_(1, at, -mass[:, None])
 
 
-def _to(labels: Tensor, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    at, known = labels.clamp_min(0)[:, None], (labels >= 0).to(student.q.dtype)
-    value = (student.norm - student.logits.gather(1, at)[:, 0]) * known
-    q = student.q if teacher.whole else student.q.mul_(known[:, None])
-    return value, q.scatter_add_(1, at, -known[:, None])
+def _cross_entropy(labels: Tensor, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """Cross-entropy to (M,) labels in draft ids; rows with a miss (-1) are 0."""
+    at, in_vocab = labels.clamp_min(0)[:, None], (labels >= 0).to(student.q.dtype)
+    value = (student.log_z - student.logits.gather(1, at)[:, 0]) * in_vocab
+    q = student.q if teacher.full_vocabulary else student.q.mul_(in_vocab[:, None])
+    return value, q.scatter_add_(1, at, -in_vocab[:, None])  # q - onehot
 
 
 @dataclass(frozen=True)
 class TopK:
     """- sum over the target's `k` likeliest tokens of p log q; gradient q sum p - p on them.
 
-    HASS's harmonised objective (arXiv:2408.15766, equation 4). Those of the k that the draft does
-    not know are misses and add nothing.
+    HASS's harmonised objective (arXiv:2408.15766, equation 4). Misses among the k add nothing.
     """
 
     k: int
@@ -84,7 +84,7 @@ class TopK:
         """See `Divergence`."""
         p, ids = teacher.top(self.k)  # (M, k)
         p, at = p * (ids >= 0), ids.clamp_min(0)
-        value = (p * (student.norm[:, None] - student.logits.gather(1, at))).sum(-1)
+        value = (p * (student.log_z[:, None] - student.logits.gather(1, at))).sum(-1)
         return value, student.q.mul_(p.sum(-1, keepdim=True)).scatter_add_(1, at, -p)
 
 
@@ -92,7 +92,7 @@ class TopK:
 class ReverseKL:
     """KL(q || p) = sum q log(q / p); gradient q (log(q / p) - KL). Exact in a reduced vocabulary.
 
-    It is infinite where p has zeros, as masked tokens do, so p counts as `floor` at least.
+    Infinite where p is 0, as at masked tokens, so p is clamped to at least `floor`.
     """
 
     floor: float
@@ -103,7 +103,7 @@ class ReverseKL:
 
     def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
         """See `Divergence`."""
-        gap = student.logits.sub_(student.norm[:, None])
+        gap = student.logits.sub_(student.log_z[:, None])  # log q
         gap -= teacher.log_p.clamp_min(math.log(self.floor))
         value = (student.q * gap).sum(-1)
         return value, student.q.mul_(gap.sub_(value[:, None]))
@@ -129,7 +129,7 @@ class JSD:
         q, beta = student.q, self.beta
         log_m = torch.lerp(q, teacher.p, beta).clamp_min_(torch.finfo(q.dtype).tiny).log_()
         value = beta * (teacher.p * (teacher.log_p - log_m)).sum(-1)
-        gap = student.logits.sub_(student.norm[:, None]).sub_(log_m)
+        gap = student.logits.sub_(student.log_z[:, None]).sub_(log_m)
         from_q = (q * gap).sum(-1)
         value += (1 - beta) * from_q - beta * math.log(beta) * (1 - teacher.mass)
         return value, q.mul_(gap.sub_(from_q[:, None])).mul_(1 - beta)
@@ -138,23 +138,24 @@ class JSD:
 def tv(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """Total variation, 1 - alpha, misses included; gradient -q (1[q < p] - sum q 1[q < p]).
 
-    What the token rule rejects, but nearly flat while q is far from p: the gradient carries q.
+    The rejection probability of the token rule. Nearly flat while q is far from p: its gradient has a
+    factor q.
     """
     below, mass = _below(student, teacher, student.logits)
     return 1 - student.alpha, student.q.mul_(mass).sub_(below)
 
 
 def lk(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """- log alpha; the gradient of `tv` over alpha, whose shares of alpha are at most 1.
+    """- log alpha, the negative log-likelihood of acceptance; gradient that of `tv` over alpha.
 
-    In logarithms throughout: neither value nor gradient is lost where q and p hardly overlap. With
-    a one-hot p it is the cross-entropy.
+    Computed in logarithms, so that neither value nor gradient underflows where q and p hardly overlap.
+    With a one-hot p it is the cross-entropy.
     """
-    log_q, log_p = student.logits.sub_(student.norm[:, None]), teacher.log_p
+    log_q, log_p = student.logits.sub_(student.log_z[:, None]), teacher.log_p
     below = torch.lt(log_q, log_p, out=torch.empty_like(log_q))
     least = torch.minimum(log_q, log_p, out=log_q)
     value = -least.logsumexp(-1)
-    below *= least.add_(value[:, None]).exp_()
+    below *= least.add_(value[:, None]).exp_()  # share of each token in alpha, where q < p
     return value, student.q.mul_(below.sum(-1, keepdim=True)).sub_(below)
 
 
@@ -162,7 +163,7 @@ def lk(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
 class LKHybrid:
     """w KL(p || q) + (1 - w) (1 - alpha) with w = exp(-decay alpha), held constant.
 
-    KL teaches a draft that is far off, total variation one that is near. As in vLLM's speculators
+    KL dominates while the draft is far off, total variation when it is near. As in vLLM's speculators
     (`lk_hybrid`, decay 3).
     """
 
@@ -183,6 +184,6 @@ class LKHybrid:
 
 def _below(student: Student, teacher: Teacher, out: Tensor) -> tuple[Tensor, Tensor]:
     """(M, V') q where it is below p, else 0, and its sum (M, 1)."""
-    # Into floating point: a comparison to bool and a `where` each cost several times as much.
+    # The comparison is written as floating point: a bool mask and a `where` each cost several times as much.
     below = torch.lt(student.q, teacher.p, out=out).mul_(student.q)
     return below, below.sum(-1, keepdim=True)

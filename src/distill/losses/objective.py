@@ -1,9 +1,9 @@
-"""Loss = divergence x step weights, for every drafter.
+"""Loss = divergence x weights, for every drafter; `reference` is the same, written plainly.
 
-Logits exist only in chunks: the target's rows of a few positions are made once, every depth that
-answers them is scored against them and differentiated down to its hidden states and its head, and
-all of it is dropped before the next few. Memory never holds more than a few (rows, V) blocks, and
-a chunk that fits the cache is also the fastest.
+Logits exist only in chunks: target logits of a few positions are computed once, every depth that
+predicts the tokens there is scored against them and differentiated down to its hidden states and its
+head, and all of it is dropped before the next chunk. Memory never holds more than a few (rows, V)
+blocks, and a chunk that fits the cache is also the fastest.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from distill.losses.weights import RowWeights, Weights
 from drafters.base import Drafter, DraftStep
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # of one (rows, V) block; on a CPU it should fit the cache
-# Below this, a product mostly reads the head. 128 rows of a vocabulary of 128k are 64 MB, some five
-# of which exist at a time: rows suffice, and no logit is made twice for a normaliser.
-LEAST_ROWS = 128
+# Below this a matrix product is bound by reading the head. 128 rows of a vocabulary of 128k are 64 MB, some
+# five of which exist at a time, so chunking over rows suffices and no logit is computed twice.
+MIN_ROWS = 128
 
 
 class Scored(NamedTuple):
-    """Sums over one depth's rows, for logging; divide after reduction."""
+    """Sums over one depth's rows, for logging; divide by `rows` after reducing over ranks."""
 
     depth: int
     rows: int
     divergence: float
-    agreed: float  # rows whose likeliest tokens agree
-    alpha: float  # sum of min(p, q): the chance that a token drawn from q is accepted
-    kept: float  # the chance that this depth and all before it are, by what the weights call one
-    unsure: float  # of the confidence head: cross-entropy of its alphas with the true ones
+    agreed: float  # rows where draft and target have the same top-1 token
+    alpha: float  # sum of min(p, q): acceptance probability of a token drawn from q
+    survival: float  # probability that this depth and all before it are accepted
+    confidence_loss: float  # cross-entropy of the confidence head's alphas with the true ones
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Objective:
     """Sum over supervised (anchor, depth) of weight x divergence, plus auxiliary losses.
 
     Args:
-        divergence: per row, with its gradient.
-        weights: what a row counts.
-        chunk: teacher rows whose logits exist at one time; 0 chooses by `CHUNK_BYTES`.
+        divergence: value and gradient per row.
+        weights: of the rows.
+        chunk: target rows whose logits exist at one time; 0: from `CHUNK_BYTES`.
     """
 
     divergence: Divergence
@@ -65,46 +65,43 @@ class Objective:
         tokens: Tensor | None = None,
         confidence: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, list[Scored]]:
-        """The undivided sum and what to log.
+        """The sum of the loss over rows, not divided, and what to log.
 
         Args:
             steps: of `Drafter.unroll`, depths and anchors ascending.
-            last: (B, T, D) the target head's input; the teacher row of anchor a at depth j is
+            last: (B, T, D) the target head's input; depth j at anchor a is scored against
                 `head(last[a + j])`.
             head: the target's; it never trains.
             aux_weights: name -> weight of auxiliary losses.
             progress: share of the training steps that are done, for weights that warm up.
-            tokens: (B, T) the text, for a divergence that reads it (`nll`).
-            confidence: hidden states -> logits of what their alphas will be, to be taught that.
+            tokens: (B, T) the text, for divergences and weights that read it (`nll`).
+            confidence: hidden states -> logits of their alphas, trained on the true ones.
         """
-        taken = list(steps)
-        if not taken:
+        steps = list(steps)
+        if not steps:
             return last.new_zeros((), dtype=torch.promote_types(last.dtype, torch.float32)), []
-        learned = {id(w): w for step in taken for w in _parts(step.head) if w.requires_grad}
-        inputs = [step.hidden for step in taken] + list(learned.values())
-        following = None if tokens is None else tokens.roll(-1, 1).flatten()  # (B * T,)
-        taught = _Taught(last.flatten(0, 1), head, following)
-        total, *found = _Chunked.apply(self, taken, taught, progress, *inputs)
-        weights, rows = found[: len(taken)], found[len(taken) :]
-        for step, weight in zip(taken, weights, strict=True):
+        trainable = {id(w): w for step in steps for w in _parts(step.head) if w.requires_grad}
+        inputs = [step.hidden for step in steps] + list(trainable.values())
+        next_tokens = None if tokens is None else tokens.roll(-1, 1).flatten()  # (B * T,)
+        targets = _Targets(last.flatten(0, 1), head, next_tokens)
+        total, *per_step = _Chunked.apply(self, steps, targets, progress, *inputs)
+        weights, rows = per_step[: len(steps)], per_step[len(steps) :]
+        for step, weight in zip(steps, weights, strict=True):
             for name, values in step.aux.items():
                 total = total + aux_weights[name] * (weight * values.to(total.dtype)).sum()
-        unsure = [own.new_zeros(()) for own in rows]
+        confidence_loss = [values.new_zeros(()) for values in rows]
         if confidence is not None:
-            for i in _drafts(taken):
-                entropy = _cross_entropy(confidence(taken[i].hidden), rows[i][2])  # (M,)
+            for i in _drafts(steps):
+                entropy = _cross_entropy(confidence(steps[i].hidden), rows[i][2])  # (M,)
                 total = total + (weights[i] * entropy).sum()
-                unsure[i] = entropy.detach().sum()
-        return total, _scored(taken, rows, unsure)
+                confidence_loss[i] = entropy.detach().sum()
+        return total, _scored(steps, rows, confidence_loss)
 
     def check(self, drafter: Drafter) -> None:
-        """Refuse weights that mean nothing for a drafter.
-
-        All rows of a shifted one are depth 1, so weights by depth are 1. An anchor then has one
-        alpha, and no streak.
+        """Refuse weights by acceptance for a depth-invariant drafter, whose rows are all of depth 1.
 
         Raises:
-            UserError: a shifted drafter, and weights from the alphas of several depths.
+            UserError: a depth-invariant drafter, and weights from the alphas of several depths.
         """
         if drafter.depth_invariant and isinstance(self.weights, RowWeights):
             raise UserError(
@@ -113,27 +110,27 @@ class Objective:
             )
 
     def rows(self, head: Head) -> int:
-        """Teacher rows of a chunk."""
+        """Target rows of a chunk."""
         budget = CHUNK_BYTES.get(head.weight.device.type, CHUNK_BYTES["cuda"])
-        return self.chunk or max(LEAST_ROWS, budget // (4 * head.weight.shape[0]))
+        return self.chunk or max(MIN_ROWS, budget // (4 * head.weight.shape[0]))
 
     def weigh(self, steps: Sequence[DraftStep], chances: Sequence[Tensor], progress: float) -> list[Tensor]:
-        """(M,) weights of every step's rows, from their chances where the weights read them.
+        """(M,) weights of every step's rows; `chances` are acceptance probabilities, (M,) per step.
 
-        Depth 0 is no draft: nothing is in the way of it, and nothing depends on it.
+        Depth 0 is no draft: its weight is 1. A step that is `training_only` has the weights of its depth.
         """
         drafts = _drafts(steps)
-        own = self._by_draft([steps[i] for i in drafts], [chances[i] for i in drafts], progress)
-        of_depth = {steps[i].depth: weight for i, weight in zip(drafts, own, strict=True)}
+        weights = self._draft_weights([steps[i] for i in drafts], [chances[i] for i in drafts], progress)
+        of_depth = {steps[i].depth: weight for i, weight in zip(drafts, weights, strict=True)}
         return [
             torch.ones_like(a) * step.weight * of_depth.get(step.depth, 1.0)
             for step, a in zip(steps, chances, strict=True)
         ]
 
-    def _by_draft(
+    def _draft_weights(
         self, steps: Sequence[DraftStep], chances: Sequence[Tensor], progress: float
     ) -> list[Tensor]:
-        """What the objective's weights give the rows of drafts."""
+        """(M,) per step, steps that are drafted from alone."""
         if not isinstance(self.weights, RowWeights):
             return [torch.full_like(a, self.weights(s.depth)) for s, a in zip(steps, chances, strict=True)]
         if not steps:
@@ -144,65 +141,70 @@ class Objective:
 
     @property
     def by_token(self) -> bool:
-        """Whether weights read the chance of the text's own token, and not alpha."""
+        """Whether weights read the probability of the text's own token instead of alpha."""
         return isinstance(self.weights, RowWeights) and self.weights.acceptance == "token"
 
 
-class _Taught(NamedTuple):
-    """What the steps are taught: the target's rows and, where it is known, the text."""
+class _Targets(NamedTuple):
+    """What the steps are trained towards: the target's rows and, if given, the text."""
 
     last: Tensor  # (B * T, D)
     head: Head
-    following: Tensor | None  # (B * T,) the token after each position
+    next_tokens: Tensor | None  # (B * T,) the token after each position
 
 
 def _parts(head: Head) -> list[Tensor]:
-    """Whatever of a head may train."""
+    """The tensors of a head that can train."""
     return [w for w in (head.weight, head.bias, head.side and head.side.weight) if w is not None]
 
 
 def _drafts(steps: Sequence[DraftStep]) -> list[int]:
-    """Which of the steps are drafted from."""
+    """Indices of the steps that are drafted from."""
     return [i for i, step in enumerate(steps) if step.depth and not step.training_only]
 
 
 def _table(steps: Sequence[DraftStep], chances: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """By anchor: where in the table each step's rows are, (A, K) chances, (A, K) whether there is one."""
+    """Rows as a table of anchors by depths: (M,) anchor index per step, (A, K) chances, (A, K) present."""
     anchors = torch.cat([step.anchor for step in steps]).unique()
     chance = chances[0].new_zeros(len(anchors), len(steps))  # (A, K)
     present = torch.zeros_like(chance, dtype=torch.bool)
     places = [torch.searchsorted(anchors, step.anchor) for step in steps]
-    for k, (place, own) in enumerate(zip(places, chances, strict=True)):
-        chance[place, k], present[place, k] = own, True
+    for k, (place, values) in enumerate(zip(places, chances, strict=True)):
+        chance[place, k], present[place, k] = values, True
     return places, chance, present
 
 
 def _cross_entropy(logits: Tensor, chance: Tensor) -> Tensor:
-    """(M,) binary, with chances as labels; a chance may be more than 1 by a rounding."""
+    """(M,) binary cross-entropy with probabilities as labels, which rounding may put above 1."""
     labels = chance.clamp(0, 1)
     return F.binary_cross_entropy_with_logits(logits.to(labels.dtype), labels, reduction="none")
 
 
-def _scored(steps: Sequence[DraftStep], rows: Sequence[Tensor], unsure: Sequence[Tensor]) -> list[Scored]:
+def _scored(
+    steps: Sequence[DraftStep], rows: Sequence[Tensor], confidence_loss: Sequence[Tensor]
+) -> list[Scored]:
     """What to log of the steps that are drafted from, and of depth 0."""
     drafts = _drafts(steps)
-    kept = dict.fromkeys(range(len(steps)), torch.zeros(()))
+    survival = dict.fromkeys(range(len(steps)), torch.zeros(()))
     if drafts:
         _, chance, _ = _table([steps[i] for i in drafts], [rows[i][3] for i in drafts])
-        kept |= dict(zip(drafts, chance.cumprod(1).sum(0), strict=True))
-    shown = [i for i, step in enumerate(steps) if not step.training_only]
+        survival |= dict(zip(drafts, chance.cumprod(1).sum(0), strict=True))
+    logged = [i for i, step in enumerate(steps) if not step.training_only]
     sums = torch.stack(
-        [torch.cat([rows[i][:3].sum(1), torch.stack([kept[i].to(rows[i]), unsure[i]])]) for i in shown]
+        [
+            torch.cat([rows[i][:3].sum(1), torch.stack([survival[i].to(rows[i]), confidence_loss[i]])])
+            for i in logged
+        ]
     ).tolist()
-    return [Scored(steps[i].depth, len(steps[i].anchor), *row) for i, row in zip(shown, sums, strict=True)]
+    return [Scored(steps[i].depth, len(steps[i].anchor), *row) for i, row in zip(logged, sums, strict=True)]
 
 
 class _Chunked(torch.autograd.Function):
-    """Weighted sum of divergences; the gradients are made in the forward pass, chunk by chunk.
+    """Weighted sum of divergences; gradients are computed in the forward pass, chunk by chunk.
 
-    A row's weight only scales its gradient, so hidden states are differentiated first and weighted
-    after. A head's gradient adds rows up: where it trains and weights need the alphas of all
-    depths, a sweep of its own, without a gradient, makes these first.
+    A row's weight only scales its gradient, so gradients of hidden states are weighted at the end. A
+    head's gradient sums over rows: where a head trains and the weights need the alphas of all depths, a
+    first sweep without gradients computes these.
     """
 
     @staticmethod
@@ -210,76 +212,78 @@ class _Chunked(torch.autograd.Function):
         ctx: Any,
         objective: Objective,
         steps: Sequence[DraftStep],
-        taught: _Taught,
+        targets: _Targets,
         progress: float,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        last, head, following = taught
+        last, head, next_tokens = targets
         count, wide = len(steps), torch.promote_types(inputs[0].dtype, torch.float32)
-        hidden, learned = inputs[:count], inputs[count:]
-        needed = [torch.empty_like(h) if h.requires_grad else None for h in hidden]
-        into = {
-            id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in learned
+        hidden, trainable = inputs[:count], inputs[count:]
+        hidden_grads = [torch.empty_like(h) if h.requires_grad else None for h in hidden]
+        head_grads = {
+            id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in trainable
         }
-        # Per row: divergence, agreement, alpha, and the chance that weights read.
+        # Per row: divergence, top-1 agreement, alpha, and the acceptance probability that weights read.
         rows = [torch.zeros(4, len(h), dtype=wide, device=h.device) for h in hidden]
         chances = [r[3] for r in rows]
-        sweep = Sweep(steps, last, head, wide, objective.rows(head), following)
-        late = isinstance(objective.weights, RowWeights)
-        # What autocast would do to products, the sweep does.
+        sweep = Sweep(steps, last, head, wide, objective.rows(head), next_tokens)
+        weights_need_alphas = isinstance(objective.weights, RowWeights)
+        # The sweep casts the operands of matrix products itself.
         with torch.autocast(last.device.type, enabled=False):
-            if late and learned:
+            if weights_need_alphas and trainable:
                 for piece in sweep:
                     chances[piece.step][piece.rows] = _chance(objective, piece.student, piece.teacher)
-            weights = [] if late and not learned else objective.weigh(steps, chances, progress)
+            late = weights_need_alphas and not trainable  # weights come after the gradients
+            weights = [] if late else objective.weigh(steps, chances, progress)
             for i, part, states, student, teacher in sweep:
-                own, agreed = steps[i].head, student.best == teacher.best
-                behind, chance = own.slope(student.logits), _chance(objective, student, teacher)
+                draft_head, agreed = steps[i].head, student.top1 == teacher.top1
+                # Both before the divergence, which overwrites the student's blocks.
+                shape_slope, chance = draft_head.slope(student.logits), _chance(objective, student, teacher)
                 value, slope = objective.divergence(student, teacher)
                 rows[i][:, part] = torch.stack([value, agreed.to(wide), student.alpha, chance])
-                if behind is not None:
-                    slope *= behind
+                if shape_slope is not None:
+                    slope *= shape_slope
                 slope = slope.to(states.dtype)
-                if (gradient := needed[i]) is not None:
-                    sweep.back(own, slope, gradient[part])
-                if learned:
-                    _add_to_head(into, own, slope, states, weights[i][part, None])
+                if (gradient := hidden_grads[i]) is not None:
+                    sweep.back(draft_head, slope, gradient[part])
+                if trainable:
+                    _add_to_head(head_grads, draft_head, slope, states, weights[i][part, None])
             weights = weights or objective.weigh(steps, chances, progress)
-        for gradient, weight in zip(needed, weights, strict=True):
+        for gradient, weight in zip(hidden_grads, weights, strict=True):
             if gradient is not None:
                 gradient.mul_(weight[:, None])
-        ctx.gradients = [*needed, *(into[id(w)].to(w.dtype) for w in learned)]
+        ctx.gradients = [*hidden_grads, *(head_grads[id(w)].to(w.dtype) for w in trainable)]
         ctx.mark_non_differentiable(*weights, *rows)
-        # Products and sums: autocast would round a matrix product to bfloat16.
+        # An elementwise product and a sum: autocast would round a dot product to bfloat16.
         total = torch.stack([(w * r[0]).sum() for w, r in zip(weights, rows, strict=True)]).sum()
         return total, *weights, *rows
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         del unused
-        # In place, and once: a head's gradient may be as large as everything else.
+        # Scaled in place and released: a head's gradient may be as large as everything else together.
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [None if g is None else g.mul_(grad_total.to(g.dtype)) for g in gradients]
         return None, None, None, None, *scaled
 
 
 def _chance(objective: Objective, student: Student, teacher: Teacher) -> Tensor:
-    """(M,) what the objective's weights take for the chance that a row is accepted."""
+    """(M,) acceptance probability as the weights define it."""
     if not objective.by_token:
         return student.alpha
-    at = teacher.written[:, None]
+    at = teacher.text_ids[:, None]
     return student.q.gather(1, at.clamp_min(0))[:, 0] * (at[:, 0] >= 0)
 
 
 def _add_to_head(
-    into: Mapping[int, Tensor], head: Head, slope: Tensor, hidden: Tensor, weight: Tensor
+    head_grads: Mapping[int, Tensor], head: Head, slope: Tensor, hidden: Tensor, weight: Tensor
 ) -> None:
-    """Add a chunk's share to what trains of a head: (M, V') slopes, (M, D + r) states, (M, 1) weights."""
+    """Accumulate a chunk's head gradients: (M, V') slopes, (M, D + r) states, (M, 1) weights."""
     states, low = head.parts(hidden)
-    _add_product(into.get(id(head.weight)), slope, states, weight)
-    if head.side is not None and (total := into.get(id(head.side.weight))) is not None:
+    _add_product(head_grads.get(id(head.weight)), slope, states, weight)
+    if head.side is not None and (total := head_grads.get(id(head.side.weight))) is not None:
         _add_product(total, columns(slope, head.side.ids), low, weight)
-    if head.bias is not None and (total := into.get(id(head.bias))) is not None:
+    if head.bias is not None and (total := head_grads.get(id(head.bias))) is not None:
         total.add_((slope.to(total.dtype) * weight).sum(0))
 
 

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     p: Tensor  # (M, V)
     q: Tensor  # (M, V)
     log_q: Tensor  # (M, V); 0 at misses, which leaves them out of sums of p log q
-    known: Tensor  # (V',) the target's ids of the draft vocabulary
+    draft_vocab: Tensor  # (V',) the target's ids of the draft vocabulary
     text: Tensor | None  # (M, 1) the text's own token
 
     @property
@@ -46,10 +46,16 @@ def distributions(step: DraftStep, last: Tensor, head: Head, tokens: Tensor | No
     position = step.anchor + step.depth  # whose row predicts the next token
     p = head(last.flatten(0, 1)[position]).softmax(-1)
     log_q = step.head(step.hidden).log_softmax(-1)  # (M, V')
-    known = torch.arange(p.shape[1]) if step.head.d2t is None else step.head.d2t
+    draft_vocab = torch.arange(p.shape[1]) if step.head.d2t is None else step.head.d2t
     text = None if tokens is None else tokens.flatten()[position + 1][:, None]
-    whole = torch.zeros_like(p)
-    return Rows(p, whole.index_copy(1, known, log_q.exp()), whole.index_copy(1, known, log_q), known, text)
+    zeros = torch.zeros_like(p)
+    return Rows(
+        p,
+        zeros.index_copy(1, draft_vocab, log_q.exp()),
+        zeros.index_copy(1, draft_vocab, log_q),
+        draft_vocab,
+        text,
+    )
 
 
 # Divergences: `Rows` -> (M,) nats.
@@ -57,7 +63,7 @@ def distributions(step: DraftStep, last: Tensor, head: Head, tokens: Tensor | No
 
 def kl(r: Rows) -> Tensor:
     """KL(p || q) over the draft's tokens."""
-    return (r.p * (r.p.log() - r.log_q))[:, r.known].sum(-1)
+    return (r.p * (r.p.log() - r.log_q))[:, r.draft_vocab].sum(-1)
 
 
 def ce(r: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a supervised (anchor, depth) counts: by its depth alone, or by how far the draft gets."""
+"""Weights of the loss at (anchor, depth): by depth alone, or by expected acceptance."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def decay(depth: int, rate: float) -> float:
 
 @dataclass(frozen=True)
 class RowWeights(ABC):
-    """Weights from the acceptance alpha_j of all depths of the same anchor, held constant.
+    """Weights from the acceptance probabilities alpha_j of all depths of an anchor, held constant.
 
-    By `overlap` alpha is sum min(p, q), what the token rule accepts of a token drawn from q. By
-    `token` it is q(x) of the text's own token x: over texts that the target wrote, the chance that
-    the match rule accepts one drawn from q.
+    With `overlap` alpha is sum min(p, q), the acceptance probability of the token rule. With `token` it is
+    q(x) of the text's own token x: on texts that the target wrote, that of the match rule.
 
-    Products of alphas vanish while a draft is poor, and then nothing past depth 1 learns. So they
-    are made of (1 - s) alpha + s, and s falls from 1 (each depth counts as many depths as follow
-    it, itself included) to `smoothing` during the first `warmup` of the steps.
+    Products of alphas vanish while a draft is poor, and then nothing past depth 1 learns. So alpha is
+    smoothed to (1 - s) alpha + s, where s falls linearly from 1 (a depth's weight is then the number of
+    depths from it on) to `smoothing` during the first `warmup` of the steps.
 
     Args:
         smoothing: s after the warm-up, from 0 (exact) to 1.
@@ -56,7 +55,7 @@ class RowWeights(ABC):
                 raise UserError(f"weights.{name}={getattr(self, name)}: must be from 0 to 1")
 
     def __call__(self, alpha: Tensor, present: Tensor, progress: float) -> Tensor:
-        """Weigh the anchors' depths.
+        """(A, K) weights.
 
         Args:
             alpha: (A, K) of every anchor, depth 1 first.
@@ -101,12 +100,12 @@ Weights = DepthWeights | RowWeights
 
 
 def _before(alpha: Tensor) -> Tensor:
-    """(A, K) product of the alphas before each."""
+    """(A, K) product of the alphas before each depth."""
     return torch.cat([torch.ones_like(alpha[:, :1]), alpha[:, :-1]], 1).cumprod(1)
 
 
 def _after(alpha: Tensor) -> Tensor:
-    """(A, K) 1 + a_{i+1} + a_{i+1} a_{i+2} + ...; no division, so zeros are safe."""
+    """(A, K) 1 + a_{i+1} + a_{i+1} a_{i+2} + ..., from the last depth back; no division by zeros."""
     sums = [torch.ones_like(alpha[:, 0])]
     for following in alpha[:, 1:].unbind(1)[::-1]:
         sums.append(1 + following * sums[-1])
@@ -114,7 +113,7 @@ def _after(alpha: Tensor) -> Tensor:
 
 
 def weighted(steps: Iterator[DraftStep], weight: Tensor, length: int) -> Iterator[DraftStep]:
-    """The steps, with what each row of the batch counts: rewards (ReSpec, arXiv:2510.26475), say.
+    """The steps with a weight per row of the batch, such as a reward (ReSpec, arXiv:2510.26475).
 
     Args:
         steps: of an unroll.

@@ -6,79 +6,81 @@ import pytest
 import torch
 
 from decode.errors import UserError
-from distill.losses.chunked_logits import Law, Student, Teacher, argmax
+from distill.losses.chunked_logits import Student, TargetProbs, Teacher, argmax
 from distill.losses.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, tv
 
 
-def laws(p_logits, q_logits, d2t=None, written=None):
-    """Both laws of (M, V) and (M, V') logits."""
+def probs(p_logits, q_logits, d2t=None, text_ids=None):
+    """Both distributions of (M, V) and (M, V') logits."""
     d2t = None if d2t is None else torch.tensor(d2t)
-    law = Law(p_logits, p_logits.softmax(-1), p_logits.logsumexp(-1), p_logits.argmax(-1), d2t, written)
+    target = TargetProbs(
+        p_logits, p_logits.softmax(-1), p_logits.logsumexp(-1), p_logits.argmax(-1), d2t, text_ids
+    )
     q = q_logits.softmax(-1)
-    alpha = torch.minimum(law.p, q).sum(-1)
+    alpha = torch.minimum(target.p, q).sum(-1)
     student = Student(q_logits.clone(), q, q_logits.logsumexp(-1), q_logits.argmax(-1), alpha)
-    return student, Teacher(law, slice(None))
+    return student, Teacher(target, slice(None))
 
 
 def far(dtype):
-    """Laws that all but exclude one another: e^-200 is no number in fp32."""
+    """Distributions with next to no overlap: e^-200 underflows in fp32."""
     p = torch.tensor([[0.0, -1.0, -200.0, -201.0]], dtype=dtype)
     return p, p.flip(-1)
 
 
 def test_likelihood_of_acceptance_is_lost_at_no_distance():
-    want = lk(*laws(*far(torch.float64)))
-    value, slope = lk(*laws(*far(torch.float32)))
-    assert value.item() == pytest.approx(want[0].item(), rel=1e-6)
-    assert slope.tolist()[0] == pytest.approx(want[1].tolist()[0], abs=1e-6)
+    expected = lk(*probs(*far(torch.float64)))
+    value, slope = lk(*probs(*far(torch.float32)))
+    assert value.item() == pytest.approx(expected[0].item(), rel=1e-6)
+    assert slope.tolist()[0] == pytest.approx(expected[1].tolist()[0], abs=1e-6)
     assert slope.abs().sum() > 0.5
-    assert tv(*laws(*far(torch.float32)))[1].abs().max() == 0  # where tv teaches nothing
+    assert tv(*probs(*far(torch.float32)))[1].abs().max() == 0  # where tv teaches nothing
 
 
 def test_likelihood_of_acceptance_is_cross_entropy_to_one_hot_targets():
     p = torch.full((2, 5), -torch.inf, dtype=torch.float64)
     p[0, 1] = p[1, 4] = 0.0
     q = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for got, want in zip(lk(*laws(p, q)), ce(*laws(p, q)), strict=True):
-        torch.testing.assert_close(got, want)
+    for actual, expected in zip(lk(*probs(p, q)), ce(*probs(p, q)), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_reverse_kl_takes_no_probability_below_its_floor():
     p = torch.tensor([[0.0, -torch.inf]])
-    value, slope = ReverseKL(1e-6)(*laws(p, torch.zeros(1, 2)))
-    want = 0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-6)
-    assert value.item() == pytest.approx(want, rel=1e-6)
-    assert slope[0, 1].item() == pytest.approx(0.5 * (math.log(0.5 / 1e-6) - want), rel=1e-6)
+    value, slope = ReverseKL(1e-6)(*probs(p, torch.zeros(1, 2)))
+    expected = 0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-6)
+    assert value.item() == pytest.approx(expected, rel=1e-6)
+    assert slope[0, 1].item() == pytest.approx(0.5 * (math.log(0.5 / 1e-6) - expected), rel=1e-6)
 
 
 def test_jensen_shannon_is_bounded_and_a_miss_costs_its_share():
     p, q = far(torch.float32)
-    value, _ = JSD(0.5)(*laws(p, q))
+    value, _ = JSD(0.5)(*probs(p, q))
     assert value.item() == pytest.approx(math.log(2), rel=1e-6)
-    value, _ = JSD(0.5)(*laws(p, q[:, 2:], d2t=[2, 3]))  # the draft knows none of what is likely
+    value, _ = JSD(0.5)(*probs(p, q[:, 2:], d2t=[2, 3]))  # the draft knows none of what is likely
     assert value.item() == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_the_hybrid_is_kl_at_a_distance_and_total_variation_nearby():
     p, q = far(torch.float64)
-    for hybrid, plain in zip(LKHybrid(3.0)(*laws(p, q)), kl(*laws(p, q)), strict=True):
+    for hybrid, plain in zip(LKHybrid(3.0)(*probs(p, q)), kl(*probs(p, q)), strict=True):
         torch.testing.assert_close(hybrid, plain)
     near = p + torch.tensor([[0.0, 0.1, 0.0, 0.0]], dtype=torch.float64)
-    for hybrid, plain in zip(LKHybrid(1e3)(*laws(p, near)), tv(*laws(p, near)), strict=True):
+    for hybrid, plain in zip(LKHybrid(1e3)(*probs(p, near)), tv(*probs(p, near)), strict=True):
         torch.testing.assert_close(hybrid, plain)
 
 
 def test_a_top_k_longer_than_the_vocabulary_is_all_of_it():
     p, q = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    whole, slope = TopK(100)(*laws(p, q))
-    student, teacher = laws(p, q)
-    torch.testing.assert_close(whole, kl(student, teacher)[0] - laws(p, q)[1].negentropy)
-    torch.testing.assert_close(slope, kl(*laws(p, q))[1])
+    full_vocabulary, slope = TopK(100)(*probs(p, q))
+    student, teacher = probs(p, q)
+    torch.testing.assert_close(full_vocabulary, kl(student, teacher)[0] - probs(p, q)[1].negentropy)
+    torch.testing.assert_close(slope, kl(*probs(p, q))[1])
 
 
 def test_where_the_likeliest_token_is_a_miss_nothing_is_taught():
     p, q = far(torch.float64)
-    value, slope = ce(*laws(p, q[:, 2:], d2t=[2, 3]))
+    value, slope = ce(*probs(p, q[:, 2:], d2t=[2, 3]))
     assert value.tolist() == [0.0]
     assert slope.tolist() == [[0.0, 0.0]]
 
@@ -99,6 +101,6 @@ def test_argmax_by_blocks_is_the_first_of_the_largest(vocab):
         (lambda: LKHybrid(-1.0), r"objective\.decay=-1\.0"),
     ],
 )
-def test_numbers_out_of_range_are_refused(make, said):
-    with pytest.raises(UserError, match=said):
+def test_numbers_out_of_range_are_refused(make, message):
+    with pytest.raises(UserError, match=message):
         make()

@@ -183,7 +183,7 @@ def test_a_head_learns_what_is_accepted(tiny_target, make_drafter, name, options
         )
         total.backward()
         optimizer.step()
-        losses.append(sum(row.unsure for row in scored) / sum(row.rows for row in scored))
+        losses.append(sum(row.confidence_loss for row in scored) / sum(row.rows for row in scored))
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     fresh = random_texts(24, 24, seed=4)
     laws, said = unrolled(drafter, target, fresh), confidences(drafter, target, fresh)

@@ -208,7 +208,7 @@ def test_the_streak_is_the_expected_match_length(vocab, depth):
             drawn = torch.stack([q[i][t] for i, t in enumerate(y)]).prod()
             brute = brute + mass * drawn * sum(x[: j + 1] == y[: j + 1] for j in range(depth))
         text = torch.tensor([[0, 0, *x]])
-        ours += mass * sum(s.kept for s in graded(objective, hidden, head, last, text)[1])
+        ours += mass * sum(s.survival for s in graded(objective, hidden, head, last, text)[1])
     assert abs(float(brute.detach()) - float(ours)) < 1e-12
 
 
@@ -245,7 +245,7 @@ def test_a_token_outside_the_draft_vocabulary_ends_a_streak():
     steps = [DraftStep(h, torch.tensor([0]), j, small, {}) for j, h in enumerate(hidden, 1)]
     objective = Objective(hit, Streak(0.0, 0.0, "token"))
     total, scored = objective(steps, last, head, {}, 1.0, torch.tensor([[0, 0, 3, 1]]))
-    assert [s.kept for s in scored] == [0.0, 0.0]
+    assert [s.survival for s in scored] == [0.0, 0.0]
     assert torch.autograd.grad(total, hidden)[1].abs().max() == 0  # nothing behind a miss counts
 
 
