@@ -17,7 +17,7 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from distill.config.build import build_target, quiet, read_inputs
 from distill.config.validate import check_ranges
-from distill.engines.base import InProcess, Law, Request
+from distill.engines.base import InProcess, Request, SamplingParams
 from distill.report.tables import grid
 from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
@@ -46,7 +46,7 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
     target = build_target(cfg)
     chosen = train[:: max(1, len(train) // cfg.count)][: cfg.count]
     requests = [Request(p.id, 0, chat.encode(p.messages, p.tools)) for p in chosen]
-    law = Law({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))
+    law = SamplingParams({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))
     engines = _engines(cfg, target)
     load = [os.getloadavg()[0]]
     speeds: dict[tuple[str, int], list[float]] = {setting: [] for setting in engines}
@@ -88,7 +88,7 @@ def _engines(cfg: DictConfig, target: Target) -> dict[tuple[str, int], InProcess
     return engines
 
 
-def _speed(engine: InProcess, requests: Sequence[Request], law: Law) -> float:
+def _speed(engine: InProcess, requests: Sequence[Request], law: SamplingParams) -> float:
     """Answer tokens a second, prompts and all."""
     start = time.perf_counter()
     count = sum(len(answer.tokens) for answer in engine(requests, law))

@@ -22,7 +22,7 @@ from workbench import ROOT, train
 
 from decode.errors import UserError
 from decode.model.load import load_tokenizer, stop_tokens
-from distill.engines.base import InProcess, Law, Request
+from distill.engines.base import InProcess, Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.prompts.chat_template import Chat
@@ -126,7 +126,7 @@ def test_greedy_text_is_that_of_the_target_in_this_process(served, pocket, chat,
 def test_it_draws_where_it_is_told_to(served, chat, prompts, pocket):
     messages = prompts[0].messages
     requests = [Request("p", sample, chat.encode(messages), messages) for sample in range(3)]
-    drawn = Law({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, 16, stop_tokens(pocket))
+    drawn = SamplingParams({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, 16, stop_tokens(pocket))
     answers = served.engine(chat)(requests, drawn)
     assert len({tuple(answer.tokens) for answer in answers}) == 3
 
@@ -160,11 +160,11 @@ def test_a_server_killed_in_the_middle_and_started_again_loses_nothing(
 
 def test_a_wrong_model_is_one_line(served, chat, prompts, pocket):
     request = Request("p", 0, chat.encode(prompts[0].messages), prompts[0].messages)
-    law = Law({"temperature": 0.0}, 4, stop_tokens(pocket))
+    params = SamplingParams({"temperature": 0.0}, 4, stop_tokens(pocket))
     with pytest.raises(
         UserError, match=r"^rollout.model=other: .*Server is pinned to .*data/pocket"
     ) as error:
-        served.engine(chat, model="other")([request], law)
+        served.engine(chat, model="other")([request], params)
     assert "\n" not in str(error.value)
 
 

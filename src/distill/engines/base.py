@@ -1,4 +1,4 @@
-"""What answers prompts: an engine is given requests and a law, and gives answers."""
+"""Engines that answer prompts: requests and sampling parameters in, answers out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from drafters.base import Drafter
 
 
 class Request(NamedTuple):
-    """One answer that is wanted.
+    """A prompt to answer.
 
     Attributes:
-        id: of prompt and turn; with `sample` it keys the draws.
-        sample: which of the prompt's answers this is.
-        tokens: rendered, up to where the answer begins.
+        id: of prompt and turn; together with `sample` it seeds the sampling.
+        sample: number of the answer, where a prompt has several.
+        tokens: of the rendered prompt, up to where the answer begins.
         messages: the same as a conversation; empty where the target begins from nothing.
         tools: schemas of functions that may be called.
     """
@@ -31,8 +31,8 @@ class Request(NamedTuple):
     tools: Sequence[dict[str, Any]] = ()
 
 
-class Law(NamedTuple):
-    """How answers are drawn.
+class SamplingParams(NamedTuple):
+    """How answers are sampled.
 
     Attributes:
         sampler: keyword arguments of `Sampler`.
@@ -46,12 +46,12 @@ class Law(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back.
+    """An answer.
 
     Attributes:
-        tokens: the end token included; none where a server gave nothing that can be used.
-        stopped: it ended by itself.
-        exact: these are the ids that were drawn; else they were read off the text.
+        tokens: with the end token; empty if a server gave nothing usable.
+        stopped: it ended with an end token, not at the length limit.
+        exact: the ids are those that were sampled; else the text was tokenized again.
     """
 
     tokens: list[int]
@@ -63,27 +63,27 @@ class Engine(Protocol):
     """Answers requests.
 
     Attributes:
-        context: tokens that prompt and answer have room for together; None: no bound is known.
-        begins: it can write from nothing, or from half a message.
+        context: limit on tokens of prompt and answer together; None: unknown.
+        begins: it can write from an empty prompt, or from half a message.
     """
 
     context: int | None
     begins: bool
 
-    def __call__(self, requests: Sequence[Request], law: Law) -> list[Answer]:
+    def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
         """One answer for each request, in their order."""
         ...
 
 
 class InProcess:
-    """The target in this process; a drafter may help it, which changes no law.
+    """The target in this process, with or without a drafter: the distribution of answers is the same.
 
     Args:
         target: answers.
-        batch_size: requests decoded side by side; those of similar length share a batch.
-        seed: of all draws.
-        drafter: proposes, or None.
-        plan: how it does.
+        batch_size: requests decoded together; those of similar length share a batch.
+        seed: of the sampling.
+        drafter: proposes tokens; None: plain decoding.
+        plan: of its drafts.
     """
 
     begins = True
@@ -100,8 +100,8 @@ class InProcess:
         self.drafter, self.plan = drafter, plan
         self.context = target.max_positions
 
-    def __call__(self, requests: Sequence[Request], law: Law) -> list[Answer]:
-        """Shortest first, a batch at a time: little of a batch is padding."""
+    def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
+        """Answers in the order of the requests; batches are sorted by length, for little padding."""
         answers: dict[int, Answer] = {}
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
         before = self.target.taps
@@ -109,21 +109,21 @@ class InProcess:
             self.target.tap(self.drafter.taps)
         try:
             for first in range(0, len(order), self.batch_size):
-                places = order[first : first + self.batch_size]
-                chosen = [requests[i] for i in places]
+                indices = order[first : first + self.batch_size]
+                chosen = [requests[i] for i in indices]
                 out = generate(
                     self.target,
                     self.drafter,
                     [request.tokens for request in chosen],
-                    max_new_tokens=law.max_new_tokens,
-                    sampler=Sampler(**law.sampler),
+                    max_new_tokens=params.max_new_tokens,
+                    sampler=Sampler(**params.sampler),
                     plan=self.plan,
                     seed=self.seed,
                     requests=[request.id for request in chosen],
                     samples=[request.sample for request in chosen],
-                    stop=law.stop,
+                    stop=params.stop,
                 )
-                for i, output in zip(places, out.outputs, strict=True):
+                for i, output in zip(indices, out.outputs, strict=True):
                     answers[i] = Answer(output.tokens, output.stopped)
         finally:
             self.target.tap(before)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server: how it is reached, what its failures mean, and retries with back-off."""
+"""HTTP client of an OpenAI-compatible server: connection, error classes, retries with back-off."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from decode.errors import UserError
 from distill.utils.progress import say
 
-FIRST, LONGEST = 0.5, 10.0  # seconds between attempts, which double from the first to the longest
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts, which double from the first to the longest
 T = TypeVar("T")
 
-BUSY = (408, 425, 429, 502, 503, 504)  # over soon, and nothing is wrong with the server
+BUSY = (408, 425, 429, 502, 503, 504)  # status codes of a server that is overloaded or restarting
 
 
 class RefusedError(Exception):
-    """What asking again does not mend.
+    """A permanent refusal: retrying does not help.
 
     Args:
         status: of the response.
@@ -37,16 +37,16 @@ class RefusedError(Exception):
 
 
 def check_redirect(url: str, location: str, option: str, base: str = "") -> None:
-    """Refuse to be sent to another origin, which would be given the key and the prompts.
+    """Refuse a redirect to another origin, which would receive the key and the prompts.
 
     Args:
-        url: that was asked for.
-        location: where the answer says it is.
-        option: that names the server.
-        base: path that the option's value ends with.
+        url: of the request.
+        location: header of the response.
+        option: name of the option that holds the server's url.
+        base: path at the end of that option's value.
 
     Raises:
-        UserError: scheme, host or port is another one.
+        UserError: scheme, host or port differ.
     """
     here, there = urlsplit(url), urlsplit(urljoin(url, location))
     if _origin(here) != _origin(there):
@@ -59,24 +59,24 @@ def check_redirect(url: str, location: str, option: str, base: str = "") -> None
 
 
 def _origin(url: SplitResult) -> tuple[str, str | None, int | None]:
-    """Scheme, host and port, by whatever port the scheme has where none is named."""
+    """Scheme, host and port, with the default port of the scheme."""
     return url.scheme, url.hostname, url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a server is, and how it is asked.
+    """Connection options of a server.
 
     Args:
-        url: of its interface, up to /v1.
-        model: as the server calls it.
+        url: base url, up to /v1.
+        model: name on the server.
         concurrency: requests in flight.
-        timeout: seconds for one answer.
-        retries: of a request that the server fails at.
-        patience: seconds that a server is waited for which is away, or has failed.
-        api_key_env: name of the environment variable with the key; the key itself is kept nowhere.
-        group: before the names of these options, where a line names one.
-        stored: its answers are kept as they come.
+        timeout: seconds per answer.
+        retries: of a request that fails on the server.
+        patience: seconds to wait for a server that is away or failing.
+        api_key_env: environment variable with the key; the key itself is not stored.
+        group: prefix of these options in messages.
+        stored: whether answers are stored as they arrive.
     """
 
     url: str
@@ -98,13 +98,13 @@ class Server:
         library = openai()
         limit = library.Timeout(self.timeout, connect=min(self.timeout, 10.0))
 
-        async def look(response: Any) -> None:  # of every answer, before a redirect is followed
+        async def look(response: Any) -> None:  # called before a redirect is followed
             if response.has_redirect_location:
                 url, base = str(response.request.url), urlsplit(self.url).path
                 check_redirect(url, response.headers["location"], f"{self.group}url", base)
 
         web = library.DefaultAsyncHttpxClient(event_hooks={"response": [look]})
-        # It would ask again by itself, but for a number of times and not for a time.
+        # No retries of the library's own: it counts attempts, `RetryPolicy` limits time.
         async with library.AsyncOpenAI(
             base_url=self.url, api_key=self.key or "none", timeout=limit, max_retries=0, http_client=web
         ) as client:
@@ -112,60 +112,60 @@ class Server:
 
     @property
     def key(self) -> str:
-        """The key; empty where there is none."""
+        """The API key; empty if there is none."""
         return os.environ.get(self.api_key_env, "")
 
     @asynccontextmanager
     async def understood(self, first: bool, sure: bool) -> AsyncIterator[None]:
-        """Sort failures into those that pass and those that do not.
+        """Translate the library's errors into transient and permanent ones.
 
         Args:
-            first: nothing was answered yet, so that a server that is away may never have been there.
-            sure: it has the model. One that has not may well fail instead of refusing.
+            first: no answer so far, so a missing server is a wrong url.
+            sure: the server has the model; one that lacks it may fail instead of refusing.
 
         Raises:
-            PassingError: the same request may be answered next time.
-            RefusedError: it will not be.
-            UserError: nobody is there.
+            TransientError: a retry may succeed.
+            RefusedError: it will not.
+            UserError: there is no server.
         """
         library = openai()
         try:
             yield
         except library.APITimeoutError:
-            raise PassingError(f"no answer within {self.group}timeout={self.timeout:g} s", True) from None
+            raise TransientError(f"no answer within {self.group}timeout={self.timeout:g} s", True) from None
         except library.APIConnectionError as error:
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             reason = self.clean(str(error.__cause__ or error)) or "connection lost"
             if first:
                 raise UserError(f"{self}: nobody answers there ({reason})") from None
-            raise PassingError(reason) from None
+            raise TransientError(reason) from None
         except library.APIStatusError as error:
             status, reason = error.status_code, self._reason(error)
             if status in BUSY:
                 wait = retry_after(error.response.headers.get("retry-after"))
-                raise PassingError(reason, wait=wait) from None
+                raise TransientError(reason, wait=wait) from None
             if status >= 500 and sure:
-                raise PassingError(reason, True) from None
+                raise TransientError(reason, True) from None
             raise RefusedError(status, reason) from None
 
     def _reason(self, error: Any) -> str:
-        """What the server says was wrong."""
-        said = error.body if isinstance(error.body, dict) else {}
-        text = said.get("message") or said.get("detail") or said.get("error") or error.body or ""
+        """The server's error message."""
+        body = error.body if isinstance(error.body, dict) else {}
+        text = body.get("message") or body.get("detail") or body.get("error") or error.body or ""
         return f"{error.status_code}: {self.clean(str(text))}".rstrip(": ")
 
     def clean(self, text: str) -> str:
-        """A line of it, without the key."""
+        """Text as one line of at most 300 characters, without the key."""
         text = " ".join(text.replace(self.key, "***").split() if self.key else text.split())
         return text if len(text) <= 300 else text[:300] + "..."
 
 
 def openai() -> Any:
-    """The client library, which only those need who ask a server.
+    """The client library, an optional dependency.
 
     Raises:
-        UserError: it is not there.
+        UserError: it is not installed.
     """
     try:
         import openai as library
@@ -176,13 +176,13 @@ def openai() -> Any:
     return library
 
 
-class PassingError(Exception):
-    """A failure that may be over the next time.
+class TransientError(Exception):
+    """A failure that a retry may fix.
 
     Args:
-        reason: as a line for people.
-        broken: the server was there, and failed; else it was away, or busy.
-        wait: seconds that it asked to be left alone for.
+        reason: one line.
+        broken: the server failed; else it was away or busy.
+        wait: seconds of its Retry-After header.
     """
 
     def __init__(self, reason: str, broken: bool = False, wait: float | None = None) -> None:
@@ -190,15 +190,15 @@ class PassingError(Exception):
         self.broken, self.wait = broken, wait
 
 
-class Patience:
-    """How long failures of one server are borne; shared by all requests to it.
+class RetryPolicy:
+    """Retries with back-off, shared by all requests to one server.
 
     Args:
-        name: of the server, in what is said of it.
+        name: of the server in messages.
         seconds: from the first failure of a request to giving up.
-        retries: of a request that the server was there for, and failed.
-        group: before the names of these options, where a line names one.
-        stored: what was answered is not lost when it is given up.
+        retries: of a request on which the server failed.
+        group: prefix of these options in messages.
+        stored: whether answers so far are stored.
     """
 
     def __init__(
@@ -206,52 +206,54 @@ class Patience:
     ) -> None:
         self.name, self.seconds, self.retries = name, seconds, retries
         self.group, self.stored = group, stored
-        self.answered = float("-inf")  # when anything was
+        self.answered = float("-inf")  # time of the newest answer
         self.waiting = False
 
     async def __call__(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` gives in the end.
+        """The result of `ask`, retried.
 
         Raises:
-            UserError: it went on failing.
+            UserError: it kept failing.
         """
         since, failures, broken = 0.0, 0, 0
         while True:
             try:
                 result = await ask()
-            except PassingError as failure:
+            except TransientError as failure:
                 now = time.monotonic()
                 since = since if failures else now
                 failures, broken = failures + 1, broken + failure.broken
                 left = since + self.seconds - now
-                asked = failure.wait or 0.0
-                if left <= 0 or asked > left or broken > self.retries:
+                requested = failure.wait or 0.0
+                if left <= 0 or requested > left or broken > self.retries:
                     raise UserError(self._given_up(failure, failures, broken)) from None
-                self._tell(failure, failures, since)
-                # A part is left to chance, lest all come back at the same moment.
-                pause = min(FIRST * 2.0 ** min(failures - 1, 30), LONGEST) * random.uniform(0.5, 1.0)
-                await asyncio.sleep(asked * random.uniform(1.0, 1.1) if asked else min(pause, left))
+                self._announce(failure, failures, since)
+                # Jitter, so that requests do not retry all at once.
+                pause = min(FIRST_PAUSE * 2.0 ** min(failures - 1, 30), LONGEST_PAUSE) * random.uniform(
+                    0.5, 1.0
+                )
+                await asyncio.sleep(requested * random.uniform(1.0, 1.1) if requested else min(pause, left))
             else:
                 if self.waiting:
                     say(f"{self.name}: answers again")
                 self.answered, self.waiting = time.monotonic(), False
                 return result
 
-    def _tell(self, failure: PassingError, failures: int, since: float) -> None:
-        """Say that it is waited for, once, if nobody was answered since this request first failed."""
+    def _announce(self, failure: TransientError, failures: int, since: float) -> None:
+        """Print once that it is waited for, if it answered nothing since this request first failed."""
         if failures > 1 and not self.waiting and self.answered < since:
             self.waiting = True
             say(f"{self.name}: {failure}; waiting up to {self.seconds:g} s for it")
 
-    def _given_up(self, failure: PassingError, failures: int, broken: int) -> str:
+    def _given_up(self, failure: TransientError, failures: int, broken: int) -> str:
         if broken > self.retries:
             which = f"{self.group}retries={self.retries}"
         else:
             which = f"{self.group}patience={self.seconds:g}"
-        asked = f", and asks to wait {failure.wait:g} s" if failure.wait else ""
-        line = f"{self.name}: {failure}{asked}; given up after {failures} attempts ({which})"
-        kept = "; what was answered in whole shards is kept, and the same command goes on from there"
-        return line + kept * self.stored
+        requested = f", and asks to wait {failure.wait:g} s" if failure.wait else ""
+        line = f"{self.name}: {failure}{requested}; given up after {failures} attempts ({which})"
+        stored_note = "; what was answered in whole shards is kept, and the same command goes on from there"
+        return line + stored_note * self.stored
 
 
 def retry_after(value: str | None) -> float | None:

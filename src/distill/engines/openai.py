@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from decode.errors import UserError
-from distill.engines.base import Answer, Law, Request
-from distill.engines.http import PassingError, Patience, RefusedError, Server
+from distill.engines.base import Answer, Request, SamplingParams
+from distill.engines.http import RefusedError, RetryPolicy, Server, TransientError
 from distill.engines.openai_protocol import (
     DIALECTS,
+    Dialect,
     Fields,
     Reply,
     body,
@@ -27,20 +28,20 @@ NAMED = 8  # models of a server that a line names
 
 
 class OpenAIEngine:
-    """The target, as a server has it.
+    """The target behind a server.
 
     Args:
-        server: is asked.
-        chat: the target's own, for what a server gives as text.
-        seed: of all draws, for servers that heed it.
-        context: tokens that the target has room for, or None.
-        extra: fields for every request, of servers that are known to have them.
+        server: connection options.
+        chat: the target's template and tokenizer, for servers that return text.
+        seed: of the sampling, for servers that use it.
+        context: maximum tokens of the target, or None.
+        extra: additional fields of every request.
 
     Attributes:
-        rounds: of every answer whose server said so, how many of its rounds kept 0, 1, ... drafted tokens.
+        rounds: per answer, the number of rounds that accepted 0, 1, ... draft tokens, where reported.
 
     Raises:
-        UserError: the package openai is missing, nobody answers at the url, or not with this key.
+        UserError: the package openai is missing, the url does not answer, or the key is refused.
     """
 
     begins = False
@@ -50,8 +51,8 @@ class OpenAIEngine:
     ) -> None:
         self.server, self.chat, self.seed, self.extra = server, chat, seed, extra or {}
         self.rounds: list[list[int]] = []
-        self.patience = Patience(str(server), server.patience, server.retries, server.group, server.stored)
-        self.dialect: Callable[[Law], Fields] | None = None
+        self.retry = RetryPolicy(str(server), server.patience, server.retries, server.group, server.stored)
+        self.dialect: Dialect | None = None
         self.lost: Counter[str] = Counter()
         self.warned = self.useful = False
         self.models: dict[str, int | None] = {}
@@ -59,15 +60,15 @@ class OpenAIEngine:
         room = self.models.get(server.model)
         self.context = min((c for c in (room, context) if c), default=None)
 
-    def __call__(self, requests: Sequence[Request], law: Law) -> list[Answer]:
-        """One answer for each request; an empty one where the server gave none that can be used."""
-        return asyncio.run(self._answer_all(requests, law)) if requests else []
+    def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
+        """One answer per request; an empty one where the server gave nothing usable."""
+        return asyncio.run(self._answer_all(requests, params)) if requests else []
 
     async def _look(self) -> dict[str, int | None]:
-        """Names of the models that the server lists, and the room of each."""
+        """Models that the server lists, with their context length."""
 
         async def look() -> dict[str, int | None]:
-            # `transformers serve` fails at it where the machine has no cache of the Hub.
+            # `transformers serve` fails to list models on a machine without a Hub cache.
             async with self.server.understood(True, False):
                 raw = await client.models.with_raw_response.list()
                 try:
@@ -77,40 +78,40 @@ class OpenAIEngine:
 
         async with self.server.client() as client:
             try:
-                return await self.patience(look)
+                return await self.retry(look)
             except RefusedError as refusal:
                 if refusal.status in (401, 403):
                     raise UserError(self._line(refusal, "")) from None
-                return {}  # not every server has a list; the first request will tell
+                return {}  # not every server lists models; the first request decides
 
-    async def _answer_all(self, requests: Sequence[Request], law: Law) -> list[Answer]:
+    async def _answer_all(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
         answers: dict[int, Answer] = {}
         slots = asyncio.Semaphore(self.server.concurrency)
 
-        async def answer(place: int) -> None:
+        async def answer(i: int) -> None:
             async with slots:
-                answers[place] = await self._answer(client, requests[place], law)
-            shown.update()
+                answers[i] = await self._answer(client, requests[i], params)
+            progress.update()
 
-        with bar(len(requests), "answers", "answers", leave=False) as shown:
+        with bar(len(requests), "answers", "answers", leave=False) as progress:
             async with self.server.client() as client:
                 if self.dialect is None:
-                    self.dialect = await self._settle(client, requests[0], law)
+                    self.dialect = await self._settle(client, requests[0], params)
                 try:
                     async with asyncio.TaskGroup() as tasks:
-                        for place in range(len(requests)):
-                            tasks.create_task(answer(place))
+                        for i in range(len(requests)):
+                            tasks.create_task(answer(i))
                 except BaseExceptionGroup as failed:
                     raise failed.exceptions[0] from None
         self._report(list(answers.values()))
-        return [answers[place] for place in range(len(requests))]
+        return [answers[i] for i in range(len(requests))]
 
-    async def _settle(self, client: Any, request: Request, law: Law) -> Callable[[Law], Fields]:
-        """Which of the dialects the server reads: found with one token, before the work."""
+    async def _settle(self, client: Any, request: Request, params: SamplingParams) -> Dialect:
+        """The dialect that the server accepts, probed with a request of one token."""
         refused = ""
         for dialect in DIALECTS:
             try:
-                reply = await self.patience(lambda fields=dialect: self._ask(client, request, law, fields, 1))
+                reply = await self.retry(lambda fields=dialect: self._ask(client, request, params, fields, 1))
             except RefusedError as refusal:
                 if refusal.status not in UNREADABLE or dialect is DIALECTS[-1]:
                     raise UserError(self._line(refusal, request.id)) from None
@@ -121,14 +122,14 @@ class OpenAIEngine:
                 return dialect
         raise AssertionError("the last dialect neither answered nor raised")
 
-    async def _answer(self, client: Any, request: Request, law: Law) -> Answer:
+    async def _answer(self, client: Any, request: Request, params: SamplingParams) -> Answer:
         dialect = self.dialect
-        assert dialect, "asked before it was known how"
-        longest = law.max_new_tokens
+        assert dialect, "the dialect is not yet known"
+        longest = params.max_new_tokens
         if self.context:
             longest = min(longest, self.context - len(request.tokens))
         try:
-            reply = await self.patience(lambda: self._ask(client, request, law, dialect, longest))
+            reply = await self.retry(lambda: self._ask(client, request, params, dialect, longest))
         except RefusedError as refusal:
             raise UserError(self._line(refusal, request.id)) from None
         if not self.warned and not same_prompt(reply, request):
@@ -139,16 +140,21 @@ class OpenAIEngine:
             )
         if reply.rounds is not None:
             self.rounds.append(reply.rounds)
-        answer = to_answer(reply, request, law, self.chat)
+        answer = to_answer(reply, request, params, self.chat)
         if isinstance(answer, str):
             self.lost[answer] += 1
             return Answer([], False, False)
         return answer
 
     async def _ask(
-        self, client: Any, request: Request, law: Law, dialect: Callable[[Law], Fields], longest: int
+        self,
+        client: Any,
+        request: Request,
+        params: SamplingParams,
+        dialect: Dialect,
+        longest: int,
     ) -> Reply:
-        fields = body(request, law, dialect, self.chat, self.seed)
+        fields = body(request, params, dialect, self.chat, self.seed)
         fields["extra_body"] = fields["extra_body"] | self.extra
         kind = client.chat.completions if "messages" in fields else client.completions
         sure = self.dialect is not None or self.server.model in self.models
@@ -158,10 +164,10 @@ class OpenAIEngine:
                 return read_reply(raw.http_response.text)
             except ValueError as error:
                 what = self.server.clean(str(error))
-                raise PassingError(f"a reply that makes no sense ({what})", True) from None
+                raise TransientError(f"a reply that makes no sense ({what})", True) from None
 
     def _line(self, refusal: RefusedError, request: str) -> str:
-        """A refusal as the one line that is shown."""
+        """The error message of a refusal, one line."""
         server, names = self.server, sorted(self.models)
         if refusal.status in (401, 403):
             what = "refuses the key" if server.key else "wants a key"
@@ -175,7 +181,7 @@ class OpenAIEngine:
         return f"{server}: refuses request {request} ({refusal})"
 
     def _report(self, answers: list[Answer]) -> None:
-        """What was lost is said; where it was everything so far, there is nothing to go on with."""
+        """Report unusable answers; stop if there has been no usable one so far."""
         if not self.lost:
             self.useful = True
             return

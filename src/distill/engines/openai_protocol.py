@@ -1,4 +1,4 @@
-"""What is sent to an OpenAI-compatible server, and what its replies say: bodies in, answers out."""
+"""Request bodies for an OpenAI-compatible server, and parsing of its replies."""
 
 from __future__ import annotations
 
@@ -7,79 +7,86 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from distill.engines.base import Answer, Law, Request
+from distill.engines.base import Answer, Request, SamplingParams
 from distill.prompts.chat_template import Chat
 
 STOPPED = ("stop", "tool_calls", "function_call")
 REASONING = ("reasoning_content", "reasoning")  # what servers call it
 Fields = dict[str, Any]
+Dialect = Callable[[SamplingParams], Fields]
 
 
 class Reply(NamedTuple):
-    """What a server said.
+    """A parsed response.
 
     Attributes:
         text: of the answer.
-        finish: why it ended.
-        apart: reasoning and tool calls that the server took out of the text.
+        finish: finish reason.
+        separated: reasoning and tool calls that the server took out of the text.
         ids: of the answer, where the server gives them.
         prompt: ids of the prompt, likewise.
         prompt_length: how many there were.
-        rounds: how many kept 0, 1, ... drafted tokens, where the server was asked to say so (SGLang, pull
-            request 33518) or started to (vLLM, 48915).
+        rounds: number of decoding rounds that accepted 0, 1, ... draft tokens, where the server reports it
+            (SGLang, pull request 33518; vLLM, 48915).
     """
 
     text: str
     finish: str
-    apart: Fields
+    separated: Fields
     ids: list[int] | None = None
     prompt: list[int] | None = None
     prompt_length: int | None = None
     rounds: list[int] | None = None
 
 
-def with_ids(law: Law) -> Fields:
-    """Fields of vLLM and SGLang: ids are returned, and no default of the model's stands in for the law.
+def with_ids(params: SamplingParams) -> Fields:
+    """Fields of vLLM and SGLang: return token ids, and override the model's default sampling parameters.
 
     vLLM: pull request 22587; SGLang: 30917. Both read top_k=-1 as none.
     """
-    top_k = law.sampler.get("top_k") or -1
+    top_k = params.sampler.get("top_k") or -1
     return {"return_token_ids": True, "top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def with_config(law: Law) -> Fields:
-    """A field of `transformers serve`, which draws nothing, or from 50 tokens, unless a config says so."""
-    temperature = law.sampler.get("temperature", 1.0)
-    config: Fields = {"do_sample": temperature > 0, "eos_token_id": list(law.stop)}
+def with_config(params: SamplingParams) -> Fields:
+    """A field of `transformers serve`, which is greedy or top-50 unless a config says otherwise."""
+    temperature = params.sampler.get("temperature", 1.0)
+    config: Fields = {"do_sample": temperature > 0, "eos_token_id": list(params.stop)}
     if temperature > 0:
-        config |= {"top_k": law.sampler.get("top_k", 0)}
+        config |= {"top_k": params.sampler.get("top_k", 0)}
     return {"generation_config": json.dumps(config)}
 
 
-def with_nothing(law: Law) -> Fields:
-    """What OpenAI's own interface has, and top_k where the law has one."""
-    top_k = law.sampler.get("top_k")
+def with_nothing(params: SamplingParams) -> Fields:
+    """OpenAI's own fields alone, and top_k if it is set."""
+    top_k = params.sampler.get("top_k")
     return {"top_k": top_k} if top_k else {}
 
 
-# What to try, in this order. The first that a server does not refuse is its dialect.
-DIALECTS: tuple[Callable[[Law], Fields], ...] = (with_ids, with_config, with_nothing)
+# In the order in which they are tried; the first that a server accepts is its dialect.
+DIALECTS: tuple[Dialect, ...] = (with_ids, with_config, with_nothing)
 
 
-def body(request: Request, law: Law, dialect: Callable[[Law], Fields], chat: Chat, seed: int) -> Fields:
-    """A request as a server reads it, but for the model's name and the length.
+def body(
+    request: Request,
+    params: SamplingParams,
+    dialect: Dialect,
+    chat: Chat,
+    seed: int,
+) -> Fields:
+    """The fields of a request, without model name and length.
 
     Returns:
         Fields of a chat completion, or of a completion where no chat template is used.
     """
     fields: Fields = {
-        "temperature": law.sampler.get("temperature", 1.0),
-        "top_p": law.sampler.get("top_p", 1.0),
+        "temperature": params.sampler.get("temperature", 1.0),
+        "top_p": params.sampler.get("top_p", 1.0),
         "seed": seed_of(request, seed),
-        "extra_body": dialect(law),
+        "extra_body": dialect(params),
     }
     if chat.template == "none":
-        # Ids leave no doubt about the prompt; who gives none may not take them either.
+        # Token ids are unambiguous; a server that returns none may not accept them.
         text = chat.tokenizer.decode(request.tokens, skip_special_tokens=True)
         return fields | {"prompt": request.tokens if dialect is with_ids else text}
     fields["messages"] = [_with_arguments(message, json.dumps) for message in request.messages]
@@ -87,32 +94,32 @@ def body(request: Request, law: Law, dialect: Callable[[Law], Fields], chat: Cha
 
 
 def seed_of(request: Request, seed: int) -> int:
-    """31 bits of (seed, id, sample), for servers that draw as a function of a request's seed."""
+    """31-bit hash of (seed, id, sample), for servers that seed each request."""
     key = json.dumps([seed, request.id, request.sample])
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little") >> 1
 
 
 def read_reply(text: str) -> Reply:
-    """Read the body of a response.
+    """Parse the body of a response.
 
     Raises:
-        ValueError: it is no reply.
+        ValueError: it is not a completion.
     """
     try:
-        said = json.loads(text)
-        choice = said["choices"][0]
+        payload = json.loads(text)
+        choice = payload["choices"][0]
         message = choice.get("message") or {"content": choice["text"]}
         reasoning = next((message[name] for name in REASONING if message.get(name)), None)
-        apart = {"tool_calls": message.get("tool_calls"), "reasoning_content": reasoning}
-        prompt = choice.get("prompt_token_ids") or said.get("prompt_token_ids")
+        separated = {"tool_calls": message.get("tool_calls"), "reasoning_content": reasoning}
+        prompt = choice.get("prompt_token_ids") or payload.get("prompt_token_ids")
         reply = Reply(
             message.get("content") or "",
             choice["finish_reason"],
-            {name: part for name, part in apart.items() if part},
+            {name: part for name, part in separated.items() if part},
             choice.get("token_ids"),
             prompt if isinstance(prompt, list) else None,
-            (said.get("usage") or {}).get("prompt_tokens"),
-            _rounds(said),
+            (payload.get("usage") or {}).get("prompt_tokens"),
+            _rounds(payload),
         )
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"no reply: {error!r}") from None
@@ -121,45 +128,49 @@ def read_reply(text: str) -> Reply:
     return reply
 
 
-def _rounds(said: Fields) -> list[int] | None:
-    sglang = (said.get("sglext") or {}).get("spec_tokens_details") or {}
-    vllm = (said.get("metrics") or {}).get("speculative_decoding") or {}
-    found = sglang.get("spec_correct_drafts_histogram") or vllm.get("acceptance_histogram")
-    return found if isinstance(found, list) and all(type(n) is int and n >= 0 for n in found) else None
+def _rounds(payload: Fields) -> list[int] | None:
+    sglang = (payload.get("sglext") or {}).get("spec_tokens_details") or {}
+    vllm = (payload.get("metrics") or {}).get("speculative_decoding") or {}
+    histogram = sglang.get("spec_correct_drafts_histogram") or vllm.get("acceptance_histogram")
+    return (
+        histogram
+        if isinstance(histogram, list) and all(type(n) is int and n >= 0 for n in histogram)
+        else None
+    )
 
 
 def same_prompt(reply: Reply, request: Request) -> bool:
-    """Whether the server read the prompt that we mean, as far as it tells."""
+    """Whether the server tokenized the prompt as we did, as far as it reports it."""
     if reply.prompt is not None:
         return reply.prompt == request.tokens
     return reply.prompt_length in (None, len(request.tokens))
 
 
-def to_answer(reply: Reply, request: Request, law: Law, chat: Chat) -> Answer | str:
-    """The ids of an answer, exact where the server gave them with our own prompt's.
+def to_answer(reply: Reply, request: Request, params: SamplingParams, chat: Chat) -> Answer | str:
+    """Token ids of an answer: exact if the server returned them, and those of our prompt.
 
     Returns:
-        The answer, or why there is none.
+        The answer, or the reason why there is none.
     """
     stopped = reply.finish in STOPPED
     if reply.finish == "content_filter":
         return "kept back by a content filter"
     if reply.prompt == request.tokens and _are_ids(reply.ids, len(chat.tokenizer)):
-        ids = _up_to_end(reply.ids or [], law.stop)
-        ended = ids[-1:] and ids[-1] in law.stop
-        if stopped and not ended:  # a server that leaves it out; which of several it was, is not known
-            return Answer([*ids, _end(law, chat)], True, len(law.stop) == 1)
+        ids = _up_to_end(reply.ids or [], params.stop)
+        ended = ids[-1:] and ids[-1] in params.stop
+        if stopped and not ended:  # the server omits the end token; exact if there is only one
+            return Answer([*ids, _end(params, chat)], True, len(params.stop) == 1)
         return Answer(ids, bool(ended)) if ids else "empty"
-    if reply.apart:
+    if reply.separated:
         ids = _rendered(reply, request, chat)
         if ids is None or (not stopped and not reply.text):
             return "taken apart into reasoning or tool calls, which cannot be put together again"
     else:
         ids = chat.tokenizer.encode(reply.text, add_special_tokens=False)
-    ids = _up_to_end(ids, law.stop)
-    ids = ids[:-1] if ids and ids[-1] in law.stop else ids
+    ids = _up_to_end(ids, params.stop)
+    ids = ids[:-1] if ids and ids[-1] in params.stop else ids
     if stopped:
-        return Answer([*ids, _end(law, chat)], True, False)
+        return Answer([*ids, _end(params, chat)], True, False)
     return Answer(ids, False, False) if ids else "empty"
 
 
@@ -168,29 +179,29 @@ def _are_ids(ids: Any, vocabulary: int) -> bool:
 
 
 def _up_to_end(ids: list[int], stop: Sequence[int]) -> list[int]:
-    """Ids up to the first end token, which stays."""
+    """Ids up to and including the first end token."""
     return next((ids[: i + 1] for i, token in enumerate(ids) if token in stop), ids)
 
 
-def _end(law: Law, chat: Chat) -> int:
-    own = chat.tokenizer.eos_token_id
-    return own if own in law.stop else law.stop[0]  # pyright: ignore[reportReturnType]
+def _end(params: SamplingParams, chat: Chat) -> int:
+    eos = chat.tokenizer.eos_token_id
+    return eos if eos in params.stop else params.stop[0]  # pyright: ignore[reportReturnType]
 
 
 def _rendered(reply: Reply, request: Request, chat: Chat) -> list[int] | None:
-    """An answer put together by the chat template, as the target would have written it."""
+    """Token ids of a reply with separated parts, through the chat template; None if it cannot render it."""
     try:
-        said = {"role": "assistant", "content": reply.text, **reply.apart}
-        message = _with_arguments(said, json.loads)
+        payload = {"role": "assistant", "content": reply.text, **reply.separated}
+        message = _with_arguments(payload, json.loads)
         ids, _ = chat.encode_answered([*request.messages, message], request.tools)
-    except (KeyError, TypeError, ValueError):  # what models write is not always what templates can read
+    except (KeyError, TypeError, ValueError):  # templates cannot read everything that models write
         return None
     start = len(request.tokens)
     return ids[start:] if ids[:start] == request.tokens else None
 
 
 def _with_arguments(message: Fields, convert: Callable[[Any], Any]) -> Fields:
-    """A message whose tool calls are as a reader wants them: templates read objects, servers JSON."""
+    """A message with converted tool call arguments: templates read objects, servers JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = []

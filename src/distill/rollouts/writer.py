@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decode.errors import UserError
-from distill.engines.base import Answer, Engine, Law, Request
+from distill.engines.base import Answer, Engine, Request, SamplingParams
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Message, Prompt, turns, unanswered
 from distill.rollouts.store import RolloutPlan, Row
@@ -109,7 +109,9 @@ class Writer:
         self.room = (engine.context or 2**31) - 1
         self.limit = longest_prompt(plan, engine.context)
         self.before, self.after = check_plan(plan, chat, engine.context)
-        self.law = Law(plan.sampler, plan.max_new_tokens, plan.stop if plan.until == "answer" else [])
+        self.law = SamplingParams(
+            plan.sampler, plan.max_new_tokens, plan.stop if plan.until == "answer" else []
+        )
         if plan.self_prompts and not engine.begins:
             raise UserError(
                 "prompts.self: a chat server answers prompts but writes none; set prompts.self=0 "
@@ -178,7 +180,7 @@ class Writer:
             return []
         before, after = self.before, self.after
         room = min(self.limit - len(before) - len(after), self.plan.max_new_tokens)
-        law = Law(self.plan.prompt_sampler, room, [*self.plan.stop, *after[:1]])
+        law = SamplingParams(self.plan.prompt_sampler, room, [*self.plan.stop, *after[:1]])
         answers = self.engine([Request(f"{name}-prompt", 0, before) for name in names], law)
         turns = [a.tokens[:-1] if a.stopped else a.tokens for a in answers]
         return [(n, before + t + after) for n, t in zip(names, turns, strict=True) if t]

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
 from distill.config.build import read_inputs
-from distill.engines.base import Law, Request
+from distill.engines.base import Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.serving.endpoint import Endpoint, Model
@@ -70,7 +70,7 @@ def count(
         reading = since(first, endpoint.reading(cfg.model), where)
         return Counted(reading, (), 0, None, f"{cfg.seconds:g} s of whatever was served")
     engine, requests = _ready(cfg, card, first, models)
-    law = Law(
+    law = SamplingParams(
         {"temperature": temperature, "top_k": cfg.score.top_k, "top_p": cfg.score.top_p},
         card.conditions.max_new_tokens,
         _ends(engine),

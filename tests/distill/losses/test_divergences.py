@@ -93,7 +93,7 @@ def test_argmax_by_blocks_is_the_first_of_the_largest(vocab):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: JSD(1.0), r"objective\.beta=1\.0"),
         (lambda: TopK(0), r"objective\.k=0"),

@@ -15,7 +15,7 @@ from workbench import Bench, make_tokenizer
 from decode.errors import UserError
 from distill.engines import http as patience
 from distill.engines import openai_protocol as replies
-from distill.engines.base import Law, Request
+from distill.engines.base import Request, SamplingParams
 from distill.engines.http import Server, retry_after
 from distill.engines.openai import OpenAIEngine
 from distill.engines.openai_protocol import seed_of
@@ -24,13 +24,13 @@ from distill.prompts.prompt import Prompt
 from distill.rollouts.writer import Writer
 
 END = 3
-LAW = Law({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, 40, [END])
+PARAMS = SamplingParams({"temperature": 1.0, "top_k": 0, "top_p": 1.0}, 40, [END])
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(patience, "FIRST", 0.01)
-    monkeypatch.setattr(patience, "LONGEST", 0.1)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +80,16 @@ SO = [f"so: q{i}" for i in range(24)]
 def test_many_are_in_flight_and_no_more_than_allowed_and_order_is_kept(chat, start):
     fake = start(delay=0.03)
     fake.message = lambda body: time.sleep(0.05 * (int(body["messages"][-1]["content"][1:]) % 3 == 0)) or {}
-    assert heard(chat, engine(fake)(ask(chat, *MANY), LAW)) == SO
+    assert heard(chat, engine(fake)(ask(chat, *MANY), PARAMS)) == SO
     assert fake.most == 4
     assert len(fake.asked) == 24
 
 
 def test_the_law_goes_with_every_request(chat, start):
     fake = start()
-    law = Law({"temperature": 0.7, "top_k": 5, "top_p": 0.9}, 40, [END])
+    params = SamplingParams({"temperature": 0.7, "top_k": 5, "top_p": 0.9}, 40, [END])
     first, again = ask(chat, "a", "a")
-    engine(fake)([first, again._replace(id="p0", sample=1)], law)
+    engine(fake)([first, again._replace(id="p0", sample=1)], params)
     one, two = sorted(fake.asked, key=lambda body: body["seed"] != seed_of(first, 0))
     for body in (one, two):
         assert (body["model"], body["temperature"], body["top_p"]) == ("m", 0.7, 0.9)
@@ -99,7 +99,7 @@ def test_the_law_goes_with_every_request(chat, start):
     assert one["seed"] == seed_of(first, 0) != two["seed"]
     assert 0 <= two["seed"] < 2**31
     assert seed_of(first, 0) != seed_of(first, 1)
-    without = Law({"temperature": 0.0, "top_k": 0, "top_p": 1.0}, 40, [END])
+    without = SamplingParams({"temperature": 0.0, "top_k": 0, "top_p": 1.0}, 40, [END])
     engine(fake)([first], without)
     assert fake.asked[-1]["top_k"] == -1
 
@@ -109,7 +109,7 @@ def test_an_answer_has_the_room_that_is_left(chat, start):
     made = engine(fake)
     assert made.context == 256  # max_model_len of the server's list
     (long,) = ask(chat, "x" * 230)
-    (answer,) = made([long], LAW)
+    (answer,) = made([long], PARAMS)
     assert fake.asked[-1]["max_tokens"] == 256 - len(long.tokens)
     assert (len(answer.tokens), answer.stopped) == (256 - len(long.tokens), False)
 
@@ -120,7 +120,7 @@ def test_without_a_chat_template_a_prompt_is_completed(start):
         fake = start(strict=strict)
         fake.chat = plain
         made = engine(fake)
-        (answer,) = made(ask(plain, "ab"), LAW)
+        (answer,) = made(ask(plain, "ab"), PARAMS)
         assert fake.asked[0]["prompt"] == prompt
         assert heard(plain, [answer]) == [f"so: {prompt}"]
         assert answer.exact is not strict
@@ -133,10 +133,10 @@ def test_ids_of_the_server_are_exact_where_it_read_our_prompt(chat, start, capsy
     fake = start()
     ids = [10, 11, 12, END]  # not what encoding the text would give
     fake.message = lambda body: {"tokens": ids, "content": "hello"}
-    (answer,) = engine(fake)(ask(chat, "a"), LAW)
+    (answer,) = engine(fake)(ask(chat, "a"), PARAMS)
     assert answer == (ids, True, True)
     fake.prompt = lambda ids: [5, *ids]
-    (answer,) = engine(fake)(ask(chat, "a"), LAW)
+    (answer,) = engine(fake)(ask(chat, "a"), PARAMS)
     assert answer == ([*chat.tokenizer.encode("hello"), END], True, False)
     assert "reads prompt p0 as 4 tokens, where the target's chat template gives 3" in capsys.readouterr().out
 
@@ -148,7 +148,7 @@ def test_prompt_ids_stand_where_vllm_or_where_sglang_puts_them(chat, start, plac
     where = choice if place == "choice" else {}
     body = {"choices": [choice | ({"prompt_token_ids": request.tokens} if where else {})]}
     body |= {} if where else {"prompt_token_ids": request.tokens}
-    assert replies.to_answer(replies.read_reply(json.dumps(body)), request, LAW, chat) == (
+    assert replies.to_answer(replies.read_reply(json.dumps(body)), request, PARAMS, chat) == (
         [9, END],
         True,
         True,
@@ -172,19 +172,19 @@ def test_ids_end_as_the_answer_did(chat, ids, finish, stop, want):
     (request,) = ask(chat, "a")
     reply = replies.Reply("b", finish, {}, ids, request.tokens)
     read = ([*chat.tokenizer.encode("b"), END], True, False)
-    assert replies.to_answer(reply, request, LAW._replace(stop=stop), chat) == (want or read)
+    assert replies.to_answer(reply, request, PARAMS._replace(stop=stop), chat) == (want or read)
 
 
 def test_a_server_that_refuses_what_openai_has_not_is_asked_without(chat, start, capsys):
     fake = start(strict=True)
     made = engine(fake)
-    answers = made(ask(chat, *MANY), LAW)
+    answers = made(ask(chat, *MANY), PARAMS)
     assert heard(chat, answers) == SO
     assert all(
         answer == ([*chat.tokenizer.encode(t), END], True, False)
         for answer, t in zip(answers, SO, strict=True)
     )
-    made(ask(chat, "a"), LAW)
+    made(ask(chat, "a"), PARAMS)
     assert len(fake.asked) == 25, "a field that was refused was sent again"
     said = capsys.readouterr().out
     assert said.count("gives no token ids (422: Unexpected fields in the request") == 1
@@ -192,16 +192,16 @@ def test_a_server_that_refuses_what_openai_has_not_is_asked_without(chat, start,
 
 def test_a_law_that_the_server_cannot_have_is_refused(chat, start):
     fake = start(strict=True)
-    law = Law({"temperature": 1.0, "top_k": 5, "top_p": 1.0}, 40, [END])
+    params = SamplingParams({"temperature": 1.0, "top_k": 5, "top_p": 1.0}, 40, [END])
     with pytest.raises(UserError, match=r"refuses request p0 \(422: Unexpected fields .*top_k"):
-        engine(fake)(ask(chat, "a"), law)
+        engine(fake)(ask(chat, "a"), params)
     assert not fake.asked
 
 
 def test_another_template_shows_in_the_length_of_a_prompt(chat, start, capsys):
     fake = start(ids=False)
     fake.prompt = lambda ids: [*ids, 1, 2]
-    engine(fake)(ask(chat, "a", "b"), LAW)
+    engine(fake)(ask(chat, "a", "b"), PARAMS)
     assert capsys.readouterr().out.count("is it the same model?") == 1
 
 
@@ -211,7 +211,7 @@ def test_another_template_shows_in_the_length_of_a_prompt(chat, start, capsys):
 def test_an_empty_answer_is_an_end_token(chat, start):
     fake = start(ids=False)
     fake.message = lambda body: {"content": ""}
-    assert engine(fake)(ask(chat, "a"), LAW) == [([END], True, False)]
+    assert engine(fake)(ask(chat, "a"), PARAMS) == [([END], True, False)]
 
 
 def test_a_filtered_answer_makes_no_row_and_is_counted(chat, start, capsys):
@@ -226,7 +226,7 @@ def test_a_filtered_answer_makes_no_row_and_is_counted(chat, start, capsys):
     assert all(row["loss_mask"].count(1) > 1 for row in rows)
     assert "answers left out: 1 kept back by a content filter" in capsys.readouterr().out
     with pytest.raises(UserError, match="no answer can be used: 1 kept back"):
-        engine(fake)(ask(chat, "bad"), LAW)
+        engine(fake)(ask(chat, "bad"), PARAMS)
 
 
 CALLING = (
@@ -247,7 +247,7 @@ def test_what_a_server_takes_apart_the_template_puts_together(start, finish):
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"n": 7}'}}
     apart = {"tool_calls": [call], "reasoning_content": "hm"}
     fake.message = lambda body: {"content": "ok", "finish_reason": finish, "apart": apart}
-    (answer,) = engine(fake)(ask(calling, "a"), LAW)
+    (answer,) = engine(fake)(ask(calling, "a"), PARAMS)
     end = "<|end|>" if finish == "tool_calls" else ""
     assert calling.tokenizer.decode(answer.tokens) == f"(hm)ok[f:7]{end}"
     assert (answer.stopped, answer.exact) == (bool(end), False)
@@ -258,7 +258,7 @@ def test_tool_calls_are_json_to_a_server(chat):
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
     user = {"role": "user", "content": "a"}
     request = Request("p", 0, [1], (user, call, user), ({"type": "function"},))
-    sent = replies.body(request, LAW, replies.with_nothing, chat, 0)
+    sent = replies.body(request, PARAMS, replies.with_nothing, chat, 0)
     assert sent["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"n": 7}'
     assert (sent["messages"][0], sent["tools"]) == (user, [{"type": "function"}])
     assert function["arguments"] == {"n": 7}
@@ -275,7 +275,7 @@ def test_a_malformed_tool_call_ends_no_run(start):
             if body["messages"][0]["content"] == "a"
             else {}
         )
-        first, second = engine(fake)(ask(calling, "a", "b"), LAW)
+        first, second = engine(fake)(ask(calling, "a", "b"), PARAMS)
         assert first == (([9, END], True, True) if ids else ([], False, False))
         assert heard(calling, [second]) == ["so: b"]
 
@@ -284,7 +284,7 @@ def test_what_cannot_be_put_together_is_not_guessed(chat, start):
     fake = start(ids=False)
     fake.message = lambda body: {"content": "", "finish_reason": "length", "apart": {"reasoning": "hm"}}
     with pytest.raises(UserError, match="no answer can be used: 2 taken apart into reasoning or tool calls"):
-        engine(fake)(ask(chat, "a", "b"), LAW)
+        engine(fake)(ask(chat, "a", "b"), PARAMS)
 
 
 # -- failures that pass --------------------------------------------------------------------------
@@ -293,9 +293,9 @@ def test_what_cannot_be_put_together_is_not_guessed(chat, start):
 def test_retry_after_is_waited_for(chat, start):
     fake = start()
     made = engine(fake)
-    made(ask(chat, "a"), LAW)
+    made(ask(chat, "a"), PARAMS)
     fake.fault(3, 429, '{"error": {"message": "slow down"}}', retry_after="0.4")
-    assert heard(chat, made(ask(chat, *MANY), LAW)) == SO
+    assert heard(chat, made(ask(chat, *MANY), PARAMS)) == SO
     times: dict[int, list[float]] = {}
     for body in fake.asked[1:]:
         times.setdefault(body["seed"], []).append(body["at"])
@@ -318,7 +318,7 @@ def test_failures_and_nonsense_and_cut_bodies_lose_nothing(chat, start):
         CUT,
         (502, {"content-type": "text/html"}, "<h1>Bad Gateway</h1>"),
     ]
-    assert heard(chat, engine(fake)(ask(chat, *MANY), LAW)) == SO
+    assert heard(chat, engine(fake)(ask(chat, *MANY), PARAMS)) == SO
     assert not fake.faults
     assert len(fake.asked) == 34
 
@@ -327,19 +327,19 @@ def test_a_server_that_fails_for_good_is_given_up(chat, start):
     fake = start()
     fake.fault(100, 500, '{"error": {"message": "CUDA is gone"}}')
     with pytest.raises(UserError, match=r"500: CUDA is gone; given up after 4 .*\(rollout.retries=3\)"):
-        engine(fake)(ask(chat, *MANY), LAW)
+        engine(fake)(ask(chat, *MANY), PARAMS)
 
 
 def test_patience_ends(chat, start):
     fake = start()
     fake.fault(1000, 503, '{"detail": "loading"}')
     with pytest.raises(UserError, match=r"503: loading; given up after \d+ .*\(rollout.patience=0.5\)"):
-        engine(fake, patience=0.5)(ask(chat, "a"), LAW)
+        engine(fake, patience=0.5)(ask(chat, "a"), PARAMS)
     fake.faults.clear()
     fake.fault(1, 429, "", retry_after="3600")
     begin = time.monotonic()
     with pytest.raises(UserError, match="asks to wait 3600 s; given up after 1 attempts"):
-        engine(fake)(ask(chat, "a"), LAW)
+        engine(fake)(ask(chat, "a"), PARAMS)
     assert time.monotonic() - begin < 5
 
 
@@ -347,7 +347,7 @@ def test_a_slow_answer_is_asked_for_again(chat, start):
     fake = start()
     slow = iter([1.0])
     fake.message = lambda body: time.sleep(next(slow, 0) if body["max_tokens"] > 1 else 0) or {}
-    assert heard(chat, engine(fake, timeout=0.4)(ask(chat, "q0"), LAW)) == ["so: q0"]
+    assert heard(chat, engine(fake, timeout=0.4)(ask(chat, "q0"), PARAMS)) == ["so: q0"]
     assert len(fake.asked) == 2
 
 
@@ -355,7 +355,7 @@ def test_a_server_killed_and_started_again_loses_nothing(chat, start, capsys):
     fake = start(delay=0.02)
     made = engine(fake)
     answers = []
-    worker = threading.Thread(target=lambda: answers.extend(made(ask(chat, *MANY), LAW)))
+    worker = threading.Thread(target=lambda: answers.extend(made(ask(chat, *MANY), PARAMS)))
     worker.start()
     while len(fake.asked) < 9:
         time.sleep(0.005)
@@ -396,7 +396,7 @@ def test_retry_after_is_seconds_or_a_date(value, seconds):
 def test_a_wrong_model_is_one_line_with_the_names_there_are(chat, start):
     fake = start(models=("llama", "qwen"))
     with pytest.raises(UserError, match=r"^rollout.model=m: .*404: The model m .*lists llama, qwen$"):
-        engine(fake)(ask(chat, "a"), LAW)
+        engine(fake)(ask(chat, "a"), PARAMS)
     assert not fake.asked
 
 
@@ -411,7 +411,7 @@ def test_a_wrong_key_is_one_line_without_the_key(chat, start, monkeypatch, capsy
     assert "secret" not in str(error.value) + capsys.readouterr().out
     monkeypatch.setenv("A_KEY", "right")
     made = engine(fake)
-    assert heard(chat, made(ask(chat, "q0"), LAW)) == ["so: q0"]
+    assert heard(chat, made(ask(chat, "q0"), PARAMS)) == ["so: q0"]
     assert "right" not in repr(vars(made)) + repr(made.server)
 
 
@@ -420,7 +420,7 @@ def test_neither_key_nor_prompt_follows_a_redirect_to_another_origin(chat, start
     server, other = start(), start()
     there = server.moved = f"http://127.0.0.1:{other.port}"
     with pytest.raises(UserError, match=f"sends on to {there}, another origin.*give rollout.url={there}/v1$"):
-        engine(server)(ask(chat, "private"), LAW)
+        engine(server)(ask(chat, "private"), PARAMS)
     assert server.keys
     assert not other.keys + other.asked
 
@@ -429,7 +429,7 @@ def test_what_the_server_has_against_a_request_is_said_at_once(chat, start):
     fake = start()
     fake.fault(1, 400, '{"error": {"message": "too\\nlong"}}')
     with pytest.raises(UserError, match=r"^rollout.url=http\S+: refuses request p\d+ \(400: too long\)$"):
-        engine(fake)(ask(chat, *MANY), LAW)
+        engine(fake)(ask(chat, *MANY), PARAMS)
     assert len(fake.asked) < 24
 
 

@@ -9,7 +9,7 @@ from workbench import make_tokenizer
 
 from decode.plan import Plan
 from distill.engines import base as engines
-from distill.engines.base import Answer, InProcess, Law, Request
+from distill.engines.base import Answer, InProcess, Request, SamplingParams
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective
 from distill.losses.weights import constant, weighted
@@ -37,7 +37,7 @@ class Parrot:
     def __init__(self, chat, *says: str, cut: bool = False) -> None:
         self.chat, self.says, self.cut, self.asked = chat, list(says), cut, []
 
-    def __call__(self, requests, law):
+    def __call__(self, requests, params):
         self.asked.append(list(requests))
         ids = self.chat.tokenizer.encode(self.says[len(self.asked) - 1])
         return [Answer(ids if self.cut else [*ids, END], not self.cut) for _ in requests]
@@ -150,9 +150,9 @@ def test_a_drafter_that_helps_changes_no_row(temperature, parts, make_drafter):
     drafter = make_drafter("eagle", target)
     target.tap(())
     requests = [Request(p.id, 0, chat.encode(p.messages)) for p in prompts[:5]]
-    law = Law({"temperature": temperature}, 12, [END])
-    plain = InProcess(target, 3, seed=0)(requests, law)
-    helped = InProcess(target, 3, 0, drafter, Plan(3, 2, 5))(requests, law)
+    params = SamplingParams({"temperature": temperature}, 12, [END])
+    plain = InProcess(target, 3, seed=0)(requests, params)
+    helped = InProcess(target, 3, 0, drafter, Plan(3, 2, 5))(requests, params)
     assert helped == plain
     assert target.taps == (), "the drafter's taps were left behind"
 
