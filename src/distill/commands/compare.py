@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from distill.report.compare import Choice, read, table
-from distill.report.readme_results import insert, results, written
+from distill.report.readme_results import as_text, insert, results
 from distill.utils.atomic_files import put
 
 
@@ -53,6 +53,6 @@ def main() -> None:
     if arguments.results or arguments.readme:
         found = results(scored, choice)
         if arguments.results:
-            put(arguments.results, written(found))
+            put(arguments.results, as_text(found))
         if arguments.readme:
             insert(arguments.readme, found)

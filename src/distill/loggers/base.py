@@ -27,15 +27,15 @@ class Tracker(Protocol):
     """A logger that takes more than numbers."""
 
     def begin(self) -> None:
-        """Be ready, before work that takes long."""
+        """Connect, before long work begins."""
         ...
 
     def saved(self, folder: Path, checkpoint: Path) -> None:
-        """There is a new checkpoint; it may have been scored."""
+        """Called with each new checkpoint, scored or not."""
         ...
 
     def ended(self, folder: Path) -> None:
-        """The run has ended, and its folder is complete."""
+        """Called when the run has ended and its folder is complete."""
         ...
 
 
@@ -58,7 +58,7 @@ class Careful:
             return
         try:
             work()
-        except Exception as error:  # of a library, a network, a server or a disk that are not the run's
+        except Exception as error:  # a library, network, server or disk fails; the run goes on
             self._leave(what, error)
 
     def _leave(self, what: str, error: Exception) -> None:
@@ -67,12 +67,12 @@ class Careful:
 
 
 def trackers(loggers: Sequence[Logger]) -> list[Tracker]:
-    """Those that take more than numbers."""
+    """Loggers that take more than numbers."""
     return [logger for logger in loggers if isinstance(logger, Tracker)]
 
 
 def begin(loggers: Sequence[Logger]) -> None:
-    """Have them ready, and print where they are."""
+    """Start them, and print where they are."""
     for tracker in trackers(loggers):
         tracker.begin()
 

@@ -1,7 +1,7 @@
-"""Where a run's numbers go: a CSV file always, W&B and TensorBoard where the configuration says so.
+"""Loggers of a run: a CSV file always, W&B and TensorBoard where the configuration names them.
 
-Every run logs the same under the same names (docs/tracking.md). A tracker that fails, for want of a
-network, of a disk or of a server that works, says so in one line and is left alone: no run ends for it.
+Every run logs the same under the same names (docs/tracking.md). A tracker that fails (no
+network, a full disk, a server error) prints one line and is not used again: the run goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WEIGHTS = ("end", "always", "never")
 
 
 def loggers(cfg: DictConfig, folder: Path, first_step: int) -> list[Logger]:
-    """The CSV file, and what the configuration names beside it.
+    """The CSV logger and those that the configuration names.
 
     Args:
         cfg: with `logger`.
@@ -38,22 +38,22 @@ def loggers(cfg: DictConfig, folder: Path, first_step: int) -> list[Logger]:
     options = cfg.logger
     if options.weights not in WEIGHTS:
         raise UserError(f"logger.weights={options.weights}: choose {', '.join(WEIGHTS)}")
-    # The CSV logger begins its file anew, so a resumed run has another.
+    # The CSV logger overwrites its file, so a resumed run gets another.
     part = f"from-{first_step}" if first_step else ""
-    made: list[Logger] = [CSVLogger(folder, name="csv", version=part)]
+    run_loggers: list[Logger] = [CSVLogger(folder, name="csv", version=part)]
     if options.wandb:
         config = redact.resolved(cfg) | {"commit": commit()}
-        made.append(Wandb(folder, options.project, config, options.weights))
+        run_loggers.append(Wandb(folder, options.project, config, options.weights))
     if options.tensorboard:
         if find_spec("tensorboard") is None:
             raise UserError("logger=tensorboard: it is not installed; pip install 'foredraft[tensorboard]'")
-        made.append(TensorBoard(folder, first_step))
-    return made
+        run_loggers.append(TensorBoard(folder, first_step))
+    return run_loggers
 
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """End what W&B began in here, so that another run of this process does not go on in it."""
+    """Finish the W&B run that began inside, so that the next run of this process gets its own."""
     failed = True
     try:
         yield

@@ -36,7 +36,7 @@ class TensorBoard(Careful, TensorBoardLogger):
 
     @rank_zero_only
     def begin(self) -> None:
-        """Say where it is; log the score at the first step again, which readers purge with that step."""
+        """Print where it is; log the score of the first step again, since readers purge that step."""
         folder = Path(self.save_dir)
         say(f"TensorBoard: tensorboard --logdir {self.log_dir}")
         checkpoint = folder / "checkpoints" / str(self.first_step)
@@ -61,7 +61,7 @@ class TensorBoard(Careful, TensorBoardLogger):
 
     @rank_zero_only
     def saved(self, folder: Path, checkpoint: Path) -> None:
-        """Log a scored checkpoint's card and its histograms."""
+        """Log a checkpoint's scorecard and histograms."""
         if (card := checkpoint / "score.json").exists():
             self._try("scorecards", lambda: self._saved(read_scorecard(card), checkpoint == best(folder)))
 
@@ -86,4 +86,4 @@ class TensorBoard(Careful, TensorBoardLogger):
         writer.flush()
 
     def ended(self, folder: Path) -> None:
-        """Nothing more: the report is a page, and weights are no events."""
+        """Nothing: event files take neither the report nor weights."""

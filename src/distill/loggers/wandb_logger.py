@@ -30,19 +30,23 @@ from drafters.checkpoint import io as hub
 
 STEP = "trainer/global_step"
 JOURNAL = "history.jsonl"  # beside W&B's own files: [step, numbers] of all that was logged
-UPLOAD = 600.0  # seconds that weights may take when a run has ended well
-FINISH = 60.0  # and everything else, whatever has become of it
+UPLOAD = 600.0  # seconds to wait for weights after a run that succeeded
+FINISH = 60.0  # seconds to wait for everything else
 _turn = threading.Lock()
-_busy: list[threading.Thread] = []  # with what asks a server, which may take its time
-SAID = {"end": "; best and last weights too, when the run ends", "always": "; all weights too", "never": ""}
+_busy: list[threading.Thread] = []  # threads that wait for a server
+WEIGHTS_NOTE = {
+    "end": "; best and last weights too, when the run ends",
+    "always": "; all weights too",
+    "never": "",
+}
 
 
 class Wandb(Careful, Logger):
-    """Logs to W&B: online where a key is known, offline elsewhere, as WANDB_MODE says where it is set.
+    """Logs to W&B: as WANDB_MODE says, else online where an API key is set, offline elsewhere.
 
-    A run's folder is one W&B run: what goes on there after a kill goes on in it, and steps that are made
-    again are not logged again. Offline, W&B writes 32 KB at a time, and a kill loses what it has not
-    written; so the record is then made anew from a journal, in the place of the one that was cut off.
+    A run's folder is one W&B run: a run resumed after a kill continues it, and repeated steps are not
+    logged twice. Offline, W&B writes 32 KB at a time and a kill loses the rest, so the record is then
+    written again from a journal and replaces the truncated one.
 
     Args:
         folder: of the run.
@@ -73,11 +77,11 @@ class Wandb(Careful, Logger):
 
     @override
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the configuration is there from the beginning."""
+        """Nothing: the configuration was given to W&B at its start."""
 
     @rank_zero_only
     def begin(self) -> None:
-        """Start W&B's run, or go on in it, and say where it is."""
+        """Start or continue the W&B run, and print where it is."""
         if os.environ.get("WANDB_MODE") == "disabled":
             self._off |= {"curves", "scorecards", "reports and weights"}
         self._try("curves", self._begin)
@@ -85,36 +89,36 @@ class Wandb(Careful, Logger):
     def _begin(self) -> Any:
         if self._run is not None:
             return self._run
-        wanted = os.environ.get("WANDB_MODE")
+        mode = os.environ.get("WANDB_MODE")
         try:
-            self._run = self._init(wanted or ("online" if _key_known() else "offline"))
-        except Exception as error:  # of wandb, a key, a network or a server: none of them ends a run
-            if wanted == "offline":
+            self._run = self._init(mode or ("online" if _key_known() else "offline"))
+        except Exception as error:  # wandb, the key, the network or the server: the run goes on
+            if mode == "offline":
                 raise
             say(f"W&B: {redact.reason(error)}; this run is recorded offline")
-            wandb.teardown()  # or the run that it did not get would be in its way
+            wandb.teardown()  # else the failed run blocks the next `init`
             self._run = self._init("offline")
         self._go_on(self._run)
         place = self._run.url or f"offline, `wandb sync {self._run.settings.sync_dir}` uploads it"
-        say(f"W&B: {place}{SAID[self.weights]}")
+        say(f"W&B: {place}{WEIGHTS_NOTE[self.weights]}")
         return self._run
 
     def _go_on(self, run: Any) -> None:
-        """Take note of what was logged by processes before this one; offline, log it again."""
+        """Read what earlier processes of this run logged; offline, log it again."""
         place = Path(run.settings.wandb_dir)
         self._journal = place / JOURNAL
         lines = self._journal.read_text().splitlines() if self._journal.exists() else []
-        known = [json.loads(line) for line in lines if line.endswith("]")]  # the last may have been cut off
-        self._logged = {_kind(metrics): step for step, metrics in known}
+        entries = [json.loads(line) for line in lines if line.endswith("]")]  # the last line may be truncated
+        self._logged = {_kind(metrics): step for step, metrics in entries}
         older = [p for p in place.glob(f"*run-*-{run.id}") if p != Path(run.settings.sync_dir)]
         if not older or any(p.name.startswith("run-") or list(p.glob("*.synced")) for p in older):
             return
-        for step, metrics in known:
+        for step, metrics in entries:
             run.log({**metrics, STEP: step})
         for checkpoint in checkpoints(self.folder):
             self._saved(self.folder, checkpoint)
         for folder in older:
-            shutil.rmtree(folder, ignore_errors=True)  # the killed run's writer may be in it still
+            shutil.rmtree(folder, ignore_errors=True)  # the killed run's writer may still write there
 
     def _init(self, mode: Any) -> Any:
         settings = wandb.Settings(finish_timeout=FINISH, finish_timeout_raises=True)
@@ -137,7 +141,7 @@ class Wandb(Careful, Logger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Numbers of one step, unless this or a later one is there already."""
+        """Log numbers of one step, unless this or a later one was logged before."""
         if step is not None:
             self._try("curves", lambda: self._log(dict(metrics), step))
 
@@ -151,15 +155,15 @@ class Wandb(Careful, Logger):
             file.write(json.dumps([step, metrics]) + "\n")
 
     def _later(self, what: str, work: Callable[[], object]) -> None:
-        """Do it in a thread, where waiting for a server holds up nothing."""
+        """Do `work` in a thread, so that training does not wait for a server."""
 
         def turn() -> None:
             with _turn:
                 try:
                     if thread in _busy and what not in self._off:
                         work()
-                except Exception as error:  # likewise, in a thread that nobody asks
-                    if thread in _busy:  # the run is still there, and W&B's with it
+                except Exception as error:  # as in `_try`; nobody joins this thread for its result
+                    if thread in _busy:  # the W&B run has not been finished yet
                         self._leave(what, error)
 
         thread = threading.Thread(target=turn, daemon=True)
@@ -168,7 +172,7 @@ class Wandb(Careful, Logger):
 
     @rank_zero_only
     def saved(self, folder: Path, checkpoint: Path) -> None:
-        """Log a scored checkpoint's card; and its weights, where they are wanted now."""
+        """Log a checkpoint's scorecard, and its weights with logger.weights=always."""
         self._try("scorecards", lambda: self._saved(folder, checkpoint))
 
     def _saved(self, folder: Path, checkpoint: Path) -> None:
@@ -189,7 +193,7 @@ class Wandb(Careful, Logger):
 
     @rank_zero_only
     def ended(self, folder: Path) -> None:
-        """Log the report, and the weights that are wanted when a run has ended."""
+        """Log the report, and weights with logger.weights=end."""
         self._try("reports and weights", lambda: self._ended(folder))
 
     def _ended(self, folder: Path) -> None:
@@ -205,7 +209,7 @@ class Wandb(Careful, Logger):
                 self._upload(checkpoint, ["best"] * (checkpoint == top) + ["last"] * (checkpoint == last))
 
     def _upload(self, checkpoint: Path, aliases: list[str]) -> None:
-        """Hand a checkpoint's files over where they lie: no copy is made, and no trainer's state goes."""
+        """Upload a checkpoint's files in place, without a copy and without the trainer's state."""
         run, card = self._begin(), checkpoint / "score.json"
         values = read_scorecard(card).to_json() if card.exists() else {}
         metadata = {k: v for k, v in values.items() if isinstance(v, str | int | float)}
@@ -219,7 +223,7 @@ class Wandb(Careful, Logger):
         def upload() -> None:
             logged = run.log_artifact(artifact, aliases=[f"step-{checkpoint.name}", *aliases])
             if run.url:
-                with suppress(Exception):  # what has not arrived when the run ends, `finish` says
+                with suppress(Exception):  # `finish` reports what has not arrived
                     logged.wait()
 
         self._later("weights", upload)
@@ -227,17 +231,17 @@ class Wandb(Careful, Logger):
 
 @contextmanager
 def _arguments_without_secrets() -> Iterator[None]:
-    """W&B records the command line."""
-    given = sys.argv
-    sys.argv = [given[0], *map(redact.override, given[1:])]
+    """Hide secrets in sys.argv, which W&B records."""
+    argv = sys.argv
+    sys.argv = [argv[0], *map(redact.override, argv[1:])]
     try:
         yield
     finally:
-        sys.argv = given
+        sys.argv = argv
 
 
 def _kind(metrics: Mapping[str, float]) -> str:
-    """What is logged together: `train`, say."""
+    """Prefixes of the names, `train` for instance."""
     return " ".join(sorted({name.partition("/")[0] for name in metrics if "/" in name}))
 
 
@@ -246,12 +250,12 @@ def _histogram(counts: list[int]) -> wandb.Histogram:
 
 
 def _key_known() -> bool:
-    """Whether W&B could log in: by an environment variable, or what `wandb login` left."""
+    """Whether W&B has an API key, in the environment or from `wandb login`."""
     return bool(wandb.login(prompt=False, verify=False))
 
 
 def finish(failed: bool) -> None:
-    """End W&B's run; what could not be uploaded can be later."""
+    """Finish the W&B run; what was not uploaded can be with `wandb sync`."""
     assert wandb.run
     folder, end = wandb.run.settings.sync_dir, time.monotonic() + (FINISH if failed else UPLOAD)
     with bar(1, "W&B: finishing", "", leave=False):
@@ -259,7 +263,7 @@ def finish(failed: bool) -> None:
             for thread in _busy:
                 thread.join(max(0.0, end - time.monotonic()))
             wandb.finish(exit_code=int(failed))
-        except Exception as error:  # it has all it needs on disk
+        except Exception as error:  # everything is on disk as well
             say(f"W&B: {redact.reason(error)}; `wandb sync {folder}` uploads the rest")
         finally:
             _busy.clear()

@@ -62,7 +62,7 @@ class Scored(NamedTuple):
         return [(row.temperature, row.batch_size) for row in self.card.rows if not row.lossy]
 
     def at(self, temperature: float, batch: int, decode: str = "") -> list[Row]:
-        """Lossless rows at one setting, of all plans or of one; at least one.
+        """At least one lossless row at a setting, of all plans or of one.
 
         Raises:
             UserError: there is none.
@@ -84,7 +84,7 @@ class Scored(NamedTuple):
         return rows_of_plan
 
     def by_batch(self, temperature: float, decode: str = "") -> dict[int, Row]:
-        """The fastest lossless row at each batch size, of one plan or of any; sizes without are left out."""
+        """The fastest lossless row at each batch size that was scored, of one plan or of any."""
         by_size: dict[int, list[Row]] = {}
         for row in self.card.rows:
             matches = decode in ("", row.decode, short(row.decode))
@@ -145,7 +145,7 @@ def scorecard(path: Path) -> Scorecard:
 
 
 def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
-    """The best first.
+    """Runs sorted by speedup or tau, the best first.
 
     Raises:
         UserError: a run that was not scored at this choice.
@@ -159,19 +159,19 @@ def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
 
 
 class Table(NamedTuple):
-    """What is shown, as text or on a page."""
+    """Cells of the comparison, shown as text or on a page."""
 
     head: list[str]
     lines: list[list[str]]
     notes: list[str]
 
     def text(self) -> str:
-        """For a terminal."""
+        """The table as plain text."""
         return printable("\n".join([grid(self.head, self.lines), *self.notes]))
 
 
-def compared(scored: Sequence[Scored], choice: Choice) -> Table:
-    """The runs in order, each beside the best or the one that is named.
+def comparison(scored: Sequence[Scored], choice: Choice) -> Table:
+    """The runs in order, each compared with the best or the one that is named.
 
     Raises:
         UserError: a run that was not scored at this choice, a name that no run has.
@@ -193,8 +193,8 @@ def compared(scored: Sequence[Scored], choice: Choice) -> Table:
 
 
 def table(scored: Sequence[Scored], choice: Choice) -> str:
-    """`compared` as text."""
-    return compared(scored, choice).text()
+    """`comparison` as plain text."""
+    return comparison(scored, choice).text()
 
 
 def _line(scored: Scored, choice: Choice, base: Scored, pairs: bool) -> list[str]:
@@ -224,7 +224,7 @@ def _line(scored: Scored, choice: Choice, base: Scored, pairs: bool) -> list[str
 
 
 def _first(blocks: Sequence[list[str]], choice: Choice) -> list[str]:
-    """Speed and acceptance, whatever the order is by in front."""
+    """Columns of speed and acceptance; those that runs are sorted by come first."""
     speeds, taus = blocks
     return [*taus, *speeds] if choice.by == "tau" else [*speeds, *taus]
 
@@ -262,7 +262,7 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
 
 
 def machines(cards: Sequence[Scorecard]) -> list[str]:
-    """What they were measured on, each once."""
+    """Dtypes and machines of the scorecards, without repetition."""
     return sorted({f"{card.conditions.dtype}, {card.conditions.hardware}" for card in cards})
 
 

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from decode.evaluation.scorecard import Row
 from distill.report import page
-from distill.report.compare import Choice, Scored, compared, draft_ms, in_order, machines
+from distill.report.compare import Choice, Scored, comparison, draft_ms, in_order, machines
 from distill.report.panels import by_category
 from distill.scoring.paired import speedup
 
@@ -22,7 +22,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
     Raises:
         UserError: a run that was not scored at this choice.
     """
-    table = compared(scored, choice)
+    table = comparison(scored, choice)
     ordered = in_order(scored, choice)
     rows = [s.rows(choice)[0] for s in ordered]
     names = [s.name for s in ordered]
@@ -34,7 +34,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
             "All of them",
             page.table(table.head, table.lines, texts=2, sortable=True),
             page.details("What was measured, and where", *map(page.prose, table.notes), opened=True),
-            says="Click a heading to sort by it.",
+            caption="Click a heading to sort by it.",
             wide=True,
         ),
         page.section(
@@ -42,18 +42,18 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
             page.plot(
                 _bars(names, rows), f"Speedup of each drafter, {setting}", max(90 + ROW * len(names), HIGH)
             ),
-            says=f"Over plain decoding, {setting}. Left of 1 a drafter costs more than it gives.",
+            caption=f"Over plain decoding, {setting}. Left of 1 a drafter costs more than it gives.",
         ),
         page.section(
             "What drafting costs",
             page.plot(_costs(names, rows), f"Acceptance length against drafting time, {setting}", HIGH),
-            says="Tokens a target pass against the milliseconds that a round's draft took: further up is "
+            caption="Tokens a target pass against the milliseconds that a round's draft took: further up is "
             "better, further left is cheaper.",
         ),
         page.section(
             "Survival",
             page.plot(_survival(names, rows), f"Chance to accept j tokens, by j, {setting}", HIGH),
-            says=f"Share of rounds that accept at least j draft tokens, T={first:g}.",
+            caption=f"Share of rounds that accept at least j draft tokens, T={first:g}.",
         ),
     ]
     if batches:
@@ -61,7 +61,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
             page.section(
                 "Batch",
                 page.plot(batches, f"Speedup by batch size, T={first:g}", HIGH),
-                says=f"Speedup at T={first:g} with the fastest plan that was scored at each batch size"
+                caption=f"Speedup at T={first:g} with the fastest plan that was scored at each batch size"
                 + (f" ({choice.decode})." if choice.decode else "."),
             )
         )
@@ -71,7 +71,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
             page.section(
                 "Kinds of prompts",
                 page.table(head, lines, sortable=True),
-                says=f"tau by category at T={first:g}, and behind it the number of prompts.",
+                caption=f"tau by category at T={first:g}, and behind it the number of prompts.",
                 wide=True,
             )
         )
@@ -79,7 +79,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
 
 
 def _bars(names: Sequence[str], rows: Sequence[Row]) -> go.Figure:
-    """The best on top; intervals where there are any."""
+    """Bars of speedup, the best on top, with intervals where there are any."""
     values = [speedup(row) for row in rows]
     figure = go.Figure(
         go.Bar(
@@ -176,7 +176,7 @@ def _batches(ordered: Sequence[Scored], choice: Choice) -> go.Figure | None:
 
 
 def _by_category(ordered: Sequence[Scored], rows: Sequence[Row]) -> tuple[list[str], list[list[str]]] | None:
-    """Acceptance length on each kind of prompt; None where a card does not say which are of which."""
+    """Acceptance length on each kind of prompt; None where a scorecard has no categories."""
     by_run = [
         {kind.name: kind for kind in by_category(s.card, row)} for s, row in zip(ordered, rows, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What a run wrote into its folder: scorecards, curves and configuration."""
+"""Read what a run wrote into its folder: scorecards, curves and configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-import distill.config.resolvers  # noqa: F401  that a configuration uses
+import distill.config.resolvers  # noqa: F401  registers the resolvers of a configuration
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.utils.atomic_files import read_json
@@ -54,7 +54,7 @@ class History:
 
 
 def read(folder: Path) -> History:
-    """A run's folder, finished or not, of this version or an older one.
+    """Read a run's folder, finished or not, of this version or an older one.
 
     Raises:
         UserError: no run there, or a file of it that cannot be read.
@@ -65,7 +65,7 @@ def read(folder: Path) -> History:
     step = best.resolve().name
     config, overrides = _configuration(folder / ".hydra")
     started = None
-    with suppress(ValueError, AttributeError):  # half a file, or another's: then it is not known
+    with suppress(ValueError, AttributeError):  # the file is truncated, or another program's
         started = (read_json(folder / "run.json") or {}).get("started")
     return History(
         folder,
@@ -125,14 +125,14 @@ def _number(text: Any) -> float | None:
 
 
 def _configuration(folder: Path) -> tuple[str, list[str]]:
-    """Resolved and without secrets."""
+    """Configuration as YAML, resolved and without secrets, and overrides."""
     try:
         config = OmegaConf.load(folder / "config.yaml")
         overrides: Any = OmegaConf.to_container(OmegaConf.load(folder / "overrides.yaml"), resolve=False)
-    except (OSError, YAMLError):  # none, or half of one
+    except (OSError, YAMLError):  # missing or truncated
         return "", []
     try:
         values = resolved(config)
-    except Exception:  # of any kind: resolvers are functions; another version may have had others
+    except Exception:  # any: resolvers are functions, and another version may have had others
         values = without_secrets(OmegaConf.to_container(config, resolve=False))
     return OmegaConf.to_yaml(OmegaConf.create(values)), [override(str(one)) for one in overrides]

@@ -1,4 +1,4 @@
-"""report.html: a run on one page, made from what its folder has."""
+"""report.html: a run on one page, from the files in its folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "report.html"
 
 
 def write(folder: Path, out: Path | None = None) -> Path:
-    """Make the page of a run, finished or not, or make it anew.
+    """Write the page of a run, finished or not.
 
     Args:
         folder: of the run.
@@ -34,7 +34,7 @@ def write(folder: Path, out: Path | None = None) -> Path:
 
 
 def attempt(folder: Path) -> Path | None:
-    """The same at the end of a run, which a page that cannot be made must not spoil."""
+    """Write the page at the end of a run; a failure is logged and raises nothing."""
     try:
         return write(folder)
     except Exception as error:  # whatever is in the files of an old or damaged run
@@ -43,7 +43,7 @@ def attempt(folder: Path) -> Path | None:
 
 
 def build(run: History) -> str:
-    """The document; what the run did not write down is left out."""
+    """The document; panels without data are left out."""
     card = run.card
     parts: list[Markup | None] = []
     if card:

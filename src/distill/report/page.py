@@ -1,7 +1,7 @@
-"""One self-contained HTML page: headings, tables and plots, readable without a network.
+"""Build one self-contained HTML page of headings, tables and plots, readable without a network.
 
-What is put into a page may have been written by anybody (prompts, what a model wrote): text is escaped
-wherever it is not `Markup`, and the page's own policy allows no request and no script but its own.
+Contents of a page are not trusted (prompts, texts of a model): text is escaped unless it is `Markup`, and the
+page's content security policy allows no request and no script but its own.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Cell = str | int | float | None
 
 
 def paint(name: str) -> str:
-    """A colour of the page for a figure; it follows the reader's choice of light or dark."""
+    """CSS variable of a colour, for figures; it follows the reader's choice of light or dark."""
     if name not in COLOURS:
         raise KeyError(name)
     return f"var(--{name})"
 
 
 def label(text: str) -> str:
-    """Text of others for a figure, whose strings are read as HTML's smaller brother."""
+    """Escape untrusted text for a figure; Plotly reads its strings as a subset of HTML."""
     return str(escape(text))
 
 
@@ -117,7 +117,7 @@ _HALF, _WHOLE = '<section class="card">', '<section class="card wide">'
 
 
 def _paired(parts: Iterable[Markup]) -> list[Markup]:
-    """Cards stand two in a row; one that is left over has the row to itself."""
+    """Put half-width cards two in a row; one without a neighbour becomes full width."""
     result, open_row = [], False
     for part in [*parts, Markup()]:
         half = part.startswith(_HALF)
@@ -128,18 +128,18 @@ def _paired(parts: Iterable[Markup]) -> list[Markup]:
     return result
 
 
-def section(title: str, *parts: Markup | str, says: str = "", wide: bool = False) -> Markup:
-    """A card with a heading, and a line that says what to look for."""
+def section(title: str, *parts: Markup | str, caption: str = "", wide: bool = False) -> Markup:
+    """A card with a heading and a caption."""
     return Markup("{}<h2>{}</h2>{}{}</section>").format(
         Markup(_WHOLE if wide else _HALF),
         title,
-        Markup('<p class="says">{}</p>').format(says) if says else "",
+        Markup('<p class="says">{}</p>').format(caption) if caption else "",
         Markup("\n").join(parts),
     )
 
 
 def heading(text: str) -> Markup:
-    """Between cards."""
+    """A heading between cards."""
     return Markup('<h2 class="between">{}</h2>').format(text)
 
 
@@ -149,13 +149,13 @@ def prose(text: str) -> Markup:
 
 
 def tiles(items: Iterable[tuple[str, Markup | str, Markup | str]]) -> Markup:
-    """(name, value, what is said of it) in big letters, side by side."""
+    """Tiles of (name, value, note) side by side."""
     one = Markup('<div class="tile"><dt>{}</dt><dd>{}</dd><dd class="note">{}</dd></div>')
     return Markup('<dl class="tiles">{}</dl>').format(Markup("").join(one.format(*item) for item in items))
 
 
 def facts(pairs: Iterable[tuple[str, Cell | Markup]]) -> Markup:
-    """Names and values, one a line; those without a value are left out."""
+    """Names and values, one on a line; those without a value are left out."""
     one = Markup("<div><dt>{}</dt><dd>{}</dd></div>")
     lines = [one.format(name, _cell(value)) for name, value in pairs if value is not None and value != ""]
     return Markup('<dl class="facts">{}</dl>').format(Markup("").join(lines))
@@ -164,7 +164,7 @@ def facts(pairs: Iterable[tuple[str, Cell | Markup]]) -> Markup:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[Cell | Markup]], texts: int = 1, sortable: bool = False
 ) -> Markup:
-    """A table that scrolls in itself where the screen is narrow.
+    """A table that scrolls horizontally on a narrow screen.
 
     Args:
         head: names of the columns.
@@ -192,41 +192,41 @@ def table(
 
 
 def split(*parts: Markup) -> Markup:
-    """Side by side within a card, or below one another where the screen is narrow."""
+    """Parts side by side within a card; below one another on a narrow screen."""
     halves = Markup("").join(Markup("<div>{}</div>").format(part) for part in parts)
     return Markup('<div class="split">{}</div>').format(halves)
 
 
 def details(title: str, *parts: Markup | str, opened: bool = False) -> Markup:
-    """What is folded away until it is asked for."""
+    """A collapsed section that opens on a click."""
     return Markup("<details{}><summary>{}</summary>{}</details>").format(
         Markup(" open") if opened else "", title, Markup("\n").join(parts)
     )
 
 
 def pre(text: str) -> Markup:
-    """Text as it is, a file say."""
+    """Preformatted text."""
     return Markup('<pre class="scroll" tabindex="0">{}</pre>').format(text)
 
 
-def plot(figure: go.Figure, says: str, height: int = 260) -> Markup:
-    """A figure in the page's colours; its axes are named by whoever made it.
+def plot(figure: go.Figure, caption: str, height: int = 260) -> Markup:
+    """A Plotly figure in the page's colours.
 
     Args:
         figure: colours from `paint`, text of others through `label`. Its template is the page's own.
-        says: for those who cannot see it.
+        caption: label for screen readers.
         height: in CSS pixels.
     """
-    drawn = figure.to_plotly_json()
-    layout = {k: v for k, v in drawn["layout"].items() if k != "template"} | {"height": height}
+    values = figure.to_plotly_json()
+    layout = {k: v for k, v in values["layout"].items() if k != "template"} | {"height": height}
     return Markup(
         '<div class="plot" role="img" aria-label="{}" style="height:{}px"></div>'
         '<script type="application/json">{}</script>'
-    ).format(says, height, Markup(_json({"data": drawn["data"], "layout": layout})))
+    ).format(caption, height, Markup(_json({"data": values["data"], "layout": layout})))
 
 
 def _json(value: Any) -> str:
-    """For a script element: no tag can begin in it, and what is no number is a gap."""
+    """JSON for a script element: without characters that begin a tag; NaN and infinity are null."""
     text = json.dumps(_plain(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -255,7 +255,7 @@ def _hash(script: str) -> str:
 
 
 def _variables() -> str:
-    """Both sets of colours: the system's choice counts unless the reader has made one."""
+    """Light and dark colours; the system's preference holds unless the reader presses the button."""
     light, dark = (";".join(f"--{k}:{v[i]}" for k, v in COLOURS.items()) for i in (0, 1))
     return (
         f":root{{color-scheme:light;{light}}}\n"
@@ -271,7 +271,7 @@ def _resource(name: str) -> str:
 
 @cache
 def _plotly() -> str:
-    """Plotly's library, as its package has it; a parser would read other line ends, and hash other text."""
+    """Plotly's library, with line ends as an HTML parser reads them, since the text is hashed."""
     script = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
     assert "</script" not in script.lower(), "the library would end its own element"
     return script

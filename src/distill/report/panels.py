@@ -21,11 +21,11 @@ from distill.report.training_panels import axes
 from distill.scoring.paired import FEWEST
 from distill.scoring.target_drift import describe
 
-SETTINGS = 6  # the first ones, whose times are drawn
+SETTINGS = 6  # of which times are plotted, the first ones
 
 
 def warnings(card: Scorecard) -> Markup | None:
-    """What a reader must know before any number."""
+    """Warnings: a control, a failed audit, a disagreement with replay, a tuned target."""
     control = card.conditions.control
     texts = [
         f"Scored with control={control}: the drafter was given other hidden states. This is no real score."
@@ -120,16 +120,16 @@ def positions(card: Scorecard) -> Markup | None:
     figure.update_layout(axes("position in the draft", "probability"))
     figure.update_xaxes(dtick=1)
     figure.update_yaxes(range=[0, 1.03])
-    says = (
+    caption = (
         "Bars: the chance that a round keeps at least so many draft tokens; tau is 1 plus their sum. Line: "
         "acceptance of a position once all before it were kept. A line that falls calls for a drafter that "
         "is trained deeper; bars that end high call for a deeper draft."
     )
-    return page.section("Acceptance by position", page.plot(figure, says), says=says)
+    return page.section("Acceptance by position", page.plot(figure, caption), caption=caption)
 
 
 def length_shares(survival: Sequence[float]) -> list[float]:
-    """P(accepted = j), j from 0, of P(accepted >= j), j from 1."""
+    """P(accepted = j), j from 0, from P(accepted >= j), j from 1."""
     reached = [1.0, *survival, 0.0]
     return [a - b for a, b in pairwise(reached)]
 
@@ -161,11 +161,11 @@ def lengths(card: Scorecard) -> Markup | None:
     figure.update_layout(axes("draft tokens accepted in a round", "share of rounds (%)"), showlegend=True)
     figure.update_xaxes(dtick=1)
     figure.update_yaxes(rangemode="tozero")
-    says = (
+    caption = (
         "How many draft tokens a round keeps. Much at 0: the first token is the problem. Much at the "
         "right end: drafts stop while they are still right."
     )
-    return page.section("Accepted lengths", page.plot(figure, says), says=says)
+    return page.section("Accepted lengths", page.plot(figure, caption), caption=caption)
 
 
 class Category(NamedTuple):
@@ -224,7 +224,7 @@ def categories(card: Scorecard) -> Markup | None:
     )
     figure.update_layout(axes("tau (tokens per target pass)", ""))
     figure.update_yaxes(autorange="reversed", type="category")
-    says = (
+    caption = (
         "Tau of each kind of prompt with its 95 % interval, and of all together (dashed). A kind far to the "
         "left is what more training prompts of that kind would help."
     )
@@ -235,10 +235,10 @@ def categories(card: Scorecard) -> Markup | None:
     return page.section(
         "Acceptance by category",
         page.split(
-            page.plot(figure, says, 90 + 30 * len(kinds)),
+            page.plot(figure, caption, 90 + 30 * len(kinds)),
             page.table(["category", "prompts", "tokens", "tau", "95 % interval"], lines),
         ),
-        says=says,
+        caption=caption,
         wide=True,
     )
 
@@ -269,7 +269,7 @@ def _time_shares(row: Row) -> dict[str, float]:
 
 
 def shares(card: Scorecard) -> Markup | None:
-    """Where a round's time goes, beside what plain decoding would take."""
+    """Time of a round by part, beside plain decoding's for as many tokens."""
     rows = [r for r in card.rows if r.plain_tokens_per_second and r.tpot][:SETTINGS]
     if not rows:
         return None
@@ -302,7 +302,7 @@ def shares(card: Scorecard) -> Markup | None:
     order = [name for pair in zip(ours, theirs, strict=True) for name in pair]
     figure.update_layout(axes("milliseconds", ""), barmode="stack", bargap=0.35)
     figure.update_yaxes(categoryorder="array", categoryarray=order, autorange="reversed", showgrid=False)
-    says = (
+    caption = (
         "One round of drafting and verifying, above what plain decoding takes for the tokens that the round "
         "settles. The upper bar has to be the shorter one; its parts say what to make cheaper."
     )
@@ -310,14 +310,14 @@ def shares(card: Scorecard) -> Markup | None:
     split = ", ".join(f"{name} {100 * share:.0f} %" for name, share in _time_shares(card.headline).items())
     return page.section(
         "Time of a round",
-        page.plot(figure, says, max(height, 200)),
+        page.plot(figure, caption, max(height, 200)),
         Markup('<p class="note">{}</p>').format(f"Headline: {split} of decoding time."),
-        says=says,
+        caption=caption,
     )
 
 
 def batches(card: Scorecard) -> Markup | None:
-    """Speedup over the batch size, where several were scored."""
+    """Speedup against batch size, where several were scored."""
     curves: dict[str, list[Row]] = {}
     for row in card.rows:
         curves.setdefault(f"{row.decode}, T={row.temperature:g}", []).append(row)
@@ -340,11 +340,11 @@ def batches(card: Scorecard) -> Markup | None:
     figure.update_layout(axes("batch size (texts decoded together)", "speedup over plain decoding"))
     figure.update_xaxes(type="category")
     figure.update_yaxes(rangemode="tozero")
-    says = (
+    caption = (
         "Where a line falls below 1 (dashed), drafting costs more than it gives. Larger batches leave the "
         "target less idle arithmetic for verifying drafts, so that lines fall to the right."
     )
-    return page.section("Speedup by batch size", page.plot(figure, says), says=says)
+    return page.section("Speedup by batch size", page.plot(figure, caption), caption=caption)
 
 
 def _setting_names(rows: Sequence[Row]) -> list[str]:
@@ -378,12 +378,12 @@ def settings(card: Scorecard) -> Markup | None:
                 *(f"{100 * share:.0f} %" for share in _time_shares(row).values()),
             ]
         )
-    says = "The first line is the headline. ~: counted by the decoder, where replay is not exact."
-    return page.section("All settings", page.table(head, lines), says=says, wide=True)
+    caption = "The first line is the headline. ~: counted by the decoder, where replay is not exact."
+    return page.section("All settings", page.table(head, lines), caption=caption, wide=True)
 
 
 def about(card: Scorecard) -> Markup:
-    """What was measured."""
+    """Drafter, target and settings."""
     row, checkpoint, conditions = card.headline, card.checkpoint, card.conditions
     sizes = {r.batch_size for r in card.rows}
     more = "" if len(sizes) > 1 else " (score.batch_sizes=[1,4,16] would add a curve)"
@@ -410,7 +410,7 @@ def about(card: Scorecard) -> Markup:
 
 
 def machine(run: History) -> Markup | None:
-    """Where, when and with which code."""
+    """Machine, date and versions."""
     facts: list[tuple[str, page.Cell | Markup]] = []
     if card := run.card:
         conditions, versions = card.conditions, card.checkpoint.versions
@@ -433,14 +433,14 @@ def machine(run: History) -> Markup | None:
 
 
 def configuration(run: History) -> Markup | None:
-    """Everything the run was set to."""
+    """Configuration and overrides."""
     if not run.config:
         return None
-    given = " ".join(run.overrides) or "(none)"
+    overrides = " ".join(run.overrides) or "(none)"
     return page.section(
         "Configuration",
-        page.facts([("given", given)]),
+        page.facts([("given", overrides)]),
         page.details("all settings, resolved", page.pre(run.config)),
-        says="What was given on the command line; everything else is the default.",
+        caption="What was given on the command line; everything else is the default.",
         wide=True,
     )

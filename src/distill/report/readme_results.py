@@ -17,7 +17,7 @@ CONDITIONS = ("hardware", "dtype", "threads", "prompts", "max_new_tokens")
 
 
 def results(scored: Sequence[Scored], choice: Choice) -> dict[str, Any]:
-    """What the headline table shows, and where it comes from.
+    """Numbers of the headline table and their conditions.
 
     Acceptance is that of each card's first plan, or of the chosen one; a speedup, at the first
     temperature, that of the fastest plan at each batch size, or of the chosen one.
@@ -67,53 +67,53 @@ def _run(scored: Scored, choice: Choice) -> dict[str, Any]:
     }
 
 
-def written(found: dict[str, Any]) -> str:
-    """As JSON, a line for each run."""
-    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items() if name != "runs"]
-    runs = ",\n".join(f"    {json.dumps(run)}" for run in found["runs"])
+def as_text(values: dict[str, Any]) -> str:
+    """JSON with one line for each run."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items() if name != "runs"]
+    runs = ",\n".join(f"    {json.dumps(run)}" for run in values["runs"])
     return "{\n" + ",\n".join([*lines, f'  "runs": [\n{runs}\n  ]']) + "\n}\n"
 
 
-def headline(found: dict[str, Any], document: str) -> str:
-    """The results as a Markdown table, and where they come from.
+def headline(values: dict[str, Any], document: str) -> str:
+    """The results as a Markdown table, with a paragraph on how they were measured.
 
     Args:
-        found: `results`.
+        values: from `results`.
         document: file that the table is for.
     """
-    runs = found["runs"]
+    runs = values["runs"]
     batches = sorted({one["batch"] for run in runs for one in run["speedup"]})
-    temperatures = found["temperatures"]
+    temperatures = values["temperatures"]
     plans = list(dict.fromkeys(one["decode"] for run in runs for one in run["tau"]))
-    raced = {one["decode"] for run in runs for one in run["speedup"]}
+    timed_plans = {one["decode"] for run in runs for one in run["speedup"]}
     head = ["drafter", *(f"tau, T={t:g}" for t in temperatures), *(f"speedup, batch {b}" for b in batches)]
     lines = [[*head, "trained", "parameters"], ["---", *["---:"] * (len(head) + 1)]]
     for run in runs:
         taus = [_tau(one, several=len(plans) > 1) for one in run["tau"]]
-        speeds = {one["batch"]: _speedup(one, several=len(raced) > 1) for one in run["speedup"]}
+        speeds = {one["batch"]: _speedup(one, several=len(timed_plans) > 1) for one in run["speedup"]}
         trained = minutes(run.get("train_seconds") or None)
         parameters = f"{run['parameters'] / 1e6:.2f} M" if run["parameters"] else "-"
         lines.append([_name(run), *taus, *(speeds.get(b, "-") for b in batches), trained, parameters])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     plan = f" with {plans[0]}" if len(plans) == 1 else ""
-    alone = "" if raced == set(plans) else f" with {next(iter(raced))}"
-    raced = ", the fastest of the plans that were scored" if len(raced) > 1 else alone
-    said = [
-        f"tau{plan}: tokens a target pass, replayed on the target's answers to {_all(found['replayed'])} "
+    alone = "" if timed_plans == set(plans) else f" with {next(iter(timed_plans))}"
+    plans_note = ", the fastest of the plans that were scored" if len(timed_plans) > 1 else alone
+    notes = [
+        f"tau{plan}: tokens a target pass, replayed on the target's answers to {_all(values['replayed'])} "
         "held-out prompts, with its 95 % interval (~: counted by the decoder).",
-        f"Speedup{raced}: over plain decoding with the same code at T={temperatures[0]:g}, "
-        f"{_all(found['prompts'])} prompts of up to {_all(found['max_new_tokens'])} tokens.",
-        f"{_all(found['dtype'])}, {_all(found['hardware'])}, threads {_all(found['threads'])}, "
-        f"commit {_all(found['commit'])}.",
-        f"Written by `{_command(found, document)}`.",
+        f"Speedup{plans_note}: over plain decoding with the same code at T={temperatures[0]:g}, "
+        f"{_all(values['prompts'])} prompts of up to {_all(values['max_new_tokens'])} tokens.",
+        f"{_all(values['dtype'])}, {_all(values['hardware'])}, threads {_all(values['threads'])}, "
+        f"commit {_all(values['commit'])}.",
+        f"Written by `{_command(values, document)}`.",
     ]
-    return f"{table}\n\n{' '.join(said)}"
+    return f"{table}\n\n{' '.join(notes)}"
 
 
-def _command(found: dict[str, Any], document: str) -> str:
-    """What writes this table; the runs are folders that only one machine has."""
-    decode = ["--decode", found["decode"]] if found["decode"] else []
-    words = ["--temperatures", *(f"{t:g}" for t in found["temperatures"]), "--batch", str(found["batch"])]
+def _command(values: dict[str, Any], document: str) -> str:
+    """The command that writes this table, without the folders of the runs."""
+    decode = ["--decode", values["decode"]] if values["decode"] else []
+    words = ["--temperatures", *(f"{t:g}" for t in values["temperatures"]), "--batch", str(values["batch"])]
     return f"foredraft compare RUN ... {shlex.join([*words, *decode, '--readme', document])}"
 
 
@@ -139,7 +139,7 @@ def _all(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def insert(document: Path, found: dict[str, Any]) -> None:
+def insert(document: Path, values: dict[str, Any]) -> None:
     """Put the headline table between the two comments of a Markdown file.
 
     Raises:
@@ -152,4 +152,4 @@ def insert(document: Path, found: dict[str, Any]) -> None:
     if (text.count(BEGIN), text.count(END)) != (1, 1) or text.index(BEGIN) > text.index(END):
         raise UserError(f"{document}: where is the table to go? put {BEGIN} and, below it, {END} there, once")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    document.write_text(f"{before}{BEGIN}\n{headline(found, document.name)}\n{END}{after}", encoding="utf-8")
+    document.write_text(f"{before}{BEGIN}\n{headline(values, document.name)}\n{END}{after}", encoding="utf-8")

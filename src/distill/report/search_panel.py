@@ -1,4 +1,4 @@
-"""The panel of a report that says how `drafter=auto` came to its drafter."""
+"""Panel of a report with the families that `drafter=auto` compared."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from distill.utils.atomic_files import read_json
 
 RECORD = "auto.json"  # of a search, in its run's folder
 HEAD = ["family", "rung", "trained", "steps", "tau", "plan", "ms/round", "tokens/s", "speedup", "fate"]
-RUNGS = {0: "-", -1: "last"}  # of drafters that nobody trains, and of the winner to the end
+RUNGS = {0: "-", -1: "last"}  # 0: drafters without training; -1: the winner, trained to the end
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Cells of a table of what was compared, as text; tokens a second are those of the whole batch.
+    """Table of the families compared, as text; tokens a second are those of the whole batch.
 
     Args:
         rows: of auto.json: family, rung, seconds, steps, fate, and verdict or None.
@@ -37,9 +37,13 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def families(run: History) -> Markup | None:
-    """All that were compared, rung by rung; None: nobody searched."""
-    if not (found := read_json(run.folder / RECORD)):
+    """All families, rung by rung; None: no search."""
+    if not (record := read_json(run.folder / RECORD)):
         return None
-    says = "Training goes on for the faster half of each rung; speedups are predicted, over plain decoding. "
-    says += found["result"].get("why", "The search has not ended.")
-    return page.section("Families compared", page.table(HEAD, lines(found["rows"])), says=says, wide=True)
+    caption = (
+        "Training goes on for the faster half of each rung; speedups are predicted, over plain decoding. "
+    )
+    caption += record["result"].get("why", "The search has not ended.")
+    return page.section(
+        "Families compared", page.table(HEAD, lines(record["rows"])), caption=caption, wide=True
+    )

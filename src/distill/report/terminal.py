@@ -23,20 +23,20 @@ OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batc
 
 
 def show(folder: Path) -> None:
-    """The run's table: drawn on a terminal, as plain text elsewhere; the numbers are the same."""
+    """Print the run's table: a rich one on a terminal, plain text elsewhere."""
     cards = list(scorecards(folder).values())
     if not (first_rank() and cards and lively() and sys.stdout.isatty()):
         say(table(folder))
         return
     console, last = Console(highlight=False, markup=False, emoji=False), cards[-1]
     console.print(Text(headline(last)), style="dim")
-    console.print(drawn(*by_step(cards), width=console.width))
+    console.print(fitted(*by_step(cards), width=console.width))
     if len(last.rows) > 1:
-        console.print(drawn(*by_setting(last), width=console.width))
+        console.print(fitted(*by_setting(last), width=console.width))
 
 
-def drawn(head: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Table:
-    """A table of as many columns as there is room for."""
+def fitted(head: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Table:
+    """A rich table with as many columns as fit."""
     columns = list(range(len(head)))
     for name in OPTIONAL:
         total = sum(3 + max(len(row[i]) for row in [head, *lines]) for i in columns) + 1
@@ -62,20 +62,20 @@ def places(folder: Path) -> None:
     if checkpoint is None:
         return
     kind = list(scorecards(folder).values())[-1].checkpoint.drafter
-    where = {"run": folder, "report": folder / REPORT, "best": checkpoint}
-    say("\nwritten:\n" + "\n".join(f"  {name}: {path}" for name, path in where.items() if path.exists()))
-    given = f"checkpoint={checkpoint}"  # which knows target and prompts
+    paths = {"run": folder, "report": folder / REPORT, "best": checkpoint}
+    say("\nwritten:\n" + "\n".join(f"  {name}: {path}" for name, path in paths.items() if path.exists()))
+    argument = f"checkpoint={checkpoint}"  # target and prompts are read from its run
     commands = [
-        ["foredraft", "score", given, "score.prompts=100"],
-        ["foredraft", "generate", given, "prompt=How do I use grep?"],
-        ["foredraft", "advise", given],
-        ["foredraft", "export", given, f"to={_program(kind)}"],
+        ["foredraft", "score", argument, "score.prompts=100"],
+        ["foredraft", "generate", argument, "prompt=How do I use grep?"],
+        ["foredraft", "advise", argument],
+        ["foredraft", "export", argument, f"to={_program(kind)}"],
     ]
     say("try next:\n" + "\n".join(f"  {shlex.join(words)}" for words in commands) + "\n")
 
 
 def _program(kind: str) -> str:
-    """One that can load the drafter."""
+    """A program that can load the drafter."""
     try:
         programs.check_format(kind, "vllm")
     except UserError:

@@ -24,7 +24,7 @@ def samples(card: Scorecard) -> Markup | None:
         Markup('<span class="key"><span class="tok {}">{}</span> {}</span>').format(kind, kind, what)
         for kind, what in KINDS.items()
     )
-    says = (
+    caption = (
         "Held-out prompts as the real decoder answers them. Point at a token, or tap it, for its "
         "probability and rank under the target (p) and the drafter (q), at the text's temperature, or at 1 "
         "where that is 0. Runs of blue are what drafting gains."
@@ -33,7 +33,7 @@ def samples(card: Scorecard) -> Markup | None:
         "Texts",
         Markup('<p class="keys">{}</p>').format(legend),
         Markup('<div class="texts">{}</div>').format(Markup("\n").join(map(_text, card.samples))),
-        says=says,
+        caption=caption,
         wide=True,
     )
 
@@ -68,5 +68,5 @@ def _token(token: SampleToken) -> Markup:
 
 
 def chance(value: float) -> str:
-    """A probability, in as many digits as tell it from 0."""
+    """A probability with three decimals, or as a power of ten below 0.001."""
     return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}" if value else "0"

@@ -12,11 +12,11 @@ from distill.report import page
 from distill.report.history import Curve, History
 from distill.report.page import paint
 
-DEPTHS = 8  # of the curves by depth, the first ones
+DEPTHS = 8  # depths of the unroll that are plotted, the first ones
 
 
 def axes(x: str, y: str, **layout: object) -> dict[str, object]:
-    """Names of both axes, beside whatever else."""
+    """Layout with the names of both axes."""
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}, **layout}
 
 
@@ -58,21 +58,23 @@ def tau(run: History) -> Markup | None:
         hovertemplate="step %{x}<br>tau %{y:.3f}<extra>decoder</extra>",
     )
     figure.update_layout(axes("optimizer step", "tau (tokens per target pass)"))
-    says = (
+    caption = (
         "Acceptance of every save point on held-out prompts; the large mark is the best. "
         "A curve that still rises would gain from more steps."
     )
-    return page.section("Tau over training", page.plot(figure, says), says=says)
+    return page.section("Tau over training", page.plot(figure, caption), caption=caption)
 
 
 def loss(run: History) -> Markup | None:
-    """What is minimised."""
-    says = "What training minimises. Flat for long: a smaller learning rate or a larger drafter helps more."
-    return _curve(run, "loss", "Loss over training", "loss", says)
+    """The training loss."""
+    caption = (
+        "What training minimises. Flat for long: a smaller learning rate or a larger drafter helps more."
+    )
+    return _curve(run, "loss", "Loss over training", "loss", caption)
 
 
 def curves(run: History) -> list[Markup | None]:
-    """Beside scores: by depth, and the run's health. Of a run without scores, loss comes first."""
+    """Acceptance by depth, gradient norm and speed; first the loss where the run has no scores."""
     alone = [] if run.cards else [loss(run)]
     return [
         *alone,
@@ -111,14 +113,14 @@ def _depths(run: History) -> Markup | None:
             hovertemplate="step %{x}<br>%{y:.3f}<extra>depth " + str(j) + "</extra>",
         )
     figure.update_layout(axes("optimizer step", "1 - total variation"))
-    says = (
+    caption = (
         "Overlap of the drafter's distribution with the target's, at each depth of the unroll, on training "
         "rows: the chance that a sampled token would be accepted at temperature 1."
     )
-    return page.section("Acceptance by depth in training", page.plot(figure, says), says=says)
+    return page.section("Acceptance by depth in training", page.plot(figure, caption), caption=caption)
 
 
-def _curve(run: History, name: str, title: str, unit: str, says: str) -> Markup | None:
+def _curve(run: History, name: str, title: str, unit: str, caption: str) -> Markup | None:
     curve = run.curves.get(name)
     if not curve or len(curve[0]) < 2:
         return None
@@ -143,11 +145,11 @@ def _curve(run: History, name: str, title: str, unit: str, says: str) -> Markup 
             hovertemplate="step %{x}<br>%{y:.4g}<extra>mean of " + str(window) + "</extra>",
         )
     figure.update_layout(axes("optimizer step", unit))
-    return page.section(title, page.plot(figure, says), says=says)
+    return page.section(title, page.plot(figure, caption), caption=caption)
 
 
 def smoothed(curve: Curve) -> tuple[Sequence[float], Sequence[float], int]:
-    """Steps, the mean of the newest few values at each, and how many these are."""
+    """Steps, the moving average at each, and its window."""
     steps, values = curve
     window = max(1, len(values) // 16)
     sums = np.concatenate([[0.0], np.cumsum(values)])

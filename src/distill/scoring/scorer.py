@@ -1,4 +1,4 @@
-"""Scoring a checkpoint folder as the configuration asks."""
+"""Score a checkpoint folder as configured."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ class Scorer:
         self.prepare()
         tuned = target is not self.target
         answers = self._answers(target) if tuned else self.rollouts
-        with threads(options.threads), bar(1, f"scoring step {step}", "batches", leave=False) as shown:
+        with threads(options.threads), bar(1, f"scoring step {step}", "batches", leave=False) as progress_bar:
 
             def progress(done: int, total: int) -> None:
-                shown.total = total
-                shown.update(done - shown.n)
+                progress_bar.total = total
+                progress_bar.update(done - progress_bar.n)
 
             settings, choices = self._settings(target, drafter, answers)
             card = score(

@@ -10,7 +10,7 @@ from workbench import foredraft
 
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
-from distill.report.compare import Choice, compared, read, table
+from distill.report.compare import Choice, comparison, read, table
 from distill.scoring.paired import tau_difference
 
 BOTH = Choice([0.0, 1.0])
@@ -37,7 +37,7 @@ def runs(tmp_path):
 
 def column(scored, choice, name):
     """Of every run, by name."""
-    found = compared(scored, choice)
+    found = comparison(scored, choice)
     return {line[0]: line[found.head.index(name)] for line in found.lines}
 
 

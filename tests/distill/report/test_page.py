@@ -24,7 +24,7 @@ def figure() -> go.Figure:
 def test_text_is_text_wherever_it_stands():
     parts = [
         page.tiles([(EVIL, EVIL, EVIL)]),
-        page.section(EVIL, page.prose(EVIL), page.heading(EVIL), EVIL, says=EVIL),
+        page.section(EVIL, page.prose(EVIL), page.heading(EVIL), EVIL, caption=EVIL),
         page.section("x", page.table([EVIL], [[EVIL]]), page.facts([(EVIL, EVIL)]), wide=True),
         page.details(EVIL, page.pre(EVIL)),
         page.plot(figure(), EVIL),

@@ -9,7 +9,7 @@ from workbench import ROOT
 
 from decode.errors import UserError
 from distill.report.compare import Choice, read
-from distill.report.readme_results import BEGIN, END, headline, insert, results, written
+from distill.report.readme_results import BEGIN, END, as_text, headline, insert, results
 
 TREE = "tree-7 (depth 3, width 3)"
 BOTH = Choice([0.0, 1.0])
@@ -35,7 +35,7 @@ def test_the_readmes_table_is_that_of_the_results_on_file():
     text = (ROOT / "README.md").read_text()
     kept = json.loads((ROOT / "docs" / "results.json").read_text())
     assert text.partition(BEGIN)[2].partition(END)[0] == f"\n{headline(kept, 'README.md')}\n"
-    assert written(kept) == (ROOT / "docs" / "results.json").read_text()
+    assert as_text(kept) == (ROOT / "docs" / "results.json").read_text()
     assert all(run["audit_passed"] and run["control"] == "none" for run in kept["runs"])
 
 
@@ -56,7 +56,7 @@ def test_acceptance_is_the_headlines_plans_and_speed_the_fastest_ones(scored):
     assert "float32, a machine, threads 1, commit 0123456789ab" in said
     command = "`foredraft compare RUN ... --temperatures 0 1 --batch 1 --readme R.md`"
     assert said.endswith(f"Written by {command}.")
-    assert json.loads(written(kept)) == kept
+    assert json.loads(as_text(kept)) == kept
 
 
 def test_a_plan_that_is_chosen_is_everywhere(scored):

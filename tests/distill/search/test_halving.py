@@ -208,7 +208,7 @@ class Made:
             if rung == SCORE:
                 folder = self.folder / families.FOLDER / name / "checkpoints" / "best"
                 folder.mkdir(parents=True)
-                (folder / "score.json").write_text(json.dumps({"tau": 2.5}))
+                (folder / "score.json").write_text(json.dumps(scorecard([row(tau=2.5)])))
                 self.clock.now += 8.0
         return None
 
