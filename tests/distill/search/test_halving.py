@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cards import row, scorecard
 from omegaconf import OmegaConf
 
 from benchmarks.auto_regret import Runner, described, summary
