@@ -91,7 +91,7 @@ class RecurrentDrafter(Drafter):
     def head(self, target: Target) -> Head:
         """The output head."""
 
-    def at(self, depth: int) -> RecurrentDrafter:
+    def module_at(self, depth: int) -> RecurrentDrafter:
         """The module that runs drafted pairs of step `depth`, from 2; settled pairs always use this one."""
         del depth
         return self
@@ -139,7 +139,7 @@ class RecurrentDrafter(Drafter):
         for depth, anchors in enumerate(index.anchors, 1):
             projection, positions = projections, token_positions
             if depth > 1:
-                if (module := self.at(depth)) is not active:
+                if (module := self.module_at(depth)) is not active:
                     active, projections = module, module.token_projection(target.embed(tokens).to(dtype))
                     layers.switch_layers(active.stack, active.qkv_weights())
                 if (surviving := layers.surviving_rows(depth)) is not None:
@@ -228,7 +228,7 @@ class RecurrentDrafter(Drafter):
             depth += 1
             parent_feature = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
             reach = tree_visibility(reach, parent)  # (B, W, m) mask over scratch slots
-            run = self.at(depth).run_layers
+            run = self.module_at(depth).run_layers
             hidden, feature = self.emit(run(state.store, target.embed(token), parent_feature, reach))
             return head(hidden)
 

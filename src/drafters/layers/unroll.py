@@ -66,7 +66,7 @@ class LayerUnroll:
         weights: q, k, v projection of each layer. The caller slices them once, so that all depths
             accumulate into one gradient.
         rotary: positions.
-        route: positions and anchors.
+        index: positions and anchors.
         device: of the rows.
         checkpointing: recompute what follows attention in the backward pass. Keys and values are
             stored, since later depths read them.
@@ -77,13 +77,13 @@ class LayerUnroll:
         stack: Sequence[DecoderLayer],
         weights: Sequence[Tensor],
         rotary: Rotary,
-        route: AnchorIndex,
+        index: AnchorIndex,
         device: torch.device,
         checkpointing: bool = False,
     ) -> None:
         self._checkpointing = checkpointing
         self._stack, self._weights, self._rotary = stack, weights, rotary
-        self._route, self._device = route, device
+        self._index, self._device = index, device
         self._keys: list[list[Tensor]] = [[] for _ in stack]
         self._values: list[list[Tensor]] = [[] for _ in stack]
 
@@ -93,20 +93,20 @@ class LayerUnroll:
 
     def slots(self, depth: int) -> Tensor:
         """(M,) rows of the first step that belong to the anchors of a depth."""
-        return self._route.slots(depth).to(self._device)
+        return self._index.slots(depth).to(self._device)
 
     def surviving_rows(self, depth: int) -> Tensor | None:
         """(M,) rows of the previous step whose anchors are still supervised; None: all."""
-        before, anchors = self._route.anchors[depth - 2 : depth]
+        before, anchors = self._index.anchors[depth - 2 : depth]
         if len(before) == len(anchors):
             return None
         return torch.searchsorted(before, anchors).to(self._device)
 
-    def _look(self, depth: int, query_slots: Tensor, like: Tensor) -> Visibility:
+    def _visibility(self, depth: int, query_slots: Tensor, like: Tensor) -> Visibility:
         """Keys that queries see; `query_slots` (M,) are their rows in the first step, on the host."""
-        anchors = self._route.anchors[depth - 1]
-        later_slots = [torch.searchsorted(self._route.anchors[d - 1], anchors) for d in range(2, depth + 1)]
-        blocks = query_blocks(query_slots, self._route.text[query_slots], self._stack[0].heads, like)
+        anchors = self._index.anchors[depth - 1]
+        later_slots = [torch.searchsorted(self._index.anchors[d - 1], anchors) for d in range(2, depth + 1)]
+        blocks = query_blocks(query_slots, self._index.text[query_slots], self._stack[0].heads, like)
         return Visibility([place.to(self._device) for place in (query_slots, *later_slots)], blocks)
 
     def step(self, depth: int, first: FirstLayerInput, positions: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ class LayerUnroll:
             (M, D) output rows of the anchors.
         """
         x, y, rest = first
-        anchors = self._route.slots(depth)
-        angles = self._rotary.table(self._route.longest, x)[positions]
+        anchors = self._index.slots(depth)
+        angles = self._rotary.table(self._index.longest, x)[positions]
         visibility = None
         for i, (layer, weight) in enumerate(zip(self._stack, self._weights, strict=True)):
             if i:
@@ -131,12 +131,12 @@ class LayerUnroll:
             anchors_only = depth == 1 and i + 1 == len(self._weights) and len(anchors) < len(x)
             if anchors_only:
                 query_rows = anchors.to(self._device)
-                q, k, v = self._ask(layer, weight, y, rest, angles, query_rows)
+                q, k, v = self._qkv_of_anchors(layer, weight, y, rest, angles, query_rows)
                 x = x.index_select(0, query_rows)
             else:
                 q, k, v = layer.split(_product(y, weight, rest), angles)
             if visibility is None or anchors_only:
-                visibility = self._look(
+                visibility = self._visibility(
                     depth, anchors if anchors_only or depth > 1 else torch.arange(len(x)), k
                 )
             self._keys[i].append(k)
@@ -149,7 +149,7 @@ class LayerUnroll:
         return x
 
     @staticmethod
-    def _ask(
+    def _qkv_of_anchors(
         layer: DecoderLayer,
         weight: Tensor,
         y: Tensor,

@@ -70,11 +70,11 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, look: Visibility, q: Tensor, *keys_values: Tensor) -> Tensor:
-        ctx.look = look
+    def forward(ctx: Any, visibility: Visibility, q: Tensor, *keys_values: Tensor) -> Tensor:
+        ctx.visibility = visibility
         ctx.save_for_backward(q, *keys_values)
         with torch.autocast(q.device.type, enabled=False):
-            heads = _Heads(look, q, keys_values)
+            heads = _Heads(visibility, q, keys_values)
             out, later_weights = torch.empty_like(heads.queries), torch.empty_like(heads.later_scores)
             for part in heads:
                 weight = part.weights(0)
@@ -87,7 +87,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, *keys_values = ctx.saved_tensors
-        heads = _Heads(ctx.look, q, keys_values)
+        heads = _Heads(ctx.visibility, q, keys_values)
         grad_out = heads.by_head(grad)
         grad_q, grad_k, grad_v = (
             torch.empty_like(grad_out),
@@ -129,10 +129,10 @@ class _Heads:
         later_scores: (G, Q, steps) scores of the later keys.
     """
 
-    def __init__(self, look: Visibility, q: Tensor, keys_values: Sequence[Tensor]) -> None:
+    def __init__(self, visibility: Visibility, q: Tensor, keys_values: Sequence[Tensor]) -> None:
         steps = len(keys_values) // 2
         keys, values = keys_values[:steps], keys_values[steps:]
-        self.look, self.scale, self.kv_heads = look, q.shape[-1] ** -0.5, keys[0].shape[1]
+        self.visibility, self.scale, self.kv_heads = visibility, q.shape[-1] ** -0.5, keys[0].shape[1]
         self.group_size = q.shape[1] // self.kv_heads  # query heads of a key head
         self._sizes = [len(k) for k in keys[1:]]
         self.queries = self.by_head(q) * self.scale
@@ -140,12 +140,12 @@ class _Heads:
         self.later_keys = [self._gather_later(k, i) for i, k in enumerate(keys[1:])]
         self.later_values = [self._gather_later(v, i) for i, v in enumerate(values[1:])]
         self.later_scores = self.later_products(self.queries, self.later_keys)
-        most = max((b.last - b.first) * (b.end - b.begin + steps - 1) for b in look.blocks)
+        most = max((b.last - b.first) * (b.end - b.begin + steps - 1) for b in visibility.blocks)
         # Allocated once: fresh memory costs as much as a pass over it.
         self.buffers = q.new_empty(2, self.kv_heads * self.group_size * most)
 
     def __iter__(self) -> Iterator[_Part]:
-        for block in self.look.blocks:
+        for block in self.visibility.blocks:
             yield _Part(self, block, self._mask(block))
 
     def by_head(self, x: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class _Heads:
 
     def _gather_later(self, x: Tensor, i: int) -> Tensor:
         """(M', G, dim) of a later step -> (G, M, 1, dim)."""
-        return x.index_select(0, self.look.places[1 + i]).transpose(0, 1)[:, :, None]
+        return x.index_select(0, self.visibility.places[1 + i]).transpose(0, 1)[:, :, None]
 
     def split_group(self, x: Tensor) -> Tensor:
         """(G, Q, ...) -> (G, M, query heads of a key head, ...), a view."""
@@ -168,7 +168,7 @@ class _Heads:
         """Backward of `_gather_later`: gradients of queries that read the same key are summed."""
         rows = self.split_group(grad).sum(2).transpose(0, 1)  # (M, G, dim)
         whole = rows.new_zeros(self._sizes[i], *rows.shape[1:])
-        return whole.index_copy_(0, self.look.places[1 + i], rows)
+        return whole.index_copy_(0, self.visibility.places[1 + i], rows)
 
     def later_products(self, x: Tensor, later: Sequence[Tensor]) -> Tensor:
         """(G, Q, dim) -> (G, Q, steps) dot products with each query's key or value of every later step."""
@@ -179,7 +179,7 @@ class _Heads:
         """(queries, 1, end - full) causal mask to add to scores of keys from `full` on; None: no mask."""
         if block.full == block.end:
             return None
-        place = self.look.places[0][block.first : block.last]
+        place = self.visibility.places[0][block.first : block.last]
         after = torch.arange(block.full, block.end, device=place.device) > place[:, None]
         return torch.zeros(after.shape, dtype=self.keys.dtype, device=place.device).masked_fill_(
             after, -torch.inf
@@ -220,7 +220,9 @@ class _Part:
         return torch.softmax(score, -1, out=score)
 
 
-def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], look: Visibility) -> Tensor:
+def attend_unrolled(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], visibility: Visibility
+) -> Tensor:
     """Attention of a step of an unroll (EAGLE-3's training-time test, arXiv:2503.01840).
 
     A query belongs to an anchor. It sees the keys of the first step up to its anchor, and its own
@@ -231,9 +233,9 @@ def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor],
         q: (M, heads, dim).
         keys: of the first step (N, kv_heads, dim), then of the later ones (M', kv_heads, dim).
         values: alike.
-        look: keys that each query sees.
+        visibility: keys that each query sees.
 
     Returns:
         (M, heads, dim).
     """
-    return _Attention.apply(look, q, *keys, *values)
+    return _Attention.apply(visibility, q, *keys, *values)

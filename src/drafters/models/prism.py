@@ -59,6 +59,6 @@ class Prism(Eagle):
         return weights | copies
 
     @override
-    def at(self, depth: int) -> Eagle:
+    def module_at(self, depth: int) -> Eagle:
         module = self.order[min(depth, len(self.order)) - 1]
         return cast("Eagle", self.later[module - 1]) if module else self
