@@ -13,7 +13,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # no public name; documented for subclasses
+from torch.utils._python_dispatch import TorchDispatchMode  # private API: torch has no public name
 from typing_extensions import override
 
 from decode.errors import UserError
