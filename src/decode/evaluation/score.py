@@ -288,13 +288,14 @@ def _row(setting: Setting, tally: Tally, plain: Tally) -> Row:
 
 
 def _replay(result: Acceptance, decoded: Counts, shared: int) -> Replay:
-    """Acceptance on all answers; on the first `shared` ones the decoder must agree.
+    """Acceptance on all answers; on those to the first `shared` prompts the decoder must agree.
 
     What selects the best checkpoint must not be what it is then reported by, so `selection_tau` is taken
     from the other answers.
     """
+    shared = min(shared, len(result.counts.tokens))
     same, others = result.counts.part(0, shared), result.counts.part(shared)
-    low, high = (-math.inf, math.inf) if result.estimate else agreement(decoded, same)
+    low, high = (-math.inf, math.inf) if result.estimate else agreement(decoded.part(0, shared), same)
     return Replay(
         method=f"estimate ({result.estimate})" if result.estimate else "exact",
         tau=result.counts.tau,

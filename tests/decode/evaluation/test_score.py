@@ -6,7 +6,8 @@ from scripted import Oracle, greedy
 
 from decode.errors import UserError
 from decode.evaluation import score as module
-from decode.evaluation.replay import Counts
+from decode.evaluation.acceptance import Acceptance
+from decode.evaluation.replay import Counts, agreement
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
 from decode.evaluation.scorecard import SCHEMA, Scorecard, Timing
 from decode.evaluation.timing_ab import Tally
@@ -372,6 +373,17 @@ def test_a_full_audit_takes_all_prompts_laws_and_plans_several_times(target, ora
     ]
     assert found["impossible"] == 0
     assert steps[-1] == (len(steps), len(steps))
+
+
+def test_fewer_answers_may_be_replayed_than_prompts_are_decoded():
+    """score.replay_prompts below score.prompts: the two are compared on the prompts that both have."""
+    decoded = Counts([9, 9, 4, 8], [4.0, 3.0, 2.0, 4.0])
+    both = Counts([9, 9], [4.2, 3.1])
+    replay = module._replay(Acceptance(both, [0.5], "", None), decoded, 4)
+    assert replay.prompts == 2
+    assert replay.agrees
+    assert replay.difference_interval == agreement(decoded.part(0, 2), both)
+    assert replay.selection_tau == both.tau
 
 
 def test_nothing_to_score_on_is_one_line(target, oracle):
