@@ -27,7 +27,7 @@ from workbench import ROOT, make_target, write_prompts
 from decode.model.head import Head
 from decode.model.load import load_target, load_tokenizer
 from decode.model.target import LAST, Target
-from distill.config.build import OF_ANY
+from distill.config.read import OF_ANY
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.prompts.sources import read_prompts

@@ -17,6 +17,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
+from benchmarks.common import conditions, load_inputs
 from benchmarks.regret import spread
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -24,7 +25,7 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.config.build import build_target, quiet, read_inputs
+from distill.config.build import quiet
 from distill.config.validate import check_ranges
 from distill.report.search_panel import RECORD
 from distill.report.tables import grid
@@ -32,7 +33,6 @@ from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar, say
-from distill.utils.provenance import conditions
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
@@ -78,8 +78,7 @@ def auto_regret(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     names = [str(name) for name in cfg.families]
     runs = {name: _train(cfg, name, [name] if name != "auto" else names) for name in ["auto", *names]}
-    chat, _, held = read_inputs(cfg)
-    target = build_target(cfg)
+    target, chat, _, held = load_inputs(cfg)
     runners = [_runner(name, run, target) for name, run in runs.items()]
     ids = [chat.encode(p.messages, p.tools) for p in held[: cfg.score.prompts]]
     load = [os.getloadavg()[0]]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from benchmarks.common import conditions, load_inputs
 from decode.errors import UserError
 from decode.evaluation.acceptance import counted
 from decode.evaluation.timing_ab import Tally, compete
@@ -19,14 +20,13 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.config.build import build_target, quiet, read_inputs
+from distill.config.build import quiet
 from distill.config.validate import check_ranges
 from distill.report.tables import grid
 from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
-from distill.utils.provenance import conditions
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
@@ -98,9 +98,8 @@ def context_lengths(cfg: DictConfig, folder: Path) -> float:
 def _read(cfg: DictConfig) -> tuple[Target, Drafter, list[Ids], list[Plan]]:
     quiet()
     check_ranges(cfg)
-    chat, _, held = read_inputs(cfg)
     plans = [Plan(**shape) for shape in cfg.plans.values()]
-    target = build_target(cfg)
+    target, chat, _, held = load_inputs(cfg)
     drafter = hub.load(cfg.checkpoint, target)
     only_untuned(target, drafter.verifier(target), "checkpoint")
     target.tap(drafter.taps)

@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from benchmarks.common import conditions, load_inputs
 from benchmarks.vs_transformers import Contender, hugging_face, ours, race
 from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.config.build import build_drafter, build_target, quiet, read_inputs
+from distill.config.build import build_drafter, quiet
+from distill.config.read import read_options
 from distill.config.validate import check_ranges, refused
+from distill.options import DrafterOptions
 from distill.report.tables import grid
 from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
-from distill.utils.provenance import conditions
 from drafters.checkpoint import io as hub
 from drafters.models.lm import DraftLM
 from drafters.registry import short_name
@@ -46,8 +48,7 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
     quiet()
     check_ranges(cfg)
     options = cfg.score
-    chat, _, held = read_inputs(cfg)
-    target = build_target(cfg)
+    target, chat, _, held = load_inputs(cfg)
     with refused():
         contenders = _contenders(cfg, target)
     prompts = [chat.encode(p.messages, p.tools) for p in held[: options.prompts]]
@@ -84,7 +85,7 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
 def _contenders(cfg: DictConfig, target: Target) -> list[Contender]:
     """Plain decoding first: the others are compared with it."""
     sampler, stop = Sampler(cfg.temperature), stop_tokens(target) if cfg.ends else []
-    draft = build_drafter(cfg, target)
+    draft = build_drafter(read_options(DrafterOptions, cfg.drafter), target)
     if not isinstance(draft, DraftLM):
         raise UserError("benchmark: Hugging Face can use drafter=lm_given too; give others as checkpoint=")
     draft = draft.to(target.device, target.dtype).eval().requires_grad_(False)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private API: torch has no public name
 from typing_extensions import override
 
+from benchmarks.common import conditions, load_inputs
 from decode.errors import UserError
 from decode.evaluation.replay import Counts, Rollout, agreement
 from decode.evaluation.stateful_replay import NO_COIN, Step, matched, walk
@@ -24,12 +25,11 @@ from decode.generation.types import Proposer
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.config.build import build_target, quiet, read_inputs
+from distill.config.build import quiet
 from distill.config.validate import check_ranges, refused
 from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
 from distill.utils.atomic_files import write_json
-from distill.utils.provenance import conditions
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.models.lyanna import Lyanna
@@ -80,8 +80,7 @@ def lyanna(cfg: DictConfig, folder: Path) -> float:
     del folder
     quiet()
     check_ranges(cfg)
-    chat, _, held = read_inputs(cfg)
-    target = build_target(cfg)
+    target, chat, _, held = load_inputs(cfg)
     drafter = hub.load(hub.fetch(cfg.checkpoint), target)
     if not isinstance(drafter, Lyanna):
         raise UserError(f"checkpoint={cfg.checkpoint}: the ablation is of drafter=lyanna")

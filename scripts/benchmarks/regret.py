@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from benchmarks.common import conditions, load_inputs
 from decode.errors import UserError
 from decode.evaluation.bootstrap import DRAWS
 from decode.evaluation.replay import Rollout
@@ -24,7 +25,7 @@ from decode.planning.auto import Auto
 from decode.planning.round_timing import clock_of
 from decode.sampling import Sampler
 from distill.commands.advise import candidates
-from distill.config.build import build_target, quiet, read_inputs
+from distill.config.build import quiet
 from distill.config.validate import check_ranges, refused
 from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
@@ -32,7 +33,6 @@ from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
-from distill.utils.provenance import conditions
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
@@ -58,8 +58,7 @@ def regrets(cfg: DictConfig, folder: Path) -> float:
     quiet()
     check_ranges(cfg)
     options = cfg.score
-    chat, _, held = read_inputs(cfg)
-    target = build_target(cfg)
+    target, chat, _, held = load_inputs(cfg)
     drafter = hub.load(hub.fetch(cfg.checkpoint), target)
     only_untuned(target, drafter.verifier(target), "checkpoint")
     target.tap(drafter.taps)

@@ -13,9 +13,10 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from benchmarks.common import conditions, load_inputs
 from decode.model.load import stop_tokens
 from decode.model.target import Target
-from distill.config.build import build_target, quiet, read_inputs
+from distill.config.build import quiet
 from distill.config.validate import check_ranges
 from distill.engines.base import InProcess, Request, SamplingParams
 from distill.report.tables import grid
@@ -23,7 +24,6 @@ from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
-from distill.utils.provenance import conditions
 from drafters.checkpoint import io as hub
 from drafters.registry import short_name
 
@@ -42,8 +42,7 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
     del folder
     quiet()
     check_ranges(cfg)
-    chat, train, _ = read_inputs(cfg)
-    target = build_target(cfg)
+    target, chat, train, _ = load_inputs(cfg)
     chosen = train[:: max(1, len(train) // cfg.count)][: cfg.count]
     requests = [Request(p.id, 0, chat.encode(p.messages, p.tools)) for p in chosen]
     law = SamplingParams({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))

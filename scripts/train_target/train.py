@@ -16,9 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from decode.errors import UserError
 from decode.model.load import TOKENIZER_FILES
 from distill.config.build import quiet
+from distill.config.read import read_options
+from distill.config.recorded import resolved
 from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop
-from distill.loggers.loggers import ending
+from distill.loggers.loggers import ending, loggers
+from distill.options import LoggerOptions, TrainerOptions
 from distill.training.checkpointing import STATE, TrainingBar
 from distill.training.trainer import build_trainer, fit
 from distill.utils.atomic_files import clean, write_json
@@ -69,8 +72,11 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         )
         module.build_optimizer()  # what is wrong with its arguments shows here
     stop = Stop()
+    first_step = int(state.parents[1].name) if state else 0
+    logger = read_options(LoggerOptions, cfg.logger)
     trainer = build_trainer(
-        cfg,
+        read_options(TrainerOptions, cfg.trainer),
+        loggers(logger, resolved(cfg), folder, first_step),
         folder,
         state,
         callbacks=[timer, Saver(folder, cfg.every, stop), TrainingBar()],

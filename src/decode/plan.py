@@ -66,6 +66,7 @@ class Plan:
     def __post_init__(self) -> None:
         if self.proposal not in RULES_OF:
             raise UserError(f"decode.proposal={self.proposal}: choose one of {', '.join(RULES_OF)}")
+        object.__setattr__(self, "tree", tuple(self.tree))  # a list could not be hashed
         if self.tree:
             self._fit_tree()
         if self.depth < 0 or self.width < 1:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import RemoteError, UserError
 from decode.model.target import Target
 from distill.config.build import build_target, quiet
+from distill.config.recorded import read_config
+from distill.options import ExportCommandOptions, ExportOptions
 from distill.prompts.split import RECORD
 from distill.rollouts.manifest import MANIFEST
 from distill.utils.atomic_files import read_json
@@ -33,11 +34,11 @@ ROLLOUTS = ("answers", "sampler", "max_prompt_tokens", "max_new_tokens", "self_p
 NATIVE = "native"
 
 
-def export(cfg: DictConfig) -> float:
+def export(options: ExportCommandOptions) -> float:
     """Write the folder, say how to serve it, and upload it where `push_to` says so.
 
     Args:
-        cfg: composed from conf/export.yaml.
+        options: of the command.
 
     Returns:
         0: there is nothing to optimise.
@@ -48,21 +49,22 @@ def export(cfg: DictConfig) -> float:
         RemoteError: see there.
     """
     quiet()
-    check(cfg.to, cfg.push_to)
-    checkpoint = hub.fetch(cfg.checkpoint)
-    out = Path(cfg.out) if cfg.out else _beside(checkpoint.resolve(), cfg.to)
-    if out.is_dir() and cfg.push_to:
+    check(options.to, options.push_to)
+    checkpoint = hub.fetch(options.checkpoint)
+    out = Path(options.out) if options.out else _beside(checkpoint.resolve(), options.to)
+    if out.is_dir() and options.push_to:
         if not (out / layout.FILES[0]).is_file():
             raise UserError(f"out={out}: is there already and no drafter's; choose a new folder")
         say(f"{out} is there already and is uploaded as it is; remove it to have it written anew")
     else:
-        check(cfg.to, cfg.push_to, drafter_kind(checkpoint))  # before the target is loaded
+        check(options.to, options.push_to, drafter_kind(checkpoint))  # before the target is loaded
         known = target_origin(checkpoint)
-        if not cfg.target.path:
-            cfg.target.path, cfg.target.revision = target_name(checkpoint), known.revision
-        write(checkpoint, build_target(cfg), cfg.to, out, cfg.push_to)
-    if cfg.push_to:
-        push(out, cfg.push_to, cfg.private, cfg.dry_run)
+        named = options.target
+        if not named.path:
+            named = replace(named, path=target_name(checkpoint), revision=known.revision)
+        write(checkpoint, build_target(named), options.to, out, options.push_to)
+    if options.push_to:
+        push(out, options.push_to, options.private, options.dry_run)
     return 0.0
 
 
@@ -116,15 +118,14 @@ def push(out: Path, repo: str, private: bool, dry_run: bool) -> None:
         say(f"uploaded: {upload.upload(out, repo, private)}")
 
 
-def at_end(cfg: DictConfig, folder: Path, target: Target) -> None:
+def at_end(options: ExportOptions, folder: Path, target: Target) -> None:
     """Export the best checkpoint of a run that has ended; whatever fails here, the run has not.
 
     Args:
-        cfg: with `export`.
+        options: of the export.
         folder: of the run.
         target: of the run.
     """
-    options = cfg.export
     if not (options.to or options.push_to) or not first_rank():
         return
     to = options.to or NATIVE
@@ -166,27 +167,26 @@ def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
     Folders of this machine are named by their last part.
     """
     folder = checkpoint.resolve().parent.parent
-    config = folder / ".hydra" / "config.yaml"
-    if checkpoint.resolve().parent.name != "checkpoints" or not config.is_file():
+    config = read_config(folder) if checkpoint.resolve().parent.name == "checkpoints" else None
+    if config is None:
         return None
-    cfg: Any = OmegaConf.to_container(OmegaConf.load(config), resolve=False)
-    found = {part: _plain(cfg[part]) for part in PARTS if part in cfg}
-    found["trainer"] = {name: cfg["trainer"][name] for name in TRAINER if name in cfg["trainer"]}
-    found |= {name: cfg[name] for name in PLAIN if name in cfg}
+    found = {part: _plain(config[part]) for part in PARTS if part in config}
+    found["trainer"] = {name: config["trainer"][name] for name in TRAINER if name in config["trainer"]}
+    found |= {name: config[name] for name in PLAIN if name in config}
     if prompts := read_json(folder / RECORD):
         found["prompts"] = _plain(prompts)
-    if rollouts := _rollouts(folder, cfg):
+    if rollouts := _rollouts(folder, config):
         found["rollouts"] = rollouts
     return found
 
 
-def _rollouts(folder: Path, cfg: dict[str, Any]) -> dict[str, Any] | None:
+def _rollouts(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     """Law, counts and versions of the first store that it trained on."""
     began = read_json(folder / "rollouts.json")
-    named = cfg["rollout"].get("store")
+    named = config["rollout"].get("store")
     if not began or (named and "://" in named):
         return {"store": began["store"]} if began else None
-    manifest = read_json((Path(named) if named else _root(folder, cfg) / began["store"]) / MANIFEST)
+    manifest = read_json((Path(named) if named else _root(folder, config) / began["store"]) / MANIFEST)
     if not manifest:
         return {"store": began["store"]}
     plan = {name: manifest["plan"][name] for name in ROLLOUTS if name in manifest["plan"]}
@@ -194,9 +194,9 @@ def _rollouts(folder: Path, cfg: dict[str, Any]) -> dict[str, Any] | None:
     return {"store": began["store"]} | plan | versions
 
 
-def _root(folder: Path, cfg: dict[str, Any]) -> Path:
+def _root(folder: Path, config: dict[str, Any]) -> Path:
     """The rollouts of all runs: where the configuration has them, or beside a folder that was moved."""
-    configured = Path(cfg["output_dir"]) / "rollouts"
+    configured = Path(config["output_dir"]) / "rollouts"
     return configured if configured.is_dir() else folder.parent.parent / "rollouts"
 
 

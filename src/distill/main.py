@@ -6,6 +6,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from distill.config.read import checked_options
+from distill.options import SearchOptions, TrainOptions
 from distill.report import terminal
 from distill.search.search import choose
 from distill.train import train
@@ -26,9 +28,9 @@ def run(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input; it is found before any work starts, and nothing is left behind.
     """
     if "families" in cfg.drafter:
-        tau = choose(cfg, folder)  # which trains each of them
+        tau = choose(checked_options(SearchOptions, cfg), folder)  # which trains each of them
     else:
-        tau = train(cfg, folder)
+        tau = train(checked_options(TrainOptions, cfg), folder)
     if first_rank():
         terminal.places(folder)
     return tau

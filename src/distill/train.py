@@ -1,4 +1,4 @@
-"""From a composed configuration to a trained, scored drafter."""
+"""One run: rollouts, training, scores."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import lightning as L
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
@@ -16,15 +14,16 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill import export as exporting
-from distill.config.build import build_drafter, build_target, quiet, read_inputs
-from distill.config.validate import check_ranges, refused
+from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
+from distill.config.validate import refused
 from distill.data.datamodule import Keep, RolloutData
 from distill.data.on_policy import OnPolicy
 from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
 from distill.loggers.base import begin, trackers
-from distill.loggers.loggers import ending
+from distill.loggers.loggers import ending, loggers
 from distill.losses.objective import Objective
+from distill.options import TrainOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.report import html as html_report
@@ -59,11 +58,13 @@ class Shared:
 
 
 @ending()
-def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: Shared | None = None) -> float:
-    """Rollouts, training, scores.
+def train(
+    options: TrainOptions, folder: Path, budget: Budget | None = None, shared: Shared | None = None
+) -> float:
+    """Make or read rollouts, train the drafter on them, and score its checkpoints.
 
     Args:
-        cfg: of one drafter.
+        options: of the run.
         folder: see `run`.
         budget: ends training; None: trainer.max_steps does.
         shared: with other runs of this process; None: nothing is.
@@ -72,36 +73,37 @@ def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: S
         See `run`, as for what is raised.
     """
     quiet()
-    switch["on"] = cfg.trainer.enable_progress_bar
-    check_ranges(cfg)
-    chat, prompts, held = read_inputs(cfg, folder)
-    L.seed_everything(cfg.seed, verbose=False)
+    switch["on"] = options.trainer.enable_progress_bar
+    chat, prompts, held = read_run_inputs(options, folder)
+    L.seed_everything(options.seed, verbose=False)
     state = next((c / STATE for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
-    trainer = build_trainer(cfg, folder, state, callbacks=[TrainingBar()])
-    join_others(trainer, cfg.target.placement)
-    target = shared.target if shared else build_target(cfg, trainer.strategy.root_device)
+    begun = int(state.parents[1].name) if state else 0
+    logging = loggers(options.logger, options.config, folder, begun)
+    trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
+    join_others(trainer, options.target.placement)
+    target = shared.target if shared else _load(options, trainer)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
-        drafter = build_drafter(cfg, target)
-        exporting.check(cfg.export.to or exporting.NATIVE, cfg.export.push_to, short_name(drafter))
-        if cfg.gradient_checkpointing:
+        drafter = build_drafter(options.drafter, target)
+        exporting.check(options.export.to or exporting.NATIVE, options.export.push_to, short_name(drafter))
+        if options.gradient_checkpointing:
             drafter.checkpoint_gradients()
-        objective = Objective(instantiate(cfg.objective), instantiate(cfg.weights), cfg.logits_rows)
+        objective = Objective(options.objective, options.weights, options.logits_rows)
         objective.check(drafter)
-        on_policy = _on_policy(cfg, target, drafter)
-        optimizer = build_optimizer(cfg, trainer)
+        on_policy = _on_policy(options, target, drafter)
+        optimizer = build_optimizer(options.optimizer, trainer)
         check_strategy(trainer, drafter, on_policy is not None)
-        scorer = _scorer(cfg, target, chat, held, drafter) if cfg.score.enabled else None
-    saver = ScoreCheckpoint(folder, cfg.score.every, scorer, cfg.target.path, stop := Stop(), budget)
-    memory = _watch(trainer, cfg, saver, budget)
+        scorer = _scorer(options, target, chat, held, drafter) if options.score.enabled else None
+    saver = ScoreCheckpoint(folder, options.score.every, scorer, options.target.name, stop := Stop(), budget)
+    memory = _watch(trainer, options, saver, budget)
     begin(trainer.loggers)
-    counted = _begin(cfg, drafter, target)
+    counted = _begin(options, drafter, target)
     name = f"drafter={short_name(drafter)}"
     if not (drafter.trains or drafter.needs_fit):
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
-        return _finish(trainer, cfg, folder, target)
-    stores = cache(partial(produce, cfg, target, chat, prompts, drafter, folder))
+        return _finish(trainer, options, folder, target)
+    stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
     store = stores(0)
     target.tap(drafter.taps)
     # What was counted for another run, a draft vocabulary say, is kept with its weights.
@@ -109,30 +111,37 @@ def train(cfg: DictConfig, folder: Path, budget: Budget | None = None, shared: S
         say(f"{name}: {drafter.fit(store.texts())}")
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
-        return _finish(trainer, cfg, folder, target)
+        return _finish(trainer, options, folder, target)
 
     if scorer:
         scorer.prepare()
         target.rest()
-    keep = Keep(target, cfg.taps, cfg.taps_gb, cfg.packing, shared.held if shared else None)
-    data = RolloutData(
-        stores, cfg.rollout.refresh_every, keep, cfg.batch_size, _longest(cfg, target), cfg.seed
-    )
-    begun = int(state.parents[1].name) if state else 0
+    keep = Keep(target, options.taps, options.taps_gb, options.packing, shared.held if shared else None)
+    again, longest = options.rollout.refresh_every, _longest(options, target)
+    data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed)
     data.open(begun, trainer)
-    rates = cfg.optimizer.warmup, cfg.optimizer.final_lr
+    rates = options.optimizer.warmup, options.optimizer.final_lr
     module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
     if begun:
         say(f"resuming from step {begun}")
-    sizes = Sizes(cfg.batch_size, cfg.drafter.get("depth") or 1, cfg.gradient_checkpointing)
-    with explain_out_of_memory(trainer, memory, module, sizes):
+    with explain_out_of_memory(trainer, memory, module, _sizes(options)):
         fit(trainer, module, data, state, stop)
-    return _finish(trainer, cfg, folder, target)
+    return _finish(trainer, options, folder, target)
 
 
-def _watch(trainer: L.Trainer, cfg: DictConfig, saver: ScoreCheckpoint, budget: Budget | None) -> MemoryWatch:
+def _sizes(options: TrainOptions) -> Sizes:
+    return Sizes(options.batch_size, options.drafter.depth or 1, options.gradient_checkpointing)
+
+
+def _load(options: TrainOptions, trainer: L.Trainer) -> Target:
+    return build_target(options.target, trainer.strategy.root_device, options.packing)
+
+
+def _watch(
+    trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint, budget: Budget | None
+) -> MemoryWatch:
     """Give the trainer what looks on, in the order in which it has to: the budget before what saves."""
-    meter = Throughput(memory := MemoryWatch(cfg.try_largest))
+    meter = Throughput(memory := MemoryWatch(options.try_largest))
     watching = [memory, meter, *([budget] if budget else []), saver, meter.resume]
     trainer.callbacks += watching  # pyright: ignore[reportAttributeAccessIssue]
     if budget:
@@ -141,30 +150,42 @@ def _watch(trainer: L.Trainer, cfg: DictConfig, saver: ScoreCheckpoint, budget: 
     return memory
 
 
-def _scorer(cfg: DictConfig, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter) -> Scorer:
-    """What scores checkpoints, by plans that the drafter can follow."""
-    scorer = Scorer(cfg, target, chat, held, Path(cfg.output_dir) / "heldout")
+def _scorer(
+    options: TrainOptions, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter
+) -> Scorer:
+    """The scorer of checkpoints, whose plans the drafter can follow."""
+    answers = Path(options.output_dir) / "heldout"
+    scorer = Scorer(
+        options.score,
+        options.decode,
+        target,
+        chat,
+        held,
+        answers,
+        seed=options.seed,
+        target_name=options.target.name,
+    )
     for candidate in scorer.candidates:
         drafter.check(candidate)
     return scorer
 
 
-def _longest(cfg: DictConfig, target: Target) -> int:
+def _longest(options: TrainOptions, target: Target) -> int:
     """Tokens of a training row."""
-    return min(cfg.max_tokens, target.max_positions or cfg.max_tokens)
+    return min(options.max_tokens, target.max_positions or options.max_tokens)
 
 
-def _on_policy(cfg: DictConfig, target: Target, drafter: Drafter) -> OnPolicy | None:
+def _on_policy(options: TrainOptions, target: Target, drafter: Drafter) -> OnPolicy | None:
     """Answers of the drafter's own, under the law that the rollouts have; None where none are wanted."""
-    rollout = cfg.rollout
+    rollout = options.rollout
     sampler = Sampler(rollout.temperature, rollout.top_k, rollout.top_p)
     stop = stop_tokens(target) if rollout.until == "answer" else []
-    options = (sampler, rollout.max_new_tokens, _longest(cfg, target), stop)
-    made = OnPolicy(cfg.on_policy.share, cfg.on_policy.cut, *options)
-    if not made.share:
+    limits = (sampler, rollout.max_new_tokens, _longest(options, target), stop)
+    on_policy = OnPolicy(options.on_policy.share, options.on_policy.cut, *limits)
+    if not on_policy.share:
         return None
-    drafter.as_target(target)  # refuses what cannot be
-    return made
+    drafter.as_target(target)  # raises where the drafter cannot write by itself
+    return on_policy
 
 
 def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
@@ -174,9 +195,9 @@ def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: 
         logger.finalize("success")
 
 
-def _begin(cfg: DictConfig, drafter: Drafter, target: Target) -> bool:
+def _begin(options: TrainOptions, drafter: Drafter, target: Target) -> bool:
     """Take over what `drafter.init_from` has; whether that includes all that would be counted."""
-    source = cfg.drafter.init_from
+    source = options.drafter.init_from
     if not source:
         return False
     if not drafter.trains:
@@ -192,12 +213,12 @@ def _begin(cfg: DictConfig, drafter: Drafter, target: Target) -> bool:
     return not any(name.split(" ")[0] in buffers for name in left)
 
 
-def _finish(trainer: L.Trainer, cfg: DictConfig, folder: Path, target: Target) -> float:
+def _finish(trainer: L.Trainer, options: TrainOptions, folder: Path, target: Target) -> float:
     if not trainer.is_global_zero:
         return 0.0
     summary.show(folder)
     html_report.attempt(folder)
-    exporting.at_end(cfg, folder, target)
+    exporting.at_end(options.export, folder, target)
     for tracker in trackers(trainer.loggers):
         tracker.ended(folder)
     best = folder / "checkpoints" / "best" / "score.json"

@@ -21,7 +21,9 @@ from decode.sampling import Sampler
 from distill.cli.main import rewrite
 from distill.config.build import build_target, quiet, read_chat
 from distill.config.compose import compose
-from distill.config.validate import check_ranges, refused
+from distill.config.read import checked_options
+from distill.config.validate import refused
+from distill.options import GenerateOptions
 from distill.text_generation import Messages, Model, TextGenerator
 from distill.utils.paths import CONF
 from drafters.base import Drafter
@@ -62,9 +64,10 @@ def load_target(target: str = "data/pocket", *options: str) -> Model:
     command = (
         ["prompt=-", f"target={target}", *options] if target != "data/pocket" else ["prompt=-", *options]
     )
-    cfg = compose(rewrite(command, CONF), CONF, "generate")
-    check_ranges(cfg)
-    return Model(build_target(cfg), read_chat(cfg))
+    settings = checked_options(GenerateOptions, compose(rewrite(command, CONF), CONF, "generate"))
+    prompts = settings.prompts
+    chat = read_chat(settings.target, prompts.template, prompts.template_options)
+    return Model(build_target(settings.target), chat)
 
 
 def load_drafter(checkpoint: str, model: Model) -> Drafter:

@@ -23,28 +23,47 @@ class Command(NamedTuple):
 
     Attributes:
         about: one line of help.
-        function: "module:function" in distill; called with the composed configuration, and by `train` with
-            the run's folder too.
+        function: "module:function" in distill; called with its options, or by `train` with the composed
+            configuration and the run's folder.
         config: name of its configuration in conf/; empty: the function reads sys.argv itself.
+        options: class in distill.options that the configuration becomes.
     """
 
     about: str
     function: str
     config: str = ""
+    options: str = ""
 
 
 COMMANDS = {
     "train": Command("train and score a drafter", "main:run", "config"),
-    "generate": Command("answer a prompt with a drafter", "commands.generate:answer", "generate"),
-    "score": Command("score a checkpoint again", "commands.score:score", "score_checkpoint"),
-    "export": Command("write a checkpoint for vLLM, SGLang or the Hub", "export:export", "export"),
+    "generate": Command(
+        "answer a prompt with a drafter", "commands.generate:answer", "generate", "GenerateOptions"
+    ),
+    "score": Command("score a checkpoint again", "commands.score:score", "score_checkpoint", "ScoreOptions"),
+    "export": Command(
+        "write a checkpoint for vLLM, SGLang or the Hub", "export:export", "export", "ExportCommandOptions"
+    ),
     "compare": Command("compare runs in a table and a page", "commands.compare:main"),
     "report": Command("write a run's report.html anew", "commands.report:main"),
-    "advise": Command("find how much to draft on this machine", "commands.advise:advise", "advise"),
-    "limit": Command("bound what a drafter can reach on a target", "commands.limit:limits", "limit"),
-    "rollout": Command("answer prompts without training", "commands.rollout:roll_out", "rollout_alone"),
-    "inspect-data": Command("look at rollouts", "commands.inspect_data:inspect", "inspect_data"),
-    "verify-served": Command("check a served drafter", "serving.verify:command", "verify_served"),
+    "advise": Command(
+        "find how much to draft on this machine", "commands.advise:advise", "advise", "AdviseOptions"
+    ),
+    "limit": Command(
+        "bound what a drafter can reach on a target", "commands.limit:limits", "limit", "LimitOptions"
+    ),
+    "rollout": Command(
+        "answer prompts without training",
+        "commands.rollout:roll_out",
+        "rollout_alone",
+        "RolloutCommandOptions",
+    ),
+    "inspect-data": Command(
+        "look at rollouts", "commands.inspect_data:inspect", "inspect_data", "InspectOptions"
+    ),
+    "verify-served": Command(
+        "check a served drafter", "serving.verify:command", "verify_served", "VerifyOptions"
+    ),
 }
 
 
@@ -76,7 +95,10 @@ def run(word: str, arguments: Sequence[str]) -> None:
 
     def without_folder(cfg: DictConfig, folder: Path) -> float:
         del folder  # only training makes a run folder
-        return call(cfg)
+        from distill import options  # imports torch, for which `--help` does not wait
+        from distill.config.read import checked_options
+
+        return call(checked_options(getattr(options, command.options), cfg))
 
     if command.config:
         configured(call if word == "train" else without_folder, CONF, command.config)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -29,12 +29,15 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from decode.model.load import load_target
 from distill.cli.main import main, rewrite
 from distill.config.compose import compose
+from distill.config.read import checked_options
 from distill.main import run
+from distill.options import TrainOptions
 from drafters.checkpoint.io import save
 from drafters.families import lora_files as adapters
 from drafters.models.eagle import Eagle
 from foredraft import cli
 
+Options = TypeVar("Options")
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 SPECIAL = ["<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -115,6 +118,28 @@ def write_prompts(path: Path, count: int, first: int = 0) -> Path:
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def options_of(
+    *overrides: str, cls: type[Options] = TrainOptions, name: str = "config", **changes: Any
+) -> Options:
+    """A command's options by its overrides.
+
+    Args:
+        overrides: as on the command line.
+        cls: of the options.
+        name: of the command's configuration.
+        changes: of the configuration that these give, with __ for the dot.
+    """
+    return changed(compose(rewrite(overrides, CONF), CONF, name), cls, **changes)
+
+
+def changed(cfg: DictConfig, cls: type[Options] = TrainOptions, **changes: Any) -> Options:
+    """The options of a configuration, some of whose values are replaced."""
+    cfg = copy.deepcopy(cfg)
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
+    return checked_options(cls, cfg)
 
 
 @dataclass

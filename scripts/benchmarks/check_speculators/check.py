@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from decode.errors import UserError
 from decode.model.target import Target
 from distill.config.build import build_target, quiet
+from distill.config.read import read_options
+from distill.options import TargetOptions
 from distill.utils.progress import say
 from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as hub
@@ -58,8 +61,8 @@ def check(cfg: DictConfig) -> float:
     """
     quiet()
     checkpoint = hub.fetch(cfg.checkpoint)
-    cfg.target.path = cfg.target.path or target_name(checkpoint)
-    target = build_target(cfg)
+    options = read_options(TargetOptions, cfg.target)
+    target = build_target(replace(options, path=options.path or target_name(checkpoint)))
     opened = compare(hub.load(checkpoint, target), target, cfg.python, cfg.texts)
     if isinstance(opened, str):
         say(f"skipped: {opened}")

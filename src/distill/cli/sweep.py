@@ -168,7 +168,9 @@ def check_job(cfg: DictConfig) -> None:
     from distill.config.validate import check_ranges
 
     check_ranges(cfg)
-    if "trainer" in cfg and processes(cfg.trainer) > 1:
+    trainer = cfg.get("trainer") or {}
+    place = trainer.get("accelerator", "cpu"), trainer.get("devices", 1), trainer.get("num_nodes", 1)
+    if processes(*place) > 1:
         raise UserError(
             f"trainer.devices={cfg.trainer.devices} in a sweep: Lightning would run the whole sweep again in "
             "every process it starts; set trainer.devices=1, or start torchrun once for each setting"

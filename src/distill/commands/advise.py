@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance, acceptance
@@ -23,7 +22,8 @@ from decode.planning.oracle import least_seconds, lowest_share
 from decode.planning.round_timing import clock_of, measure
 from decode.sampling import Sampler
 from distill.config.build import build_drafter, build_target, quiet, read_inputs
-from distill.config.validate import check_ranges, refused
+from distill.config.validate import refused
+from distill.options import AdviseOptions
 from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
 from distill.scoring.scorer import threads
@@ -46,11 +46,11 @@ class Known(NamedTuple):
     costs: Measured
 
 
-def advise(cfg: DictConfig) -> float:
+def advise(options: AdviseOptions) -> float:
     """Print what to draft at every temperature and batch size, and write it where `out` says so.
 
     Args:
-        cfg: composed from conf/advise.yaml.
+        options: of the command.
 
     Returns:
         The predicted speedup of the first choice.
@@ -59,47 +59,46 @@ def advise(cfg: DictConfig) -> float:
         UserError: bad input; no drafter.
     """
     quiet()
-    check_ranges(cfg)
     with refused():
-        samplers = [Sampler(t, cfg.top_k, cfg.top_p, cfg.min_p) for t in cfg.temperatures]
-    if not samplers or not cfg.batch_sizes:
+        samplers = [Sampler(t, options.top_k, options.top_p, options.min_p) for t in options.temperatures]
+    if not samplers or not options.batch_sizes:
         raise UserError("advise: give temperatures and batch_sizes, at least one of each")
-    chat, _, held = read_inputs(cfg)
-    target = build_target(cfg)
-    drafters = _drafters(cfg, target)
-    options = cfg.score
+    chat, _, held = read_inputs(options.target, options.prompts, options.score)
+    target = build_target(options.target)
+    drafters = _drafters(options, target)
+    score = options.score
     results = []
-    with threads(options.threads):
+    with threads(score.threads):
         for sampler in samplers:
-            limits = sampler, options.max_new_tokens, cfg.seed, Path(cfg.answers)
-            rollouts = held_out_answers(target, chat, held[: options.replay_prompts], *limits)
-            known = [_known(cfg, target, name, one, rollouts, sampler) for name, one in drafters]
-            for batch in cfg.batch_sizes:
-                results.append(_result(known, rollouts, sampler, batch, cfg.adapt))
+            limits = sampler, score.max_new_tokens, options.seed, Path(options.answers)
+            rollouts = held_out_answers(target, chat, held[: score.replay_prompts], *limits)
+            known = [_known(options, target, name, one, rollouts, sampler) for name, one in drafters]
+            for batch in options.batch_sizes:
+                results.append(_result(known, rollouts, sampler, batch, options.adapt))
     card = {
         "what": "advise",
         "results": results,
-        "target": cfg.target.path,
-        "prompts": min(len(held), options.replay_prompts),
-        "max_new_tokens": options.max_new_tokens,
+        "target": options.target.path,
+        "prompts": min(len(held), score.replay_prompts),
+        "max_new_tokens": score.max_new_tokens,
         "clock": clock_of(target).__name__,
         "hardware": hardware(target.device),
         "load_average": round(os.getloadavg()[0], 2),
         "commit": commit(),
     }
     print(describe(card))
-    if cfg.out:
-        write_json(Path(cfg.out), card)
+    if options.out:
+        write_json(Path(options.out), card)
     return results[0]["choice"]["speedup"]
 
 
-def _drafters(cfg: DictConfig, target: Target) -> list[tuple[str, Drafter]]:
+def _drafters(options: AdviseOptions, target: Target) -> list[tuple[str, Drafter]]:
     """Everyone that is compared, by a name that tells them apart."""
-    named = [str(source) for source in [cfg.checkpoint, *cfg.checkpoints] if source]
+    named = [str(source) for source in [options.checkpoint, *options.checkpoints] if source]
     found = [(source, hub.load(hub.fetch(source), target)) for source in named]
-    if OmegaConf.select(cfg, "drafter") is not None:
+    if options.drafter is not None:
         with refused():
-            one = build_drafter(cfg, target)
+            one = build_drafter(options.drafter, target)
         if one.trains or one.needs_fit:
             raise UserError(
                 f"drafter={hub.short_name(one)} has to learn first: train it, and give the checkpoint"
@@ -145,7 +144,7 @@ def candidates(
 
 
 def _known(
-    cfg: DictConfig,
+    options: AdviseOptions,
     target: Target,
     name: str,
     drafter: Drafter,
@@ -153,11 +152,13 @@ def _known(
     sampler: Sampler,
 ) -> Known:
     """Acceptance and costs of one drafter."""
-    proposals = [p for p in cfg.proposals if p == "fixed" or sampler.temperature]
+    proposals = [p for p in options.proposals if p == "fixed" or sampler.temperature]
     with refused():
-        plans = possible(drafter, candidates(cfg.chains, cfg.trees, cfg.widths, cfg.confidences, proposals))
+        plans = possible(
+            drafter, candidates(options.chains, options.trees, options.widths, options.confidences, proposals)
+        )
     target.tap(drafter.taps)
-    options = {"max_new_tokens": cfg.score.max_new_tokens, "seed": cfg.seed}
+    common: dict[str, Any] = {"max_new_tokens": options.score.max_new_tokens, "seed": options.seed}
     what = f"{name}, T={sampler.temperature:g}"
     with bar(len(rollouts) * len(plans), f"replaying {what}", "answers", leave=False) as moving:
         found = acceptance(
@@ -169,7 +170,7 @@ def _known(
             stop=stop_tokens(target),
             batch_size=SIDE_BY_SIDE,
             progress=lambda done: (moving.update(done - moving.n), None)[1],
-            **options,
+            **common,
         )
     with bar(1, f"timing {what}", "rounds", leave=False) as moving:
 
@@ -183,10 +184,10 @@ def _known(
             [r.prompt for r in rollouts],
             plans,
             sampler,
-            cfg.batch_sizes,
-            repeats=cfg.repeats,
+            options.batch_sizes,
+            repeats=options.repeats,
             progress=progress,
-            **options,
+            **common,
         )
     return Known(name, plans, found, costs)
 

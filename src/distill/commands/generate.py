@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
@@ -15,7 +13,7 @@ from decode.generation.text import Detokenizer
 from decode.generation.types import Output, Piece, Times
 from decode.plan import Plan
 from distill.config.build import build_target, quiet, read_chat
-from distill.config.validate import check_ranges, refused
+from distill.options import GenerateOptions
 from distill.scoring.scorer import threads
 from distill.text_generation import Model, TextGenerator
 from distill.utils.progress import wants_color
@@ -25,43 +23,42 @@ DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"
 WARM_UP = 8  # tokens
 
 
-def answer(cfg: DictConfig) -> float:
-    """Print the answer to `cfg.prompt` on stdout, and its figures on stderr.
+def answer(options: GenerateOptions) -> float:
+    """Print the answer to a prompt on stdout, and its figures on stderr.
 
     Args:
-        cfg: composed from conf/generate.yaml.
+        options: of the command.
 
     Returns:
         tau, 0 without a drafter.
 
     Raises:
-        UserError: a prompt that is empty, no text or too long; no drafter in `cfg.checkpoint`.
+        UserError: a prompt that is empty, no text or too long; no drafter in `checkpoint`.
     """
     quiet()
-    check_ranges(cfg)
-    color, prompt = wants_color(cfg.color), read_prompt(cfg.prompt)
-    chat = read_chat(cfg)
-    with refused():
-        plan = instantiate(cfg.decode) if cfg.checkpoint else Plan()
-        sampler = instantiate(cfg.sampling)
+    color, prompt = wants_color(options.color), read_prompt(options.prompt)
+    chat = read_chat(options.target, options.prompts.template, options.prompts.template_options)
+    plan = options.decode if options.checkpoint else Plan()
     if not isinstance(plan, Plan):
         raise UserError(
             "decode=auto and decode=calibrated find their plans where a checkpoint is scored, and leave them "
             "in its score.json; name one here"
         )
-    target = build_target(cfg)
+    target = build_target(options.target)
     model = Model(target, chat)
-    drafter = hub.load(hub.fetch(cfg.checkpoint), target) if cfg.checkpoint else None
+    drafter = hub.load(hub.fetch(options.checkpoint), target) if options.checkpoint else None
     ids = model.encode(prompt)
-    stop = [str(s).replace("\\n", "\n") for s in cfg.stop]
-    drafting = TextGenerator(model, drafter, plan, sampler, cfg.max_new_tokens, stop, cfg.seed)
+    stop = [str(s).replace("\\n", "\n") for s in options.stop]
+    drafting = TextGenerator(
+        model, drafter, plan, options.sampling, options.max_new_tokens, stop, options.seed
+    )
     verifier = drafting.tapped_target()
     # Of a tuned target, plain decoding is the tuned target's too.
     plainly = replace(drafting, model=Model(verifier, chat), drafter=None)
-    both = drafter is not None and cfg.plain
-    with threads(cfg.threads):
+    both = drafter is not None and options.plain
+    with threads(options.threads):
         for generator in [drafting, plainly] if both else [drafting]:  # warm up allocator and kernels
-            replace(generator, max_new_tokens=min(WARM_UP, cfg.max_new_tokens)).generate([ids])
+            replace(generator, max_new_tokens=min(WARM_UP, options.max_new_tokens)).generate([ids])
         last = show(drafting.stream(ids), chat.tokenizer, color)
         line = figures(plan, last.output, last.times)
         if both:

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.generation.text import Detokenizer
 from decode.model.load import load_config
 from distill.config.build import build_target, quiet, read_chat
-from distill.config.validate import check_ranges
+from distill.options import InspectOptions
 from distill.rollouts import surprisal as surprise
 from distill.rollouts.statistics import RowCounts
 from distill.rollouts.store import find
@@ -32,11 +31,11 @@ NEEDED = ["id", "tokens", "loss_mask", "finish_reason", "ids"]
 Row = dict[str, Any]
 
 
-def inspect(cfg: DictConfig) -> float:
+def inspect(options: InspectOptions) -> float:
     """Print rows and statistics of a store.
 
     Args:
-        cfg: composed from conf/inspect_data.yaml.
+        options: of the command.
 
     Returns:
         By how many nats the sampled answers surprise the target more than its own would; 0 without
@@ -46,24 +45,23 @@ def inspect(cfg: DictConfig) -> float:
         UserError: no such store, or one of another tokenizer; no such row.
     """
     quiet()
-    check_ranges(cfg)
-    color = wants_color(cfg.color)
-    folder = find(cfg.store, cfg.stores)
+    color = wants_color(options.color)
+    folder = find(options.store, options.stores)
     manifest = read_manifest(folder)
     plan = manifest["plan"]
-    chat = read_chat(cfg, plan["template"])
+    chat = read_chat(options.target, plan["template"], options.prompts.template_options)
     if chat.fingerprint() != plan["tokenizer"]:
         raise UserError(
             f"store={folder}: made with another tokenizer, chat template or prompts.template_options than "
-            f"those of target={cfg.target.path}; name its own"
+            f"those of target={options.target.path}; name its own"
         )
     say(f"store: {folder}")
-    where = (str(bundled(cfg.target.path)), cfg.target.revision, cfg.target.trust_remote_code)
-    counts = RowCounts(load_config(*where).get_text_config().vocab_size, cfg.max_tokens)
+    where = (str(bundled(options.target.name)), options.target.revision, options.target.trust_remote_code)
+    counts = RowCounts(load_config(*where).get_text_config().vocab_size, options.max_tokens)
     total = sum(shard["rows"] for shard in manifest["shards"])
-    dice = np.random.default_rng(cfg.seed)
-    shown = _some(dice, total, cfg.rows) if cfg.row is None else str(cfg.row)
-    sampled = _some(dice, total, cfg.sample)
+    dice = np.random.default_rng(options.seed)
+    shown = _some(dice, total, options.rows) if options.row is None else str(options.row)
+    sampled = _some(dice, total, options.sample)
     kept, sample = read(folder, manifest, counts, shown, sampled)
     if isinstance(shown, str) and not kept:
         raise UserError(f"row={shown}: no row of {folder} has this id")
@@ -72,11 +70,11 @@ def inspect(cfg: DictConfig) -> float:
     print("\n".join(counts.lines(plan["stop"])), flush=True)
     if not sample:
         return 0.0
-    target = build_target(cfg)
+    target = build_target(options.target)
     if target.fingerprint() != plan["target"]:
-        say(f"WARNING: the store names another target than {cfg.target.path}")
+        say(f"WARNING: the store names another target than {options.target.path}")
     law = surprise.law_of(plan)
-    with threads(cfg.threads):
+    with threads(options.threads):
         found = surprise.measure(target, sample, law.sampler)
     print("\n".join(surprise.lines(found, law)), flush=True)
     return found.excess()[0]

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 
 from decode.errors import UserError
 from decode.evaluation.bootstrap import interval
@@ -23,7 +21,8 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.config.build import build_target, quiet, read_inputs
-from distill.config.validate import check_ranges, refused
+from distill.config.validate import refused
+from distill.options import LimitOptions
 from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
 from distill.utils.atomic_files import write_json
@@ -36,11 +35,11 @@ from drafters.registry import short_name
 BATCH = 8  # starts side by side
 
 
-def limits(cfg: DictConfig) -> float:
+def limits(options: LimitOptions) -> float:
     """Print the table, and write it where `out` says so.
 
     Args:
-        cfg: composed from conf/limit.yaml.
+        options: of the command.
 
     Returns:
         The fraction of what the best trees keep that the drafter's do; mu, where there is none.
@@ -49,31 +48,30 @@ def limits(cfg: DictConfig) -> float:
         UserError: bad input; a plan that cannot be settled without scoring.
     """
     quiet()
-    check_ranges(cfg)
     with refused():
-        sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
-        plan = instantiate(cfg.decode) if cfg.checkpoint else Plan()
+        sampler = Sampler(options.temperature, options.top_k, options.top_p, options.min_p)
+    plan = options.decode if options.checkpoint else Plan()
     if not isinstance(plan, Plan):
         raise UserError(
             "decode=auto and decode=calibrated find plans where a checkpoint is scored; name one here"
         )
-    if not cfg.nodes:
+    if not options.nodes:
         raise UserError("nodes=[]: name one size of a tree or more, as in nodes=[16,64]")
-    chat, _, held = read_inputs(cfg)
-    target = build_target(cfg)
-    drafter = hub.load(hub.fetch(cfg.checkpoint), target) if cfg.checkpoint else None
+    chat, _, held = read_inputs(options.target, options.prompts, options.score)
+    target = build_target(options.target)
+    drafter = hub.load(hub.fetch(options.checkpoint), target) if options.checkpoint else None
     if drafter:
         drafter.check(plan)
         target = drafter.verifier(target)
         target.tap(drafter.taps)
-    new = cfg.score.max_new_tokens
-    rollouts = held_out_answers(target, chat, held, sampler, new, cfg.seed, Path(cfg.answers))
+    new = options.score.max_new_tokens
+    rollouts = held_out_answers(target, chat, held, sampler, new, options.seed, Path(options.answers))
     found = entropy(_laws(target, rollouts, sampler))
-    where = _starts(cfg, target, drafter, rollouts, plan, sampler)
-    card = _card(cfg, target, drafter, found, where, plan, sampler)
+    where = _starts(options, target, drafter, rollouts, plan, sampler)
+    card = _card(options, target, drafter, found, where, plan, sampler)
     print(describe(card))
-    if cfg.out:
-        write_json(Path(cfg.out), card)
+    if options.out:
+        write_json(Path(options.out), card)
     fraction = card["drafter"] and card["drafter"]["fraction"]
     return fraction[0] if fraction else card["mu"][0]
 
@@ -89,7 +87,7 @@ def _laws(target: Target, rollouts: Sequence[Rollout], sampler: Sampler) -> list
 
 
 def _starts(
-    cfg: DictConfig,
+    options: LimitOptions,
     target: Target,
     drafter: Drafter | None,
     rollouts: Sequence[Rollout],
@@ -99,21 +97,25 @@ def _starts(
     """Some of the places where the drafter's rounds begin; without one, of all places."""
     if drafter:
         prompts = [r.prompt for r in rollouts]
-        options = {"max_new_tokens": cfg.score.max_new_tokens, "stop": stop_tokens(target), "seed": cfg.seed}
-        found = begun(target, drafter, prompts, plan, sampler, batch_size=BATCH, **options)
+        common = {
+            "max_new_tokens": options.score.max_new_tokens,
+            "stop": stop_tokens(target),
+            "seed": options.seed,
+        }
+        found = begun(target, drafter, prompts, plan, sampler, batch_size=BATCH, **common)
     else:
         found = [
             Begun(i, r.prompt + r.answer[:place])
             for i, r in enumerate(rollouts)
             for place in range(1, len(r.answer))
         ]
-    random.Random(cfg.seed).shuffle(found)
+    random.Random(options.seed).shuffle(found)
     # Lengths alike lie side by side: less padding.
-    return sorted(found[: cfg.starts], key=lambda start: len(start.context))
+    return sorted(found[: options.starts], key=lambda start: len(start.context))
 
 
 def _card(
-    cfg: DictConfig,
+    options: LimitOptions,
     target: Target,
     drafter: Drafter | None,
     found: Entropy,
@@ -121,7 +123,7 @@ def _card(
     plan: Plan,
     sampler: Sampler,
 ) -> dict[str, Any]:
-    sizes = sorted({int(n) for n in cfg.nodes} | ({plan.nodes} if drafter and plan.depth else set()))
+    sizes = sorted({int(n) for n in options.nodes} | ({plan.nodes} if drafter and plan.depth else set()))
     contexts, groups = [s.context for s in starts], [s.request for s in starts]
     parts = []
     with bar(len(contexts), "best trees", "starts", leave=False) as shown:
@@ -157,7 +159,7 @@ def _card(
         "per_doubling": _mean(doubling, groups),
         "expected_per_doubling": float(np.log(2) / mu) if mu else None,
         "drafter": reached,
-        "target": cfg.target.path,
+        "target": options.target.path,
         "hardware": hardware(target.device),
         "commit": commit(),
     }

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from decode.errors import UserError
 from distill.config.build import build_target, quiet, read_chat, read_limit
-from distill.config.validate import check_ranges, refused
+from distill.config.validate import refused
+from distill.options import RolloutCommandOptions
 from distill.prompts import split as inputs
 from distill.rollouts.produce import fill, open_store, rollout_plan
 from distill.utils.progress import say
 
 
-def roll_out(cfg: DictConfig) -> float:
+def roll_out(options: RolloutCommandOptions) -> float:
     """Make a store, or what is missing of it; `train.py` with the same settings finds it.
 
     Args:
-        cfg: composed from conf/rollout_alone.yaml.
+        options: of the command.
 
     Returns:
         Answer tokens in it.
@@ -27,17 +26,18 @@ def roll_out(cfg: DictConfig) -> float:
         UserError: bad input; it is found before any work starts.
     """
     quiet()
-    check_ranges(cfg)
-    chat = read_chat(cfg)
-    found = inputs.read(cfg, chat, read_limit(cfg), cfg.rollout.answers == "given")
-    if cfg.rollout.refresh_every:
+    prompts, rollout = options.prompts, options.rollout
+    chat = read_chat(options.target, prompts.template, prompts.template_options)
+    limit = read_limit(options.target, prompts.max_tokens, options.max_tokens)
+    result = inputs.read(prompts, chat, limit, rollout.answers)
+    if rollout.refresh_every:
         raise UserError("rollout.refresh_every: answers are made anew in training; leave it 0 here")
-    target = build_target(cfg)
-    plan = rollout_plan(cfg, target, chat, found.train)
+    target = build_target(options.target)
+    plan = rollout_plan(options, target, chat, result.train)
     with refused():
-        store = open_store(cfg, Path(cfg.stores), target, chat, plan, found.train)
-        inputs.list_rejected(found, store.folder)
-        inputs.describe(found, store.folder)
-        fill(cfg, target, chat, store, cfg.rollout.drafter, None)
+        store = open_store(options, Path(options.stores), target, chat, plan, result.train)
+        inputs.list_rejected(result, store.folder)
+        inputs.describe(result, store.folder)
+        fill(options, target, chat, store, rollout.drafter, None)
     say(str(store.mirror.url if store.mirror else store.folder))
     return float(store.manifest()["counts"]["answer_tokens"])

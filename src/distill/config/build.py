@@ -1,4 +1,4 @@
-"""The target and its tokenizer, as a configuration names them."""
+"""Target, chat template, prompts and drafter, as options name them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from decode.model.causal_lm import max_positions
 from decode.model.load import load_config, load_target, load_tokenizer
 from decode.model.probe import check_packing
 from decode.model.target import Target
+from distill.options import DrafterOptions, HeldOutOptions, PromptOptions, RunOptions, TargetOptions
 from distill.prompts import split as inputs
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, strictest
@@ -27,56 +26,61 @@ from distill.utils.paths import bundled
 from distill.utils.progress import bar
 from drafters.base import Drafter
 
-OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
 
-
-def read_chat(cfg: DictConfig, template: str | None = None) -> Chat:
-    """Check the target's configuration and read its tokenizer; a `template` comes before the configured."""
-    path = str(bundled(cfg.target.path))
-    load_config(path, cfg.target.revision, cfg.target.trust_remote_code)
-    tokenizer = load_tokenizer(path, cfg.target.revision, cfg.target.trust_remote_code)
-    options: Any = cfg.prompts.template_options
-    if options is not None:
-        if not OmegaConf.is_dict(options):
-            raise UserError(
-                f"prompts.template_options={options}: write it as {{name: value}}, as in "
-                "{enable_thinking: false}"
-            )
-        options = OmegaConf.to_container(options, resolve=True)
-    return Chat(tokenizer, template or cfg.prompts.template, options)
-
-
-def read_limit(cfg: DictConfig) -> Limit:
-    """Tokens of the longest prompt that is used; of the target its configuration alone is read."""
-    config = load_config(str(bundled(cfg.target.path)), cfg.target.revision, cfg.target.trust_remote_code)
-    return strictest(
-        cfg.prompts.max_tokens, OmegaConf.select(cfg, "max_tokens"), max_positions(config.get_text_config())
-    )
-
-
-def build_target(cfg: DictConfig, device: torch.device | None = None) -> Target:
-    """Load and probe the target that cfg.target names.
+def read_chat(target: TargetOptions, template: str, template_options: Any = None) -> Chat:
+    """Check the target's configuration and read its tokenizer.
 
     Args:
-        cfg: with `target`.
-        device: of this process, one of several; None: the one that cfg.target names.
+        target: whose tokenizer and chat template these are.
+        template: chat | none.
+        template_options: mapping for the chat template, or None.
     """
-    target = cfg.target
-    with bar(1, f"loading target {target.path}", "", leave=False):
-        loaded = load_target(
-            str(bundled(target.path)),
-            target.dtype,
-            str(device or target.device),
-            target.revision,
-            target.trust_remote_code,
-            target.compile,
-            target.placement,
-            max_memory=target.max_memory,
-            offload_folder=target.offload_folder,
+    path = str(bundled(target.name))
+    load_config(path, target.revision, target.trust_remote_code)
+    tokenizer = load_tokenizer(path, target.revision, target.trust_remote_code)
+    if not isinstance(template_options, dict | None):
+        raise UserError(
+            f"prompts.template_options={template_options}: write it as {{name: value}}, as in "
+            "{enable_thinking: false}"
         )
-    if OmegaConf.select(cfg, "packing"):
-        check_packing(loaded)
-    return loaded
+    return Chat(tokenizer, template, template_options)
+
+
+def read_limit(target: TargetOptions, prompt_tokens: int | None, row_tokens: int | None = None) -> Limit:
+    """Tokens of the longest prompt that is used; of the target its configuration alone is read.
+
+    Args:
+        target: whose context is a limit.
+        prompt_tokens: of a prompt, where options set it.
+        row_tokens: of a training row; None: nothing is trained.
+    """
+    config = load_config(str(bundled(target.name)), target.revision, target.trust_remote_code)
+    return strictest(prompt_tokens, row_tokens, max_positions(config.get_text_config()))
+
+
+def build_target(options: TargetOptions, device: torch.device | None = None, packing: bool = False) -> Target:
+    """Load and probe a target.
+
+    Args:
+        options: of the target.
+        device: of this process, one of several; None: the one that the options name.
+        packing: check that it reads several texts of a row apart.
+    """
+    with bar(1, f"loading target {options.name}", "", leave=False):
+        target = load_target(
+            str(bundled(options.name)),
+            options.dtype,
+            str(device or options.device),
+            options.revision,
+            options.trust_remote_code,
+            options.compile,
+            options.placement,
+            max_memory=options.max_memory,  # pyright: ignore[reportArgumentType]
+            offload_folder=options.offload_folder,
+        )
+    if packing:
+        check_packing(target)
+    return target
 
 
 def quiet() -> None:
@@ -91,36 +95,58 @@ def quiet() -> None:
     os.environ.setdefault("WANDB_SILENT", "true")
 
 
-def read_inputs(cfg: DictConfig, folder: Path | None = None) -> tuple[Chat, list[Prompt], list[Prompt]]:
+def read_inputs(
+    target: TargetOptions,
+    prompts: PromptOptions,
+    score: HeldOutOptions,
+    *,
+    answers: str | None = None,
+    row_tokens: int | None = None,
+    folder: Path | None = None,
+) -> tuple[Chat, list[Prompt], list[Prompt]]:
     """Check the target's configuration and read tokenizer and prompts: cheap, so it comes first.
 
     Args:
-        cfg: with `target`, `prompts` and `score`.
+        target: whose tokenizer it is.
+        prompts: where they are read from.
+        score: how many held-out prompts are used.
+        answers: rollout.answers; None: no rollouts are made.
+        row_tokens: of a training row; None: nothing is trained.
         folder: of a run, where the prompts are written down.
 
     Returns:
         The chat template, training prompts and the held-out prompts that are scored, these with one
         place to answer each.
     """
-    chat = read_chat(cfg)
-    given = bool(OmegaConf.select(cfg, "rollout.answers") == "given")
-    found = inputs.read(cfg, chat, read_limit(cfg), given)
-    if cfg.score.enabled and not found.held:
+    chat = read_chat(target, prompts.template, prompts.template_options)
+    limit = read_limit(target, prompts.max_tokens, row_tokens)
+    result = inputs.read(prompts, chat, limit, answers, score.enabled)
+    if score.enabled and not result.held:
         raise UserError(
             "prompts: none are held out for scoring; raise prompts.heldout_share, set prompts.heldout "
             "to a file, or score.enabled=false"
         )
     if folder:
-        inputs.keep_record(found, folder)
-    inputs.describe(found, folder)
-    return chat, found.train, found.held[: max(cfg.score.prompts, cfg.score.replay_prompts)]
+        inputs.keep_record(result, folder)
+    inputs.describe(result, folder)
+    return chat, result.train, result.held[: max(score.prompts, score.replay_prompts)]
 
 
-def build_drafter(cfg: DictConfig, target: Target) -> Drafter:
-    """The drafter that cfg.drafter names; a `path` in it is meant as the target's is."""
-    where = {"path": str(bundled(cfg.drafter.path))} if cfg.drafter.get("path") else {}
-    own = OmegaConf.masked_copy(cfg.drafter, [k for k in cfg.drafter if k not in OF_ANY])
-    drafter = instantiate(own, **where)(target)
-    if cfg.drafter.get("confidence"):
+def read_run_inputs(options: RunOptions, folder: Path) -> tuple[Chat, list[Prompt], list[Prompt]]:
+    """The same of a run of train.py, written down in its folder."""
+    return read_inputs(
+        options.target,
+        options.prompts,
+        options.score,
+        answers=options.rollout.answers,
+        row_tokens=options.max_tokens,
+        folder=folder,
+    )
+
+
+def build_drafter(options: DrafterOptions, target: Target) -> Drafter:
+    """The drafter that the options name, with a confidence head where they ask for one."""
+    drafter = options.build(target)
+    if options.confidence:
         drafter.add_confidence()
     return drafter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 from hydra.errors import InstantiationException
@@ -170,9 +171,8 @@ def refused() -> Iterator[None]:
         raise UserError(what + " ".join(str(cause).split())) from None
 
 
-def processes(trainer: DictConfig) -> int:
-    """Of a Lightning trainer with these settings, on this machine."""
-    devices = trainer.devices
+def processes(accelerator: str, devices: Any, num_nodes: int = 1) -> int:
+    """How many a Lightning trainer with these settings has, on this machine."""
     if isinstance(devices, str):
         devices = (
             [part for part in devices.split(",") if part] if "," in devices else devices.replace("auto", "-1")
@@ -182,5 +182,5 @@ def processes(trainer: DictConfig) -> int:
     elif (count := int(devices)) < 0:
         import torch
 
-        count = 1 if trainer.accelerator == "cpu" else torch.cuda.device_count()
-    return count * trainer.get("num_nodes", 1)
+        count = 1 if accelerator == "cpu" else torch.cuda.device_count()
+    return count * num_nodes

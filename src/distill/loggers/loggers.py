@@ -6,44 +6,43 @@ network, a full disk, a server error) prints one line and is not used again: the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger
-from omegaconf import DictConfig
 
 from decode.errors import UserError
 from distill.loggers.tensorboard_logger import TensorBoard
 from distill.loggers.wandb_logger import Wandb, finish
-from distill.utils import redact
+from distill.options import LoggerOptions
 from distill.utils.provenance import commit
 
 WEIGHTS = ("end", "always", "never")
 
 
-def loggers(cfg: DictConfig, folder: Path, first_step: int) -> list[Logger]:
+def loggers(options: LoggerOptions, config: Mapping[str, Any], folder: Path, first_step: int) -> list[Logger]:
     """The CSV logger and those that the configuration names.
 
     Args:
-        cfg: with `logger`.
+        options: of the loggers.
+        config: that W&B records, without secrets.
         folder: of the run.
         first_step: that this process makes.
 
     Raises:
         UserError: a choice that is none, or an extra that is not installed.
     """
-    options = cfg.logger
     if options.weights not in WEIGHTS:
         raise UserError(f"logger.weights={options.weights}: choose {', '.join(WEIGHTS)}")
     # The CSV logger overwrites its file, so a resumed run gets another.
     part = f"from-{first_step}" if first_step else ""
     run_loggers: list[Logger] = [CSVLogger(folder, name="csv", version=part)]
     if options.wandb:
-        config = redact.resolved(cfg) | {"commit": commit()}
-        run_loggers.append(Wandb(folder, options.project, config, options.weights))
+        run_loggers.append(Wandb(folder, options.project, {**config, "commit": commit()}, options.weights))
     if options.tensorboard:
         if find_spec("tensorboard") is None:
             raise UserError("logger=tensorboard: it is not installed; pip install 'foredraft[tensorboard]'")

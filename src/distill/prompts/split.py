@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from decode.errors import UserError
+from distill.options import PromptOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, Measured, check_share, set_aside
 from distill.prompts.mixing import mix
@@ -61,45 +60,48 @@ class Inputs:
         return [one for measured in self.too_long for one in measured.long]
 
 
-def read(cfg: DictConfig, chat: Chat, limit: Limit, given: bool = False) -> Inputs:
-    """Read what `cfg.prompts` names.
+def read(
+    options: PromptOptions, chat: Chat, limit: Limit, answers: str | None = None, score: bool = False
+) -> Inputs:
+    """Read, mix and split the prompts that the options name.
 
     Args:
-        cfg: with `prompts`.
+        options: of the prompts.
         chat: renders, and may refuse to.
         limit: on the tokens of a prompt.
-        given: answers are taken as they are, and have to be rendered as well.
+        answers: rollout.answers: given ones have to be rendered as well; None: no rollouts are made.
+        score: held-out prompts are scored.
 
     Raises:
         UserError: nothing there, nothing of use, too many too long, or, with prompts.strict, anything
             malformed.
     """
-    options: Any = OmegaConf.to_container(cfg.prompts, resolve=True)
-    if given and options["answers"] == "drop":
+    given = answers == "given"
+    if given and options.answers == "drop":
         raise UserError("rollout=given: prompts.answers=drop leaves given answers out; set it to keep")
-    if not (sources := to_sources(options)) and not options["heldout"] and not options["self"]:
+    if not (sources := to_sources(asdict(options))) and not options.heldout and not options.self:
         raise UserError("prompts: none are named; give prompts.path, prompts.dataset or prompts.sources")
-    readings = [source.read(options["strict"]) for source in sources]
-    listed = mix(readings, options["limit"]) if readings else []
+    readings = [source.read(options.strict) for source in sources]
+    listed = mix(readings, options.limit) if readings else []
     heldout = []
-    if options["heldout"]:
-        scored_file = Source(options["heldout"], answers=options["answers"], max_bytes=options["max_bytes"])
-        heldout = [scored_file.read(options["strict"])]
+    if options.heldout:
+        scored_file = Source(options.heldout, answers=options.answers, max_bytes=options.max_bytes)
+        heldout = [scored_file.read(options.strict)]
         train, held = held_out(listed, heldout[0].prompts)
     else:
-        train, held = split(listed, options["heldout_share"])
-    measured, refused = _rendered(train, chat, limit, given, options["strict"])
-    openings, refused_held = _rendered(_openings(held), chat, limit, False, options["strict"])
-    if OmegaConf.select(cfg, "rollout"):  # commands that score read training prompts too, and use none
-        check_share(measured, limit, options["max_left_out"], "prompts")
-    if OmegaConf.select(cfg, "score.enabled"):
-        check_share(openings, limit, options["max_left_out"], "held-out prompts")
+        train, held = split(listed, options.heldout_share)
+    measured, refused = _rendered(train, chat, limit, given, options.strict)
+    openings, refused_held = _rendered(_openings(held), chat, limit, False, options.strict)
+    if answers:  # commands that score read training prompts too, and use none
+        check_share(measured, limit, options.max_left_out, "prompts")
+    if score:
+        check_share(openings, limit, options.max_left_out, "held-out prompts")
     scored = openings.fit
     record = {
         "sources": [_counts(r) for r in readings],
         "heldout": [_counts(r) for r in heldout],
-        "limit": options["limit"],
-        "heldout_share": None if heldout else options["heldout_share"],
+        "limit": options.limit,
+        "heldout_share": None if heldout else options.heldout_share,
         "refused": len(refused) + len(refused_held),
         "too_long": {"tokens": limit.tokens, "train": len(measured.long), "held_out": len(openings.long)},
         "train": {"prompts": len(measured.fit), "hash": _hash(measured.fit)},

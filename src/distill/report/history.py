@@ -9,14 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from yaml import YAMLError
-
-import distill.config.resolvers  # noqa: F401  registers the resolvers of a configuration
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard, read_scorecard
+from distill.config.recorded import readable_config
 from distill.utils.atomic_files import read_json
-from distill.utils.redact import override, resolved, without_secrets
 from distill.utils.run_folder import checkpoints
 
 WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has one of these
@@ -63,7 +59,7 @@ def read(folder: Path) -> History:
         raise UserError(f"{folder}: no run there; give the folder that train.py printed")
     best = folder / "checkpoints" / "best"
     step = best.resolve().name
-    config, overrides = _configuration(folder / ".hydra")
+    config, overrides = readable_config(folder)
     started = None
     with suppress(ValueError, AttributeError):  # the file is truncated, or another program's
         started = (read_json(folder / "run.json") or {}).get("started")
@@ -122,17 +118,3 @@ def _number(text: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return value if math.isfinite(value) else None
-
-
-def _configuration(folder: Path) -> tuple[str, list[str]]:
-    """Configuration as YAML, resolved and without secrets, and overrides."""
-    try:
-        config = OmegaConf.load(folder / "config.yaml")
-        overrides: Any = OmegaConf.to_container(OmegaConf.load(folder / "overrides.yaml"), resolve=False)
-    except (OSError, YAMLError):  # missing or truncated
-        return "", []
-    try:
-        values = resolved(config)
-    except Exception:  # any: resolvers are functions, and another version may have had others
-        values = without_secrets(OmegaConf.to_container(config, resolve=False))
-    return OmegaConf.to_yaml(OmegaConf.create(values)), [override(str(one)) for one in overrides]

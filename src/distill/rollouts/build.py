@@ -1,14 +1,11 @@
-"""The engine that a configuration names, and what fills a store with it."""
+"""The engine that rollout options name, and the function that fills a store with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from decode.model.target import Target
@@ -17,6 +14,7 @@ from distill.config.build import build_target, read_chat
 from distill.engines.base import Engine, InProcess
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
+from distill.options import AnswerOptions, DecodePlan, OpenAIRolloutOptions, RayRolloutOptions
 from distill.prompts.chat_template import Chat
 from distill.rollouts.ray_workers import Fleet
 from distill.rollouts.store import RolloutPlan, RolloutStore
@@ -25,33 +23,41 @@ from distill.utils.paths import bundled
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
-Work = Callable[[Callable[[int], None]], None]  # told whom to tell how many shards are missing still
+Work = Callable[[Callable[[int], None]], None]  # its argument is told how many shards are still missing
 Helper = str | Path | None  # a drafter's folder or hub id
 
 
-def work_of(cfg: DictConfig, target: Target, chat: Chat, store: RolloutStore, helper: Helper) -> Work:
-    """What fills a store.
+def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutStore, helper: Helper) -> Work:
+    """The function that fills a store.
 
     Args:
-        cfg: with `rollout` and `decode`.
+        options: of the engine and of the plan by which a drafter helps.
         target: answers, where no other engine is asked for.
         chat: renders.
         store: opened.
         helper: drafts the answers.
+
+    Raises:
+        UserError: an engine without its settings, or with a target that it cannot load.
     """
-    if cfg.rollout.engine == "ray":
-        if cfg.target.placement == "sharded":
+    rollout = options.rollout
+    if rollout.engine == "ray":
+        if options.target.placement == "sharded":
             raise UserError(
                 "target.placement=sharded: workers of rollout=ray need whole targets; use rollout=hf"
             )
-        load = partial(load_writer, portable(cfg), store.plan, helper and str(_away(helper)))
-        return partial(Fleet(cfg.rollout, load).fill, store)
-    engine = from_server if cfg.rollout.engine == "openai" else in_process
-    make = Writer(engine(cfg, target, chat, store.plan, helper), chat, store.plan)
+        if not isinstance(rollout, RayRolloutOptions):
+            raise UserError("rollout.engine=ray: choose it with rollout=ray, which has its settings")
+        load = partial(load_writer, portable(options), store.plan, helper and str(_absolute(helper)))
+        return partial(Fleet(rollout, load).fill, store)
+    engine = from_server if rollout.engine == "openai" else in_process
+    make = Writer(engine(options, target, chat, store.plan, helper), chat, store.plan)
     return partial(store.fill, make, pause=target.wait)
 
 
-def in_process(cfg: DictConfig, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper) -> Engine:
+def in_process(
+    options: AnswerOptions, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper
+) -> Engine:
     """The target in this process.
 
     Raises:
@@ -61,35 +67,37 @@ def in_process(cfg: DictConfig, target: Target, chat: Chat, plan: RolloutPlan, h
     if not helper:
         return InProcess(target, plan.batch_size, plan.seed)
     drafter = hub.load(hub.fetch(str(helper)), target)
-    return InProcess(target, plan.batch_size, plan.seed, drafter, helping_plan(cfg, drafter))
+    return InProcess(target, plan.batch_size, plan.seed, drafter, helping_plan(options.decode, drafter))
 
 
-def helping_plan(cfg: DictConfig, drafter: Drafter) -> Plan:
-    """How a drafter helps to write answers.
+def helping_plan(decode: DecodePlan, drafter: Drafter) -> Plan:
+    """The plan by which a drafter helps to write answers.
 
     Raises:
         UserError: it would change what they say, or its drafts have a shape that it cannot make.
     """
-    shape = instantiate(cfg.decode)
-    if not isinstance(shape, Plan) or shape.lossy:
+    if not isinstance(decode, Plan) or decode.lossy:
         raise UserError(
             "rollout: where a drafter helps (rollout.drafter, rollout.refresh_every), answers are drafted by "
             "one lossless plan; choose decode=chain or dynamic"
         )
     if type(drafter).verifier is not Drafter.verifier:
         raise UserError("rollout: a drafter that has tuned its target would change the answers it helps with")
-    drafter.check(shape)
-    return shape
+    drafter.check(decode)
+    return decode
 
 
-def from_server(cfg: DictConfig, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper) -> Engine:
+def from_server(
+    options: AnswerOptions, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper
+) -> Engine:
     """The target as an OpenAI-compatible server has it, which drafts by its own means.
 
     Raises:
         UserError: what a server cannot do is asked of it, or it does not answer.
     """
     del helper
-    rollout = cfg.rollout
+    rollout = options.rollout
+    assert isinstance(rollout, OpenAIRolloutOptions)  # `check_server` has refused others
     if rollout.drafter:
         raise UserError("rollout.drafter: a server drafts by its own means; set it with rollout=hf alone")
     if plan.until != "answer" or not plan.stop:
@@ -109,27 +117,29 @@ def from_server(cfg: DictConfig, target: Target, chat: Chat, plan: RolloutPlan, 
     return OpenAIEngine(server, chat, plan.seed, target.max_positions)
 
 
-def load_writer(cfg: DictConfig, plan: RolloutPlan, helper: Helper = None) -> Writer:
-    """What makes shards, in a process that has nothing yet.
+def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None) -> Writer:
+    """The writer of shards, in a process that has loaded nothing yet.
 
     Raises:
         UserError: this machine has another target or tokenizer under the same name.
     """
-    chat, target = read_chat(cfg), build_target(cfg)
+    prompts, target = options.prompts, build_target(options.target)
+    chat = read_chat(options.target, prompts.template, prompts.template_options)
     if (target.fingerprint(), chat.fingerprint()) != (plan.target, plan.tokenizer):
-        raise UserError(f"target={cfg.target.path}: a worker has another model there than this machine")
-    return Writer(in_process(cfg, target, chat, plan, helper), chat, plan)
+        raise UserError(f"target={options.target.path}: a worker has another model there than this machine")
+    return Writer(in_process(options, target, chat, plan, helper), chat, plan)
 
 
-def portable(cfg: DictConfig) -> DictConfig:
-    """The configuration as a worker needs it, which runs in another folder and on devices of its own."""
-    away: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    away.target.path = str(_away(bundled(away.target.path)))
-    away.target.device = "cuda" if cfg.rollout.get("gpus_per_worker") else "cpu"
-    return away
+def portable(options: AnswerOptions) -> AnswerOptions:
+    """Options for a worker, which runs in another folder and has devices of its own."""
+    rollout = options.rollout
+    gpus = rollout.gpus_per_worker if isinstance(rollout, RayRolloutOptions) else 0
+    path, device = str(_absolute(bundled(options.target.name))), "cuda" if gpus else "cpu"
+    target = replace(options.target, path=path, device=device)
+    return AnswerOptions(target=target, prompts=options.prompts, rollout=rollout, decode=options.decode)
 
 
-def _away(name: str | Path) -> str | Path:
+def _absolute(name: str | Path) -> str | Path:
     """A folder's path from anywhere; a hub id as it is."""
     path = Path(name).expanduser()
     return path.absolute() if path.exists() else name

@@ -1,4 +1,4 @@
-"""Rollouts as a configuration asks for them: made by its engine, or found."""
+"""Rollouts by the options of a command: those that exist are read, the rest is made by its engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from omegaconf import DictConfig
 
 from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
+from distill.options import AnswerOptions, OpenAIRolloutOptions, RunOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import strictest
 from distill.prompts.prompt import Prompt, prompts_digest
@@ -34,10 +34,11 @@ DOUBTED = 32  # rows that the target reads, of answers that it has not written h
 
 
 def rollout_plan(
-    cfg: DictConfig, target: Target, chat: Chat, prompts: list[Prompt], phase: int = 0
+    options: AnswerOptions, target: Target, chat: Chat, prompts: list[Prompt], phase: int = 0
 ) -> RolloutPlan:
-    """What decides the rows."""
-    rollout = cfg.rollout
+    """Everything that decides the rows."""
+    rollout = options.rollout
+    model = rollout.model if isinstance(rollout, OpenAIRolloutOptions) else None
     # Later phases are drafted by what has been trained so far. That changes no row, but for rounding, and
     # a resumed run must find the store that it began.
     drafter = "current" if phase else _fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else ""
@@ -47,17 +48,17 @@ def rollout_plan(
         tokenizer=chat.fingerprint(),
         dtype=str(target.dtype).removeprefix("torch."),
         stop=stop_tokens(target),
-        template=cfg.prompts.template,
+        template=options.prompts.template,
         answers=rollout.answers,
-        server=str(rollout.model or cfg.target.path) if rollout.engine == "openai" else "",
+        server=model or options.target.name if rollout.engine == "openai" else "",
         drafter=drafter,
         prompts=prompts_digest(prompts),
         samples=rollout.samples,
-        self_prompts=cfg.prompts.self,
+        self_prompts=options.prompts.self,
         until=rollout.until,
         sampler={"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},
         prompt_sampler={"temperature": rollout.prompt_temperature},
-        max_prompt_tokens=strictest(cfg.prompts.max_tokens, None, target.max_positions).tokens,
+        max_prompt_tokens=strictest(options.prompts.max_tokens, None, target.max_positions).tokens,
         max_new_tokens=rollout.max_new_tokens,
         shard_size=rollout.shard_size,
         batch_size=rollout.batch_size,
@@ -71,7 +72,7 @@ def _fingerprint(drafter: Path) -> str:
 
 
 def produce(
-    cfg: DictConfig,
+    options: RunOptions,
     target: Target,
     chat: Chat,
     prompts: list[Prompt],
@@ -82,7 +83,7 @@ def produce(
     """The answers to the training prompts.
 
     Args:
-        cfg: with `rollout`, `prompts`, `decode` and `output_dir`.
+        options: of the run.
         target: answers.
         chat: renders.
         prompts: to be answered.
@@ -94,26 +95,27 @@ def produce(
     Raises:
         UserError: answers that are given cannot be made again.
     """
-    if cfg.rollout.refresh_every and cfg.rollout.answers == "given":
+    rollout = options.rollout
+    if rollout.refresh_every and rollout.answers == "given":
         raise UserError("rollout.refresh_every: given answers are not made anew; set it to 0")
-    drafts = cfg.rollout.engine != "openai"  # a server drafts by its own means
-    if cfg.rollout.refresh_every and drafts:
-        helping_plan(cfg, drafter)
-    plan = rollout_plan(cfg, target, chat, prompts, phase)
-    store = open_store(cfg, Path(cfg.output_dir) / "rollouts", target, chat, plan, prompts, phase)
-    helper = cfg.rollout.drafter
+    drafts = rollout.engine != "openai"  # a server drafts by its own means
+    if rollout.refresh_every and drafts:
+        helping_plan(options.decode, drafter)
+    plan = rollout_plan(options, target, chat, prompts, phase)
+    store = open_store(options, Path(options.output_dir) / "rollouts", target, chat, plan, prompts, phase)
+    helper: Helper = rollout.drafter
     if phase:
         helper = next(reversed(checkpoints(folder)), None) if drafts else None
         say(f"rollouts: time {phase + 1}" + (f", drafted by {helper}" if helper else ""))
     else:
         _same_rollouts(folder, plan)
-    fill(cfg, target, chat, store, helper, drafter)
+    fill(options, target, chat, store, helper, drafter)
     target.rest()
     return store
 
 
 def open_store(
-    cfg: DictConfig,
+    options: AnswerOptions,
     root: Path,
     target: Target,
     chat: Chat,
@@ -121,16 +123,16 @@ def open_store(
     prompts: list[Prompt],
     phase: int = 0,
 ) -> RolloutStore:
-    """The store that a configuration names, else one below `root`; later phases have places of their own.
+    """The store that the options name, else one below `root`; later phases have places of their own.
 
     Raises:
         UserError: it holds something else, or the plan is none.
     """
     check_plan(plan, chat, target.max_positions)  # before anything is written
-    place = cfg.rollout.store
+    place = options.rollout.store
     if place and phase:
         place = f"{place}/again-{phase}"
-    origin = {"target": cfg.target.path, "revision": cfg.target.revision}
+    origin = {"target": options.target.path, "revision": options.target.revision}
     store = RolloutStore(root, plan, prompts, place, origin)
     store.open()
     return store
@@ -149,7 +151,7 @@ def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
 
 
 def fill(
-    cfg: DictConfig,
+    options: AnswerOptions,
     target: Target,
     chat: Chat,
     store: RolloutStore,
@@ -160,7 +162,7 @@ def fill(
     """Make what is missing, under a progress bar, and say what there is.
 
     Args:
-        cfg: names the engine.
+        options: of the engine.
         target: answers.
         chat: renders.
         store: opened.
@@ -176,7 +178,7 @@ def fill(
     if not missing:  # killed before the manifest
         store.seal()
         return
-    work = work_of(cfg, target, chat, store, helper)
+    work = work_of(options, target, chat, store, helper)
     say(estimate(store, target, drafter))
     if missing < store.shards:
         say(f"rollouts: {store.shards - missing} of {store.shards} shards are there already")

@@ -18,9 +18,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from decode.errors import UserError
+from distill.options import FleetOptions
 from distill.rollouts.store import Make, RolloutStore
 from distill.utils.progress import rank_and_world
 
@@ -85,17 +85,15 @@ class Fleet:
     """Workers, as a configuration asks for them.
 
     Args:
-        rollout: `workers`, `address`, `cpus_per_worker` and `gpus_per_worker`.
+        options: how many, where, and what each takes of its machine.
         load: what each worker loads; runs on its machine.
 
     Raises:
         UserError: Ray is not installed.
     """
 
-    def __init__(self, rollout: DictConfig, load: Callable[[], Make]) -> None:
-        self.rollout, self.load = rollout, load
-        if "workers" not in rollout:
-            raise UserError("rollout.engine=ray: choose it with rollout=ray, which has its settings")
+    def __init__(self, options: FleetOptions, load: Callable[[], Make]) -> None:
+        self.options, self.load = options, load
         for name, value in SILENCE.items():
             os.environ.setdefault(name, value)
         try:
@@ -133,15 +131,15 @@ class Fleet:
         if ray.is_initialized():
             yield
             return
-        address = self.rollout.address or os.environ.get("RAY_ADDRESS")
-        gpus, there = self.rollout.workers * self.rollout.gpus_per_worker, torch.cuda.device_count()
+        address = self.options.address or os.environ.get("RAY_ADDRESS")
+        gpus, there = self.options.workers * self.options.gpus_per_worker, torch.cuda.device_count()
         if not address and gpus > there:
             raise UserError(
-                f"rollout.gpus_per_worker: {self.rollout.workers} workers want {gpus} GPUs, and this machine "
+                f"rollout.gpus_per_worker: {self.options.workers} workers want {gpus} GPUs, and this machine "
                 f"has {there}"
             )
         local: dict[str, Any] = {
-            "num_cpus": max(1, self.rollout.workers * self.rollout.cpus_per_worker),
+            "num_cpus": max(1, self.options.workers * self.options.cpus_per_worker),
             "object_store_memory": OBJECTS,
             "include_dashboard": False,
         }
@@ -171,10 +169,10 @@ class Fleet:
         shards = ray.data.from_items(todo, override_num_blocks=len(todo)).map_batches(
             Worker,
             fn_constructor_args=(away, self.load),
-            compute=ray.data.ActorPoolStrategy(size=self.rollout.workers, max_tasks_in_flight_per_actor=1),
+            compute=ray.data.ActorPoolStrategy(size=self.options.workers, max_tasks_in_flight_per_actor=1),
             batch_size=1,
-            num_cpus=self.rollout.cpus_per_worker,
-            num_gpus=self.rollout.gpus_per_worker,
+            num_cpus=self.options.cpus_per_worker,
+            num_gpus=self.options.gpus_per_worker,
         )
         for row in shards.iter_rows():
             if row["errno"]:

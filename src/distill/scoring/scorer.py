@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout
@@ -22,6 +20,7 @@ from decode.plan import Plan
 from decode.planning.auto import Auto
 from decode.planning.calibrated_tree import Calibrated
 from decode.sampling import Sampler
+from distill.options import DecodePlan, ScoringOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.heldout import held_out_answers
@@ -40,12 +39,17 @@ class Scorer:
     """Loads a checkpoint as a user would and scores it.
 
     Args:
-        cfg: with `score`, `decode`, `target` and `seed`.
+        options: what is measured.
+        decode: the headline's plan, or what chooses one.
         target: to decode with, unless the checkpoint has a tuned one; its taps are set to those that the
             checkpoint reads.
         chat: renders the prompts.
         prompts: held out: the first `score.prompts` are decoded, `score.replay_prompts` replayed.
         rollouts: folder in which the target's answers to them are kept.
+        seed: of every draw.
+        target_name: path or hub id, as the scorecard records it.
+        control: none | shuffled_taps, a control experiment.
+        full_audit: audit every scored prompt at every setting.
 
     Raises:
         UserError: a headline that is not lossless, or a `decode` that is chosen by acceptance and nothing
@@ -53,14 +57,25 @@ class Scorer:
     """
 
     def __init__(
-        self, cfg: DictConfig, target: Target, chat: Chat, prompts: Sequence[Prompt], rollouts: Path
+        self,
+        options: ScoringOptions,
+        decode: DecodePlan,
+        target: Target,
+        chat: Chat,
+        prompts: Sequence[Prompt],
+        rollouts: Path,
+        *,
+        seed: int,
+        target_name: str,
+        control: str = "none",
+        full_audit: bool = False,
     ) -> None:
-        self.cfg, self.target, self.chat, self.root = cfg, target, chat, rollouts
-        options = cfg.score
+        self.options, self.target, self.chat, self.root = options, target, chat, rollouts
+        self.seed, self.target_name, self.control, self.full_audit = seed, target_name, control, full_audit
         self.replayed = list(prompts[: options.replay_prompts])
         self.prompts = list(prompts[: options.prompts])
         self.ids = [chat.encode(p.messages, p.tools) for p in self.prompts]
-        self.plans: list[Plan | Auto | Calibrated] = [instantiate(cfg.decode)]
+        self.plans: list[Plan | Auto | Calibrated] = [decode]
         self.plans += [Plan(**plan) for plan in options.plans]
         if not isinstance(self.plans[0], Plan) and not self.replayed:
             raise UserError(
@@ -69,10 +84,7 @@ class Scorer:
             )
         if isinstance(self.plans[0], Plan):
             check(self.ids, self.plans[0])
-        warpers = ("top_k", "top_p", "min_p", "repetition_penalty")
-        self.samplers = [
-            Sampler(t, **{name: options[name] for name in warpers}) for t in options.temperatures
-        ]
+        self.samplers = options.samplers()
         self.rollouts: dict[Sampler, list[Rollout]] = {}
 
     @property
@@ -94,8 +106,8 @@ class Scorer:
         return {sampler: self._answer(target, self.replayed, sampler) for sampler in self.samplers}
 
     def _answer(self, target: Target, prompts: Sequence[Prompt], sampler: Sampler) -> list[Rollout]:
-        new = self.cfg.score.max_new_tokens
-        return held_out_answers(target, self.chat, prompts, sampler, new, self.cfg.seed, self.root)
+        new = self.options.max_new_tokens
+        return held_out_answers(target, self.chat, prompts, sampler, new, self.seed, self.root)
 
     def _drift(self, tuned: Target) -> TargetDrift:
         """Distance of a tuned target from the original, on the latter's answers with the first sampler."""
@@ -105,13 +117,12 @@ class Scorer:
 
     def __call__(self, folder: Path, step: int) -> Scorecard:
         """Score one checkpoint: its verifying target with the drafter, against that target alone."""
-        options = self.cfg.score
+        options = self.options
         drafter = hub.load(folder, self.target)
         target = drafter.verifier(self.target)
         target.tap(drafter.taps)
-        control = OmegaConf.select(self.cfg, "control") or "none"  # a training run has none, and no `audit`
-        if control == "shuffled_taps":
-            ShuffledTaps(target, self.ids, self.cfg.seed)
+        if self.control == "shuffled_taps":
+            ShuffledTaps(target, self.ids, self.seed)
         self.prepare()
         tuned = target is not self.target
         answers = self._answers(target) if tuned else self.rollouts
@@ -133,12 +144,12 @@ class Scorer:
         digest_of_ids = digest(json.dumps(self.ids))
         return replace(
             card,
-            conditions=replace(card.conditions, control=control, prompts_digest=digest_of_ids),
+            conditions=replace(card.conditions, control=self.control, prompts_digest=digest_of_ids),
             checkpoint=Checkpoint(
                 drafter=short_name(drafter),
                 step=step,
                 commit=commit(),
-                target=self.cfg.target.path,
+                target=self.target_name,
                 versions=versions(),
                 parameters=hub.count_parameters(drafter),
                 drafter_kv_bytes_per_token=self._kv_bytes(target, drafter),
@@ -147,20 +158,20 @@ class Scorer:
             ),
             categories=[p.category for p in self.replayed],
             samples=sample_texts(
-                target, drafter, self.chat, self.prompts, settings, options.max_new_tokens, self.cfg.seed
+                target, drafter, self.chat, self.prompts, settings, options.max_new_tokens, self.seed
             ),
             plan_choices=choices,
         )
 
     def _options(self, target: Target) -> ScoreOptions:
-        options = self.cfg.score
+        options = self.options
         return ScoreOptions(
             max_new_tokens=options.max_new_tokens,
             stop=stop_tokens(target),
-            seed=self.cfg.seed,
+            seed=self.seed,
             repeats=options.repeats,
             audit_prompts=options.audit_prompts,
-            full_audit=OmegaConf.select(self.cfg, "audit") == "full",
+            full_audit=self.full_audit,
         )
 
     @torch.inference_mode()
@@ -177,13 +188,13 @@ class Scorer:
         """All rows of the scorecard; auto and calibrated plans are chosen for each sampler and batch size."""
         settings, choices = [], []
         for sampler in self.samplers:
-            for batch in self.cfg.score.batch_sizes:
+            for batch in self.options.batch_sizes:
                 for plan in self.plans:
                     if not isinstance(plan, Plan):
                         options = {
-                            "max_new_tokens": self.cfg.score.max_new_tokens,
+                            "max_new_tokens": self.options.max_new_tokens,
                             "stop": stop_tokens(target),
-                            "seed": self.cfg.seed,
+                            "seed": self.seed,
                         }
                         answers = rollouts[sampler]
                         if isinstance(plan, Calibrated):  # on other prompts than it is reported on

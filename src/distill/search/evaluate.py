@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout
 from decode.generation.generate import generate
@@ -15,6 +13,7 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.planning.auto import Auto
+from distill.options import AutoOptions, RunOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.scoring.scorer import Scorer, threads
@@ -30,7 +29,8 @@ class Judge:
     """Judges checkpoints on held-out answers that are not those their scorecards report.
 
     Args:
-        cfg: as `Scorer` takes it, with the `drafter` of conf/drafter/auto.yaml.
+        options: of a run, for its scores.
+        auto: of the search.
         target: that all of them draft for.
         chat: renders the prompts.
         held: prompts that are held out.
@@ -46,19 +46,22 @@ class Judge:
 
     def __init__(
         self,
-        cfg: DictConfig,
+        options: RunOptions,
+        auto: AutoOptions,
         target: Target,
         chat: Chat,
         held: Sequence[Prompt],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.cfg, self.target, self.clock = cfg, target, clock
-        self.scorer = Scorer(cfg, target, chat, held, Path(cfg.output_dir) / "heldout")
-        self.sampler, self.batch = self.scorer.samplers[0], int(cfg.score.batch_sizes[0])
+        self.options, self.auto, self.target, self.clock = options, auto, target, clock
+        score, answers = options.score, Path(options.output_dir) / "heldout"
+        named = {"seed": options.seed, "target_name": options.target.name}
+        self.scorer = Scorer(score, options.decode, target, chat, held, answers, **named)
+        self.sampler, self.batch = self.scorer.samplers[0], score.batch_sizes[0]
         headline = self.scorer.plans[0]
         if isinstance(headline, Auto):
             self.all = [p for p in headline.plans if isinstance(p, Plan) and p.depth]
-            self.few = [Plan(**plan) for plan in cfg.drafter.plans]
+            self.few = [Plan(**plan) for plan in auto.plans]
         elif isinstance(headline, Plan) and headline.depth:
             self.all = self.few = [headline]
         else:
@@ -69,7 +72,7 @@ class Judge:
             self.all = [p for p in self.all if p.proposal != "sampled"] or self.all
         if not self.scorer.replayed:
             raise UserError("drafter=auto compares families on replayed prompts; raise score.replay_prompts")
-        self.tokens = min(cfg.drafter.tokens, cfg.score.max_new_tokens)
+        self.tokens = min(auto.tokens, score.max_new_tokens)
         self.plain = self.each = 0.0
         self._judged = False
 
@@ -78,13 +81,15 @@ class Judge:
         self.scorer.prepare()
         answers = self.scorer.rollouts[self.sampler]
         unseen = answers[len(self.scorer.prompts) :] or answers
-        chosen = [Rollout(r.prompt, r.answer[: self.tokens]) for r in unseen[: self.cfg.drafter.answers]]
+        chosen = [Rollout(r.prompt, r.answer[: self.tokens]) for r in unseen[: self.auto.answers]]
         # A batch larger than that decodes them again.
         self.answers = [chosen[i % len(chosen)] for i in range(max(len(chosen), self.batch))]
         part, tokens = [r.prompt for r in self.answers[: self.batch]], min(TIMED, self.tokens)
         for _ in range(2):  # the first warms up
             begun = self.clock()
-            generate(self.target, None, part, sampler=self.sampler, seed=self.cfg.seed, max_new_tokens=tokens)
+            generate(
+                self.target, None, part, sampler=self.sampler, seed=self.options.seed, max_new_tokens=tokens
+            )
             self.plain = (self.clock() - begun) / tokens
         self.each = UNKNOWN * self.plain
 
@@ -102,7 +107,7 @@ class Judge:
         drafter = hub.load(checkpoint, self.target)
         self.target.tap(drafter.taps)
         plans = _followed(drafter, plans)
-        with threads(self.cfg.score.threads):
+        with threads(self.options.score.threads):
             _, curve = Auto(plans, adapt=False).choose(
                 self.target,
                 drafter,
@@ -111,7 +116,7 @@ class Judge:
                 self.batch,
                 max_new_tokens=self.tokens,
                 stop=stop_tokens(self.target),
-                seed=self.cfg.seed,
+                seed=self.options.seed,
             )
         self.each = max(self.each * self._judged, (self.clock() - begun) / len(curve))
         self._judged = True
@@ -127,7 +132,7 @@ class Judge:
 
         Plain decoding and the plan over what is decoded, the audit's texts, the replay of all answers.
         """
-        score = self.cfg.score
+        score = self.options.score
         batches = -(-score.prompts // self.batch)
         decoded = (2 * batches * score.repeats + 3) * score.max_new_tokens
         replayed = len(self.scorer.replayed) * score.max_new_tokens / (len(self.answers) * self.tokens)

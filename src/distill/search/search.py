@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
 from decode.plan import Plan
-from distill.config.build import build_drafter, build_target, quiet, read_inputs
-from distill.config.validate import check_ranges, refused
+from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
+from distill.config.validate import refused
+from distill.options import SearchOptions, TrainOptions
 from distill.report import html as html_report
 from distill.report.search_panel import RECORD
 from distill.rollouts.produce import fill, open_store, rollout_plan
@@ -35,11 +34,11 @@ MOST = 0.9  # of the budget, that rollouts may take
 LEAST = 1.0  # seconds of training that are worth a job
 
 
-def choose(cfg: DictConfig, folder: Path) -> float:
+def choose(options: SearchOptions, folder: Path) -> float:
     """Train several families, each a while; spend what is left on the winner, score it, say why.
 
     Args:
-        cfg: composed from conf/config.yaml with drafter=auto.
+        options: of the search.
         folder: of the run.
 
     Returns:
@@ -49,40 +48,39 @@ def choose(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input, found before any work; rollouts that leave no time; no family that works.
     """
     quiet()
-    switch["on"] = cfg.trainer.enable_progress_bar
-    check_ranges(cfg)
+    switch["on"] = options.trainer.enable_progress_bar
     place = Place.of(folder)
     begun = time.monotonic() - (0.0 if place.in_sweep else lived())
-    overrides, configs = auto_checks.jobs(cfg, place)
-    return Search(cfg, place, overrides, configs, begun).run()
+    overrides, runs = auto_checks.jobs(options, place)
+    return Search(options, place, overrides, runs, begun).run()
 
 
 class Search:
     """One run of `drafter=auto`, which goes on from whatever is finished.
 
     Args:
-        cfg: of the run.
+        options: of the search.
         place: of the command.
         overrides: of every family's run.
-        configs: likewise, composed.
+        runs: options of every family's run.
         begun: when the budget began, by `clock`.
         clock: seconds.
     """
 
     def __init__(
         self,
-        cfg: DictConfig,
+        options: SearchOptions,
         place: Place,
         overrides: Mapping[str, list[str]],
-        configs: Mapping[str, DictConfig],
+        runs: Mapping[str, TrainOptions],
         begun: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.cfg, self.place, self.overrides, self.configs = cfg, place, overrides, configs
+        self.options, self.place, self.overrides, self.runs = options, place, overrides, runs
         self.ledger, self.clock = Ledger.open(place.folder / RECORD), clock
         self.begun = begun - self.ledger.spent
-        self.total = 60.0 * cfg.drafter.minutes
-        self.batch = int(cfg.score.batch_sizes[0])
+        self.total = 60.0 * options.drafter.minutes
+        self.batch = options.score.batch_sizes[0]
 
     @property
     def spent(self) -> float:
@@ -96,8 +94,8 @@ class Search:
 
     def run(self) -> float:
         """All of it; returns tau of the winner's scorecard."""
-        minutes = f"{self.cfg.drafter.minutes:g} min"
-        say(f"drafter=auto: {minutes} for {', '.join(self.configs)}; batch {self.batch}")
+        minutes = f"{self.options.drafter.minutes:g} min"
+        say(f"drafter=auto: {minutes} for {', '.join(self.runs)}; batch {self.batch}")
         self._prepare()
         trained, free = self._sort()
         for name in free:
@@ -118,20 +116,19 @@ class Search:
         """Target, rollouts, held-out answers."""
         given = self.place.overrides
         chosen = any(families.key_of(o).split(".")[0] == "decode" for o in given)
-        base = [*given, f"drafter={next(iter(self.configs))}", *(["decode=auto"] * (not chosen))]
-        cfg = families.composed(self.place, base)
-        cfg.drafter = self.cfg.drafter
-        chat, train, held = read_inputs(cfg, self.place.folder)
-        target = build_target(cfg)
+        base = [*given, f"drafter={next(iter(self.runs))}", *(["decode=auto"] * (not chosen))]
+        run = families.composed(self.place, base)
+        chat, train, held = read_run_inputs(run, self.place.folder)
+        target = build_target(run.target, packing=run.packing)
         with refused():
-            self.judge = Judge(cfg, target, chat, held, self.clock)
+            self.judge = Judge(run, self.options.drafter, target, chat, held, self.clock)
         self.shared = Shared(target)
         self.jobs = Jobs(self.place, self.shared)
-        plan = rollout_plan(cfg, target, chat, train)
-        store = open_store(cfg, Path(cfg.output_dir) / "rollouts", target, chat, plan, train)
+        plan = rollout_plan(run, target, chat, train)
+        store = open_store(run, Path(run.output_dir) / "rollouts", target, chat, plan, train)
         before = self.clock()
         watch = partial(self._watch, before, len(store.missing()))
-        fill(cfg, target, chat, store, cfg.rollout.drafter, None, watch)
+        fill(run, target, chat, store, run.rollout.drafter, None, watch)
         self.judge.prepare()
         target.rest()
         self._note(
@@ -146,17 +143,17 @@ class Search:
         if self.spent + expected > MOST * self.total:
             need = (self.spent + expected) / 60
             raise UserError(
-                f"drafter.minutes={self.cfg.drafter.minutes:g}: rollouts alone take about {need:.1f}; set "
-                f"it to {3 * need:.0f}, or set prompts.limit and prompts.self; what is made is kept"
+                f"drafter.minutes={self.options.drafter.minutes:g}: rollouts alone take about {need:.1f}; "
+                f"set it to {3 * need:.0f}, or set prompts.limit and prompts.self; what is made is kept"
             )
 
     def _sort(self) -> tuple[list[str], list[str]]:
         """Families that train, and those that need not; one that cannot be built is out."""
         trained, free = [], []
-        for name, config in self.configs.items():
+        for name, run in self.runs.items():
             try:
                 with refused():
-                    trains = build_drafter(config, self.shared.target).trains
+                    trains = build_drafter(run.drafter, self.shared.target).trains
             except UserError as error:
                 self._fail(FREE, name, str(error))
             else:
@@ -208,7 +205,7 @@ class Search:
             return True
         room = self.left - self._reserve()
         if rung == 1:
-            self.ledger.searched = self.cfg.drafter.search * room
+            self.ledger.searched = self.options.drafter.search * room
         judging = self.judge.seconds(self.judge.few) + self.ledger.setup
         total = min(self.ledger.searched, count * room)  # a slow rung takes of the next
         each = halving.share(total, count, len(alive), self.jobs.parallel, judging)
@@ -225,7 +222,7 @@ class Search:
         return True
 
     def _stretch(self, rung: int, name: str) -> Stretch:
-        return Stretch(rung, self.ledger.given[f"{rung}/{name}"], self.cfg.drafter.cooldown)
+        return Stretch(rung, self.ledger.given[f"{rung}/{name}"], self.options.drafter.cooldown)
 
     def _reserve(self) -> float:
         """Seconds that the end will need: the winner's plan chosen among all, its scorecard."""
@@ -315,7 +312,7 @@ class Search:
 
     def _publish(self, reason: str) -> float:
         rows, folder = self.ledger.rows, self.place.folder
-        took = f"{self.spent / 60:.2f} of {self.cfg.drafter.minutes:g} min spent"
+        took = f"{self.spent / 60:.2f} of {self.options.drafter.minutes:g} min spent"
         say(f"\n{ledger.text(rows)}\n{took}\n{reason}")
         with publish(folder / ledger.PAGE) as temporary:
             temporary.write_text(ledger.markdown(rows, [took, "", reason]))

@@ -19,11 +19,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from decode.errors import TooLargeError, UserError
 from decode.plan import Plan
 from distill.config.compose import compose
+from distill.config.read import checked_options, read_options
+from distill.options import TrainOptions
 from distill.search.halving import LAST, SCORE
 from distill.train import Shared, train
 from distill.training.time_budget import Budget
@@ -113,7 +115,7 @@ def scored(place: Place, overrides: Sequence[str], plan: Plan, steps: int) -> li
 
 def shape_of(plan: Plan) -> dict[str, Any]:
     """A plan's fields, as JSON has them."""
-    return {name: plain(value) for name, value in asdict(plan).items()}
+    return asdict(plan)
 
 
 def written(value: Any) -> str:
@@ -211,7 +213,7 @@ def job(cfg: DictConfig, stretches: Mapping[str, Stretch], shared: Shared | None
     # The scorecard is what the terminal is for.
     with (folder / LOG).open("a") as log, nullcontext() if stretch.rung == SCORE else redirect_stdout(log):
         try:
-            train(cfg, folder, budget, shared)
+            train(checked_options(TrainOptions, cfg), folder, budget, shared)
         except (UserError, TooLargeError) as error:
             note["failed"] = str(error)
         except OSError:  # a disk; it would end the others as well
@@ -228,12 +230,7 @@ def job(cfg: DictConfig, stretches: Mapping[str, Stretch], shared: Shared | None
     write_json(_note(folder, stretch.rung), note)
 
 
-def composed(place: Place, overrides: Sequence[str]) -> DictConfig:
-    """A family's configuration, checked as a command's is."""
-    own = [o for o in overrides if not o.startswith("hydra.")]
-    return compose(own, place.conf, place.name)
-
-
-def plain(node: Any) -> Any:
-    """Of a configuration."""
-    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+def composed(place: Place, overrides: Sequence[str]) -> TrainOptions:
+    """The options of a family's run; ranges are checked when it runs."""
+    settings = [o for o in overrides if not o.startswith("hydra.")]
+    return read_options(TrainOptions, compose(settings, place.conf, place.name))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
-
-from omegaconf import DictConfig
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
@@ -14,6 +13,7 @@ from distill.config.build import read_inputs
 from distill.engines.base import Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
+from distill.options import VerifyOptions
 from distill.serving.endpoint import Endpoint, Model
 from distill.serving.metrics import Reading, since
 from distill.utils.progress import say
@@ -40,7 +40,7 @@ class Counted(NamedTuple):
 
 
 def count(
-    cfg: DictConfig,
+    options: VerifyOptions,
     card: Scorecard,
     endpoint: Endpoint,
     first: Reading,
@@ -50,7 +50,7 @@ def count(
     """Look twice, with traffic in between; or once, with `since_start`.
 
     Args:
-        cfg: composed from conf/verify_served.yaml.
+        options: of the command.
         card: the scorecard, whose prompts and lengths are sent.
         endpoint: of the engine.
         first: the reading that there is.
@@ -61,24 +61,24 @@ def count(
         UserError: nothing to watch, a server that fails, one that is started anew, or metrics of another.
     """
     where = f"{endpoint.url}/metrics"
-    if cfg.since_start:
+    if options.since_start:
         return Counted(first, (), 0, None, "all that was served since the start")
-    if not cfg.send:
-        if not cfg.seconds:
+    if not options.send:
+        if not options.seconds:
             raise UserError("send=false: give seconds=<how long to watch the traffic>, or since_start=true")
-        time.sleep(cfg.seconds)
-        reading = since(first, endpoint.reading(cfg.model), where)
-        return Counted(reading, (), 0, None, f"{cfg.seconds:g} s of whatever was served")
-    engine, requests = _ready(cfg, card, first, models)
+        time.sleep(options.seconds)
+        reading = since(first, endpoint.reading(options.model), where)
+        return Counted(reading, (), 0, None, f"{options.seconds:g} s of whatever was served")
+    engine, requests = _ready(options, card, first, models)
     law = SamplingParams(
-        {"temperature": temperature, "top_k": cfg.score.top_k, "top_p": cfg.score.top_p},
+        {"temperature": temperature, "top_k": options.score.top_k, "top_p": options.score.top_p},
         card.conditions.max_new_tokens,
         _ends(engine),
     )
     say(f"sending {len(requests)} held-out prompts to {endpoint.url} at T={temperature:g}")
-    before = endpoint.reading(cfg.model)
+    before = endpoint.reading(options.model)
     answers = engine(requests, law)
-    after = _settled(endpoint, cfg.model)
+    after = _settled(endpoint, options.model)
     written = sum(len(answer.tokens) for answer in answers)
     reading = since(before, after, where)
     if reading.tokens < written / 2:
@@ -96,20 +96,20 @@ def count(
 
 
 def _ready(
-    cfg: DictConfig, card: Scorecard, first: Reading, models: Sequence[Model]
+    options: VerifyOptions, card: Scorecard, first: Reading, models: Sequence[Model]
 ) -> tuple[OpenAIEngine, list[Request]]:
     """Who asks, and what: the prompts that were replayed, or decoded where none was."""
-    if cfg.score.min_p or cfg.score.repetition_penalty != 1:
+    if options.score.min_p or options.score.repetition_penalty != 1:
         raise UserError("score.min_p, score.repetition_penalty: servers are asked without; use send=false")
-    cfg.target.path = cfg.target.path or card.checkpoint.target
     replay = card.headline.replay
-    cfg.score.prompts = cfg.count or (replay.prompts if replay else card.conditions.prompts)
-    cfg.score.replay_prompts = 0
-    chat, _, held = read_inputs(cfg)
+    count = options.count or (replay.prompts if replay else card.conditions.prompts)
+    score = replace(options.score, prompts=count, replay_prompts=0)
+    target = replace(options.target, path=options.target.path or card.checkpoint.target)
+    chat, _, held = read_inputs(target, options.prompts, score)
     requests = [Request(p.id, 0, chat.encode(p.messages, p.tools), tuple(p.messages), p.tools) for p in held]
-    name = cfg.model or first.model or (models[0].id if models else card.checkpoint.target)
-    limits = (cfg.concurrency, cfg.timeout, cfg.retries, cfg.patience, cfg.api_key_env)
-    server = Server(f"{Endpoint(cfg.url, 0, '').url}/v1", name, *limits, group="", stored=False)
+    name = options.model or first.model or (models[0].id if models else card.checkpoint.target)
+    limits = (options.concurrency, options.timeout, options.retries, options.patience, options.api_key_env)
+    server = Server(f"{Endpoint(options.url, 0, '').url}/v1", name, *limits, group="", stored=False)
     extra = {"return_spec_tokens_details": True} if first.engine == "sglang" else {}
     return OpenAIEngine(server, chat, card.conditions.seed, None, extra), requests
 

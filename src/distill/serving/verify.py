@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from decode.errors import UserError
 from decode.evaluation.scorecard import Row, Scorecard
 from distill.config.build import quiet
-from distill.config.validate import check_address, check_ranges
+from distill.config.validate import check_address
+from distill.options import VerifyOptions
 from distill.report.compare import scorecard
 from distill.report.tables import grid
 from distill.serving.agreement import Comparison, choose, compare
@@ -27,18 +26,18 @@ FLAGS = {
 }
 
 
-def command(cfg: DictConfig) -> float:
+def command(options: VerifyOptions) -> float:
     """Exit code 0: the engine accepts what the scorecard says; 1: it does not; 2: it cannot be told."""
-    if not verify(cfg):
+    if not verify(options):
         raise SystemExit(1)
     return 0.0
 
 
-def verify(cfg: DictConfig) -> bool:
+def verify(options: VerifyOptions) -> bool:
     """Print the figures, there and here, and what may be wrong.
 
     Args:
-        cfg: composed from conf/verify_served.yaml.
+        options: of the command.
 
     Returns:
         Whether what the engine accepts is what the scorecard says.
@@ -47,18 +46,17 @@ def verify(cfg: DictConfig) -> bool:
         UserError: no scorecard, no engine, no row to hold it against, or too little counted.
     """
     quiet()
-    check_ranges(cfg)
-    check_address(cfg.url, cfg.api_key_env, "", "")
-    card = scorecard(Path(cfg.checkpoint))
-    endpoint = Endpoint(cfg.url, cfg.timeout, cfg.api_key_env)
-    first, models = endpoint.reading(cfg.model), endpoint.models()
+    check_address(options.url, options.api_key_env, "", "")
+    card = scorecard(Path(options.checkpoint))
+    endpoint = Endpoint(options.url, options.timeout, options.api_key_env)
+    first, models = endpoint.reading(options.model), endpoint.models()
     if first.engine == "vllm" and not first.speculates:
         return _off(first)
     _check_chain(first, endpoint)
-    temperature = card.headline.temperature if cfg.temperature is None else cfg.temperature
-    if first.depth or cfg.depth:  # else only the answers tell
-        _row(cfg, card, first, first.depth or cfg.depth, temperature)
-    counted = count(cfg, card, endpoint, first, models, temperature)
+    temperature = card.headline.temperature if options.temperature is None else options.temperature
+    if depth := first.depth or options.depth:  # else only the answers tell
+        _row(options, card, first, depth, temperature)
+    counted = count(options, card, endpoint, first, models, temperature)
     reading = counted.reading
     if not reading.speculates:
         return _off(reading)
@@ -66,35 +64,35 @@ def verify(cfg: DictConfig) -> bool:
     found = served(reading, counted.histograms)
     if not found.rounds:
         return _idle(endpoint, counted)
-    depth = reading.depth or cfg.depth or len(found.survival)
+    depth = reading.depth or options.depth or len(found.survival)
     if not depth:
         raise UserError(
             f"{endpoint.url}: does not say how many tokens it drafts; give depth=<--speculative-num-steps>"
         )
-    row = _row(cfg, card, reading, depth, temperature)
+    row = _row(options, card, reading, depth, temperature)
     same = row.replay is not None and counted.prompts == row.replay.prompts
-    result = compare(found, row, cfg.tolerance, same)
+    result = compare(found, row, options.tolerance, same)
     known = Circumstances(
         target=card.checkpoint.target,
         models=models,
         model=reading.model,
-        trained=_trained(Path(cfg.checkpoint)),
+        trained=_trained(Path(options.checkpoint)),
         written=counted.written,
         sampled=temperature > 0,
     )
     return _tell(result, causes(result, known), counted, endpoint, card)
 
 
-def _row(cfg: DictConfig, card: Scorecard, reading: Reading, depth: int, temperature: float) -> Row:
+def _row(options: VerifyOptions, card: Scorecard, reading: Reading, depth: int, temperature: float) -> Row:
     again = (
-        f"foredraft score checkpoint={cfg.checkpoint} decode=chain decode.depth={depth} "
+        f"foredraft score checkpoint={options.checkpoint} decode=chain decode.depth={depth} "
         f"'score.temperatures=[{temperature:g}]' out=<a file>, and checkpoint=<that file>"
     )
-    if reading.depth and cfg.depth and reading.depth != cfg.depth:
+    if reading.depth and options.depth and reading.depth != options.depth:
         raise UserError(
-            f"depth={cfg.depth}, but the engine counts drafts of {reading.depth} tokens; leave it out"
+            f"depth={options.depth}, but the engine counts drafts of {reading.depth} tokens; leave it out"
         )
-    return choose(card, depth, temperature, cfg.decode, again)
+    return choose(card, depth, temperature, options.decode, again)
 
 
 def _check_chain(reading: Reading, endpoint: Endpoint) -> None:

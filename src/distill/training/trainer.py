@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig
+from lightning.pytorch.loggers import Logger
 
 from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop, Stopped
 from distill.distributed.ranks import check_state, check_world, lost_ranks, watched
-from distill.loggers.loggers import loggers
+from distill.options import OptimizerOptions, TrainerOptions
 from distill.training.strategies import check_optimizer
 
 
-def build_trainer(cfg: DictConfig, folder: Path, state: Path | None, **options: Any) -> L.Trainer:
-    """Lightning's Trainer as cfg.trainer says, which settles this process's device.
+def build_trainer(
+    options: TrainerOptions, loggers: Sequence[Logger], folder: Path, state: Path | None, **more: Any
+) -> L.Trainer:
+    """Lightning's Trainer, which decides the device of this process.
 
     Args:
-        cfg: with `trainer` and `logger`.
+        options: of the Trainer.
+        loggers: of the run.
         folder: of the run.
-        state: of the checkpoint that it goes on from, if it does.
-        **options: more of the Trainer's.
+        state: of the checkpoint that training is resumed from, or None.
+        **more: arguments of the Trainer.
 
     Raises:
         UserError: what it has against its settings, or processes that are not those asked for.
     """
-    first_step = int(state.parents[1].name) if state else 0
     with refused():
-        trainer: L.Trainer = instantiate(
-            cfg.trainer,
-            logger=loggers(cfg, folder, first_step),
+        trainer = options.build(
+            logger=list(loggers),
             default_root_dir=str(folder),
             enable_progress_bar=False,  # TrainingBar counts optimizer steps
-            **options,
+            **more,
         )
     check_world(trainer)
     if state:
@@ -46,13 +46,11 @@ def build_trainer(cfg: DictConfig, folder: Path, state: Path | None, **options: 
     return trainer
 
 
-def build_optimizer(cfg: DictConfig, trainer: L.Trainer) -> Callable[..., torch.optim.Optimizer]:
-    """What makes the optimizer that cfg.optimizer names from groups of weights; it is tried on two."""
-    optimizer = instantiate(cfg.optimizer.optimizer)
+def build_optimizer(options: OptimizerOptions, trainer: L.Trainer) -> Callable[..., torch.optim.Optimizer]:
+    """The function that makes the optimizer of groups of weights; it is tried on two."""
     weights = [torch.nn.Parameter(torch.zeros(1, 1)) for _ in range(2)]
-    made = optimizer([{"params": weights, "hidden": [True, False]}])
-    check_optimizer(trainer, made)
-    return optimizer
+    check_optimizer(trainer, options.build([{"params": weights, "hidden": [True, False]}]))
+    return options.build
 
 
 def fit(

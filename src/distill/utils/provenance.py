@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
-from omegaconf import DictConfig
-
-from decode.hardware import hardware
-from decode.model.target import Target
 from distill.utils.paths import ROOT
 
 
@@ -27,23 +21,6 @@ def commit() -> str:
         return version("foredraft")
     except PackageNotFoundError:
         return "unknown"
-
-
-def conditions(cfg: DictConfig, target: Target, threads: int, load: Sequence[float]) -> dict[str, Any]:
-    """What a benchmark was run on and with, as its file records it."""
-    return {
-        "temperature": cfg.temperature,
-        "max_new_tokens": cfg.score.max_new_tokens,
-        "repeats": cfg.score.repeats,
-        "target": cfg.target.path,
-        "checkpoint": cfg.checkpoint,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": threads,
-        "hardware": hardware(target.device),
-        "load_average": load,
-        "seed": cfg.seed,
-        "commit": commit(),
-    }
 
 
 def digest(text: str) -> str:

@@ -6,8 +6,6 @@ import os
 import re
 from typing import Any
 
-from omegaconf import OmegaConf
-
 KEYS = ("WANDB_API_KEY",)  # environment variables whose values no message may repeat
 HIDDEN = "(hidden)"
 WORDS = r"(?:key|token|secret|password|passwd|passphrase|credentials?|authorization|cookie)"
@@ -30,12 +28,6 @@ def without_secrets(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return HIDDEN if re.search(r"\$\{\s*oc\.", value) else IN_ADDRESS.sub(f"{HIDDEN}@", value)
-
-
-def resolved(config: Any) -> Any:
-    """The same with interpolations filled in, of a configuration of OmegaConf's."""
-    shown = without_secrets(OmegaConf.to_container(config, resolve=False))
-    return OmegaConf.to_container(OmegaConf.create(shown), resolve=True)
 
 
 def override(text: str) -> str:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from workbench import CONF, QUICK, ROOT, command, make_target, train, write_prompts
+from workbench import CONF, QUICK, ROOT, command, make_target, options_of, train, write_prompts
 
 from decode.errors import UserError
 from distill.cli.main import main, rewrite
 from distill.config.build import read_chat
 from distill.config.compose import compose, options
+from distill.options import SearchOptions, TrainOptions
 from distill.prompts import split as inputs
 from distill.prompts.length import Limit
 
@@ -125,8 +126,9 @@ def test_every_group_option_composes():
     for turn in range(max(map(len, groups.values()))):
         chosen = [f"{name}={found[turn % len(found)]}" for name, found in groups.items() if found]
         url = ["rollout.url=http://a/v1"] * ("rollout=openai" in chosen)
-        cfg = compose([*chosen, *url, "target.path=a/b", "prompts.path=p.jsonl"], CONF)
-        assert cfg.drafter is not None
+        kind = SearchOptions if "drafter=auto" in chosen else TrainOptions
+        run = options_of(*chosen, *url, "target.path=a/b", "prompts.path=p.jsonl", cls=kind)
+        assert run.target.path == "a/b"
 
 
 @pytest.mark.parametrize(
@@ -343,24 +345,28 @@ def test_several_sources_and_the_turns_of_each_are_mixed(bench_target, tmp_path)
     assert [s["used"] for s in record["sources"]] == [6, 12]
 
 
+def read_prompts(*overrides: str) -> inputs.Inputs:
+    run = options_of(*overrides)
+    return inputs.read(run.prompts, read_chat(run.target, "chat"), Limit(), run.rollout.answers, score=True)
+
+
 def test_held_out_prompts_end_where_the_target_answers_first_and_stand_once(tmp_path):
     records = [{"turns": ["q", "r"]}, {"turns": ["q", "s"]}, *({"turns": [f"q{i}", "r"]} for i in range(9))]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     train_on = write_prompts(tmp_path / "train.jsonl", 3)
-    cfg = compose(["prompts=jsonl", f"prompts.path={train_on}", f"prompts.heldout={tmp_path}/p.jsonl"], CONF)
-    held = inputs.read(cfg, read_chat(cfg), Limit()).held
+    held = read_prompts(f"prompts={train_on}", f"prompts.heldout={tmp_path}/p.jsonl").held
     assert sorted(p.messages[0]["content"] for p in held) == ["q", *(f"q{i}" for i in range(9))]
     assert all(len(p.messages) == 1 for p in held)
 
 
 def test_a_run_does_not_go_on_with_other_held_out_prompts(bench_target, tmp_path, monkeypatch):
-    cfg = compose(["prompts=jsonl", f"prompts.path={write_prompts(tmp_path / 'p.jsonl', 40)}"], CONF)
-    found = inputs.read(cfg, read_chat(cfg), Limit())
+    prompts = f"prompts={write_prompts(tmp_path / 'p.jsonl', 40)}"
+    found = read_prompts(prompts)
     inputs.keep_record(found, tmp_path)
-    inputs.keep_record(inputs.read(cfg, read_chat(cfg), Limit()), tmp_path)
+    inputs.keep_record(read_prompts(prompts), tmp_path)
     assert not (tmp_path / "quarantine.jsonl").exists()
-    cfg.prompts.heldout = str(write_prompts(tmp_path / "held.jsonl", 4, first=90))
-    found.record["held_out"] = inputs.read(cfg, read_chat(cfg), Limit()).record["held_out"]
+    heldout = f"prompts.heldout={write_prompts(tmp_path / 'held.jsonl', 4, first=90)}"
+    found.record["held_out"] = read_prompts(prompts, heldout).record["held_out"]
     with pytest.raises(UserError, match="held-out prompts have changed since this run began; resume=never"):
         inputs.keep_record(found, tmp_path)
     # Rank 0 may discard the folder when another rank has just seen what is in it.

@@ -1,16 +1,18 @@
 """Which tokens are supervised, for every family of chat templates."""
 
+from typing import Any
+
 import pytest
 from chats import FAMILIES, MERGES, build, say, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from workbench import CONF
+from workbench import options_of
 
 from decode.errors import UserError
 from distill.config.build import read_chat
-from distill.config.compose import compose
+from distill.options import GenerateOptions, InspectOptions, ScoreOptions, TrainOptions
 from distill.prompts.chat_template import Chat
 
 ALL = [*FAMILIES, "pocket"]
@@ -344,16 +346,24 @@ def test_options_reach_the_template_and_tell_stores_apart():
         Chat(tokenizer, "none", {"enable_thinking": False})
 
 
-@pytest.mark.parametrize("command", ["config", "generate", "score_checkpoint", "inspect_data"])
+COMMANDS = {
+    "config": TrainOptions,
+    "generate": GenerateOptions,
+    "score_checkpoint": ScoreOptions,
+    "inspect_data": InspectOptions,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_options_are_set_on_the_command_line(command):
     given = {"generate": ["prompt=x"], "score_checkpoint": ["checkpoint=x"]}.get(command, [])
-    cfg = compose(["prompts.template_options={enable_thinking: false}", *given], CONF, command)
-    assert read_chat(cfg, "chat").options == {"enable_thinking": False}
-    cfg.prompts.template_options = 3
+    words = ["prompts.template_options={enable_thinking: false}", *given]
+    options: Any = options_of(*words, cls=COMMANDS[command], name=command)
+    target, template_options = options.target, options.prompts.template_options
+    assert read_chat(target, "chat", template_options).options == {"enable_thinking": False}
     with pytest.raises(UserError, match=r"prompts\.template_options=3: write it as"):
-        read_chat(cfg, "chat")
-    cfg.prompts.template_options = None
-    assert read_chat(cfg, "chat").options == {}
+        read_chat(target, "chat", 3)
+    assert read_chat(target, "chat").options == {}
 
 
 def test_plain_text_cannot_write_a_call():

@@ -7,13 +7,13 @@ import signal
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import cards
 import pytest
 from cards import row_of
 from fake_wandb import KEY, FakeWandb
-from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 from workbench import Bench, fork, train
@@ -23,6 +23,7 @@ from decode.evaluation.scorecard import read_scorecard
 from distill.loggers import loggers as tracking
 from distill.loggers.base import accepted_lengths, setting
 from distill.loggers.wandb_logger import Wandb
+from distill.options import LoggerOptions
 from distill.report.history import read as history_of
 from distill.training import checkpointing as callbacks
 
@@ -308,9 +309,9 @@ def test_what_fails_is_said_once_and_repeats_no_key(capsys, monkeypatch, tmp_pat
 
 def test_tensorboard_that_is_not_installed_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
-    cfg = OmegaConf.create({"logger": {"wandb": False, "tensorboard": True, "weights": "end"}})
+    options = LoggerOptions(wandb=False, tensorboard=True, project="p", weights="end")
     with pytest.raises(UserError, match=r"not installed; pip install 'foredraft\[tensorboard\]'"):
-        tracking.loggers(cfg, tmp_path, 0)
-    cfg.logger.weights = "some"
+        tracking.loggers(options, {}, tmp_path, 0)
+    options = replace(options, weights="some")
     with pytest.raises(UserError, match=r"logger\.weights=some: choose"):
-        tracking.loggers(cfg, tmp_path, 0)
+        tracking.loggers(options, {}, tmp_path, 0)

@@ -27,8 +27,10 @@ from decode.generation.generate import generate
 from decode.generation.types import Round
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill.config.recorded import resolved
 from distill.loggers import loggers as tracking
 from distill.loggers.wandb_logger import Wandb
+from distill.options import LoggerOptions
 from distill.prompts.prompt import Prompt
 from distill.report import html as html_report
 from distill.report.history import read
@@ -279,7 +281,7 @@ def test_trackers_get_no_secrets(tmp_path, monkeypatch):
     options = {"wandb": True, "tensorboard": False, "project": "p", "weights": "never"}
     url = "https://me:hunter2@host/v1?api_key=hunter2&x=1"
     config = {"logger": options, "url": url, "a": "${oc.env:MY_SECRET}", "b": "${url}", "n": 1, "m": "${n}"}
-    _, made = tracking.loggers(OmegaConf.create(config), tmp_path, 0)
+    _, made = tracking.loggers(LoggerOptions(**options), resolved(OmegaConf.create(config)), tmp_path, 0)
     assert isinstance(made, Wandb)
     assert "hunter2" not in str(made.config)
     assert (made.config["m"], made.config["logger"]["project"]) == (1, "p")

@@ -6,17 +6,16 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from stores import PLAN, fill, make_writer, rows_of
-from workbench import CONF, Bench, leftovers
+from workbench import Bench, leftovers, options_of
 
 from decode.errors import UserError
-from distill.cli.main import rewrite
 from distill.config.build import build_target, read_chat
-from distill.config.compose import compose
+from distill.options import FleetOptions
 from distill.prompts.sources import read_prompts
 from distill.rollouts import ray_workers as ray_engine
 from distill.rollouts.build import load_writer, portable
@@ -25,7 +24,7 @@ from distill.rollouts.ray_workers import Fleet, Worker
 from distill.rollouts.store import RolloutStore
 
 pytest.importorskip("ray.data")
-CREW = OmegaConf.create({"workers": 2, "address": None, "cpus_per_worker": 1, "gpus_per_worker": 0})
+CREW = FleetOptions(workers=2, address=None, cpus_per_worker=1, gpus_per_worker=0)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,7 @@ def test_what_cannot_be_had_is_one_line(bench, monkeypatch):
     wrong = bench.train("rollout.engine=ray", "score.enabled=false")
     assert wrong.err == "error: rollout.engine=ray: choose it with rollout=ray, which has its settings\n"
     many = torch.cuda.device_count() + 1
-    greedy = Fleet(OmegaConf.merge(CREW, {"workers": 1, "gpus_per_worker": many}), nothing)
+    greedy = Fleet(replace(CREW, workers=1, gpus_per_worker=many), nothing)
     with pytest.raises(UserError, match=f"1 workers want {many} GPUs, and this"), greedy.connected():
         pass
     monkeypatch.setitem(sys.modules, "ray.data", None)
@@ -135,12 +134,13 @@ def test_the_command_gives_the_rows_of_one_process(bench, tmp_path, fleet):
 @pytest.mark.proof
 def test_a_worker_that_is_killed_loses_no_shard_and_doubles_none(bench, tmp_path, fleet):
     options = ["rollout=ray", "rollout.temperature=0.0", "rollout.shard_size=3"]
-    cfg = compose(rewrite([*bench.command, *options], CONF), CONF)
-    target, chat, prompts = build_target(cfg), read_chat(cfg), read_prompts(bench.prompts)
-    plan = rollout_plan(cfg, target, chat, prompts)
+    run = options_of(*bench.command, *options)
+    target, chat = build_target(run.target), read_chat(run.target, run.prompts.template)
+    prompts = read_prompts(bench.prompts)
+    plan = rollout_plan(run, target, chat, prompts)
     straight = RolloutStore(tmp_path / "hf", plan, prompts)
     fill(straight, make_writer(target, chat, plan))
-    away, log = portable(cfg), tmp_path / "log"
+    away, log = portable(run), tmp_path / "log"
 
     def load():
         writer = load_writer(away, plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import html
 import json
 import os
@@ -14,11 +13,12 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
-from workbench import CONF, Bench, Outcome, fork, leftovers, train
+from omegaconf import DictConfig
+from workbench import CONF, Bench, Outcome, changed, fork, leftovers, train
 
 from decode.errors import UserError
 from distill.config.compose import compose
+from distill.options import SearchOptions
 from distill.report import history
 from distill.report.compare import scorecard
 from distill.search import search as auto
@@ -178,11 +178,9 @@ def cfg(bench) -> DictConfig:
 @pytest.mark.parametrize("wrong", BAD)
 def test_what_cannot_be_is_refused(wrong, cfg, tmp_path):
     key, _, value = wrong.partition("=")
-    cfg = copy.deepcopy(cfg)
-    OmegaConf.update(cfg, key, yaml.safe_load(value))
     place = families.Place(CONF, "config", [], [], tmp_path)
     with pytest.raises(UserError) as refused:
-        auto_checks.names(cfg, place)
+        auto_checks.names(changed(cfg, SearchOptions, **{key: yaml.safe_load(value)}), place)
     assert BAD[wrong] in str(refused.value)
 
 

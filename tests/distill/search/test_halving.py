@@ -2,17 +2,19 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cards import row, scorecard
-from omegaconf import OmegaConf
+from workbench import options_of
 
 from benchmarks.auto_regret import Runner, described, summary
 from decode.errors import UserError
 from decode.plan import Plan
+from distill.options import SearchOptions
 from distill.search import halving
 from distill.search import trials as families
 from distill.search.halving import FREE, LAST, SCORE, Row, Verdict
@@ -246,10 +248,11 @@ class Made:
             def _sort(self):
                 return [n for n in made.worth if n not in made.free], list(made.free)
 
-        settings = {"minutes": minutes, "search": 0.4, "cooldown": 0.3}
-        cfg = OmegaConf.create({"drafter": settings, "score": {"batch_sizes": [8]}})
-        place, worth = Place(folder, "config", [], [], folder), self.worth
-        return Known(cfg, place, {n: [] for n in worth}, dict.fromkeys(worth, cfg), self.clock(), self.clock)
+        options = options_of("drafter=auto", "score.batch_sizes=[8]", cls=SearchOptions)
+        auto = replace(options.drafter, minutes=minutes, search=0.4, cooldown=0.3)
+        options, place = replace(options, drafter=auto), Place(folder, "config", [], [], folder)
+        words, runs = {n: [] for n in self.worth}, dict.fromkeys(self.worth)
+        return Known(options, place, words, runs, self.clock(), self.clock)  # pyright: ignore[reportArgumentType]
 
 
 WORTH = {

@@ -23,7 +23,9 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.cli.main import rewrite
 from distill.config.compose import compose
+from distill.config.read import checked_options
 from distill.engines.http import check_redirect
+from distill.options import VerifyOptions
 from distill.prompts.chat_template import Chat
 from distill.serving import endpoint, traffic
 from distill.serving import metrics as counters
@@ -244,7 +246,7 @@ def ask(base, capsys):
             OmegaConf.update(cfg, key.replace("__", "."), value)
         if card is not None:
             cfg.checkpoint = str(card)
-        agrees = verify(cfg)
+        agrees = verify(checked_options(VerifyOptions, cfg))
         return agrees, capsys.readouterr().out
 
     return run
@@ -662,7 +664,7 @@ def test_what_is_wrong_before_anything_is_asked(base, changes, said):
     for key, value in changes.items():
         OmegaConf.update(cfg, key, value)
     with pytest.raises(UserError, match=said):
-        verify(cfg)
+        verify(checked_options(VerifyOptions, cfg))
 
 
 def test_pages_that_never_come_or_never_end(ask, start, monkeypatch):

@@ -16,7 +16,9 @@ from workbench import CONF, Bench, command, make_target
 from decode.errors import RemoteError, UserError
 from decode.model.load import load_target
 from distill.cli.main import main
+from distill.config.read import checked_options
 from distill.export import export
+from distill.options import ExportCommandOptions
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.checkpoint import pretrained
@@ -233,7 +235,7 @@ def bench(tmp_path_factory) -> Bench:
 
 def exported(*arguments: str):
     def task(cfg, folder):
-        return export(cfg)
+        return export(checked_options(ExportCommandOptions, cfg))
 
     return command(lambda: main(task, CONF, "export"), ["export.py", *arguments])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import json
 import math
@@ -14,7 +13,7 @@ import pytest
 import torch
 from faces import K, V, batch_of, random_texts
 from torch import nn
-from workbench import CONF, Bench, command, final
+from workbench import CONF, Bench, changed, command, final
 
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout
@@ -27,8 +26,10 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.cli.main import main
 from distill.commands.generate import answer as say
+from distill.config.read import checked_options
 from distill.losses.objective import Objective
 from distill.losses.weights import Streak, decay
+from distill.options import GenerateOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.sources import read_prompts
 from distill.report.compare import Choice, read, table
@@ -358,11 +359,12 @@ def test_other_drafters_move_nothing(bench):
 
 
 def test_a_checkpoint_scored_again_says_the_same(bench, scored):
-    cfg = copy.deepcopy(bench.base)
-    cfg.score.temperatures = [0.0, 1.0]
+    run = changed(bench.base, score__temperatures=[0.0, 1.0])
     target = load_target(str(bench.target), "float32")
     chat = Chat(load_tokenizer(str(bench.target)), "chat")
-    scorer = Scorer(cfg, target, chat, read_prompts(bench.heldout), bench.root / "outputs" / "heldout")
+    held, answers = read_prompts(bench.heldout), bench.root / "outputs" / "heldout"
+    named = {"seed": run.seed, "target_name": run.target.name}
+    scorer = Scorer(run.score, run.decode, target, chat, held, answers, **named)
     before, card = weights_of(target), scorer(scored / "checkpoints" / "6", 6)
     saved = card_of(scored / "checkpoints" / "6")
     assert card.checkpoint.target_drift == TargetDrift(**saved["target_drift"])
@@ -409,7 +411,8 @@ def test_an_answer_says_whose_it_is(bench, scored):
     call = ["prompt=say 3", f"target={bench.target}", "max_new_tokens=6", "decode=chain", "decode.depth=2"]
     checkpoint = f"checkpoint={scored / 'checkpoints' / '6'}"
     done = command(
-        lambda: main(lambda cfg, folder: say(cfg), CONF, "generate"), ["generate.py", *call, checkpoint]
+        lambda: main(lambda cfg, folder: say(checked_options(GenerateOptions, cfg)), CONF, "generate"),
+        ["generate.py", *call, checkpoint],
     )
     assert done.code == 0, done.err
     assert "lossless to the tuned target" in done.err

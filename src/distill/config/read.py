@@ -1,0 +1,158 @@
+"""From a composed configuration to the options of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from decode.errors import UserError
+from distill import options as o
+from distill.config.recorded import resolved
+from distill.config.validate import check_ranges, refused
+from distill.utils.paths import bundled
+
+Options = TypeVar("Options")
+OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list"}
+
+
+def checked_options(cls: type[Options], cfg: DictConfig) -> Options:
+    """The options of a command, after a check of the ranges that no constructor checks.
+
+    Raises:
+        UserError: a value out of range, and see `read_options`.
+    """
+    check_ranges(cfg)
+    return read_options(cls, cfg)
+
+
+def read_options(cls: type[Options], cfg: DictConfig, name: str = "") -> Options:
+    """A dataclass of `distill.options` with the values of a configuration.
+
+    Args:
+        cls: whose fields have the names of the configuration's keys.
+        cfg: composed.
+        name: of this part, for messages.
+
+    Raises:
+        UserError: a key that is no field, a field that is no key, a value of another type, or one that a
+            constructor refuses.
+    """
+    if reader := READERS.get(cls):
+        return cast(Options, reader(cfg))
+    if cls is o.RolloutOptions:
+        cls = cast(type[Options], _rollout(cfg))
+    _check_names(cls, {str(key) for key in cfg}, name)
+    return _fill(cls, cfg, name)
+
+
+def read_part(cls: type[Options], cfg: DictConfig) -> Options:
+    """The same of a configuration that has more keys, which are left alone."""
+    return _fill(cls, cfg, "")
+
+
+def _fill(cls: type[Options], cfg: DictConfig, name: str) -> Options:
+    hints = get_type_hints(cls, include_extras=True)
+    values = {key: _value(hint, cfg[key], _dotted(name, key)) for key, hint in hints.items() if key in cfg}
+    if "config" in hints:
+        values["config"] = resolved(cfg)
+    return cls(**values)
+
+
+def _check_names(cls: type, given: set[str], name: str) -> None:
+    expected = [field for field in fields(cls) if field.name != "config"]
+    if unknown := sorted(given - {field.name for field in expected}):
+        raise UserError(f"{_dotted(name, unknown[0])}: no such option")
+    if missing := sorted({field.name for field in expected if field.default is MISSING} - given):
+        raise UserError(f"{_dotted(name, missing[0])}: must be given")
+
+
+def _dotted(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _value(hint: Any, node: Any, name: str) -> Any:
+    """A value as its field's type has it."""
+    if get_origin(hint) is Annotated:
+        with refused():
+            return instantiate(node, _convert_="all")
+    choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    nested = next((choice for choice in choices if is_dataclass(choice)), None)
+    if nested and node is not None:
+        return read_options(cast(type, nested), node, name)
+    value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    if str in choices and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)  # a name may look like a number
+    types = tuple(get_origin(choice) or choice for choice in choices)
+    if tuple in types and isinstance(value, list):
+        return tuple(value)
+    if not any(_fits(value, kind) for kind in types):
+        raise UserError(f"{name}={value}: must be {KINDS.get(types[0], 'a mapping')}")
+    return value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    if kind in (None, NoneType):
+        return value is None
+    if kind is float:
+        kind = int | float
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _rollout(cfg: DictConfig) -> type[o.RolloutOptions]:
+    """The group's options by the settings that it has, whatever rollout.engine was set to."""
+    if "url" in cfg:
+        return o.OpenAIRolloutOptions
+    return o.RayRolloutOptions if "workers" in cfg else o.RolloutOptions
+
+
+def _drafter(cfg: DictConfig) -> o.DrafterOptions:
+    """A `path` in it is meant as the target's is."""
+    settings = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in OF_ANY])
+    path = {"path": str(bundled(cfg.path))} if cfg.get("path") else {}
+
+    def build(target: Any) -> Any:
+        return instantiate(settings, _convert_="all", **path)(target)
+
+    return o.DrafterOptions(
+        factory=cfg._target_,
+        build=build,
+        depth=cfg.get("depth"),
+        init_from=cfg.get("init_from"),
+        confidence=bool(cfg.get("confidence")),
+    )
+
+
+def _optimizer(cfg: DictConfig) -> o.OptimizerOptions:
+    def build(groups: Any) -> Any:
+        return instantiate(cfg.optimizer, _convert_="all")(groups)
+
+    return o.OptimizerOptions(build=build, warmup=cfg.warmup, final_lr=cfg.final_lr)
+
+
+def _trainer(cfg: DictConfig) -> o.TrainerOptions:
+    devices = OmegaConf.to_container(cfg.devices) if OmegaConf.is_config(cfg.devices) else cfg.devices
+    return o.TrainerOptions(
+        build=partial(instantiate, cfg),
+        accelerator=cfg.accelerator,
+        devices=devices,
+        num_nodes=cfg.get("num_nodes", 1),
+        accumulate_grad_batches=cfg.accumulate_grad_batches,
+        enable_progress_bar=cfg.enable_progress_bar,
+    )
+
+
+# Groups that are handed to a constructor as they are, whose settings are its arguments.
+READERS: Mapping[type, Callable[[DictConfig], Any]] = {
+    o.DrafterOptions: _drafter,
+    o.OptimizerOptions: _optimizer,
+    o.TrainerOptions: _trainer,
+}

@@ -1,0 +1,107 @@
+"""Configurations of conf/ and the dataclasses of their options have the same names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from omegaconf import OmegaConf
+from workbench import CONF, options_of
+
+from decode.errors import UserError
+from decode.plan import Plan
+from distill import options as o
+from distill.config.compose import compose
+from distill.config.read import read_options
+
+COMMANDS = {
+    "config": o.TrainOptions,
+    "advise": o.AdviseOptions,
+    "export": o.ExportCommandOptions,
+    "generate": o.GenerateOptions,
+    "inspect_data": o.InspectOptions,
+    "limit": o.LimitOptions,
+    "rollout_alone": o.RolloutCommandOptions,
+    "score_checkpoint": o.ScoreOptions,
+    "verify_served": o.VerifyOptions,
+}
+# Their configurations are read by scripts/, beside what is in `benchmarks.common.Inputs`.
+SCRIPTS = ("benchmark_", "check_speculators", "train_target")
+REQUIRED = {
+    "export": ["checkpoint=c", "to=vllm"],
+    "generate": ["prompt=x"],
+    "score_checkpoint": ["checkpoint=c"],
+    "verify_served": ["checkpoint=c", "url=http://host:1"],
+}
+
+
+def test_every_command_is_here():
+    names = {path.stem for path in CONF.glob("*.yaml")}
+    assert {name for name in names if not name.startswith(SCRIPTS)} == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_commands_configuration_has_the_names_of_its_options(name):
+    cfg = compose(REQUIRED.get(name, []), CONF, name)
+    options = read_options(COMMANDS[name], cfg)
+    values = {key: value for key, value in cfg.items() if not OmegaConf.is_config(value)}
+    assert {key: getattr(options, str(key)) for key in values} == values
+
+
+def test_a_setting_that_only_one_of_both_has_is_named():
+    cfg = compose([], CONF)
+    for key in ("new", "score.new", "rollout.new", "prompts.new"):
+        more = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        OmegaConf.update(more, key, 1, force_add=True)
+        with pytest.raises(UserError, match=f"^{key}: no such option$"):
+            read_options(o.TrainOptions, more)
+    fewer = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    del fewer.score.every
+    with pytest.raises(UserError, match=r"^score\.every: must be given$"):
+        read_options(o.TrainOptions, fewer)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    many: int
+    share: float
+    name: str | None
+    parts: tuple[int, ...]
+
+
+SIZES = {"many": 3, "share": 1, "name": None, "parts": [1, 2]}
+
+
+def test_values_are_plain_and_of_the_fields_types():
+    assert read_options(Sizes, OmegaConf.create(SIZES)) == Sizes(3, 1, None, (1, 2))
+    assert read_options(Sizes, OmegaConf.create(SIZES | {"name": 7})).name == "7"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("many", True), ("many", 1.5), ("share", "x"), ("parts", 3), ("many", None)]
+)
+def test_a_value_of_another_type_is_named(key, value):
+    with pytest.raises(UserError, match=f"^{key}={value}: must be "):
+        read_options(Sizes, OmegaConf.create(SIZES | {key: value}))
+
+
+@pytest.mark.parametrize("engine", ["hf", "given", "openai", "ray"])
+def test_each_engine_has_its_own_settings(engine):
+    url = ["rollout.url=http://a/v1"] * (engine == "openai")
+    rollout = options_of(f"rollout={engine}", *url).rollout
+    kinds = {"openai": o.OpenAIRolloutOptions, "ray": o.RayRolloutOptions}
+    assert type(rollout) is kinds.get(engine, o.RolloutOptions)
+    assert rollout.until == ("answer" if engine == "openai" else "length")
+
+
+def test_objects_are_made_once_with_plain_arguments():
+    run = options_of("decode=static", "drafter=lyanna", "weights=dpace", "seed=5")
+    assert isinstance(run.decode, Plan)
+    assert type(run.decode.tree) is tuple
+    assert run.weights.smoothing == 0.5
+    assert (run.seed, run.rollout.seed, run.drafter.depth) == (5, 5, 4)
+
+
+def test_what_a_constructor_refuses_is_one_line():
+    with pytest.raises(UserError, match=r"^decode\.nodes=1 is fewer than decode\.depth=4$"):
+        options_of("decode.nodes=1")
