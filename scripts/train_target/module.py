@@ -10,10 +10,8 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
@@ -103,18 +101,22 @@ class TextData(L.LightningDataModule):
         return DataLoader(self.held, batch_size=None)  # pyright: ignore[reportArgumentType]
 
 
+MUON: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.01}
+ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
+WARMUP, FINAL_LR = 0.03, 0.05  # share of the steps, share of the learning rate
+
+
 class PretrainModule(L.LightningModule):
     """Next-token cross-entropy over everything in a sequence.
 
     Args:
         model: what is trained.
-        cfg: the `optimizer` part of the configuration.
         text: hash of documents and tokenizer; a checkpoint goes on with the same alone.
     """
 
-    def __init__(self, model: LlamaForCausalLM, cfg: DictConfig, text: str) -> None:
+    def __init__(self, model: LlamaForCausalLM, text: str) -> None:
         super().__init__()
-        self.model, self.cfg, self.text = model, cfg, text
+        self.model, self.text = model, text
         self.loss = math.nan  # of the newest micro-batch
 
     @override
@@ -152,20 +154,17 @@ class PretrainModule(L.LightningModule):
             say(f"step {self.trainer.global_step}: loss {self.loss:.3f}, held out {value:.3f}")
 
     def build_optimizer(self) -> Joint:
-        """Muon for the hidden layers' matrices and AdamW for the rest, or what the yaml says."""
+        """Muon for the hidden layers' matrices, AdamW for embeddings and norms."""
         hidden = {id(p) for p in self.model.model.layers.parameters() if p.ndim == 2}
-        if not self.cfg.get("matrices"):
-            return Joint([instantiate(self.cfg.rest)(self.parameters())])
         matrices = [p for p in self.parameters() if id(p) in hidden]
-        rest = [p for p in self.parameters() if id(p) not in hidden]
-        return Joint([instantiate(self.cfg.matrices)(matrices), instantiate(self.cfg.rest)(rest)])
+        others = [p for p in self.parameters() if id(p) not in hidden]
+        return Joint([torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)])
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """A linear warm-up, then a cosine or a line."""
+        """A linear warm-up, then a cosine."""
         optimizer = self.build_optimizer()
-        cfg = self.cfg
-        schedule = warm_up_and_decay(optimizer, self.trainer.max_steps, cfg.warmup, cfg.final_lr, cfg.decay)
+        schedule = warm_up_and_decay(optimizer, self.trainer.max_steps, WARMUP, FINAL_LR)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @override

@@ -67,10 +67,8 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
     with refused():
         module = PretrainModule(
             build_model(cfg.model, tokenizer),
-            cfg.optimizer,
             digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items()))),
         )
-        module.build_optimizer()  # what is wrong with its arguments shows here
     stop = Stop()
     first_step = int(state.parents[1].name) if state else 0
     logger = read_options(LoggerOptions, cfg.logger)
@@ -82,6 +80,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         callbacks=[timer, Saver(folder, cfg.every, stop), TrainingBar()],
         val_check_interval=cfg.every * cfg.trainer.accumulate_grad_batches,
         check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
     )
     data = TextData(train, held, tokenizer, cfg.seq_length, cfg.batch_size, cfg.seed)
     sequences = trainer.max_steps * trainer.accumulate_grad_batches * trainer.world_size * cfg.batch_size
@@ -117,8 +116,6 @@ def _check(cfg: DictConfig) -> Path:
             raise UserError(f"{key}={OmegaConf.select(cfg, key)}: must be at least {least}")
     if cfg.seq_length > cfg.model.context:
         raise UserError(f"seq_length={cfg.seq_length}: longer than model.context={cfg.model.context}")
-    if cfg.optimizer.decay not in ("cosine", "linear"):
-        raise UserError(f"optimizer.decay={cfg.optimizer.decay}: choose cosine or linear")
     out = Path(cfg.out)
     if out.exists():
         raise UserError(f"out={out}: exists already; give a new folder, or remove it")
@@ -151,8 +148,8 @@ def build_model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaFor
         num_attention_heads=cfg.heads,
         num_key_value_heads=cfg.kv_heads,
         max_position_embeddings=cfg.context,
-        rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
-        tie_word_embeddings=cfg.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
         **ids,
     )
     return LlamaForCausalLM(config)

@@ -142,7 +142,7 @@ LINE = ["800", "2.87", "3.00", "0.75", "0.59", "0.43", "0.27", "-", "1.03x", "32
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_a_drawn_table_fits_and_says_the_same(width):
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(summary.drawn(HEAD, [LINE], width))
+    console.print(summary.fitted(HEAD, [LINE], width))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     cells = [re.split(r"[┃│]", line)[1:-1] for line in (lines[1], lines[3])]

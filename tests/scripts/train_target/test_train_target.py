@@ -182,7 +182,7 @@ def test_same_seed_same_weights(root):
     assert not any(torch.equal(weights[name], other[name]) for name in weights if weights[name].ndim == 2)
 
 
-TWELVE = ["trainer.max_steps=12", "every=3", "trainer.accumulate_grad_batches=2", "optimizer.decay=linear"]
+TWELVE = ["trainer.max_steps=12", "every=3", "trainer.accumulate_grad_batches=2"]
 
 
 def undisturbed(root: Path) -> dict[str, torch.Tensor]:
@@ -307,19 +307,18 @@ def test_copies_are_held_out_together(root):
     assert hold_out(documents, 0.0) == (documents, [])
 
 
-@pytest.mark.parametrize("muon", [True, False])
-def test_muon_gets_the_matrices_of_the_layers(root, muon):
-    cfg = compose([*TINY, *([] if muon else ["~optimizer.matrices"])], ROOT / "conf", "train_target")
+def test_muon_gets_the_matrices_of_the_layers(root):
+    cfg = compose(TINY, ROOT / "conf", "train_target")
     tokenizer = train_tokenizer(read_corpus(root / "text"), 300, 64)
-    module = PretrainModule(build_model(cfg.model, tokenizer), cfg.optimizer, "")
+    module = PretrainModule(build_model(cfg.model, tokenizer), "")
     optimizer = module.build_optimizer()
     names = {id(p): name for name, p in module.named_parameters()}
     by_kind = {
         type(part).__name__: [names[id(p)] for group in part.param_groups for p in group["params"]]
         for part in optimizer.parts
     }
-    assert len(by_kind.get("Muon", [])) == (14 if muon else 0)
-    assert all("_proj" in name for name in by_kind.get("Muon", []))
+    assert len(by_kind["Muon"]) == 14
+    assert all("_proj" in name for name in by_kind["Muon"])
     assert sorted(chain(*by_kind.values())) == sorted(names.values())
 
 
@@ -350,7 +349,6 @@ BAD = {
         "even multiple",
     ),
     "no steps": ({"a.txt": "abc"}, ["trainer.max_steps=0"], "trainer.max_steps=0: must be at least 1"),
-    "other decay": ({"a.txt": "abc"}, ["optimizer.decay=step"], "choose cosine or linear"),
 }
 
 
