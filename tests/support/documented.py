@@ -31,7 +31,7 @@ PROGRAMS |= {"vllm", "sglang", "transformers"}
 SHELL = {"if", "then", "fi", "for", "do", "done", "exit", "code=$?"}
 VARIABLE = re.compile(r"[A-Z_]+=")
 FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(\w*)")
-INLINE = re.compile(r"`((?:python (?:train|scripts/\w+)\.py|foredraft [\w-]+) [^`]*[^`.])`")
+INLINE = re.compile(r"`(python (?:train|scripts/\w+)\.py [^`]*[^`.])`")
 
 
 class Documented(NamedTuple):
@@ -257,8 +257,10 @@ class Places:
 def program(text: str) -> list[str]:
     """A command's script and arguments; none if it is not one of this repository's."""
     words = _words(text)
+    if words[:1] == ["foredraft"]:
+        return words
     for place, word in enumerate(words):
-        if word in ("foredraft", "train.py") or re.fullmatch(r"scripts/\w+\.py", word):
+        if word == "train.py" or re.fullmatch(r"scripts/\w+\.py", word):
             return words[place:]
     return []
 

@@ -28,6 +28,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 
 CONFIDENCE = 0.99  # of the interval in which replay and decoder have to agree
+ROUND_OFF = 1e-12  # relative, of tau in float64
 
 
 class Counts(NamedTuple):
@@ -271,5 +272,6 @@ def agreement(decoder: Counts, replayed: Counts) -> list[float]:
     if n < 2:
         return [-math.inf, math.inf]
     error = (parts[0] - parts[1]).std(ddof=1) / math.sqrt(n)
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * error)
+    # Expected rounds are sums of probabilities: where nothing varies, their last bits must not decide.
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * error) + ROUND_OFF * decoder.tau
     return [difference - reach, difference + reach]

@@ -171,6 +171,16 @@ def test_a_decoder_that_drafts_otherwise_disagrees(tiny_target):
     assert high < 0
 
 
+def test_equal_counts_agree_whatever_their_sums_are_rounded_to():
+    """Expected rounds are sums of probabilities: without a variance the last bit must not decide."""
+    tokens = [3, 3, 3]
+    for rounds in ([0.1 + 0.2] * 3, [0.3] * 3):
+        low, high = agreement(Counts(tokens, [0.3] * 3), Counts(tokens, rounds))
+        assert low <= 0 <= high
+    low, _ = agreement(Counts(tokens, [1.0] * 3), Counts(tokens, [1.0 + 1e-9] * 3))
+    assert low > 0
+
+
 def test_plans_whose_rounds_depend_on_more_than_the_text_are_named():
     warm = Sampler(1.0)
     for plan, word in [
