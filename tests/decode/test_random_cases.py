@@ -21,7 +21,6 @@ import torch
 from exact import Scripted
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
-from mutants import Mutant, mutate
 
 from decode.draft import PAD, Draft, Laws
 from decode.generation.generate import generate
@@ -588,40 +587,3 @@ def test_10_000_random_cases_are_decoded_as_without_a_cache(bench):
     assert min(SEEN[what] for what in (*WHAT, TOGETHER, APART)) >= 500
     for drafts, rule in PAIRS:
         assert min(SEEN[f"{drafts} {rule} {does}"] for does in ("accepts", "rejects")) >= 100
-
-
-ROUND, SETTLE = "decode.generation.loop:Loop.round", "decode.generation.loop:Loop._settle"
-BUGS = {
-    "cropped, not compacted": (ROUND, "None if draft.is_chain else verdict.slots", "None"),
-    "compacted one slot off": (ROUND, "else verdict.slots", "else (verdict.slots - 1).clamp_min(0)"),
-    "positions are slots": (
-        "decode.model.causal_lm:CausalLM.forward",
-        "block.sum(-1) - 1",
-        "torch.arange(new)",
-    ),
-    "no window": ("decode.model.cache:attention_mask", "if window is not None:", "if False:"),
-    "padding is token 0": (ROUND, "verdict = verify(", "draft.tokens.clamp_min_(0); verdict = verify("),
-    "an end inside a draft is ignored": (SETTLE, "enumerate(tokens) if", "enumerate(tokens[:1]) if"),
-    "rows mixed up as some leave": ("decode.model.cache:RowStore.select", "if new != old:", "if False:"),
-    "another row's coins": ("decode.rng:KeyedCoin.select", "self._key[index]", "self._key[: len(index)]"),
-    "every round the same coins": (SETTLE, "(0 if first else 1)", "0"),
-    "p instead of the residual": (
-        "decode.verify:_try_sampled",
-        "law = _without(law, q, trying & ~keep)",
-        "pass",
-    ),
-    "from the leaves, p instead of the rest": (
-        "decode.verify:_fail_sampled",
-        "chance[..., None] * law - q",
-        "law",
-    ),
-    "younger siblings first": ("decode.draft:Draft.leaf_first", "[:, None] < order", "[:, None] > order"),
-    "chosen siblings unaware": ("decode.verify:_leaf_chances", "1 - above * elders", "1 - 0 * elders"),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_few_hundred_random_cases_find(bug, monkeypatch, bench):
-    mutate(monkeypatch, Mutant(*BUGS[bug], "", {}))
-    with pytest.raises(AssertionError):
-        bench.run(300, Phase.generate)

@@ -1,0 +1,142 @@
+"""Do the tests of verification, decoding and drafting notice a bug? One operator at a time is changed.
+
+Functions are addressed by name and changed in their syntax tree, so renames inside them need no edit here.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import signal
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+from workbench import ROOT
+
+pytestmark = pytest.mark.proof
+
+PER_FUNCTION = 4  # changes tried, spread over the function
+OPTIONS = ["-x", "-q", "-p", "no:cacheprovider"]
+SECONDS = 120  # a changed loop may not end
+# module -> tests that have to notice a change of it; the quickest first
+TESTS = {
+    "decode.sampling": ["tests/decode/test_sampling.py", "tests/decode/test_verify.py"],
+    "decode.verify": ["tests/decode/test_verify.py"],
+    "decode.generation.loop": ["tests/decode/generation"],
+    "decode.draft": ["tests/decode/test_verify.py", "tests/drafters/drafting"],
+    "drafters.drafting.chain": ["tests/drafters/drafting"],
+    "drafters.drafting.tree": ["tests/drafters/drafting"],
+}
+PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Add, ast.Sub), (ast.And, ast.Or)]
+SWAPS: dict[type, type] = {a: b for pair in [*PAIRS, (ast.BitAnd, ast.BitOr)] for a, b in (pair, pair[::-1])}
+SWAPS |= {ast.Mult: ast.Add, ast.Div: ast.Mult}
+NAMES = {"min": "max", "max": "min", "amin": "amax", "amax": "amin", "cumsum": "cumprod", "cumprod": "cumsum"}
+
+
+def functions(module: str) -> Iterator[tuple[str, FunctionType]]:
+    """Functions and methods of a module by qualified name, decorators taken off."""
+    there = importlib.import_module(module)
+    for thing in vars(there).values():
+        if getattr(thing, "__module__", "") != module:
+            continue
+        for member in vars(thing).values() if inspect.isclass(thing) else [thing]:
+            function = inspect.unwrap(getattr(member, "fget", None) or getattr(member, "__func__", member))
+            if isinstance(function, FunctionType) and not function.__code__.co_freevars:
+                yield function.__qualname__, function
+
+
+class Change(ast.NodeTransformer):
+    """Changes the node with number `wanted` among those that can be; counts them all."""
+
+    def __init__(self, wanted: int) -> None:
+        self.wanted, self.count, self.where = wanted, 0, ""
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        new = self.changed(node)
+        if new is not None:
+            self.count += 1
+            if self.count - 1 == self.wanted:
+                self.where = f"{ast.unparse(node)} -> {ast.unparse(new)}"
+                return ast.copy_location(new, node)
+        return self.generic_visit(node)
+
+    @staticmethod
+    def changed(node: ast.AST) -> ast.AST | None:
+        """The node with another operator, name or number; None where there is nothing to change."""
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+            return ast.Compare(node.left, [SWAPS[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+        if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
+            return ast.BinOp(node.left, SWAPS[type(node.op)](), node.right)
+        if isinstance(node, ast.BoolOp):
+            return ast.BoolOp(SWAPS[type(node.op)](), node.values)
+        if isinstance(node, ast.Attribute) and node.attr in NAMES:
+            return ast.Attribute(node.value, NAMES[node.attr], node.ctx)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert | ast.Not):
+            return node.operand
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return ast.Constant(node.value + 1)
+        return None
+
+
+def mutants(function: FunctionType) -> list[tuple[str, Callable[[], None]]]:
+    """Changes of a function: what each is, and what makes it in place."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list, definition.returns = [], None
+    for argument in ast.walk(definition.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    source = ast.unparse(tree)
+    counter = Change(-1)
+    counter.visit(ast.parse(source))
+    step = max(1, counter.count // PER_FUNCTION)
+    return [_mutant(function, source, number) for number in range(0, counter.count, step)][:PER_FUNCTION]
+
+
+def _mutant(function: FunctionType, source: str, number: int) -> tuple[str, Callable[[], None]]:
+    change = Change(number)
+    tree = ast.fix_missing_locations(change.visit(ast.parse(source)))
+
+    def make() -> None:
+        namespace: dict = {}
+        exec(compile(tree, "mutant", "exec"), function.__globals__, namespace)  # noqa: S102  our own source
+        (made,) = (value for value in namespace.values() if isinstance(value, FunctionType))
+        function.__code__ = made.__code__
+
+    return change.where, make
+
+
+def noticed(make: Callable[[], None], tests: list[str]) -> bool:
+    """Whether one of the tests fails, or does not end, in a fork with the change."""
+    child = os.fork()
+    if not child:
+        signal.alarm(SECONDS)  # ends the fork
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+            make()
+            code = pytest.main([*OPTIONS, f"--rootdir={ROOT}", *tests])
+        os._exit(int(code))
+    return os.waitpid(child, 0)[1] != 0
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("module", TESTS)
+def test_most_changes_of_one_operator_are_noticed(module, monkeypatch):
+    """What survives is printed: an equal program, or a test that is missing."""
+    monkeypatch.chdir(ROOT)
+    assert not noticed(lambda: None, TESTS[module])
+    total, survivors = 0, []
+    for name, function in functions(module):
+        for what, make in mutants(function):
+            total += 1
+            if not noticed(make, TESTS[module]):
+                survivors.append(f"{name}: {what}")
+    print(f"{module}: {total - len(survivors)} of {total} noticed", *survivors, sep="\n  ")
+    assert total > 10
+    assert len(survivors) <= 0.15 * total, survivors
