@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install style check test proofs docs clean
+.PHONY: help install style check test docs-test proofs docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F':.*?## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -20,6 +20,9 @@ check:  ## Lint, format, types, import contracts: CI's first half
 
 test:  ## CI's second half
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
+
+docs-test:  ## Every documented command, run at a tiny size; the site and the reports in a browser (8 minutes)
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m docs
 
 proofs:  ## Minutes-long proofs; keeps their output and the commit in docs/proofs.md
 	python scripts/proofs.py

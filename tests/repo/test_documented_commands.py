@@ -1,4 +1,7 @@
-"""Every command of the README and the docs is run here, at a tiny size, or says in one table why not."""
+"""Every command of the README and the docs: CI composes it, `make docs-test` runs it at a tiny size.
+
+One table says which are slow (`make proofs`), one which are not run at all, and why.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ LOADED = (
     "benchmarks.decode",
     "distill.serving.verify",
 )
-# Slow: run by `make proofs`; CI composes them. What a pattern matches, and why.
+# Slow: run by `make proofs`. What a pattern matches, and why.
 SLOW = {
     r"hydra/launcher=(joblib|submitit_local)": "starts interpreters",
     r"benchmark\.py scaling": "starts ranks",
@@ -37,7 +40,7 @@ SLOW = {
     r"train\.py experiment=sweep_depth_objective$": "a third sweep; test_multirun composes it",
     r"drafter=lyanna drafter\.token_info=none": "a third Lyanna",
     r"target=<its target> drafter\.init_from": "as the one of docs/recipes.md, with a target named",
-    r"drafter=auto|benchmark\.py auto": "train by the clock; tests/distill/search/test_auto.py does in CI",
+    r"drafter=auto|benchmark\.py auto": "train by the clock; tests/distill/search/test_auto.py does too",
 }
 # Not run at all, and why; the part that is this repository's is composed and checked like any other.
 UNRUN = {
@@ -58,10 +61,16 @@ def reason(text: str, table: dict[str, str]) -> str:
     return next((why for pattern, why in table.items() if re.search(pattern, text)), "")
 
 
+def configured(text: str) -> bool:
+    """Whether a command of this repository has a configuration that its options belong to."""
+    words = program(text)
+    return len(words) > (words[:1] == ["foredraft"]) and bool(configuration(words)[0])
+
+
 RUN = sorted({text for text, _ in FOUND if not reason(text, UNRUN | SLOW)})
 LATER = sorted({text for text, _ in FOUND if reason(text, SLOW) and not reason(text, UNRUN)})
 LISTED = sorted({text for text, _ in FOUND if reason(text, UNRUN | SLOW)})
-COMPOSED = [text for text in LISTED if program(text)]
+COMPOSED = sorted({text for text, _ in FOUND if configured(text)})
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +89,7 @@ def places(tmp_path_factory) -> Iterator[Places]:
 
 
 @pytest.mark.parametrize("text", RUN, ids=str)
+@pytest.mark.docs
 def test_it_runs(places, text):
     assert program(text), f"{text}: not a command of this repository; say in UNRUN why it is not run"
     done = places.execute(places.fill(text))
@@ -94,7 +104,7 @@ def test_it_runs_given_time(places, text):
 
 
 @pytest.mark.parametrize("text", COMPOSED, ids=str)
-def test_what_is_not_run_is_composed(text, tmp_path):
+def test_its_options_compose(text, tmp_path):
     """Its options exist, and have values of the right kind."""
     text = re.sub(r"<[^>]*>", "x", text).replace("$depth", "2")
     name, given = configuration(program(text))

@@ -46,6 +46,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.docs
 def test_it_builds_and_loads_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(list(DOCS.rglob("*.md")))  # the README and its like are there as well
@@ -57,6 +58,7 @@ def test_it_builds_and_loads_nothing_from_elsewhere(site):
     assert 'id="drafters.base.Drafter.unroll"' in reference
 
 
+@pytest.mark.docs
 def test_its_search_works_from_the_disk_in_a_browser(site):
     with pytest.importorskip("browser").browser() as window:
         window.open(site / "start.html", 1280)
@@ -82,6 +84,7 @@ def test_links_lead_to_files_as_github_reads_them(document):
 # -- a page for every drafter --------------------------------------------------------------------
 
 
+@pytest.mark.docs
 def test_every_drafter_has_a_page_and_a_line_in_the_menu(site):
     files = [path for path in (CONF / "drafter").glob("*.yaml") if path.stem != "auto"]  # a choice of them
     drafters = sorted(path.stem for path in files)

@@ -425,6 +425,7 @@ def test_unknown_options_are_told_from_the_repository_alone():
     assert (ROOT / "train.py").exists()
 
 
+@pytest.mark.docs
 def test_the_commands_of_the_training_page_compose():
     text = (CONF.parent / "docs" / "training.md").read_text().replace("\\\n", " ")
     commands = re.findall(r"^(?:    .*|srun .*)train\.py (.+)$", text, re.MULTILINE)

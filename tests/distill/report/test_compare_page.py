@@ -72,6 +72,7 @@ def test_what_is_not_known_is_not_drawn(scored, tmp_path):
     assert "Kinds of prompts" in page_of(scored, Choice())
 
 
+@pytest.mark.docs
 def test_it_shows_in_a_browser_and_is_sorted_by_a_click(scored, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(page_of(scored, Choice()))

@@ -97,6 +97,7 @@ def test_every_panel_is_there_and_nothing_that_others_wrote_is_a_part_of_the_pag
     assert "<img" not in text.partition("<body>")[2].partition("<script>")[0]
 
 
+@pytest.mark.docs
 def test_it_shows_in_a_browser_wide_and_narrow_light_and_dark_without_a_network(run):
     with browser() as window:
         window.open(run / "report.html", 1280)
