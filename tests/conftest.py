@@ -8,6 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from ci_cases import mark_proofs
 from faces import both, random_rollouts
 from fake_hub import FakeHub
 from hydra import compose, initialize_config_dir
@@ -41,6 +42,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `drafter_name` runs once for every drafter that has a yaml in conf/drafter."""
     if "drafter_name" in metafunc.fixturenames:
         metafunc.parametrize("drafter_name", drafters())
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """CI runs a covering part of the cases; the rest are proofs."""
+    mark_proofs(items)
 
 
 def drafters() -> list[str]:

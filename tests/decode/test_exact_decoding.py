@@ -112,6 +112,7 @@ def test_token_is_lossless_over_three_rounds(tiny_target):
 
 @pytest.mark.parametrize("path", DRAWN)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.covering
 def test_every_rule_is_lossless_on_what_is_drawn(tiny_target, path, temperature):
     """Grown by the production `expand` from laws that know nothing of the target."""
     # Of three tokens, two siblings would leave one.
@@ -147,6 +148,7 @@ def test_rows_that_end_where_they_are_unsure_are_lossless(tiny_target, temperatu
 @pytest.mark.parametrize("drafts", [2, 3])
 @pytest.mark.parametrize("rule", ["match", "recursive", "traversal", "select"])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.covering(pairs=True)
 def test_drafts_side_by_side_are_lossless(tiny_target, temperature, rule, drafts):
     """Of two tokens, so that most of them are twins; drawn at one temperature whatever the target's."""
     plan = Plan(2, proposal="sampled", drafts=drafts, draft_temperature=0.8, rule=rule)
@@ -157,6 +159,7 @@ def test_drafts_side_by_side_are_lossless(tiny_target, temperature, rule, drafts
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("rule", ["match", "recursive", "traversal"])
+@pytest.mark.covering
 def test_rows_of_unlike_trees_are_lossless(tiny_target, rule, replacement, seed):
     """Drawn and chosen nodes, holes, laws of nothing, siblings that run out: see `Trees`."""
     drafter = Trees(3, seed, replacement=replacement)
@@ -359,12 +362,14 @@ def test_greedy_heeds_the_repetition_penalty(tiny_target):
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.covering
 def test_match_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_name, plan, temperature):
     target = tiny_target()
     check_lossless(target, make_drafter(drafter_name, target), plan, Sampler(temperature))
 
 
 @pytest.mark.parametrize("path", ["block", "siblings", "hybrid, traversal", "wide dynamic hybrid"])
+@pytest.mark.covering
 def test_every_rule_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_name, path):
     target = tiny_target()
     drafter = able(make_drafter(drafter_name, target), DRAWN[path])
@@ -372,6 +377,7 @@ def test_every_rule_with_a_drafter_is_lossless(tiny_target, make_drafter, drafte
 
 
 @pytest.mark.parametrize("sampler", [Sampler(0.5), Sampler(1.0), WARPERS["all"]], ids=["0.5", "1", "all"])
+@pytest.mark.covering
 def test_token_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_name, sampler):
     target = tiny_target()
     check_lossless(target, able(make_drafter(drafter_name, target), SAMPLED), SAMPLED, sampler)
@@ -388,10 +394,12 @@ def test_token_with_a_drafter_is_lossless(tiny_target, make_drafter, drafter_nam
     ],
     ids=["match", "token", "block", "recursive", "traversal"],
 )
+@pytest.mark.ci("token", "block", "match")
 def test_rows_that_stop_on_their_own_leave_the_others_exact(tiny_target, drafter, plan):
     check_lossless(tiny_target(), drafter, plan, Sampler(1.0), stop=[2])
 
 
+@pytest.mark.proof
 def test_a_row_is_exact_in_a_batch_of_three_replayed_one_by_one(tiny_target):
     """As above without further plays riding along: the batch shrinks to the branching row alone."""
     check_lossless(tiny_target(seed=1), FixedTrees(3, 3), TREE, Sampler(1.0), abreast=1)
@@ -462,6 +470,7 @@ def test_chosen_drafts_reproduce_plain_sampling_token_for_token(tiny_target, sam
 
 
 @pytest.mark.parametrize("rule", ["match", "select"])
+@pytest.mark.covering
 def test_matched_drafts_reproduce_plain_sampling_token_for_token(
     tiny_target, make_drafter, drafter_name, rule
 ):

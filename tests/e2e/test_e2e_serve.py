@@ -107,6 +107,7 @@ def plan_for(pocket, **changes):
     return replace(PLAN, **{**settings, "max_new_tokens": 24, "batch_size": 4, **changes})
 
 
+@pytest.mark.proof
 def test_greedy_text_is_that_of_the_target_in_this_process(served, pocket, chat, prompts):
     plan = plan_for(pocket)
     two = Prompt("two", (*prompts[0].messages, {"role": "user", "content": "And then?"}))
@@ -123,6 +124,7 @@ def test_greedy_text_is_that_of_the_target_in_this_process(served, pocket, chat,
     assert {row["finish_reason"] for row in own} == {"stop", "length"}, "the test has to see both"
 
 
+@pytest.mark.proof
 def test_it_draws_where_it_is_told_to(served, chat, prompts, pocket):
     messages = prompts[0].messages
     requests = [Request("p", sample, chat.encode(messages), messages) for sample in range(3)]
@@ -158,6 +160,7 @@ def test_a_server_killed_in_the_middle_and_started_again_loses_nothing(
     assert said.count("answers again") == 1
 
 
+@pytest.mark.proof
 def test_a_wrong_model_is_one_line(served, chat, prompts, pocket):
     request = Request("p", 0, chat.encode(prompts[0].messages), prompts[0].messages)
     params = SamplingParams({"temperature": 0.0}, 4, stop_tokens(pocket))
@@ -168,6 +171,7 @@ def test_a_wrong_model_is_one_line(served, chat, prompts, pocket):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.proof
 def test_train_py_takes_its_answers(served, tmp_path):
     records = (ROOT / "data" / "prompts" / "train.jsonl").read_text().splitlines()[:6]
     (tmp_path / "prompts.jsonl").write_text("\n".join(records))

@@ -216,6 +216,7 @@ def test_the_only_held_out_prompt_being_too_long_is_one_line(bench, tmp_path):
     assert f"{long}:1: 302 tokens" in done.err
 
 
+@pytest.mark.proof
 def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike(bench, straight, tmp_path):
     checkpoint = straight / "checkpoints" / "6"
     card = tmp_path / "card.json"
@@ -268,6 +269,7 @@ def test_a_full_audit_draws_every_scored_prompt_several_times(bench, straight, t
 # -- several at once -----------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_a_sweep_runs_every_job(bench, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = train([*bench.command, "-m", "score.enabled=false", "seed=21,22"])

@@ -45,6 +45,7 @@ def test_no_dependency_owns_our_top_level_names():
             assert not {owner.lower() for owner in owners} - {"foredraft"}, (name, owners)
 
 
+@pytest.mark.proof
 def test_it_trains_and_generates_from_an_empty_folder(wheel, tmp_path):
     installed, work = tmp_path / "site", tmp_path / "work"
     work.mkdir()

@@ -72,6 +72,7 @@ def counts_add_up(found: Audit):
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.ci("tree")
 def test_bf16_passes(half, plan):
     found = half.audit(plan, also=None)
     counts_add_up(found)
@@ -237,6 +238,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+@pytest.mark.ci("drafts_are_believed", "no_compaction")
 def test_a_wrong_decoder_fails(wrong, half, monkeypatch):
     wrong(monkeypatch)
     found = half.audit(WRONG[wrong])

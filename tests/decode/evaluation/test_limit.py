@@ -79,6 +79,7 @@ LAWS = {
 
 
 @pytest.mark.parametrize("law", LAWS)
+@pytest.mark.ci("dirichlet", "zipf", "even")
 def test_independent_rows_keep_the_bound_and_its_slope(law):
     sizes, texts = [2**k for k in range(2, 10)], 24
     target = Independent(LAWS[law])

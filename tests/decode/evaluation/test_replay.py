@@ -53,6 +53,7 @@ def decoded_exactly(target, drafter, plan, sampler, length, stop) -> dict:
 @pytest.mark.parametrize(
     "plan", [CHAIN, SAMPLED, DYNAMIC, STATIC, HYBRID, WARM, *UNSURE, *MATCHED], ids=lambda p: p.name
 )
+@pytest.mark.covering
 def test_expected_rounds_and_survival_are_those_of_the_decoders_exact_law(tiny_target, plan, sampler):
     target, drafter, stop = tiny_target(), Grown(3, 1), [2]
     length = 4 if plan.proposal == "fixed" else 3
@@ -120,6 +121,7 @@ def test_rollouts_of_different_lengths_are_replayed_side_by_side_as_alone(tiny_t
     ],
     ids=lambda p: p.name,
 )
+@pytest.mark.covering
 def test_replay_and_decoder_agree_for_every_drafter(
     tiny_target, make_drafter, drafter_name, plan, temperature
 ):

@@ -206,6 +206,7 @@ def corrected(found):
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
 @pytest.mark.parametrize("sampler", [ONE, Sampler(0.7, top_p=0.9)], ids=["T=1", "T=0.7, top_p=0.9"])
+@pytest.mark.covering
 def test_what_is_lossless_passes(target, plan, sampler):
     for seed in range(2):
         found = watched(target, plan, sampler, seed=seed, stop=[4], length=16)

@@ -41,6 +41,7 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize(("proposal", "rule"), [*RULES[:3], pytest.param(*RULES[3], marks=pytest.mark.proof)])
+@pytest.mark.ci("fixed-auto", "sampled-block")
 def test_a_pace_is_lossless(tiny_target, monkeypatch, proposal, rule):
     """Enumerated through the loop, cache and rules, every key used once."""
     asked = watched(monkeypatch)

@@ -238,6 +238,7 @@ def both_happened(outputs):
 
 
 @pytest.mark.parametrize("name", WORKS)
+@pytest.mark.ci("llama", "mistral, window 6")
 def test_sampled_is_plain_sampling(name, tmp_path, wide_softmax):
     target = load_target(str(save(tmp_path / "model", *WORKS[name])), dtype="float64")
     sampler = Sampler(0.9, top_k=40, top_p=0.97, repetition_penalty=1.2)

@@ -95,6 +95,7 @@ def test_plain_is_the_models_own_text(bench, prompts):
 
 
 @pytest.mark.parametrize(("branches", "plan"), [(0, CHAIN), (5, TREE)], ids=["chain", "tree"])
+@pytest.mark.ci("float64-chain")
 def test_noisy_oracle_is_plain_decoding(bench, prompts, branches, plan):
     outputs = []
     for start in range(0, COUNT, SIZE):
@@ -108,6 +109,7 @@ def test_noisy_oracle_is_plain_decoding(bench, prompts, branches, plan):
 
 
 @pytest.mark.parametrize(("plan", "start"), [(CHAIN, 0), (TREE, SIZE)], ids=["chain", "tree"])
+@pytest.mark.ci("float64-tree")
 def test_untrained_eagle_is_plain_decoding(bench, prompts, plan, start):
     part = slice(start, start + 12)
     outputs = bench.run(bench.eagle, prompts[part], plan=plan)
@@ -124,6 +126,7 @@ def test_untrained_eagle_is_plain_decoding(bench, prompts, plan, start):
     ],
     ids=["plain", "nucleus", "penalty"],
 )
+@pytest.mark.ci("penalty")
 def test_matched_samples_are_plain_samples(wide, prompts, sampler):
     part = prompts[:8]
     plain = wide.run(None, part, sampler)
@@ -139,6 +142,7 @@ def test_matched_samples_are_plain_samples(wide, prompts, sampler):
 
 
 @pytest.mark.parametrize("plan", [Plan(), CHAIN, TREE], ids=["plain", "chain", "tree"])
+@pytest.mark.ci("tree")
 def test_a_batch_gives_what_each_row_gives_alone(single, prompts, plan):
     rows = prompts[3:11]
     drafter = single.oracle(5 if plan is TREE else 0) if plan.depth else None
@@ -155,6 +159,7 @@ def test_a_batch_gives_what_each_row_gives_alone(single, prompts, plan):
         )
 
 
+@pytest.mark.proof
 def test_a_sampled_batch_gives_what_each_request_gives_alone(wide, prompts):
     """Draws belong to a request's name, not to its place in the batch."""
     rows, sampler, plan = prompts[3:11], Sampler(0.9), Plan(depth=3, proposal="sampled")
@@ -169,6 +174,7 @@ def test_a_sampled_batch_gives_what_each_request_gives_alone(wide, prompts):
     [(GREEDY, TREE), (Sampler(0.9), TREE), (Sampler(0.9), Plan(depth=3, proposal="sampled"))],
     ids=["greedy", "match", "token"],
 )
+@pytest.mark.ci("token")
 def test_order_in_a_batch_does_not_matter(wide, prompts, sampler, plan):
     rows = prompts[20:28]
     order = [5, 2, 7, 0, 3, 6, 1, 4]

@@ -112,6 +112,7 @@ def test_rounds_by_ranks_are_those_of_replay(tiny_target):
             assert len(rounds(lines, set(tree))) == pytest.approx(count, abs=1e-9)
 
 
+@pytest.mark.proof
 def test_no_other_tree_of_as_many_nodes_needs_fewer_rounds_on_these_answers(tiny_target):
     target, rollouts = written(tiny_target)
     plan, _ = Calibrated(4, 2, WIDTH).choose(target, Grown(VOCAB), rollouts, WARM, 1)

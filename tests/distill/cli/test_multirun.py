@@ -230,6 +230,7 @@ def test_launchers_run_jobs_in_processes_of_their_own(launcher, recorder):
     assert math.isnan(values[1])
 
 
+@pytest.mark.proof
 def test_a_job_returns_tau_of_its_best_checkpoint(tmp_path, recorder):
     bench = Bench(tmp_path)
     done = train([*bench.command, "-m", "objective=kl,lk", "hydra/sweeper=recorder"])

@@ -398,6 +398,7 @@ def numbers(done: Outcome) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.ci("0.7")
 def test_the_targets_own_draws_surprise_it_as_they_should(pocket_stores, temperature):
     done = script(f"store={pocket_stores[temperature]}", "rows=1")
     assert done.code == 0, done.err
@@ -411,6 +412,7 @@ def test_the_targets_own_draws_surprise_it_as_they_should(pocket_stores, tempera
     assert "<|assistant|>⟦" in done.out
 
 
+@pytest.mark.proof
 def test_greedy_answers_are_below_the_entropy_and_doubted_if_said_to_be_draws(pocket_stores, tmp_path):
     store = pocket_stores[0.0]
     done = script(f"store={store}", "rows=0")
@@ -428,6 +430,7 @@ def test_greedy_answers_are_below_the_entropy_and_doubted_if_said_to_be_draws(po
     assert "WARNING: surprisal and entropy differ" in lie.out
 
 
+@pytest.mark.proof
 def test_another_targets_answers_are_found_out(pocket_stores, tmp_path):
     """Here answers to other prompts."""
     store = pocket_stores[1.0]

@@ -137,6 +137,7 @@ def test_ranks_are_known_whoever_launched_them(monkeypatch):
     assert rank_and_world() == (5, 6), "as Lightning's own launcher leaves it"
 
 
+@pytest.mark.proof
 def test_a_drafter_helps_and_changes_no_row(bench, tmp_path):
     def rows(*more: str) -> list[tuple[str, list[int]]]:
         store = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -174,6 +174,7 @@ MORE = ["drafter.layers=1", "on_policy.share=0.6", "score.every=2", "score.enabl
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.proof), 2])
+@pytest.mark.proof
 def test_a_killed_run_ends_with_the_same_bits(bench, monkeypatch, accumulate):
     argv = quick(bench, *MORE, f"trainer.accumulate_grad_batches={accumulate}")
     straight = train(*argv, "resume=never")

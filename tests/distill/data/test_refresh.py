@@ -58,6 +58,7 @@ def test_the_prompts_are_answered_anew_with_the_newest_checkpoints_help(bench, t
     assert all(list(a) != list(b) for a, b in ((texts[0], texts[1]), (texts[1], texts[2])))
 
 
+@pytest.mark.proof
 def test_a_run_that_is_killed_in_a_later_phase_ends_with_the_same_bits(bench, tmp_path, monkeypatch):
     options = {"rollout__refresh_every": 2, "score__every": 2, "score__enabled": False}
     bench.run(tmp_path / "a", **options, output_dir=str(tmp_path / "a"))

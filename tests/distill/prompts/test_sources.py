@@ -339,6 +339,7 @@ def test_the_real_files_are_read_by_the_yaml_that_is_ready_for_them(name, file, 
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "ultrachat", "sharegpt", "humaneval", "mt_bench", "spec_bench"])
+@pytest.mark.ci("ultrachat", "spec_bench", "mt_bench", "humaneval")
 def test_a_ready_yaml_names_its_dataset_and_what_is_read_of_it(name, monkeypatch):
     spoken = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     rows = {

@@ -179,6 +179,7 @@ def resumed(bench) -> Path:
     return folder
 
 
+@pytest.mark.proof
 def test_a_killed_run_goes_on_in_its_own_record_without_gaps_or_doubles(resumed, bench):
     assert (bench.root / "stderr").read_text() == ""
     (file,) = resumed.glob("wandb/offline-run-*/run-*.wandb")

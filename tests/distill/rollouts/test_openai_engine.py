@@ -496,6 +496,7 @@ def test_train_py_takes_a_servers_answers(bench, start, monkeypatch):
     assert len(list((bench.root / "outputs" / "rollouts").glob("*/manifest.json"))) == 2
 
 
+@pytest.mark.proof
 def test_a_killed_run_goes_on_with_its_shards(bench, start):
     fake = start()
     fake.faults = [None] * 5 + [(403, {}, "")]

@@ -293,6 +293,7 @@ def test_a_url_that_cannot_be_used_is_one_line(parts, tmp_path, monkeypatch):
 # -- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_the_command_fills_a_folder_and_reuses_it_and_refuses_another_targets(tmp_path):
     bench = Bench(tmp_path)
     mine = tmp_path / "it's (mine)"

@@ -108,6 +108,7 @@ def test_a_killed_search_goes_on_in_its_folder_and_keeps_its_budget(killed, done
     assert not leftovers(killed)
 
 
+@pytest.mark.proof
 def test_the_winner_is_the_runs_checkpoint_with_its_scorecard(done):
     record = of(done.folder)
     winner = record["result"]["winner"]
@@ -122,6 +123,7 @@ def test_the_winner_is_the_runs_checkpoint_with_its_scorecard(done):
     assert (done.folder / "checkpoints").resolve().parent.name == winner
 
 
+@pytest.mark.proof
 def test_its_report_is_of_the_winner_and_says_what_it_was_compared_with(done):
     record = of(done.folder)
     run = history.read(done.folder)
@@ -135,6 +137,7 @@ def test_its_report_is_of_the_winner_and_says_what_it_was_compared_with(done):
     assert f"checkpoint={done.folder / 'checkpoints' / 'best'}" in done.out
 
 
+@pytest.mark.proof
 def test_families_share_the_rollouts_and_train_equally_long(bench, done):
     assert len(list((bench.root / "outputs" / "rollouts").iterdir())) == 1
     record = of(done.folder)
@@ -146,6 +149,7 @@ def test_families_share_the_rollouts_and_train_equally_long(bench, done):
         assert len(checkpoints(done.folder / families.FOLDER / name)) == 1
 
 
+@pytest.mark.proof
 def test_a_family_that_cannot_be_built_is_out_and_the_table_says_why(done):
     row = next(r for r in of(done.folder)["rows"] if r["family"] == "lm")
     assert row["fate"].startswith("failed: ")

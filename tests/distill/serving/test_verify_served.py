@@ -605,6 +605,7 @@ def test_the_same_prompts_need_less():
     assert all(mine < other / 3 for mine, other in noise)
 
 
+@pytest.mark.proof
 def test_rounds_that_an_end_cuts_may_put_an_engine_above_and_never_below():
     row = a_row()
     sure = [row["replay"]["tau"]] * 2

@@ -145,6 +145,7 @@ def test_a_run_folder_without_a_checkpoint_stays_for_its_batch(bench, tmp_path, 
 
 
 @pytest.mark.parametrize("trainer", ["ddp", "fsdp", "deepspeed_2"])
+@pytest.mark.ci("ddp")
 def test_every_rank_stops_and_saves_its_own_batch(trainer, bench, tmp_path):
     """One of two meets the gradient that is none."""
 

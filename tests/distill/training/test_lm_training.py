@@ -298,6 +298,7 @@ def quick(bench: Bench, *more: str):
     ],
     ids=["cut", "lora, nll", "on policy"],
 )
+@pytest.mark.ci("on policy", "lora, nll")
 def test_a_run_trains_saves_and_scores(bench, more):
     from tests.drafters.models.test_lm import train
 

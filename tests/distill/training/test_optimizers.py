@@ -95,6 +95,7 @@ def test_an_orthogonal_step_has_the_size_of_adamws():
     assert ((values > 0.6) & (values < 1.3)).all()
 
 
+@pytest.mark.proof
 def test_a_killed_run_with_muon_ends_as_if_nothing_had_happened(tmp_path, tmp_path_factory, monkeypatch):
     bench = Bench(tmp_path_factory.mktemp("muon"))
     more = ["optimizer=muon", "score.enabled=false", "score.every=2"]

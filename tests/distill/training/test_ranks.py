@@ -85,6 +85,7 @@ IN_CI = list(DEATHS)[:2]
 @pytest.mark.parametrize(
     "death", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.proof) for name in DEATHS]
 )
+@pytest.mark.ci("the first, scoring")
 def test_a_dead_rank_ends_the_other_with_a_line_and_the_same_command_goes_on(death, bench, straight):
     which, owner, name, when, kept = DEATHS[death]
     done = train(bench, before=at(owner, name, which, when, die))

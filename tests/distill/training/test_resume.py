@@ -84,6 +84,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("name", KILLS)
+@pytest.mark.ci("between save points", "half a checkpoint")
 def test_a_killed_run_ends_as_if_nothing_had_happened(name, bench, straight, tmp_path, monkeypatch):
     arrange, kept = KILLS[name]
     with monkeypatch.context() as spoilt:
@@ -102,6 +103,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(name, bench, straight, tmp
     assert not leftovers(tmp_path)
 
 
+@pytest.mark.proof
 def test_a_kill_costs_no_bit_with_accumulation_either(bench, tmp_path, monkeypatch):
     options = {"trainer__accumulate_grad_batches": 3, "score__every": 2, "score__enabled": False}
     bench.run(tmp_path / "a", **options)

@@ -112,6 +112,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.ci("in a step", "in a save")
 def test_a_stopped_run_ends_as_if_nothing_had_happened(moment, bench, straight, monkeypatch):
     arrange, name, step = MOMENTS[moment]
     noisy(monkeypatch)
@@ -222,6 +223,7 @@ def test_runs_interrupted_at_20_random_moments_end_as_if_nothing_had_happened(
 # -- the end of a disk ---------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_a_disk_that_is_full_when_a_run_is_stopped_costs_no_checkpoint(bench, straight, monkeypatch):
     noisy(monkeypatch)
     save = callbacks.hub.save

@@ -76,6 +76,7 @@ def single(bench) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("trainer", ["ddp", *CUT])
+@pytest.mark.ci("ddp")
 def test_a_run_of_two_is_that_of_one_and_resumes_to_the_last_bit(trainer, bench, single):
     exact = two(bench, trainer, "trainer.precision=32-true", "seed=0")
     # Sums in another order, then AdamW, whose first steps have no size but the learning rate's.
@@ -109,6 +110,7 @@ def test_a_run_of_two_is_that_of_one_and_resumes_to_the_last_bit(trainer, bench,
 
 
 @pytest.mark.parametrize("trainer", ["deepspeed_1", "deepspeed_2", "deepspeed_3", SLOW[0], SLOW[-1]])
+@pytest.mark.ci("deepspeed_1")
 def test_bf16_products_are_the_same_wherever_weights_lie(trainer, bench, single):
     mixed = two(bench, trainer, "trainer.precision=bf16-mixed")
     assert_close(mixed, single["bf16-mixed"], 6, 2e-3)
@@ -131,6 +133,7 @@ def test_the_accumulation_is_divided_by_once(trainer, bench, single):
         pytest.param("lm", "fsdp", marks=pytest.mark.proof),
     ],
 )
+@pytest.mark.ci("eagle-fsdp")
 def test_between_steps_a_rank_has_its_part_of_the_weights(drafter, trainer, bench, tmp_path):
     """Of a draft model too, whose layers are gathered one by one."""
 

@@ -426,6 +426,7 @@ def chat(tmp_path_factory) -> Target:
 
 @pytest.mark.parametrize("to", ["hf", "vllm", "sglang"])
 @pytest.mark.parametrize("form", ["plain", "adapted", "tied", "cut"])
+@pytest.mark.covering
 def test_a_draft_model_is_a_plain_folder(chat, tmp_path, form, to):
     tied = form == "tied"
     path = None if form == "cut" else str(draft_model(tmp_path / "draft", chat.vocab_size, tied))

@@ -323,6 +323,7 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("adapters"))
 
 
+@pytest.mark.proof
 def test_a_killed_run_ends_with_the_same_bits_and_its_state_is_small(bench, tmp_path, monkeypatch):
     base = make_target(tmp_path / "base", seed=1)  # beside the target's own copy there is nothing to learn
     argv = quick(bench, f"drafter.path={base}", "drafter.lora={r: 2, alpha: 4}", "drafter.confidence=true")

@@ -273,6 +273,7 @@ def bench(tmp_path_factory) -> Bench:
 CONFIDENT = {"drafter__confidence": True, "decode__min_confidence": 0.3}
 
 
+@pytest.mark.proof
 def test_a_run_trains_the_same_drafter_with_and_without_a_head(bench, tmp_path):
     """Its gradient is no part of the norm that gradients are clipped by, either."""
     clip = {"trainer__gradient_clip_val": 0.01}
@@ -291,6 +292,7 @@ def test_a_run_trains_the_same_drafter_with_and_without_a_head(bench, tmp_path):
     assert card["rows"][0]["offered"][1] < 1
 
 
+@pytest.mark.proof
 def test_a_killed_run_goes_on_with_its_head(bench, tmp_path, monkeypatch):
     options = CONFIDENT | {"score__every": 2}
     bench.run(tmp_path / "straight", **options)

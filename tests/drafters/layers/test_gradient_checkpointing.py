@@ -59,6 +59,7 @@ def test_gradients_are_the_same_and_less_is_kept(name, tiny_target, make_drafter
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "lm"])
+@pytest.mark.ci("eagle")
 def test_a_run_trains_with_it(drafter, tmp_path):
     """In mixed precision, as is the default."""
     bench = Bench(tmp_path)
@@ -85,6 +86,7 @@ def test_an_answer_of_its_own_is_the_same(tiny_target, make_drafter):
 
 
 @pytest.mark.parametrize("drafter", REFUSE)
+@pytest.mark.ci("mlp")
 def test_a_drafter_that_keeps_next_to_nothing_says_so(drafter, tmp_path):
     done = train([f"drafter={drafter}", "gradient_checkpointing=true", f"output_dir={tmp_path}"])
     assert done.code == 2

@@ -130,6 +130,7 @@ def quick(bench: Bench, name: str, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.ci("bigram")
 def test_a_run_counts_and_scores_checkpoint_0(bench, name):
     done = train(quick(bench, name))
     assert done.code == 0, done.err
@@ -180,6 +181,7 @@ def test_a_run_counts_every_training_row_and_no_held_out_one(bench, name, monkey
 
 @pytest.mark.parametrize("name", ["bigram", pytest.param("suffix", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("where", ["rollouts", "save", "score"])
+@pytest.mark.ci("save-bigram")
 def test_a_run_that_was_stopped_goes_on_in_its_folder(bench, name, where, monkeypatch):
     argv = quick(bench, name, "seed=3", f"score.every={['rollouts', 'save', 'score'].index(where) + 1}")
 

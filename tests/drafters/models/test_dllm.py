@@ -162,6 +162,7 @@ def test_every_place_reads_every_other_and_no_padding(tiny_target, tmp_path, kin
 
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ci("llama-0", "llama-1", "bert-0", "learned positions-1")
 def test_the_contract_holds_for_every_kind_of_model(target, tmp_path, monkeypatch, kind, shift):
     pair = target, drafter_for(target, filler(tmp_path / "model", kind), shift=shift)
     test_drafters.test_decoding_computes_the_laws_that_training_taught(pair)
@@ -365,6 +366,7 @@ def learn(drafter, target, weights, steps=40, rate=1e-2) -> tuple[float, float]:
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.ci("llama-all weights", "bert-adapters")
 def test_it_learns(target, tmp_path, kind, lora):
     drafter = drafter_for(target, filler(tmp_path / "model", kind), lora=lora)
     before, after = learn(drafter, target, constant, rate=3e-2 if lora else 1e-2)
@@ -620,6 +622,7 @@ def options(bench: Bench, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("lora", ["null", "{r: 2, alpha: 4}"])
+@pytest.mark.ci("null")
 def test_a_run_trains_saves_and_scores_it(bench, monkeypatch, lora):
     taken, window = [], MaskedModel.window
 

@@ -118,6 +118,7 @@ def bench(tmp_path_factory) -> Bench:
 
 
 @pytest.mark.parametrize("own_head", [True, False])
+@pytest.mark.ci("True")
 def test_a_run_trains_and_scores_it(bench, own_head):
     done = bench.train("drafter=hydra", f"drafter.own_head={own_head}", "decode=dynamic", "decode.depth=2")
     assert done.code == 0, done.err

@@ -256,6 +256,7 @@ DYNAMIC, CHAIN = Plan(2, 2, 4), Plan(2)
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.ci("immediate-0.0", "tree_merge-0.5", "logit_sum-0.5", "immediate-1.0")
 def test_a_tree_with_old_states_is_lossless(tiny_target, make_drafter, mode, temperature):
     target = tiny_target()
     drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "nodes": 2})
@@ -264,6 +265,7 @@ def test_a_tree_with_old_states_is_lossless(tiny_target, make_drafter, mode, tem
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("mode", ["logit_sum", "immediate"])
+@pytest.mark.covering
 def test_what_is_drawn_beside_old_states_is_lossless(tiny_target, make_drafter, mode, rule):
     target = tiny_target()
     drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "weight": 1.0})

@@ -151,6 +151,7 @@ def bench(tmp_path_factory) -> Bench:
 
 
 @pytest.mark.parametrize("name", ["mlp", "lstm"])
+@pytest.mark.ci("lstm")
 def test_a_run_trains_and_scores_it(bench, name):
     done = bench.train(f"drafter={name}", "decode=dynamic", "decode.depth=2")
     assert done.code == 0, done.err

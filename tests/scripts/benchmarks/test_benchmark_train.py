@@ -128,6 +128,7 @@ def builder(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "within"), [(0, 40), (60, 40), (60, 0)])
+@pytest.mark.ci("60-40")
 def test_the_peak_is_what_a_step_takes_above_what_stands_before_it(builder, before, within):
     with Worker(builder(before, within)) as worker:
         peak = worker.ask(worker.contender.case)["peak_mib"]
@@ -168,6 +169,7 @@ def test_half_of_the_positions_are_supervised_in_turns():
     assert sum(turns(512, 64)) == 256
 
 
+@pytest.mark.proof
 def test_one_step_at_the_sizes_of_memory(tmp_path):
     sizes = ["shape.vocab_size=512", "shape.draft_vocab_size=512", "shape.depth=3", "tokens=400"]
     done = benchmark(tmp_path, "case=memory", *(f"memory.{size}" for size in sizes))

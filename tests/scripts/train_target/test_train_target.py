@@ -194,6 +194,7 @@ def undisturbed(root: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stop", [6, 10], ids=["after a checkpoint", "between checkpoints"])
+@pytest.mark.proof
 def test_a_killed_run_goes_on_exactly(root, monkeypatch, stop):
     options, whole = TWELVE, undisturbed(root)
 

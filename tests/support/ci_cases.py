@@ -1,0 +1,58 @@
+"""Which cases of a parametrized test run in CI: markers `covering` and `ci`; the rest become `proof`.
+
+Both are read while pytest collects, before `-m` selects. Cases that are named on pytest's command line
+are looked at alone, so a single case always runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import combinations
+
+import pytest
+
+
+def mark_proofs(items: Iterable[pytest.Item]) -> None:
+    """Mark as `proof` the cases that `covering` and `ci` leave out of CI."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("proof"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for group in cases.values():
+        if marker := group[0].get_closest_marker("covering"):
+            chosen = cover(group, marker.args, **marker.kwargs)
+        elif marker := group[0].get_closest_marker("ci"):
+            chosen = [item for item in group if item.callspec.id in marker.args]
+            if len(group) > 1 and len(chosen) < len(marker.args):
+                ids = [item.callspec.id for item in group]
+                raise pytest.UsageError(f"{group[0].nodeid}: no such case: {set(marker.args) - set(ids)}")
+            chosen = chosen or group
+        else:
+            continue
+        for item in group:
+            if item not in chosen:
+                item.add_marker(pytest.mark.proof)
+
+
+def cover(items: list[pytest.Item], names: tuple[str, ...], pairs: bool = False) -> list[pytest.Item]:
+    """The fewest cases, chosen greedily, that show every value of every parameter once.
+
+    Args:
+        items: the cases of one test.
+        names: parameters to cover; all of them if empty.
+        pairs: cover every pair of values of two parameters (pairwise testing) instead.
+    """
+
+    def shown(item: pytest.Item) -> set[tuple]:
+        params = sorted(item.callspec.params.items())
+        values = [(name, repr(value)) for name, value in params if not names or name in names]
+        return set(combinations(values, 2 if pairs else 1))
+
+    values = {item: shown(item) for item in items}
+    missing = set().union(*values.values())
+    chosen = []
+    while missing:
+        chosen.append(max(items, key=lambda item: len(values[item] & missing)))  # the first of the best
+        missing -= values[chosen[-1]]
+    return chosen
