@@ -536,6 +536,7 @@ def test_the_target_as_its_own_drafter_is_accepted_whole(tiny_target, plan, samp
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+@pytest.mark.covering
 def test_an_untrained_drafter_is_hardly_ever_right(pocket, make_drafter, drafter_name, plan):
     drafter = make_drafter(drafter_name, pocket, depth=K)
     if "sampled" not in drafter.proposals:

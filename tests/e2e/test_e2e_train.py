@@ -97,6 +97,7 @@ def test_what_a_run_says_is_short_and_in_order(bench):
     assert Path(said[-1]).is_dir()
 
 
+@pytest.mark.proof
 def test_the_same_command_again_starts_anew_and_reuses_the_rollouts(bench):
     first = bench.train("seed=13", "score.enabled=false")
     again = bench.train("seed=13", "score.enabled=false")
@@ -139,6 +140,7 @@ def test_training_lowers_the_loss(bench, tmp_path):
 # -- other models, other data --------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_a_base_model_trains_without_a_template(bench, tmp_path):
     target = make_target(tmp_path / "base", template=None)
     done = bench.train(f"target={target}", "prompts.template=none", "prompts.self=3")
@@ -157,6 +159,7 @@ def test_given_answers_train_too(bench, tmp_path):
     assert "estimate: no rollouts to make" in done.out
 
 
+@pytest.mark.proof
 def test_prompts_as_long_as_the_context_allows_are_answered_and_longer_ones_named(bench, tmp_path):
     """The default once was 160 tokens, and what was longer went without a word."""
     file, held = write_prompts(tmp_path / "p.jsonl", 10), write_prompts(tmp_path / "h.jsonl", 4, first=50)
@@ -240,6 +243,7 @@ def test_a_checkpoint_of_another_target_is_refused_and_its_own_is_rescored_alike
     assert "made for target" in refused.err
 
 
+@pytest.mark.proof
 def test_a_full_audit_draws_every_scored_prompt_several_times(bench, straight, tmp_path):
     kept = [a for a in bench.command if a.startswith(("target=", "prompts", "score.", "decode"))]
     argv = [

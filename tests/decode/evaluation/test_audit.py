@@ -249,6 +249,7 @@ def test_a_wrong_decoder_fails(wrong, half, monkeypatch):
     assert found.mismatches > 0
 
 
+@pytest.mark.proof
 def test_an_error_of_plain_decoding_is_no_excuse(single, monkeypatch):
     all_late_after_the_prompt(monkeypatch)
     found = single.audit()
@@ -275,6 +276,7 @@ def test_nan_is_a_mismatch(single, monkeypatch):
     assert not found.passed
 
 
+@pytest.mark.proof
 def test_a_target_of_nan_fails(single, monkeypatch):
     """Its tokens are the argmax of their own rows, which says nothing; and none of them has a chance."""
     body = single.target._body

@@ -290,6 +290,7 @@ def test_twice_gives_the_same(card, target, oracle):
     assert again["repeats"] == 2
 
 
+@pytest.mark.proof
 def test_the_seed_matters_where_something_is_drawn(card, target, oracle):
     other = scored(target, oracle, PROMPTS, SETTINGS, max_new_tokens=LENGTH, seed=5, audit_prompts=1)
     assert other["tau"] == card["tau"], "greedy draws nothing"
@@ -354,6 +355,7 @@ def test_which_laws_and_plans_are_audited():
     ]
 
 
+@pytest.mark.proof
 def test_a_full_audit_takes_all_prompts_laws_and_plans_several_times(target, oracle):
     steps = []
     found = scored(

@@ -198,6 +198,7 @@ def test_layers_that_lie_on_disk_say_the_same(bench, whole):
     assert all(torch.equal(twin[name], copied[name]) for name in copied)
 
 
+@pytest.mark.proof
 def test_a_run_with_layers_on_disk_is_the_run_without(bench, tmp_path):
     options = {"trainer__max_steps": 2, "score__every": 2, "target__dtype": "float32", "taps": "online"}
     spread = {"target__placement": "device_map", "target__max_memory": {"cpu": 1}}

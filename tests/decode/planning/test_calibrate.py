@@ -149,6 +149,7 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("calibrate"))
 
 
+@pytest.mark.proof
 def test_a_run_is_scored_with_its_own_tree(bench):
     argv = [a for a in bench.command if not a.startswith("decode")]
     argv += ["drafter=medusa", "drafter.depth=2", "decode=calibrated", "decode.depth=2", "decode.nodes=5"]

@@ -107,6 +107,7 @@ def test_every_job_has_a_folder_of_its_own_and_a_name(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.proof
 def test_paths_and_groups_are_swept(tmp_path, recorder):
     files = [tmp_path / name for name in ("a b.jsonl", "it's.jsonl")]
     for file in files:
@@ -149,6 +150,7 @@ def test_an_interruption_ends_all_of_it():
     assert len(jobs(done)) == 1
 
 
+@pytest.mark.proof
 def test_the_same_folder_goes_on_and_no_other_sweep_does(tmp_path):
     place = f"hydra.sweep.dir={tmp_path / 'it is'}"
     first = sweep("-m", "drafter.depth=3", place, task=fails)
@@ -194,6 +196,7 @@ def test_a_sweep_under_torchrun_is_refused(monkeypatch):
     assert "start torchrun once for each setting" in sweep(*GRID).err
 
 
+@pytest.mark.proof
 def test_slurm_is_composed_and_checked(tmp_path, monkeypatch):
     """Up to the submission, which needs a cluster."""
     from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher

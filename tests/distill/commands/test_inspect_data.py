@@ -313,6 +313,7 @@ def test_without_a_sample_no_target_is_loaded(tiny, monkeypatch):
     assert done.out.splitlines()[1:] == counts.lines([3])
 
 
+@pytest.mark.proof
 def test_rows_are_drawn_by_the_seed_or_named(tiny):
     first, again, other = (run(tiny, "sample=0", "rows=2", f"seed={s}").out for s in (0, 0, 2))
     assert first == again != other

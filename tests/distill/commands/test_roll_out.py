@@ -38,6 +38,7 @@ def test_a_store_is_made_once_and_training_finds_it(bench):
     assert f"reusing all 3 shards in {folder}" in trained.out
 
 
+@pytest.mark.proof
 def test_a_folder_of_ones_own_holds_the_store_and_the_malformed_records(bench, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(bench.prompts.read_bytes() + b"{\n")

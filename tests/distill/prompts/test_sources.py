@@ -238,6 +238,7 @@ CHAT = Chat(make_tokenizer())
 
 
 @pytest.mark.parametrize("cases", [200, pytest.param(1000, marks=pytest.mark.proof)])
+@pytest.mark.proof
 def test_nothing_malformed_gets_past_and_nothing_but_a_line_comes_of_it(cases, tmp_path):
     @settings(max_examples=cases, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(case=CERTAINLY_BROKEN | POSSIBLY_BROKEN | BYTES, answers=st.sampled_from(["keep", "drop"]))

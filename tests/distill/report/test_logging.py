@@ -250,6 +250,7 @@ def connect(folder: Path, server: FakeWandb, patience: int) -> None:
     os.environ.update(WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, WANDB_INIT_TIMEOUT=str(patience))
 
 
+@pytest.mark.proof
 def test_with_a_key_the_run_is_online_and_ends_with_best_and_last(bench, tmp_path):
     server, place = FakeWandb(), f"output_dir={tmp_path / 'outputs'}"
     assert bench.fork("logger=wandb", place, before=lambda: connect(tmp_path, server, 60)) == 0

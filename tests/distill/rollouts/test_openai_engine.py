@@ -533,6 +533,7 @@ def test_what_cannot_be_is_one_line_before_any_work(bench, start, more, line):
     assert not fake.asked
 
 
+@pytest.mark.proof
 def test_a_server_needs_its_own_settings(bench):
     assert "choose it by rollout=openai" in bench.train("rollout.engine=openai").err
     assert "rollout.url: must be given" in bench.train("rollout=openai").err

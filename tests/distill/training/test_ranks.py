@@ -120,6 +120,7 @@ def slurm(rank: int, count: int, port: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.proof
 def test_a_signal_to_one_task_of_a_slurm_job_stops_all_at_the_same_step(bench, straight):
     """With the signal that Lightning would requeue the job at."""
 
@@ -137,6 +138,7 @@ def test_a_signal_to_one_task_of_a_slurm_job_stops_all_at_the_same_step(bench, s
     assert same(final(again[0].folder), final(straight))
 
 
+@pytest.mark.proof
 def test_more_processes_than_the_configuration_asks_for_are_refused(bench):
     before = bench.runs()
     done = ranks(2, [*bench.command, "seed=5"])

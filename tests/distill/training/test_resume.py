@@ -138,6 +138,7 @@ def test_the_same_command_resumes_a_killed_run_in_its_folder(bench, monkeypatch)
     assert not leftovers(bench.root / "outputs" / "rollouts")
 
 
+@pytest.mark.proof
 def test_a_run_is_not_continued_on_other_prompts(bench, tmp_path, monkeypatch):
     prompts = write_prompts(tmp_path / "p.jsonl", 6)
     with monkeypatch.context() as spoilt:
@@ -187,6 +188,7 @@ def test_ctrl_c_in_the_rollouts_is_one_line(bench, monkeypatch):
 # -- full disks ----------------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_a_full_disk_while_saving_is_one_line_and_the_run_goes_on_later(bench, straight, monkeypatch):
     save = callbacks.hub.save
 

@@ -117,6 +117,7 @@ def test_bf16_products_are_the_same_wherever_weights_lie(trainer, bench, single)
 
 
 @pytest.mark.parametrize("trainer", ["deepspeed_2", *SLOW])
+@pytest.mark.proof
 def test_the_accumulation_is_divided_by_once(trainer, bench, single):
     """Under SGD: AdamW forgives a gradient of another scale."""
     options = ["optimizer.optimizer._target_=torch.optim.SGD", "~optimizer.optimizer.betas"]
@@ -165,6 +166,7 @@ def nodes(rank: int, count: int, port: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("trainer", ["deepspeed_2", *SLOW])
+@pytest.mark.proof
 def test_two_machines_of_one_process_are_two_processes_of_one(trainer, bench, single):
     launch = [f"trainer={trainer}", "trainer.devices=1", "trainer.num_nodes=2", "trainer.precision=32-true"]
     done = ranks(2, [*bench.command, *SCORELESS, *launch], launcher=nodes)
@@ -201,6 +203,7 @@ def test_an_option_that_zero_has_not_is_one_line(bench):
     assert "DeepSpeedZeroConfig nonsense Extra inputs" in done.err
 
 
+@pytest.mark.proof
 def test_weights_in_two_bytes_have_masters_that_checkpoints_show(bench, single):
     folder = two(bench, "deepspeed_2", "trainer.precision=bf16-true")
     found = weights(folder / "checkpoints" / "6")

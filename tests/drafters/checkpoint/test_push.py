@@ -286,6 +286,7 @@ def test_a_run_ends_on_the_hub_and_its_failure_there_is_not_the_runs(bench, fake
     assert fake_hub.repos[REPO].commits == 1
 
 
+@pytest.mark.proof
 def test_commands_refuse_in_one_line(bench, fake_hub, tmp_path):
     folder = bench.untrained_eagle()
     base = [f"checkpoint={folder}", f"target={bench.target}", f"out={tmp_path / 'out'}"]

@@ -101,6 +101,7 @@ def apart(drafter, target, layout, texts, roots=10) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.ci("p_eagle", "eagle3", "dflash", "eagle3 of speculators")
 def test_readers_rebuild_the_drafter_from_its_files_alone(made, target, case):
     """Every tensor there, none beside, each of its shape; and the same logits."""
     drafter, layout = made(case)

@@ -198,6 +198,7 @@ def count_passes(drafter) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [2, 5, 8])
+@pytest.mark.ci("5")
 def test_a_draft_costs_one_pass_however_deep(tiny_target, tmp_path, depth):
     target = small(tiny_target)
     drafter = drafter_for(target, filler(tmp_path / "model"), depth=depth)
@@ -292,6 +293,7 @@ def test_the_output_is_the_targets_own(target, tmp_path, steps):
 # -- what training takes ---------------------------------------------------------------------------
 
 
+@pytest.mark.proof
 def test_training_takes_a_sample_that_stands_for_all(tiny_target, tmp_path):
     target = small(tiny_target)
     drafter = drafter_for(target, filler(tmp_path / "model"))
@@ -644,6 +646,7 @@ def test_a_run_trains_saves_and_scores_it(bench, monkeypatch, lora):
     assert any("lora_" in name for name in final(done.folder)) is (lora != "null")
 
 
+@pytest.mark.proof
 def test_a_run_that_trains_nothing_scores_it_as_it_is(bench):
     done = bench.train(*options(bench, "drafter.train=false", "drafter.steps=2", "seed=2"))
     assert done.code == 0, done.err
@@ -651,6 +654,7 @@ def test_a_run_that_trains_nothing_scores_it_as_it_is(bench):
     assert json.loads((done.folder / "checkpoints" / "0" / "score.json").read_text())["audit_passed"]
 
 
+@pytest.mark.proof
 def test_what_is_wrong_shows_before_work_starts(bench):
     before = bench.runs()
     cases = {

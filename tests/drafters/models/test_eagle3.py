@@ -63,6 +63,7 @@ def test_both_faces_are_one_model_with_every_option(optioned):
     test_drafters.test_decoding_computes_the_laws_that_training_taught(optioned)
 
 
+@pytest.mark.ci("plain", "three layers, all norms", "speculators", "last alone")
 def test_every_level_of_a_tree_is_that_model_with_every_option(optioned, monkeypatch):
     test_drafters.test_every_level_of_a_tree_computes_the_laws_that_training_taught(optioned, monkeypatch)
 
@@ -73,6 +74,7 @@ def test_it_is_saved_and_loaded_with_every_option(optioned, tmp_path):
 
 @pytest.mark.parametrize("name", ["eagle", *OPTIONS])
 @pytest.mark.parametrize("masks", MASKS, ids=lambda m: m[0] + m[1])
+@pytest.mark.covering
 def test_an_unroll_of_supervised_anchors_is_the_dense_unroll(
     tiny_target, make_drafter, name, masks, monkeypatch
 ):

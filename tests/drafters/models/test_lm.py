@@ -332,6 +332,7 @@ def test_a_run_saves_and_scores_the_model_as_it_is(bench, tmp_path):
     assert card["drafter_kv_bytes_per_token"] == card["kv_bytes_per_token"] > 0  # it is the target's twin
 
 
+@pytest.mark.proof
 def test_its_checkpoint_is_scored_again_without_the_folder_it_came_from(bench, tmp_path):
     draft = shutil.copytree(bench.target, tmp_path / "draft")
     done = train(*quick(bench, "seed=2", f"drafter.path={draft}"))
@@ -346,6 +347,7 @@ def test_its_checkpoint_is_scored_again_without_the_folder_it_came_from(bench, t
     assert json.loads((tmp_path / "card.json").read_text())["tau"] == tau(checkpoint) == 3.0
 
 
+@pytest.mark.proof
 def test_a_run_that_was_stopped_while_scoring_goes_on(bench, monkeypatch):
     argv = quick(bench, "seed=3")
 

@@ -339,6 +339,7 @@ def test_the_tuned_targets_answers_are_drawn_anew_at_every_save_point(bench, sco
     assert len(names) == 3
 
 
+@pytest.mark.proof
 def test_while_the_heads_learn_alone_the_target_has_moved_by_exactly_nothing(bench):
     done = bench.train("drafter=medusa2", "drafter.warmup=0.99", "score.replay_prompts=0")
     assert done.code == 0, done.err
@@ -373,6 +374,7 @@ def test_a_checkpoint_scored_again_says_the_same(bench, scored):
     assert "lossless to the tuned target" in settings_table(card)
 
 
+@pytest.mark.proof
 def test_a_table_over_runs_names_the_one_with_another_target(bench, scored):
     other = bench.train("drafter=medusa", "score.temperatures=[0.0,1.0]")
     found = read([str(scored), str(other.folder)])

@@ -136,6 +136,7 @@ def test_the_peak_is_what_a_step_takes_above_what_stands_before_it(builder, befo
     assert peak == pytest.approx(within, abs=4)
 
 
+@pytest.mark.proof
 def test_a_loss_that_is_no_number_ends_the_race(builder):
     with Worker(builder(loss=float("nan"))) as worker, pytest.raises(UserError, match="the loss is nan"):
         worker.ask(worker.contender.case)

@@ -175,6 +175,7 @@ def test_a_companion_shares_the_tokenizer(root):
     assert [config[k] for k in ("vocab_size", "eos_token_id", "pad_token_id")] == [4096, 3, 0]
 
 
+@pytest.mark.proof
 def test_same_seed_same_weights(root):
     folders = [train(root, f"seed-{i}", "trainer.max_steps=4", f"seed={i // 2}") for i in range(3)]
     weights, again, other = (load_file(folder / "model.safetensors") for folder in folders)
@@ -238,6 +239,7 @@ def test_a_stopped_run_saves_and_goes_on(root, monkeypatch, capsys):
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
+@pytest.mark.proof
 def test_a_run_does_not_go_on_with_other_text(root, tmp_path):
     write_text(tmp_path / "text")
     train(tmp_path, "first", "trainer.max_steps=2", "every=1")
