@@ -1,6 +1,6 @@
-"""Lossless speculative decoding: target, row cache, draft, rules, loop, score.
+"""Lossless speculative decoding: target model, KV cache, drafts, acceptance rules, loop, evaluation.
 
-Knows tokens, probabilities, key-value caches and an abstract proposer. Knows no drafter.
+Independent of any drafter: uses only tokens, probabilities, KV caches and the `Proposer` protocol.
 
 Legend for shape comments, the same in every file: B rows, T positions, n new slots, S = N + 1
 slots of a round (slot 0 is the root, slot i + 1 is node i), N draft nodes, M selected entries,

@@ -1,13 +1,13 @@
-"""Exceptions whose text is all that is shown."""
+"""Exceptions that the command line prints as one line, without a traceback."""
 
 
 class UserError(ValueError):
-    """A mistake in what the user asked for; its text is the single line that is shown (exit 2)."""
+    """Invalid input or configuration; exit code 2."""
 
 
 class TooLargeError(RuntimeError):
-    """A run that is too large for its machine; its text is the single line that is shown (exit 1)."""
+    """A run does not fit on the machine; exit code 1."""
 
 
 class RemoteError(RuntimeError):
-    """A service elsewhere that failed; its text is the single line that is shown (exit 1)."""
+    """A remote service failed; exit code 1."""

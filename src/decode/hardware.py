@@ -1,4 +1,4 @@
-"""Name of the machine that numbers were measured on."""
+"""Name of the hardware, for reports of measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def hardware(device: torch.device) -> str:
-    """Name of what the numbers were measured on."""
+    """Name of the GPU, or model and core count of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from decode.depth_policy import Pace
+from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
 
 Path = tuple[int, ...]  # child ranks from the root to a node
-# proposal -> the rule that `auto` stands for on a chain, and where nodes may have siblings
-RULES_OF = {
+# proposal -> the rule that `auto` selects for a chain, and for a tree
+AUTO_RULES = {
     "fixed": ("match", "match"),
     "sampled": ("token", "recursive"),
     "hybrid": ("recursive", "recursive"),
@@ -21,31 +21,31 @@ LOSSY = ("typical", "threshold")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The shape of a draft, where its tokens come from, and the rule that verifies it.
+    """Shape of a draft, source of its tokens, and the rule that verifies it.
 
     Args:
         depth: levels below the root, in tokens; 0 is plain decoding.
-        width: nodes that each level below the first is grown from, and children each of them
-            is given (EAGLE-2, arXiv:2406.16858); 1 is a chain.
-        nodes: nodes that are verified, the best by draft probability; 0 means `depth`.
-        proposal: `fixed` takes the likeliest tokens; `sampled` draws them; `hybrid` gives a node one
-            child drawn from what the likeliest leave over, and then the likeliest.
-        drafts: chains drawn side by side (SpecDiff-2, arXiv:2511.00606), each of `depth` tokens.
-        draft_temperature: that tokens are drawn at; None: the sampler's own.
-        min_confidence: a row's chain ends before the product of its levels' confidences falls below
-            this (SpecDec++, arXiv:2405.19715). They are read off laws, never off drawn tokens.
+        width: number of nodes expanded per level, and of children given to each (EAGLE-2,
+            arXiv:2406.16858); 1 is a chain.
+        nodes: number of nodes verified, the best by draft probability; 0 means `depth`.
+        proposal: `fixed` takes the most likely tokens; `sampled` draws them; `hybrid` gives a node one
+            child drawn from the rest of the distribution, and the most likely tokens as its others.
+        drafts: number of chains drawn side by side (SpecDiff-2, arXiv:2511.00606), of `depth` tokens each.
+        draft_temperature: temperature that draft tokens are drawn at; None: the sampler's.
+        min_confidence: end a row's chain before the product of its levels' confidences falls below
+            this (SpecDec++, arXiv:2405.19715). Confidences depend on q, never on drawn tokens.
         rule: acceptance rule; `auto` is `match` for fixed drafts, `token` for a sampled chain and
-            `recursive` for everything else.
-        tree: a static tree (Medusa, arXiv:2401.10774): the path of child ranks to each node, in
-            place of depth, width and nodes. Rank 0 is the first child: the likeliest, or the drawn one.
-        replacement: sampled siblings may repeat one another.
-        lossy: allows the rules that change the target's law.
-        threshold: of the lossy rules, in probability.
+            `recursive` otherwise.
+        tree: a static tree (Medusa, arXiv:2401.10774): the path of child ranks to each node, instead
+            of depth, width and nodes. Rank 0 is the most likely child, or the drawn one.
+        replacement: draw siblings with replacement.
+        lossy: allow rules that change the target's distribution.
+        threshold: probability threshold of the lossy rules.
         alpha: `typical` lowers the threshold to alpha * exp(-entropy).
-        adapt: chains of at most `depth`, as long as past rounds and their costs advise; see `Pace`.
+        adapt: choose the length of each chain, up to `depth`, from past rounds; see `DepthPolicy`.
 
     Raises:
-        UserError: a shape that no draft can have, or a combination that would not be lossless.
+        UserError: an impossible shape, or a combination that would not be lossless.
     """
 
     depth: int = 0
@@ -61,14 +61,14 @@ class Plan:
     lossy: bool = False
     threshold: float = 0.09
     alpha: float = 0.3
-    adapt: Pace | None = None
+    adapt: DepthPolicy | None = None
 
     def __post_init__(self) -> None:
-        if self.proposal not in RULES_OF:
-            raise UserError(f"decode.proposal={self.proposal}: choose one of {', '.join(RULES_OF)}")
-        object.__setattr__(self, "tree", tuple(self.tree))  # a list could not be hashed
+        if self.proposal not in AUTO_RULES:
+            raise UserError(f"decode.proposal={self.proposal}: choose one of {', '.join(AUTO_RULES)}")
+        object.__setattr__(self, "tree", tuple(self.tree))  # hashable
         if self.tree:
-            self._fit_tree()
+            self._set_tree()
         if self.depth < 0 or self.width < 1:
             raise UserError(f"decode: depth={self.depth}, width={self.width} must be >= 0 and >= 1")
         if self.proposal == "hybrid" and self.depth and self.width == 1:
@@ -80,9 +80,10 @@ class Plan:
         object.__setattr__(self, "nodes", nodes if self.width > 1 else self.drafts * self.depth)
         if self.proposal == "sampled" and self.width > 1 and not self.tree:
             raise UserError(
-                "decode: a dynamic tree keeps the best of its nodes, and a sampled node that is dropped "
-                "for its own token loses its law: not lossless. Give decode.tree (decode=static), "
-                "width=1, or proposal=hybrid, whose sampled nodes are ranked before they are drawn"
+                "decode: a dynamic tree keeps the best of its nodes; dropping a sampled node because of "
+                "its own token changes its distribution, which is not lossless. Give decode.tree "
+                "(decode=static), width=1, or proposal=hybrid, whose sampled nodes are ranked before they are "
+                "drawn"
             )
         if self.replacement and not (self.proposal == "sampled" and self.tree):
             raise UserError("decode.replacement is for sampled trees: decode=static proposal=sampled")
@@ -98,7 +99,7 @@ class Plan:
                 f"decode.drafts={self.drafts}: chains are drawn side by side; set decode.proposal=sampled "
                 "and width=1, without a tree"
             )
-        if self.min_confidence and (self.forks or not 0 < self.min_confidence < 1):
+        if self.min_confidence and (self.has_siblings or not 0 < self.min_confidence < 1):
             raise UserError(
                 f"decode.min_confidence={self.min_confidence}: from 0 to less than 1, and for a single "
                 "chain; leave it 0, or set width=1 and drafts=1, without a tree"
@@ -111,14 +112,14 @@ class Plan:
                 "that are drawn: decode.proposal=sampled or hybrid"
             )
 
-    def _fit_tree(self) -> None:
-        """Read depth, width and nodes off the paths."""
+    def _set_tree(self) -> None:
+        """Sort the paths; set depth, width and nodes from them."""
         paths = tuple(sorted({tuple(int(r) for r in path) for path in self.tree}, key=lambda p: (len(p), p)))
-        known = {(), *paths}
+        prefixes = {(), *paths}
         for path in paths:
-            elder = (*path[:-1], path[-1] - 1) if path and path[-1] else path[:-1]
-            if not path or min(path) < 0 or path[:-1] not in known or elder not in known:
-                raise UserError(f"decode.tree: {list(path)} has no {list(elder)} before it in the tree")
+            previous = (*path[:-1], path[-1] - 1) if path and path[-1] else path[:-1]
+            if not path or min(path) < 0 or path[:-1] not in prefixes or previous not in prefixes:
+                raise UserError(f"decode.tree: {list(path)} has no {list(previous)} before it in the tree")
         object.__setattr__(self, "tree", paths)
         object.__setattr__(self, "depth", max(map(len, paths)))
         object.__setattr__(self, "width", 1 + max(map(max, paths)))
@@ -126,28 +127,28 @@ class Plan:
 
     def _choose_rule(self) -> None:
         if self.rule == "auto":
-            object.__setattr__(self, "rule", RULES_OF[self.proposal][self.forks])
+            object.__setattr__(self, "rule", AUTO_RULES[self.proposal][self.has_siblings])
         if self.rule not in LOSSLESS + LOSSY:
             raise UserError(f"decode.rule={self.rule}: choose one of auto, {', '.join(LOSSLESS + LOSSY)}")
         if (self.rule in LOSSY) != self.lossy:
             raise UserError(
-                f"decode.rule={self.rule} changes the target's law: it needs decode.lossy=true"
+                f"decode.rule={self.rule} changes the target's distribution: set decode.lossy=true"
                 if self.rule in LOSSY
                 else f"decode.lossy=true, but rule={self.rule} is lossless: choose {' or '.join(LOSSY)}"
             )
 
     def _check_rule(self) -> None:
-        """Refuse a rule that would not be lossless on such drafts."""
+        """Reject a rule that would not be lossless on drafts of this plan."""
         if self.rule == "traversal" and self.proposal == "hybrid" and self.depth and not self.tree:
             raise UserError(
-                "decode.rule=traversal weighs a subtree before the next one, and in a dynamic tree what is "
-                "drawn in one decides what is kept of another: not lossless. Give decode.tree "
-                "(decode=static), or rule=recursive"
+                "decode.rule=traversal verifies one subtree after another, and in a dynamic tree the tokens drawn in "
+                "one decide which nodes of another are kept: not lossless. Give decode.tree (decode=static), or "
+                "rule=recursive"
             )
-        if self.rule in ("token", "block") and (self.forks or self.proposal != "sampled"):
+        if self.rule in ("token", "block") and (self.has_siblings or self.proposal != "sampled"):
             raise UserError(
-                f"decode.rule={self.rule} verifies a chain drawn from laws q: a chosen token has no such "
-                f"law, and min(1, p/q) would not be lossless. Set width=1 proposal=sampled, or rule=match"
+                f"decode.rule={self.rule} verifies a chain drawn from distributions q: a fixed token has no "
+                "q, and min(1, p/q) would not be lossless. Set width=1 proposal=sampled, or rule=match"
             )
         if self.rule == "select" and self.drafts == 1:
             raise UserError(
@@ -157,31 +158,33 @@ class Plan:
 
     def _check_pace(self) -> None:
         if isinstance(self.adapt, Mapping):
-            object.__setattr__(self, "adapt", Pace.of(self.adapt))
+            object.__setattr__(self, "adapt", DepthPolicy.from_config(self.adapt))
         if self.adapt is None:
             return
-        if not isinstance(self.adapt, Pace):
+        if not isinstance(self.adapt, DepthPolicy):
             raise UserError(f"decode.adapt={self.adapt}: give what foredraft advise prints, or null")
-        if self.forks or self.lossy or self.adapt.deepest != self.depth:
+        if self.has_siblings or self.lossy or self.adapt.max_depth != self.depth:
             raise UserError(
                 "decode.adapt is for a single lossless chain, with a cost for each of 0 to decode.depth="
                 f"{self.depth} tokens; leave it out, or set width=1 and drafts=1, without a tree"
             )
 
     @property
-    def forks(self) -> bool:
+    def has_siblings(self) -> bool:
         """Whether a node may have several children."""
         return self.width > 1 or self.drafts > 1
 
-    def draws_at(self, temperature: float) -> float | None:
-        """Temperature of the laws that tokens are drawn from, at this one of the target; None: none is."""
-        own = temperature if self.draft_temperature is None else self.draft_temperature
-        # A hybrid node at temperature 0 would have nothing left to draw from.
-        return None if self.proposal == "fixed" or (self.proposal == "hybrid" and not own) else own
+    def proposal_temperature(self, temperature: float) -> float | None:
+        """Temperature that draft tokens are drawn at, given the target's; None if none are drawn."""
+        drafted_at = temperature if self.draft_temperature is None else self.draft_temperature
+        # At temperature 0 the fixed children of a hybrid node leave no mass to draw from.
+        return (
+            None if self.proposal == "fixed" or (self.proposal == "hybrid" and not drafted_at) else drafted_at
+        )
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """Name shown in tables."""
         if self.depth == 0:
             return "plain"
         if self.drafts > 1:
@@ -198,6 +201,6 @@ class Plan:
             text += " (adaptive)"
         if self.draft_temperature is not None:
             text += f" drawn at {self.draft_temperature:g}"
-        if self.rule != RULES_OF[self.proposal][self.forks]:
+        if self.rule != AUTO_RULES[self.proposal][self.has_siblings]:
             text += f" {self.rule}"
         return f"{text} LOSSY" if self.lossy else text

@@ -1,9 +1,8 @@
-"""Every random decision of the decoder, as a pure function of a key.
+"""Counter-based random numbers: every draw of the decoder is a pure function of a key.
 
-A draw depends on (seed, request, sample number, purpose, counter, slot, index) and on nothing
-else: not on the batch slot, not on how many draws came before. Rules are written against the
-`Coin` protocol, so that tests run the production rules with a coin that enumerates every
-outcome instead of tossing one.
+A draw depends on (seed, request, sample, purpose, counter, slot, number) only. It does not depend on
+the row of the batch or on how many draws came before. Rules use the `Coin` protocol, so tests can run
+them with a coin that enumerates all outcomes.
 """
 
 from __future__ import annotations
@@ -19,48 +18,52 @@ from torch import Tensor
 
 
 class Purpose(IntEnum):
-    """What a draw decides. Different purposes never share a key."""
+    """What a draw decides. Draws of different purposes never share a key."""
 
-    TARGET = 0  # the target's own token at a position: plain decoding and the match rule
+    TARGET = 0  # the target's token at a position: plain decoding and the match rule
     PROPOSE = 1  # the drafter's token
-    ACCEPT = 2  # whether a sampled draft token stands
-    RESIDUAL = 3  # the token after a rejection, or after a draft accepted whole
+    ACCEPT = 2  # whether a sampled draft token is accepted
+    RESIDUAL = 3  # the token after a rejection, or after a fully accepted draft
 
 
 class Key(NamedTuple):
-    """Which decision: TARGET and RESIDUAL count slots in tokens past the root, PROPOSE in nodes as
-    they are grown, ACCEPT in steps of the rule's walk; a round visits each of them once."""
+    """Identifies one draw within a round.
+
+    `slot` counts tokens past the root for TARGET and RESIDUAL, nodes in the order they are drafted for
+    PROPOSE, and depths of the tree for ACCEPT. A round uses each key once.
+    """
 
     purpose: Purpose
     slot: int
-    number: int = 0  # of several draws for one slot
+    number: int = 0  # index among several draws for one slot
 
 
-BLOCK = 32  # slots whose draws are made together
-AHEAD = 8  # rounds for which they are, for all purposes: the generator is mostly overhead
-_Page = tuple[bool, int, int]  # whether the target's, slot block, number
+# Draws are generated ahead in blocks, because the cost of a NumPy call is mostly overhead.
+BLOCK = 32  # slots per block
+AHEAD = 8  # counter values (rounds or positions) per block
+_BlockKey = tuple[bool, int, int]  # (purpose is TARGET, slot // BLOCK, number)
 
 
 class Coin(Protocol):
-    """Tosses for all rows at once; entries that are not `active` are never read."""
+    """Random decisions for all rows at once; results of rows that are not `active` are ignored."""
 
     def flip(self, accept: Tensor, proposal: Tensor, key: Key, active: Tensor) -> Tensor:
         """(B,) bool, True with probability min(1, accept / proposal); never if accept is 0."""
         ...
 
     def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
-        """(B,) index drawn in proportion to (B, V) unnormalised weights.
+        """(B,) indices drawn in proportion to (B, V) unnormalised weights.
 
-        With (B, n, V) weights and (B, n) `active`, n draws: slots key.slot .. key.slot + n - 1.
+        (B, n, V) weights with (B, n) `active` give (B, n) draws, of slots key.slot .. key.slot + n - 1.
         """
         ...
 
 
-class _Made:
-    """Draws made ahead.
+class _Block:
+    """Draws generated ahead for counters first .. first + AHEAD - 1 of each row.
 
     Args:
-        first: (B,) counter of the first.
+        first: (B,) lowest counter.
         draws: (B, AHEAD, purposes, BLOCK).
     """
 
@@ -69,21 +72,21 @@ class _Made:
         self._rows = np.arange(len(first))
 
     def covers(self, counter: np.ndarray) -> bool:
-        """Whether all rows' counters are among those that were made."""
+        """Whether the block has the draws of all (B,) counters."""
         return bool(((counter >= self._first) & (counter < self._first + np.uint64(AHEAD))).all())
 
-    def look(self, counter: np.ndarray) -> np.ndarray:
+    def at(self, counter: np.ndarray) -> np.ndarray:
         """(B, purposes, BLOCK) draws at (B,) counters."""
         return self._draws[self._rows, (counter - self._first).astype(np.int64)]
 
 
 class KeyedCoin:
-    """The production coin: Philox-4x32-10 (Salmon et al., SC 2011), 53 bits a draw.
+    """The production coin: Philox-4x32-10 (Salmon et al., SC 2011), 53 bits per draw.
 
     Args:
         seed: of the whole run.
         requests: (B,) identifier of each row's request.
-        samples: (B,) which sample of that request the row is; 0 where omitted.
+        samples: (B,) index of the row among the samples of its request; default 0.
     """
 
     def __init__(
@@ -94,27 +97,28 @@ class KeyedCoin:
             hashlib.blake2b(repr((seed, str(r), s)).encode(), digest_size=8).digest()
             for r, s in zip(requests, samples, strict=True)
         ]
+        # Two 32-bit words per row: the Philox key.
         key = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2).astype(np.uint64)
         zero = np.zeros(len(requests), np.uint64)
         self._set(key, zero, zero, {})
 
     def _set(
-        self, key: np.ndarray, position: np.ndarray, rounds: np.ndarray, pages: dict[_Page, _Made]
+        self, key: np.ndarray, position: np.ndarray, rounds: np.ndarray, blocks: dict[_BlockKey, _Block]
     ) -> KeyedCoin:
-        self._key, self._position, self._round, self._pages = key, position, rounds, pages
-        self._now: dict[_Page, np.ndarray] = {}  # (B, purposes, BLOCK) of this round
+        self._key, self._position, self._round, self._blocks = key, position, rounds, blocks
+        self._current: dict[_BlockKey, np.ndarray] = {}  # (B, purposes, BLOCK) of this round
         return self
 
     def at(self, position: np.ndarray, rounds: np.ndarray) -> KeyedCoin:
-        """The same coin in a later round.
+        """The same coin, moved to another round.
 
         Args:
             position: (B,) position of the token that follows the root.
-            rounds: (B,) verification rounds that each request has had.
+            rounds: (B,) verification rounds of each request so far.
         """
         coin = object.__new__(KeyedCoin)
-        # Draws are functions of their keys, so those of later rounds may be there already.
-        return coin._set(self._key, position.astype(np.uint64), rounds.astype(np.uint64), self._pages)
+        # Draws are functions of their keys, so blocks generated earlier stay valid.
+        return coin._set(self._key, position.astype(np.uint64), rounds.astype(np.uint64), self._blocks)
 
     def select(self, rows: Sequence[int]) -> KeyedCoin:
         """Keep these rows, in this order."""
@@ -123,61 +127,64 @@ class KeyedCoin:
         return coin._set(self._key[index], self._position[index], self._round[index], {})
 
     def uniform(self, key: Key) -> np.ndarray:
-        """(B,) float64 in [0, 1)."""
+        """(B,) float64 draws in [0, 1)."""
         return self._uniforms(key, 1)[:, 0]
 
     def _uniforms(self, key: Key, count: int) -> np.ndarray:
-        """(B, count) draws of the slots from `key.slot` on."""
+        """(B, count) draws of slots key.slot .. key.slot + count - 1."""
         block, place = divmod(key.slot, BLOCK)
-        if place + count > BLOCK:
+        if place + count > BLOCK:  # spans two blocks or more
             first = self._uniforms(key, BLOCK - place)
             rest = self._uniforms(key._replace(slot=(block + 1) * BLOCK), count - first.shape[1])
             return np.concatenate([first, rest], 1)
-        drawn = key.purpose == Purpose.TARGET
-        page = (drawn, block, key.number)
-        if page not in self._now:
-            self._now[page] = self._turn_to(page)
-        purpose = 0 if drawn else key.purpose - 1
-        return self._now[page][:, purpose, place : place + count]
+        is_target = key.purpose == Purpose.TARGET
+        block_key = (is_target, block, key.number)
+        if block_key not in self._current:
+            self._current[block_key] = self._block(block_key)
+        purpose = 0 if is_target else key.purpose - 1  # TARGET has blocks of its own
+        return self._current[block_key][:, purpose, place : place + count]
 
-    def _turn_to(self, page: _Page) -> np.ndarray:
-        """(B, purposes, BLOCK) draws of this round."""
-        # A position is drawn and emitted once, so the target's draws count positions. A position is
-        # drafted again after a rejection, so all others count the request's rounds.
-        counter = self._position if page[0] else self._round
-        if page not in self._pages or not self._pages[page].covers(counter):
-            self._pages[page] = _Made(counter, self._draws(*page, counter))
-        return self._pages[page].look(counter)
+    def _block(self, block_key: _BlockKey) -> np.ndarray:
+        """(B, purposes, BLOCK) draws of this round, generated if no block covers them."""
+        # Each position is drawn from the target once, so TARGET counts positions. A position may be
+        # drafted again after a rejection, so the other purposes count rounds.
+        counter = self._position if block_key[0] else self._round
+        if block_key not in self._blocks or not self._blocks[block_key].covers(counter):
+            self._blocks[block_key] = _Block(counter, self._draws(*block_key, counter))
+        return self._blocks[block_key].at(counter)
 
-    def _draws(self, drawn: bool, block: int, number: int, first: np.ndarray) -> np.ndarray:
-        """(B, AHEAD, purposes, BLOCK) draws of the counters from (B,) `first` on, in one pass."""
+    def _draws(self, is_target: bool, block: int, number: int, first: np.ndarray) -> np.ndarray:
+        """(B, AHEAD, purposes, BLOCK) draws of counters first .. first + AHEAD - 1."""
         slots = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.uint64)
-        purposes = [Purpose.TARGET] if drawn else [p for p in Purpose if p != Purpose.TARGET]
+        purposes = [Purpose.TARGET] if is_target else [p for p in Purpose if p != Purpose.TARGET]
         zero = np.zeros((len(first), AHEAD, len(purposes), BLOCK), np.uint64)
         counter = zero + (first[:, None] + np.arange(AHEAD, dtype=np.uint64))[..., None, None]
+        # Philox counter: (purpose, position or round, slot, number). A TARGET draw is keyed by the
+        # absolute position root + slot, so plain and speculative decoding make the same draws.
         words = philox4x32(
             (
                 zero + np.array(purposes, np.uint64)[:, None],
-                counter + slots if drawn else counter,
-                zero if drawn else zero + slots,
+                counter + slots if is_target else counter,
+                zero if is_target else zero + slots,
                 zero + np.uint64(number),
             ),
             (self._key[:, 0, None, None, None], self._key[:, 1, None, None, None]),
         )
+        # 32 bits of the first word and 21 of the second make a 53-bit fraction.
         return ((words[0] << np.uint64(21)) | (words[1] >> np.uint64(11))) * 2.0**-53
 
     def flip(self, accept: Tensor, proposal: Tensor, key: Key, active: Tensor) -> Tensor:
-        """See `Coin.flip`. Strict, so that a token of no mass is never accepted."""
+        """See `Coin.flip`. The comparison is strict, so a token with p = 0 is never accepted."""
         del active
         u = torch.from_numpy(self.uniform(key)).to(accept.device)
         return u * proposal.double() < accept.double()
 
     def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
-        """See `Coin.draw`. Inverse CDF in fp64: in fp32 a long tail is unreachable."""
+        """See `Coin.draw`. Inverse CDF in fp64; fp32 cannot reach a long tail."""
         cdf = weights.double().cumsum(-1)  # (B, V) or (B, n, V)
         u = self._uniforms(key, 1 if active.ndim == 1 else active.shape[1])  # (B, n)
         u = torch.from_numpy(u).to(weights.device).view(*active.shape, 1)
-        index = torch.searchsorted(cdf, u * cdf[..., -1:], right=True)[..., 0]
+        index = torch.searchsorted(cdf, u * cdf[..., -1:], right=True)[..., 0]  # skips weights of 0
         return index.clamp_max(weights.shape[-1] - 1)
 
 
@@ -189,7 +196,7 @@ _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 def philox4x32(
     counter: Sequence[np.ndarray], key: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Ten rounds of Philox-4x32 on arrays of 32-bit words held in uint64."""
+    """Ten rounds of Philox-4x32 on arrays of 32-bit words, stored as uint64 so products do not overflow."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]

@@ -1,4 +1,4 @@
-"""From logits to the law p that tokens are drawn from."""
+"""Warpers: from logits to the distribution that tokens are drawn from."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from decode.errors import UserError
 class Sampler:
     """Warpers, in the order of Hugging Face `generate`; greedy decoding is temperature 0.
 
-    The law is the same object for acceptance, residual and extra token, so that no path can
-    forget a warper.
+    Acceptance, residual and extra token all use this one object, so none of them can omit a warper.
 
     Args:
-        temperature: divides the logits; 0 puts all mass on the (first) largest.
+        temperature: divides the logits; 0 puts all mass on the first largest.
         top_k: keep the k largest logits; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches top_p.
         min_p: drop tokens below min_p times the largest probability.
@@ -49,17 +48,17 @@ class Sampler:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the law depends on the tokens before it."""
+        """Whether the distribution depends on the tokens before it."""
         return self.repetition_penalty != 1.0
 
-    def law(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+    def probs(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """(R, V) logits -> (R, V) probabilities, fp32 or wider.
 
         Args:
-            logits: (R, V) of the model.
+            logits: (R, V) of a model.
             seen: (R, V) bool, tokens of the sequence so far; needed by the repetition penalty.
         """
-        z = self._penalised(logits, seen)
+        z = self._penalize(logits, seen)
         if self.temperature == 0:
             return torch.zeros_like(z).scatter_(-1, z.argmax(-1, keepdim=True), 1.0)
         z = z / self.temperature
@@ -67,7 +66,7 @@ class Sampler:
             z = z.masked_fill(z < z.topk(self.top_k).values[..., -1:], -torch.inf)
         if self.top_p < 1:
             ordered, index = z.sort(descending=True, stable=True)
-            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass ahead of a token
+            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the tokens ranked above
             drop = torch.zeros_like(z, dtype=torch.bool).scatter(-1, index, before >= self.top_p)
             z = z.masked_fill(drop, -torch.inf)
         if self.min_p > 0:
@@ -75,13 +74,14 @@ class Sampler:
             z = z.masked_fill(p < self.min_p * p.amax(-1, keepdim=True), -torch.inf)
         return z.softmax(-1)
 
-    def best(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(R, V) logits -> (R,) the token that has all mass at temperature 0."""
-        # Widening changes no order, so it is left out; of equals `max` gives the first, as `argmax`
-        # does, in less than half its time.
-        return (self._penalised(logits, seen) if self.needs_history else logits).max(-1).indices
+    def argmax(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(R, V) logits -> (R,) the token with all mass at temperature 0."""
+        # A cast to fp32 would not change the order, so it is skipped. `max` returns the first of equal
+        # values, as `argmax` does, in less than half the time.
+        return (self._penalize(logits, seen) if self.needs_history else logits).max(-1).indices
 
-    def _penalised(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+    def _penalize(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """Cast to fp32 or wider and apply the repetition penalty."""
         z = logits if logits.dtype == torch.float64 else logits.float()
         if not self.needs_history:
             return z

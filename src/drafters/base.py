@@ -15,7 +15,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.head import Head
 from decode.model.target import Tap, Target
-from decode.plan import RULES_OF, Plan
+from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 
@@ -145,7 +145,7 @@ class Drafter(nn.Module, ABC):
 
     taps: tuple[Tap, ...] = ()
     aux_weights: Mapping[str, float] = {}
-    proposals: tuple[str, ...] = tuple(RULES_OF)
+    proposals: tuple[str, ...] = tuple(AUTO_RULES)
     depth_invariant: bool = False
     max_depth: int | None = None
     confidence: Confidence | None

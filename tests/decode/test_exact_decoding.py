@@ -182,8 +182,8 @@ def test_the_unlike_trees_are_as_unlike_as_they_should_be(tiny_target):
     class Seen(Trees):
         def propose(self, *arguments):
             draft = super().propose(*arguments)
-            if draft.laws is not None:
-                real, drawn, laws = draft.tokens != PAD, draft.laws.sampled, draft.laws
+            if draft.probs is not None:
+                real, drawn, laws = draft.tokens != PAD, draft.probs.sampled, draft.probs
                 found.update(
                     name
                     for name, there in {
@@ -195,7 +195,7 @@ def test_the_unlike_trees_are_as_unlike_as_they_should_be(tiny_target):
                         "drawn and chosen": (real & drawn).any() and (real & ~drawn).any(),
                         "rows of other sizes": len(set(real.sum(1).tolist())) > 1,
                         "row of nothing": (~real).all(1).any(),
-                        "repeated sibling": draft.laws.replacement,
+                        "repeated sibling": draft.probs.replacement,
                     }.items()
                     if there
                 )
@@ -224,8 +224,8 @@ class Dropped(Swayed):
 
     def propose(self, *arguments):
         draft = super().propose(*arguments)
-        if draft.laws is not None:
-            self.count += int((draft.laws.owner == -1).sum())
+        if draft.probs is not None:
+            self.count += int((draft.probs.owner == -1).sum())
         return draft
 
 

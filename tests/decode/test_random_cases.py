@@ -22,7 +22,7 @@ from exact import Scripted
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 
-from decode.draft import PAD, Draft, Laws
+from decode.draft import PAD, Draft, DraftProbs
 from decode.generation.generate import generate
 from decode.model.target import Target
 from decode.plan import Plan
@@ -238,7 +238,7 @@ class Script(Scripted):
         siblings = max([1, *(len(t.children(s, sampled=True)) for t in trees for s in t.q)])
         sampled = tensor([tree.sampled for tree in trees], False)
         laws = self.laws(trees, owners), torch.tensor(owners), tuple(sizes), sampled, siblings
-        return Draft(tokens, parents, self.depth, Laws(*laws, self.case.replacement))
+        return Draft(tokens, parents, self.depth, DraftProbs(*laws, self.case.replacement))
 
     def laws(self, trees: list[Tree], owners: list[list[int]]) -> torch.Tensor:
         """(B, Q, V), flat where no node is."""
@@ -545,7 +545,9 @@ class Bench:
             samples=[sample for _, sample in reference.names],
             stop=sorted(reference.stop),
         ).outputs
-        got = [Answer(o.tokens, o.emitted, o.accepted, o.offered, o.drafted, o.stopped) for o in outputs]
+        got = [
+            Answer(o.tokens, o.emitted, o.accepted, o.draft_lengths, o.drafted, o.stopped) for o in outputs
+        ]
         assert got == want
         note(case, want)
 

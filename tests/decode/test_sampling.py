@@ -56,7 +56,7 @@ def test_the_law_is_that_of_transformers(temperature):
     logits, history, seen = rows(ties=False)
     for sampler in GRID:
         if sampler.temperature == temperature:
-            got, want = sampler.law(logits, seen), reference(sampler, logits, history)
+            got, want = sampler.probs(logits, seen), reference(sampler, logits, history)
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=str(sampler))
 
 
@@ -69,7 +69,7 @@ def test_the_law_is_that_of_transformers_on_ties(options):
     logits, history, seen = rows(ties=True)
     sampler = Sampler(0.7, **options)
     torch.testing.assert_close(
-        sampler.law(logits, seen), reference(sampler, logits, history), rtol=0, atol=1e-12
+        sampler.probs(logits, seen), reference(sampler, logits, history), rtol=0, atol=1e-12
     )
 
 
@@ -77,7 +77,7 @@ def test_top_p_keeps_as_many_of_tied_tokens_as_transformers():
     """Which of them it keeps is left to an unstable sort there; here the lowest index is."""
     logits, history, seen = rows(ties=True)
     sampler = Sampler(0.7, top_p=0.8)
-    got, want = sampler.law(logits, seen), reference(sampler, logits, history)
+    got, want = sampler.probs(logits, seen), reference(sampler, logits, history)
     torch.testing.assert_close(got.sort(-1).values, want.sort(-1).values, rtol=0, atol=1e-12)
     for law, row in zip(got, logits, strict=True):
         for a, b in itertools.combinations(range(V), 2):
@@ -87,32 +87,32 @@ def test_top_p_keeps_as_many_of_tied_tokens_as_transformers():
 
 def test_temperature_zero_takes_the_lowest_index_of_a_tie():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0], [0.0, 1.0, 2.0, 2.0]])
-    law = Sampler(0.0).law(logits)
+    law = Sampler(0.0).probs(logits)
     assert law.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]]
 
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}], ids=str)
 def test_the_greedy_token_survives_every_warper(options):
     logits, _, _ = rows(ties=False)
-    assert (Sampler(0.0, **options).law(logits) == Sampler(0.0).law(logits)).all()
-    assert (Sampler(0.6, **options).law(logits).argmax(-1) == logits.argmax(-1)).all()
+    assert (Sampler(0.0, **options).probs(logits) == Sampler(0.0).probs(logits)).all()
+    assert (Sampler(0.6, **options).probs(logits).argmax(-1) == logits.argmax(-1)).all()
 
 
 def test_greedy_is_taken_after_the_repetition_penalty():
     logits, seen = torch.tensor([[2.0, 1.5, -1.0]]), torch.tensor([[True, False, False]])
-    assert Sampler(0.0, repetition_penalty=2.0).law(logits, seen).argmax() == 1
+    assert Sampler(0.0, repetition_penalty=2.0).probs(logits, seen).argmax() == 1
 
 
 def test_a_penalty_below_one_favours_what_was_said():
     logits, seen = torch.tensor([[2.0, 2.5, -1.0]]), torch.tensor([[True, False, False]])
-    assert Sampler(0.0, repetition_penalty=0.5).law(logits, seen).argmax() == 0
+    assert Sampler(0.0, repetition_penalty=0.5).probs(logits, seen).argmax() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_law_is_computed_in_fp32_or_wider(dtype):
     logits, _, seen = rows(ties=False)
     for sampler in GRID:
-        law = sampler.law(logits.to(dtype), seen)
+        law = sampler.probs(logits.to(dtype), seen)
         assert law.dtype == torch.float32
         torch.testing.assert_close(law.sum(-1), torch.ones(64), rtol=0, atol=1e-6)
 
@@ -120,8 +120,8 @@ def test_the_law_is_computed_in_fp32_or_wider(dtype):
 def test_rows_do_not_depend_on_one_another():
     logits, _, seen = rows(ties=True)
     for sampler in GRID:
-        law = sampler.law(logits, seen)
-        torch.testing.assert_close(law[3:4], sampler.law(logits[3:4], seen[3:4]), rtol=0, atol=1e-15)
+        law = sampler.probs(logits, seen)
+        torch.testing.assert_close(law[3:4], sampler.probs(logits[3:4], seen[3:4]), rtol=0, atol=1e-15)
 
 
 BAD = [

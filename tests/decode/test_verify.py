@@ -32,12 +32,12 @@ from exact import (
     struck,
 )
 
-from decode.draft import PAD, Draft, Laws
+from decode.draft import PAD, Draft, DraftProbs
 from decode.errors import UserError
 from decode.plan import LOSSLESS, LOSSY, Plan
 from decode.rng import KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.verify import RULES, Rows, _leaf_chances, verify
+from decode.verify import RULES, TargetProbs, _pass_chances, verify
 from drafters.drafting.tree import expand
 
 V = 3
@@ -206,8 +206,8 @@ def test_where_all_nodes_are_chosen_the_rules_are_one_law(rule, tree):
         table = Table(seed, sampler)
 
         def play(tapes, table=table):
-            laws = Laws(torch.zeros(1, 1, V, dtype=torch.float64), owner, levels, nobody)
-            chosen = replace(draft, laws=laws)
+            laws = DraftProbs(torch.zeros(1, 1, V, dtype=torch.float64), owner, levels, nobody)
+            chosen = replace(draft, probs=laws)
             return emitted(chosen, RULES[rule].run(chosen, table.rows(chosen), EnumeratingCoin(tapes)))
 
         assert_same_law(exact_law(play), match_law(table, tokens, parents))
@@ -338,11 +338,11 @@ def test_a_hybrid_node_reaches_the_optimal_transport_bound(width, rule):
         def play(tapes, logits=logits, kept=kept, drafts=drafts, table=table):
             rows = logits.expand(len(tapes), -1)
             draft = expand(rows, lambda *_: rows[:, None], Sampler(0.8), EnumeratingCoin(tapes), shape)
-            verdict = verify(shape, draft, table.rows(draft), EnumeratingCoin(tapes))
-            emitted(draft, verdict)
+            result = verify(shape, draft, table.rows(draft), EnumeratingCoin(tapes))
+            emitted(draft, result)
             return [
                 (*tokens, count)
-                for tokens, count in zip(draft.tokens.tolist(), verdict.accepted.tolist(), strict=True)
+                for tokens, count in zip(draft.tokens.tolist(), result.accepted.tolist(), strict=True)
             ]
 
         for (*tokens, count), mass in exact_law(play, abreast=64).items():
@@ -361,9 +361,9 @@ def test_a_hybrid_node_reaches_the_optimal_transport_bound(width, rule):
 # -- edges ---------------------------------------------------------------------------------------
 
 
-def rows_of(*laws) -> Rows:
+def rows_of(*laws) -> TargetProbs:
     """One batch row whose slots have these laws."""
-    return Rows(torch.tensor([laws], dtype=torch.float64).log(), ONE)
+    return TargetProbs(torch.tensor([laws], dtype=torch.float64).log(), ONE)
 
 
 def certain(junk: int = 0) -> EnumeratingCoin:
@@ -372,7 +372,7 @@ def certain(junk: int = 0) -> EnumeratingCoin:
 
 def uniform_q(rule: str, count: int) -> torch.Tensor | None:
     """Laws of a chain, where the rule reads any."""
-    return torch.full((1, count, V), 1 / V, dtype=torch.float64) if RULES[rule].reads_laws else None
+    return torch.full((1, count, V), 1 / V, dtype=torch.float64) if RULES[rule].reads_probs else None
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -382,20 +382,20 @@ def test_padding_matches_no_token_not_even_the_first(rule):
     for q in (uniform_q(rule, 2), None) if rule not in CHAINS else (uniform_q(rule, 2),):
         draft = Draft.chain(torch.tensor([[PAD, PAD]]), q)
         for junk in (0, V):  # V: what is not active is told "0" and "accepted"
-            verdict = verify(plan_of(rule), draft, rows_of(law, law, law), certain(junk))
-            assert verdict.tokens.tolist() == [[0, PAD, PAD]]
-            assert verdict.accepted.tolist() == [0]
+            result = verify(plan_of(rule), draft, rows_of(law, law, law), certain(junk))
+            assert result.tokens.tolist() == [[0, PAD, PAD]]
+            assert result.accepted.tolist() == [0]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_padding_after_an_accepted_token_ends_the_draft(rule):
     law = [1.0, 0.0, 0.0]
-    q = torch.tensor([[law, law]], dtype=torch.float64) if RULES[rule].reads_laws else None
+    q = torch.tensor([[law, law]], dtype=torch.float64) if RULES[rule].reads_probs else None
     draft = Draft.chain(torch.tensor([[0, PAD]]), q)
-    verdict = verify(plan_of(rule), draft, rows_of(law, law, law), certain())
-    assert verdict.tokens.tolist() == [[0, 0, PAD]]
-    assert verdict.slots.tolist() == [[0, 1, 0]]
-    assert verdict.accepted.tolist() == [1]
+    result = verify(plan_of(rule), draft, rows_of(law, law, law), certain())
+    assert result.tokens.tolist() == [[0, 0, PAD]]
+    assert result.slots.tolist() == [[0, 1, 0]]
+    assert result.accepted.tolist() == [1]
 
 
 @pytest.mark.parametrize("value", [0.0, 1 - 2**-53])
@@ -405,11 +405,11 @@ def test_a_token_without_mass_is_never_accepted(monkeypatch, rule, value):
     monkeypatch.setattr(
         KeyedCoin, "_uniforms", lambda self, key, n: torch.full((1, n), value, dtype=torch.float64).numpy()
     )
-    q = torch.tensor([[[1.0, 0.0, 0.0]]], dtype=torch.float64) if RULES[rule].reads_laws else None
+    q = torch.tensor([[[1.0, 0.0, 0.0]]], dtype=torch.float64) if RULES[rule].reads_probs else None
     draft = Draft.chain(torch.tensor([[0]]), q)
-    verdict = verify(plan_of(rule), draft, rows_of([0.0, 0.5, 0.5], [1 / 3] * 3), KeyedCoin(0, [0]))
-    assert verdict.accepted.tolist() == [0]
-    assert verdict.tokens[0, 0] == (2 if value else 1)
+    result = verify(plan_of(rule), draft, rows_of([0.0, 0.5, 0.5], [1 / 3] * 3), KeyedCoin(0, [0]))
+    assert result.accepted.tolist() == [0]
+    assert result.tokens[0, 0] == (2 if value else 1)
 
 
 class Contrary(EnumeratingCoin):
@@ -425,8 +425,8 @@ def test_a_residual_of_zero_falls_back_to_the_targets_law(rule):
     draft = Draft.chain(torch.tensor([[2]]), torch.tensor([[law]], dtype=torch.float64))
 
     def play(tapes):
-        verdict = verify(plan_of(rule), draft, rows_of(law, [1, 0, 0]), Contrary(tapes))
-        return [(int(verdict.tokens[0, 0]),)]
+        result = verify(plan_of(rule), draft, rows_of(law, [1, 0, 0]), Contrary(tapes))
+        return [(int(result.tokens[0, 0]),)]
 
     assert_same_law(exact_law(play), {(1,): 0.3, (2,): 0.7})
 
@@ -444,12 +444,12 @@ def test_a_root_that_had_nothing_left_still_draws_from_its_law():
     law = [0.0, 0.3, 0.7]
     for nodes in ([Node(2, -1, law)], [Node(1), Node(2)], [Node(2, -1, law), Node(1), Node(0)]):
         draft = draft_of([nodes, [Node(0, -1, law)]], V)  # the second row, so that there are laws
-        rows = Rows(torch.tensor([[law] * (len(nodes) + 1)] * 2, dtype=torch.float64).log(), ONE)
+        rows = TargetProbs(torch.tensor([[law] * (len(nodes) + 1)] * 2, dtype=torch.float64).log(), ONE)
 
         def play(tapes, draft=draft, rows=rows):
-            verdict = verify(plan_of("traversal"), draft, rows, Last([*tapes, Script(0)]))
-            assert verdict.accepted[0] == 0
-            return [(int(verdict.tokens[0, 0]),)]
+            result = verify(plan_of("traversal"), draft, rows, Last([*tapes, Script(0)]))
+            assert result.accepted[0] == 0
+            return [(int(result.tokens[0, 0]),)]
 
         got = exact_law(play)
         assert set(got) <= {(1,), (2,)}
@@ -481,7 +481,7 @@ def test_a_small_chance_to_fail_survives_single_precision(drawn):
     left = 0.75 * tiny if drawn else tiny  # of the law once the child below has failed
     row = [0.5, 0.5, left] if drawn else [0.0, 1 - left, left]
     p = torch.tensor([[[0.5 * (1 - tiny), 0.5, 0.0], row, row]], dtype=torch.float32)
-    stands, _ = _leaf_chances(draft, p.clone())
+    stands, _ = _pass_chances(draft, p.clone())
     w = 1 - tiny
     assert abs(float(stands[0, 1]) - w * left / (w * left + tiny)) < 1e-6
 
@@ -502,7 +502,7 @@ def test_a_round_that_drafts_nothing_draws_from_the_target(rule):
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in CHAINS])
 def test_rows_are_verified_each_by_its_own_draft(rule):
-    """Beside others, in any order, a row's verdict is what it is alone."""
+    """Beside others, in any order, a row's result is what it is alone."""
     table, trees = Table(0, Sampler(0.8, repetition_penalty=1.3)), Trees(V, 3, chosen=(0, 1, 2))
     rows = [told(trees.story([row]), row) for row in range(6)]
 
@@ -524,9 +524,9 @@ def test_the_best_token_of_a_slot_is_the_one_that_its_law_allows():
         draft = draft_of([told(Trees(5, seed, chosen=(1, 2)).story([row]), row) for row in range(4)], 5)
         rows = table.rows(draft)
         rows._logits = rows._logits.round()
-        one = rows.laws(draft)
+        one = rows.all(draft)
         assert one.max(-1).values.eq(1).all()
-        assert rows.best(draft).equal(one.argmax(-1))
+        assert rows.argmax(draft).equal(one.argmax(-1))
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in CHAINS])
@@ -537,7 +537,7 @@ def test_a_verdict_leaves_the_sequence_as_it_was(rule):
     seen = torch.zeros(4, 5, dtype=torch.bool)
     seen[:, 0] = True
     before = seen.clone()
-    rows = Rows(table.rows(draft)._logits, table.sampler, seen)
+    rows = TargetProbs(table.rows(draft)._logits, table.sampler, seen)
     assert verify(plan_of(rule), draft, rows, EnumeratingCoin([Script(r) for r in range(4)])).tokens.any()
     assert seen.equal(before)
 
@@ -591,10 +591,10 @@ def test_a_rule_for_drawn_chains_refuses_tokens_that_were_chosen(rule):
         verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 3), certain())
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if RULES[rule].reads_laws])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if RULES[rule].reads_probs])
 def test_a_rule_that_reads_laws_refuses_nodes_selected_by_their_tokens(rule):
     draft = draft_of([[Node(0, -1, [1 / 3] * 3)]], V, selected=True)
-    with pytest.raises(UserError, match=r"kept or dropped by a look at the tokens drawn.*rule=match"):
+    with pytest.raises(UserError, match=r"kept or dropped after looking at the drawn tokens.*rule=match"):
         verify(plan_of(rule), draft, rows_of(*[[1 / 3] * 3] * 2), certain())
     for other in ("match", "select"):
         verify(plan_of(other), draft, rows_of(*[[1 / 3] * 3] * 2), certain())

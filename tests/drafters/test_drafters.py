@@ -97,7 +97,7 @@ def test_a_sampled_chains_laws_are_warped_as_the_sampler_says(pair):
     follower.advance((6, 4))
     plain = follower.propose(SAMPLED).q
     for sampler in [Sampler(0.5), Sampler(1.0, top_k=3), Sampler(0.0), Sampler(0.7, top_p=0.8, min_p=0.05)]:
-        want = sampler.law(plain.flatten(0, 1).log()).view_as(plain)
+        want = sampler.probs(plain.flatten(0, 1).log()).view_as(plain)
         torch.testing.assert_close(follower.propose(SAMPLED, sampler).q, want, rtol=0, atol=ROUNDING)
 
 
@@ -170,10 +170,10 @@ def test_drafts_side_by_side_carry_the_laws_that_training_taught(pair):
         for row, end in enumerate(follower.settled):
             prefix = follower.texts[row, : end + 1].tolist()
             known = paths_of(draft.tokens[row].tolist(), draft.parents[row].tolist())
-            for entry, slot in enumerate(draft.laws.owner[row].tolist()):
+            for entry, slot in enumerate(draft.probs.owner[row].tolist()):
                 if slot >= 0:
                     law = laws_below(drafter, target, prefix, known[slot])[-1]
-                    want = Sampler(0.3).law(law.log()[None])[0]
+                    want = Sampler(0.3).probs(law.log()[None])[0]
                     torch.testing.assert_close(draft.q[row, entry], want, rtol=0, atol=10 * ROUNDING)
 
 

@@ -59,7 +59,9 @@ def test_all_400_prompts_decode_to_plain_text_token_for_token(dtype, temperature
                 assert (dtype, temperature) == ("float32", 1.0)
                 assert _distance(target, part[row], a.tokens, b.tokens, row, options) < 2e-5
         accepted += sum(sum(o.accepted) for o in drafted.outputs)
-        rejected += sum(a < k for o in drafted.outputs for a, k in zip(o.accepted, o.offered, strict=True))
+        rejected += sum(
+            a < k for o in drafted.outputs for a, k in zip(o.accepted, o.draft_lengths, strict=True)
+        )
     assert accepted > 1000
     assert rejected > 1000
 
@@ -69,7 +71,7 @@ def _distance(target, prompt, a, b, request, options) -> float:
     at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     with torch.inference_mode():
         logits = target.model(input_ids=torch.tensor([prompt + a[:at]])).logits[0, -1:]
-    cdf = options["sampler"].law(logits)[0].double().cumsum(-1)
+    cdf = options["sampler"].probs(logits)[0].double().cumsum(-1)
     coin = KeyedCoin(options["seed"], [request]).at(np.array([len(prompt) + at]), np.zeros(1))
     u = float(coin.uniform(Key(Purpose.TARGET, 0))[0]) * float(cdf[-1])
     low, high = sorted((a[at], b[at]))

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draft import PAD, Draft, Laws
+from decode.draft import PAD, Draft, DraftProbs
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.verify import Rows, Verdict, verify
+from decode.verify import TargetProbs, VerificationResult, verify
 from drafters.drafting.tree import expand
 
 Law = dict[tuple[int, ...], float]
@@ -192,7 +192,7 @@ def target_law(model, prompt: Sequence[int], length: int, sampler: Sampler, stop
         seen = torch.zeros(logits.shape, dtype=torch.bool)
         for row, text in enumerate(ids.tolist()):
             seen[row, text] = True
-        for text, row in zip(open_, sampler.law(logits, seen).tolist(), strict=True):
+        for text, row in zip(open_, sampler.probs(logits, seen).tolist(), strict=True):
             mass = law.pop(text)
             law |= {(*text, token): mass * p for token, p in enumerate(row) if p > 0}
     return law
@@ -278,7 +278,7 @@ Story = Generator[Sequence[float], int, list[Node]]
 
 
 def draft_of(rows: Sequence[Sequence[Node]], vocab: int, **flags: bool) -> Draft:
-    """One draft of rows that may differ in all; `flags` are those of `Laws`."""
+    """One draft of rows that may differ in all; `flags` are those of `DraftProbs`."""
     size, depth, siblings = max(map(len, rows), default=0), 0, 1
     is_chain = all(node.parent == i - 1 for nodes in rows for i, node in enumerate(nodes))
     full, told = [], []  # of each row: nodes; level -> slot -> q
@@ -309,7 +309,7 @@ def draft_of(rows: Sequence[Sequence[Node]], vocab: int, **flags: bool) -> Draft
         owner.append([slot for slot, _ in entries])
         q.append([law for _, law in entries])
     stated = torch.tensor(q, dtype=torch.float64), torch.tensor(owner), levels, sampled, siblings
-    return Draft(tokens, parents, depth, Laws(*stated, **flags), is_chain)
+    return Draft(tokens, parents, depth, DraftProbs(*stated, **flags), is_chain)
 
 
 def grow(stories: Sequence[Story], coin: EnumeratingCoin, vocab: int, **flags: bool) -> Draft:
@@ -545,7 +545,7 @@ class Table:
         if ("p", *path) not in self._known:
             seen = torch.zeros(1, self.vocab, dtype=torch.bool)
             seen[0, [0, *path]] = True
-            self._known["p", *path] = self.sampler.law(self.logits(path)[None], seen)[0].tolist()
+            self._known["p", *path] = self.sampler.probs(self.logits(path)[None], seen)[0].tolist()
         return self._known["p", *path]
 
     def q(self, path: Sequence[int], zeros: float = 0.0) -> list[float]:
@@ -565,14 +565,14 @@ class Table:
         """A law of texts, gone on with to this length."""
         return complete(law, self.p, length)
 
-    def rows(self, draft: Draft) -> Rows:
+    def rows(self, draft: Draft) -> TargetProbs:
         """Of every slot of a draft, as a target pass would give them."""
         paths = [paths_of(t, p) for t, p in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)]
         logits = torch.stack([self.logits(path) for line in paths for path in line])
         logits = logits.unflatten(0, (len(paths), -1))
         seen = torch.zeros(len(paths), self.vocab, dtype=torch.bool)
         seen[:, 0] = True
-        return Rows(logits, self.sampler, seen)
+        return TargetProbs(logits, self.sampler, seen)
 
     def round(self, tell: Callable[[], Story], plan: Plan, judge=verify, abreast: int = 64, **flags) -> Law:
         """Exact law of what one round emits: of what is drafted and of how it is verified."""
@@ -593,11 +593,11 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, .
     return paths
 
 
-def emitted(draft: Draft, verdict: Verdict) -> list[tuple[int, ...]]:
-    """Each row's tokens, after a look at what else a verdict says."""
+def emitted(draft: Draft, result: VerificationResult) -> list[tuple[int, ...]]:
+    """Each row's tokens, after a look at what else a result says."""
     texts = []
-    for row, count in enumerate((verdict.accepted + 1).tolist()):
-        tokens, slots = verdict.tokens[row].tolist(), verdict.slots[row].tolist()
+    for row, count in enumerate((result.accepted + 1).tolist()):
+        tokens, slots = result.tokens[row].tolist(), result.slots[row].tolist()
         texts.append(tuple(tokens[:count]))
         assert PAD not in texts[-1], "an absent node was emitted"
         assert all(t == PAD for t in tokens[count:]), "something follows the extra token"

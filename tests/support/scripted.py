@@ -101,7 +101,7 @@ class Watch:
 
     def __call__(self, seen) -> None:
         for i, request in enumerate(seen.requests):
-            for slot, _ in zip(seen.verdict.slots[i].tolist(), seen.emitted[i], strict=False):
+            for slot, _ in zip(seen.result.slots[i].tolist(), seen.emitted[i], strict=False):
                 self.rows[request].append(seen.logits[i, slot])
         self.rounds.append(seen)
 

@@ -110,7 +110,7 @@ def whole_rounds(outputs: Sequence[Output]) -> list[tuple[int, int]]:
     return [
         (accepted, offered)
         for o in outputs
-        for accepted, offered, emitted in zip(o.accepted, o.offered, o.emitted, strict=True)
+        for accepted, offered, emitted in zip(o.accepted, o.draft_lengths, o.emitted, strict=True)
         if emitted == accepted + 1
     ]
 

@@ -229,7 +229,7 @@ class _OwnRow:
 
     def __call__(self, seen: Round) -> None:
         row = torch.arange(seen.logits.shape[0], device=seen.logits.device)[:, None]
-        best = seen.logits[row, seen.verdict.slots].argmax(-1).tolist()  # (B, K + 1)
+        best = seen.logits[row, seen.result.slots].argmax(-1).tolist()  # (B, K + 1)
         for mine, emitted in zip(best, seen.emitted, strict=True):
             self.agreed += sum(a == b for a, b in zip(mine, emitted, strict=False))
 

@@ -172,7 +172,7 @@ def best_trees(target: Target, contexts: Sequence[Sequence[int]], nodes: int, sa
     while True:
         hidden = target.forward(tokens, grown.reach[:, used:], scratch=used)  # (B, n, D)
         used += tokens.shape[1]
-        laws = sampler.law(target.head(hidden))  # (B, n, V)
+        laws = sampler.probs(target.head(hidden))  # (B, n, V)
         grown.children(slots, mass, level, laws)
         waiting = grown.open()
         n = min(most, int(waiting.sum(1).max()))

@@ -22,7 +22,7 @@ from decode.draft import PAD, Draft
 from decode.evaluation.bootstrap import interval
 from decode.evaluation.stateful_replay import walk
 from decode.evaluation.teacher_forced import Dictate, Rollout, Texts
-from decode.generation.types import Proposer, remembers
+from decode.generation.types import Proposer, depends_on_rounds
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -75,13 +75,13 @@ class Replayed:
 
 def inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> str:
     """Why a plan's acceptance is not a function of the rollout alone; empty if it is."""
-    memory = drafter is not None and remembers(drafter, plan)
+    memory = drafter is not None and depends_on_rounds(drafter, plan)
     together = plan.adapt is not None and not (plan.proposal == "sampled" and plan.rule != "match")
-    if memory and (together or getattr(drafter, "sociable", False)):
+    if memory and (together or getattr(drafter, "depends_on_batch", False)):
         return "drafts depend on the rows beside them"
     if plan.lossy:
         return f"rule {plan.rule} does not keep the target's law"
-    if not plan.depth or plan.draws_at(sampler.temperature) is None:
+    if not plan.depth or plan.proposal_temperature(sampler.temperature) is None:
         return ""
     if memory:
         return "drafts depend on earlier rounds"
@@ -116,7 +116,7 @@ def replay(
         batch_size: rollouts side by side.
         progress: called with the rollouts done.
     """
-    if walked := [plan for plan in plans if remembers(drafter, plan)]:
+    if walked := [plan for plan in plans if depends_on_rounds(drafter, plan)]:
         others = [plan for plan in plans if plan not in walked]
         plain = replay(target, drafter, rollouts, others, sampler, batch_size=batch_size) if others else []
         steps = _walked(target, drafter, rollouts, walked, sampler, batch_size)
@@ -199,7 +199,7 @@ def _masses(
             for i in range(len(answer)):
                 seen[i, text[: len(prompt) + i]] = True
         y = torch.tensor(answer, device=target.device)[:, None]
-        masses[row, : len(answer)] = sampler.law(rows, seen).gather(1, y)[:, 0]
+        masses[row, : len(answer)] = sampler.probs(rows, seen).gather(1, y)[:, 0]
     return masses
 
 
@@ -218,8 +218,8 @@ def _kept(draft: Draft, ahead: Tensor, mass: Tensor) -> np.ndarray:
         y = ahead[:, level]
         node = (draft.parents == slot[:, None] - 1) & (draft.tokens == y[:, None]) & (y != PAD)[:, None]
         keep = torch.ones_like(mass[:, 0])
-        if draft.laws is not None:
-            laws = draft.laws
+        if draft.probs is not None:
+            laws = draft.probs
             chosen = node & ~laws.sampled
             node = torch.where(chosen.any(1, keepdim=True), chosen, node)
             owner = (laws.owner == slot[:, None]).int().argmax(1)

@@ -100,8 +100,8 @@ class Uniformity:
             request, token = requests[row], emitted[row, i]
             before = None if history is None else history[request].to(device)
             row = row.to(device)
-            slot = seen.verdict.slots[row, i]
-            law = self.sampler.law(seen.logits[row, slot], before).double()  # (M, V)
+            slot = seen.result.slots[row, i]
+            law = self.sampler.probs(seen.logits[row, slot], before).double()  # (M, V)
             self._test(law / law.sum(-1, keepdim=True), token.to(device), seen.draft, row, slot)
             if history is not None:
                 history[request, token] = True
@@ -170,7 +170,7 @@ def surprisals(p: Tensor, log: Tensor, token: Tensor) -> tuple[Tensor, Tensor, T
 
 def _by_draft(p: Tensor, child: Tensor, draft: Draft, row: Tensor, slot: Tensor) -> Tensor:
     """(M, V) p / q where the children of the slot were drawn from q, else chosen children first."""
-    laws = draft.laws
+    laws = draft.probs
     chosen = child if laws is None else child & ~laws.sampled[row]  # (M, N)
     among = torch.zeros_like(p).scatter_add_(1, draft.tokens[row].clamp_min(0), chosen.to(p.dtype))
     key = torch.where(among > 0, p - 1, p)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.evaluation.teacher_forced import Rollout, Texts
-from decode.generation.adaptive import paced
+from decode.generation.adaptive import adapt_depth
 from decode.generation.types import Proposer
 from decode.model.target import Target
 from decode.plan import Plan
@@ -85,7 +85,7 @@ class _Walker:
     """
 
     def __init__(self, target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plan: Plan) -> None:
-        self.target, self.drafter, self.plan = target, paced(drafter, plan), plan
+        self.target, self.drafter, self.plan = target, adapt_depth(drafter, plan), plan
         self.texts = Texts(target, rollouts, plan.depth)
         self.length = [len(r.answer) for r in rollouts]
         self.begin = [len(r.prompt) for r in rollouts]

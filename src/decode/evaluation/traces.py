@@ -75,13 +75,13 @@ def samples(
     found: list[list[Written]] = [[] for _ in prompts]
 
     def observe(done: Round) -> None:
-        tokens = done.verdict.tokens  # (B, K + 1)
-        ours = _standing(_at(done.logits, done.verdict.slots).float() / view.temperature, tokens)
+        tokens = done.result.tokens  # (B, K + 1)
+        ours = _standing(_at(done.logits, done.result.slots).float() / view.temperature, tokens)
         q = watched.laws(tokens)  # (B, K', V) or None
         theirs = None if q is None else _standing(q.log(), tokens[:, : q.shape[1]])
-        refused = _offered_below(done.draft, done.verdict.slots, done.verdict.accepted).tolist()
+        refused = _offered_below(done.draft, done.result.slots, done.result.accepted).tolist()
         for row, request in enumerate(done.requests):
-            accepted = int(done.verdict.accepted[row])
+            accepted = int(done.result.accepted[row])
             for i, token in enumerate(done.emitted[row]):
                 own = CORRECTED if refused[row] else PLAIN
                 mass, rank = (None, None) if theirs is None else _entry(theirs, row, i)

@@ -127,10 +127,10 @@ def acceptance(
     """
     most = []
     for ((draft, laws),) in _drafts(target, drafter, contexts, [plan], sampler, batch_size):
-        assert draft.laws is not None
+        assert draft.probs is not None
         first = (draft.parents == -1) & (draft.tokens != PAD)  # (B, N)
-        p, q = laws[:, 0].double(), draft.laws.q[:, 0].double()  # (B, V): the root is the first owner
-        sampled = draft.laws.sampled
+        p, q = laws[:, 0].double(), draft.probs.q[:, 0].double()  # (B, V): the root is the first owner
+        sampled = draft.probs.sampled
         fixed = (p.gather(1, draft.tokens.clamp_min(0)) * (first & ~sampled)).sum(1)
         most.append(fixed + transport(p, q, (first & sampled).sum(1)))
     return torch.cat(most)
@@ -170,6 +170,6 @@ def _drafts(
         for plan in plans:
             coin = KeyedCoin(0, range(first, first + rows))
             draft = drafter.propose(state, target, sampler, coin, plan)
-            laws = sampler.law(target.head(target.extend(root[:, None], draft).last))
+            laws = sampler.probs(target.head(target.extend(root[:, None], draft).last))
             found.append((draft, laws))
         yield found

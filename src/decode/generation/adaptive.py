@@ -1,4 +1,4 @@
-"""Chains whose length follows what was accepted: a proposer around any other."""
+"""Adaptive draft length: a wrapper around any proposer of chains."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.depth_policy import Pace
-from decode.draft import PAD, Draft, Laws
+from decode.depth_policy import DepthPolicy
+from decode.draft import PAD, Draft, DraftProbs
 from decode.generation.types import Proposer
 from decode.model.target import Target
 from decode.plan import Plan
@@ -19,64 +19,64 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 
 
-def paced(drafter: Proposer, plan: Plan) -> Proposer:
-    """The drafter, at the plan's pace if it has one."""
-    return drafter if plan.adapt is None else Paced(drafter, plan, plan.adapt)
+def adapt_depth(drafter: Proposer, plan: Plan) -> Proposer:
+    """Wrap the drafter if the plan has a depth policy."""
+    return drafter if plan.adapt is None else AdaptiveDepth(drafter, plan, plan.adapt)
 
 
 @dataclass(slots=True)
 class _State:
     inner: Any
-    counts: np.ndarray  # (2, B) what `Pace` keeps of the past
-    offered: Tensor | None = None  # (B,) depth of the newest draft
+    counts: np.ndarray  # (2, B) history of `DepthPolicy`
+    lengths: Tensor | None = None  # (B,) draft lengths of the current round
 
 
-class Paced:
-    """Decides how deep to draft by settled rounds alone, before a coin is tossed for the next one.
+class AdaptiveDepth:
+    """A proposer that chooses its draft length from settled rounds, before any draw of the next round.
 
-    Chosen tokens are verified by `match`, which draws the text of plain decoding whatever is drafted, so
-    the rows of a batch agree on a depth. Where tokens are drawn, the length of a draft says which keys
-    decide the text, so there every row goes by its own past and keeps its text in any company, unless
-    what a drafter remembers of a draft depends on how deep that was (Lyanna's `logit_sum`).
+    Fixed drafts are verified by `match`, whose output does not depend on the draft, so all rows of a
+    batch use one length. With sampled drafts the length decides which random keys determine the text,
+    so each row uses its own history and its text does not depend on the rest of the batch. The
+    exception is a drafter whose state depends on the depth of the draft (Lyanna's `logit_sum`).
 
     Args:
-        drafter: drafts.
+        drafter: the wrapped proposer.
         plan: of the longest chain.
-        pace: says how long.
+        policy: chooses the length.
     """
 
-    def __init__(self, drafter: Proposer, plan: Plan, pace: Pace) -> None:
-        self.drafter, self.pace = drafter, pace
-        self.drawn = plan.rule != "match" and plan.proposal != "fixed"
+    def __init__(self, drafter: Proposer, plan: Plan, policy: DepthPolicy) -> None:
+        self.drafter, self.policy = drafter, policy
+        self.per_row = plan.rule != "match" and plan.proposal != "fixed"
         self.plans = [replace(plan, depth=k, nodes=0, adapt=None) for k in range(plan.depth + 1)]
 
     def new_state(self, rows: int) -> _State:
-        """State for `rows` fresh sequences."""
-        return _State(self.drafter.new_state(rows), self.pace.start(rows))
+        """Return state for `rows` new sequences."""
+        return _State(self.drafter.new_state(rows), self.policy.initial_counts(rows))
 
     def advance(
         self, state: _State, target: Target, tokens: Tensor, taps: Tensor, counts: Sequence[int], root: Tensor
     ) -> None:
-        """See `decode.generation.types.Proposer.advance`; of a round, `counts` says what was accepted."""
-        if state.offered is not None:
+        """See `Proposer.advance`; after a round, `counts` also gives the number of accepted tokens."""
+        if state.lengths is not None:
             accepted = [count - 1 for count in counts]
-            state.counts = self.pace.seen(state.counts, accepted, state.offered.tolist())
-            state.offered = None
+            state.counts = self.policy.update(state.counts, accepted, state.lengths.tolist())
+            state.lengths = None
         self.drafter.advance(state.inner, target, tokens, taps, counts, root)
 
     def select(self, state: _State, rows: Sequence[int]) -> None:
         """Keep these rows of the state, in this order."""
         self.drafter.select(state.inner, rows)
         state.counts = state.counts[:, list(rows)]
-        if state.offered is not None:
-            state.offered = state.offered[list(rows)]
+        if state.lengths is not None:
+            state.lengths = state.lengths[list(rows)]
 
     def propose(self, state: _State, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
-        """Draft below the root, as deep as the past advises."""
+        """Draft below the root, with the length that the policy chooses."""
         del plan
-        depths = self.pace.depths(state.counts, self.drawn)
+        depths = self.policy.depths(state.counts, self.per_row)
         draft = self._draft(state, target, sampler, coin, depths)
-        state.offered = draft.offered()
+        state.lengths = draft.lengths()
         return draft
 
     def _draft(
@@ -84,16 +84,16 @@ class Paced:
     ) -> Draft:
         device = target.device
         if not max(depths):
-            none = Draft.empty(len(depths), device)
-            if not self.drawn:
-                return none
-            # It draws by the keys of a row that drafts nothing beside one that does.
-            laws = torch.zeros(len(depths), 0, target.vocab_size, device=device)
-            return replace(none, laws=Laws(laws, none.tokens, (), none.tokens.bool()))
+            empty = Draft.empty(len(depths), device)
+            if not self.per_row:
+                return empty
+            # With empty `probs` the rule uses the same random keys as for an empty row of a mixed batch.
+            q = torch.zeros(len(depths), 0, target.vocab_size, device=device)
+            return replace(empty, probs=DraftProbs(q, empty.tokens, (), empty.tokens.bool()))
         draft = self.drafter.propose(state.inner, target, sampler, coin, self.plans[max(depths)])
         if min(depths) == max(depths) or not draft.depth:
             return draft
-        # What was drawn behind a row's end has no part in where the end is.
+        # Cut each row at its own length; the cut does not depend on the tokens removed.
         end = torch.tensor(depths).to(device)[:, None]
         level = torch.arange(draft.tokens.shape[1], device=device)
         return replace(draft, tokens=draft.tokens.masked_fill(level >= end, PAD))

@@ -1,6 +1,6 @@
-"""Decoding prompts: `generate` a batch to the end, `stream` one round by round.
+"""Speculative decoding: `generate` decodes a batch to the end, `stream` one prompt round by round.
 
-Both run the one loop of `decode.generation.loop`; plain decoding is that loop with nothing drafted.
+Both run the loop of `decode.generation.loop`. Plain decoding is the same loop with empty drafts.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ def generate(
     on_round: Callable[[Round], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Generation:
-    """Decode all prompts in one batch, distributed exactly as the target.
+    """Decode all prompts in one batch, with exactly the target's distribution.
 
     Args:
-        target: the model whose law is kept.
-        drafter: what proposes, or None for plain decoding.
-        prompts: token ids, at least one each.
-        max_new_tokens: per request; fewer where the target's context ends.
-        sampler: the law.
-        plan: how much to draft and which rule verifies it.
-        seed: of all randomness.
-        requests: names that key each request's randomness; default 0, 1, ...
-        samples: which sample of its request each row is; default 0.
-        stop: end tokens; emitted, then the request is over.
-        until: makes the test that ends a request, as `stop.StopStrings` does.
+        target: the model to decode with.
+        drafter: the proposer; None for plain decoding.
+        prompts: token ids, at least one per prompt.
+        max_new_tokens: limit per request; lower if the target's context ends first.
+        sampler: temperature and other warpers.
+        plan: shape of the draft and acceptance rule; default plain decoding.
+        seed: seed of all random draws.
+        requests: identifiers that key each request's random draws; default 0, 1, ...
+        samples: index of each row among the samples of its request; default 0.
+        stop: end tokens; the one that ends a request is emitted.
+        until: factory of a stop test per request, such as `StopStrings`.
         coin: replaces the keyed coin (tests).
-        on_round: observer.
-        clock: of `Generation.times`.
+        on_round: called after the prefill and after every round.
+        clock: time source of `Generation.times`.
 
     Raises:
-        UserError: an empty prompt, or one that fills the target's context.
+        UserError: an empty prompt, or one that leaves no room in the target's context.
     """
     if not prompts:
         return Generation([], Times())
@@ -82,15 +82,14 @@ def stream(
     until: Until | None = None,
     coin: Any = None,
 ) -> Generator[Piece, None, None]:
-    """Decode one prompt; yields what the prefill and then every round settled, as it happens.
+    """Decode one prompt and yield the tokens of the prefill and of every round as they are settled.
 
-    The pieces joined are what `generate` gives for the same arguments, `request` and `sample`
-    being this prompt's entries of `requests` and `samples`. Closing the iterator early leaves
-    nothing behind.
+    The concatenated pieces equal the output of `generate` for the same arguments, with `request` and
+    `sample` as this prompt's entries of `requests` and `samples`. The iterator may be closed early.
 
     Raises:
-        UserError: at once for a prompt that `generate` refuses; from the iterator where its
-            target has begun another text since the last piece.
+        UserError: immediately for a prompt that `generate` rejects; from the iterator if the target has
+            started another text since the last piece.
     """
     coin = KeyedCoin(seed, [request], [sample]) if coin is None else coin
     limits = _limits(target, [prompt], max_new_tokens)
@@ -99,6 +98,7 @@ def stream(
 
 
 def _limits(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+    """Maximum number of new tokens per prompt; rejects prompts that leave no room."""
     limits = []
     for i, prompt in enumerate(prompts):
         if not len(prompt):

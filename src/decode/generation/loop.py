@@ -1,4 +1,7 @@
-"""The decoding loop: propose, read, verify, keep, advance; batched, each row at its own pace."""
+"""The speculative decoding loop: propose, target pass, verify, keep accepted tokens, advance the drafter.
+
+Batched; rows accept different numbers of tokens and finish at different times.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +14,37 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.generation.adaptive import paced
+from decode.generation.adaptive import adapt_depth
 from decode.generation.types import Output, Piece, Proposer, Round, Times, Until
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.verify import Rows, Verdict, match, verify
+from decode.verify import TargetProbs, VerificationResult, match, verify
 
 
 class _Batch:
-    """The rows still running, and what the host knows of them."""
+    """Bookkeeping on the host for the rows that are still running."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], limit: Sequence[int]) -> None:
         self.request = list(range(len(prompts)))
-        self.position = np.array([len(p) for p in prompts])  # of the token after the settled ones
-        self.rounds = np.zeros(len(prompts), np.int64)
-        self.left = list(limit)
+        self.position = np.array([len(p) for p in prompts])  # (B,) of the next token to settle
+        self.rounds = np.zeros(len(prompts), np.int64)  # (B,) verification rounds so far
+        self.remaining = list(limit)  # new tokens allowed
 
     def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order."""
         self.request = [self.request[r] for r in rows]
         self.position, self.rounds = self.position[rows], self.rounds[rows]
-        self.left = [self.left[r] for r in rows]
+        self.remaining = [self.remaining[r] for r in rows]
 
 
 class Loop:
-    """Decodes a batch; see `generate` for what the arguments mean.
+    """Decode a batch; see `generate` for the arguments.
 
     Attributes:
-        outputs: of all requests, so far.
-        times: so far.
+        outputs: of all requests, updated every round.
+        times: of the batch, updated every round.
     """
 
     def __init__(
@@ -59,16 +63,16 @@ class Loop:
     ) -> None:
         target.check_taps(drafter)
         self.target, self.prompts, self.clock = target, prompts, clock
-        self.drafter = None if drafter is None else paced(drafter, plan)
+        self.drafter = None if drafter is None else adapt_depth(drafter, plan)
         self.sampler, self.plan, self.coin = sampler, plan, coin
         self.stop = frozenset(stop)
-        self.ends = [until() for _ in prompts] if until else None
+        self.stop_tests = [until() for _ in prompts] if until else None
         self.on_round = on_round
         self.batch = _Batch(prompts, limits)
         self.outputs, self.times = [Output([]) for _ in prompts], Times()
 
     def rounds(self) -> Iterator[None]:
-        """Decode to the end, pausing after the prefill and after every round."""
+        """Decode to the end; yields after the prefill and after every round."""
         self.prefill()
         yield
         while self.batch.request:
@@ -78,105 +82,114 @@ class Loop:
             yield
 
     def pieces(self) -> Generator[Piece, None, None]:
-        """The same, of one request, with what was settled before each pause."""
+        """Like `rounds`, for a batch of one; yields the tokens settled since the last piece."""
         for _ in self.rounds():
             tokens, accepted = self._emitted[0], self._accepted[0]
             yield Piece(tokens, [i < accepted for i in range(len(tokens))], self.outputs[0], self.times)
 
     def now(self) -> float:
-        """Seconds, after the device has caught up."""
+        """Current time in seconds, after synchronising with the device."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return self.clock()
 
-    @torch.inference_mode()  # of a step, not of the generator: its caller would be left in the mode
+    @torch.inference_mode()  # per step; on a generator it would leak into the caller
     def prefill(self) -> None:
-        """Read the prompts and draw each request's first token."""
+        """Run the target on the prompts and draw each request's first token."""
         begin = self.now()
         target, batch, prompts = self.target, self.batch, self.prompts
         device = target.device
         counts = [len(p) for p in prompts]
-        tokens = torch.zeros(len(prompts), max(counts), dtype=torch.long)
+        tokens = torch.zeros(len(prompts), max(counts), dtype=torch.long)  # (B, T) right-padded
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.as_tensor(prompt)
         tokens = tokens.to(device)
+        # Cache capacity: prompt, new tokens, and the slots of one draft that are read but not kept.
         slack = 1 + (self.plan.nodes if self.drafter else 0)
-        target.start(len(prompts), max(c + n for c, n in zip(counts, batch.left, strict=True)) + slack)
+        target.start(len(prompts), max(c + n for c, n in zip(counts, batch.remaining, strict=True)) + slack)
         self.cache = target.cache
-        read = target.extend(tokens)
+        forward = target.extend(tokens)
         target.keep(counts)
-        end = torch.tensor(counts).to(device) - 1
+        end = torch.tensor(counts).to(device) - 1  # (B,) last position of each prompt
         rows = torch.arange(len(prompts), device=device)
-        self.seen = None
+        self.seen = None  # (B, V) tokens of each text, for the repetition penalty
         if self.sampler.needs_history:
             real = torch.arange(tokens.shape[1], device=device) <= end[:, None]
             self.seen = torch.zeros(len(prompts), target.vocab_size, dtype=torch.bool, device=device)
+            # Padding writes the row's first token, which is in the text anyway.
             self.seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), value=True)
-        logits = target.head(read.last[rows, end])[:, None]  # (B, 1, V)
+        logits = target.head(forward.last[rows, end])[:, None]  # (B, 1, V)
         coin = self.coin.at(batch.position, batch.rounds)
         draft = Draft.empty(len(prompts), device)
-        verdict = match(draft, Rows(logits, self.sampler, self.seen), coin)
+        result = match(draft, TargetProbs(logits, self.sampler, self.seen), coin)
         self.state = self.drafter.new_state(len(prompts)) if self.drafter else None
-        running = self._settle(verdict)
-        self._observe(logits, draft, verdict)
-        # The rows of the prompt, gathered so that `running` may drop some of them.
-        self._carry(running, tokens, read.taps, counts, verdict)
-        took = self.now() - begin
-        self.times.prefill, self.times.draft = took, 0.0
+        running = self._settle(result)
+        self._observe(logits, draft, result)
+        self._advance(running, tokens, forward.taps, counts, result)
+        seconds = self.now() - begin
+        self.times.prefill, self.times.draft = seconds, 0.0  # drafter time so far belongs to the prefill
         for output in self.outputs:
-            output.ttft = took
+            output.ttft = seconds
 
     @torch.inference_mode()
     def round(self) -> None:
-        """One draft, one target pass, one verdict for every running row."""
+        """Run one draft, one target pass and one verification for every running row."""
         target, batch, times = self.target, self.batch, self.times
         if target.cache is not self.cache:
-            raise UserError("stream: its target has begun another text; finish one before the next")
+            raise UserError("stream: the target has started another text; finish one stream before the next")
         coin = self.coin.at(batch.position, batch.rounds)
         begin = self.now()
         if self.drafter is None or self.plan.depth == 0:
             draft = Draft.empty(len(batch.request), target.device)
         else:
             draft = self.drafter.propose(self.state, target, self.sampler, coin, self.plan)
-        drafted = self.now()
-        read = target.extend(self.root[:, None], draft)
-        logits = target.head(read.last)  # (B, S, V)
-        verified = self.now()
-        times.draft += drafted - begin
-        times.verify += verified - drafted
+        draft_end = self.now()
+        forward = target.extend(self.root[:, None], draft)  # root and nodes: S slots
+        logits = target.head(forward.last)  # (B, S, V)
+        verify_end = self.now()
+        times.draft += draft_end - begin
+        times.verify += verify_end - draft_end
 
-        verdict = verify(self.plan, draft, Rows(logits, self.sampler, self.seen), coin)
-        shape = draft.offered(), (draft.tokens >= 0).sum(-1)
-        running = self._settle(verdict, shape)
-        self._observe(logits, draft, verdict)
+        result = verify(self.plan, draft, TargetProbs(logits, self.sampler, self.seen), coin)
+        shape = draft.lengths(), (draft.tokens >= 0).sum(-1)  # (B,) each
+        running = self._settle(result, shape)
+        self._observe(logits, draft, result)
 
-        # Settle the root and the accepted nodes. Emitted token i was drawn at slots[i], so the
-        # slots of the kept tokens are those of the emitted ones.
+        # Keep the root and the accepted nodes in the cache. Emitted token i was drawn at slots[i], so
+        # slots[0 .. accepted] are the root and the accepted path.
         counts = [a + 1 for a in self._accepted]
-        target.keep(counts, None if draft.is_chain else verdict.slots)
-        path = verdict.slots  # (B, K + 1)
-        tokens = torch.cat([self.root[:, None], draft.tokens], 1).gather(1, path)
+        target.keep(counts, None if draft.is_chain else result.slots)
+        path = result.slots  # (B, K + 1)
+        tokens = torch.cat([self.root[:, None], draft.tokens], 1).gather(1, path)  # (B, K + 1)
         row = torch.arange(path.shape[0], device=path.device)[:, None]
-        self._carry(running, tokens, read.taps[row, path], counts, verdict)
+        self._advance(running, tokens, forward.taps[row, path], counts, result)
 
-    def _observe(self, logits: Tensor, draft: Draft, verdict: Verdict) -> None:
+    def _observe(self, logits: Tensor, draft: Draft, result: VerificationResult) -> None:
+        """Call `on_round`."""
         if self.on_round:
-            self.on_round(Round(self._before, logits, draft, verdict, self._emitted))
+            self.on_round(Round(self._requests, logits, draft, result, self._emitted))
 
-    def _settle(self, verdict: Verdict, shape: tuple[Tensor, Tensor] | None = None) -> list[int]:
-        """Learn what was emitted (the round's one synchronisation); returns rows that go on.
+    def _settle(self, result: VerificationResult, shape: tuple[Tensor, Tensor] | None = None) -> list[int]:
+        """Copy the emitted tokens to the host and append them to the outputs.
 
-        `shape` is each row's (depth offered, nodes drafted); the prefill has none and is no round.
+        This is the only device synchronisation of a round, so all results travel in one table.
+
+        Args:
+            result: of the round.
+            shape: (B,) draft lengths and (B,) numbers of draft nodes; None in the prefill.
+
+        Returns:
+            The rows that are not finished.
         """
-        batch, first = self.batch, shape is None
-        columns = [verdict.accepted[:, None], verdict.tokens, *(s[:, None] for s in shape or ())]
-        table = torch.cat(columns, 1).tolist()
-        width = verdict.tokens.shape[1]
-        self._before, self._accepted, self._emitted = batch.request, [], []
+        batch, is_prefill = self.batch, shape is None
+        columns = [result.accepted[:, None], result.tokens, *(s[:, None] for s in shape or ())]
+        table = torch.cat(columns, 1).tolist()  # rows of [accepted, *tokens, draft length, nodes]
+        width = result.tokens.shape[1]
+        self._requests, self._accepted, self._emitted = batch.request, [], []
         running = []
         for row, line in enumerate(table):
             accepted = line[0]
-            tokens = line[1 : 2 + accepted][: batch.left[row]]
+            tokens = line[1 : 2 + accepted][: batch.remaining[row]]
             request = batch.request[row]
             end = next((i for i, t in enumerate(tokens) if self._is_end(t, request)), None)
             output = self.outputs[request]
@@ -185,28 +198,28 @@ class Loop:
             output.tokens += tokens
             self._accepted.append(accepted)
             self._emitted.append(tokens)
-            if not first:
+            if not is_prefill:
                 output.emitted.append(len(tokens))
                 output.accepted.append(accepted)
-                output.offered.append(line[1 + width])
+                output.draft_lengths.append(line[1 + width])
                 output.drafted.append(line[2 + width])
-            batch.left[row] -= len(tokens)
-            if batch.left[row] > 0 and not output.stopped:
+            batch.remaining[row] -= len(tokens)
+            if batch.remaining[row] > 0 and not output.stopped:
                 running.append(row)
         batch.position = batch.position + np.array(self._accepted) + 1
-        batch.rounds = batch.rounds + (0 if first else 1)
+        batch.rounds = batch.rounds + (0 if is_prefill else 1)
         return running
 
     def _is_end(self, token: int, request: int) -> bool:
-        return token in self.stop or (self.ends is not None and self.ends[request](token))
+        return token in self.stop or (self.stop_tests is not None and self.stop_tests[request](token))
 
-    def _carry(
-        self, running: list[int], tokens: Tensor, taps: Tensor, counts: list[int], verdict: Verdict
+    def _advance(
+        self, running: list[int], tokens: Tensor, taps: Tensor, counts: list[int], result: VerificationResult
     ) -> None:
-        """Drop finished rows, remember the new roots, and let the drafter absorb the rest."""
-        root = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
+        """Drop finished rows, set the new roots, and advance the drafter by the settled tokens."""
+        root = result.tokens.gather(1, result.accepted[:, None])[:, 0]  # (B,) last emitted token
         if self.seen is not None:
-            self.seen.scatter_(1, torch.where(verdict.tokens >= 0, verdict.tokens, root[:, None]), value=True)
+            self.seen.scatter_(1, torch.where(result.tokens >= 0, result.tokens, root[:, None]), value=True)
         if len(running) < len(self.batch.request):
             self.batch.select(running)
             if not running:

@@ -1,4 +1,4 @@
-"""What goes into the decoding loop and what comes out of it: the proposer, rounds, outputs, times."""
+"""Interfaces of the decoding loop: `Proposer`, and the outputs, times and rounds it produces."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.verify import Verdict
+from decode.verify import VerificationResult
 
-# Makes a request's own test: told every token the request emits, in order, True ends it there.
+# Factory of a stop test per request. The test gets each emitted token in order; True ends the request.
 Until = Callable[[], Callable[[int], bool]]
 
 
 class Proposer(Protocol):
-    """All that the decoder knows of a drafter. State lives in an object, never on the module.
+    """Interface of a drafter. Its decoding state is an object of its own, never kept on the module.
 
-    One whose drafts may depend on where earlier rounds began, and not on the text alone, has a method
-    `remembers`, which says so of a plan; and where they depend on the other rows of a batch as well, an
-    attribute `sociable`.
+    Optional members: a method `depends_on_rounds(plan) -> bool` if drafts may depend on where earlier
+    rounds began and not on the text alone; an attribute `depends_on_batch: bool` if they may depend on
+    the other rows of the batch.
     """
 
     def new_state(self, rows: int) -> Any:
-        """State for `rows` fresh sequences."""
+        """Return state for `rows` new sequences."""
         ...
 
     def advance(
         self, state: Any, target: Target, tokens: Tensor, taps: Tensor, counts: Sequence[int], root: Tensor
     ) -> None:
-        """Absorb settled tokens.
+        """Update the state with settled tokens.
 
         Args:
             state: from `new_state`; changed in place.
-            target: for its embedding.
+            target: provides the embedding.
             tokens: (B, M) right-padded; entries past `counts` are ignored.
             taps: (B, M, L, D) of these tokens.
             counts: tokens per row, at least 1.
@@ -51,52 +51,52 @@ class Proposer(Protocol):
         ...
 
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
-        """Draft below the root. Proposing twice gives the same draft."""
+        """Draft below the root. Two calls in a row give the same draft."""
         ...
 
 
-def remembers(drafter: Proposer, plan: Plan) -> bool:
-    """Whether its drafts depend on where earlier rounds began."""
+def depends_on_rounds(drafter: Proposer, plan: Plan) -> bool:
+    """Whether the drafts of this plan depend on where earlier rounds began."""
     if plan.adapt is not None:
         return True
-    says: Callable[[Plan], bool] | None = getattr(drafter, "remembers", None)
-    return says is not None and says(plan)
+    method: Callable[[Plan], bool] | None = getattr(drafter, "depends_on_rounds", None)
+    return method is not None and method(plan)
 
 
 @dataclass(slots=True)
 class Output:
-    """One request, finished or under way.
+    """Output of one request, finished or in progress.
 
     Attributes:
-        tokens: generated, up to and including the one that ended them.
-        emitted: tokens each verification round gave, cut at the end; the first token comes from
-            the prefill and belongs to no round.
-        accepted: draft tokens each round accepted, before any cut.
-        offered: depth of the draft each round was offered.
-        drafted: draft nodes each round was offered.
-        stopped: ended by an end token or by `until` rather than by length.
+        tokens: generated tokens, up to and including the end token.
+        emitted: number of tokens emitted per verification round, after the cut at the end. The first
+            token comes from the prefill and belongs to no round.
+        accepted: number of draft tokens accepted per round, before the cut.
+        draft_lengths: depth of the draft per round.
+        drafted: number of draft nodes per round.
+        stopped: ended by an end token or by `until`, not by length.
         ttft: seconds from the start of the batch to the first token.
     """
 
     tokens: list[int]
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    offered: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     stopped: bool = False
     ttft: float = 0.0
 
     @property
     def tau(self) -> float:
-        """Tokens a round, the target's own included; 0 where there was no round."""
+        """Acceptance length: mean tokens per round, the target's included; 0 without rounds."""
         return sum(self.emitted) / len(self.emitted) if self.emitted else 0.0
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds spent; `other` is what is left of `total`. Prefill is no part of the shares.
+    """Seconds spent. `total` covers the rounds: draft, verify and `other`; prefill is separate.
 
-    What a consumer of `stream` does between two pieces is in none of them.
+    Time that a consumer of `stream` spends between two pieces is not counted.
     """
 
     prefill: float = 0.0
@@ -106,36 +106,36 @@ class Times:
 
     @property
     def other(self) -> float:
-        """Bookkeeping: rules, coins, compaction, the loop."""
+        """Seconds of everything else: acceptance rules, random numbers, cache compaction, the loop."""
         return self.total - self.draft - self.verify
 
 
 class Round(NamedTuple):
-    """One verification as observers see it, the prefill (which drafts nothing) included."""
+    """One verification, as passed to `on_round`. The prefill counts as a round without a draft."""
 
     requests: list[int]  # index of each row's request
     logits: Tensor  # (B, S, V)
     draft: Draft
-    verdict: Verdict
-    emitted: list[list[int]]  # per row, cut at the end
+    result: VerificationResult
+    emitted: list[list[int]]  # tokens per row, cut at the end
 
 
 @dataclass(slots=True)
 class Generation:
-    """All requests' outputs, in the order they were given."""
+    """Outputs of all requests, in the order given, and times of the batch."""
 
     outputs: list[Output]
     times: Times
 
 
 class Piece(NamedTuple):
-    """What one round of a streamed request settled; the first comes from the prefill.
+    """Tokens that one round of a stream settled; the first piece comes from the prefill.
 
-    `output` and `times` are one object each for all pieces of a stream, and grow with it; after
-    the last piece they are what `generate` returns.
+    `output` and `times` are shared by all pieces of a stream and updated in place; after the last piece
+    they equal what `generate` returns.
     """
 
     tokens: list[int]  # at least one, cut at the end
-    drafted: list[bool]  # per token: an accepted draft token, or else the target's own
+    drafted: list[bool]  # per token: whether it is an accepted draft token
     output: Output
     times: Times

@@ -91,7 +91,10 @@ def _adaptive(plans: Sequence[Plan], found: Sequence[Acceptance], costs: Costs, 
         chains = [
             (plan, one.keeps)
             for plan, one in zip(plans, found, strict=True)
-            if plan.proposal == proposal and not plan.forks and not plan.min_confidence and plan.depth > 1
+            if plan.proposal == proposal
+            and not plan.has_siblings
+            and not plan.min_confidence
+            and plan.depth > 1
         ]
         longest, keeps = max(chains, key=lambda chain: chain[0].depth, default=(PLAIN, None))
         if keeps is None or not any(map(len, keeps)):

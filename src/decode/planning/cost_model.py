@@ -110,7 +110,7 @@ def family(plan: Plan) -> tuple:
 
 def _kind(plan: Plan) -> tuple:
     """Plans whose rounds the loop and the rule go through alike."""
-    return (plan.depth > 0, plan.forks, plan.proposal, plan.rule) if plan.depth else (False,)
+    return (plan.depth > 0, plan.has_siblings, plan.proposal, plan.rule) if plan.depth else (False,)
 
 
 class Measured:

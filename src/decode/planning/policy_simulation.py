@@ -1,4 +1,4 @@
-"""Adaptive chains on stored answers: what a `Pace` would have done, on the host alone."""
+"""Adaptive chains on stored answers: what a `DepthPolicy` would have done, on the host alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decode.depth_policy import Pace
+from decode.depth_policy import DepthPolicy
 from decode.plan import Plan
 from decode.planning.cost_model import PLAIN, Costs
 
@@ -29,8 +29,8 @@ class Played(NamedTuple):
     rounds: int
 
 
-def pace_of(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int) -> Pace:
-    """The pace at which a chain adapts: mean acceptance, and the costs of all depths up to a batch size."""
+def pace_of(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int) -> DepthPolicy:
+    """The policy at which a chain adapts: mean acceptance, and the costs of all depths up to a batch size."""
     chances = np.concatenate([keep for keep in keeps if len(keep)])
     tried = np.cumprod(np.concatenate([np.ones((len(chances), 1)), chances[:, :-1]], 1), 1)
     prior = float((tried * chances).sum() / max(tried.sum(), 1e-300))
@@ -40,7 +40,7 @@ def pace_of(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int) -
         plain = costs.round_seconds(PLAIN, size)
         chains = [costs.round_seconds(shortened(plan, k), size) for k in range(1, plan.depth + 1)]
         curves.append((size, tuple(round(c / plain, 3) for c in (costs.idle_seconds(size), *chains))))
-    return Pace(round(prior, 3), tuple(curves))
+    return DepthPolicy(round(prior, 3), tuple(curves))
 
 
 def shortened(plan: Plan, depth: int) -> Plan:
@@ -71,14 +71,14 @@ def rehearse(plan: Plan, keeps: Sequence[np.ndarray], costs: Costs, batch: int) 
         chance = [keep if plan.proposal == "fixed" else dice.random(keep.shape) < keep for keep in part]
         kept = [np.cumprod(keep >= 0.5, 1).sum(1) for keep in chance]  # (starts,) of each row
         lengths = np.array([len(one) for one in kept])
-        place, counts, seconds = np.zeros(len(kept), int), plan.adapt.start(len(kept)), 0.0
+        place, counts, seconds = np.zeros(len(kept), int), plan.adapt.initial_counts(len(kept)), 0.0
         running = np.arange(len(kept))
         while len(running):
             depths = plan.adapt.depths(counts, plan.proposal != "fixed" and plan.rule != "match")
             seconds += price(max(depths), len(running))
             rounds += len(running)
             accepted = [min(int(kept[r][place[r]]), k) for r, k in zip(running, depths, strict=True)]
-            counts = plan.adapt.seen(counts, accepted, depths)
+            counts = plan.adapt.update(counts, accepted, depths)
             place[running] += np.array(accepted) + 1
             on = place[running] < lengths[running]
             running, counts = running[on], counts[:, on]

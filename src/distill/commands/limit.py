@@ -82,7 +82,7 @@ def _laws(target: Target, rollouts: Sequence[Rollout], sampler: Sampler) -> list
     for prompt, answer in rollouts:
         tokens = torch.tensor([prompt + answer], device=target.device)
         last = target.read(tokens).last[0, len(prompt) - 1 : -1]
-        laws.append(sampler.law(target.head(last)))
+        laws.append(sampler.probs(target.head(last)))
     return laws
 
 
@@ -177,7 +177,7 @@ def _reached(
 ) -> dict[str, Any]:
     """Of a drafter's plan: the fraction that it keeps and where the rest goes, or the bounds on draws."""
     facts: dict[str, Any] = {"name": short_name(drafter), "plan": plan.name, "nodes": plan.nodes}
-    if plan.draws_at(sampler.temperature) is not None:
+    if plan.proposal_temperature(sampler.temperature) is not None:
         most = acceptance(target, drafter, contexts, plan, sampler, BATCH).cpu().numpy()
         return facts | {"fraction": None, "first_level": _mean(most, groups)}
     own = kept(target, drafter, contexts, plan, sampler, BATCH)

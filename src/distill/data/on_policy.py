@@ -119,7 +119,9 @@ class OnPolicy:
     def _chances(self, head: Head, last: Tensor, tokens: Tensor) -> Tensor:
         """(n,) probability of each token after (n, D) states."""
         parts = zip(last.split(ROWS), tokens.split(ROWS), strict=True)
-        return torch.cat([self.sampler.law(head(part)).gather(1, own[:, None])[:, 0] for part, own in parts])
+        return torch.cat(
+            [self.sampler.probs(head(part)).gather(1, own[:, None])[:, 0] for part, own in parts]
+        )
 
 
 def reached(p: Tensor, q: Tensor, cut: float) -> Tensor:

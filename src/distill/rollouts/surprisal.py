@@ -107,7 +107,7 @@ def measure(target: Target, rows: Sequence[dict[str, Any]], sampler: Sampler) ->
 
 def _laws(logits: Tensor, token: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
     """(A, V) logits and (A,) tokens -> entropy, surprisal, variance, likeliest, each (A,)."""
-    law = sampler.law(logits).double()
+    law = sampler.probs(logits).double()
     law = law / law.sum(-1, keepdim=True)
     own, entropy, variance = surprisals(law, law.log(), token)
     return entropy, own, variance, logits.gather(1, token[:, None])[:, 0] == logits.amax(-1)

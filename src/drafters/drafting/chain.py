@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from decode.draft import PAD, Draft, Laws
+from decode.draft import PAD, Draft, DraftProbs
 from decode.plan import Plan
 from decode.rng import Coin, Key, Purpose
 from decode.sampling import Sampler
@@ -63,13 +63,13 @@ def draft_chain(
             return empty
         # Empty `laws` keep the random keys of these rows those of rows that draft nothing in a mixed batch.
         none = empty.tokens
-        return replace(empty, laws=Laws(levels[0][:, None][:, :0], none, (), none.bool()))
+        return replace(empty, probs=DraftProbs(levels[0][:, None][:, :0], none, (), none.bool()))
     return Draft.chain(torch.stack(tokens, 1), torch.stack(levels[: len(tokens)], 1) if levels else None)
 
 
 def _largest(logits: Tensor, probs: Tensor | None) -> Tensor:
     """(B,) largest probability of (B, V) `probs` or, without them, of softmax((B, V') logits)."""
-    return (Sampler(1.0).law(logits) if probs is None else probs).amax(-1)
+    return (Sampler(1.0).probs(logits) if probs is None else probs).amax(-1)
 
 
 def draft_parallel_chains(
@@ -107,5 +107,5 @@ def draft_parallel_chains(
         owners.append(torch.where(twin == index, level * count + 1 + index, -1))
     token = torch.cat(tokens, 1)
     levels, sampled = tuple(q.shape[1] for q in q_levels), torch.ones_like(token, dtype=torch.bool)
-    laws = Laws(torch.cat(q_levels, 1), torch.cat(owners, 1), levels, sampled, count, replacement=True)
+    laws = DraftProbs(torch.cat(q_levels, 1), torch.cat(owners, 1), levels, sampled, count, replacement=True)
     return Draft(token, torch.cat(parents, 1), plan.depth, laws)

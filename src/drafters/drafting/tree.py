@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decode.draft import PAD, Draft, Laws
+from decode.draft import PAD, Draft, DraftProbs
 from decode.plan import Path, Plan
 from decode.rng import Coin, Key, Purpose
 from decode.sampling import Sampler
@@ -43,7 +43,7 @@ def expand(
         confidence: () -> (B, W) logits of acceptance, for the entries of the last `step`; called once
             per level, and only if the plan has a `min_confidence`.
     """
-    temperature = plan.draws_at(sampler.temperature)
+    temperature = plan.proposal_temperature(sampler.temperature)
     warp = None
     if temperature is not None:
         # Any q is lossless. The repetition penalty is left out: it needs the history.
@@ -150,13 +150,13 @@ class _Grower:
     ) -> Draft:
         """Build the draft from (B, N) tokens, parents and sibling ranks, and (B, Q) expanded slots."""
         if not self.probs:
-            return Draft(token, parent, depth, reach=reach)
+            return Draft(token, parent, depth, ancestor_mask=reach)
         levels = tuple(q.shape[1] for q in self.probs)
         sampled = (rank < self.drawn).expand_as(token)
         q = torch.cat(self.probs, 1)
         ranked = not self.plan.tree
-        laws = Laws(q, owner, levels, sampled, self.drawn, self.plan.replacement, ranked=ranked)
-        return Draft(token, parent, depth, laws, reach=reach)
+        laws = DraftProbs(q, owner, levels, sampled, self.drawn, self.plan.replacement, ranked=ranked)
+        return Draft(token, parent, depth, laws, ancestor_mask=reach)
 
 
 def _dynamic(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:

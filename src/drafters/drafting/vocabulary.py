@@ -71,7 +71,7 @@ def probs_of(logits: Tensor, warp: Sampler, vocabulary: Vocabulary | None) -> Te
     A row is zero, so that nothing is drawn from it, where softmax gives NaN: logits with NaN or +inf, or
     all -inf.
     """
-    probs = warp.law(logits).nan_to_num_(nan=0.0)
+    probs = warp.probs(logits).nan_to_num_(nan=0.0)
     if vocabulary is None:
         return probs
     return probs.new_zeros(len(probs), vocabulary.size).index_copy_(1, vocabulary.ids, probs)

@@ -121,12 +121,12 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         drafter.in_proj.weight[:, -size:] += torch.eye(size)
         return drafter
 
-    def remembers(self, plan: Plan) -> bool:
+    def depends_on_rounds(self, plan: Plan) -> bool:
         """Whether a draft depends on where the round before began."""
         return self.reuse.applies_to(plan)
 
     @property
-    def sociable(self) -> bool:
+    def depends_on_batch(self) -> bool:
         """Whether it depends on the other rows of its batch: old states are verified alone in all or none."""
         return self.reuse.mode == "immediate"
 

@@ -9,7 +9,7 @@ import cards
 import pytest
 from exact import Grown
 
-from decode.depth_policy import Pace
+from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
 from decode.evaluation.acceptance import acceptance
 from decode.evaluation.replay import Rollout
@@ -165,7 +165,7 @@ def test_auto_times_candidates_and_may_adapt(target):
     assert all(row["round_seconds"] > 0 for row in curve)
     assert [row["decode"] for row in curve] == [*(p.name for p in auto.plans), "chain-3 (adaptive)"]
     assert plan in auto.plans or plan.adapt is not None
-    assert set(dict(Pace(**curve[-1]["adapt"]).costs)) == {1, 2}
+    assert set(dict(DepthPolicy(**curve[-1]["adapt"]).costs)) == {1, 2}
 
 
 @pytest.mark.parametrize(

@@ -201,8 +201,8 @@ def wrong_row(monkeypatch):
     """Every token is drawn from the row of the slot before its own."""
 
     def shifted(draft, rows, coin):
-        best = rows.best(draft)  # (B, S)
-        rows.best = lambda _: torch.cat([best[:, :1], best[:, :-1]], 1)
+        best = rows.argmax(draft)  # (B, S)
+        rows.argmax = lambda _: torch.cat([best[:, :1], best[:, :-1]], 1)
         return match(draft, rows, coin)
 
     replaced(monkeypatch, shifted)
@@ -216,12 +216,12 @@ def drafts_are_believed(monkeypatch):
     """The first child is taken whatever the target says."""
 
     def believing(draft, rows, coin):
-        verdict = match(draft, rows, coin)
+        result = match(draft, rows, coin)
         if draft.tokens.shape[1]:
-            verdict.tokens[:, 0] = torch.where(
-                (verdict.accepted == 0) & (draft.tokens[:, 0] >= 0), draft.tokens[:, 0], verdict.tokens[:, 0]
+            result.tokens[:, 0] = torch.where(
+                (result.accepted == 0) & (draft.tokens[:, 0] >= 0), draft.tokens[:, 0], result.tokens[:, 0]
             )
-        return verdict
+        return result
 
     replaced(monkeypatch, believing)
 

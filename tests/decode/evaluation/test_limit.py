@@ -20,7 +20,7 @@ def paths(target, context, count, sampler):
         mass, path = heapq.heappop(heap)
         found.append(-mass)
         last = target.read(torch.tensor([[*context, *path]])).last[0, -1]
-        for token, p in enumerate(sampler.law(target.head(last)).tolist()):
+        for token, p in enumerate(sampler.probs(target.head(last)).tolist()):
             heapq.heappush(heap, (mass * p, [*path, token]))
     return found[1:]
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from decode import verify
-from decode.draft import PAD, Draft, Laws
+from decode.draft import PAD, Draft, DraftProbs
 from decode.evaluation.audit import CHANCE, audit
 from decode.evaluation.audit import steps as audit_steps
 from decode.evaluation.sampling_tests import BINS, TILTS, Uniformity, _chi_square
@@ -20,7 +20,7 @@ from decode.generation.types import Round
 from decode.plan import Plan
 from decode.rng import Key, Purpose
 from decode.sampling import Sampler
-from decode.verify import Verdict, match
+from decode.verify import VerificationResult, match
 from drafters.drafting.tree import expand
 
 VOCAB, ONE = 23, Sampler(1.0)
@@ -39,8 +39,8 @@ def one(p, x, draft=None, sampler=ONE):
     tests.dice = type("Halves", (), {"random": lambda self, n: torch.full((n,), 0.5).double().numpy()})()
     zero = torch.zeros(1, 1, dtype=torch.long)
     draft = draft or Draft.empty(1, torch.device("cpu"))
-    verdict = Verdict(torch.tensor([[x]]), zero, zero[0])
-    tests.watch([[0]])(Round([0], torch.tensor([[p]]).double().log(), draft, verdict, [[x]]))
+    result = VerificationResult(torch.tensor([[x]]), zero, zero[0])
+    tests.watch([[0]])(Round([0], torch.tensor([[p]]).double().log(), draft, result, [[x]]))
     return tests
 
 
@@ -76,11 +76,11 @@ def test_drawn_children_do_not():
         draft = Draft.chain(torch.tensor([[drawn]]), q)
         places = [bins(one(p, x, draft))[1, 2] for x in range(4)]
         assert places == [at(0.07), at(0.14 + 0.2), at(0.54 + 0.23), at(0.54 + 0.23)]
-    laws = Laws(q, torch.tensor([[0]]), (1,), torch.tensor([[True, False]]))
-    hybrid = Draft(torch.tensor([[0, 2]]), torch.tensor([[-1, -1]]), depth=1, laws=laws)
+    laws = DraftProbs(q, torch.tensor([[0]]), (1,), torch.tensor([[True, False]]))
+    hybrid = Draft(torch.tensor([[0, 2]]), torch.tensor([[-1, -1]]), depth=1, probs=laws)
     assert [bins(one(p, x, hybrid))[1, 2] for x in range(4)] == places
     # Where q belongs to another slot, the chosen one comes first and the drawn one where it belongs.
-    elsewhere = replace(hybrid, laws=replace(laws, owner=torch.tensor([[1]])))
+    elsewhere = replace(hybrid, probs=replace(laws, owner=torch.tensor([[1]])))
     assert [bins(one(p, x, elsewhere))[1, 2] for x in (2, 0)] == [at(0.09), at(0.18 + 0.07)]
 
 
@@ -139,7 +139,7 @@ def test_p_values_are_uniform_even_for_peaked_rows():
         tests.dice = np.random.default_rng(run)
         x = law.multinomial(1)
         tests.watch([[0]] * 240)(
-            Round(list(range(240)), logits, draft, Verdict(x, zero, zero[:, 0]), x.tolist())
+            Round(list(range(240)), logits, draft, VerificationResult(x, zero, zero[:, 0]), x.tolist())
         )
         found.append(tests.result(""))
     for order in ("free by p", "free by id"):
@@ -220,7 +220,7 @@ def test_what_is_lossless_passes(target, plan, sampler):
 
 
 def test_the_tests_ask_for_the_laws_that_tokens_were_drawn_from(target, monkeypatch):
-    """Rows, slots and what a penalty has seen, against plain passes over the text."""
+    """TargetProbs, slots and what a penalty has seen, against plain passes over the text."""
     sampler = Sampler(0.8, repetition_penalty=1.7)
     real, found, asked = Uniformity._see, [[] for _ in PROMPTS[:5]], []
     monkeypatch.setattr(
@@ -245,7 +245,7 @@ def test_the_tests_ask_for_the_laws_that_tokens_were_drawn_from(target, monkeypa
             seen = torch.zeros(1, VOCAB, dtype=torch.bool)
             seen[0, text] = True
             logits = target.model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1]
-            assert torch.allclose(law, sampler.law(logits, seen)[0], atol=1e-9)
+            assert torch.allclose(law, sampler.probs(logits, seen)[0], atol=1e-9)
 
 
 # -- wrong decoders ------------------------------------------------------------------------------
@@ -267,23 +267,23 @@ def chain(
     extra=lambda coin, law, accepted, every: coin.draw(law, Key(Purpose.RESIDUAL, 0), every),
 ):
     """The token rule in its plainest form, with places for bugs."""
-    q, count = draft.laws.q, draft.tokens.shape[0]
+    q, count = draft.probs.q, draft.tokens.shape[0]
     every = active = torch.ones(count, dtype=torch.bool)
     accepted = torch.zeros(count, dtype=torch.long)
     law = torch.zeros_like(q[:, 0])
     for depth in range(draft.depth):
-        p, x = rows.law(torch.full_like(accepted, row(depth))), draft.tokens[:, depth]
+        p, x = rows.at(torch.full_like(accepted, row(depth))), draft.tokens[:, depth]
         at, real = x.clamp_min(0)[:, None], x != PAD
         left = residual(p, q[:, depth] * real[:, None])
         law = torch.where(active[:, None], left, law)
         keep = coin.flip(p.gather(1, at)[:, 0], q[:, depth].gather(1, at)[:, 0], Key(toss, depth), active)
         active = active & keep & real
         accepted = accepted + active
-    law = torch.where(active[:, None], bonus(rows.law(torch.full_like(accepted, row(draft.depth)))), law)
+    law = torch.where(active[:, None], bonus(rows.at(torch.full_like(accepted, row(draft.depth)))), law)
     steps = torch.arange(draft.depth + 1)
     tokens = torch.where(steps < accepted[:, None], pad(draft.tokens, (0, 1), value=PAD), PAD)
     tokens = tokens.scatter(1, accepted[:, None], extra(coin, law, accepted, every)[:, None])
-    return Verdict(tokens, steps * (tokens != PAD), accepted)
+    return VerificationResult(tokens, steps * (tokens != PAD), accepted)
 
 
 def same_coin(coin, law, accepted, every):
@@ -294,34 +294,34 @@ def same_coin(coin, law, accepted, every):
 
 def claimed(temperature):
     """Says that tokens were drawn from a law of another temperature than they were."""
-    return lambda draft: replace(draft, laws=replace(draft.laws, q=heated(draft.laws.q, temperature)))
+    return lambda draft: replace(draft, probs=replace(draft.probs, q=heated(draft.probs.q, temperature)))
 
 
 def timid(draft):
     """Drops what it was not sure of after it was drawn."""
-    sure = draft.laws.q.gather(2, draft.tokens[..., None])[..., 0] > 0.2
+    sure = draft.probs.q.gather(2, draft.tokens[..., None])[..., 0] > 0.2
     return replace(draft, tokens=draft.tokens.where(sure.cumprod(1).bool(), PAD))
 
 
 def undrawn(draft):
     """Takes the likeliest, but says it drew them."""
-    return replace(draft, tokens=draft.laws.q.argmax(-1))
+    return replace(draft, tokens=draft.probs.q.argmax(-1))
 
 
 def believing(draft, rows, coin):
     """Takes a first child that is not too unlikely."""
-    verdict = match(draft, rows, coin)
+    result = match(draft, rows, coin)
     if draft.depth:
-        p = rows.law(torch.zeros(len(draft.tokens), dtype=torch.long)).gather(1, draft.tokens[:, :1])[:, 0]
-        taken = (verdict.accepted == 0) & (p > 0.2)
-        verdict.tokens[:, 0] = torch.where(taken, draft.tokens[:, 0], verdict.tokens[:, 0])
-    return verdict
+        p = rows.at(torch.zeros(len(draft.tokens), dtype=torch.long)).gather(1, draft.tokens[:, :1])[:, 0]
+        taken = (result.accepted == 0) & (p > 0.2)
+        result.tokens[:, 0] = torch.where(taken, draft.tokens[:, 0], result.tokens[:, 0])
+    return result
 
 
 def late(draft, rows, coin):
     """Draws from the row before."""
-    law = rows.law
-    rows.law = lambda slot: law((slot - 1).clamp_min(0))
+    law = rows.at
+    rows.at = lambda slot: law((slot - 1).clamp_min(0))
     return match(draft, rows, coin)
 
 

@@ -20,14 +20,14 @@ SAMPLERS = [Sampler(0.0), Sampler(0.8)]
 class Forgetful(Grown):
     """A drafter that says it remembers, and does not."""
 
-    def remembers(self, plan):
+    def depends_on_rounds(self, plan):
         return True
 
 
 class Counting:
     """Drafts differently in every round of a request: replay from all places could not know."""
 
-    def remembers(self, plan):
+    def depends_on_rounds(self, plan):
         return True
 
     def __init__(self, drafter) -> None:

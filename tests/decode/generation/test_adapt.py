@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exact import Grown, RealKeys, check_lossless
 
-from decode.depth_policy import Pace
+from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
 from decode.evaluation.acceptance import acceptance, counted
 from decode.evaluation.replay import Rollout, inexact, replay
@@ -23,20 +23,20 @@ from decode.planning.round_timing import measure
 from decode.sampling import Sampler
 
 # Drafting two tokens pays after an acceptance, one at first, none after a rejection or two.
-PACE = Pace(0.45, ((1, (1.0, 1.42, 1.64)), (4, (1.0, 1.43, 1.65))))
+PACE = DepthPolicy(0.45, ((1, (1.0, 1.42, 1.64)), (4, (1.0, 1.43, 1.65))))
 RULES = [("fixed", "auto"), ("sampled", "token"), ("sampled", "block"), ("sampled", "match")]
 
 
 def watched(monkeypatch):
-    """All depths that a pace asks for, in a list that fills."""
-    asked, depths = [], Pace.depths
+    """All depths that a policy asks for, in a list that fills."""
+    asked, depths = [], DepthPolicy.depths
 
     def spy(self, counts, alone):
         found = depths(self, counts, alone)
         asked.append(found)
         return found
 
-    monkeypatch.setattr(Pace, "depths", spy)
+    monkeypatch.setattr(DepthPolicy, "depths", spy)
     return asked
 
 
@@ -79,12 +79,12 @@ def test_a_rows_text_is_its_own_in_any_company(tiny_target, proposal, rule):
     target, plan = tiny_target(), Plan(2, proposal=proposal, rule=rule, adapt=PACE)
     alone, together = (texts(target, Grown(3), plan, company) for company in (1, 12))
     assert [o.tokens for o in alone] == [o.tokens for o in together]
-    assert {0, 1, 2} <= {depth for o in [*alone, *together] for depth in o.offered}
+    assert {0, 1, 2} <= {depth for o in [*alone, *together] for depth in o.draft_lengths}
     if proposal == "fixed" or rule == "match":
         plain = texts(target, None, Plan(), 12)
         assert [o.tokens for o in plain] == [o.tokens for o in together]
     else:
-        assert [o.offered for o in alone] == [o.offered for o in together]
+        assert [o.draft_lengths for o in alone] == [o.draft_lengths for o in together]
 
 
 def test_rounds_that_draft_nothing_leave_a_drafter_as_if_it_had_never_paused(tiny_target, make_drafter):
@@ -156,7 +156,7 @@ def test_a_rehearsal_is_what_the_decoder_does(tiny_target, batch):
         )
         assert [o.tokens for o in run.outputs] == [r.answer for r in part]
         rounds += sum(len(o.emitted) for o in run.outputs)
-        offered |= {depth for o in run.outputs for depth in o.offered}
+        offered |= {depth for o in run.outputs for depth in o.draft_lengths}
     assert rounds == played.rounds
     assert len(offered) > 1
 
@@ -185,7 +185,7 @@ def test_a_scorecard_counts_what_depends_on_company_and_says_so(tiny_target):
 
 
 def test_one_that_remembers_is_walked_at_its_pace(tiny_target):
-    """Alone, rounds at a pace are what walking through the text says."""
+    """Alone, rounds at a policy are what walking through the text says."""
     from decode.evaluation.stateful_replay import walk
 
     target, sampler = tiny_target(vocab=5), Sampler(0.8)
@@ -208,32 +208,32 @@ def test_one_that_remembers_is_walked_at_its_pace(tiny_target):
     assert counted(outputs).rounds == rounds
 
 
-# -- the pace ------------------------------------------------------------------------------------
+# -- the policy ------------------------------------------------------------------------------------
 
 
 def test_a_pace_follows_acceptance_and_forgets():
-    pace = Pace(0.5, ((1, tuple(1 + 0.25 * k for k in range(6))),))
-    counts = pace.start(1)
-    (first,) = pace.depths(counts, alone=True)
+    policy = DepthPolicy(0.5, ((1, tuple(1 + 0.25 * k for k in range(6))),))
+    counts = policy.initial_counts(1)
+    (first,) = policy.depths(counts, per_row=True)
     for _ in range(12):
-        (depth,) = pace.depths(counts, alone=True)
-        counts = pace.seen(counts, [depth], [depth])
-    (easy,) = pace.depths(counts, alone=True)
+        (depth,) = policy.depths(counts, per_row=True)
+        counts = policy.update(counts, [depth], [depth])
+    (easy,) = policy.depths(counts, per_row=True)
     for _ in range(40):
-        (depth,) = pace.depths(counts, alone=True)
-        counts = pace.seen(counts, [0], [max(depth, 1)])
-    (hard,) = pace.depths(counts, alone=True)
+        (depth,) = policy.depths(counts, per_row=True)
+        counts = policy.update(counts, [0], [max(depth, 1)])
+    (hard,) = policy.depths(counts, per_row=True)
     assert (first, easy) == (1, 5)
     assert hard == 0
     for _ in range(60):
-        counts = pace.seen(counts, [0], [0])
-    assert pace.depths(counts, alone=True) == [first]
+        counts = policy.update(counts, [0], [0])
+    assert policy.depths(counts, per_row=True) == [first]
 
 
 def test_between_batch_sizes_costs_are_in_proportion():
-    pace = Pace(0.5, ((1, (1.0, 2.0)), (5, (2.0, 6.0))))
-    assert pace.price(3).tolist() == [1.5, 4]
-    assert pace.price(9).tolist() == [2, 6]
+    policy = DepthPolicy(0.5, ((1, (1.0, 2.0)), (5, (2.0, 6.0))))
+    assert policy.round_costs(3).tolist() == [1.5, 4]
+    assert policy.round_costs(9).tolist() == [2, 6]
 
 
 @pytest.mark.parametrize(
@@ -241,13 +241,13 @@ def test_between_batch_sizes_costs_are_in_proportion():
     [
         ({"prior": 0.5}, "as advise prints it"),
         ({"prior": 0.5, "costs": {}}, "as advise prints it"),
-        ({"prior": 1.5, "costs": {1: [1, 1, 1]}}, "prior is from 0 to 1"),
-        ({"prior": 0.5, "costs": {1: [1, 0, 1]}}, "costs more than 0"),
-        ({"prior": 0.5, "costs": {1: [1, 1, 1], 2: [1, 1]}}, "as many costs"),
+        ({"prior": 1.5, "costs": {1: [1, 1, 1]}}, "prior must be from 0 to 1"),
+        ({"prior": 0.5, "costs": {1: [1, 0, 1]}}, "costs above 0"),
+        ({"prior": 0.5, "costs": {1: [1, 1, 1], 2: [1, 1]}}, "the same number of costs"),
         ({"prior": 0.5, "costs": {1: [1, 1]}}, "0 to decode.depth=2"),
-        ({"prior": 0.5, "costs": {1: []}}, "one or more"),
-        ({"prior": 0.5, "costs": {1: 3}}, "all of it is numbers"),
-        ({"prior": "high", "costs": {1: [1, 1, 1]}}, "all of it is numbers"),
+        ({"prior": 0.5, "costs": {1: []}}, "at least one"),
+        ({"prior": 0.5, "costs": {1: 3}}, "all values must be numbers"),
+        ({"prior": "high", "costs": {1: [1, 1, 1]}}, "all values must be numbers"),
         (3, "what foredraft advise prints"),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_pace_that_cannot_be_is_refused(given, word):
 def test_a_pace_is_for_single_lossless_chains():
     given = {"prior": 0.5, "costs": {8: [1, 2, 3], 1: [1, 1.5, 2]}}
     plan = Plan(2, adapt=given)
-    assert plan.adapt == Pace(0.5, ((1, (1, 1.5, 2)), (8, (1, 2, 3))))
+    assert plan.adapt == DepthPolicy(0.5, ((1, (1, 1.5, 2)), (8, (1, 2, 3))))
     assert plan.name == "chain-2 (adaptive)"
     for other in (
         {"width": 2, "nodes": 4},
@@ -268,7 +268,7 @@ def test_a_pace_is_for_single_lossless_chains():
     ):
         with pytest.raises(UserError, match="single lossless chain"):
             Plan(2, adapt=given, **other)
-    assert adapt.paced(Grown(3), replace(plan, adapt=None)).__class__ is Grown
+    assert adapt.adapt_depth(Grown(3), replace(plan, adapt=None)).__class__ is Grown
 
 
 def test_a_machines_costs_make_a_pace():

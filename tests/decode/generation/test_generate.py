@@ -41,9 +41,9 @@ def run(target, drafter, prompts=PROMPTS, plan=CHAIN, sampler=GREEDY, **options)
 
 
 def consistent(output):
-    assert len(output.emitted) == len(output.accepted) == len(output.offered) == len(output.drafted)
+    assert len(output.emitted) == len(output.accepted) == len(output.draft_lengths) == len(output.drafted)
     assert 1 + sum(output.emitted) == len(output.tokens)
-    rounds = list(zip(output.emitted, output.accepted, output.offered, output.drafted, strict=True))
+    rounds = list(zip(output.emitted, output.accepted, output.draft_lengths, output.drafted, strict=True))
     for number, (emitted, accepted, offered, drafted) in enumerate(rounds):
         last = number == len(rounds) - 1
         assert emitted == accepted + 1 or (last and 1 <= emitted <= accepted)
@@ -288,7 +288,7 @@ def test_a_drafter_with_nothing_to_draft_is_plain_decoding(target, answers):
     outputs = run(target, drafter, plan=Plan())
     assert tokens(outputs) == answers
     assert drafter.calls == 0
-    assert all(set(output.offered) == {0} for output in outputs)
+    assert all(set(output.draft_lengths) == {0} for output in outputs)
 
 
 @pytest.mark.parametrize("rule", ["match", "token"])
@@ -308,8 +308,8 @@ def test_rows_may_be_offered_less_or_nothing(target, answers, rule):
     plan = Plan(depth=6, proposal="fixed" if rule == "match" else "sampled", rule=rule)
     outputs = run(target, Uneven(texts(answers), VOCAB, right=0.9, branches=0), plan=plan)
     assert tokens(outputs) == answers
-    assert {0, 1, 2, 3} == {offered for output in outputs for offered in output.offered}
-    assert [o.drafted for o in outputs] == [o.offered for o in outputs]
+    assert {0, 1, 2, 3} == {offered for output in outputs for offered in output.draft_lengths}
+    assert [o.drafted for o in outputs] == [o.draft_lengths for o in outputs]
     assert sum(sum(output.accepted) for output in outputs) > 5
 
 

@@ -11,7 +11,7 @@ from letters import MIXED, ended, pieces, whole
 from scripted import Oracle, Watch
 
 from decode.generation.generate import generate, stream
-from decode.generation.text import HALF, StopStrings
+from decode.generation.text import REPLACEMENT, StopStrings
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -46,7 +46,7 @@ def cut(tokens, strings, tokenizer=MIXED):
 
 def said(tokens, start):
     """A few whole letters of a text."""
-    letters = max(whole(MIXED, tokens[start:]).split(HALF), key=len)
+    letters = max(whole(MIXED, tokens[start:]).split(REPLACEMENT), key=len)
     assert len(letters) > 3
     return letters[1:4]
 
@@ -62,7 +62,7 @@ def test_a_text_ends_at_its_first_stop_string(target, answers, shape):
     dice = random.Random(0)
     inside = across = 0
     for _ in range(30):
-        text = whole(MIXED, dice.choice(answers)).replace(HALF, "")
+        text = whole(MIXED, dice.choice(answers)).replace(REPLACEMENT, "")
         start = dice.randrange(len(text))
         strings = [text[start : start + dice.randint(1, 6)], "never"]
         outputs = run(target, oracle(answers, shape), strings, plan=PLANS[shape])
@@ -95,7 +95,7 @@ def test_whichever_end_comes_first_counts(target, answers):
 
 def test_the_prompt_is_not_searched(target, answers):
     """Neither for a string that it holds, nor for the beginning of one."""
-    first = whole(MIXED, answers[0]).strip(HALF)[0]
+    first = whole(MIXED, answers[0]).strip(REPLACEMENT)[0]
     assert whole(MIXED, PROMPTS[0]).endswith("aab")
     for string in ("aab", "aab" + first):
         (output,) = run(target, None, [string], PROMPTS[:1])

@@ -61,7 +61,7 @@ def counted(output):
         output.tokens,
         output.emitted,
         output.accepted,
-        output.offered,
+        output.draft_lengths,
         output.drafted,
         output.stopped,
     )

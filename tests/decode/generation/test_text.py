@@ -9,7 +9,7 @@ from transformers import StopStringCriteria
 from workbench import make_tokenizer
 
 from decode.errors import UserError
-from decode.generation.text import HALF, WINDOW, Detokenizer, StopStrings
+from decode.generation.text import REPLACEMENT, WINDOW, Detokenizer, StopStrings
 
 TOKENIZERS = {"bytes": make_tokenizer(), "mixed": MIXED, "fallback": FALLBACK}
 KINDS = pytest.mark.parametrize("kind", TOKENIZERS)
@@ -54,16 +54,16 @@ def test_a_character_comes_out_whole_and_at_once(kind):
 def test_bytes_that_become_nothing_come_out_in_the_end():
     text = Detokenizer(MIXED)
     assert [text.add(t) for t in (0, 10, 11)] == ["a", "", ""]
-    assert text.end() == HALF
+    assert text.end() == REPLACEMENT
     text = Detokenizer(MIXED)
-    assert [text.add(t) for t in (10, 0)] == ["", f"{HALF}a"]
+    assert [text.add(t) for t in (10, 0)] == ["", f"{REPLACEMENT}a"]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "mixed"])
 def test_a_call_decodes_few_tokens_however_long_the_text(kind, monkeypatch):
     """Even where no token ends with its character."""
     tokenizer, widest = TOKENIZERS[kind], 0
-    halves = [i for i in range(len(tokenizer)) if whole(tokenizer, [i]).endswith(HALF)]
+    halves = [i for i in range(len(tokenizer)) if whole(tokenizer, [i]).endswith(REPLACEMENT)]
     decode = tokenizer.decode
 
     def watched(tokens, **options):
@@ -107,7 +107,7 @@ def test_a_text_ends_where_the_whole_text_first_holds_a_string(kind):
     inside = 0
     for _ in range(400):
         tokens = some_tokens(kind, dice)
-        text = whole(tokenizer, tokens).replace(HALF, "?") or "a"
+        text = whole(tokenizer, tokens).replace(REPLACEMENT, "?") or "a"
         strings = []
         for _ in range(dice.randint(1, 3)):
             start = dice.randrange(len(text))
@@ -163,6 +163,6 @@ def test_every_test_has_a_text_of_its_own():
 
 def test_an_empty_string_is_refused():
     for strings in ("", ["a", ""]):
-        with pytest.raises(UserError, match="empty string"):
+        with pytest.raises(UserError, match="empty stop string"):
             StopStrings(MIXED, strings)
     assert found(MIXED, [], [0, 1, 2]) is None

@@ -241,7 +241,7 @@ def test_greedy_is_the_models_own(name, tmp_path, wide_softmax):
 
 
 def both_happened(outputs):
-    rounds = [r for o in outputs for r in zip(o.accepted, o.offered, strict=True)]
+    rounds = [r for o in outputs for r in zip(o.accepted, o.draft_lengths, strict=True)]
     assert sum(a for a, _ in rounds) >= 6, "accepts"
     assert sum(a < o for a, o in rounds) >= 3, "rejects"
     assert any(a > 1 for a, _ in rounds), "several at once"
@@ -275,7 +275,7 @@ def sampled(model, prompt, count, sampler, coin):
         seen = torch.zeros_like(logits, dtype=torch.bool)
         seen[0, text] = True
         here = coin.at(np.array([position]), np.array([0]))
-        text.append(int(here.draw(sampler.law(logits, seen), Key(Purpose.TARGET, 0), active)))
+        text.append(int(here.draw(sampler.probs(logits, seen), Key(Purpose.TARGET, 0), active)))
     return text[len(prompt) :]
 
 

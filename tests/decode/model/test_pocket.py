@@ -102,7 +102,7 @@ def test_noisy_oracle_is_plain_decoding(bench, prompts, branches, plan):
         outputs += bench.run(bench.oracle(branches), prompts[start : start + SIZE], plan=plan)
     assert tokens(outputs) == tokens(bench.plain)
     accepted = [a for o in outputs for a in o.accepted]
-    offered = [f for o in outputs for f in o.offered]
+    offered = [f for o in outputs for f in o.draft_lengths]
     assert accepted.count(plan.depth) > 100, "drafts accepted whole"
     assert sum(a < f for a, f in zip(accepted, offered, strict=True)) > 200, "drafts rejected"
     assert {0, 1, 2, 3} <= set(accepted)
@@ -114,7 +114,7 @@ def test_untrained_eagle_is_plain_decoding(bench, prompts, plan, start):
     part = slice(start, start + 12)
     outputs = bench.run(bench.eagle, prompts[part], plan=plan)
     assert tokens(outputs) == tokens(bench.plain[part])
-    assert sum(len(o.offered) for o in outputs) > 5 * 12
+    assert sum(len(o.draft_lengths) for o in outputs) > 5 * 12
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,10 @@ def test_a_batch_gives_what_each_row_gives_alone(single, prompts, plan):
     for row, output in zip(rows, together, strict=True):
         alone = single.run(drafter, [row], plan=plan)[0]
         assert output.tokens == alone.tokens
-        assert (output.emitted, output.accepted, output.offered, output.drafted, output.stopped) == (
+        assert (output.emitted, output.accepted, output.draft_lengths, output.drafted, output.stopped) == (
             alone.emitted,
             alone.accepted,
-            alone.offered,
+            alone.draft_lengths,
             alone.drafted,
             alone.stopped,
         )

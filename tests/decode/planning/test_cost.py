@@ -239,21 +239,21 @@ def test_adapting_beats_every_length_where_moods_change(batch):
 
 def test_a_chain_that_never_pays_is_switched_off_and_tried_again():
     keeps, costs = [np.zeros((200, 4))], Given(0.0, 0.4)
-    pace = pace_of(Plan(4), [np.full((9, 4), 0.6)], costs, 1)
-    played = rehearse(Plan(4, adapt=pace), keeps, costs, 1)
+    policy = pace_of(Plan(4), [np.full((9, 4), 0.6)], costs, 1)
+    played = rehearse(Plan(4, adapt=policy), keeps, costs, 1)
     assert played.rounds == 200
     assert 200 < played.seconds.sum() < 1.2 * 200
-    always = rehearse(Plan(4, adapt=pace), [np.ones((200, 4))], costs, 1)
+    always = rehearse(Plan(4, adapt=policy), [np.ones((200, 4))], costs, 1)
     assert always.rounds <= 200 / 4.2
 
 
 def test_drafting_begins_when_the_batch_has_shrunk():
     costs = Given(0.05, 0.0, batch=3.0)
     keeps = [np.ones((20, 2)), *[np.ones((5, 2))] * 7]
-    pace = pace_of(Plan(2), keeps, costs, 8)
-    assert pace.depths(pace.start(8), alone=False) == [0] * 8
-    assert pace.depths(pace.start(1), alone=False) == [2]
-    assert rehearse(Plan(2, adapt=pace), keeps, costs, 8).rounds == 8 * 5 + 15 / 3
+    policy = pace_of(Plan(2), keeps, costs, 8)
+    assert policy.depths(policy.initial_counts(8), per_row=False) == [0] * 8
+    assert policy.depths(policy.initial_counts(1), per_row=False) == [2]
+    assert rehearse(Plan(2, adapt=policy), keeps, costs, 8).rounds == 8 * 5 + 15 / 3
 
 
 def test_auto_leaves_out_what_a_drafter_cannot_make():

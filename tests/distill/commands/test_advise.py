@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from workbench import CONF, Bench, command, foredraft, write_prompts
 
 from benchmarks.regret import regrets
-from decode.depth_policy import Pace
+from decode.depth_policy import DepthPolicy
 from decode.plan import Plan
 from decode.planning.auto import Forecast, choice
 from decode.planning.cost_model import PLAIN, Worth
@@ -99,7 +99,7 @@ def test_bad_input_is_one_line(bench, tmp_path, more, said):
 PLANS = [
     Plan(3, proposal="sampled", min_confidence=0.3),
     Plan(4, 3, 16, proposal="hybrid"),
-    Plan(2, adapt=Pace(0.625, ((1, (1.0, 1.25, 1.5)), (8, (1.0, 1.5, 2.25))))),
+    Plan(2, adapt=DepthPolicy(0.625, ((1, (1.0, 1.25, 1.5)), (8, (1.0, 1.5, 2.25))))),
 ]
 
 

@@ -122,7 +122,7 @@ def test_rows_are_cut_by_the_laws_they_were_drawn_under(target, drafter):
         chance, end = 1.0, PROMPT
         while end < PROMPT + ANSWER and chance >= cut:
             token = whole.tokens[row, end]
-            law = [sampler.law(x[row, end - 1 : end])[0, token] for x in (p, q)]
+            law = [sampler.probs(x[row, end - 1 : end])[0, token] for x in (p, q)]
             chance, end = chance * min(1.0, (law[0] / law[1]).item()), end + 1
         lengths.add(end)
         assert short.loss_mask[row].nonzero()[:, 0].tolist() == list(range(PROMPT, end))

@@ -18,7 +18,7 @@ from faces import V
 from omegaconf import OmegaConf
 from workbench import Bench, foredraft
 
-from decode.depth_policy import Pace
+from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
 from decode.evaluation.scorecard import read_scorecard
@@ -381,7 +381,7 @@ def test_a_texts_tokens_are_the_decoders_and_p_is_the_targets(tiny_target, make_
 def test_rounds_that_draft_nothing_have_no_q_and_change_nothing(tiny_target):
     """Rows leave while others pause; what was asked before then is of another batch."""
     target, drafter, sampler = tiny_target(), Grown(3), Sampler(0.8)
-    pace = Pace(0.45, ((1, (1.0, 1.42, 1.64)),))
+    pace = DepthPolicy(0.45, ((1, (1.0, 1.42, 1.64)),))
     prompts = [[i % 3, i // 3] for i in range(9)]
     options = {"plan": Plan(2, proposal="sampled", adapt=pace), "sampler": sampler, "stop": [0]}
     options |= {"max_new_tokens": 24, "seed": 3}
@@ -392,7 +392,7 @@ def test_rounds_that_draft_nothing_have_no_q_and_change_nothing(tiny_target):
     paused = 0
     for text, output in zip(found, done.outputs, strict=True):
         rest = iter(text[1:])
-        for emitted, offered in zip(output.emitted, output.offered, strict=True):
+        for emitted, offered in zip(output.emitted, output.draft_lengths, strict=True):
             part = [next(rest) for _ in range(emitted)]
             paused += not offered
             assert offered or {w.source for w in part} == {PLAIN}

@@ -91,13 +91,13 @@ def test_a_chain_ends_before_the_product_of_its_laws_largest_chances_is_too_smal
         draft = grow(seed, 3, plan, Sampler(temperature))
         for row in range(3):
             chain = [t for t in draft.tokens[row].tolist() if t != PAD]
-            sure = [law.law(table_logits(seed, row, chain[:n])[None]).max() for n in range(len(chain) + 1)]
+            sure = [law.probs(table_logits(seed, row, chain[:n])[None]).max() for n in range(len(chain) + 1)]
             assert math.prod(sure[:-1]) >= 0.35
             assert len(chain) == 5 or math.prod(sure) < 0.35
             assert draft.tokens[row, len(chain) :].eq(PAD).all()
             lengths.append(len(chain))
         assert draft.depth == max(lengths[-3:])  # nothing is grown that no row asks for
-        assert draft.offered().tolist() == lengths[-3:]
+        assert draft.lengths().tolist() == lengths[-3:]
     assert {0, 1, 4} <= set(lengths)
 
 
@@ -216,7 +216,7 @@ class Settled:
 
 
 def law_of(seed: int, row: int, sampler: Sampler = ONE) -> Callable[[Path], list[float]]:
-    return lambda path: sampler.law(table_logits(seed, row, path)[None])[0].tolist()
+    return lambda path: sampler.probs(table_logits(seed, row, path)[None])[0].tolist()
 
 
 def likeliest(law: Sequence[float], count: int) -> list[int]:
@@ -253,7 +253,7 @@ def test_a_dynamic_hybrid_keeps_the_best_of_drawn_and_likeliest_children(shape):
         draft = grow(seed, 3, plan, sampler, coin)
         for row in range(3):
             want = reference(law_of(seed, row, sampler), plan, coin)
-            found = {p: bool(draft.laws.sampled[row, node]) for p, node in paths(draft, row).items() if p}
+            found = {p: bool(draft.probs.sampled[row, node]) for p, node in paths(draft, row).items() if p}
             assert found == want
             drawn += sum(want.values())
     assert drawn > 5
@@ -267,7 +267,7 @@ def test_what_is_drawn_decides_nothing_about_itself(shape):
         first = grow(seed, 1, plan, ONE, Settled())
         before = paths(first, 0)
         for path, node in before.items():
-            if not path or not first.laws.sampled[0, node]:
+            if not path or not first.probs.sampled[0, node]:
                 continue
             q = law_of(seed, 0)(path[:-1])
             rest = struck(q, *likeliest(q, plan.width - 1))
@@ -276,7 +276,7 @@ def test_what_is_drawn_decides_nothing_about_itself(shape):
                 after = paths(again, 0)
                 node = after.get((*path[:-1], token))
                 assert node is not None, "what was drawn decided that it is dropped"
-                assert again.laws.sampled[0, node]
+                assert again.probs.sampled[0, node]
                 moved += {p for p in before if path != p[: len(path)]} != {
                     p for p in after if (*path[:-1], token) != p[: len(path)]
                 }
@@ -345,7 +345,7 @@ def test_a_static_tree_has_the_form_it_was_given(proposal, sampler):
 def test_every_drawn_node_has_the_law_it_was_drawn_from(plan, sampler):
     """Which is that of its own slot, at its own level, without the children that were chosen."""
     draft = grow(2, 3, plan, sampler, Settled())
-    laws = draft.laws
+    laws = draft.probs
     assert sum(laws.levels) == laws.q.shape[1]
     assert len(laws.levels) == plan.depth
     level = [n for n, size in enumerate(laws.levels) for _ in range(size)]
@@ -378,7 +378,7 @@ def test_drafts_side_by_side_hang_from_the_first_that_begins_as_they_do(count):
     plan, sampler, shared = Plan(3, proposal="sampled", drafts=count), Sampler(0.5), 0
     for seed in range(4):
         draft = grow(seed, 3, plan, sampler)
-        laws = draft.laws
+        laws = draft.probs
         assert laws.sampled.all()
         assert (laws.replacement, laws.siblings, laws.levels) == (True, count, (1, count, count))
         for row in range(3):
@@ -404,7 +404,7 @@ def test_drafts_side_by_side_hang_from_the_first_that_begins_as_they_do(count):
 def test_a_hybrid_at_temperature_zero_is_the_fixed_tree(plan):
     fixed = Plan(plan.depth, plan.width, plan.nodes) if not plan.tree else Plan(tree=plan.tree)
     one, other = grow(1, 3, plan, Sampler(0.0)), grow(1, 3, fixed, Sampler(0.0))
-    assert one.laws is None
+    assert one.probs is None
     assert one.tokens.equal(other.tokens)
     assert one.parents.equal(other.parents)
 
@@ -419,7 +419,7 @@ def test_children_that_no_vocabulary_has_are_absent(proposal):
             real = [t for t in draft.tokens[row].tolist() if t != PAD]
             assert len(set(real)) == len(real)
             if proposal != "fixed" and sampler.top_k:  # a chosen token may have no mass, a drawn one must
-                drawn = draft.tokens[row][draft.laws.sampled[row] & (draft.tokens[row] != PAD)].tolist()
+                drawn = draft.tokens[row][draft.probs.sampled[row] & (draft.tokens[row] != PAD)].tolist()
                 assert len(drawn) == (most if proposal == "sampled" else 0)
             else:
                 assert len(real) == V
@@ -464,7 +464,7 @@ def test_rows_are_grown_each_by_its_own_laws(plan):
         for name in ("tokens", "parents"):
             assert getattr(alone, name)[0].equal(getattr(together, name)[row])
         for name in ("q", "owner", "sampled"):
-            assert getattr(alone.laws, name)[0].equal(getattr(together.laws, name)[row])
+            assert getattr(alone.probs, name)[0].equal(getattr(together.probs, name)[row])
 
 
 def test_logits_that_are_not_finite_give_a_distribution_of_nothing():

@@ -36,7 +36,7 @@ def test_a_draft_costs_one_pass_and_one_head_product_whatever_the_block(tiny_tar
         patch.setattr(Head, "product", lambda self, s: products.append(s.shape[1]) or product(self, s))
         draft = follower.propose(Plan(depth, 3, depth + 4))
     assert len(passes) == len(products) == 1
-    assert draft.offered().max() >= 1
+    assert draft.lengths().max() >= 1
 
 
 def test_a_shallow_draft_is_a_deep_one_cut_off(tiny_target, make_drafter):

@@ -208,7 +208,7 @@ def test_immediate_verification_drafts_nothing_when_all_rows_have_enough(tiny_ta
     calls.clear()
     draft = follower.propose(TREE)
     assert not calls
-    assert draft.offered().tolist() == [K - 1, K - 2]
+    assert draft.lengths().tolist() == [K - 1, K - 2]
     follower.advance((1, 1))
     assert follower.state.stale is None  # they would be two rounds old
     follower.propose(TREE)
@@ -228,8 +228,8 @@ def test_where_tokens_are_drawn_old_states_are_left_alone(tiny_target, make_draf
     draft = follower.propose(SAMPLED)
     with reuse_mode(drafter, "none"):
         assert torch.equal(draft.q, follower.propose(SAMPLED).q)
-    assert not drafter.remembers(SAMPLED)
-    assert drafter.remembers(TREE)
+    assert not drafter.depends_on_rounds(SAMPLED)
+    assert drafter.depends_on_rounds(TREE)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -240,7 +240,7 @@ def test_a_draft_may_be_deeper_than_the_one_before(tiny_target, make_drafter, mo
     follower.propose(Plan(2, 2, 6))
     follower.advance((1, 1))
     deep = follower.propose(Plan(4, 2, 14))
-    assert deep.offered().tolist() == ([1, 1] if mode == "immediate" else [4, 4])
+    assert deep.lengths().tolist() == ([1, 1] if mode == "immediate" else [4, 4])
 
 
 @pytest.mark.parametrize("changes", [{"mode": "all"}, {"nodes": 0}, {"least": 0}, {"weight": 0.0}], ids=str)

@@ -94,10 +94,10 @@ def test_rows_of_a_batch_may_have_nothing(target):
     texts = [[1, 2, 3], [4, 5, 4], [6, 7]]
     draft = propose(Ngram(1, 3), target, feed(Ngram(1, 3), target, texts), Plan(2))
     assert draft.tokens.tolist() == [[-1, -1], [5, 4], [-1, -1]]
-    assert draft.offered().tolist() == [0, 2, 0]
+    assert draft.lengths().tolist() == [0, 2, 0]
     none = propose(Ngram(1, 3), target, feed(Ngram(1, 3), target, texts[::2]), Plan(2))
     assert none.tokens.shape == (2, 0)
-    assert none.offered().tolist() == [0, 0]
+    assert none.lengths().tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("ns", [(0, 3), (3, 2)])
@@ -209,7 +209,7 @@ def test_prompts_of_one_token_and_empty_drafts_decode_and_replay(target):
     for plan in (Plan(3), Plan(3, 2, 6)):
         run = generate(target, Ngram(1, 3), prompts, max_new_tokens=20, sampler=Sampler(0.0), plan=plan)
         assert [o.tokens for o in run.outputs] == [o.tokens for o in plain]
-        assert 0 in run.outputs[0].offered  # the first token is new, so nothing was offered
+        assert 0 in run.outputs[0].draft_lengths  # the first token is new, so nothing was offered
         rollouts = [Rollout(p, o.tokens) for p, o in zip(prompts, plain, strict=True)]
         (replayed,) = replay(target, Ngram(1, 3), rollouts, [plan], Sampler(0.0))
         assert replayed.counts.rounds == [len(o.emitted) for o in run.outputs]
