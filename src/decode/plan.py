@@ -82,8 +82,7 @@ class Plan:
             raise UserError(
                 "decode: a dynamic tree keeps the best of its nodes; dropping a sampled node because of "
                 "its own token changes its distribution, which is not lossless. Give decode.tree "
-                "(decode=static), width=1, or proposal=hybrid, whose sampled nodes are ranked before they are "
-                "drawn"
+                "(decode=static), width=1, or proposal=hybrid, which ranks sampled nodes before it draws them"
             )
         if self.replacement and not (self.proposal == "sampled" and self.tree):
             raise UserError("decode.replacement is for sampled trees: decode=static proposal=sampled")
@@ -141,9 +140,9 @@ class Plan:
         """Reject a rule that would not be lossless on drafts of this plan."""
         if self.rule == "traversal" and self.proposal == "hybrid" and self.depth and not self.tree:
             raise UserError(
-                "decode.rule=traversal verifies one subtree after another, and in a dynamic tree the tokens drawn in "
-                "one decide which nodes of another are kept: not lossless. Give decode.tree (decode=static), or "
-                "rule=recursive"
+                "decode.rule=traversal verifies one subtree after another, and in a dynamic tree the tokens "
+                "drawn in one decide which nodes of another are kept: not lossless. Give decode.tree "
+                "(decode=static), or rule=recursive"
             )
         if self.rule in ("token", "block") and (self.has_siblings or self.proposal != "sampled"):
             raise UserError(

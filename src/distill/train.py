@@ -115,7 +115,7 @@ def train(
 
     if scorer:
         scorer.prepare()
-        target.rest()
+        target.join()
     keep = Keep(target, options.taps, options.taps_gb, options.packing, shared.held if shared else None)
     again, longest = options.rollout.refresh_every, _longest(options, target)
     data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed)

@@ -209,7 +209,7 @@ def test_with_hidden_states_of_other_places_it_is_worse(drafters, chats, tempera
         ShuffledTaps(target, chats[:48], 0)
         (strange,) = replay(target, eagle, rollouts, [Plan(4, 4, 16)], sampler)
     finally:
-        target.disguise = None
+        target.tap_transform = None
     print(f"T={temperature:g}: replay {own.counts.tau:.3f}, with shuffled taps {strange.counts.tau:.3f}")
     low, _ = agreement(own.counts, strange.counts)
     assert low > 0

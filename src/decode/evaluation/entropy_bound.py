@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.model.target import Read, Target
+from decode.model.target import Target, TargetOutput
 from decode.sampling import Sampler
 
 DEEPEST = 128  # levels of a best tree; where the target is certain it would go on for ever
@@ -88,7 +88,7 @@ class Settled(NamedTuple):
     tokens: Tensor  # (B, n) right-padded, the roots left out
     counts: list[int]
     root: Tensor  # (B,)
-    read: Read
+    read: TargetOutput
 
 
 def settle(target: Target, contexts: Sequence[Sequence[int]], room: int) -> Settled:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode.draft import PAD
 from decode.generation.types import Proposer
-from decode.model.target import Read, Target
+from decode.model.target import Target, TargetOutput
 from decode.rng import Key
 
 
@@ -51,7 +51,7 @@ class Texts:
             answers[row, : len(rollout.answer)] = torch.tensor(rollout.answer)
         self.target, self.rollouts = target, rollouts
         self.tokens, self.answers = tokens.to(target.device), answers.to(target.device)
-        self.read: Read = target.read(self.tokens)
+        self.read: TargetOutput = target.read(self.tokens)
 
     def starts(self, drafter: Proposer) -> Iterator[Start]:
         """All of them, in order; the drafter may `propose` at each as often as one likes."""

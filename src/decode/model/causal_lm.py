@@ -1,7 +1,4 @@
-"""A Hugging Face causal LM read through a cache in which every row has its own length.
-
-What a target and an independent draft model have in common.
-"""
+"""A Hugging Face causal LM with a ragged KV cache; base of targets and independent draft models."""
 
 from __future__ import annotations
 
@@ -21,18 +18,18 @@ from decode.model.head import Head
 
 
 class CausalLM:
-    """A model, its head and one cache.
+    """A causal LM with its head and a KV cache.
 
     Args:
         model: any causal LM whose attention is full or sliding-window.
 
     Attributes:
-        max_positions: longest sequence, in tokens, that the model was built for.
+        max_positions: maximum sequence length of the model, in tokens; None: unlimited.
         compiled: see `compile`.
-        movable: whether all weights lie on one device, and can be moved, copied and altered.
+        movable: whether all weights are on one device, so they can be moved, copied and changed.
 
     Raises:
-        UserError: no decoder layers to be found, or no output head.
+        UserError: the model has no list of decoder layers, or no output head.
     """
 
     movable = True
@@ -44,49 +41,51 @@ class CausalLM:
         self.layers = decoder_layers(model)
         self.head = _head(model, self.config)
         self.vocab_size, self.hidden_size = self.head.weight.shape
-        # Read once: transformers' configurations are slow to ask.
+        # Cached: attribute access of transformers' configurations is slow.
         self.max_positions = max_positions(self.config)
         self._kinds = set(getattr(self.config, "layer_types", None) or ())
         self._window: int | None = getattr(self.config, "sliding_window", None)
         # private API: transformers has no public way to ask for the attention kernel.
         self._sdpa = self.config._attn_implementation == "sdpa"
-        self._places = [0] * len(self.layers)  # of keys and values; see `SplitStore`
+        self._places = [0] * len(self.layers)  # device index per layer, see `MultiDeviceStore`
         self._fused: Fused | None = None
         self._cache: KVCache | None = None
         self.compiled = False
-        self._behind: Tensor | None = None  # (B, scratch + n) positions of the unsettled slots, for a window
+        self._unsettled: Tensor | None = (
+            None  # (B, scratch + n) positions of the unsettled slots, for a window
+        )
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return self.head.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """Device of the head, of inputs and of outputs."""
         return self.head.weight.device
 
     @property
     def bytes(self) -> int:
-        """Of the weights that this process holds."""
+        """Bytes of the weights in this process."""
         return sum(p.numel() * p.itemsize for p in self.model.parameters())
 
     def weights(self, part: nn.Module) -> dict[str, Tensor]:
-        """State dict of a part of the model, of whole weights to be copied; called on every process."""
+        """State dict of a submodule, with full (unsharded) weights; must be called on every process."""
         return part.state_dict()
 
     def start(self, rows: int, capacity: int) -> None:
-        """Forget everything and make room for `capacity` tokens in each of `rows` rows."""
+        """Start new texts: an empty cache with room for `capacity` tokens in each of `rows` rows."""
         self._cache = KVCache(self._places, rows, capacity, self.compiled)
         self._fused = None if self.compiled else Fused.of(self.base, self.layers, self.config)
 
     def compile(self) -> None:
         """Compile the decoder layers (torch.compile), for all batch sizes and lengths.
 
-        The first passes take a minute or more. Rows change in their last bits, for plain decoding and
-        for verification alike. No CUDA graphs: every round attends to another number of slots.
+        The first passes take a minute or more. Outputs change by rounding, in plain decoding and in
+        verification alike. CUDA graphs are not used, because the number of slots changes every round.
         """
-        # A layer's number is a constant to the compiler: one graph for each, and one for each mask.
+        # The compiler makes a graph per layer index and per kind of mask.
         limit = 4 * len(self.layers)
         compiler.recompile_limit = max(compiler.recompile_limit, limit)
         for layer in self.layers:
@@ -95,7 +94,7 @@ class CausalLM:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens each row has settled in the cache."""
+        """Settled tokens per row."""
         return self.cache.store.lengths
 
     @property
@@ -111,30 +110,30 @@ class CausalLM:
         scratch: int = 0,
         inputs: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Read tokens behind each row's settled and scratch ones; `keep` decides what stays.
+        """Run the model on tokens after each row's settled and scratch slots. Call `keep` to settle them.
 
         Args:
             tokens: (B, n) right-padded.
-            block: (B, n, scratch + n) bool, which of the slots behind the settled ones each token
-                sees, itself included; None: all up to itself.
-            scratch: slots that earlier calls have written behind the settled ones.
-            inputs: its keys are layer ids; filled with the values that enter them, (B, n, D).
+            block: (B, n, scratch + n) bool, which of the unsettled slots each token sees, itself
+                included; None: all up to itself.
+            scratch: number of unsettled slots written by earlier calls.
+            inputs: dict with layer ids as keys; filled with the (B, n, D) inputs of these layers.
 
         Returns:
-            (B, n, D) the head's input. Padding entries mean nothing.
+            (B, n, D) input of the head. Entries at padding are undefined.
         """
         store, new, device = self.cache.store, tokens.shape[1], tokens.device
         store.begin(new, scratch)
-        settled = torch.tensor(store.lengths).to(device)[:, None]
-        # A node's place on its path is its position, whatever its slot.
-        place = torch.arange(scratch, scratch + new, device=device) if block is None else block.sum(-1) - 1
-        positions = settled + place  # (B, n)
+        settled = torch.tensor(store.lengths).to(device)[:, None]  # (B, 1)
+        # The position of a tree node is its depth on its path, not its slot: count what it sees.
+        offset = torch.arange(scratch, scratch + new, device=device) if block is None else block.sum(-1) - 1
+        positions = settled + offset  # (B, n)
         if self.max_positions is not None and store.width > self.max_positions:
-            # A target's nodes past the end only predict tokens that will be cut.
+            # Nodes past the end of the context only predict tokens that will be cut.
             positions = positions.clamp_max(self.max_positions - 1)
         if self._window is not None:
-            before = [self._behind[:, :scratch]] if scratch and self._behind is not None else []
-            self._behind = torch.cat([*before, positions], 1)
+            earlier = [self._unsettled[:, :scratch]] if scratch and self._unsettled is not None else []
+            self._unsettled = torch.cat([*earlier, positions], 1)
         return self._body(tokens, positions, self._mask(block, tokens), {} if inputs is None else inputs)
 
     def _body(
@@ -144,10 +143,11 @@ class CausalLM:
         mask: Tensor | dict[str, Tensor] | None,
         inputs: dict[int, Tensor],
     ) -> Tensor:
+        """Decoder layers and final norm, fused or by transformers."""
         if self._fused is not None:
             assert not isinstance(mask, dict)
             return self._fused(tokens, positions, mask, self.cache.store, inputs)
-        with recorded(self.layers, inputs):
+        with record_inputs(self.layers, inputs):
             return self.base(
                 input_ids=tokens,
                 attention_mask=mask,
@@ -157,7 +157,7 @@ class CausalLM:
             ).last_hidden_state
 
     def keep(self, counts: Sequence[int], slots: Tensor | None = None) -> None:
-        """Settle `counts[b]` of the slots behind the settled ones: the first, or (B, M) `slots`."""
+        """Settle `counts[b]` unsettled slots: the first ones, or (B, M) `slots`; see `RowStore.keep`."""
         self.cache.store.keep(counts, slots)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -165,33 +165,34 @@ class CausalLM:
         self.cache.store.select(rows)
 
     def _mask(self, block: Tensor | None, tokens: Tensor) -> Tensor | dict[str, Tensor] | None:
+        """(B, 1, n, width) additive mask, per layer type if there are several; None: plain causal."""
         store, window = self.cache.store, self._window
         rows, new = tokens.shape
         if block is None:
-            # One token that sees all there is, or a prompt: the kernel's own causality will do.
+            # A single token that sees everything, or a whole prompt: the kernel needs no mask.
             simple = len(set(store.lengths)) == 1 and (new == 1 or new == store.width)
             if self._sdpa and simple and (window is None or store.width < window):
                 return None
-            behind = store.width - max(store.lengths)
-            block = torch.ones(new, behind, dtype=torch.bool, device=tokens.device).tril(behind - new)
+            unsettled = store.width - max(store.lengths)
+            block = torch.ones(new, unsettled, dtype=torch.bool, device=tokens.device).tril(unsettled - new)
             block = block.expand(rows, -1, -1)
 
         def build(window: int | None) -> Tensor:
-            allow = attention_mask(store.lengths, block, store.width, self._behind, window)[:, None]
-            # Additive: every layer would make that of a boolean one.
+            allow = attention_mask(store.lengths, block, store.width, self._unsettled, window)[:, None]
+            # Additive, since every layer would convert a boolean mask again.
             bias = torch.zeros(allow.shape, dtype=self.dtype, device=allow.device)
             return bias.masked_fill_(~allow, torch.finfo(self.dtype).min)
 
         if "sliding_attention" in self._kinds:
             named = {"full_attention": None, "sliding_attention": window}
             return {kind: build(named[kind]) for kind in self._kinds}
-        # Without layer types, a window (Mistral's) holds for every layer.
+        # Without layer types a window applies to every layer (Mistral).
         return build(None if self._kinds else window)
 
 
 @contextmanager
-def recorded(layers: nn.ModuleList, inputs: dict[int, Tensor]) -> Iterator[None]:
-    """Fill in what enters these layers in one forward pass; hooks on them only, and only for it."""
+def record_inputs(layers: nn.ModuleList, inputs: dict[int, Tensor]) -> Iterator[None]:
+    """Record the inputs of the layers in `inputs` during a forward pass, by temporary hooks."""
 
     def hook(index: int):
         def keep_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -209,22 +210,22 @@ def recorded(layers: nn.ModuleList, inputs: dict[int, Tensor]) -> Iterator[None]
 
 
 def max_positions(config: Any) -> int | None:
-    """The longest sequence, in tokens, that a model of this configuration was built for; None: any."""
+    """Maximum sequence length of a configuration, in tokens; None: unlimited."""
     limit = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(v for v in rope.values() if isinstance(v, dict))):
         if kind.get("rope_type") == "longrope":
-            # Past this, the longest row of a batch changes the angles of all the others.
+            # Beyond this length the longest row changes the rotary angles of all rows of a batch.
             short = kind["original_max_position_embeddings"]
             limit = min(limit or short, short)
     return limit
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """A model's stack of layers.
+    """The list of decoder layers of a model.
 
     Raises:
-        UserError: there is none.
+        UserError: no list of `num_hidden_layers` modules.
     """
     base, count = model.base_model, model.config.get_text_config().num_hidden_layers
     for module in base.modules():
@@ -234,6 +235,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def _head(model: PreTrainedModel, config: Any) -> Head:
+    """The output head, with scale and soft cap from the configuration."""
     out = model.get_output_embeddings()
     if out is None:
         raise UserError(f"{type(model).__name__}: it has no language-model head")

@@ -1,4 +1,4 @@
-"""The output head of a language model: logits of hidden states, and side inputs."""
+"""Output head of a language model: hidden states to logits."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import Tensor, nn
 
 
 class Side(NamedTuple):
-    """A low-rank part of the logits, from its own few columns of the hidden state."""
+    """A low-rank term added to the logits, with r columns of the hidden state as its input."""
 
     weight: Tensor  # (V_s, r)
-    ids: Tensor | None = None  # (V_s,) the head's own ids of its rows; None: all, in order
+    ids: Tensor | None = None  # (V_s,) rows of the head that it is added to; None: all, in order
 
     def add(self, logits: Tensor, low: Tensor) -> Tensor:
-        """(..., V') logits and (..., r) -> their sum."""
+        """Add the term: (..., V') logits and (..., r) input -> (..., V') logits."""
         return self.scatter(logits, nn.functional.linear(low, self.weight))
 
-    def scatter(self, logits: Tensor, own: Tensor) -> Tensor:
-        """(..., V') logits and (..., V_s) -> their sum."""
+    def scatter(self, logits: Tensor, values: Tensor) -> Tensor:
+        """Add (..., V_s) values to the (..., V') logits at `ids`."""
         if self.ids is None:
-            return logits + own
-        return logits.expand(*own.shape[:-1], -1).index_add(-1, self.ids, own.to(logits.dtype))
+            return logits + values
+        return logits.expand(*values.shape[:-1], -1).index_add(-1, self.ids, values.to(logits.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A linear map to logits with what families put behind it.
+    """A linear map to logits, with optional scale and soft cap.
 
-    Target and drafter heads are one class, so Gemma's soft cap or Cohere's scale are right in
-    both. A head trains where its `weight` (or `bias`, or `side.weight`) requires a gradient.
+    Targets and drafters use the same class, so that Gemma's soft cap and Cohere's scale apply to both.
+    A head is trained if its `weight` (or `bias`, or `side.weight`) requires a gradient.
 
     Attributes:
-        weight: (V, D); (V', D) of a reduced draft vocabulary.
+        weight: (V, D); (V', D) for a reduced draft vocabulary.
         bias: (V,).
-        scale: z -> scale z.
-        softcap: z -> c tanh(z / c), after `scale`.
-        d2t: (V',) the target's id of every draft id, each once; None: the target's vocabulary.
-        side: a second part, which reads the columns of the hidden state behind the first D.
+        scale: factor of the logits.
+        softcap: c of z -> c tanh(z / c), applied after `scale`.
+        d2t: (V',) target id of every draft id, without repetition; None: the target's vocabulary.
+        side: low-rank term, whose input are the columns of the hidden state after the first D.
     """
 
     weight: Tensor
@@ -50,32 +50,32 @@ class Head:
     side: Side | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """(..., D + r) -> (..., V) logits; (..., V') over its own ids where there is a `d2t`."""
+        """(..., D + r) -> (..., V) logits; (..., V') over draft ids if there is a `d2t`."""
         states, low = self.parts(hidden)
         z = self.product(states)
         return self.shape(z if self.side is None else self.side.add(z, low))
 
     def product(self, states: Tensor) -> Tensor:
-        """(..., D) -> (..., V) of the linear map alone."""
+        """(..., D) -> (..., V) output of the linear map, before scale and soft cap."""
         return nn.functional.linear(states, self.weight, self.bias)
 
     def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., D + r) -> (..., D) that `weight` reads and (..., r) that `side` does."""
+        """Split (..., D + r) into (..., D), the input of `weight`, and (..., r), the input of `side`."""
         size = self.weight.shape[1]
         return hidden[..., :size], hidden[..., size:]
 
     def shape(self, z: Tensor) -> Tensor:
-        """What is behind the linear map."""
+        """Apply scale and soft cap."""
         if self.scale != 1.0:
             z = z * self.scale
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Derivative of `shape` from its values; None where it is 1."""
+        """Derivative of `shape`, from its output; None if it is 1."""
         if self.softcap is None:
             return None if self.scale == 1.0 else self.scale
         return (1 - (logits / self.softcap) ** 2) * self.scale
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """The target's ids of the head's own."""
+        """Map ids of the head to target ids."""
         return ids if self.d2t is None else self.d2t[ids]

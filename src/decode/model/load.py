@@ -1,4 +1,4 @@
-"""Loading a target or a draft model, and saying in one line what is wrong with it if it cannot serve."""
+"""Load targets, draft models and tokenizers, with one-line errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from decode.errors import UserError
-from decode.model.offload import load_spread
+from decode.model.offload import load_offloaded
 from decode.model.probe import probe
 from decode.model.sharded import load_sharded
 from decode.model.target import Target
@@ -33,7 +33,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# A tokenizer's files, none of which is code.
+# Files of a tokenizer; none of them is code.
 TOKENIZER_FILES = (
     "tokenizer*.json",
     "special_tokens_map.json",
@@ -53,17 +53,17 @@ def load_config(
     what: str = "target",
     masked: bool = False,
 ) -> Any:
-    """A model's configuration, checked before any weight is read.
+    """Load a model's configuration and check it before reading weights.
 
     Args:
         name: folder or hub id.
         revision: of a hub id.
-        trust_remote_code: runs Python that comes with the model; off unless asked for.
+        trust_remote_code: run Python code that comes with the model.
         what: the option that names the model, for errors.
-        masked: a masked LM, which reads in both directions, will do as well.
+        masked: also accept a masked LM (bidirectional).
 
     Raises:
-        UserError: nothing there, no such LM, or a quantised model.
+        UserError: no such model, not a language model, or a quantised model.
     """
     folder = Path(name).expanduser()
     local = folder.is_dir()
@@ -92,20 +92,20 @@ def load_config(
 
 
 def _is_causal(config: Any) -> bool:
-    # Encoders are in the causal table too, as the decoders that nobody trained them to be.
+    # transformers' causal mapping contains encoders too.
     if getattr(config, "is_encoder_decoder", False) or is_masked(config):
         return False
     return config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def is_masked(config: Any) -> bool:
-    """Whether this is a model that fills in masks and reads in both directions."""
+    """Whether this is a masked language model, i.e. bidirectional."""
     decodes = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
 
 
 def auto_class(config: Any, masked: bool = False) -> Any:
-    """Transformers' door to a configuration's language model; `masked` as in `load_config`."""
+    """The auto class of transformers for a configuration; `masked` as in `load_config`."""
     return AutoModelForMaskedLM if masked and is_masked(config) else AutoModelForCausalLM
 
 
@@ -123,17 +123,17 @@ def load_target(
 
     Args:
         name: folder or hub id.
-        dtype: `auto` keeps the checkpoint's.
-        device: where to.
+        dtype: `auto` keeps that of the checkpoint.
+        device: device to load to.
         revision: of a hub id.
-        trust_remote_code: runs Python that comes with the model; off unless asked for.
+        trust_remote_code: run Python code that comes with the model.
         compiled: see `CausalLM.compile`.
-        placement: `replicated` holds all of it on one device, `sharded` a part of each layer on every
-            process, `device_map` its layers on several devices, in host memory and on disk.
-        **memory: of a device map; see `spread.load_spread`.
+        placement: `replicated`: all on one device; `sharded`: each layer sharded over processes;
+            `device_map`: layers on several devices, in host memory and on disk.
+        **memory: for `device_map`; see `offload.load_offloaded`.
 
     Raises:
-        UserError: see `load_model`, `probe` and `load_sharded`; compiled layers that are not replicated.
+        UserError: see `load_model`, `probe` and `load_sharded`; or `compiled` with another placement.
     """
     if compiled and placement != "replicated":
         raise UserError(f"target.compile=true: layers of target.placement={placement} cannot be compiled")
@@ -146,7 +146,7 @@ def load_target(
             empty = auto_class(config).from_config(
                 config, trust_remote_code=trust_remote_code, dtype=DTYPES.get(dtype, config.dtype)
             )
-        target = load_spread(load, empty, torch.device(device), **memory)
+        target = load_offloaded(load, empty, torch.device(device), **memory)
     else:
         target = Target(load().to(device))
     probe(target)
@@ -164,12 +164,12 @@ def load_model(
     masked: bool = False,
     **more: Any,
 ) -> Any:
-    """Load a causal LM, a transformers model; arguments as in `load_target` and `load_config`.
+    """Load a language model of transformers; arguments as in `load_target` and `load_config`.
 
-    `more` is handed to transformers.
+    `more` is passed to `from_pretrained`.
 
     Raises:
-        UserError: see `load_config`; weights that are damaged or not all there.
+        UserError: see `load_config`; damaged or missing weights.
     """
     config = load_config(name, revision, trust_remote_code, what, masked)
     if dtype != "auto" and dtype not in DTYPES:
@@ -190,19 +190,19 @@ def load_model(
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{what}={name}: {_first_line(error)}") from None
-    model, found = loaded
-    # transformers would make up what is not there: a reward model's head, layers the config invents.
-    if lost := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
+    model, info = loaded
+    # transformers initialises missing weights at random, e.g. the head of a reward model.
+    if missing := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         raise UserError(
-            f"{what}={name}: its weights do not fit config.json ({len(lost)} missing or of another "
-            f"shape, {lost[0]} first); is it a language model's checkpoint?"
+            f"{what}={name}: its weights do not fit config.json ({len(missing)} missing or of another "
+            f"shape, {missing[0]} first); is it a language model's checkpoint?"
         )
     return model
 
 
 def kernels(config: Any) -> dict[str, str]:
-    """What to tell transformers of the attention it must use."""
-    # Soft-capped attention exists in the eager kernel alone.
+    """Keyword arguments of `from_pretrained` that select the attention kernel."""
+    # Only the eager kernel has soft-capped attention.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return {"attn_implementation": "eager"} if capped else {}
 
@@ -214,12 +214,12 @@ def load_tokenizer(
     what: str = "target",
     fetch: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """A model's tokenizer; arguments as in `load_config`, and `fetch`.
+    """Load a model's tokenizer; arguments as in `load_config`.
 
-    Without `fetch` only one that is on this machine counts, and nobody waits for a network.
+    With `fetch=False` only local files are used, without network access.
 
     Raises:
-        UserError: there is none.
+        UserError: the model has no tokenizer.
     """
     folder = Path(name).expanduser()
     try:
@@ -231,14 +231,14 @@ def load_tokenizer(
         )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{what}={name}: no tokenizer ({_first_line(error)})") from None
-    # For some classes transformers makes up a tokenizer that is not there, with ids that are not the model's.
+    # For some classes transformers creates an empty tokenizer if there is none.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"{what}={name}: no tokenizer (special tokens and nothing else)")
     return tokenizer
 
 
 def stop_tokens(target: Target) -> list[int]:
-    """End tokens of the model's generation config."""
+    """End tokens from the model's generation config."""
     generation = getattr(target.model, "generation_config", None)
     end = getattr(generation, "eos_token_id", None)
     end = getattr(target.config, "eos_token_id", None) if end is None else end

@@ -1,8 +1,8 @@
-"""A target whose layers lie on several devices, in host memory and on disk, in one process.
+"""A target whose layers are placed on several devices, in host memory and on disk, in one process.
 
-accelerate's hooks move what enters a layer to where it computes, and the weights of a layer that
-lies on the host or on disk to the first device, for as long as it computes. Embedding, final norm
-and head stay on the first device, since drafters and objectives read them.
+accelerate's hooks move the input of a layer to its device. The weights of layers in host memory or on
+disk are copied to the first device while the layer computes. Embedding, final norm and head stay on the
+first device, since drafters and objectives use them.
 """
 
 from __future__ import annotations
@@ -17,125 +17,129 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.target import Target
 
-FREE = 0.8  # share of what is free that weights get unasked; cache, drafter and activations need the rest
-AWAY = ("cpu", "disk")
-Place = int | str  # number of a GPU, or one of AWAY
+WEIGHTS_SHARE = 0.8  # default share of free memory for weights; the rest is for cache, drafter, activations
+OFFLOADED = ("cpu", "disk")
+Place = int | str  # index of a GPU, or one of OFFLOADED
 
 
-class Spread(Target):
-    """A target that accelerate has dispatched. Its weights cannot be merged, copied or tuned.
+class Offloaded(Target):
+    """A target dispatched by accelerate. Its weights cannot be merged, copied or trained.
 
     Args:
         model: after `dispatch_model`.
-        places: of every decoder layer.
+        places: place of every decoder layer.
     """
 
     movable = False
 
     def __init__(self, model: PreTrainedModel, places: list[Place]) -> None:
         super().__init__(model)
-        at = [self.device if place in AWAY else torch.device("cuda", int(place)) for place in places]
-        devices = list(dict.fromkeys(at))
-        self._places = [devices.index(device) for device in at]
+        of_layer = [
+            self.device if place in OFFLOADED else torch.device("cuda", int(place)) for place in places
+        ]
+        devices = list(dict.fromkeys(of_layer))
+        self._places = [devices.index(device) for device in of_layer]
 
     @override
     def weights(self, part: nn.Module) -> dict[str, Tensor]:
-        from accelerate.utils import align_module_device  # only who spreads a target needs it
+        from accelerate.utils import align_module_device  # only needed for offloaded targets
 
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for name, module in part.named_modules():
             with align_module_device(module):
-                own = {key: value for key, value in module.state_dict().items() if "." not in key}
-                found |= {
-                    f"{name}.{key}".lstrip("."): value.to("cpu", copy=True) for key, value in own.items()
+                tensors = {key: value for key, value in module.state_dict().items() if "." not in key}
+                state |= {
+                    f"{name}.{key}".lstrip("."): value.to("cpu", copy=True) for key, value in tensors.items()
                 }
-        return found
+        return state
 
 
-def load_spread(
+def load_offloaded(
     load: Callable[..., PreTrainedModel],
     empty: PreTrainedModel,
     device: torch.device,
     max_memory: Mapping[Place, int | str] | None = None,
     offload_folder: str | None = None,
-) -> Spread:
-    """Load a model so that each layer is where there is room.
+) -> Offloaded:
+    """Load a model with each layer on the first device that has room.
 
     Args:
-        load: the model, given transformers' keyword arguments.
-        empty: the same without memory.
-        device: that comes first, and on which all computes that lies on the host or on disk.
-        max_memory: device -> bytes, or text like 20GiB; None: a share of what is free.
-        offload_folder: for weights whose form in memory is not that of their file.
+        load: loads the model, given keyword arguments of `from_pretrained`.
+        empty: the same model on the meta device.
+        device: first device; also computes the layers in host memory or on disk.
+        max_memory: device -> bytes, or text such as 20GiB; None: a share of the free memory.
+        offload_folder: for weights on disk whose format differs from their file.
 
     Raises:
-        UserError: a `max_memory` that says nothing, or leaves no room for what is not a layer.
+        UserError: an invalid `max_memory`, or no room for embedding, norm, head and a layer.
     """
     first: Place = "cpu" if device.type == "cpu" else device.index or 0
-    room = _room(first, max_memory)
-    whole = Target(empty)
-    places = layout(whole, first, room)
-    stack = next(name for name, module in empty.named_modules() if module is whole.layers)
-    where: dict[str, Place] = dict.fromkeys(_beside(empty, whole.layers), first)
-    where |= {f"{stack}.{number}": place for number, place in enumerate(places)}
-    return Spread(load(device_map=where, offload_folder=offload_folder), places)
+    budget = _memory_budget(first, max_memory)
+    target = Target(empty)
+    places = assign_layers(target, first, budget)
+    stack = next(name for name, module in empty.named_modules() if module is target.layers)
+    device_map: dict[str, Place] = dict.fromkeys(_modules_without(empty, target.layers), first)
+    device_map |= {f"{stack}.{number}": place for number, place in enumerate(places)}
+    return Offloaded(load(device_map=device_map, offload_folder=offload_folder), places)
 
 
-def layout(target: Target, first: Place, room: Mapping[Place, int]) -> list[Place]:
-    """Where each decoder layer lies: devices are filled in order, the first one with all that is no layer.
+def assign_layers(target: Target, first: Place, budget: Mapping[Place, int]) -> list[Place]:
+    """Place of each decoder layer. Devices are filled in order; layers without room go to disk.
 
     Args:
-        target: weights may be without memory.
-        first: the device of what is no layer.
-        room: bytes on each device, in order; what has no room is left on disk.
+        target: may be on the meta device.
+        first: device of embedding, norm and head.
+        budget: bytes on each device, in order.
 
     Raises:
-        UserError: no room for what is no layer.
+        UserError: no room for embedding, norm, head and a layer.
     """
     sizes = [sum(p.numel() * p.itemsize for p in layer.parameters()) for layer in target.layers]
     fixed = target.bytes - sum(sizes)
-    left = dict(room)
-    left[first] = left.get(first, 0) - fixed
-    if first not in AWAY and sum(sizes) > sum(size for place, size in left.items() if place not in AWAY):
-        left[first] -= max(sizes)  # for a layer that comes from elsewhere to compute
-    if left[first] < 0 and first not in AWAY:
+    free = dict(budget)
+    free[first] = free.get(first, 0) - fixed
+    if first not in OFFLOADED and sum(sizes) > sum(
+        size for place, size in free.items() if place not in OFFLOADED
+    ):
+        free[first] -= max(sizes)  # buffer for an offloaded layer while it computes
+    if free[first] < 0 and first not in OFFLOADED:
         raise UserError(
             f"target.max_memory: device {first} needs {(fixed + max(sizes)) / 2**30:.2f} GiB for embedding, "
-            f"norm, head and a layer, and has {room.get(first, 0) / 2**30:.2f}; raise it"
+            f"norm, head and a layer, and has {budget.get(first, 0) / 2**30:.2f}; raise it"
         )
-    order: Iterator[Place] = iter([*left, "disk"])
+    order: Iterator[Place] = iter([*free, "disk"])
     places, place = [], next(order)
     for size in sizes:
-        while place != "disk" and left[place] < size:
+        while place != "disk" and free[place] < size:
             place = next(order)
         if place != "disk":
-            left[place] -= size
+            free[place] -= size
         places.append(place)
     return places
 
 
-def _room(first: Place, given: Mapping[Place, int | str] | None) -> dict[Place, int]:
-    """Bytes on each device, the first before all others and the host last."""
+def _memory_budget(first: Place, max_memory: Mapping[Place, int | str] | None) -> dict[Place, int]:
+    """Bytes for weights on each device; `first` comes first, the host last."""
     from accelerate.utils import get_max_memory
 
     try:
-        room = dict(get_max_memory(dict(given) if given else None))
+        budget = dict(get_max_memory(dict(max_memory) if max_memory else None))
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"target.max_memory={given}: {error}; write {{0: 20GiB, cpu: 60GiB}}") from None
-    if not given:
-        room = {place: int(FREE * size) for place, size in room.items()}
-    order = [first, *(place for place in room if place not in (first, "cpu")), "cpu"]
+        raise UserError(f"target.max_memory={max_memory}: {error}; write {{0: 20GiB, cpu: 60GiB}}") from None
+    if not max_memory:
+        budget = {place: int(WEIGHTS_SHARE * size) for place, size in budget.items()}
+    order = [first, *(place for place in budget if place not in (first, "cpu")), "cpu"]
     if first == "cpu":
         order = ["cpu"]
-    return {place: int(room[place]) for place in dict.fromkeys(order) if place in room}
+    return {place: int(budget[place]) for place in dict.fromkeys(order) if place in budget}
 
 
-def _beside(module: nn.Module, stack: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Names of the largest parts without a layer in them."""
+def _modules_without(module: nn.Module, stack: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of the largest submodules that do not contain the list of decoder layers."""
     for name, child in module.named_children():
         if child is stack:
             continue
         if any(part is stack for part in child.modules()):
-            yield from _beside(child, stack, f"{prefix}{name}.")
+            yield from _modules_without(child, stack, f"{prefix}{name}.")
         else:
             yield prefix + name

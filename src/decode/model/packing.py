@@ -1,9 +1,8 @@
-"""Rows of different lengths read behind one another, without padding.
+"""Packed forward passes: rows of different lengths concatenated without padding.
 
-Positions begin anew with every row, and no token sees another row's. transformers builds such masks
-from the positions alone where there is neither a mask nor a cache, for every attention kernel. For
-`sdpa` that is a mask of (N, N) over the whole pack, which costs more than padding does; so the kernel
-is called once for every row instead, each as large as its row and causal by itself.
+Positions restart with every row, and no token attends to another row. Without a mask and a cache,
+transformers derives such masks from the positions, for every attention kernel. For `sdpa` this is an
+(N, N) mask over the whole pack, which costs more than padding; so sdpa is called once per row instead.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 KERNEL = "foredraft_rows"
-_lengths: ContextVar[Sequence[int]] = ContextVar("lengths")  # of the rows of the pack that is being read
+_lengths: ContextVar[Sequence[int]] = ContextVar("lengths")  # of the rows of the current pack
 
 
-def places(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Where the tokens of a pack are in (B, T) right-padded rows, and their positions.
+def pack_indices(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """Indices of the real tokens of (B, T) right-padded rows, and their positions.
 
     Args:
-        lengths: of the rows, each at least 1.
+        lengths: of the rows, at least 1 each.
         width: T.
 
     Returns:
@@ -38,12 +37,12 @@ def places(lengths: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def row_by_row(config: Any, lengths: Sequence[int]) -> Iterator[None]:
-    """Within, a model that attends by `sdpa` does so row by row of a pack.
+def attention_per_row(config: Any, lengths: Sequence[int]) -> Iterator[None]:
+    """Context in which a model with the `sdpa` kernel runs attention separately for every row of a pack.
 
     Args:
-        config: the model's, of its text part.
-        lengths: of the pack's rows.
+        config: text configuration of the model.
+        lengths: of the rows in the pack.
     """
     # private API: transformers has no public way to ask for the attention kernel.
     kernel = config._attn_implementation
@@ -69,22 +68,22 @@ def _attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' sdpa for each row: (1, H, N, d) -> (1, N, H, d)."""
-    assert attention_mask is None, "a mask over the pack, where rows are told apart without one"
+    """Run transformers' sdpa for each row: (1, H, N, d) -> (1, N, H, d)."""
+    assert attention_mask is None, "rows of a pack are separated without a mask"
     rows = zip(*(part.split(list(_lengths.get()), 2) for part in (query, key, value)), strict=True)
-    read = [
+    outputs = [
         sdpa_attention_forward(module, q, k, v, _band(q, sliding_window), **options)[0] for q, k, v in rows
     ]
-    return torch.cat(read, 1), None
+    return torch.cat(outputs, 1), None
 
 
 def _band(query: Tensor, window: int | None) -> Tensor | None:
-    """(1, 1, n, n) bool of a window that is shorter than the row; None: causality will do."""
+    """(1, 1, n, n) bool mask of a window shorter than the row; None: causal attention is enough."""
     length = query.shape[2]
     if window is None or length <= window:
         return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    return seen.triu(1 - window)[None, None]
+    causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    return causal.triu(1 - window)[None, None]
 
 
 AttentionInterface.register(KERNEL, _attend)

@@ -1,9 +1,9 @@
-"""What a model class must be able to do before its outputs may be called lossless.
+"""Checks that a model class can be decoded losslessly.
 
-The probe builds a small random twin of the model (same class, few layers, short window, fp32) and
-compares two ragged rows, a five-node tree, a compaction and the next token with plain forwards.
-A model that ignores masks or positions, or whose state cannot be rolled back, fails here with one
-line instead of producing wrong text later.
+The probe builds a small random copy of the model (same class, few layers, short window, fp32) and compares
+two rows of different lengths, a five-node tree, a cache compaction and the next token with plain forward
+passes. A model that ignores masks or positions, or whose state cannot be rolled back, fails here with a
+one-line error.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ KINDS = {"full_attention", "sliding_attention"}
 
 
 def probe(lm: CausalLM, what: str = "target") -> None:
-    """Check a model's class on a random twin, and its head on its own weights.
+    """Check a model class on a small random copy, and the head on the model's weights.
 
     Args:
         lm: a target, or a draft model, whose cache is rolled back in the same way.
-        what: its name in errors.
+        what: name of the model in errors.
 
     Raises:
-        UserError: naming what the class cannot do.
+        UserError: the class is not supported; the text names the failed check.
     """
     name = type(lm.model).__name__
     other = set(getattr(lm.config, "layer_types", None) or ()) - KINDS
@@ -50,148 +50,151 @@ def probe(lm: CausalLM, what: str = "target") -> None:
             f"{what}: {name} has {', '.join(sorted(other))} layers, whose state cannot be rolled back "
             "after a rejection; full and sliding-window attention work"
         )
-    seen = _memory(lm)
+    marker = _marker(lm)
     try:
         _check_head(lm, f"{what}: {name}")
-        if seen.exists():
+        if marker.exists():
             return
-        wrong = _compare(_twin(lm))
+        failure = _compare(_small_copy(lm))
     except UserError:
         raise
-    except Exception as error:  # whatever a foreign model's code may raise is the probe's finding
-        wrong = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
-    if wrong:
+    except Exception as error:  # third-party model code may raise anything
+        failure = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
+    if failure:
         raise UserError(
-            f"{what}: {name} cannot be decoded losslessly here: the probe {wrong}; models with rotary "
+            f"{what}: {name} cannot be decoded losslessly here: the probe {failure}; models with rotary "
             "or learned positions and full or sliding-window attention work"
         )
-    seen.parent.mkdir(parents=True, exist_ok=True)
-    seen.touch()
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
 
 
 @torch.no_grad()
 def _check_head(lm: CausalLM, name: str) -> None:
+    """Compare the model's logits with those of `Head` from its last hidden state."""
     tokens = torch.arange(1, 9, device=lm.device)[None] % lm.vocab_size
-    want = lm.model(input_ids=tokens, use_cache=False).logits.float()
-    got = lm.head(lm.base(input_ids=tokens, use_cache=False).last_hidden_state).float()
-    if _relative(got, want) > (TOLERANCE if lm.dtype.itemsize >= 4 else 2e-2):
+    expected = lm.model(input_ids=tokens, use_cache=False).logits.float()
+    logits = lm.head(lm.base(input_ids=tokens, use_cache=False).last_hidden_state).float()
+    if _relative_error(logits, expected) > (TOLERANCE if lm.dtype.itemsize >= 4 else 2e-2):
         raise UserError(
-            f"{name}'s logits are not what its head makes of its last hidden state "
-            f"(off by {_relative(got, want):.0e}); scale, bias and soft cap are known, this is none"
+            f"{name}'s logits differ from its head applied to its last hidden state "
+            f"(off by {_relative_error(logits, expected):.0e}); only scale, bias and soft cap are supported"
         )
 
 
-def _twin(lm: CausalLM) -> CausalLM:
+def _small_copy(lm: CausalLM) -> CausalLM:
+    """A random model of the same class with few layers, in fp32."""
     config = copy.deepcopy(lm.model.config)
     text = config.get_text_config()
     text.vocab_size = 128
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
     kinds = getattr(text, "layer_types", None)
-    # Enough layers to meet every kind, and one more so that states pass between layers.
+    # Enough layers for every layer type, and at least two, so that states pass between layers.
     count = 2 if not kinds else max(2, max(kinds.index(kind) for kind in set(kinds)) + 1)
     text.num_hidden_layers = min(count, text.num_hidden_layers)
     if kinds:
         text.layer_types = kinds[: text.num_hidden_layers]
     if getattr(text, "sliding_window", None):
-        text.sliding_window = 4  # shorter than the probe's rows, so that the window bites
+        text.sliding_window = 4  # shorter than the probe's rows, so that the window has an effect
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
-        twin = type(lm.model)(config).float().requires_grad_(False)
+        small = type(lm.model)(config).float().requires_grad_(False)
     finally:
         torch.random.set_rng_state(state)
-    for weight in twin.parameters():  # default inits are so small that errors would hide
+    for weight in small.parameters():  # with the small default init, errors would be below the tolerance
         if weight.dim() > 1:
             weight.data.mul_(3)
-    return CausalLM(twin.eval())
+    return CausalLM(small.eval())
 
 
 @torch.inference_mode()
-def _compare(twin: CausalLM) -> str:
+def _compare(lm: CausalLM) -> str:
+    """Run the operations of decoding; returns the first failure, or an empty string."""
     prompts = [[5, 9, 2, 7, 3, 11, 8], [4, 6, 10]]
     tokens = torch.tensor([prompts[0], prompts[1] + [0] * 4])
-    twin.start(2, 32)
-    last = twin.forward(tokens)
+    lm.start(2, 32)
+    last = lm.forward(tokens)
     for row, prompt in enumerate(prompts):
-        if _differs(twin, last[row, len(prompt) - 1], prompt):
+        if _differs(lm, last[row, len(prompt) - 1], prompt):
             return "found wrong rows for a padded prompt"
-    twin.keep([len(p) for p in prompts])
+    lm.keep([len(p) for p in prompts])
     nodes = torch.tensor([[12, 13, 14, 15, 16], [17, 18, 19, 20, 21]])
     parents = torch.tensor([[-1, -1, 0, 1, 2], [-1, 0, 0, 1, 3]])
     slots = torch.cat([torch.tensor([[22], [23]]), nodes], 1)
-    reach = Draft(nodes, parents, depth=4).ancestors()
-    last = twin.forward(slots, reach)
+    ancestors = Draft(nodes, parents, depth=4).ancestors()
+    last = lm.forward(slots, ancestors)
     for row, prompt in enumerate(prompts):
         for slot in range(6):
-            path = slots[row][reach[row, slot]].tolist()
-            if _differs(twin, last[row, slot], prompt + path):
+            path = slots[row][ancestors[row, slot]].tolist()
+            if _differs(lm, last[row, slot], prompt + path):
                 return "found wrong rows inside a draft tree (masks or positions are not honoured)"
-    twin.keep([4, 3], torch.tensor([[0, 1, 3, 5], [0, 1, 3, 0]]))
-    last = twin.forward(torch.tensor([[24], [25]]))
-    kept = [[22, 12, 14, 16], [23, 17, 19]]
+    lm.keep([4, 3], torch.tensor([[0, 1, 3, 5], [0, 1, 3, 0]]))
+    last = lm.forward(torch.tensor([[24], [25]]))
+    accepted = [[22, 12, 14, 16], [23, 17, 19]]
     for row, prompt in enumerate(prompts):
-        if _differs(twin, last[row, 0], [*prompt, *kept[row], 24 + row]):
+        if _differs(lm, last[row, 0], [*prompt, *accepted[row], 24 + row]):
             return "found wrong rows after a rejection (the cache cannot be compacted)"
-    twin.select([0])
-    twin.keep([1])
-    text = [*prompts[0], *kept[0], 24]
-    for scratch, token in enumerate([26, 27]):  # these need no mask
-        last = twin.forward(torch.tensor([[token]]), scratch=scratch)
+    lm.select([0])
+    lm.keep([1])
+    text = [*prompts[0], *accepted[0], 24]
+    for scratch, token in enumerate([26, 27]):  # these run without a mask
+        last = lm.forward(torch.tensor([[token]]), scratch=scratch)
         text.append(token)
-        if _differs(twin, last[0, 0], text):
-            return "found wrong rows behind unsettled tokens"
+        if _differs(lm, last[0, 0], text):
+            return "found wrong rows after unsettled tokens"
     return ""
 
 
 def check_packing(target: Target) -> None:
-    """Whether rows that are read packed are what they are padded, on a twin and on the model itself.
+    """Check that packed and padded rows give the same hidden states, on a small copy and on the model.
 
     Raises:
-        UserError: they are not.
+        UserError: they differ.
     """
     if target.compiled:
         raise UserError("packing=true: not with target.compile=true, which compiles for padded rows")
     try:
-        same = _packed_off(Target(_twin(target).model)) <= TOLERANCE
-        same = same and _packed_off(target) <= (TOLERANCE if target.dtype.itemsize >= 4 else 5e-2)
-    except Exception as error:  # a foreign model's code may raise anything; that it does is the finding
-        wrong = f"raises {type(error).__name__}"
+        same = _packing_error(Target(_small_copy(target).model)) <= TOLERANCE
+        same = same and _packing_error(target) <= (TOLERANCE if target.dtype.itemsize >= 4 else 5e-2)
+    except Exception as error:  # third-party model code may raise anything
+        failure = f"raises {type(error).__name__}"
     else:
         if same:
             return
-        wrong = "says other things of them"
+        failure = "its outputs differ"
     name = type(target.model).__name__
-    raise UserError(f"packing=true: {name} cannot read rows packed ({wrong}); use packing=false")
+    raise UserError(f"packing=true: {name} cannot read rows packed ({failure}); use packing=false")
 
 
-def _packed_off(target: Target) -> float:
-    """Relative difference of two ragged rows, the larger one; the first is longer than a twin's window."""
+def _packing_error(target: Target) -> float:
+    """Largest relative error of two rows; the first is longer than the window of a small copy."""
     lengths = (13, 5)
     tokens = (torch.arange(2 * lengths[0], device=target.device) + 5).view(2, -1) % target.vocab_size
-    padded, packed = (target.read(tokens, given).last.float() for given in (None, lengths))
+    padded, packed = (target.read(tokens, n).last.float() for n in (None, lengths))
     rows = [(padded[i, :n], packed[i, :n]) for i, n in enumerate(lengths)]
-    return max(float((got - want).norm() / want.norm()) for want, got in rows)
+    return max(float((actual - expected).norm() / expected.norm()) for expected, actual in rows)
 
 
-def _differs(twin: CausalLM, got: torch.Tensor, prefix: list[int]) -> bool:
-    want = twin.model(input_ids=torch.tensor([prefix]), use_cache=False).logits[0, -1]
-    return not _relative(twin.head(got), want) <= TOLERANCE  # NaN differs
+def _differs(lm: CausalLM, hidden: torch.Tensor, prefix: list[int]) -> bool:
+    expected = lm.model(input_ids=torch.tensor([prefix]), use_cache=False).logits[0, -1]
+    return not _relative_error(lm.head(hidden), expected) <= TOLERANCE  # True for NaN
 
 
-def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).abs().max() / want.abs().max())
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def _memory(lm: CausalLM) -> Path:
-    """A marker for this class, configuration and code; the second run of a model skips the probe."""
+def _marker(lm: CausalLM) -> Path:
+    """File that marks this class, configuration and code as probed, so that later runs skip the probe."""
     config: dict[str, Any] = lm.model.config.to_diff_dict()
     sources = [
         inspect.getsource(m)
         for m in (cache_module, draft_module, fused_module, lm_module, sys.modules[__name__])
     ]
     # private API: transformers has no public way to ask for the attention kernel.
-    kernel = lm.config._attn_implementation  # not in the diff, and another kernel reads another mask
+    kernel = lm.config._attn_implementation  # not in the diff; kernels use different masks
     versions = (transformers.__version__, torch.__version__)
     facts = [type(lm.model).__qualname__, *versions, kernel, config, sources]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]

@@ -1,10 +1,10 @@
-"""A target of which every process holds a part of each decoder layer.
+"""A target whose decoder layers are sharded over processes (FSDP2).
 
-FSDP2 gathers a layer when a pass gets to it and drops it behind the pass, in which all processes
-have to take part. They need not read the same, nor equally often: one that has nothing to read
-takes part in what the others read (`rest`, `wait`). Embedding, final norm and head are whole on
-every process, since drafters and objectives read them. The weights are no part of a trained module,
-so no checkpoint holds them.
+FSDP2 gathers a layer when the forward pass reaches it and frees it afterwards, so all processes must
+take part in every pass. Processes may run different inputs and different numbers of passes: one without
+work takes part in the gathers of the others (`join`, `idle`). Embedding, final norm and head are full
+copies on every process, since drafters and objectives use them. The weights do not belong to a trained
+module, so checkpoints do not contain them.
 """
 
 from __future__ import annotations
@@ -30,102 +30,106 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.target import Target
 
-# While one process scores a checkpoint, for hours perhaps, others wait; launchers end them when it dies.
-PATIENCE = timedelta(days=1)
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # that a run may have handlers of
-NAP = 0.02  # seconds between two looks at whether somebody reads
+# Other processes wait while one scores a checkpoint, maybe for hours; launchers end them if it dies.
+GROUP_TIMEOUT = timedelta(days=1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # that a run may handle
+POLL_SECONDS = 0.02  # between two checks whether another process runs a pass
 
 
-class Together:
-    """How processes that hold parts of the same layers agree on what comes next.
+class LayerGather:
+    """Coordinates the gathers of sharded layers between processes.
 
-    Every step begins with sums over all of them: how many read now, and how many are busy, that is
-    have not come to rest. While anybody reads, all gather each layer in turn.
+    Every step begins with an all-reduce of two counts: processes that run a forward pass now, and
+    processes that are busy, i.e. have not joined. If any runs a pass, all gather each layer in turn.
 
     Args:
-        layers: sharded; gathered in this order by every pass.
+        layers: sharded layers, in the order of a forward pass.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self._layers: Any = list(layers)
-        # On the host: no device has to catch up, and a process that has died is noticed at once.
-        self._group = distributed.new_group(backend="gloo", timeout=PATIENCE)
-        # What the first gathering allocates is used by all others, in inference mode or not.
+        # On the host: needs no device synchronisation and notices a dead process at once.
+        self._group = distributed.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        # Buffers of the first gather are reused by all others, with and without inference mode.
         with torch.inference_mode(False):
             self._gather()
 
-    def read(self) -> None:
-        """Said before a pass, whose layers then gather themselves."""
-        self._agree(reads=1, busy=1)
+    def begin_pass(self) -> None:
+        """Announce a forward pass, whose hooks gather the layers."""
+        self._agree(passes=1, busy=1)
 
-    def see(self, look: Callable[[nn.Module], None]) -> None:
-        """Gather all layers for one process or more, which look at each while it is whole."""
-        self._agree(reads=1, busy=1)
-        self._gather(look)
+    def visit(self, visitor: Callable[[nn.Module], None]) -> None:
+        """Gather all layers and call `visitor` with each while it is unsharded."""
+        self._agree(passes=1, busy=1)
+        self._gather(visitor)
 
-    def rest(self) -> None:
-        """Nothing more to read: takes part in what others do, until all of them rest."""
+    def join(self) -> None:
+        """Take part in the passes of other processes until all have joined."""
         while self._take_part(busy=0)[1]:
             pass
 
-    def wait(self, seconds: float) -> None:
-        """For so long, and to the end of a pass."""
+    def idle(self, seconds: float) -> None:
+        """Take part in the passes of other processes for this long, and to the end of the current pass."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
+        while (remaining := end - time.monotonic()) > 0:
             if not self._take_part(busy=1)[0]:
-                time.sleep(min(left, NAP))
+                time.sleep(min(remaining, POLL_SECONDS))
 
     def _take_part(self, busy: int) -> list[int]:
-        found = self._agree(0, busy)
-        if found[0]:
+        counts = self._agree(0, busy)
+        if counts[0]:
             self._gather()
-        return found
+        return counts
 
-    def _agree(self, reads: int, busy: int) -> list[int]:
-        sums = torch.tensor([reads, busy])
+    def _agree(self, passes: int, busy: int) -> list[int]:
+        """Sum over processes: [number of running passes, number of busy processes]."""
+        sums = torch.tensor([passes, busy])
         distributed.all_reduce(sums, group=self._group)
         return sums.tolist()
 
-    def _gather(self, look: Callable[[nn.Module], None] = lambda _: None) -> None:
+    def _gather(self, visitor: Callable[[nn.Module], None] = lambda _: None) -> None:
         for layer in self._layers:
             layer.unshard()
-            look(layer)
+            visitor(layer)
             layer.reshard()
 
 
-class Calm:
-    """Has handlers of signals wait until a pass is over: what they raise would leave others alone in it."""
+class DeferredSignals:
+    """Defers signal handlers to the end of a forward pass.
+
+    An exception raised by a handler within a pass would leave the other processes blocked in it.
+    """
 
     def __init__(self) -> None:
         self._handlers: dict[signal.Signals, Any] = {}
-        self._heard: list[int] = []
+        self._received: list[int] = []
 
     def begin(self) -> None:
-        """Of a pass; nothing outside the main thread, where handlers run."""
+        """Start deferring; does nothing outside the main thread, where handlers run."""
         if threading.current_thread() is not threading.main_thread():
             return
-        # What has no handler of ours raises nothing, and may end the process at once.
+        # Signals without a Python handler raise no exception and keep their effect.
         self._handlers = {s: handler for s in SIGNALS if callable(handler := signal.getsignal(s))}
         for number in self._handlers:
-            signal.signal(number, lambda number, _: self._heard.append(number))
+            signal.signal(number, lambda number, _: self._received.append(number))
 
     def end(self) -> None:
-        """Let handlers hear what came meanwhile."""
+        """Restore the handlers and raise the signals received meanwhile."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        heard, self._heard, self._handlers = self._heard, [], {}
-        for number in heard:
+        received, self._received, self._handlers = self._received, [], {}
+        for number in received:
             signal.raise_signal(number)
 
 
 class Sharded(Target):
-    """A target whose decoder layers `shard` has cut up; to be made on every process at once.
+    """A target with layers sharded by `shard`; must be constructed on every process at the same time.
 
-    Timings of the decoder include the gathering of layers. Weights cannot be merged, copied or tuned.
+    Decoder timings include the gathers. Weights cannot be merged, copied or trained.
 
     Args:
         model: after `shard`.
-        name: its fingerprint when it was whole.
+        name: fingerprint of the unsharded model.
     """
 
     movable = False
@@ -133,14 +137,14 @@ class Sharded(Target):
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         super().__init__(model)
         self._name = name
-        self._together, self._calm = Together(self.layers), Calm()
-        # Around FSDP's own hooks. A body with hooks is never `Fused`.
+        self._gatherer, self._signals = LayerGather(self.layers), DeferredSignals()
+        # Outside FSDP's hooks. A model with hooks is never `Fused`.
         self.base.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
-        self.base.register_forward_hook(lambda *_: self._calm.end(), always_call=True)
+        self.base.register_forward_hook(lambda *_: self._signals.end(), always_call=True)
 
     def _begin(self) -> None:
-        self._calm.begin()
-        self._together.read()
+        self._signals.begin()
+        self._gatherer.begin_pass()
 
     @property
     @override
@@ -154,40 +158,42 @@ class Sharded(Target):
 
     @override
     def weights(self, part: nn.Module) -> dict[str, Tensor]:
-        """Of a decoder layer; the other processes need not want them."""
-        found: dict[str, Tensor] = {}
+        """Full weights of a decoder layer; other processes take part through `join` or `idle`."""
+        state: dict[str, Tensor] = {}
 
-        def look(layer: nn.Module) -> None:
+        def copy_weights(layer: nn.Module) -> None:
             if layer is part:
-                whole = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-                found.update({name: whole[name].detach().clone() for name in names})
+                full = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+                state.update({name: full[name].detach().clone() for name in names})
 
         names = part.state_dict().keys()
-        self._calm.begin()
+        self._signals.begin()
         try:
-            self._together.see(look)
+            self._gatherer.visit(copy_weights)
         finally:
-            self._calm.end()
-        return found
+            self._signals.end()
+        return state
 
     @override
-    def rest(self) -> None:
-        self._together.rest()
+    def join(self) -> None:
+        self._gatherer.join()
 
     @override
-    def wait(self, seconds: float) -> None:
-        self._together.wait(seconds)
+    def idle(self, seconds: float) -> None:
+        self._gatherer.idle(seconds)
 
 
 def load_sharded(load: Callable[[], PreTrainedModel], device: torch.device) -> Sharded:
-    """Load a model on every process; those of one machine take turns, so it holds one whole copy at a time.
+    """Load and shard a model on every process.
+
+    The processes of one machine take turns, so that it holds only one full copy at a time.
 
     Args:
-        load: the model, on the host.
+        load: loads the model on the host.
         device: of this process.
 
     Raises:
-        UserError: there is one process alone, or they have no process group.
+        UserError: there is no process group, or only one process.
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         raise UserError(
@@ -198,29 +204,29 @@ def load_sharded(load: Callable[[], PreTrainedModel], device: torch.device) -> S
     rank = distributed.get_rank()
     hosts: list[Any] = [None] * mesh.size()
     distributed.all_gather_object(hosts, socket.gethostname())
-    made: tuple[PreTrainedModel, str] | None = None
+    loaded: tuple[PreTrainedModel, str] | None = None
     for turn in range(max(Counter(hosts).values())):
         if turn == hosts[:rank].count(hosts[rank]):
             model = load()
-            made = model, Target(model).fingerprint()
+            loaded = model, Target(model).fingerprint()
             shard(model, mesh, device)
         distributed.barrier()
-    assert made
-    return Sharded(*made)
+    assert loaded
+    return Sharded(*loaded)
 
 
 def shard(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
-    """Cut up the decoder layers of a frozen model on the host, and move it to a device layer by layer.
+    """Shard the decoder layers of a frozen model on the host, then move it to a device.
 
-    Communicates nothing: every process of the mesh keeps its part of weights that all have.
+    Needs no communication: every process of the mesh has all weights and keeps its shard.
     """
-    whole = Target(model)
-    layers: Any = whole.layers
+    target = Target(model)
+    layers: Any = target.layers
     outside = set(model.parameters()) - set(layers.parameters())
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     model.to(device)
-    # A root without weights of its own: what gathers one layer while another computes is shared.
-    fully_shard(whole.base, mesh=mesh, ignored_params=outside)
+    # The root has no sharded weights, only the streams that its layers share for prefetching.
+    fully_shard(target.base, mesh=mesh, ignored_params=outside)
     for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])

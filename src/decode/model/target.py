@@ -1,4 +1,4 @@
-"""The frozen target: rows, taps, and a cache in which every row has its own length."""
+"""The frozen target model: hidden states of tapped layers, and decoding with a ragged KV cache."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.model.causal_lm import CausalLM, recorded
-from decode.model.packing import places, row_by_row
+from decode.model.causal_lm import CausalLM, record_inputs
+from decode.model.packing import attention_per_row, pack_indices
 
-LAST = "last"  # the name of the head's input, after the final norm; never a number
+LAST = "last"  # tap of the head's input, after the final norm
 Tap = int | str
 
 
-class Read(NamedTuple):
-    """What one forward pass of the target yields."""
+class TargetOutput(NamedTuple):
+    """Hidden states of one forward pass of the target."""
 
-    last: Tensor  # (B, n, D) the head's input
-    taps: Tensor  # (B, n, L, D) the values entering the tapped layers (or `last`)
+    last: Tensor  # (B, n, D) input of the head
+    taps: Tensor  # (B, n, L, D) inputs of the tapped layers (or `last`)
 
 
 class Target(CausalLM):
-    """A Hugging Face causal LM, frozen, with the operations that speculative decoding needs.
+    """A frozen Hugging Face causal LM with the operations of speculative decoding.
 
-    Not an nn.Module on purpose: as an attribute of what is trained it would enter checkpoints
-    and be wrapped, cast and partitioned.
+    Deliberately not an nn.Module: as a submodule of the trained module it would be saved in checkpoints,
+    wrapped, cast and sharded.
 
     Args:
         model: any causal LM whose attention is full or sliding-window.
         taps: layer ids whose inputs drafters read (0 .. n_layers - 1), or "last".
 
     Raises:
-        UserError: a tap that does not exist, and see `CausalLM`.
+        UserError: a tap that does not exist; also see `CausalLM`.
     """
 
     def __init__(self, model: PreTrainedModel, taps: Sequence[Tap] = ()) -> None:
         super().__init__(model.eval().requires_grad_(False))
         self.embed = model.get_input_embeddings()
-        self.disguise: Callable[[Tensor], Tensor] | None = None  # of (B, n, L, D) taps: for controls
+        self.tap_transform: Callable[[Tensor], Tensor] | None = None  # of (B, n, L, D) taps, for ablations
         self.tap(taps)
 
     def tap(self, taps: Sequence[Tap]) -> None:
-        """Choose which values `Read.taps` holds."""
+        """Set the layers whose inputs are returned as `TargetOutput.taps`."""
         n = len(self.layers)
         for tap in taps:
             if tap != LAST and not (isinstance(tap, int) and 0 <= tap < n):
@@ -56,10 +56,10 @@ class Target(CausalLM):
         self.taps = tuple(taps)
 
     def check_taps(self, drafter: object) -> None:
-        """Compare what a drafter reads (its attribute `taps`) with what this target records.
+        """Check that this target records the taps that a drafter reads (its attribute `taps`).
 
         Raises:
-            UserError: they differ.
+            UserError: it does not.
         """
         taps = tuple(getattr(drafter, "taps", ()))
         if taps and taps != self.taps:
@@ -69,85 +69,86 @@ class Target(CausalLM):
             )
 
     def fingerprint(self) -> str:
-        """Tells this target's weights and vocabulary from another's, whatever dtype they are in."""
+        """Hash of samples of the weights, rounded to bf16, so that it does not depend on the dtype."""
         digest = hashlib.sha256(f"{self.head.weight.shape} {len(self.layers)}".encode())
         weights = self.weights(self.layers[len(self.layers) // 2])
-        middle = next(w for w in weights.values() if w.dim() > 1)
-        for weight in (self.head.weight, middle):
+        matrix = next(w for w in weights.values() if w.dim() > 1)  # of the middle layer
+        for weight in (self.head.weight, matrix):
             sample = weight[:: max(1, weight.shape[0] // 64)].to("cpu", torch.bfloat16)
             digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    # -- among several processes -----------------------------------------------------------------
+    # -- several processes -----------------------------------------------------------------------
 
-    def rest(self) -> None:
-        """To be called by every process when it has nothing to read for now; returns when all have.
+    def join(self) -> None:
+        """Wait until all processes have called this, taking part in their forward passes meanwhile.
 
-        At once, but for a target that they hold together (`Sharded`).
+        Every process calls it when it has no forward pass to run. Returns at once unless `Sharded`.
         """
 
-    def wait(self, seconds: float) -> None:
-        """For other processes, which may need this one's part of the target."""
+    def idle(self, seconds: float) -> None:
+        """Sleep; a `Sharded` target takes part in forward passes of other processes meanwhile."""
         time.sleep(seconds)
 
-    # -- without a cache: training and rescoring ---------------------------------------------
+    # -- without a KV cache: training and rescoring ------------------------------------------
 
     @torch.no_grad()
-    def read(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> Read:
-        """One causal pass over (B, T) right-padded tokens.
+    def read(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> TargetOutput:
+        """One causal forward pass over (B, T) right-padded tokens.
 
         Args:
-            tokens: of all rows.
-            lengths: of the rows; where they are given, rows are read behind one another, without
-                padding, and what is behind a row's end is 0. See `probe.check_packing`.
+            tokens: (B, T).
+            lengths: of the rows. If given, rows are packed without padding, and outputs after the end of
+                a row are 0. See `probe.check_packing`.
         """
-        found = self._wanted()
+        layer_inputs = self._tap_inputs()
         if lengths is None:
-            with recorded(self.layers, found):
+            with record_inputs(self.layers, layer_inputs):
                 out = self.base(input_ids=tokens, use_cache=False)
-            return self._pack(out.last_hidden_state, found)
-        index, positions = (part.to(tokens.device) for part in places(lengths, tokens.shape[1]))  # (N,)
-        with recorded(self.layers, found), row_by_row(self.config, lengths):
-            pack, at = tokens.flatten()[index][None], positions[None]  # (1, N)
-            out = self.base(input_ids=pack, position_ids=at, use_cache=False)
+            return self._output(out.last_hidden_state, layer_inputs)
+        index, positions = (part.to(tokens.device) for part in pack_indices(lengths, tokens.shape[1]))  # (N,)
+        with record_inputs(self.layers, layer_inputs), attention_per_row(self.config, lengths):
+            packed = tokens.flatten()[index][None]  # (1, N)
+            out = self.base(input_ids=packed, position_ids=positions[None], use_cache=False)
 
-        def spread(values: Tensor) -> Tensor:
-            """(1, N, D) -> (B, T, D)."""
+        def unpack(values: Tensor) -> Tensor:
+            """(1, N, D) -> (B, T, D), 0 at padding."""
             rows = values.new_zeros(tokens.numel(), values.shape[-1])
             return rows.index_copy(0, index, values[0]).view(*tokens.shape, -1)
 
-        found = {layer: spread(values) for layer, values in found.items()}
-        return self._pack(spread(out.last_hidden_state), found)
+        layer_inputs = {layer: unpack(values) for layer, values in layer_inputs.items()}
+        return self._output(unpack(out.last_hidden_state), layer_inputs)
 
-    # -- with the row cache: decoding --------------------------------------------------------
+    # -- with the KV cache: decoding ---------------------------------------------------------
 
-    def extend(self, tokens: Tensor, draft: Draft | None = None) -> Read:
-        """Read new tokens behind each row's settled ones; `keep` decides what stays.
+    def extend(self, tokens: Tensor, draft: Draft | None = None) -> TargetOutput:
+        """Run new tokens after each row's settled ones. Call `keep` to settle them.
 
         Args:
-            tokens: (B, n) right-padded; with a draft (B, 1), the roots.
-            draft: nodes that hang from the root, read in the same pass.
+            tokens: (B, n) right-padded; with a draft the (B, 1) roots.
+            draft: nodes below the root, run in the same pass with a tree attention mask.
 
         Returns:
-            (B, n) rows, or (B, S) in slot order with a draft. Padding entries mean nothing.
+            Hidden states of (B, n) tokens, or of (B, S) slots with a draft. Padding is undefined.
         """
         block = None
         if draft is not None and draft.depth:
             tokens = torch.cat([tokens, draft.tokens.clamp_min(0)], 1)  # (B, S)
             block = draft.ancestors()  # (B, S, S)
-        found = self._wanted()
-        last = self.forward(tokens, block, inputs=found)
-        return self._pack(last, found)
+        layer_inputs = self._tap_inputs()
+        last = self.forward(tokens, block, inputs=layer_inputs)
+        return self._output(last, layer_inputs)
 
     # -- internals ---------------------------------------------------------------------------
 
-    def _wanted(self) -> dict[int, Tensor]:
-        """Layers to record; what entered them is filled in."""
+    def _tap_inputs(self) -> dict[int, Tensor]:
+        """Dict of the tapped layers, to be filled with their inputs."""
         return dict.fromkeys((t for t in self.taps if isinstance(t, int)), torch.empty(0))
 
-    def _pack(self, last: Tensor, found: dict[int, Tensor]) -> Read:
-        parts = [found[t] if isinstance(t, int) else last for t in self.taps]
+    def _output(self, last: Tensor, layer_inputs: dict[int, Tensor]) -> TargetOutput:
+        """Stack the taps, (B, n, L, D)."""
+        parts = [layer_inputs[t] if isinstance(t, int) else last for t in self.taps]
         taps = (
             torch.stack([part.to(last.device) for part in parts], 2) if parts else last[:, :, None][:, :, :0]
         )
-        return Read(last, taps if self.disguise is None else self.disguise(taps))
+        return TargetOutput(last, taps if self.tap_transform is None else self.tap_transform(taps))

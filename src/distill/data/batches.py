@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.model.target import Read
+from decode.model.target import TargetOutput
 from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import TapMemory
 
@@ -40,7 +40,7 @@ class Micro(NamedTuple):
     anchors: int
     step: int
     seed: int
-    read: Read | None = None
+    read: TargetOutput | None = None
     on_policy: int = 0
     weight: Tensor | None = None
     lengths: Sequence[int] | None = None

@@ -152,7 +152,7 @@ class RolloutData(L.LightningDataModule):
         steps = min(self.every, trainer.max_steps) if self.every else trainer.max_steps
         batches = steps * trainer.accumulate_grad_batches * trainer.world_size
         kept = self.keep(rows, store, self.max_tokens, batches * self.batch_size / len(rows))
-        self.keep.target.rest()
+        self.keep.target.join()
         self._open = phase, rows, kept
         return rows, kept
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode.errors import UserError
-from decode.model.target import LAST, Read, Target
+from decode.model.target import LAST, Target, TargetOutput
 from distill.data.taps_memory import read_rows
 from distill.utils.atomic_files import sha256, write_json
 from distill.utils.progress import bar, say
@@ -102,7 +102,7 @@ class TapCache:
         root.mkdir(parents=True, exist_ok=True)
         with (root / "taps.lock").open("w") as lock:
             while not _locked(lock):
-                target.wait(0.2)  # not in the lock: who writes may need this process's part of the target
+                target.idle(0.2)  # not in the lock: who writes may need this process's part of the target
             if self.folder.exists():
                 say(f"taps: reusing {self.folder}")
                 self._check()
@@ -168,11 +168,11 @@ class TapCache:
                     f"{path}: changed since it was made; delete {self.folder} to have it made again"
                 )
 
-    def batch(self, rows: Sequence[int]) -> Read:
+    def batch(self, rows: Sequence[int]) -> TargetOutput:
         """Right-padded (B, T, D) and (B, T, L, D) of these rows; what training never looks at is 0."""
         pairs = [self._row(row) for row in rows]
         last = pad_sequence([pair[0] for pair in pairs], batch_first=True)
-        return Read(last, pad_sequence([pair[1] for pair in pairs], batch_first=True))
+        return TargetOutput(last, pad_sequence([pair[1] for pair in pairs], batch_first=True))
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
         file, start, own = self._places[row]

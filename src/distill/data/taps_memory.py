@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.model.target import LAST, Read, Target
+from decode.model.target import LAST, Target, TargetOutput
 from distill.utils.progress import bar
 
 TOKENS = 4096  # of one pass over the target
@@ -45,10 +45,10 @@ class TapMemory:
         pairs = self._rows.values()
         return sum(t.untyped_storage().nbytes() for t in {id(t): t for p in pairs for t in p}.values())
 
-    def batch(self, rows: Sequence[int]) -> Read:
+    def batch(self, rows: Sequence[int]) -> TargetOutput:
         """Right-padded (B, T, D) and (B, T, L, D) of these rows."""
         last = pad_sequence([self._rows[r][0] for r in rows], batch_first=True)
-        return Read(last, pad_sequence([self._rows[r][1] for r in rows], batch_first=True))
+        return TargetOutput(last, pad_sequence([self._rows[r][1] for r in rows], batch_first=True))
 
 
 class GrowingTaps(TapMemory):
@@ -67,7 +67,7 @@ class GrowingTaps(TapMemory):
         self._read = target, rows, max_tokens, packing
 
     @override
-    def batch(self, rows: Sequence[int]) -> Read:
+    def batch(self, rows: Sequence[int]) -> TargetOutput:
         target, source, max_tokens, packing = self._read
         new = sorted({int(r) for r in rows} - self._rows.keys())
         if new:

@@ -110,7 +110,7 @@ def produce(
     else:
         _same_rollouts(folder, plan)
     fill(options, target, chat, store, helper, drafter)
-    target.rest()
+    target.join()
     return store
 
 

@@ -12,7 +12,7 @@ from decode.model.target import Target
 
 
 class ShuffledTaps:
-    """Replaces each tap that a drafter reads by the tap of another position; see `Target.disguise`.
+    """Replaces each tap that a drafter reads by the tap of another position; see `Target.tap_transform`.
 
     The position is a hash of the tap and the seed. Output stays the target's. A drafter that is accepted
     as often with them has learned from the text alone.
@@ -29,12 +29,12 @@ class ShuffledTaps:
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], seed: int) -> None:
         if not target.taps:
             raise UserError("control=shuffled_taps: this drafter reads none of the target's hidden states")
-        device, target.disguise = target.device, None
+        device, target.tap_transform = target.device, None
         taps = [target.read(torch.tensor([list(p)], device=device)).taps[0] for p in prompts]
         self.bank = torch.cat(taps)  # (M, L, D)
         dice = torch.Generator().manual_seed(seed)
         self.key = torch.randn(self.bank[0].numel(), generator=dice, dtype=torch.float64).to(device)
-        target.disguise = self
+        target.tap_transform = self
 
     def __call__(self, taps: Tensor) -> Tensor:
         """(B, n, L, D) -> the same shape."""

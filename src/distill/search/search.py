@@ -130,7 +130,7 @@ class Search:
         watch = partial(self._watch, before, len(store.missing()))
         fill(run, target, chat, store, run.rollout.drafter, None, watch)
         self.judge.prepare()
-        target.rest()
+        target.join()
         self._note(
             **self.ledger.took or {"before rollouts": before - self.begun, "rollouts": self.clock() - before}
         )

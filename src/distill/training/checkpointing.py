@@ -105,7 +105,7 @@ class ScoreCheckpoint(L.Callback):
             for path in checkpoints(self.root.parent):
                 if self._score(trainer, path):
                     self._track(trainer, path)
-        target.rest()  # the first rank alone scores
+        target.join()  # the first rank alone scores
         trainer.strategy.barrier()
 
     def _due(self, trainer: L.Trainer, step: int) -> bool:
@@ -132,7 +132,7 @@ class ScoreCheckpoint(L.Callback):
         assert isinstance(module, DistillModule)
         self._kept = step
         self._publish(trainer, module.drafter, module.target, step)
-        module.target.rest()
+        module.target.join()
         if trainer.is_global_zero:
             say(_line(step, trainer.max_steps, module.loss, self.root / str(step)))
         self.stop.ask_all(trainer)  # others wait here while rank 0 scores
@@ -142,7 +142,7 @@ class ScoreCheckpoint(L.Callback):
         self._catch_up(trainer, target)
         if trainer.is_global_zero and not (self.root / "0").exists():
             self._publish(trainer, drafter, target, 0)
-        target.rest()
+        target.join()
 
     def _publish(self, trainer: L.Trainer, drafter: Drafter, target: Target, step: int) -> None:
         final, temporary = self.root / str(step), self.root / f"{step}.tmp"

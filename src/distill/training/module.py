@@ -110,7 +110,7 @@ class DistillModule(L.LightningModule):
             batch = self._mix(batch, self.on_policy)
         self._watched.add(batch)
         read = batch.read or self.target.read(batch.tokens, batch.lengths)
-        self.target.rest()
+        self.target.join()
         progress = batch.step / self.trainer.max_steps
         rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed, progress)
         steps = self.drafter.unroll(rows, self.target)
@@ -153,7 +153,7 @@ class DistillModule(L.LightningModule):
             trainer: Any = self.trainer
             micros = [trainer.strategy.batch_to_device(m) for m in trainer.datamodule.micros(batch.step)]
             micros = on_policy(micros, self.drafter, self.target)
-            self.target.rest()  # ranks have other numbers of rows to read
+            self.target.join()  # ranks have other numbers of rows to read
             own = torch.stack([supervised_anchors(m.loss_mask, 1).sum() for m in micros]).sum()
             anchors = int(trainer.strategy.reduce(own, reduce_op="sum"))
             self._mixed = [m._replace(anchors=anchors) for m in micros]

@@ -24,7 +24,7 @@ from torch.serialization import safe_globals
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.model.sharded import PATIENCE
+from decode.model.sharded import GROUP_TIMEOUT
 from distill.training.module import DistillModule
 from distill.training.optim import Joint
 from drafters.base import Drafter
@@ -34,7 +34,7 @@ class DDP(DDPStrategy):
     """Whole copies, averaged gradients; ranks wait for as long as the first one scores."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(timeout=PATIENCE, **options)
+        super().__init__(timeout=GROUP_TIMEOUT, **options)
 
 
 class FSDP(ModelParallelStrategy):
@@ -46,7 +46,7 @@ class FSDP(ModelParallelStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
-            tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=PATIENCE, **options
+            tensor_parallel_size=1, save_distributed_checkpoint=False, timeout=GROUP_TIMEOUT, **options
         )
 
     @override
@@ -86,7 +86,7 @@ class DeepSpeed(DeepSpeedStrategy):
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # Frozen weights are the target's, or the base of adapters: neither belongs into a checkpoint.
-        fixed: dict[str, Any] = {"exclude_frozen_parameters": True, "timeout": PATIENCE}
+        fixed: dict[str, Any] = {"exclude_frozen_parameters": True, "timeout": GROUP_TIMEOUT}
         fixed["logging_level"] = logging.ERROR
         # The batch size is for DeepSpeed's own log; Lightning would look for it in the loader.
         super().__init__(stage=stage, logging_batch_size_per_gpu=1, **fixed, **options)

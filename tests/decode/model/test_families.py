@@ -551,7 +551,7 @@ def test_the_probe_notices_a_head_that_lacks_something(name, part, nothing, tmp_
         return Head(**values | {part: nothing})
 
     monkeypatch.setattr("decode.model.causal_lm.Head", partial)
-    with pytest.raises(UserError, match="logits are not what its head makes") as caught:
+    with pytest.raises(UserError, match="logits differ from its head") as caught:
         load_target(folder)  # though the class is remembered as probed
     one_line(caught)
 

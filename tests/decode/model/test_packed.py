@@ -10,7 +10,7 @@ from workbench import Bench
 
 from decode.errors import UserError
 from decode.model import target as target_module
-from decode.model.packing import places
+from decode.model.packing import pack_indices
 from decode.model.probe import check_packing
 from decode.model.target import LAST, Target
 from decode.sampling import Sampler
@@ -138,7 +138,7 @@ def bench(tmp_path_factory) -> Bench:
 @pytest.mark.parametrize("taps", ["online", "memory"])
 def test_a_run_reads_packed(bench, taps, monkeypatch):
     seen = []
-    monkeypatch.setattr(target_module, "places", lambda *at: seen.append(at[0]) or places(*at))
+    monkeypatch.setattr(target_module, "pack_indices", lambda *at: seen.append(at[0]) or pack_indices(*at))
     monkeypatch.setattr(loading, "check_packing", lambda target: None)
     done = bench.train("packing=true", f"taps={taps}", "score.enabled=false", "trainer.max_steps=3")
     assert done.code == 0, done.err
@@ -148,7 +148,7 @@ def test_a_run_reads_packed(bench, taps, monkeypatch):
 
 def test_a_run_refuses_before_it_works(bench, monkeypatch):
     before = bench.runs()
-    monkeypatch.setattr("decode.model.probe._packed_off", lambda target: 1.0)
+    monkeypatch.setattr("decode.model.probe._packing_error", lambda target: 1.0)
     done = bench.train("packing=true")
     assert done.code == 2
     assert done.err.startswith("error: packing=true: LlamaForCausalLM cannot read rows packed")

@@ -18,9 +18,9 @@ from workbench import Bench, fork, ranks, same, spawn, tau, weights
 
 from decode.errors import UserError
 from decode.generation.generate import generate
-from decode.model.cache import RowStore, SplitStore
+from decode.model.cache import MultiDeviceStore, RowStore
 from decode.model.load import load_target
-from decode.model.offload import layout
+from decode.model.offload import assign_layers
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -71,8 +71,8 @@ def check_rank(rank: int, store: Path, folder: Path) -> int:
     for _ in range(3 if rank else 1):
         assert torch.equal(target.read(TEXT).last, whole.read(TEXT).last)
         assert answers(target, PROMPTS[rank:]) == answers(whole, PROMPTS[rank:])
-        target.wait(0.01)
-    target.rest()
+        target.idle(0.01)
+    target.join()
     if not rank:
         assert drafted(target) == drafted(whole)
         leave_within(target)
@@ -80,8 +80,8 @@ def check_rank(rank: int, store: Path, folder: Path) -> int:
         assert same(
             cut_target(target, 1).state_dict(), cut_target(whole, 1).state_dict()
         )  # as who scores adapters does
-    target.rest()
-    target.rest()  # nobody reads in between
+    target.join()
+    target.join()  # nobody reads in between
     assert target.fingerprint() == whole.fingerprint()
     assert same(cut_target(target, 1).state_dict(), cut_target(whole, 1).state_dict())
     layers = sum(p.numel() * p.itemsize for p in whole.layers.parameters())
@@ -213,7 +213,7 @@ def test_keys_and_values_on_several_devices_are_those_of_one():
     dice = random.Random(0)
     torch.manual_seed(0)
     places = [0, 1, 1, 0, 2]
-    one, split = RowStore(5, 3, 4), SplitStore(places, 3, 4)
+    one, split = RowStore(5, 3, 4), MultiDeviceStore(places, 3, 4)
     for step in range(12):
         rows, new = len(one.lengths), dice.randint(1, 4)
         for store in (one, split):
@@ -243,13 +243,13 @@ def empty() -> Target:
 def test_devices_are_filled_in_order_and_the_rest_is_read_from_disk(empty):
     layer = sum(p.numel() * 4 for p in empty.layers[0].parameters())
     fixed = empty.bytes - 8 * layer
-    assert layout(empty, 0, {0: fixed + 9 * layer}) == [0] * 8
+    assert assign_layers(empty, 0, {0: fixed + 9 * layer}) == [0] * 8
     room = {0: fixed + 3 * layer, 1: 2 * layer + 5, "cpu": 3 * layer - 1}
     # The first device keeps room for a layer that comes from elsewhere.
-    assert layout(empty, 0, room) == [0, 0, 1, 1, "cpu", "cpu", "disk", "disk"]
-    assert layout(empty, "cpu", {"cpu": fixed + layer}) == ["cpu"] + ["disk"] * 7
+    assert assign_layers(empty, 0, room) == [0, 0, 1, 1, "cpu", "cpu", "disk", "disk"]
+    assert assign_layers(empty, "cpu", {"cpu": fixed + layer}) == ["cpu"] + ["disk"] * 7
     with pytest.raises(UserError, match="device 0 needs"):
-        layout(empty, 0, {0: fixed, "cpu": 9 * layer})
+        assign_layers(empty, 0, {0: fixed, "cpu": 9 * layer})
 
 
 @pytest.mark.gpu

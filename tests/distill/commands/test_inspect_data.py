@@ -16,7 +16,7 @@ from workbench import ROOT, Outcome, foredraft, make_target, make_tokenizer
 from decode.errors import UserError
 from decode.model.head import Head
 from decode.model.load import load_target, load_tokenizer
-from decode.model.target import Read
+from decode.model.target import TargetOutput
 from decode.sampling import Sampler
 from distill.commands.inspect_data import CLOSE, OPEN, PLAIN, SUPERVISED, show
 from distill.prompts.chat_template import Chat
@@ -165,7 +165,7 @@ class Known:
 
     def read(self, tokens):
         states = torch.eye(self.head.weight.shape[1])[: tokens.shape[1]][None]
-        return Read(states, states[:, :, None][:, :, :0])
+        return TargetOutput(states, states[:, :, None][:, :, :0])
 
 
 LAWS = [[0.5, 0.25, 0.125, 0.125], [0.25] * 4, [0.9, 0.05, 0.03, 0.02], [0.125, 0.5, 0.25, 0.125]]
