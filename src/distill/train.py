@@ -16,7 +16,7 @@ from decode.sampling import Sampler
 from distill import export as exporting
 from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
 from distill.config.validate import refused
-from distill.data.datamodule import Keep, RolloutData
+from distill.data.datamodule import RolloutData, TapStorage
 from distill.data.on_policy import OnPolicy
 from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
@@ -33,7 +33,7 @@ from distill.scoring.scorer import Scorer
 from distill.training.checkpointing import STATE, ScoreCheckpoint, TrainingBar
 from distill.training.memory import MemoryWatch, Sizes, explain_out_of_memory
 from distill.training.module import DistillModule
-from distill.training.strategies import check_strategy, join_others
+from distill.training.strategies import check_strategy, join_processes
 from distill.training.throughput import Throughput
 from distill.training.time_budget import Budget
 from distill.training.trainer import build_optimizer, build_trainer, fit
@@ -80,7 +80,7 @@ def train(
     begun = int(state.parents[1].name) if state else 0
     logging = loggers(options.logger, options.config, folder, begun)
     trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
-    join_others(trainer, options.target.placement)
+    join_processes(trainer, options.target.placement)
     target = shared.target if shared else _load(options, trainer)
     # All that can be wrong with the configuration shows here, before hours of work.
     with refused():
@@ -116,7 +116,7 @@ def train(
     if scorer:
         scorer.prepare()
         target.join()
-    keep = Keep(target, options.taps, options.taps_gb, options.packing, shared.held if shared else None)
+    keep = TapStorage(target, options.taps, options.taps_gb, options.packing, shared.held if shared else None)
     again, longest = options.rollout.refresh_every, _longest(options, target)
     data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed)
     data.open(begun, trainer)

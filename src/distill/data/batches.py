@@ -1,4 +1,7 @@
-"""Stored rollouts as batches, each a pure function of (seed, step, store)."""
+"""Batches of stored rollouts, each a pure function of (seed, step, store).
+
+Shapes: B rows of a micro-batch, T tokens, A micro-batches per step (accumulation), W ranks, S steps.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from decode.model.target import TargetOutput
 from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import TapMemory
 
-BUCKET = 8  # batches that are sorted by length together
+BUCKET = 8  # batches that are sorted by length together; less padding, less randomness
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """One micro-batch on one rank.
 
     Attributes:
@@ -28,11 +31,11 @@ class Micro(NamedTuple):
         loss_mask: (B, T) bool.
         anchors: supervised anchors of the whole optimizer step, over micro-batches and ranks.
         step: optimizer step.
-        seed: of the drafter's noise; the same rows get the same, however ranks share them out.
-        read: what the target says of these tokens, where it is kept in memory.
-        on_policy: supervised anchors in answers of the drafter's own.
+        seed: of the drafter's noise; depends on the rows, not on how ranks share them.
+        target_states: hidden states of the target on these tokens, if they are cached.
+        on_policy: supervised anchors in answers that the drafter wrote.
         weight: (B,) of the rows in the loss; None where all are 1.
-        lengths: of the rows, where the target reads them packed.
+        lengths: of the rows, where the target reads them packed (without padding).
     """
 
     tokens: Tensor
@@ -40,28 +43,28 @@ class Micro(NamedTuple):
     anchors: int
     step: int
     seed: int
-    read: TargetOutput | None = None
+    target_states: TargetOutput | None = None
     on_policy: int = 0
     weight: Tensor | None = None
     lengths: Sequence[int] | None = None
 
 
-class RolloutBatches(Dataset[Micro]):
+class RolloutBatches(Dataset[MicroBatch]):
     """Micro-batch m of optimizer step k on rank r is item k * accumulate + m.
 
-    Rows are shuffled every epoch and grouped by length, so that little is padding. An epoch meets
-    a row at most once; the few that do not fill a last step are others every time.
+    Rows are shuffled every epoch and grouped by length to reduce padding. An epoch uses a row at
+    most once; the remainder that does not fill a step differs between epochs.
 
     Args:
         rows: with `tokens`, `loss_mask` and `weight`.
         batch_size: rows of one micro-batch.
         steps: optimizer steps.
-        accumulate: micro-batches a step.
+        accumulate: micro-batches per step.
         rank: of this process.
-        world: processes.
+        world: number of processes.
         seed: of the order.
         max_tokens: longer rows are cut.
-        memory: what the target says of the rows, or None.
+        memory: cached hidden states of the target, or None.
         packing: the target reads rows without padding.
     """
 
@@ -89,47 +92,48 @@ class RolloutBatches(Dataset[Micro]):
             raise UserError("rollouts: no row has a supervised token; check the loss masks")
 
     def unused(self) -> str:
-        """What training makes no use of, as a line; empty where it uses all."""
-        cut, bare = int((self._lost > 0).sum()), len(self._anchors) - len(self._usable)
+        """One line on tokens and rows that training does not use; empty if it uses all."""
+        cut, unsupervised = int((self._lost > 0).sum()), len(self._anchors) - len(self._usable)
         parts = []
         if cut:
             share = self._lost.sum() / (self._lost.sum() + self._anchors.sum())
             parts.append(
                 f"{cut} are cut at max_tokens={self.max_tokens}, {share:.1%} of all supervised tokens"
             )
-        if bare:
-            parts.append(f"{bare} have no supervised token in reach and are left out")
+        if unsupervised:
+            parts.append(f"{unsupervised} have no supervised token in reach and are left out")
         return f"of {len(self._anchors)} rows " + ", ".join(parts) if parts else ""
 
     def __len__(self) -> int:
         return self.steps * self.accumulate
 
     @override
-    def __getitem__(self, index: int) -> Micro:
+    def __getitem__(self, index: int) -> MicroBatch:
         step, micro = divmod(index, self.accumulate)
         return self._micro(step, micro, self.rank)
 
-    def _micro(self, step: int, micro: int, rank: int) -> Micro:
-        shards = self._shards(step)
-        chosen = [self.rows[int(i)] for i in shards[micro, rank]]
-        lengths = [min(len(row["tokens"]), self.max_tokens) for row in chosen]
+    def _micro(self, step: int, micro: int, rank: int) -> MicroBatch:
+        shards = self._shards(step)  # (A, W, B)
+        rows = [self.rows[int(i)] for i in shards[micro, rank]]
+        lengths = [min(len(row["tokens"]), self.max_tokens) for row in rows]
         length = max(lengths)
-        tokens = torch.zeros(self.batch_size, length, dtype=torch.long)
+        tokens = torch.zeros(self.batch_size, length, dtype=torch.long)  # (B, T), right-padded with 0
         mask = torch.zeros(self.batch_size, length, dtype=torch.bool)
-        for i, (row, n) in enumerate(zip(chosen, lengths, strict=True)):
+        for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
             tokens[i, :n] = torch.as_tensor(row["tokens"][:n])
             mask[i, :n] = torch.as_tensor(row["loss_mask"][:n], dtype=torch.bool)
-        read = self.memory.batch(shards[micro, rank]) if self.memory else None
+        target_states = self.memory.batch(shards[micro, rank]) if self.memory else None
+        # micro * world + rank numbers the rows' place in the step, the same for any split over ranks.
         key = np.random.SeedSequence([self.seed, step, micro * self.world + rank])
         noise = int(key.generate_state(1)[0])
-        weight = torch.tensor([row["weight"] for row in chosen])
-        return Micro(
+        weight = torch.tensor([row["weight"] for row in rows])  # (B,)
+        return MicroBatch(
             tokens,
             mask,
             int(self._anchors[shards].sum()),
             step,
             noise,
-            read,
+            target_states,
             weight=None if (weight == 1).all() else weight,
             lengths=lengths if self.packing else None,
         )
@@ -142,23 +146,23 @@ class RolloutBatches(Dataset[Micro]):
         """Tokens of an optimizer step's rows, over all its micro-batches and ranks, without padding."""
         return int(self._length[self._step_rows(step)].sum())
 
-    def largest(self, first: int) -> Micro:
-        """Of the steps of an epoch from `first` on, the micro-batch of any rank with the longest row.
+    def largest(self, first: int) -> MicroBatch:
+        """The micro-batch of any rank with the longest row, over the rest of the epoch from step `first`.
 
-        The same on every rank, so that whatever it takes of all of them comes together.
+        It is the same on every rank, so that collectives inside a trial run match.
         """
         _, per_epoch = self._epoch()
         steps = range(first, min(self.steps, first + per_epoch - first % per_epoch))
-        longest = np.stack([self._length[self._shards(step)].max(2) for step in steps])  # (S, A, world)
+        longest = np.stack([self._length[self._shards(step)].max(2) for step in steps])  # (S, A, W)
         step, micro, rank = np.unravel_index(int(longest.argmax()), longest.shape)
         return self._micro(steps[int(step)], int(micro), int(rank))
 
     def _shards(self, step: int) -> np.ndarray:
-        """(accumulate, world, B) row numbers of an optimizer step."""
+        """(A, W, B) row numbers of an optimizer step."""
         return self._step_rows(step).reshape(self.accumulate, self.world, self.batch_size)
 
     def _step_rows(self, step: int) -> np.ndarray:
-        """Row numbers of an optimizer step, over all its micro-batches and ranks."""
+        """(A * W * B,) row numbers of an optimizer step, over all micro-batches and ranks."""
         size, per_epoch = self._epoch()
         epoch, place = divmod(step, per_epoch)
         if self._order is None or self._order[0] != epoch:
@@ -166,11 +170,12 @@ class RolloutBatches(Dataset[Micro]):
         return self._order[1][place]
 
     def _epoch(self) -> tuple[int, int]:
-        """Rows of an optimizer step, and steps of an epoch."""
+        """Rows per optimizer step, and steps per epoch."""
         size = self.batch_size * self.accumulate * self.world
         return size, max(1, self._usable.size // size)
 
     def _shuffle(self, epoch: int, size: int, per_epoch: int) -> np.ndarray:
+        """(per_epoch, size) row numbers: shuffled, sorted by length within BUCKET steps, steps shuffled."""
         random = np.random.default_rng([self.seed, epoch])
         order = random.permutation(self._usable)
         order = np.resize(order, per_epoch * size)  # repeats rows only if there are fewer than one batch
@@ -183,9 +188,7 @@ class RolloutBatches(Dataset[Micro]):
 
 
 def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each row its length, its anchors (t counts where token t + 2 is supervised) and the supervised
-    tokens that are cut off.
-    """
+    """(N,) lengths, anchors (t is one if token t + 2 is supervised) and supervised tokens cut off."""
     length, anchors, lost = [], [], []
     for number, mask in enumerate(rows["loss_mask"]):
         if all(mask):
@@ -200,11 +203,11 @@ def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.nd
     return np.array(length), np.array(anchors), np.array(lost)
 
 
-class From(Sampler[int]):
-    """Items from `start` on; the order has no state to restore.
+class ResumeSampler(Sampler[int]):
+    """Yields indices from `start` on; there is no sampler state to restore.
 
-    The length stays the whole run's: Lightning restores how many batches it has seen, and would
-    end the epoch early, and step too soon, on a loader that only had the rest.
+    The length stays that of the whole run: Lightning restores its batch counter, and on a shorter
+    loader would end the epoch early and step too soon.
     """
 
     def __init__(self, start: int, stop: int) -> None:

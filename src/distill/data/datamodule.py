@@ -1,4 +1,4 @@
-"""The rows of one store after another, served to the trainer."""
+"""LightningDataModule over rollout stores, which may be replaced during a run."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import Target
-from distill.data.batches import From, Micro, RolloutBatches
+from distill.data.batches import MicroBatch, ResumeSampler, RolloutBatches
 from distill.data.taps_disk import TapCache
-from distill.data.taps_memory import GrowingTaps, TapMemory, gigabytes, wanted
+from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_gigabytes
 from distill.rollouts.store import RolloutStore
 from distill.utils.progress import say
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Where what the target says of a row is kept.
+class TapStorage:
+    """Decides where hidden states of the target are cached: in memory, on disk or not at all.
 
     Args:
         target: with its taps set.
-        taps: see `taps.wanted`.
+        taps: see `keeps_in_memory`.
         limit: gigabytes.
         packing: the target reads rows without padding, here and in every step.
-        held: what runs of this process share that train on the same rows, by what it is of; it grows with
-            the rows they meet. None: all rows are read before the first step.
+        held: caches shared by runs of this process that train on the same rows; they grow with the rows
+            these runs use. None: all rows are read before the first step.
     """
 
     target: Target
@@ -43,35 +43,35 @@ class Keep:
     def __call__(
         self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, epochs: float
     ) -> TapMemory | TapCache | None:
-        """For rows that are trained on `epochs` times; None: they are read in every step."""
+        """Cache for rows that are used `epochs` times; None: the target reads them in every step."""
         if self.taps == "cache":
-            where = (store.cache, store.content(), self.limit)
-            return TapCache(self.target, rows, max_tokens, *where, self.packing)
-        need = gigabytes(self.target, rows, max_tokens)
-        if wanted(self.taps, self.limit, need, epochs):
+            place = (store.cache, store.content(), self.limit)
+            return TapCache(self.target, rows, max_tokens, *place, self.packing)
+        need = tap_memory_gigabytes(self.target, rows, max_tokens)
+        if keeps_in_memory(self.taps, self.limit, need, epochs):
             if self.held is None:
                 return TapMemory(self.target, rows, max_tokens, self.packing)
             key = (store.content(), self.target.taps, max_tokens, self.packing)
-            grown = self.held.setdefault(key, GrowingTaps(self.target, rows, max_tokens, self.packing))
+            cache = self.held.setdefault(key, GrowingTaps(self.target, rows, max_tokens, self.packing))
             self._make_room(key, need)
-            return grown
+            return cache
         return None
 
     def _make_room(self, key: tuple, need: float) -> None:
-        """The limit is for all of them together: the oldest go, until one that may grow to `need` fits in."""
+        """Drop the oldest caches until one that may grow to `need` gigabytes fits into the common limit."""
         held = self.held or {}
         others = [k for k in held if k != key]
         while others and need + sum(held[k].bytes for k in others) / 2**30 > self.limit:
             del held[others.pop(0)]
 
 
-class Phases(Dataset[Micro]):
-    """Micro-batches of a run whose rollouts are made anew from time to time.
+class PhasedBatches(Dataset[MicroBatch]):
+    """Micro-batches of a run whose rollouts are regenerated every few steps.
 
     Args:
-        load: given a step, the batches of its phase, which number all steps of the run.
-        every: optimizer steps of a phase; 0: there is but one.
-        accumulate: micro-batches a step.
+        load: step -> the batches of its phase, indexed by steps of the whole run.
+        every: optimizer steps per phase; 0: a single phase.
+        accumulate: micro-batches per step.
         steps: of the run.
     """
 
@@ -79,39 +79,39 @@ class Phases(Dataset[Micro]):
         self, load: Callable[[int], RolloutBatches], every: int, accumulate: int, steps: int
     ) -> None:
         self.load, self.every, self.accumulate, self.steps = load, every, accumulate, steps
-        self.loading = 0.0  # seconds in which rollouts were made and read
+        self.loading = 0.0  # seconds spent making and reading rollouts
         self._batches: tuple[int, RolloutBatches] | None = None
 
     def __len__(self) -> int:
         return self.steps * self.accumulate
 
     @override
-    def __getitem__(self, index: int) -> Micro:
+    def __getitem__(self, index: int) -> MicroBatch:
         return self.of(index // self.accumulate)[index]
 
     def of(self, step: int) -> RolloutBatches:
-        """The batches of the phase that an optimizer step is in."""
+        """The batches of the phase that contains an optimizer step."""
         phase = step // self.every if self.every else 0
         if self._batches is None or self._batches[0] != phase:
             begin = time.perf_counter()
-            self._batches = None  # frees what is kept of the last phase
+            self._batches = None  # free the cache of the last phase
             self._batches = phase, self.load(step)
             self.loading += time.perf_counter() - begin
         return self._batches[1]
 
 
-def served(trainer: Any) -> RolloutData:
-    """The data of a Trainer that trains on rollouts."""
-    return trainer.datamodule  # which Lightning adds to it, unknown to type checkers
+def rollout_data(trainer: Any) -> RolloutData:
+    """The data module of a trainer that trains on rollouts."""
+    return trainer.datamodule  # set by Lightning at run time, unknown to type checkers
 
 
 class RolloutData(L.LightningDataModule):
     """Serves rollouts to the trainer.
 
     Args:
-        stores: the rollouts of a phase: made, or found, when they are asked for.
-        every: optimizer steps between one store and the next; 0: the first one serves the whole run.
-        keep: what the target says of the rows.
+        stores: phase -> its rollouts, made or reused on demand.
+        every: optimizer steps per store; 0: one store for the whole run.
+        keep: caches hidden states of the target.
         batch_size: rows of one micro-batch.
         max_tokens: longer rows are cut.
         seed: of the order.
@@ -121,7 +121,7 @@ class RolloutData(L.LightningDataModule):
         self,
         stores: Callable[[int], RolloutStore],
         every: int,
-        keep: Keep,
+        keep: TapStorage,
         batch_size: int,
         max_tokens: int,
         seed: int,
@@ -132,7 +132,7 @@ class RolloutData(L.LightningDataModule):
         self._open: tuple[int, datasets.Dataset, TapMemory | TapCache | None] | None = None
 
     def open(self, step: int, trainer: L.Trainer) -> tuple[datasets.Dataset, TapMemory | TapCache | None]:
-        """Rows that an optimizer step is of, and what is kept of them.
+        """The rows of an optimizer step's phase, and the cache of their hidden states.
 
         Raises:
             UserError: there are none.
@@ -151,10 +151,10 @@ class RolloutData(L.LightningDataModule):
         assert isinstance(rows, datasets.Dataset)
         steps = min(self.every, trainer.max_steps) if self.every else trainer.max_steps
         batches = steps * trainer.accumulate_grad_batches * trainer.world_size
-        kept = self.keep(rows, store, self.max_tokens, batches * self.batch_size / len(rows))
+        cache = self.keep(rows, store, self.max_tokens, batches * self.batch_size / len(rows))
         self.keep.target.join()
-        self._open = phase, rows, kept
-        return rows, kept
+        self._open = phase, rows, cache
+        return rows, cache
 
     @override
     def train_dataloader(self) -> DataLoader:
@@ -162,7 +162,7 @@ class RolloutData(L.LightningDataModule):
         assert trainer is not None
 
         def load(step: int) -> RolloutBatches:
-            rows, kept = self.open(step, trainer)
+            rows, cache = self.open(step, trainer)
             batches = RolloutBatches(
                 rows,
                 self.batch_size,
@@ -172,24 +172,24 @@ class RolloutData(L.LightningDataModule):
                 trainer.world_size,
                 self.seed,
                 self.max_tokens,
-                kept,
+                cache,
                 self.keep.packing,
             )
             if unused := batches.unused():
                 say(f"rollouts: {unused}")
             return batches
 
-        self.batches = Phases(load, self.every, trainer.accumulate_grad_batches, trainer.max_steps)
-        # A resumed run goes on at its step, which Lightning has restored by now.
+        self.batches = PhasedBatches(load, self.every, trainer.accumulate_grad_batches, trainer.max_steps)
+        # A resumed run continues at its step, which Lightning has already restored.
         start = trainer.global_step * trainer.accumulate_grad_batches
-        return DataLoader(self.batches, batch_size=None, sampler=From(start, len(self.batches)))
+        return DataLoader(self.batches, batch_size=None, sampler=ResumeSampler(start, len(self.batches)))
 
-    def kept_bytes(self) -> int:
-        """Of memory that holds what the target says of the rows."""
-        kept = self._open[2] if self._open else None
-        return kept.bytes if isinstance(kept, TapMemory) else 0
+    def memory_bytes(self) -> int:
+        """Bytes of hidden states that are cached in memory."""
+        cache = self._open[2] if self._open else None
+        return cache.bytes if isinstance(cache, TapMemory) else 0
 
-    def micros(self, step: int) -> list[Micro]:
+    def micros(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of an optimizer step."""
         first = step * self.batches.accumulate
         return [self.batches[first + i] for i in range(self.batches.accumulate)]

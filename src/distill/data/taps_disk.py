@@ -1,4 +1,4 @@
-"""What the frozen target says of every stored row, on disk: for targets that should be read once."""
+"""Disk cache of the target's hidden states for all rows, so that a large target runs only once."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
 
-FILE_BYTES = 2**28  # of one file; what is read to check it, and held while it is written
+FILE_BYTES = 2**28  # size of one file; also the memory needed to write it
 SCHEMA = 1
 
 
-def kept(loss_mask: Sequence[int], max_tokens: int) -> tuple[int, list[int]]:
-    """Which positions of a row training looks at.
+def tap_positions(loss_mask: Sequence[int], max_tokens: int) -> tuple[int, list[int]]:
+    """Positions of a row whose hidden states training uses.
 
     Returns:
-        How many positions have taps: all up to the last anchor, since drafters attend to the prompt as
-        well. And the positions whose rows teach: those before a supervised token, up to the last one.
+        num_taps: positions with taps, all up to the last anchor, since drafters also attend to the prompt.
+        teacher: positions that predict a supervised token, whose last hidden state is the teacher.
     """
-    teach = [i - 1 for i, wrote in enumerate(loss_mask[:max_tokens]) if wrote and i]
-    return (teach[-1] + 1 if teach else 0), teach
+    teacher = [i - 1 for i, supervised in enumerate(loss_mask[:max_tokens]) if supervised and i]
+    return (teacher[-1] + 1 if teacher else 0), teacher
 
 
-def cache_gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
-    """What a `TapCache` would hold, in bf16."""
-    read = teach = 0
+def tap_cache_gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
+    """Size of a `TapCache` in bf16."""
+    num_taps = num_teacher = 0
     for mask in rows["loss_mask"]:
-        reach, own = kept(mask, max_tokens)
-        read, teach = read + reach, teach + len(own)
-    vectors = read if _only_last(target) else read * len(target.taps) + teach
+        count, teacher = tap_positions(mask, max_tokens)
+        num_taps, num_teacher = num_taps + count, num_teacher + len(teacher)
+    vectors = num_taps if _only_last(target) else num_taps * len(target.taps) + num_teacher
     return 2 * vectors * target.hidden_size / 2**30
 
 
@@ -62,10 +62,10 @@ def _only_last(target: Target) -> bool:
 
 
 class TapCache:
-    """Head inputs and taps of all rows in bf16 files, written once and mapped into memory.
+    """Head inputs and taps of all rows in bf16 safetensors files, written once and memory-mapped.
 
-    Files and their hashes are under their final name, or not there: a killed writer leaves a folder
-    that is removed. Processes that want the same cache wait for the one that writes it.
+    The folder gets its final name when it is complete; the partial folder of a killed writer is removed.
+    Processes that need the same cache wait for the one that writes it.
 
     Args:
         target: with its taps set.
@@ -73,11 +73,11 @@ class TapCache:
         max_tokens: longer rows are cut.
         root: folder of caches.
         store: hash of the rows.
-        limit: gigabytes that a cache may have.
+        limit: largest size in gigabytes.
         packing: rows are read without padding.
 
     Raises:
-        UserError: more is needed than the limit or the disk allows; a cache that was changed.
+        UserError: the cache exceeds the limit or the free disk space, or its files were changed.
     """
 
     def __init__(
@@ -94,22 +94,22 @@ class TapCache:
         self.dtype, self._hidden = target.dtype, target.hidden_size
         self._only_last = _only_last(target)
         self._count = 1 if self._only_last else len(target.taps)
-        self._kept = [kept(mask, max_tokens) for mask in rows["loss_mask"]]
+        self._positions = [tap_positions(mask, max_tokens) for mask in rows["loss_mask"]]
         self._lengths = [min(len(mask), max_tokens) for mask in rows["loss_mask"]]
-        what = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
-        what += ["packed"] * packing  # which rounds otherwise
-        self.folder = root / f"taps-{digest(json.dumps(what))[:12]}"
+        key = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
+        key += ["packed"] * packing  # packing changes rounding
+        self.folder = root / f"taps-{digest(json.dumps(key))[:12]}"
         root.mkdir(parents=True, exist_ok=True)
         with (root / "taps.lock").open("w") as lock:
             while not _locked(lock):
-                target.idle(0.2)  # not in the lock: who writes may need this process's part of the target
+                target.idle(0.2)  # no blocking flock: a sharded target may need this process
             if self.folder.exists():
                 say(f"taps: reusing {self.folder}")
                 self._check()
             else:
-                for left in root.glob("taps-*.tmp"):
-                    shutil.rmtree(left)
-                self._make_room(cache_gigabytes(target, rows, max_tokens), limit)
+                for partial in root.glob("taps-*.tmp"):
+                    shutil.rmtree(partial)
+                self._make_room(tap_cache_gigabytes(target, rows, max_tokens), limit)
                 self._write(target, rows, max_tokens)
         index = self._index()
         self._places: list[tuple[int, int, int]] = [tuple(place) for place in index["rows"]]
@@ -128,10 +128,10 @@ class TapCache:
 
     def _write(self, target: Target, rows: datasets.Dataset, max_tokens: int) -> None:
         files, places = [], []
-        read = read_rows(target, rows, max_tokens, self._packing)
+        reads = read_rows(target, rows, max_tokens, self._packing)
         with publish(self.folder) as temporary, bar(len(rows), "taps", "rows") as progress:
             temporary.mkdir()
-            for number, part in enumerate(self._parts(read)):
+            for number, part in enumerate(self._parts(reads)):
                 name = f"taps-{number:05d}.safetensors"
                 places += [(number, *start) for start in part.pop("starts")]
                 save_file({key: torch.cat(values) for key, values in part.items()}, temporary / name)
@@ -140,14 +140,14 @@ class TapCache:
             write_json(temporary / "index.json", {"files": files, "rows": places})
 
     def _parts(self, reads: Iterator[tuple[Tensor, Tensor]]) -> Iterator[dict[str, list[Any]]]:
-        """What one file holds: vectors of several rows, and where each row's begin."""
+        """Contents of each file: vectors of several rows, and the offsets (taps, last) of each row."""
         part, size = self._empty(), [0, 0]
-        for (last, taps), (reach, teach) in zip(reads, self._kept, strict=True):
+        for (last, taps), (num_taps, teacher) in zip(reads, self._positions, strict=True):
             part["starts"].append(tuple(size))
-            part["taps"].append(taps[:reach].to("cpu", torch.bfloat16))  # (n, L, D)
+            part["taps"].append(taps[:num_taps].to("cpu", torch.bfloat16))  # (n, L, D)
             if not self._only_last:
-                part["last"].append(last[teach].to("cpu", torch.bfloat16))  # (m, D)
-            size = [size[0] + reach, size[1] + len(teach)]
+                part["last"].append(last[teacher].to("cpu", torch.bfloat16))  # (m, D)
+            size = [size[0] + num_taps, size[1] + len(teacher)]
             if 2 * self._hidden * (size[0] * self._count + size[1]) >= FILE_BYTES:
                 yield part
                 part, size = self._empty(), [0, 0]
@@ -169,22 +169,24 @@ class TapCache:
                 )
 
     def batch(self, rows: Sequence[int]) -> TargetOutput:
-        """Right-padded (B, T, D) and (B, T, L, D) of these rows; what training never looks at is 0."""
+        """Right-padded (B, T, D) head inputs and (B, T, L, D) taps of rows; 0 where training uses none."""
         pairs = [self._row(row) for row in rows]
         last = pad_sequence([pair[0] for pair in pairs], batch_first=True)
         return TargetOutput(last, pad_sequence([pair[1] for pair in pairs], batch_first=True))
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
-        file, start, own = self._places[row]
-        reach, teach = self._kept[row]
+        """(T, D) head inputs and (T, L, D) taps of a row."""
+        file, start, last_start = self._places[row]
+        num_taps, teacher = self._positions[row]
         taps = torch.zeros(self._lengths[row], self._count, self._hidden, dtype=self.dtype)
-        taps[:reach] = self._files[file].get_slice("taps")[start : start + reach]
+        taps[:num_taps] = self._files[file].get_slice("taps")[start : start + num_taps]
         if self._only_last:
             return taps[:, 0], taps
         last = taps.new_zeros(len(taps), self._hidden)
-        last[teach] = self._files[file].get_slice("last")[own : own + len(teach)].to(self.dtype)
+        vectors = self._files[file].get_slice("last")[last_start : last_start + len(teacher)]
+        last[teacher] = vectors.to(self.dtype)
         return last, taps
 
     def remove(self) -> None:
-        """Give the disk back; processes that still read keep what they have open."""
+        """Delete the files; processes that have them open can still read."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the frozen target says of every stored row, read once instead of once an epoch."""
+"""In-memory cache of the target's hidden states, computed once instead of once per epoch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from decode.errors import UserError
 from decode.model.target import LAST, Target, TargetOutput
 from distill.utils.progress import bar
 
-TOKENS = 4096  # of one pass over the target
+TOKENS = 4096  # per forward pass of the target
 
 
 class TapMemory:
-    """Head inputs and taps of all rows, in memory and in the target's dtype.
+    """Head inputs and taps of all rows, in memory, in the target's dtype.
 
-    Rows are read in store order, so that what a row's numbers are does not depend on the batch
-    that trains on it, nor on where a run was resumed.
+    Rows are read in store order, so that rounding does not depend on the training batch or on where a
+    run was resumed.
 
     Args:
         target: with its taps set.
@@ -41,23 +41,23 @@ class TapMemory:
 
     @property
     def bytes(self) -> int:
-        """Held, where the target is."""
+        """Size of the cache, on the device of the target; tensors that share storage count once."""
         pairs = self._rows.values()
         return sum(t.untyped_storage().nbytes() for t in {id(t): t for p in pairs for t in p}.values())
 
     def batch(self, rows: Sequence[int]) -> TargetOutput:
-        """Right-padded (B, T, D) and (B, T, L, D) of these rows."""
+        """Right-padded (B, T, D) head inputs and (B, T, L, D) taps of rows."""
         last = pad_sequence([self._rows[r][0] for r in rows], batch_first=True)
         return TargetOutput(last, pad_sequence([self._rows[r][1] for r in rows], batch_first=True))
 
 
 class GrowingTaps(TapMemory):
-    """The same, of rows as they are met: for runs that may end before they have met all of them.
+    """A `TapMemory` that reads rows when they are first used, for runs that may not use all of them.
 
-    What a row's numbers are, to rounding, depends on the batch that it first came in.
+    Rounding of a row depends on the batch in which it was first used.
 
     Args:
-        target, rows, max_tokens, packing: see `TapMemory`; the target has other taps set at other times.
+        target, rows, max_tokens, packing: see `TapMemory`; taps of the target may change between calls.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class GrowingTaps(TapMemory):
 def read_rows(
     target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(n, D) head inputs and (n, L, D) taps of every row, in store order."""
+    """Yields (n, D) head inputs and (n, L, D) taps of every row, in store order."""
     only_last = set(target.taps) == {LAST}
     for batch in _batches(rows, max_tokens):
-        tokens = pad_sequence([torch.tensor(t) for t in batch], batch_first=True)
+        tokens = pad_sequence([torch.tensor(t) for t in batch], batch_first=True)  # (B, T)
         read = target.read(tokens.to(target.device), [len(t) for t in batch] if packing else None)
         for i, row in enumerate(batch):
             last = read.last[i, : len(row)].clone()
@@ -89,6 +89,7 @@ def read_rows(
 
 
 def _batches(rows: datasets.Dataset, max_tokens: int) -> list[list[list[int]]]:
+    """Consecutive rows in batches of at most TOKENS padded tokens (a longer row is alone)."""
     batches: list[list[list[int]]] = []
     for tokens in rows["tokens"]:
         row = tokens[:max_tokens]
@@ -99,25 +100,25 @@ def _batches(rows: datasets.Dataset, max_tokens: int) -> list[list[list[int]]]:
     return batches
 
 
-def gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
-    """What a `TapMemory` would hold."""
+def tap_memory_gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
+    """Size of a `TapMemory` in gigabytes."""
     extra = 0 if set(target.taps) == {LAST} else len(target.taps)
     tokens = sum(min(len(t), max_tokens) for t in rows["tokens"])
     return tokens * target.hidden_size * target.dtype.itemsize * (1 + extra) / 2**30
 
 
-def wanted(taps: str, limit: float, need: float, epochs: float) -> bool:
-    """Whether to keep taps in memory.
+def keeps_in_memory(taps: str, limit: float, need: float, epochs: float) -> bool:
+    """Whether to cache taps in memory.
 
     Args:
-        taps: `online` reads the target in every training step, `memory` once before the first,
-            `auto` keeps them where they fit and are used more than once, `cache` is on disk.
+        taps: `online` runs the target in every training step, `memory` once before the first,
+            `auto` is `memory` if they fit and are used more than once, `cache` is on disk.
         limit: gigabytes that may be used.
-        need: gigabytes that would be.
+        need: gigabytes that would be used.
         epochs: times that each row is trained on.
 
     Raises:
-        UserError: `memory` asked for, and more needed than allowed.
+        UserError: unknown `taps`, or `memory` exceeds the limit.
     """
     if taps not in ("auto", "online", "memory", "cache"):
         raise UserError(f"taps={taps}: choose auto, online, memory or cache")

@@ -26,7 +26,7 @@ from distill.search.halving import FREE, LAST, SCORE, Row
 from distill.search.state import Ledger
 from distill.search.trials import Jobs, Place, Stretch
 from distill.train import Shared
-from distill.utils.launcher import lived
+from distill.utils.launcher import process_age
 from distill.utils.progress import say, switch
 from drafters.checkpoint.atomic import publish
 
@@ -50,7 +50,7 @@ def choose(options: SearchOptions, folder: Path) -> float:
     quiet()
     switch["on"] = options.trainer.enable_progress_bar
     place = Place.of(folder)
-    begun = time.monotonic() - (0.0 if place.in_sweep else lived())
+    begun = time.monotonic() - (0.0 if place.in_sweep else process_age())
     overrides, runs = auto_checks.jobs(options, place)
     return Search(options, place, overrides, runs, begun).run()
 

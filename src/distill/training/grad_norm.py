@@ -1,4 +1,4 @@
-"""Gradient norm and clipping, and weights that no answer of a step reached."""
+"""Gradient norm and clipping; zero gradients for parameters that a batch does not use."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from drafters.base import Drafter
 
 
 class Gradients:
-    """Of a drafter, and of its confidence head apart, which is not to shorten the others."""
+    """Norms and clipping of a drafter's gradients.
+
+    The confidence head is kept apart: its gradient is not clipped and must not shrink the others.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self._norm: Tensor | None = None  # of what is clipped
+        self._norm: Tensor | None = None  # of the clipped gradients
 
     def norms(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """(2,) norms of the two, over all ranks; not yet waited for."""
-        ours, apart = (
+        """(2,) gradient norms of the drafter and of its confidence head, over all ranks; not synchronized."""
+        drafter_norm, head_norm = (
             torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
             for weights in self._weights(optimizer)
         )
-        self._norm = ours
-        return torch.stack([_whole(ours), _whole(apart).to(_whole(ours))])
+        self._norm = drafter_norm
+        total = _full(drafter_norm)
+        return torch.stack([total, _full(head_norm).to(total)])
 
     def clip(
         self,
@@ -35,95 +39,95 @@ class Gradients:
         value: float | None,
         algorithm: str | None,
     ) -> None:
-        """Clip all but the confidence head's.
+        """Clip all gradients except those of the confidence head.
 
-        By norm it takes the one that `norms` has made. The rest is Lightning's: clipping by value, and
-        refusing an optimizer that takes the loss scale off by itself.
+        Clipping by norm uses the norm that `norms` computed. Lightning does the rest: clipping by value,
+        and rejecting an optimizer that unscales gradients itself.
 
         Args:
             module: whose trainer clips.
-            optimizer: whose weights it is.
-            value: at which to clip; None: nowhere.
-            algorithm: `value`, `norm` or None, which is `norm`.
+            optimizer: of the weights.
+            value: threshold; None: no clipping.
+            algorithm: `value` or `norm`; None means `norm`.
         """
-        ours, apart = self._weights(optimizer)
+        clipped, unclipped = self._weights(optimizer)
         if algorithm != "value" and not getattr(optimizer, "_step_supports_amp_scaling", False):
             if value:
                 assert self._norm is not None
-                torch.nn.utils.clip_grads_with_norm_(ours, value, self._norm)
+                torch.nn.utils.clip_grads_with_norm_(clipped, value, self._norm)
             return
-        gradients = [weight.grad for weight in apart]
-        for weight in apart:
+        gradients = [weight.grad for weight in unclipped]
+        for weight in unclipped:
             weight.grad = None
         module.clip_gradients(optimizer, value, algorithm)
-        for weight, gradient in zip(apart, gradients, strict=True):
+        for weight, gradient in zip(unclipped, gradients, strict=True):
             weight.grad = gradient
 
     def _weights(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights whose gradient is clipped, and the confidence head's."""
+        """Weights whose gradients are clipped, and those of the confidence head."""
         head = self.drafter.confidence
-        apart = {id(weight): weight for weight in head.parameters()} if head else {}
+        unclipped = {id(weight): weight for weight in head.parameters()} if head else {}
         every = [weight for group in optimizer.param_groups for weight in group["params"]]
-        return [weight for weight in every if id(weight) not in apart], list(apart.values())
+        return [weight for weight in every if id(weight) not in unclipped], list(unclipped.values())
 
 
-def _whole(norm: Tensor) -> Tensor:
-    """A norm over all ranks, where each has a part of every gradient (FSDP2)."""
+def _full(norm: Tensor) -> Tensor:
+    """The norm over all ranks where gradients are sharded (FSDP2)."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-class Reached:
-    """Makes weights that no answer reaches the same to several processes as to one.
+class UnusedParameters:
+    """Handles parameters that a step does not use, so that several processes train as one does.
 
-    Answers may be too short for a deep head. One process then has no gradient for it, and its optimizer
-    leaves it alone. DDP waits for one from every process; given a zero, an optimizer would step on its
-    momentum, Muon at full size.
+    Answers may be too short for a deep head. In one process its gradient is then None, and the optimizer
+    skips it. DDP waits for a gradient from every process; a zero gradient would let the optimizer
+    step on momentum, and Muon take a full-size step.
 
     Args:
-        weights: gives all that train, as they are now: within a step FSDP2 shows them whole, and its own
-            part of them elsewhere.
+        weights: returns the trainable parameters as they are now: FSDP2 shows them unsharded during
+            forward and backward, sharded elsewhere.
     """
 
     def __init__(self, weights: Callable[[], Sequence[nn.Parameter]]) -> None:
         self.weights = weights
-        self.marks = torch.zeros(len(weights()))
+        self.use_counts = torch.zeros(len(weights()))
 
-    def join(self, loss: Tensor) -> Tensor:
-        """The loss of a micro-batch, which now reaches every weight: those that it did not, with zero."""
-        known, weights = _leaves(loss), self.weights()
-        hit = torch.tensor([id(weight) in known for weight in weights])
-        self.marks += hit
-        missed = [w.sum() for w, there in zip(weights, hit.tolist(), strict=True) if not there]
-        return loss + 0.0 * torch.stack(missed).sum() if missed else loss
+    def attach(self, loss: Tensor) -> Tensor:
+        """Attach unused parameters to the loss of a micro-batch with gradient zero."""
+        used_ids, weights = _reached_leaves(loss), self.weights()
+        used = torch.tensor([id(weight) in used_ids for weight in weights])
+        self.use_counts += used
+        sums = [w.sum() for w, is_used in zip(weights, used.tolist(), strict=True) if not is_used]
+        return loss + 0.0 * torch.stack(sums).sum() if sums else loss
 
-    def leave_out(self, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Take the gradient from weights that no process reached in this optimizer step.
+    def drop_gradients(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Set the gradient to None for weights that no process used in this optimizer step.
 
         Args:
-            add_up: sums a tensor over processes.
+            sum_over_ranks: sums a tensor over processes.
         """
         weights = self.weights()
-        total = add_up(self.marks.to(weights[0].device)).tolist() if weights else []
-        self.marks.zero_()
+        total = sum_over_ranks(self.use_counts.to(weights[0].device)).tolist() if weights else []
+        self.use_counts.zero_()
         for weight, count in zip(weights, total, strict=True):
             if not count:
                 weight.grad = None
 
 
-def exposed(drafter: Drafter) -> list[nn.Parameter]:
-    """What trains and an answer may fail to reach: not what every unroll runs."""
-    apart = {id(w) for part in drafter.shardable_modules() for w in part.parameters()}
-    return [w for w in drafter.parameters() if w.requires_grad and id(w) not in apart]
+def maybe_unused_parameters(drafter: Drafter) -> list[nn.Parameter]:
+    """Trainable parameters outside the blocks that every unroll runs; short answers may not use them."""
+    always_used = {id(w) for part in drafter.shardable_modules() for w in part.parameters()}
+    return [w for w in drafter.parameters() if w.requires_grad and id(w) not in always_used]
 
 
-def _leaves(loss: Tensor) -> set[int]:
-    """Ids of the leaves that a backward pass would reach."""
-    waiting, seen, found = [loss.grad_fn], set(), set()
-    while waiting:
-        node = waiting.pop()
+def _reached_leaves(loss: Tensor) -> set[int]:
+    """Python ids of the leaf tensors in the autograd graph of a loss."""
+    stack, seen, leaves = [loss.grad_fn], set(), set()
+    while stack:
+        node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        found.add(id(getattr(node, "variable", None)))  # what accumulates gradients has one
-        waiting += [below for below, _ in node.next_functions]
-    return found
+        leaves.add(id(getattr(node, "variable", None)))  # only AccumulateGrad nodes have a variable
+        stack += [parent for parent, _ in node.next_functions]
+    return leaves

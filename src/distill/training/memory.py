@@ -1,4 +1,4 @@
-"""Memory of a training step: tried on the largest micro-batch, measured, and explained when it runs out."""
+"""Memory of a training step: trial of the largest micro-batch, measurement, and advice when it runs out."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from decode.errors import TooLargeError
-from distill.data.datamodule import served
+from distill.data.datamodule import rollout_data
 from distill.training.module import DistillModule
-from distill.training.strategies import cuts_weights
+from distill.training.strategies import shards_weights
 from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 
 GIB, MIB = 2**30, 2**20
 PROCESS = Path("/proc/self")
-CGROUP = Path("/sys/fs/cgroup/memory.max")  # of a container, as it sees itself
-# What allocators say: torch's on a CPU, CUDA's, and the libraries' that take memory beside torch.
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # memory limit of the container
+# Messages of allocators: torch on a CPU, CUDA, and libraries that allocate outside torch.
 ALLOCATION_ERRORS = (
     "can't allocate memory",
     "out of memory",
@@ -38,11 +38,11 @@ ALLOCATION_ERRORS = (
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
-SHORTEST = 3  # tokens of a row
+MIN_TOKENS = 3  # of a row
 
 
 class Sizes(NamedTuple):
-    """Options of a run that its memory depends on."""
+    """Options of a run that determine its memory."""
 
     batch_size: int
     depth: int
@@ -50,20 +50,19 @@ class Sizes(NamedTuple):
 
 
 class MemoryWatch(L.Callback):
-    """Measures peak memory, and runs the largest micro-batch forward before anything is trained.
+    """Measures peak memory, and runs the largest micro-batch forward before training starts.
 
-    A batch that is too large then fails at once. It is the same micro-batch on every rank, and leaves
-    nothing behind. Under ZeRO-3 it is left out: the engine records the order of its first pass, and
-    would take this one for a training step.
+    A batch that is too large then fails at once. Every rank runs the same micro-batch, and no training
+    state changes. Skipped under ZeRO-3, whose engine records the order of modules in its first pass.
 
     Args:
-        try_largest: whether the largest micro-batch is tried.
+        try_largest: whether to run the largest micro-batch.
 
     Attributes:
-        peak: bytes, the most in any training step so far.
-        phase: of the step that runs, in words; "" between steps.
-        step: number of that optimizer step.
-        longest: tokens of the longest row ahead.
+        peak: peak memory of any training step so far, in bytes.
+        phase: of the current step, in words; "" between steps.
+        step: number of the current optimizer step.
+        longest: tokens of the longest remaining row.
     """
 
     def __init__(self, try_largest: bool) -> None:
@@ -76,7 +75,7 @@ class MemoryWatch(L.Callback):
         self.step = self._first_step = trainer.global_step
         if trainer.global_step >= trainer.max_steps:
             return
-        micro = served(trainer).batches.of(self.step).largest(self.step)
+        micro = rollout_data(trainer).batches.of(self.step).largest(self.step)
         rows, self.longest = micro.tokens.shape
         strategy = trainer.strategy
         if not self.try_largest or (isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3):
@@ -133,16 +132,16 @@ class MemoryWatch(L.Callback):
 def explain_out_of_memory(
     trainer: L.Trainer, watch: MemoryWatch, module: DistillModule, sizes: Sizes
 ) -> Iterator[None]:
-    """Turn an allocation that failed within a training step into a `TooLargeError` with advice.
+    """Turn an allocation failure in a training step into a `TooLargeError` with advice.
 
     Args:
-        trainer: runs inside.
+        trainer: that runs inside the context.
         watch: one of its callbacks.
-        module: is trained.
+        module: being trained.
         sizes: of the run.
 
     Raises:
-        TooLargeError: the device, the machine or a limit of the process had no more.
+        TooLargeError: the device or the process is out of memory.
     """
     try:
         yield
@@ -151,7 +150,7 @@ def explain_out_of_memory(
             raise
         device = trainer.strategy.root_device
         most, requested = max(watch.peak, peak(device)), REQUESTED.search(str(error))
-        traceback.clear_frames(error.__traceback__)  # they hold the tensors that were too much
+        traceback.clear_frames(error.__traceback__)  # they hold tensors
     else:
         return
     saved = checkpoints(Path(trainer.default_root_dir))
@@ -166,17 +165,17 @@ def explain_out_of_memory(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is an allocation that failed."""
+    """Whether the error is an allocation failure."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return any(words in str(error) for words in ALLOCATION_ERRORS)
+    return any(message in str(error) for message in ALLOCATION_ERRORS)
 
 
 def smaller_options(trainer: L.Trainer, watch: MemoryWatch, module: DistillModule, sizes: Sizes) -> list[str]:
-    """Options with values that make this run smaller; those that leave a step as it is come first."""
+    """Options that reduce memory; those that do not change the training step come first."""
     advice = _same_step(trainer, module, sizes)
-    if watch.longest > SHORTEST:
-        advice.append(f"max_tokens={max(SHORTEST, watch.longest // 2)} (cuts rows)")
+    if watch.longest > MIN_TOKENS:
+        advice.append(f"max_tokens={max(MIN_TOKENS, watch.longest // 2)} (cuts rows)")
     if sizes.depth > 1:
         advice.append(f"drafter.depth={sizes.depth // 2} (shallower drafts)")
     if module.target.dtype in (torch.float32, torch.float64):
@@ -198,10 +197,10 @@ def _same_step(trainer: L.Trainer, module: DistillModule, sizes: Sizes) -> list[
     rows = module.objective.rows(module.target.head)
     if rows > 1:
         advice.append(f"logits_rows={rows // 2} (the same step)")
-    if served(trainer).kept_bytes():
+    if rollout_data(trainer).memory_bytes():
         advice.append("taps=online (the same step, slower)")
     if module.device.type == "cuda":
-        if trainer.world_size > 1 and not cuts_weights(trainer):
+        if trainer.world_size > 1 and not shards_weights(trainer):
             advice.append("trainer=deepspeed_3 (the same step)")
         if not isinstance(trainer.strategy, DeepSpeedStrategy):
             advice.append("trainer=deepspeed_offload (the same step, slower)")
@@ -214,25 +213,25 @@ def readable(count: float) -> str:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors on this rank: of one that is sharded (FSDP2, ZeRO-3) its own part."""
+    """Bytes of tensors on this rank; of sharded ones (FSDP2, ZeRO-3) the local shard."""
     local = [t.to_local() if isinstance(t, DTensor) else getattr(t, "ds_tensor", t) for t in tensors]
     return sum(t.numel() * t.itemsize for t in local)
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes since `reset_peak`; on a CPU of the whole process, Python and libraries included."""
+    """Peak bytes since `reset_peak`; on a CPU of the whole process, Python and libraries included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError):
         lines = (PROCESS / "status").read_text().splitlines()
         if sizes := [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]:
             return sizes[0]
-    # Since the process began, in KiB; on macOS in bytes.
+    # Peak since the process started: KiB on Linux, bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin anew; where the system cannot (macOS), a peak is that of the process."""
+    """Reset the peak; on systems without a reset (macOS) it stays that of the whole process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -241,7 +240,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def available(device: torch.device) -> int:
-    """Bytes that the device has; on a CPU what the machine, the container and the process may use."""
+    """Memory of the device in bytes; on a CPU the least limit of machine, container and process."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

@@ -1,4 +1,4 @@
-"""The one LightningModule: every drafter x every objective trains through it."""
+"""The LightningModule that trains any drafter with any objective."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import Target
-from distill.data.batches import Micro
+from distill.data.batches import MicroBatch
 from distill.data.on_policy import OnPolicy
 from distill.distributed.graceful_shutdown import SIGNALS, Stop
 from distill.losses.objective import Objective, Scored
 from distill.losses.weights import weighted
-from distill.training.grad_norm import Gradients, Reached, exposed
-from distill.training.nonfinite import Watched
+from distill.training.grad_norm import Gradients, UnusedParameters, maybe_unused_parameters
+from distill.training.nonfinite import NonFiniteGuard
 from distill.training.optim import hidden_matrices, warm_up_and_decay
 from distill.training.time_budget import Budget
 from drafters.base import Batch, Drafter, supervised_anchors
 
-DEPTHS = 33  # rows of the table of sums that ranks add up, depth 0 first; no drafter unrolls more
+DEPTHS = 33  # rows per depth in the table of sums, depth 0 first; no drafter unrolls deeper
 
 
 @contextmanager
-def flushed() -> Iterator[None]:
-    """Numbers too small for the exponent are 0 within: on a CPU each of them costs a hundred others.
+def flush_denormals() -> Iterator[None]:
+    """Flush denormals to zero inside this context; on a CPU they are about 100x slower.
 
-    Streak weights are products of chances, and make many. Nothing else runs so, decoding least of all.
+    Streak weights are products of probabilities and produce many. Only the training step uses this.
     """
     torch.set_flush_denormal(True)
     try:
@@ -43,7 +43,7 @@ def flushed() -> Iterator[None]:
 
 
 class DistillModule(L.LightningModule):
-    """Reads the frozen target, unrolls the drafter, scores every depth.
+    """Runs the frozen target, unrolls the drafter, and computes the loss at every depth.
 
     Args:
         target: frozen teacher; not a submodule (see `Target`).
@@ -74,11 +74,11 @@ class DistillModule(L.LightningModule):
         self.drafter, self.objective, self.optimizer = drafter, objective, optimizer
         self.warmup, self.final_lr, self.on_policy = warmup, final_lr, on_policy
         self.stop, self.budget = stop or Stop(), budget
-        self._mixed: list[Micro] = []  # micro-batches of this optimizer step that are still to come
+        self._mixed: list[MicroBatch] = []  # micro-batches of this optimizer step that are still to come
         self._sums: Tensor | None = None  # (1 + DEPTHS, 6) of this optimizer step so far
         self._micros = 0  # micro-batches of this optimizer step that are done
-        self._reached: Reached | None = None  # in one process of several
-        self._watched = Watched()
+        self._unused: UnusedParameters | None = None  # in one process of several
+        self._guard = NonFiniteGuard()
         self._gradients = Gradients(drafter)
         self.loss = math.nan  # of the newest optimizer step, over micro-batches and ranks
         self.strict_loading = not drafter.unsaved_names  # see `on_save_checkpoint`
@@ -90,7 +90,7 @@ class DistillModule(L.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Under FSDP2, cut the weights up; elsewhere, nothing."""
+        """Shard the weights under FSDP2."""
         if self.device_mesh is None:
             return
         mesh = self.device_mesh["data_parallel"]
@@ -100,25 +100,26 @@ class DistillModule(L.LightningModule):
         register_fsdp_forward_method(self, "training_step")
 
     @override
-    @flushed()
-    def training_step(self, batch: Micro, batch_idx: int) -> Tensor:
-        """One micro-batch; the sum of losses over the anchors of the whole optimizer step."""
+    @flush_denormals()
+    def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
+        """One micro-batch: its sum of losses over the number of anchors of the whole optimizer step."""
         del batch_idx
-        # What draws from the global generator (dropout, say) gives the same again after a resume.
+        # Seed the global generator (dropout, for example), so that a resumed run draws the same numbers.
         torch.manual_seed(batch.seed)
         if self.on_policy:
             batch = self._mix(batch, self.on_policy)
-        self._watched.add(batch)
-        read = batch.read or self.target.read(batch.tokens, batch.lengths)
+        self._guard.add(batch)
+        # Hidden states of the target: last (B, T, D), taps (B, T, L, D).
+        states = batch.target_states or self.target.read(batch.tokens, batch.lengths)
         self.target.join()
         progress = batch.step / self.trainer.max_steps
-        rows = Batch(batch.tokens, batch.loss_mask, read.taps, read.last, batch.seed, progress)
+        rows = Batch(batch.tokens, batch.loss_mask, states.taps, states.last, batch.seed, progress)
         steps = self.drafter.unroll(rows, self.target)
         if batch.weight is not None:
             steps = weighted(steps, batch.weight, batch.tokens.shape[1])
         total, scored = self.objective(
             steps,
-            read.last,
+            states.last,
             self.target.head,
             self.drafter.aux_weights_at(progress),
             progress,
@@ -127,35 +128,36 @@ class DistillModule(L.LightningModule):
         )
         loss = total / batch.anchors
         if self.trainer.world_size > 1:
-            if self._reached is None:
-                self._reached = Reached(lambda: exposed(self.drafter))
-            loss = self._reached.join(loss)
+            if self._unused is None:
+                self._unused = UnusedParameters(lambda: maybe_unused_parameters(self.drafter))
+            loss = self._unused.attach(loss)
         self._micros += 1
         self._add(loss, scored, batch.on_policy / batch.anchors)
-        # One denominator per optimizer step: Lightning divides by the accumulation and DDP by
-        # the processes, and this is the one place that undoes both.
+        # The loss is already divided by the anchors of the whole step. Lightning divides it again by the
+        # accumulation, and DDP averages gradients over processes; undo both here.
         return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
     @override
     def on_before_backward(self, loss: Tensor) -> None:
-        """Not `backward`, which DeepSpeed's engine does in its own way."""
+        """Set here and not around `backward`, which DeepSpeed overrides."""
         del loss
         torch.set_flush_denormal(True)
 
     @override
     def on_after_backward(self) -> None:
-        """See `flushed`."""
+        """See `flush_denormals`."""
         torch.set_flush_denormal(False)
 
-    def _mix(self, batch: Micro, on_policy: OnPolicy) -> Micro:
-        """The drafter answers before the first backward of a step: only then are its anchors known."""
+    def _mix(self, batch: MicroBatch, on_policy: OnPolicy) -> MicroBatch:
+        """Replace answers by the drafter's own, before the first backward pass."""
         if not self._mixed:
             trainer: Any = self.trainer
             micros = [trainer.strategy.batch_to_device(m) for m in trainer.datamodule.micros(batch.step)]
             micros = on_policy(micros, self.drafter, self.target)
-            self.target.join()  # ranks have other numbers of rows to read
-            own = torch.stack([supervised_anchors(m.loss_mask, 1).sum() for m in micros]).sum()
-            anchors = int(trainer.strategy.reduce(own, reduce_op="sum"))
+            self.target.join()  # ranks have different numbers of rows to run the target on
+            local_anchors = torch.stack([supervised_anchors(m.loss_mask, 1).sum() for m in micros]).sum()
+            # The loss divides by the anchors of the whole step, so all its answers must be known first.
+            anchors = int(trainer.strategy.reduce(local_anchors, reduce_op="sum"))
             self._mixed = [m._replace(anchors=anchors) for m in micros]
         return self._mixed.pop(0)
 
@@ -167,42 +169,42 @@ class DistillModule(L.LightningModule):
         self._sums = sums if self._sums is None else self._sums + sums
 
     def forget(self) -> None:
-        """Drop what there is of an optimizer step, which then begins anew."""
-        self._sums, self._reached, self._micros = None, None, 0
-        self._watched.clear()
+        """Discard the partial sums of the current optimizer step."""
+        self._sums, self._unused, self._micros = None, None, 0
+        self._guard.clear()
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check and log loss and gradient: the same on every rank, before any weight moves."""
-        if self._micros < self.trainer.accumulate_grad_batches:  # DeepSpeed's engine is asked every time
+        """Check and log loss and gradient norm, equal on every rank, before weights are updated."""
+        if self._micros < self.trainer.accumulate_grad_batches:  # DeepSpeed calls it for each micro-batch
             return
         assert self._sums is not None
         self._micros = 0
-        if self._reached:
-            self._reached.leave_out(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
+        if self._unused:
+            self._unused.drop_gradients(lambda t: self.trainer.strategy.reduce(t, reduce_op="sum"))
         norms = self._gradients.norms(optimizer) if self._engine is None else torch.zeros(2)
-        self._sums[0, 2 : 2 + len(SIGNALS)] = torch.tensor(self.stop.heard)
+        self._sums[0, 2 : 2 + len(SIGNALS)] = torch.tensor(self.stop.received)
         sums, self._sums = self.trainer.strategy.reduce(self._sums, reduce_op="sum"), None
         assert isinstance(sums, Tensor)
         (self.loss, on_policy, *rest), *depths = sums.tolist()
-        self.stop.agree(rest[: len(SIGNALS)])
-        norm, apart = norms.tolist()  # already there: the sums have waited for all that came before
-        self._watched.check(self.trainer, self.loss, norm + apart)
+        self.stop.update(rest[: len(SIGNALS)])
+        norm, head_norm = norms.tolist()  # no extra wait: `sums.tolist()` has synchronized the device
+        self._guard.check(self.trainer, self.loss, norm + head_norm)
         values = {"train/loss": self.loss}
         if self._engine is None:
             values["train/grad_norm"] = norm
         if self.on_policy:
             values["train/on_policy"] = on_policy
         first = max((rows for rows, *_ in depths[1:]), default=0.0)
-        for depth, (rows, divergence, agreed, alpha, kept, unsure) in enumerate(depths):
+        for depth, (rows, divergence, top1, alpha, survival, confidence_loss) in enumerate(depths):
             if rows:
                 values[f"train/divergence_{depth}"] = divergence / rows
-                values[f"train/top1_{depth}"] = agreed / rows
+                values[f"train/top1_{depth}"] = top1 / rows
                 values[f"train/alpha_{depth}"] = alpha / rows
                 if depth:
-                    values[f"train/survival_{depth}"] = kept / first
+                    values[f"train/survival_{depth}"] = survival / first
                     if self.drafter.confidence:
-                        values[f"train/confidence_{depth}"] = unsure / rows
+                        values[f"train/confidence_{depth}"] = confidence_loss / rows
         self.log_dict(values)
 
     @override
@@ -218,35 +220,35 @@ class DistillModule(L.LightningModule):
 
     @property
     def _engine(self) -> Any:
-        """DeepSpeed's, which clips and steps by itself."""
+        """DeepSpeed's engine, which clips and steps itself; None under other strategies."""
         return getattr(self.trainer.strategy, "deepspeed_engine", None)
 
     @override
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Lightning would keep the gradients until the objective has made the next ones."""
+        """Free gradients after the step; Lightning would keep them through the next forward pass."""
         engine = self._engine
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self._micros:
             return
-        if engine is not None:  # it says what the norm was when it has stepped
+        if engine is not None:  # it knows the norm only after its step
             norm = float(engine.get_global_grad_norm() or 0.0)
-            self._watched.check(self.trainer, self.loss, norm)
+            self._guard.check(self.trainer, self.loss, norm)
             self.log("train/grad_norm", norm)
-        self._watched.clear()
+        self._guard.clear()
         optimizer.zero_grad()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Without what is another model's and frozen."""
+        """Leave out frozen weights that belong to another model."""
         checkpoint["base"] = self.drafter.settings.get("base")
         for name in self.drafter.unsaved_names:
             checkpoint.get("state_dict", {}).pop(f"drafter.{name}", None)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Beside the same one."""
+        """Refuse adapters whose base model has changed."""
         if checkpoint.get("base") != self.drafter.settings.get("base"):
             raise UserError(
                 "drafter.lora: the model that the adapters belong to has changed since this run began; "
@@ -255,7 +257,7 @@ class DistillModule(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        """AdamW or what the yaml says, with a linear warm-up and a cosine."""
+        """The configured optimizer with warm-up and cosine decay, or the schedule of the time budget."""
         groups = self.drafter.param_groups()
         hidden = {id(w) for w in hidden_matrices(self.drafter)}
         optimizer = self.optimizer(

@@ -1,4 +1,4 @@
-"""The batch of a step that came to no number, kept for whoever wants to know why."""
+"""Stop at a loss or gradient that is not finite, and save the batch for debugging."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.errors import UserError
-from distill.data.batches import Micro
-from distill.data.datamodule import served
+from distill.data.batches import MicroBatch
+from distill.data.datamodule import rollout_data
 from distill.utils.atomic_files import write_json
 from distill.utils.run_folder import FAILED
 from drafters.checkpoint.atomic import publish
 
 
-class Watched:
-    """The micro-batches of an optimizer step, held until it has turned out well.
+class NonFiniteGuard:
+    """Holds the micro-batches of an optimizer step until its loss and gradient norm are known to be finite.
 
-    What the target says of them is not held: it is read again from the tokens.
+    Hidden states of the target are not held; they can be computed again from the tokens.
     """
 
     def __init__(self) -> None:
-        self._micros: list[Micro] = []
+        self._micros: list[MicroBatch] = []
 
-    def add(self, micro: Micro) -> None:
-        """One more micro-batch of this step, as it is trained on."""
-        self._micros.append(micro._replace(read=None))
+    def add(self, micro: MicroBatch) -> None:
+        """Hold a micro-batch of the current step."""
+        self._micros.append(micro._replace(target_states=None))
 
     def clear(self) -> None:
-        """The step is done."""
+        """Drop the micro-batches of a finished step."""
         self._micros.clear()
 
     def check(self, trainer: L.Trainer, loss: float, norm: float) -> None:
-        """Stop a run whose numbers are none, and save what they were made of.
+        """Stop the run if the loss or the gradient norm is not finite, and save the micro-batches.
 
-        Both numbers are the same on every rank, so all of them stop, and each saves its own batch.
+        Both numbers are the same on every rank, so all ranks stop, and each saves its own batch.
 
         Args:
             trainer: of the run.
@@ -50,7 +50,7 @@ class Watched:
         Raises:
             UserError: loss or norm is not finite.
         """
-        # In fp16 a gradient overflows now and then: the loss scaler skips the step and lowers its scale.
+        # fp16 gradients may overflow: the loss scaler then skips the step and lowers its scale.
         scaled = str(trainer.precision).startswith("16")
         if math.isfinite(loss) and (scaled or math.isfinite(norm)):
             return
@@ -58,9 +58,8 @@ class Watched:
         path = Path(trainer.default_root_dir) / FAILED / f"step-{step}-rank-{rank}.safetensors"
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         try:
-            save(
-                path, self._micros, served(trainer).batches.of(step).rows_of(step), loss=loss, grad_norm=norm
-            )
+            rows = rollout_data(trainer).batches.of(step).rows_of(step)
+            save(path, self._micros, rows, loss=loss, grad_norm=norm)
             where = f"The batch is in {path}"
         except OSError as error:
             where = f"The batch could not be saved to {path} ({error.strerror})"
@@ -70,34 +69,35 @@ class Watched:
         )
 
 
-def save(path: Path, micros: Sequence[Micro], rows: Sequence[Sequence[int]], **numbers: float) -> None:
-    """Write micro-batches, and a JSON file beside them that says whose they are.
+def save(path: Path, micros: Sequence[MicroBatch], rows: Sequence[Sequence[int]], **numbers: float) -> None:
+    """Write micro-batches as safetensors, with a JSON file of their rows and numbers beside them.
 
     Args:
         path: a safetensors file; tensors are named `<micro-batch>.<field>`.
         micros: of one step on one rank.
         rows: numbers of their rows in the store.
-        numbers: what came of them.
+        numbers: loss and gradient norm.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
-    about: list[dict[str, Any]] = []
-    for i, (micro, own) in enumerate(zip(micros, rows, strict=True)):
+    records: list[dict[str, Any]] = []
+    for i, (micro, row_numbers) in enumerate(zip(micros, rows, strict=True)):
         fields = {k: v for k, v in micro._asdict().items() if v is not None}
         tensors |= {f"{i}.{k}": v.cpu().contiguous() for k, v in fields.items() if isinstance(v, Tensor)}
-        about.append({k: v for k, v in fields.items() if not isinstance(v, Tensor)} | {"rows": list(own)})
-    # JSON has no word for nan.
-    said = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
-    write_json(path.with_suffix(".json"), said | {"step": micros[0].step, "micro_batches": about})
+        scalars = {k: v for k, v in fields.items() if not isinstance(v, Tensor)}
+        records.append(scalars | {"rows": list(row_numbers)})
+    # JSON has no NaN.
+    values = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+    write_json(path.with_suffix(".json"), values | {"step": micros[0].step, "micro_batches": records})
     with publish(path) as temporary:
         save_file(tensors, temporary)
 
 
-def load(path: Path) -> list[Micro]:
+def load(path: Path) -> list[MicroBatch]:
     """The micro-batches that `save` wrote; `DistillModule.training_step` takes them as they are."""
-    tensors, about = load_file(path), json.loads(path.with_suffix(".json").read_text())["micro_batches"]
+    tensors, records = load_file(path), json.loads(path.with_suffix(".json").read_text())["micro_batches"]
     micros = []
-    for i, fields in enumerate(about):
-        own = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(f"{i}.")}
-        micros.append(Micro(**own, **{k: v for k, v in fields.items() if k != "rows"}))
+    for i, fields in enumerate(records):
+        batch = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(f"{i}.")}
+        micros.append(MicroBatch(**batch, **{k: v for k, v in fields.items() if k != "rows"}))
     return micros

@@ -1,4 +1,4 @@
-"""Optimizers (Muon beside AdamW) as one, and the learning-rate schedule."""
+"""Optimizers (Muon with AdamW) and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-HEADS = {"lm_head", "lm_heads", "head", "embed_out"}  # components of their names
+HEADS = {"lm_head", "lm_heads", "head", "embed_out"}  # path components in parameter names of output heads
 
 
-class Joint(torch.optim.Optimizer):
-    """Optimizers that share out a model's parameters, stepped, scheduled and saved as one."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers over disjoint parameters, stepped, scheduled and saved as one."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
@@ -35,12 +35,12 @@ class Joint(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
-        # The parts have new groups now; schedule and clipping are to act on those.
+        # Loading replaces the groups of each part; schedule and clipping must act on the new ones.
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def hidden_matrices(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Matrices from hidden states to hidden states, which Muon is for: no embedding and no head."""
+    """Weight matrices that Muon trains: 2-D parameters other than embeddings and output heads."""
     embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     for name, weight in module.named_parameters():
         if weight.ndim == 2 and id(weight) not in embeddings and not HEADS & set(name.split(".")):
@@ -53,24 +53,30 @@ def muon(
     momentum: float,
     betas: tuple[float, float],
     weight_decay: float,
-) -> Joint:
+) -> CombinedOptimizer:
     """Muon (Jordan et al., 2024) for hidden matrices, AdamW for norms, embeddings and heads.
 
     Args:
-        groups: of parameters; "hidden" says of each whether it is Muon's.
-        lr: of both: an orthogonal update is scaled to the size that AdamW's has (Moonlight,
-            arXiv:2502.16982, section 2.2).
-        momentum: Muon's.
-        betas: AdamW's.
+        groups: parameter groups; `hidden` holds one bool per parameter, true where Muon trains it.
+        lr: learning rate of both. Muon's orthogonal update is scaled to the RMS of AdamW's
+            (Moonlight, arXiv:2502.16982, section 2.2).
+        momentum: of Muon.
+        betas: of AdamW.
         weight_decay: of both.
     """
     hidden, rest = (
         [
-            group | {"params": some, "hidden": [kind] * len(some)}
+            group | {"params": weights, "hidden": [is_hidden] * len(weights)}
             for group in groups
-            if (some := [w for w, own in zip(group["params"], group["hidden"], strict=True) if own == kind])
+            if (
+                weights := [
+                    weight
+                    for weight, flag in zip(group["params"], group["hidden"], strict=True)
+                    if flag == is_hidden
+                ]
+            )
         ]
-        for kind in (True, False)
+        for is_hidden in (True, False)
     )
     parts: list[torch.optim.Optimizer] = []
     if hidden:
@@ -79,7 +85,7 @@ def muon(
         )
     if rest:
         parts.append(torch.optim.AdamW(rest, lr, betas, weight_decay=weight_decay))
-    return Joint(parts)
+    return CombinedOptimizer(parts)
 
 
 def warm_up_and_decay(
@@ -89,24 +95,24 @@ def warm_up_and_decay(
     final_lr: float,
     factors: Sequence[Callable[[float], float]] = (),
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """A linear rise over `warmup` of the steps, then a cosine to `final_lr` of the rate.
+    """Linear warm-up, then cosine decay.
 
     Args:
-        optimizer: whose groups it drives.
+        optimizer: whose learning rates are scheduled.
         steps: of the run.
-        warmup: share of them.
-        final_lr: share of the learning rate.
-        factors: of each group, from the share of the steps that are done; none: all 1.
+        warmup: share of the steps that warm up.
+        final_lr: learning rate at the end, as a share of the peak.
+        factors: one function per group, training progress in [0, 1] -> factor; empty: all 1.
     """
-    rise = max(1, round(warmup * steps))
+    warmup_steps = max(1, round(warmup * steps))
 
     def rate(step: int) -> float:
-        if step < rise:
-            return (step + 1) / rise
-        done = min(1.0, (step - rise) / max(1, steps - rise))
-        return final_lr + (1 - final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+        return final_lr + (1 - final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def times(factor: Callable[[float], float]) -> Callable[[int], float]:
+    def scaled(factor: Callable[[float], float]) -> Callable[[int], float]:
         return lambda step: rate(step) * factor(step / steps)
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, [times(f) for f in factors] or rate)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [scaled(f) for f in factors] or rate)

@@ -1,4 +1,4 @@
-"""DeepSpeed and FSDP2 through Lightning, on a GPU or a CPU, and their states as one consolidated file."""
+"""DDP, DeepSpeed and FSDP2 through Lightning, on GPU or CPU; gather sharded weights for saving."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.sharded import GROUP_TIMEOUT
 from distill.training.module import DistillModule
-from distill.training.optim import Joint
+from distill.training.optim import CombinedOptimizer
 from drafters.base import Drafter
 
 
 class DDP(DDPStrategy):
-    """Whole copies, averaged gradients; ranks wait for as long as the first one scores."""
+    """DDP with a timeout long enough for rank 0 to score while the others wait."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(timeout=GROUP_TIMEOUT, **options)
 
 
 class FSDP(ModelParallelStrategy):
-    """FSDP2 over all processes: weights, gradients and optimizer states in parts.
+    """FSDP2 over all processes: weights, gradients and optimizer states are sharded.
 
-    What is gathered together is the module's to say (`DistillModule.configure_model`). The trainer's
-    state is one file with everything whole, so that any number of processes can read it.
+    `DistillModule.configure_model` decides which modules are sharded together. The trainer's state is
+    saved unsharded in one file.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -51,13 +51,13 @@ class FSDP(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # private API: the public argument is due before the number of processes is known.
+        # private API: the public argument must be given before the number of processes is known.
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
 
-class _OurPrecision(DeepSpeedPrecision):
-    """Leaves batches as they are: the teacher's rows are not to be rounded with the drafter's inputs."""
+class _Precision(DeepSpeedPrecision):
+    """Does not cast batches: hidden states of the teacher keep their dtype."""
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -67,45 +67,45 @@ class _OurPrecision(DeepSpeedPrecision):
     def backward(
         self, tensor: Tensor, model: L.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        # Lightning has divided the loss by the accumulation; the engine would do it again.
+        # Lightning has already divided the loss by the accumulation; the engine must not do it again.
         super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
 
 class DeepSpeed(DeepSpeedStrategy):
-    """ZeRO stages 1 to 3, with `bf16-mixed` as elsewhere: fp32 weights, bf16 products.
+    """DeepSpeed ZeRO stages 1 to 3; `bf16-mixed` means fp32 weights and bf16 products, as elsewhere.
 
-    `bf16-true` is DeepSpeed's own bf16: weights in two bytes, fp32 masters in the optimizer.
+    `bf16-true` is DeepSpeed's own bf16 mode: bf16 weights, fp32 master weights in the optimizer.
 
     Args:
-        stage: 1 partitions optimizer states, 2 gradients too, 3 weights too.
-        zero: more of DeepSpeed's `zero_optimization` section.
-        **options: Lightning's.
+        stage: 1 shards optimizer states, 2 also gradients, 3 also weights.
+        zero: further entries of DeepSpeed's `zero_optimization` section.
+        **options: of Lightning's `DeepSpeedStrategy`.
     """
 
     def __init__(self, stage: int, zero: Mapping[str, Any] | None = None, **options: Any) -> None:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # Frozen weights are the target's, or the base of adapters: neither belongs into a checkpoint.
+        # Frozen weights belong to the target or the base of adapters, and are not saved.
         fixed: dict[str, Any] = {"exclude_frozen_parameters": True, "timeout": GROUP_TIMEOUT}
         fixed["logging_level"] = logging.ERROR
-        # The batch size is for DeepSpeed's own log; Lightning would look for it in the loader.
+        # DeepSpeed logs the batch size; without it Lightning would search the data loader for it.
         super().__init__(stage=stage, logging_batch_size_per_gpu=1, **fixed, **options)
         self.zero = dict(zero or {})
         if self.zero:
             from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
 
-            # Refuses what is wrong before hours of rollouts.
+            # Validate now, not after hours of rollouts.
             DeepSpeedZeroConfig(stage=ZeroStageEnum(stage), **self.zero)
 
     @property
     def on_cpu(self) -> bool:
-        """Lightning refuses this; nothing but two checks of its own stands in the way."""
+        """Whether DeepSpeed runs on a CPU, which Lightning rejects in two checks that are bypassed here."""
         return isinstance(self.accelerator, CPUAccelerator)
 
     @property
     @override
     def root_device(self) -> torch.device:
-        # DeepSpeed wants an index, which the one CPU has not.
+        # DeepSpeed needs a device index.
         return torch.device("cpu", 0) if self.on_cpu else super().root_device
 
     @property
@@ -115,9 +115,9 @@ class DeepSpeed(DeepSpeedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        chosen: Any = precision_plugin and precision_plugin.precision
+        precision: Any = precision_plugin and precision_plugin.precision
         parent: Any = DeepSpeedStrategy.precision_plugin
-        parent.fset(self, _OurPrecision(chosen) if chosen else None)
+        parent.fset(self, _Precision(precision) if precision else None)
 
     @override
     def setup_environment(self) -> None:
@@ -125,7 +125,7 @@ class DeepSpeed(DeepSpeedStrategy):
             return super().setup_environment()
         if os.environ.get("DS_ACCELERATOR") != "cpu":
             raise UserError("trainer.accelerator=cpu: set DS_ACCELERATOR=cpu too, or DeepSpeed takes the GPU")
-        return super(DeepSpeedStrategy, self).setup_environment()  # past the check for CUDA
+        return super(DeepSpeedStrategy, self).setup_environment()  # skips the check for CUDA
 
     @override
     def setup_distributed(self) -> None:
@@ -133,10 +133,10 @@ class DeepSpeed(DeepSpeedStrategy):
             return super().setup_distributed()
         import deepspeed
 
-        # It would try the linker on every op that it has, and compile its sum over shared memory.
+        # Otherwise DeepSpeed tests the compilation of all of its ops, and compiles a shared-memory reduce.
         ops: Any = deepspeed.ops
         ops.__compatible_ops__ = {}
-        # private API: Lightning's public `setup_distributed` refuses a CPU; these are its other lines.
+        # private API: Lightning's public `setup_distributed` rejects a CPU; these are its other lines.
         self._process_group_backend = "gloo"
         reset_seed()
         self.set_world_ranks()
@@ -149,9 +149,9 @@ class DeepSpeed(DeepSpeedStrategy):
         self.config["zero_optimization"] |= self.zero
         if self.precision_plugin.precision == "bf16-mixed":
             del self.config["bf16"]
-            # No module's gradients travel in bf16: those of other strategies do not.
-            low = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
-            self.config["torch_autocast"] = low
+            # Reduce all gradients in fp32, as other strategies do.
+            autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+            self.config["torch_autocast"] = autocast
 
     @override  # private API: parameters must be registered just before DeepSpeed's engine is made
     def _initialize_deepspeed_train(self, model: torch.nn.Module) -> None:
@@ -159,15 +159,15 @@ class DeepSpeed(DeepSpeedStrategy):
             from deepspeed.runtime.zero import register_external_parameter
 
             assert isinstance(model, DistillModule)
-            apart = {id(w) for block in model.drafter.shardable_modules() for w in block.parameters()}
+            block_weights = {id(w) for block in model.drafter.shardable_modules() for w in block.parameters()}
             for weight in model.parameters():
-                if id(weight) not in apart:  # gathered for the whole of a training step
+                if id(weight) not in block_weights:  # gathered during the whole training step
                     register_external_parameter(model, weight)
         super()._initialize_deepspeed_train(model)  # private API: as above
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """DeepSpeed would make whatever a file says; here, tensors and the four classes that it saves."""
+        """Load without arbitrary pickled objects: only tensors and the four classes that DeepSpeed saves."""
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address
@@ -182,13 +182,13 @@ def _load(path: str, map_location: Any = None) -> dict[str, Any]:
     return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only=True)
 
 
-def join_others(trainer: L.Trainer, placement: str) -> None:
-    """Start the other processes and join them before the fit, where they hold the target together.
+def join_processes(trainer: L.Trainer, placement: str) -> None:
+    """Start and join the other processes before the fit, where the target is sharded over them.
 
-    The fit does both again, and finds them done.
+    `Trainer.fit` then finds them running.
 
     Raises:
-        UserError: a placement that is one process's, and there are several.
+        UserError: target.placement=device_map with several processes.
     """
     if trainer.world_size == 1 or placement == "replicated":
         return
@@ -197,39 +197,39 @@ def join_others(trainer: L.Trainer, placement: str) -> None:
             "target.placement=device_map: is for one process; several have replicated and sharded"
         )
     strategy: Any = trainer.strategy
-    # FSDP's mesh is the fit's, which has a module to give it to.
+    # FSDP creates its device mesh in the fit, where there is a module.
     # private API: Lightning has no public way to join the other processes before the fit.
     join = strategy._setup_distributed if isinstance(strategy, FSDP) else strategy.setup_environment
     if strategy.launcher:
         strategy.launcher.launch(join, trainer=trainer)
     else:
         join()
-    strategy.barrier()  # or one that leaves at once with an error would trouble others in their greeting
+    strategy.barrier()  # a process that fails right away must not disturb the handshake of the others
 
 
 def check_optimizer(trainer: L.Trainer, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that needs whole matrices where each process has but a part of them.
+    """Refuse an optimizer that needs whole matrices where weights are sharded.
 
     Raises:
-        UserError: Muon, and a strategy that partitions.
+        UserError: Muon with a strategy that shards.
     """
-    if isinstance(optimizer, Joint) and isinstance(trainer.strategy, DeepSpeed | FSDP):
+    if isinstance(optimizer, CombinedOptimizer) and isinstance(trainer.strategy, DeepSpeed | FSDP):
         raise UserError("optimizer=muon needs whole matrices, and this trainer cuts them up; use trainer=ddp")
 
 
 def check_strategy(trainer: L.Trainer, drafter: Drafter, on_policy: bool) -> None:
-    """Refuse what the trainer's strategy cannot do, or would do in another way than the others.
+    """Refuse options that the strategy does not support, or treats differently from the others.
 
     Args:
         trainer: with its strategy.
         drafter: that will be trained.
-        on_policy: whether it answers prompts itself, between the weights' being cut up and put together.
+        on_policy: whether the drafter generates answers during training.
 
     Raises:
-        UserError: a confidence head, whose gradient DeepSpeed would clip with the others; answers of a
-            drafter of which every process has but a part.
+        UserError: on-policy answers of a sharded drafter; a confidence head under DeepSpeed, which
+            would clip its gradient together with the others.
     """
-    if on_policy and cuts_weights(trainer):
+    if on_policy and shards_weights(trainer):
         raise UserError(
             "on_policy: the drafter writes with whole weights, and this trainer cuts them up; use "
             "trainer=ddp, deepspeed_1 or deepspeed_2"
@@ -241,43 +241,43 @@ def check_strategy(trainer: L.Trainer, drafter: Drafter, on_policy: bool) -> Non
         )
 
 
-def cuts_weights(trainer: L.Trainer) -> bool:
-    """Whether a process has but a part of the weights themselves between steps."""
+def shards_weights(trainer: L.Trainer) -> bool:
+    """Whether weights themselves are sharded between steps (FSDP, ZeRO-3)."""
     strategy = trainer.strategy
     return isinstance(strategy, FSDP) or (isinstance(strategy, DeepSpeed) and strategy.zero_stage_3)
 
 
-def consolidated(trainer: L.Trainer, drafter: Drafter) -> Mapping[str, Tensor]:
-    """Whole weights and buffers of a drafter, however they are cut up; to be called on every rank.
+def gather_weights(trainer: L.Trainer, drafter: Drafter) -> Mapping[str, Tensor]:
+    """Unsharded weights and buffers of a drafter; must be called on every rank.
 
     Returns:
-        The drafter's state dict, in fp32 where the optimizer has masters; what it borrows may be in parts,
-        and other ranks than the first may get less.
+        The drafter's state dict, in fp32 where the optimizer has master weights. Weights that the drafter
+        borrows may stay sharded; ranks other than 0 may get a part only.
     """
     strategy = trainer.strategy
     if isinstance(strategy, DeepSpeed):
-        return _of_zero(drafter)
+        return _gather_zero_weights(drafter)
     if isinstance(strategy, FSDP):
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights: Any = get_model_state_dict(drafter, options=whole)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights: Any = get_model_state_dict(drafter, options=options)
         return weights
     return drafter.state_dict()
 
 
-def _of_zero(drafter: Drafter) -> dict[str, Tensor]:
+def _gather_zero_weights(drafter: Drafter) -> dict[str, Tensor]:
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = dict(drafter.state_dict())  # buffers, and names that share a weight
-    known: dict[int, Tensor] = {}
+    weights = dict(drafter.state_dict())  # includes buffers, and all names of shared weights
+    gathered: dict[int, Tensor] = {}  # by id, so that a shared weight is gathered once
     for name, value in drafter.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.nn.Parameter) or name in drafter.unsaved_names:
             continue
-        if id(value) not in known:
+        if id(value) not in gathered:
             master = safe_get_full_fp32_param(value) if value.requires_grad else None
             if master is None:
                 with GatheredParameters([value]):
                     master = value.detach().clone()
-            known[id(value)] = master
-        found[name] = known[id(value)]
-    return found
+            gathered[id(value)] = master
+        weights[name] = gathered[id(value)]
+    return weights

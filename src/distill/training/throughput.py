@@ -1,4 +1,4 @@
-"""How fast training goes and what it waits for."""
+"""Log training throughput: tokens per second, time per step, wait for data, memory, MFU."""
 
 from __future__ import annotations
 
@@ -13,70 +13,70 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from distill.data.datamodule import served
+from distill.data.datamodule import rollout_data
 from distill.training.memory import GIB, MemoryWatch
 
 
-class Took(NamedTuple):
-    """One optimizer step.
+class StepTiming(NamedTuple):
+    """Time and size of one optimizer step.
 
     Attributes:
-        waited: seconds for its batches.
-        worked: seconds from there to its end.
+        data_seconds: waiting for batches.
+        compute_seconds: from there to the end of the step.
         tokens: of its rows, over all ranks, without padding.
-        anchors: supervised ones, over all ranks.
+        anchors: supervised anchors, over all ranks.
     """
 
-    waited: float
-    worked: float
+    data_seconds: float
+    compute_seconds: float
     tokens: int
     anchors: int
 
 
 class Throughput(L.Callback):
-    """Logs tokens a second, seconds a step, the share spent waiting for data, peak memory and MFU.
+    """Logs tokens per second, seconds per step, the share spent waiting for data, peak memory and MFU.
 
-    Over the steps since the last line of the log; what lies between steps, saving and scoring, does not
-    count, nor does making rollouts. Lightning's own `ThroughputMonitor` waits for the device after every
-    micro-batch, counts what save points take and wants one number of operations for all batches. Here
-    the clock is read where a step has waited for the device anyway, to check its loss.
+    Averages over the steps since the last log line; saving, scoring and making rollouts do not count.
+    Lightning's `ThroughputMonitor` synchronizes the device after every micro-batch, includes the time of
+    saving, and needs the same FLOP for all batches. Here the clock is read where the step has already
+    synchronized to check its loss.
 
-    Comes before whatever saves, and `resume` behind it.
+    Must come before callbacks that save, and `resume` after them.
 
     Args:
-        memory: measures it.
+        memory: measures peak memory.
     """
 
     def __init__(self, memory: MemoryWatch) -> None:
         self.memory = memory
-        self.flops_per_token = 0.0  # of this rank, by the tokens of all
+        self.flops_per_token = 0.0  # FLOP of this rank over tokens of all ranks
         self._counter: FlopCounterMode | None = None
-        self._waited = self._worked = 0.0  # of the step that is under way
+        self._data_seconds = self._compute_seconds = 0.0  # of the current step
 
     @property
     def resume(self) -> L.Callback:
-        """The clock goes on from here."""
-        return LambdaCallback(on_train_batch_end=lambda trainer, *_: self._wait(trainer))
+        """Callback that restarts the clock after saving and scoring."""
+        return LambdaCallback(on_train_batch_end=lambda trainer, *_: self._start_clock(trainer))
 
-    def _wait(self, trainer: L.Trainer) -> None:
+    def _start_clock(self, trainer: L.Trainer) -> None:
         self._loading = _loading(trainer)
         self._now = time.perf_counter()
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        options: Any = trainer  # Lightning adds some of them unknown to type checkers
-        self._steps: deque[Took] = deque(maxlen=max(1, options.log_every_n_steps))
+        options: Any = trainer  # Lightning sets some at run time, unknown to type checkers
+        self._steps: deque[StepTiming] = deque(maxlen=max(1, options.log_every_n_steps))
         self._step = trainer.global_step
         device = pl_module.device
         self._available = get_available_flops(device, _dtype(str(trainer.precision)))
-        self._wait(trainer)
+        self._start_clock(trainer)
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         now = time.perf_counter()
-        self._waited += now - self._now - (_loading(trainer) - self._loading)
+        self._data_seconds += now - self._now - (_loading(trainer) - self._loading)
         self._now = now
         if self._available and not self.flops_per_token and self._counter is None:
             self._counter = FlopCounterMode(display=False)
@@ -86,27 +86,27 @@ class Throughput(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._worked += time.perf_counter() - self._now
+        self._compute_seconds += time.perf_counter() - self._now
         if trainer.global_step == self._step:
             return  # a micro-batch with more to come
         self._step = trainer.global_step
-        tokens = served(trainer).batches.of(batch.step).tokens_of(batch.step)
+        tokens = rollout_data(trainer).batches.of(batch.step).tokens_of(batch.step)
         counted = self._count(tokens)
-        took = Took(self._waited, self._worked, tokens, batch.anchors)
-        self._waited = self._worked = 0.0
-        if not counted:  # the step in which operations were counted took longer for it
-            self._steps.append(took)
+        timing = StepTiming(self._data_seconds, self._compute_seconds, tokens, batch.anchors)
+        self._data_seconds = self._compute_seconds = 0.0
+        if not counted:  # counting FLOP slows a step down
+            self._steps.append(timing)
         if self._steps:
             pl_module.log_dict({f"train/{name}": value for name, value in self._values().items()})
 
     def _values(self) -> dict[str, float]:
-        waited, worked, tokens, anchors = (sum(column) for column in zip(*self._steps, strict=True))
-        seconds = waited + worked
+        waiting, computing, tokens, anchors = (sum(column) for column in zip(*self._steps, strict=True))
+        seconds = waiting + computing
         values = {
             "tokens_per_second": tokens / seconds,
             "supervised_per_second": anchors / seconds,
             "step_seconds": seconds / len(self._steps),
-            "data_wait": waited / seconds,
+            "data_wait": waiting / seconds,
             "peak_gib": self.memory.peak / GIB,
         }
         if self._available:
@@ -114,7 +114,7 @@ class Throughput(L.Callback):
         return values
 
     def _count(self, tokens: int) -> bool:
-        """Whether operations were counted in the step that has ended."""
+        """Whether FLOP were counted in the finished step."""
         if self._counter is None:
             return False
         self._stop()
@@ -134,11 +134,11 @@ class Throughput(L.Callback):
 
 
 def _loading(trainer: L.Trainer) -> float:
-    """Seconds so far in which rollouts were made and read."""
-    return served(trainer).batches.loading
+    """Total seconds spent making and reading rollouts."""
+    return rollout_data(trainer).batches.loading
 
 
 def _dtype(precision: str) -> torch.dtype:
-    """That products are made in."""
+    """Of matrix products, by the trainer's precision."""
     names = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
     return names.get(precision.partition("-")[0], torch.float32)

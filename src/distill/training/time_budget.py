@@ -1,4 +1,4 @@
-"""Training for so many seconds: how many steps that is, and the learning rate on the way."""
+"""Training for a fixed time: number of steps and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import lightning as L
 import torch
 from typing_extensions import override
 
-FOREVER = 10**7  # steps of a run that is ended by the clock, before its steps have been timed
-RECENT = 20  # steps whose time the next ones are predicted by
-RISE = 10  # steps of a warm-up at the least
-SAVED = 60.0  # seconds that a kill may lose
+MAX_STEPS = 10**7  # of a run with a time budget, before its steps have been timed
+RECENT = 20  # steps whose times predict those of the next ones
+MIN_WARMUP = 10  # steps
+SAVE_EVERY = 60.0  # seconds of training that a killed process may lose
 
 
 class Budget(L.Callback):
-    """Ends a run when its seconds are used up, and lowers the learning rate towards that end.
+    """Ends a run after a number of seconds, and decays the learning rate towards that end.
 
-    Warm-up, constant rate, and a line down to `final_lr` over the last `cooldown` of the seconds: the
-    rate before the cool-down does not depend on how long the run will be, so a run that is given more
-    seconds goes on from its cooled-down weights at the constant rate again (WSD-S, arXiv:2410.05192).
-    The rate is read off the clock, since the number of steps is not known.
+    Warm-up, constant learning rate, then linear decay to `final_lr` over the last `cooldown` of the
+    seconds. The rate before the cool-down does not depend on the length of the run, so a run that is
+    given more time continues from its cooled-down weights at the constant rate (WSD-S, arXiv:2410.05192).
+    The schedule follows the clock, since the number of steps is not known.
 
-    Comes before what saves. One process alone.
+    Must come before callbacks that save. For one process only.
 
     Args:
         seconds: from the first step to the last.
-        part: number of this stretch; what another part had used does not count.
+        part: number of this stretch of training; time used by other parts does not count.
         cooldown: share of the seconds in which the learning rate falls.
-        clock: seconds.
+        clock: current time in seconds.
     """
 
     def __init__(
@@ -44,26 +44,26 @@ class Budget(L.Callback):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.seconds, self.part, self.cooldown, self.clock = seconds, part, cooldown, clock
-        self.before = 0.0  # seconds of this part before a kill
-        self._made, self._start = clock(), math.nan  # this, and the first step
-        self.steps = FOREVER  # of the run in all, as predicted by now
+        self.before = 0.0  # seconds of this part used by processes before this one
+        self._created, self._start = clock(), math.nan  # time of construction, and of the first step
+        self.steps = MAX_STEPS  # current estimate of the steps of the whole run
         self.waited = 0.0  # seconds before the first step
-        self.taken: deque[float] = deque(maxlen=RECENT)
+        self._step_seconds: deque[float] = deque(maxlen=RECENT)
         self._step = -1
 
     @property
     def used(self) -> float:
-        """Seconds of this part so far, those before a kill among them."""
+        """Seconds of this part so far, earlier processes included."""
         return self.before + (0.0 if math.isnan(self._start) else self.clock() - self._start)
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the budget is used up."""
         return self.seconds - self.used
 
     def save_now(self) -> bool:
-        """Whether too much would be lost by now."""
-        if self.clock() - self._saved < SAVED:
+        """Whether the last save is more than SAVE_EVERY seconds ago; if so, the timer restarts."""
+        if self.clock() - self._saved < SAVE_EVERY:
             return False
         self._saved = self.clock()
         return True
@@ -78,9 +78,9 @@ class Budget(L.Callback):
             self.before = state_dict["used"]
 
     def resume(self, trainer: L.Trainer, step: int) -> None:
-        """Say where the run goes on; before its state is restored, which may leave nothing to do."""
+        """Set the step that the run resumes at, before its state is restored."""
         self._step = step
-        self._set(trainer, FOREVER)
+        self._set(trainer, MAX_STEPS)
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -90,8 +90,8 @@ class Budget(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
-        self._start = self._then = self._saved = self.clock()
-        self.waited = self._start - self._made
+        self._start = self._last_time = self._saved = self.clock()
+        self.waited = self._start - self._created
 
     @override
     def on_train_batch_end(
@@ -99,14 +99,14 @@ class Budget(L.Callback):
     ) -> None:
         if trainer.global_step > self._step:
             now = self.clock()
-            self.taken.append((now - self._then) / (trainer.global_step - self._step))
-            self._step, self._then = trainer.global_step, now
-            self._set(trainer, self._step + self.more())
+            self._step_seconds.append((now - self._last_time) / (trainer.global_step - self._step))
+            self._step, self._last_time = trainer.global_step, now
+            self._set(trainer, self._step + self.remaining_steps())
 
-    def more(self) -> int:
-        """Steps that fit into the seconds that are left."""
-        each = max(median(self.taken), 1e-6)
-        return max(0, round(self.left / each))
+    def remaining_steps(self) -> int:
+        """Estimated number of steps in the remaining seconds."""
+        seconds_per_step = max(median(self._step_seconds), 1e-6)
+        return max(0, round(self.left / seconds_per_step))
 
     def _set(self, trainer: L.Trainer, steps: int) -> None:
         self.steps = steps
@@ -119,14 +119,14 @@ class Budget(L.Callback):
         final_lr: float,
         factors: Sequence[Callable[[float], float]],
     ) -> torch.optim.lr_scheduler.LambdaLR:
-        """Warm-up by steps, cool-down by the clock; arguments as of `warm_up_and_decay`."""
+        """Warm-up by steps, cool-down by the clock; see `warm_up_and_decay` for the arguments."""
 
         def rate(step: int) -> float:
-            rise = max(RISE, round(warmup * self.steps)) if self.steps < FOREVER else RISE
-            falling = self.left / (self.cooldown * self.seconds) if self.cooldown else 1.0
-            return min(1.0, (step + 1) / rise) * (final_lr + (1 - final_lr) * min(1.0, max(0.0, falling)))
+            rise = max(MIN_WARMUP, round(warmup * self.steps)) if self.steps < MAX_STEPS else MIN_WARMUP
+            level = self.left / (self.cooldown * self.seconds) if self.cooldown else 1.0
+            return min(1.0, (step + 1) / rise) * (final_lr + (1 - final_lr) * min(1.0, max(0.0, level)))
 
-        def times(factor: Callable[[float], float]) -> Callable[[int], float]:
+        def scaled(factor: Callable[[float], float]) -> Callable[[int], float]:
             return lambda step: rate(step) * factor(min(1.0, step / self.steps))
 
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, [times(f) for f in factors])
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, [scaled(f) for f in factors])

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop, Stopped
-from distill.distributed.ranks import check_state, check_world, lost_ranks, watched
+from distill.distributed.ranks import check_processes, check_world_size, explain_lost_ranks, watch_ranks
 from distill.options import OptimizerOptions, TrainerOptions
 from distill.training.strategies import check_optimizer
 
@@ -39,10 +39,10 @@ def build_trainer(
             enable_progress_bar=False,  # TrainingBar counts optimizer steps
             **more,
         )
-    check_world(trainer)
+    check_world_size(trainer)
     if state:
-        check_state(trainer, state)
-    watched(trainer)
+        check_processes(trainer, state)
+    watch_ranks(trainer)
     return trainer
 
 
@@ -63,7 +63,7 @@ def fit(
     """Train; an interruption leaves as KeyboardInterrupt or SystemExit, whatever Lightning makes of it."""
     trainer.callbacks.insert(0, stop)  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with lost_ranks(Path(trainer.default_root_dir)):
+        with explain_lost_ranks(Path(trainer.default_root_dir)):
             trainer.fit(module, data, ckpt_path=state and str(state), weights_only=True)
     except Stopped:
         raise
@@ -71,7 +71,7 @@ def fit(
         raise KeyboardInterrupt from None
     finally:
         torch.set_flush_denormal(False)  # a backward pass that failed has left it on
-    if stop.by:
-        stop.leave(trainer.global_step)
+    if stop.signal_name:
+        stop.exit(trainer.global_step)
     if trainer.global_step < trainer.max_steps:
         raise KeyboardInterrupt

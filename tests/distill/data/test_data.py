@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.errors import UserError
-from distill.data.batches import BUCKET, From, RolloutBatches
+from distill.data.batches import BUCKET, ResumeSampler, RolloutBatches
 from drafters.base import supervised_anchors
 
 
@@ -141,9 +141,9 @@ def test_a_row_without_an_anchor_is_never_served():
 
 
 def test_a_resumed_sampler_goes_on_and_keeps_the_whole_runs_length():
-    assert list(From(0, 6)) == list(range(6))
-    assert list(From(4, 6)) == [4, 5]
-    assert len(From(4, 6)) == len(From(0, 6)) == 6
+    assert list(ResumeSampler(0, 6)) == list(range(6))
+    assert list(ResumeSampler(4, 6)) == [4, 5]
+    assert len(ResumeSampler(4, 6)) == len(ResumeSampler(0, 6)) == 6
 
 
 def test_a_rows_weight_goes_with_it_and_ones_are_left_out():

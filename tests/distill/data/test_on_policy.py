@@ -17,8 +17,8 @@ from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.target import Target
 from decode.sampling import Sampler
-from distill.data.batches import Micro
-from distill.data.on_policy import OnPolicy, reached
+from distill.data.batches import MicroBatch
+from distill.data.on_policy import OnPolicy, accepted_prefix
 from drafters.base import supervised_anchors
 from drafters.models.lm import DraftLM
 
@@ -35,11 +35,13 @@ def drafter(target) -> DraftLM:
     return DraftLM.for_target(target, layers=1)
 
 
-def micro(seed=1, rows=ROWS, length=14) -> Micro:
+def micro(seed=1, rows=ROWS, length=14) -> MicroBatch:
     tokens = torch.randint(V, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.arange(length).expand(rows, -1) >= PROMPT
     mask = mask & (torch.arange(length) < length - torch.arange(rows)[:, None])
-    return Micro(tokens * (mask | (torch.arange(length) < PROMPT)), mask, int(mask[:, 2:].sum()), 3, seed)
+    return MicroBatch(
+        tokens * (mask | (torch.arange(length) < PROMPT)), mask, int(mask[:, 2:].sum()), 3, seed
+    )
 
 
 def policy(share=1.0, cut=0.0, **changes) -> OnPolicy:
@@ -60,7 +62,12 @@ def test_the_answer_is_the_drafters_own_to_the_same_prompt(target, drafter):
     assert after.tokens.tolist() == want
     assert after.loss_mask.tolist() == [[False] * PROMPT + [True] * ANSWER] * ROWS
     assert after.on_policy == int(after.loss_mask[:, 2:].sum()) == ROWS * ANSWER
-    assert (after.step, after.seed, after.anchors, after.read) == (3, before.seed, before.anchors, None)
+    assert (after.step, after.seed, after.anchors, after.target_states) == (
+        3,
+        before.seed,
+        before.anchors,
+        None,
+    )
 
 
 def test_training_state_is_left_alone(target, drafter):
@@ -102,12 +109,12 @@ def test_a_share_of_nothing_changes_nothing(target, drafter):
 def test_an_answer_ends_after_the_token_that_loses_the_target():
     p = torch.tensor([0.5, 0.9, 0.1, 0.2, 0.9])
     q = torch.tensor([0.5, 0.3, 0.5, 0.4, 0.1])  # min(1, p / q): 1, 1, 0.2, 0.5, 1
-    assert reached(p, q, 0.0).tolist() == [True] * 5
-    assert reached(p, q, 0.1).tolist() == [True] * 5
-    assert reached(p, q, 0.15).tolist() == [True, True, True, True, False]
-    assert reached(p, q, 0.3).tolist() == [True, True, True, False, False]
-    assert reached(p, q, 1.0).tolist() == [True, True, True, False, False]
-    assert reached(p[:0], q[:0], 0.5).tolist() == []
+    assert accepted_prefix(p, q, 0.0).tolist() == [True] * 5
+    assert accepted_prefix(p, q, 0.1).tolist() == [True] * 5
+    assert accepted_prefix(p, q, 0.15).tolist() == [True, True, True, True, False]
+    assert accepted_prefix(p, q, 0.3).tolist() == [True, True, True, False, False]
+    assert accepted_prefix(p, q, 1.0).tolist() == [True, True, True, False, False]
+    assert accepted_prefix(p[:0], q[:0], 0.5).tolist() == []
 
 
 def test_rows_are_cut_by_the_laws_they_were_drawn_under(target, drafter):

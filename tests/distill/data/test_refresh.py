@@ -9,7 +9,7 @@ import pytest
 from workbench import Bench, final, fork, same
 
 from decode.errors import UserError
-from distill.data.datamodule import Phases
+from distill.data.datamodule import PhasedBatches
 from distill.engines import base as engine
 from distill.rollouts import produce
 from distill.training import checkpointing as callbacks
@@ -85,10 +85,10 @@ def test_a_phase_lasts_its_steps_and_its_batches_are_numbered_through():
         seen.append(step)
         return [(step, index) for index in range(24)]
 
-    batches = Phases(load, every=3, accumulate=2, steps=12)
+    batches = PhasedBatches(load, every=3, accumulate=2, steps=12)
     assert [batches[i] for i in range(24)] == [(i // 6 * 3, i) for i in range(24)]
     assert seen == [0, 3, 6, 9]
-    one = Phases(load, every=0, accumulate=2, steps=12)
+    one = PhasedBatches(load, every=0, accumulate=2, steps=12)
     assert {one[i][0] for i in range(24)} == {0}
 
 

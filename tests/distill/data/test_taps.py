@@ -16,9 +16,9 @@ from decode.errors import UserError
 from decode.model.target import LAST, Target
 from distill.data import taps_disk as tap_cache
 from distill.data.batches import RolloutBatches
-from distill.data.datamodule import Keep
-from distill.data.taps_disk import TapCache, cache_gigabytes
-from distill.data.taps_memory import GrowingTaps, TapMemory, gigabytes, wanted
+from distill.data.datamodule import TapStorage
+from distill.data.taps_disk import TapCache, tap_cache_gigabytes
+from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_gigabytes
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective
 from distill.losses.weights import constant
@@ -68,14 +68,14 @@ def test_batches_carry_the_taps_of_their_own_rows(target, rows):
     for micro in (batches[i] for i in range(4)):
         want = target.read(micro.tokens).last
         real = micro.loss_mask
-        torch.testing.assert_close(micro.read.last[real], want[real], atol=1e-12, rtol=0)
+        torch.testing.assert_close(micro.target_states.last[real], want[real], atol=1e-12, rtol=0)
 
 
 def test_the_estimate_is_what_memory_holds(target, rows):
     target.tap((0, 2))
     memory = TapMemory(target, rows, 10)
     held = sum(last.nbytes + taps.nbytes for last, taps in memory._rows.values())
-    assert gigabytes(target, rows, 10) * 2**30 == held
+    assert tap_memory_gigabytes(target, rows, 10) * 2**30 == held
     growing = GrowingTaps(target, rows, 10)
     assert not growing.bytes
     growing.batch(range(len(rows)))
@@ -85,8 +85,8 @@ def test_the_estimate_is_what_memory_holds(target, rows):
 def test_what_runs_share_fits_into_the_limit_together(target, rows):
     """Three drafters that read as much each, and room for two; the last one begins with nothing yet."""
     target.tap((0,))
-    need, held = gigabytes(target, rows, 10), {}
-    keep = Keep(target, "memory", 2.5 * need, held=held)
+    need, held = tap_memory_gigabytes(target, rows, 10), {}
+    keep = TapStorage(target, "memory", 2.5 * need, held=held)
     store = SimpleNamespace(content=lambda: "rows")
     for taps in ((0,), (1,), (0,), (2,)):
         target.tap(taps)
@@ -97,15 +97,15 @@ def test_what_runs_share_fits_into_the_limit_together(target, rows):
 
 
 def test_auto_keeps_taps_only_where_they_fit_and_are_used_again():
-    assert wanted("auto", 1.0, 0.5, 2.0)
-    assert not wanted("auto", 1.0, 1.5, 2.0)
-    assert not wanted("auto", 1.0, 0.5, 0.9)
-    assert wanted("memory", 1.0, 0.5, 0.1)
-    assert not wanted("online", 1.0, 0.1, 9.0)
+    assert keeps_in_memory("auto", 1.0, 0.5, 2.0)
+    assert not keeps_in_memory("auto", 1.0, 1.5, 2.0)
+    assert not keeps_in_memory("auto", 1.0, 0.5, 0.9)
+    assert keeps_in_memory("memory", 1.0, 0.5, 0.1)
+    assert not keeps_in_memory("online", 1.0, 0.1, 9.0)
     with pytest.raises(UserError, match="taps_gb"):
-        wanted("memory", 1.0, 1.5, 2.0)
+        keeps_in_memory("memory", 1.0, 1.5, 2.0)
     with pytest.raises(UserError, match="auto, online, memory or cache"):
-        wanted("disk", 1.0, 0.1, 1.0)
+        keeps_in_memory("disk", 1.0, 0.1, 1.0)
 
 
 def answered(lengths=((3, 2), (5, 4), (2, 0), (4, 8), (6, 1))) -> datasets.Dataset:
@@ -157,7 +157,7 @@ def test_training_from_a_cache_is_training_on_what_it_rounds(drafter, make_draft
     micro = RolloutBatches(rows, 2, 1, memory=TapCache(target, rows, 14, tmp_path, "key", 1.0))[0]
     whole = target.read(micro.tokens)
     losses = []
-    for read in (micro.read, whole):
+    for read in (micro.target_states, whole):
         steps = student.unroll(Batch(micro.tokens, micro.loss_mask, read.taps, read.last), target)
         total, _ = Objective(kl, constant)(
             steps, read.last, target.head, student.aux_weights_at(1.0), 1.0, micro.tokens, None
@@ -171,7 +171,7 @@ def test_a_cache_that_is_too_large_for_its_limit_or_the_disk_is_refused(
 ):
     target.tap((0, 2))
     rows = answered()
-    need = cache_gigabytes(target, rows, 11)
+    need = tap_cache_gigabytes(target, rows, 11)
     held = 2 * 16 * (2 * (4 + 8 + 11 - 1 + 6) + (2 + 4 + 7 + 1))
     assert need * 2**30 == pytest.approx(held)
     with pytest.raises(UserError, match="raise taps_gb"):

@@ -56,7 +56,7 @@ def timed(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(auto.Search.__init__, "__defaults__", (clock,))
     patch.setattr(Budget.__init__, "__defaults__", (0, 0.3, clock))
-    patch.setattr(auto, "lived", time.monotonic)  # the budget begins at 0
+    patch.setattr(auto, "process_age", time.monotonic)  # the budget begins at 0
 
 
 def go(bench: Bench, *more: str) -> Outcome:

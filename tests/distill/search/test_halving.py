@@ -20,7 +20,7 @@ from distill.search import trials as families
 from distill.search.halving import FREE, LAST, SCORE, Row, Verdict
 from distill.search.search import Search
 from distill.search.trials import Place
-from distill.training.time_budget import FOREVER, Budget
+from distill.training.time_budget import MAX_STEPS, Budget
 
 PLAN = Plan(depth=2)
 PLACE = {"hardware": "here", "load_average": [0.0, 0.1]}
@@ -167,7 +167,7 @@ def test_a_save_is_asked_for_once_a_minute():
     clock, run = Clock(), trainer()
     budget = Budget(500.0, 1, 0.3, clock)
     budget.resume(run, 0)
-    assert run.fit_loop.epoch_loop.max_steps == FOREVER
+    assert run.fit_loop.epoch_loop.max_steps == MAX_STEPS
     budget.on_train_start(run, SimpleNamespace())
     asked = []
     for _ in range(150):

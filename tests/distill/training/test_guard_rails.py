@@ -19,7 +19,7 @@ from workbench import CONF, Bench, fresh, ranks, same, weights
 from decode.errors import TooLargeError, UserError
 from distill.cli.main import rewrite
 from distill.config.compose import compose
-from distill.data.batches import Micro
+from distill.data.batches import MicroBatch
 from distill.losses.objective import Objective
 from distill.training import memory
 from distill.training.module import DistillModule
@@ -99,7 +99,9 @@ def test_a_step_without_numbers_stops_before_weights_move_and_leaves_its_batch(
     for (_, seen), kept, said in zip(steps[-2:], load(path), about["micro_batches"], strict=True):
         assert torch.equal(kept.tokens, seen.tokens)
         assert torch.equal(kept.loss_mask, seen.loss_mask)
-        assert kept._replace(tokens=0, loss_mask=0) == seen._replace(tokens=0, loss_mask=0, read=None)
+        assert kept._replace(tokens=0, loss_mask=0) == seen._replace(
+            tokens=0, loss_mask=0, target_states=None
+        )
         for number, tokens in zip(said["rows"], kept.tokens.tolist(), strict=True):
             assert tokens[: len(rows[number])] == rows[number]
     # Whoever replays it gets the number that was spoiled.
@@ -118,7 +120,9 @@ def store_rows(bench: Bench) -> list[list[int]]:
 
 def test_what_a_row_counts_is_saved_too(tmp_path):
     tokens = torch.arange(12).view(2, 6)
-    micro = Micro(tokens, tokens > 3, 5, 7, 9, on_policy=2, weight=torch.tensor([0.5, 2.0]), lengths=[6, 5])
+    micro = MicroBatch(
+        tokens, tokens > 3, 5, 7, 9, on_policy=2, weight=torch.tensor([0.5, 2.0]), lengths=[6, 5]
+    )
     path = tmp_path / "failed" / "a.safetensors"
     save(path, [micro], [[4, 5]], loss=float("inf"))
     (found,) = load(path)

@@ -77,7 +77,7 @@ DEATHS = {
     "the second, in a step": (1, DistillModule, "training_step", in_step_3, 2),
     "the first, scoring": (0, scoring.hub, "load", scores_4, 4),
     "the first, in a step": (0, DistillModule, "training_step", in_step_3, 2),
-    "the second, waiting": (1, Stop, "ask_all", waits_at_4, 4),
+    "the second, waiting": (1, Stop, "synchronize", waits_at_4, 4),
 }
 IN_CI = list(DEATHS)[:2]
 
