@@ -73,10 +73,10 @@ def inspect(options: InspectOptions) -> float:
     target = build_target(options.target)
     if target.fingerprint() != plan["target"]:
         say(f"WARNING: the store names another target than {options.target.path}")
-    law = surprise.law_of(plan)
+    reference = surprise.reference_distribution(plan)
     with threads(options.threads):
-        found = surprise.measure(target, sample, law.sampler)
-    print("\n".join(surprise.lines(found, law)), flush=True)
+        found = surprise.measure(target, sample, reference.sampler)
+    print("\n".join(surprise.lines(found, reference)), flush=True)
     return found.excess()[0]
 
 

@@ -118,7 +118,8 @@ class OnPolicy:
     def _probs(self, head: Head, last: Tensor, tokens: Tensor) -> Tensor:
         """(n, D) states, (n,) tokens -> (n,) probability of each token, ROWS positions at a time."""
         parts = zip(last.split(ROWS), tokens.split(ROWS), strict=True)
-        return torch.cat([self.sampler.probs(head(states)).gather(1, t[:, None])[:, 0] for states, t in parts])
+        probs = [self.sampler.probs(head(states)).gather(1, t[:, None])[:, 0] for states, t in parts]
+        return torch.cat(probs)
 
 
 def accepted_prefix(p: Tensor, q: Tensor, cut: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""SIGTERM in training: the step is finished, its state saved, and every rank leaves with 143."""
+"""Graceful shutdown: at SIGTERM finish the step, save, and exit with code 143 on every rank."""
 
 from __future__ import annotations
 
@@ -16,96 +16,95 @@ from typing_extensions import override
 
 from distill.utils.progress import first_rank
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the latter is what SLURM's --signal often sends
-CODE = 128 + signal.SIGTERM  # a shell's for a process that SIGTERM ended; schedulers know it
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1 is common for SLURM's --signal
+EXIT_CODE = 128 + signal.SIGTERM  # 143, what a shell reports after SIGTERM
 T = TypeVar("T")
 
 
 class Stopped(SystemExit):
-    """This run was asked to stop, and has saved what it needs to go on."""
+    """The run stopped at a signal after saving; it can be resumed."""
 
 
-class _AtOnce(BaseException):
-    """Leaves work that may be abandoned anywhere."""
+class _Abandoned(BaseException):
+    """Raised by the signal handler to abort interruptible work."""
 
 
 class Stop(L.Callback):
     """Graceful shutdown: a signal to any process of the run stops all of them at the same step.
 
-    The handler only sets a flag, so no save is torn and no step is left between two of its
-    micro-batches. The flags are added up with the sums that ranks exchange in every optimizer step
-    (`DistillModule.on_before_optimizer_step`) and at every save point, so that all ranks stop at the
-    same step and none waits for one that has gone.
+    The handler only sets a flag, so that saves and optimizer steps complete. Ranks sum the flags
+    together with the loss in every optimizer step (`DistillModule.on_before_optimizer_step`) and at every
+    save point, so that all ranks stop at the same step and none waits for a process that has exited.
 
-    Lightning's own handler broadcasts inside the handler, which waits for ranks that got no signal, and
-    leaves after any micro-batch with nothing saved; under SLURM it saves a checkpoint of its own format and
-    requeues the job. This one replaces it while training runs; Lightning's teardown, which also runs after
-    errors, restores what was there before the fit.
+    Lightning's own handler broadcasts inside the handler, which blocks on ranks without a signal, and
+    exits after any micro-batch without saving; under SLURM it saves a checkpoint in its own format and
+    requeues the job. This callback replaces it during training; Lightning's teardown restores the
+    previous handlers, also after errors.
 
     Attributes:
-        by: name of the signal, once all ranks know of it; empty before.
+        signal_name: of the signal, once all ranks know of it; empty before.
     """
 
     def __init__(self) -> None:
-        self.by = ""
-        self._heard = [0.0] * len(SIGNALS)
-        self._may_leave = False
+        self.signal_name = ""
+        self._received = [0.0] * len(SIGNALS)
+        self._interruptible = False
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if threading.current_thread() is threading.main_thread():  # Python refuses it elsewhere
             for number in SIGNALS:
-                signal.signal(number, self.hear)
+                signal.signal(number, self.handle_signal)
 
-    def hear(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal."""
+    def handle_signal(self, number: int, frame: FrameType | None = None) -> None:
+        """Record a signal; abort interruptible work."""
         del frame
-        self._heard[SIGNALS.index(signal.Signals(number))] = 1.0
-        if self._may_leave:
-            self._may_leave = False
-            raise _AtOnce
+        self._received[SIGNALS.index(signal.Signals(number))] = 1.0
+        if self._interruptible:
+            self._interruptible = False
+            raise _Abandoned
 
     @property
-    def heard(self) -> list[float]:
-        """1 for every one of SIGNALS that this process has had: what ranks add up."""
-        return list(self._heard)
+    def received(self) -> list[float]:
+        """1.0 for each of SIGNALS that this process has received, else 0.0; to be summed over ranks."""
+        return list(self._received)
 
-    def agree(self, total: Sequence[float]) -> None:
-        """Take note of what all ranks have heard.
+    def update(self, total: Sequence[float]) -> None:
+        """Set `signal_name` from the signals of all ranks.
 
         Args:
-            total: `heard`, summed over ranks.
+            total: `received`, summed over ranks.
         """
-        self.by = next((s.name for s, count in zip(SIGNALS, total, strict=True) if count), "")
+        self.signal_name = next((s.name for s, count in zip(SIGNALS, total, strict=True) if count), "")
 
-    def ask_all(self, trainer: L.Trainer) -> None:
-        """Exchange what ranks have heard; waits for all of them, as a barrier does."""
-        heard = torch.tensor(self._heard, device=trainer.strategy.root_device)
-        total = trainer.strategy.reduce(heard, reduce_op="sum")
+    def synchronize(self, trainer: L.Trainer) -> None:
+        """Exchange received signals between ranks; blocks like a barrier."""
+        received = torch.tensor(self._received, device=trainer.strategy.root_device)
+        total = trainer.strategy.reduce(received, reduce_op="sum")
         assert isinstance(total, Tensor)
-        self.agree(total.tolist())
+        self.update(total.tolist())
 
-    def unless_asked(self, work: Callable[[], T]) -> T | None:
-        """The result of work that loses nothing by being done later; None where a signal came first."""
+    def run_unless_stopped(self, work: Callable[[], T]) -> T | None:
+        """Run work that can be repeated later; a signal aborts it, and the result is None."""
         try:
             try:
-                self._may_leave = True  # before looking, or a signal in between would have to wait
-                return None if self.by or any(self._heard) else work()
+                self._interruptible = True  # set before checking, or a signal in between would not abort
+                return None if self.signal_name or any(self._received) else work()
             finally:
-                self._may_leave = False
-        except _AtOnce:
+                self._interruptible = False
+        except _Abandoned:
             return None
 
-    def leave(self, step: int) -> NoReturn:
-        """End the process.
+    def exit(self, step: int) -> NoReturn:
+        """Exit the process.
 
         Args:
-            step: that was saved.
+            step: last saved one.
 
         Raises:
             Stopped: always.
         """
         if first_rank():
-            text = f"stopped by {self.by} at step {step}; the same command goes on from there"
+            text = f"stopped by {self.signal_name} at step {step}; the same command goes on from there"
             print(text, file=sys.stderr, flush=True)
-        raise Stopped(CODE)
+        raise Stopped(EXIT_CODE)

@@ -1,4 +1,4 @@
-"""Several processes that train one drafter: started alike, watched, and the same when the run goes on."""
+"""Ranks of a training run: launch, detection of lost ranks, world size, and checks on resume."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from torch import distributed
 from typing_extensions import override
 
 from decode.errors import UserError
-from distill.distributed.graceful_shutdown import CODE
+from distill.distributed.graceful_shutdown import EXIT_CODE
 from distill.utils.atomic_files import write_json
 from distill.utils.launcher import PARENT, LostRankError, watch
 from distill.utils.run_folder import checkpoints
 
-WRITTEN_BY = "state.json"  # beside the state
+PROCESSES_FILE = "state.json"  # beside the trainer state
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher, with a watch of our own over the ranks that it starts.
+    """Lightning's launcher with our own monitoring of the ranks that it starts.
 
-    Its own kills every process five seconds after a rank has ended with another code than 0, be it that
-    of a run that was asked to stop, and says nothing.
+    Lightning kills all processes five seconds after a rank exits with a code other than 0, also after
+    a graceful shutdown, and prints nothing.
     """
 
     started: tuple[subprocess.Popen, ...] = ()
@@ -45,106 +45,106 @@ class Launcher(_SubprocessScriptLauncher):
     def _call_children_scripts(self) -> None:
         os.environ[PARENT] = str(os.getpid())
         super()._call_children_scripts()  # private API: as above
-        self.started, self.procs = tuple(self.procs), []  # Lightning's observer has nobody to watch
-        watch(self._died)
+        self.started, self.procs = tuple(self.procs), []  # an empty list disables Lightning's observer
+        watch(self._dead_rank)
 
-    def _died(self) -> str | None:
+    def _dead_rank(self) -> str | None:
         codes = [process.poll() for process in self.started]
-        bad = next((rank for rank, code in enumerate(codes, 1) if code not in (None, 0, CODE)), None)
-        return None if bad is None else f"rank {bad} of this run has ended with code {codes[bad - 1]}"
+        dead = next((rank for rank, code in enumerate(codes, 1) if code not in (None, 0, EXIT_CODE)), None)
+        return None if dead is None else f"rank {dead} of this run has ended with code {codes[dead - 1]}"
 
     @override
     def kill(self, signum: Any) -> None:
-        started, self.started = self.started, ()  # how these end is nobody's fault
+        started, self.started = self.started, ()  # these exits are intended
         for process in started:
             process.send_signal(signum)
 
 
-def watched(trainer: L.Trainer) -> None:
-    """Have ranks that Lightning is going to start watched by us."""
-    lightnings = trainer.strategy.launcher
-    if isinstance(lightnings, _SubprocessScriptLauncher):
+def watch_ranks(trainer: L.Trainer) -> None:
+    """Replace Lightning's launcher by `Launcher`."""
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher):
         trainer.strategy._launcher = Launcher(  # private API: `launcher` has no setter
-            lightnings.cluster_environment, lightnings.num_processes, lightnings.num_nodes
+            launcher.cluster_environment, launcher.num_processes, launcher.num_nodes
         )
 
 
 @contextmanager
-def lost_ranks(folder: Path) -> Iterator[None]:
-    """Say in one line what gloo and NCCL say in many when another process has died.
+def explain_lost_ranks(folder: Path) -> Iterator[None]:
+    """Turn errors of gloo and NCCL about another process into one line.
 
     Args:
         folder: of the run.
 
     Raises:
-        LostRankError: in place of their errors.
+        LostRankError: in place of theirs.
     """
     try:
         yield
     except RuntimeError as error:
-        # gloo's are plain RuntimeErrors that name its sources.
+        # gloo raises plain RuntimeErrors that name its source files.
         if not isinstance(error, distributed.DistError) and "gloo/transport" not in str(error):
             raise
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(" [")[0]
         raise LostRankError(
-            f"another process of this run has ended, or is out of reach ({reason}); {again(folder)}"
+            f"another process of this run has ended, or is out of reach ({reason}); {resume_hint(folder)}"
         ) from None
 
 
-def again(folder: Path) -> str:
-    """Where the same command goes on."""
-    found = checkpoints(folder)
-    where = f"goes on from {found[-1].relative_to(folder)}" if found else "begins anew"
+def resume_hint(folder: Path) -> str:
+    """Where the same command resumes, as a sentence."""
+    paths = checkpoints(folder)
+    where = f"goes on from {paths[-1].relative_to(folder)}" if paths else "begins anew"
     return f"the same command {where}"
 
 
-def check_world(trainer: L.Trainer) -> None:
-    """Compare what a launcher has started with what the configuration asks for.
+def check_world_size(trainer: L.Trainer) -> None:
+    """Compare the number of started processes with the configuration.
 
     Raises:
         UserError: they differ.
     """
-    asked, started = trainer.num_devices * trainer.num_nodes, _world_started()
-    if started not in (None, asked):
+    configured, started = trainer.num_devices * trainer.num_nodes, _world_started()
+    if started not in (None, configured):
         raise UserError(
-            f"trainer: devices={trainer.num_devices} on num_nodes={trainer.num_nodes} are {asked} processes, "
-            f"but {started} have been started; change one or the other"
+            f"trainer: devices={trainer.num_devices} on num_nodes={trainer.num_nodes} are "
+            f"{configured} processes, but {started} have been started; change one or the other"
         )
 
 
 def _world_started() -> int | None:
-    """Processes that a launcher has started; None where Lightning starts them. In Lightning's own order."""
+    """World size of a launcher, in Lightning's order of detection; None if Lightning starts the processes."""
     for environment in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment):
         if environment.detect():
             return environment().world_size()
     return None
 
 
-def write_state(trainer: L.Trainer, folder: Path) -> None:
-    """Write down, beside a trainer's state, what processes it is of."""
+def write_processes(trainer: L.Trainer, folder: Path) -> None:
+    """Record world size, strategy and precision beside a trainer state."""
     if trainer.is_global_zero:
-        write_json(folder / WRITTEN_BY, _processes(trainer))
+        write_json(folder / PROCESSES_FILE, _processes(trainer))
 
 
-def check_state(trainer: L.Trainer, state: Path) -> None:
-    """Compare the processes that a state is of with these.
+def check_processes(trainer: L.Trainer, state: Path) -> None:
+    """Compare the processes that saved a trainer state with the current ones.
 
-    Other processes get other batches, so the run would not end as it began, even where its state
-    could be read (a sharded one cannot).
+    With another world size ranks get other batches, so the run would not be reproducible, and sharded
+    states cannot be loaded.
 
     Args:
-        trainer: that is to go on.
+        trainer: that resumes.
         state: file or folder of the state, in the checkpoint's folder `trainer`.
 
     Raises:
         UserError: they differ.
     """
-    then, now = json.loads((state.parent / WRITTEN_BY).read_text()), _processes(trainer)
-    if then != now:
+    saved, current = json.loads((state.parent / PROCESSES_FILE).read_text()), _processes(trainer)
+    if saved != current:
         checkpoint = state.parents[1]
         raise UserError(
-            f"resume: {checkpoint} was saved by {_words(then)}, and these are {_words(now)}; start as many "
-            f"as then, or a new run with resume=never drafter.init_from={checkpoint}"
+            f"resume: {checkpoint} was saved by {_describe(saved)}, and these are {_describe(current)}; "
+            f"start as many as then, or a new run with resume=never drafter.init_from={checkpoint}"
         )
 
 
@@ -156,5 +156,6 @@ def _processes(trainer: L.Trainer) -> dict[str, Any]:
     }
 
 
-def _words(of: dict[str, Any]) -> str:
-    return f"{of['processes']} process{'es' * (of['processes'] > 1)} ({of['strategy']}, {of['precision']})"
+def _describe(processes: dict[str, Any]) -> str:
+    count = processes["processes"]
+    return f"{count} process{'es' * (count > 1)} ({processes['strategy']}, {processes['precision']})"

@@ -1,4 +1,4 @@
-"""One line on what a run will cost, before it starts."""
+"""Estimate of time, disk and memory that missing rollouts need."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ STEPS = 4  # decoding steps that are timed
 
 
 def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> str:
-    """Tokens, time and disk of the missing rollouts, and memory; upper bounds, from a timed sample.
+    """Upper bounds on tokens, time, disk and memory of the missing rollouts, in one line.
 
     Args:
-        store: what is missing of it.
-        target: answers.
-        drafter: that will be trained; None: none will be.
+        store: whose missing shards count.
+        target: that answers; a few decoding steps are timed.
+        drafter: to be trained; None: no training.
     """
     plan = store.plan
     memory = target.bytes
-    # Weights, gradients and two moments in fp32.
+    # Weights, gradients and two optimizer moments in fp32: 16 bytes per parameter.
     memory += 16 * sum(p.numel() for p in drafter.parameters()) if drafter else 0
     missing = len(store.missing())
     if not missing or plan.answers == "given":
         return f"estimate: no rollouts to make, weights and optimizer {memory / 2**20:.0f} MiB"
-    asked = plan.samples * sum(len(turns(unanswered(p.messages))) for p in store.prompts) + plan.self_prompts
-    rows = -(-asked * missing // store.shards)
+    num_turns = sum(len(turns(unanswered(p.messages))) for p in store.prompts)
+    num_answers = plan.samples * num_turns + plan.self_prompts
+    rows = -(-num_answers * missing // store.shards)
     batch = min(plan.batch_size, rows)
     prompts = plan.self_prompts and plan.until == "answer"
-    # No prompt has more tokens than bytes; what the template adds is little.
+    # A prompt has at most as many tokens as bytes; the few that the template adds are ignored.
     longest = max((sum(len(m["content"].encode()) for m in p.messages) for p in store.prompts), default=0)
     longest = min(plan.max_prompt_tokens, max(longest, plan.max_new_tokens if plan.self_prompts else 0))
     length = plan.max_new_tokens * (2 if prompts else 1)
     tokens = rows * length
-    if plan.server:  # how fast that is, nobody here knows
-        took, held = f"from {plan.server}", "weights"
+    if plan.server:  # speed unknown
+        duration, contents = f"from {plan.server}", "weights"
     else:
         seconds = -(-rows // batch) * length * _step(target, batch, plan.sampler)
         memory += batch * (longest + plan.max_new_tokens) * target.cache.store.bytes_per_token
-        took, held = f"up to {seconds / 60:.1f} min", "weights, cache"
+        duration, contents = f"up to {seconds / 60:.1f} min", "weights, cache"
     return (
-        f"estimate: up to {tokens:,} rollout tokens in {rows:,} answers, {took}, "
-        f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for {held} and optimizer "
+        f"estimate: up to {tokens:,} rollout tokens in {rows:,} answers, {duration}, "
+        f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for {contents} and optimizer "
         f"on {torch.get_num_threads()} threads"
     )
 
 
 def _step(target: Target, batch: int, sampler: dict[str, Any]) -> float:
-    """Seconds of a decoding step."""
+    """Seconds per decoding step, measured over STEPS of them."""
     start = time.perf_counter()
     generate(target, None, [[1]] * batch, max_new_tokens=STEPS, sampler=Sampler(**sampler))
     return (time.perf_counter() - start) / STEPS

@@ -1,4 +1,4 @@
-"""What the target answers to the held-out prompts, once for every law that is scored."""
+"""Answers of the target to held-out prompts, made once per sampling distribution and stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distill.rollouts.store import RolloutPlan, RolloutStore
 from distill.rollouts.writer import Writer
 from distill.utils.progress import bar
 
-SHARD = 32  # prompts decoded side by side
+SHARD = 32  # prompts per shard, decoded in one batch
 
 
 def held_out_answers(
@@ -31,19 +31,19 @@ def held_out_answers(
     seed: int,
     root: Path,
 ) -> list[Rollout]:
-    """Make the answers, or read them where they were made before.
+    """Make the answers, or read stored ones.
 
     Args:
-        target: answers.
-        chat: renders.
+        target: that answers.
+        chat: renders prompts.
         prompts: held out.
-        sampler: the law.
+        sampler: the distribution of the answers.
         max_new_tokens: per answer.
-        seed: of all draws; a decoder with the same seed that matches draws the same text.
+        seed: of all draws; a decoder with rule `match` and the same seed draws the same text.
         root: folder of the stores.
 
     Raises:
-        UserError: the store there holds answers of another law or target.
+        UserError: the store holds answers of another distribution or target.
     """
     plan = RolloutPlan(
         target=target.fingerprint(),
@@ -69,10 +69,10 @@ def held_out_answers(
     store = RolloutStore(root, plan, prompts)
     if not store.complete:
         label = f"held-out answers at T={sampler.temperature:g}"
-        with bar(store.shards, label, "shards", store.shards - len(store.missing()), leave=False) as shown:
+        with bar(store.shards, label, "shards", store.shards - len(store.missing()), leave=False) as progress:
 
             def done(missing: int) -> None:
-                shown.update(store.shards - missing - shown.n)
+                progress.update(store.shards - missing - progress.n)
 
             store.fill(Writer(InProcess(target, SHARD, seed), chat, plan), done, target.wait)
     store.check()
@@ -80,17 +80,17 @@ def held_out_answers(
 
 
 def read_answers(store: RolloutStore) -> list[Rollout]:
-    """The rows of a store, which must have been drawn from the law of its plan.
+    """The rows of a store.
 
     Raises:
-        UserError: they were not.
+        UserError: they were not drawn as the plan says.
     """
-    drawn = store.manifest()["plan"]
-    for name, wanted in asdict(store.plan).items():
-        if drawn[name] != wanted:
+    stored = store.manifest()["plan"]
+    for name, value in asdict(store.plan).items():
+        if stored[name] != value:
             raise UserError(
-                f"{store.folder}: drawn with {name}={drawn[name]}, but {wanted} is scored; replay on answers "
-                "of another law would be wrong: remove the folder"
+                f"{store.folder}: drawn with {name}={stored[name]}, but {value} is scored; replay on answers "
+                "of another distribution would be wrong: remove the folder"
             )
     texts = ((list(text.tokens), text.loss_mask.index(1)) for text in store.texts())
     return [Rollout(tokens[:start], tokens[start:]) for tokens, start in texts]

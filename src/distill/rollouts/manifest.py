@@ -1,4 +1,4 @@
-"""What a store says of itself: the plan it was begun with, and in the end counts and hashes."""
+"""Metadata of a store: the plan, and once it is complete, counts and hashes."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from decode.errors import UserError
 from distill.utils.provenance import commit
 
 PLAN, MANIFEST = "plan.json", "manifest.json"
-WORDS = {"tokenizer": "tokenizer", "dtype": "dtype of the target", "sampler": "sampling law"}
-HASHED = ("tokenizer", "prompts", "drafter")  # their values say nothing to a reader
+LABELS = {"tokenizer": "tokenizer", "dtype": "dtype of the target", "sampler": "sampler"}
+HASHED = ("tokenizer", "prompts", "drafter")  # hashes, which error messages leave out
 
 
-def refuse_other(where: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Compare what a store was begun with with what is wanted now.
+def refuse_other(where: str, stored: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Refuse a store that was made with another plan.
 
     Args:
-        where: folder or url, for the error.
-        found: content of its plan.json.
-        wanted: the same, as this run would write it.
+        where: folder or URL, for the error.
+        stored: content of its plan.json.
+        expected: the content that this run would write.
 
     Raises:
-        UserError: the first thing that differs.
+        UserError: names the first difference.
     """
-    mend = "give another rollout.store"
-    if found.get("schema") != wanted["schema"]:
-        raise UserError(f"{where}: made with schema {found.get('schema')}, not {wanted['schema']}; {mend}")
-    old, new = found["plan"], wanted["plan"]
+    hint = "give another rollout.store"
+    if stored.get("schema") != expected["schema"]:
+        raise UserError(f"{where}: made with schema {stored.get('schema')}, not {expected['schema']}; {hint}")
+    old, new = stored["plan"], expected["plan"]
     if old["target"] != new["target"]:
         names = [
-            f"{side['origin'].get('target', '?')} ({side['plan']['target']})" for side in (found, wanted)
+            f"{side['origin'].get('target', '?')} ({side['plan']['target']})" for side in (stored, expected)
         ]
-        raise UserError(f"{where}: answers of another target, {names[0]}, not of {names[1]}; {mend}")
-    first = [name for name in (*WORDS, "prompts") if name in new]
+        raise UserError(f"{where}: answers of another target, {names[0]}, not of {names[1]}; {hint}")
+    first = [name for name in (*LABELS, "prompts") if name in new]
     for name in [*first, *(name for name in new if name not in first)]:
         if old.get(name) != new[name]:
             values = "" if name in HASHED else f", {old.get(name)}, and {new[name]} is wanted"
-            what = WORDS.get(name, name if name == "prompts" else f"rollout setting {name}")
+            what = LABELS.get(name, name if name == "prompts" else f"rollout setting {name}")
             other = "other prompts" if name == "prompts" else f"another {what}"
-            raise UserError(f"{where}: made with {other}{values}; {mend}")
+            raise UserError(f"{where}: made with {other}{values}; {hint}")
 
 
 def total(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The counts of all shards together."""
+    """Counts summed over shards."""
     sums = {name: sum(s[name] for s in shards) for name in ("rows", "prompt_tokens", "answer_tokens")}
     kinds = {
         name: dict(sum((Counter(s[name]) for s in shards), Counter())) for name in ("finish_reason", "ids")
@@ -56,5 +56,5 @@ def total(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what made a store."""
+    """Versions of the software that makes a store."""
     return {"foredraft": commit(), "transformers": transformers.__version__, "torch": torch.__version__}

@@ -21,7 +21,7 @@ from distill.rollouts.build import Helper, helping_plan, work_of
 from distill.rollouts.estimate import estimate
 from distill.rollouts.shard import count
 from distill.rollouts.store import RolloutPlan, RolloutStore
-from distill.rollouts.surprisal import doubt
+from distill.rollouts.surprisal import mismatch_warning
 from distill.rollouts.writer import check_plan
 from distill.utils.atomic_files import read_json, sha256, write_json
 from distill.utils.progress import bar, first_rank, say
@@ -195,7 +195,7 @@ def fill(
     say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")
     if counts["rows"] and (store.plan.answers == "given" or store.plan.server):
         rows = [text._asdict() for text in islice(store.texts(), DOUBTED)]
-        if warning := doubt(target, rows, asdict(store.plan)):
+        if warning := mismatch_warning(target, rows, asdict(store.plan)):
             say(warning)
 
 

@@ -1,4 +1,4 @@
-"""A store's files at a url that several machines see; see fsspec for the kinds of urls."""
+"""Mirror of a store's files at a URL shared by several machines, through fsspec."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from decode.errors import UserError
 from distill.rollouts.shard import is_whole
 from drafters.checkpoint.atomic import publish
 
-# Where an object appears whole or not at all; elsewhere a file is written aside and renamed.
+# Object stores write atomically; elsewhere a file is written under a temporary name and renamed.
 OBJECTS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "memory"}
 
 
 class Mirror:
-    """Files by name below a url.
+    """The files below a URL.
 
     Args:
         url: such as s3://bucket/folder, hdfs://host/folder or file:///folder.
 
     Raises:
-        UserError: nothing here can read such a url, or nothing answers there.
+        UserError: unsupported or unreachable URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -35,39 +35,39 @@ class Mirror:
             self.fs, self.root = fsspec.core.url_to_fs(self.url)
             kinds = self.fs.protocol
             self.objects = not OBJECTS.isdisjoint([kinds] if isinstance(kinds, str) else kinds)
-            if not self.objects:  # which have no folders
+            if not self.objects:  # object stores have no folders
                 self.fs.makedirs(self.root, exist_ok=True)
-        except ImportError as error:  # its text names the package
+        except ImportError as error:  # its message names the missing package
             raise UserError(f"rollout.store={url}: {error}; pip install it and try again") from None
         except (ValueError, OSError) as error:
             raise UserError(f"rollout.store={url}: {' '.join(str(error).split())}") from None
 
     def path(self, name: str) -> str:
-        """Of a file, as its file system calls it."""
+        """Path of a file on the remote file system."""
         return f"{self.root}/{name}"
 
     def names(self) -> set[str]:
-        """Of all files that are there now."""
+        """Names of all files that exist now."""
         self.fs.invalidate_cache()
         try:
-            return {found.rpartition("/")[2] for found in self.fs.ls(self.root, detail=False)}
+            return {path.rpartition("/")[2] for path in self.fs.ls(self.root, detail=False)}
         except FileNotFoundError:
             return set()  # an object store has no empty folders
 
     def put(self, file: Path) -> bool:
-        """Upload a file under its name; False where another was faster, whose file stays."""
+        """Upload a file; return False if a file of that name already exists, which is left as it is."""
         if file.name in self.names():
             return False
         if self.objects:
             self.fs.put_file(str(file), self.path(file.name))
             return True
-        aside = self.path(f"{file.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-        self.fs.put_file(str(file), aside)
+        temporary = self.path(f"{file.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+        self.fs.put_file(str(file), temporary)
         if file.name not in self.names():
-            with suppress(FileNotFoundError):  # cleaned away: the store is complete
-                self.fs.mv(aside, self.path(file.name))
+            with suppress(FileNotFoundError):  # removed by `clean`: the store is complete
+                self.fs.mv(temporary, self.path(file.name))
                 return True
-        self._remove(aside)
+        self._remove(temporary)
         return False
 
     def get(self, name: str, file: Path) -> None:
@@ -76,10 +76,10 @@ class Mirror:
             self.fs.get_file(self.path(name), str(temporary))
 
     def fetch_shard(self, file: Path, key: str, shard: int) -> None:
-        """Download a shard, if it is what was written.
+        """Download a shard and check it.
 
         Raises:
-            UserError: it is not.
+            UserError: its content was changed.
         """
         with publish(file) as temporary:
             self.fs.get_file(self.path(file.name), str(temporary))
@@ -90,11 +90,11 @@ class Mirror:
                 )
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Content of a small file."""
+        """Content of a JSON file."""
         return json.loads(self.fs.cat_file(self.path(name)))
 
     def clean(self) -> None:
-        """Remove what killed writers left, once every file is there."""
+        """Remove temporary files of killed writers, once every file is there."""
         for name in self.names():
             if name.endswith(".tmp"):
                 self._remove(self.path(name))

@@ -1,4 +1,4 @@
-"""One shard: a Parquet file that says whose it is, and can be checked by itself."""
+"""One shard of a rollout store: a Parquet file with its plan, number and checksum as metadata."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Row = dict[str, Any]
 
 
 def write_shard(path: Path, rows: Sequence[Row], key: str, shard: int) -> None:
-    """Publish rows under their final name.
+    """Write rows atomically.
 
     Args:
         path: of the file.
         rows: with the columns of `COLUMNS`.
-        key: of the plan that they were made by.
-        shard: its number.
+        key: of the plan.
+        shard: number of the shard.
     """
     table = pa.Table.from_pylist(list(rows), schema=COLUMNS)
     with publish(path) as temporary:
@@ -43,7 +43,7 @@ def write_shard(path: Path, rows: Sequence[Row], key: str, shard: int) -> None:
 
 
 def is_whole(path: Path, key: str, shard: int) -> bool:
-    """Whether a file is this shard of this plan, with the rows that were written."""
+    """Whether a file is this shard of this plan, with unchanged rows."""
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError):
@@ -60,12 +60,12 @@ def count(path: Path) -> dict[str, Any]:
     """Counts and hash of a shard, for the manifest."""
     table = pq.read_table(path, columns=["loss_mask", "finish_reason", "ids"])
     masks = table["loss_mask"].to_pylist()
-    answered = sum(map(sum, masks))
+    answer_tokens = sum(map(sum, masks))
     return {
         "file": path.name,
         "rows": table.num_rows,
-        "prompt_tokens": sum(map(len, masks)) - answered,
-        "answer_tokens": answered,
+        "prompt_tokens": sum(map(len, masks)) - answer_tokens,
+        "answer_tokens": answer_tokens,
         "finish_reason": dict(Counter(table["finish_reason"].to_pylist())),
         "ids": dict(Counter(table["ids"].to_pylist())),
         "sha256": sha256(path),

@@ -1,4 +1,4 @@
-"""What can be counted of stored rows without asking the target."""
+"""Statistics of stored rows that do not need the target."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ SHARES = (16, 8, 4, 2)  # draft vocabularies: V / 16 ... V / 2
 
 
 class RowCounts:
-    """Counts over a store, a shard at a time.
+    """Counts over a store, accumulated shard by shard.
 
     Args:
         vocab: size of the target's vocabulary.
-        max_tokens: that training cuts rows at.
+        max_tokens: at which training cuts rows.
 
     Attributes:
         answer: supervised tokens of each row.
         prompt: its other tokens.
         halves: (2, V) supervised tokens of the even and of the odd rows.
-        reasons, ids: how many rows have which `finish_reason` and which `ids`.
+        reasons, ids: number of rows by `finish_reason` and by `ids`.
         cut: rows longer than max_tokens.
-        lost: supervised tokens behind it.
-        duplicates: rows whose tokens are those of an earlier one.
+        lost: supervised tokens beyond max_tokens.
+        duplicates: rows with the same tokens as an earlier one.
     """
 
     def __init__(self, vocab: int, max_tokens: int) -> None:
@@ -60,17 +60,18 @@ class RowCounts:
         vocab = self.halves.shape[1]
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab:
             raise UserError(f"store: token ids {tokens.min()}..{tokens.max()} in a vocabulary of {vocab}")
-        row = np.repeat(np.arange(rows), length)
-        start = np.cumsum(length) - length
-        place = np.arange(len(tokens)) - start[row]
+        # Flat arrays over all N tokens of the shard: row of each token, and its position in the row.
+        row = np.repeat(np.arange(rows), length)  # (N,)
+        start = np.cumsum(length) - length  # (rows,)
+        position = np.arange(len(tokens)) - start[row]  # (N,)
         answer = np.bincount(row[mask], minlength=rows)
         for half in (0, 1):
-            here = mask & ((first + row) % 2 == half)
-            self.halves[half] += np.bincount(tokens[here], minlength=vocab)
+            in_half = mask & ((first + row) % 2 == half)
+            self.halves[half] += np.bincount(tokens[in_half], minlength=vocab)
         self.answer = np.concatenate([self.answer, answer])
         self.prompt = np.concatenate([self.prompt, length - answer])
         self.cut += int((length > self.max_tokens).sum())
-        self.lost += int((mask & (place >= self.max_tokens)).sum())
+        self.lost += int((mask & (position >= self.max_tokens)).sum())
         self.reasons.update(table["finish_reason"].to_pylist())
         self.ids.update(table["ids"].to_pylist())
         for begin, size in zip(start, length, strict=True):
@@ -79,39 +80,39 @@ class RowCounts:
             self._seen.add(key)
 
     def coverage(self, size: int, first: Sequence[int]) -> float | None:
-        """Share of the odd rows' supervised tokens that are among the even rows' most frequent.
+        """Share of supervised tokens in odd rows that are among the most frequent ones of even rows.
 
         Args:
-            size: of the draft vocabulary, chosen as EAGLE-3 chooses its own.
-            first: tokens that are in it however rare.
+            size: of the draft vocabulary, chosen as in EAGLE-3.
+            first: tokens that are always in it.
 
         Returns:
-            None where the odd rows have no supervised token.
+            None if the odd rows have no supervised token.
         """
-        counted, measured = self.halves
-        known = most_frequent(torch.from_numpy(counted), size, first).numpy()
-        return float(measured[known].sum() / measured.sum()) if measured.any() else None
+        even, odd = self.halves
+        vocabulary = most_frequent(torch.from_numpy(even), size, first).numpy()
+        return float(odd[vocabulary].sum() / odd.sum()) if odd.any() else None
 
     def lines(self, first: Sequence[int]) -> list[str]:
-        """All of it as text; `first` as in `coverage`."""
+        """The statistics as lines of text; `first` as in `coverage`."""
         rows, supervised = len(self.answer), int(self.answer.sum())
         total, vocab = supervised + int(self.prompt.sum()), self.halves.shape[1]
         sizes = [vocab // share for share in SHARES if vocab >= share]
-        covered = [(size, self.coverage(size, first)) for size in sizes]
-        bare = int((self.answer == 0).sum())
+        coverages = [(size, self.coverage(size, first)) for size in sizes]
+        unsupervised = int((self.answer == 0).sum())
         return [
             f"rows                   {rows:,}, {self.duplicates:,} of them duplicates of another"
-            + (f", {bare:,} WITHOUT A SUPERVISED TOKEN" if bare else ""),
+            + (f", {unsupervised:,} WITHOUT A SUPERVISED TOKEN" if unsupervised else ""),
             f"tokens                 {total:,}, {_share(supervised, total)} ({supervised:,}) supervised",
             f"percentiles            {'  '.join(f'{p:>5}' for p in PERCENTILES)}",
             f"  prompt tokens        {_percentiles(self.prompt)}",
             f"  answer tokens        {_percentiles(self.answer)}",
-            f"finish_reason          {_counted(self.reasons)}",
-            f"ids                    {_counted(self.ids)}",
+            f"finish_reason          {_counts_text(self.reasons)}",
+            f"ids                    {_counts_text(self.ids)}",
             f"cut at max_tokens={self.max_tokens:<5}{self.cut:,} rows ({_share(self.cut, rows)}), which lose "
             f"{self.lost:,} supervised tokens ({_share(self.lost, supervised)})",
             "draft vocabulary       most frequent tokens of half the rows: share of the others' answers",
-            "  " + "  ".join(f"{size:,}: {'-' if s is None else f'{s:.2%}'}" for size, s in covered),
+            "  " + "  ".join(f"{size:,}: {'-' if s is None else f'{s:.2%}'}" for size, s in coverages),
         ]
 
 
@@ -122,7 +123,7 @@ def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _percentiles(lengths: np.ndarray) -> str:
-    # A length that there is, not one between two.
+    # Lengths that occur, without interpolation.
     values = np.percentile(lengths, PERCENTILES, method="inverted_cdf") if lengths.size else []
     return "  ".join(f"{int(v):>5}" for v in values)
 
@@ -131,5 +132,5 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _counted(counts: Counter[str]) -> str:
+def _counts_text(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.most_common())

@@ -25,35 +25,35 @@ from distill.utils.provenance import digest
 from drafters.base import Text
 
 SCHEMA = 3
-OURS = ("shard-*.tmp", "shard-*.lock", "*.json.*.tmp")  # what writers leave
+OURS = ("shard-*.tmp", "shard-*.lock", "*.json.*.tmp")  # temporary files of writers
 Make = Callable[[int, list[Prompt], int], list[Row]]  # shard, its prompts, self-written ones -> rows
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """Everything that decides what the rows are; its hash names the store.
+    """Everything that determines the rows; its hash names the store.
 
     Args:
         target: fingerprint of the target.
         tokenizer: fingerprint of the tokenizer.
-        dtype: that the target decodes in.
+        dtype: in which the target decodes.
         stop: end tokens.
         template: see `Chat`.
         answers: `write` lets the target answer, `given` takes the records' own last messages.
         server: name of the model that a server answers with; empty where the target is in the process.
-        drafter: fingerprint of what drafts the answers, or empty. It changes none, but for rounding.
+        drafter: fingerprint of the drafter used to decode, or empty. It changes answers by rounding only.
         prompts: hash of the prompt records.
         samples: answers to each prompt.
         self_prompts: rows that the target writes from nothing.
         until: `answer` ends a row with the answer; `length` lets the target go on, turn after turn,
             to max_new_tokens, and begin its own rows freely: for models trained on packed text.
-        sampler: law of the answers, as keyword arguments of `Sampler`.
-        prompt_sampler: law of self-written prompts, where they are answered one by one.
+        sampler: of the answers, as keyword arguments of `Sampler`.
+        prompt_sampler: of self-written prompts, with `until: answer`.
         max_prompt_tokens: of a prompt; no self-written one has more, nor more than max_new_tokens. Every
             further turn of a conversation may add as many, and an answer; one that grows longer ends.
         max_new_tokens: per answer.
-        shard_size: prompts a shard.
-        batch_size: answers decoded side by side, those of similar length together.
+        shard_size: prompts per shard.
+        batch_size: answers decoded together, sorted by length.
         seed: of all draws.
     """
 
@@ -79,15 +79,15 @@ class RolloutPlan:
 
     @property
     def key(self) -> str:
-        """Short hash of all of it."""
+        """Short hash of the plan."""
         text = json.dumps([SCHEMA, asdict(self)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 class RolloutStore:
-    """A folder of Parquet shards, the plan they were begun with, and in the end a manifest.
+    """A folder of Parquet shards with the plan and, once complete, a manifest.
 
-    A shard under its final name is whole; anything else is `.tmp` and is made again.
+    A shard under its final name is complete; anything else is `.tmp` and is made again.
 
     Args:
         root: folder of all stores; this one's is named by its key.
@@ -122,74 +122,74 @@ class RolloutStore:
             self.folder = Path(place)
 
     def path(self, shard: int) -> Path:
-        """Of a shard, whether or not it exists."""
+        """Path of a shard, whether or not it exists."""
         return self.folder / f"shard-{shard:05d}.parquet"
 
     def missing(self) -> list[int]:
-        """Shards still to be made."""
+        """Numbers of the shards that do not exist yet."""
         return [i for i in range(self.shards) if not self.path(i).exists()]
 
     @property
     def complete(self) -> bool:
-        """Every shard is there, and the manifest, which comes last."""
+        """Whether all shards and the manifest exist."""
         return (self.folder / MANIFEST).exists() and not self.missing()
 
     def open(self) -> None:
-        """Begin the store, or go on with it; what the url has and this folder has not is fetched.
+        """Create the store or continue it; download shards that only the URL has.
 
         Raises:
             UserError: the folder or the url holds something else.
         """
         note = self._note()
-        begun = self.folder / PLAN
+        plan_path = self.folder / PLAN
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder}: a file; rollout.store needs a folder or a url")
-        if not begun.exists():
+        if not plan_path.exists():
             if next(self.folder.glob("shard-*.parquet"), None):
                 raise UserError(f"{self.folder}: shards without a {PLAN}; give another rollout.store")
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._lock("manifest", wait=True):
-                if not begun.exists():
-                    write_json(begun, note)
-        refuse_other(str(self.folder), json.loads(begun.read_text()), note)
+                if not plan_path.exists():
+                    write_json(plan_path, note)
+        refuse_other(str(self.folder), json.loads(plan_path.read_text()), note)
         if self.mirror:
-            self.mirror.put(begun)
+            self.mirror.put(plan_path)
             refuse_other(self.mirror.url, self.mirror.read_json(PLAN), note)
             self.pull()
 
     def fill(
         self, make: Make, done: Callable[[int], None], pause: Callable[[float], None] = time.sleep
     ) -> None:
-        """Make what is missing; ranks of a launcher share the work, and wait for one another.
+        """Make the missing shards; ranks of a launcher share the work and wait for one another.
 
         Args:
             make: the rows of a shard.
-            done: told how many shards are missing still, whoever makes them.
-            pause: waits so many seconds (`Target.wait`, if others may need this process for theirs).
+            done: called with the number of shards that are still missing on all ranks.
+            pause: sleeps for some seconds (`Target.wait`, where the target is sharded over processes).
         """
         self.open()
         rank, world = rank_and_world()
-        made = 0
+        num_made = 0
         while todo := self.missing():
-            before = made
-            # On one disk, a shard of a rank that died is taken over once its lock is free.
+            before = num_made
+            # On a shared disk, shards of a dead rank are taken over once their locks are free.
             for shard in sorted(todo, key=lambda i: i % world != rank):
                 if (shard % world == rank or not self.mirror) and self.make(shard, make):
-                    made += 1
+                    num_made += 1
                     done(len(self.missing()))
-            if made == before:
+            if num_made == before:
                 self.wait(done, pause)
         done(0)
-        self.seal(anew=bool(made))
+        self.seal(anew=bool(num_made))
 
     def wait(self, done: Callable[[int], None], pause: Callable[[float], None] = time.sleep) -> None:
-        """For a moment, for what others make."""
+        """Pause, then look for shards that other processes made."""
         pause(1.0 if self.mirror else 0.2)
         self.pull()
         done(len(self.missing()))
 
     def make(self, shard: int, make: Make) -> bool:
-        """Make one shard, unless it is there or another process is at it; whether it was made."""
+        """Make a shard unless it exists or another process is making it; return whether it was made here."""
         with self._lock(f"shard-{shard:05d}") as free:
             if not free or self.path(shard).exists():
                 return False
@@ -198,31 +198,31 @@ class RolloutStore:
                 return False
             write_shard(self.path(shard), make(shard, *self._work(shard)), self.plan.key, shard)
             if self.mirror and not self.mirror.put(self.path(shard)):
-                self._fetch(shard)  # another machine was faster, and its rows count
+                self._fetch(shard)  # another machine was faster; its rows are used
         return True
 
     def pull(self) -> None:
-        """Bring folder and url to the same shards, as far as there are any."""
+        """Synchronize the shards of the folder and the URL."""
         if not self.mirror:
             return
-        there = self.mirror.names()
+        names = self.mirror.names()
         for shard in range(self.shards):
-            if self.path(shard).exists() == (self.path(shard).name in there):
+            if self.path(shard).exists() == (self.path(shard).name in names):
                 continue
             with self._lock(f"shard-{shard:05d}") as free:
                 if free and self.path(shard).exists():  # killed before it was uploaded
                     self.mirror.put(self.path(shard))
                 elif free:
                     self._fetch(shard)
-        if MANIFEST in there and not (self.folder / MANIFEST).exists():
+        if MANIFEST in names and not (self.folder / MANIFEST).exists():
             with self._lock("manifest", wait=True):
                 self.mirror.get(MANIFEST, self.folder / MANIFEST)
 
     def _work(self, shard: int) -> tuple[list[Prompt], int]:
         size = self.plan.shard_size
-        given = self.prompts[shard * size : (shard + 1) * size]
+        prompts = self.prompts[shard * size : (shard + 1) * size]
         total = len(self.prompts) + self.plan.self_prompts
-        return given, min((shard + 1) * size, total) - shard * size - len(given)
+        return prompts, min((shard + 1) * size, total) - shard * size - len(prompts)
 
     @contextmanager
     def _lock(self, name: str, wait: bool = False) -> Iterator[bool]:
@@ -247,7 +247,7 @@ class RolloutStore:
         }
 
     def seal(self, anew: bool = False) -> None:
-        """Write the manifest, once all shards are there; `anew` where one is there already, too."""
+        """Write the manifest once all shards exist; `anew` replaces an existing one."""
         with self._lock("manifest", wait=True):
             if self.mirror and MANIFEST in self.mirror.names():
                 self.mirror.get(MANIFEST, self.folder / MANIFEST)
@@ -255,18 +255,18 @@ class RolloutStore:
                 shards = [count(self.path(i)) for i in range(self.shards)]
                 record = {"versions": versions(), "counts": total(shards), "shards": shards}
                 write_json(self.folder / MANIFEST, self._note() | record)
-            # All shards are under their final names, so what else is here belongs to dead writers.
+            # All shards have their final names, so temporary files belong to dead writers.
             for old in [old for pattern in OURS for old in self.folder.glob(pattern)]:
                 old.unlink(missing_ok=True)
             if self.mirror and self.mirror.put(self.folder / MANIFEST):
                 self.mirror.clean()
 
     def manifest(self) -> dict[str, Any]:
-        """Counts and hashes, once every shard is there."""
+        """The manifest of a complete store: plan, counts and hashes."""
         return json.loads((self.folder / MANIFEST).read_text())
 
     def content(self) -> str:
-        """Hash of the rows, which a plan alone does not settle where a server or rounding has a part."""
+        """Hash of the rows; servers and rounding can make them differ under the same plan."""
         return digest(" ".join(shard["sha256"] for shard in self.manifest()["shards"]))
 
     def texts(self) -> Iterator[Text]:
@@ -287,10 +287,10 @@ class RolloutStore:
 
 
 def find(store: str | None, root: str) -> Path:
-    """The store's folder: the one that is named, or the newest finished one in `root`.
+    """The folder of a named store, or of the newest complete one in `root`.
 
     Raises:
-        UserError: there is none.
+        UserError: no complete store in `root`.
     """
     if store is not None:
         return Path(store)

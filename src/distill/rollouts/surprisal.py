@@ -1,4 +1,4 @@
-"""Were stored tokens drawn from the target? Their surprisal beside the target's entropy."""
+"""Test whether stored tokens were sampled from the target: surprisal against entropy."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.utils.progress import bar
 
-CHUNK = 256  # places whose laws are made together
-BELIEVED = 4.0  # standard deviations: one honest store in 16,000 is doubted
-CHANCELESS = 0.01  # share of tokens without a chance under the law that rounding may explain
+CHUNK = 256  # positions whose distributions are in memory at once
+MAX_Z = 4.0  # standard errors; 1 in 16,000 correct stores exceeds it
+MAX_ZERO_PROB_SHARE = 0.01  # share of tokens with probability 0 that rounding may explain
 
 
-class Surprise(NamedTuple):
-    """Supervised tokens as the target sees them.
+class SurprisalStats(NamedTuple):
+    """Statistics of N supervised tokens under the reference distribution.
 
     Attributes:
-        entropy: (N,) of the law at each, in nats.
-        surprisal: (N,) -log p of the token; infinite where the law gives it no chance.
-        variance: (N,) of the surprisal under the law.
-        likeliest: (N,) whether the target thinks no token likelier.
-        place: (N,) number of the token among its row's supervised ones, from 0.
+        entropy: (N,) of the distribution at each token, in nats.
+        surprisal: (N,) -log p of the token; infinite where p is 0.
+        variance: (N,) of the surprisal under the distribution.
+        likeliest: (N,) bool, whether the token has the largest logit.
+        place: (N,) index of the token among the supervised ones of its row, from 0.
     """
 
     entropy: np.ndarray
@@ -39,28 +39,28 @@ class Surprise(NamedTuple):
 
     @property
     def possible(self) -> np.ndarray:
-        """(N,) whether the law gives the token a chance."""
+        """(N,) bool, whether the token has probability above 0."""
         return np.isfinite(self.surprisal)
 
     def excess(self) -> tuple[float, float]:
         """Mean of surprisal - entropy over the possible tokens, and its standard error.
 
-        Given the tokens before it each difference has mean 0 if the token was drawn from its law, so
-        their variances add up, whatever rows have in common.
+        If tokens are drawn from the distribution, the differences are martingale increments: mean 0 given
+        the tokens before, so their variances add up even where rows share prompts.
         """
-        fine = self.possible
-        count = max(1, int(fine.sum()))
-        difference = float((self.surprisal - self.entropy)[fine].sum()) / count
-        return difference, math.sqrt(float(self.variance[fine].sum())) / count
+        possible = self.possible
+        count = max(1, int(possible.sum()))
+        difference = float((self.surprisal - self.entropy)[possible].sum()) / count
+        return difference, math.sqrt(float(self.variance[possible].sum())) / count
 
 
-class Law(NamedTuple):
-    """The law that a store's tokens are measured by.
+class Reference(NamedTuple):
+    """The distribution that stored tokens are compared with.
 
     Attributes:
-        sampler: makes it from the target's logits.
-        name: of it, for people.
-        drawn: whether the store says that its tokens are draws from it.
+        sampler: applied to the target's logits.
+        name: shown in reports.
+        drawn: whether the plan of the store says that its tokens are samples of this distribution.
     """
 
     sampler: Sampler
@@ -68,80 +68,81 @@ class Law(NamedTuple):
     drawn: bool
 
 
-def law_of(plan: dict[str, Any]) -> Law:
-    """By a store's plan: its own law where its tokens are draws, else the target's at temperature 1."""
-    own = Sampler(**plan["sampler"])
+def reference_distribution(plan: dict[str, Any]) -> Reference:
+    """The sampler of a store's plan where its tokens are samples, else the target at temperature 1."""
+    sampler = Sampler(**plan["sampler"])
     if plan["answers"] == "given":
-        return Law(Sampler(1.0), "T=1", False)
-    if own.temperature == 0 or own.needs_history:
-        return Law(Sampler(1.0), "T=1", False)
-    warped = own != Sampler(own.temperature)
-    return Law(own, f"T={own.temperature:g}{' and its warpers' if warped else ''}", True)
+        return Reference(Sampler(1.0), "T=1", False)
+    if sampler.temperature == 0 or sampler.needs_history:
+        return Reference(Sampler(1.0), "T=1", False)
+    is_truncated = sampler != Sampler(sampler.temperature)
+    return Reference(sampler, f"T={sampler.temperature:g}{' and its warpers' if is_truncated else ''}", True)
 
 
 @torch.no_grad()
-def measure(target: Target, rows: Sequence[dict[str, Any]], sampler: Sampler) -> Surprise:
-    """Read rows with the target, one by one.
+def measure(target: Target, rows: Sequence[dict[str, Any]], sampler: Sampler) -> SurprisalStats:
+    """Run the target on rows, one by one.
 
     Args:
-        target: reads; what is beyond its context is left out.
+        target: rows are truncated to its context.
         rows: with `tokens` and `loss_mask`.
-        sampler: makes the law of the logits; without a memory.
+        sampler: turns logits into the distribution; must not need the history.
     """
     parts: list[tuple[Tensor, ...]] = []
-    with bar(len(rows), "entropy", "rows", leave=False) as shown:
+    with bar(len(rows), "entropy", "rows", leave=False) as progress:
         for row in rows:
             tokens = torch.tensor(row["tokens"][: target.max_positions], device=target.device)
             mask = torch.tensor(row["loss_mask"][: len(tokens)], dtype=torch.bool, device=target.device)
-            # (A,) places of the rows that predict supervised tokens; the first token has nothing before it.
+            # (A,) positions that predict a supervised token; the first token of a row has no prediction.
             before = mask[1:].nonzero()[:, 0]
             if len(before):
                 last = target.read(tokens[None]).last[0]  # (T, D)
-                number = mask.cumsum(0)[before]  # (A,)
+                number = mask.cumsum(0)[before]  # (A,) index among supervised tokens
                 for at, place in zip(before.split(CHUNK), number.split(CHUNK), strict=True):
-                    parts.append((*_laws(target.head(last[at]), tokens[at + 1], sampler), place))
-            shown.update(1)
-    columns = zip(*parts, strict=True) if parts else [[torch.zeros(0)]] * len(Surprise._fields)
-    return Surprise(*(torch.cat(list(column)).cpu().numpy() for column in columns))
+                    parts.append((*_statistics(target.head(last[at]), tokens[at + 1], sampler), place))
+            progress.update(1)
+    columns = zip(*parts, strict=True) if parts else [[torch.zeros(0)]] * len(SurprisalStats._fields)
+    return SurprisalStats(*(torch.cat(list(column)).cpu().numpy() for column in columns))
 
 
-def _laws(logits: Tensor, token: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
+def _statistics(logits: Tensor, token: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
     """(A, V) logits and (A,) tokens -> entropy, surprisal, variance, likeliest, each (A,)."""
-    law = sampler.probs(logits).double()
-    law = law / law.sum(-1, keepdim=True)
-    own, entropy, variance = surprisals(law, law.log(), token)
-    return entropy, own, variance, logits.gather(1, token[:, None])[:, 0] == logits.amax(-1)
+    probs = sampler.probs(logits).double()  # (A, V)
+    probs = probs / probs.sum(-1, keepdim=True)
+    surprisal, entropy, variance = surprisals(probs, probs.log(), token)
+    return entropy, surprisal, variance, logits.gather(1, token[:, None])[:, 0] == logits.amax(-1)
 
 
-def lines(found: Surprise, law: Law) -> list[str]:
-    """Figures, and whether they are those of tokens drawn from the target."""
-    count = len(found.entropy)
+def lines(stats: SurprisalStats, reference: Reference) -> list[str]:
+    """The statistics as lines of text, with a verdict."""
+    count = len(stats.entropy)
     if not count:
         return ["entropy                - (no supervised token in the sample)"]
-    fine = found.possible
-    difference, error = found.excess()
+    possible = stats.possible
+    difference, error = stats.excess()
     z = difference / error if error else math.inf if difference else 0.0
-    chanceless = count - int(fine.sum())
+    num_impossible = count - int(possible.sum())
+    surprisal = stats.surprisal[possible].mean() if possible.any() else math.inf
     result = [
-        f"entropy at {law.name:<12}{found.entropy.mean():.3f} nats, over {count:,} supervised tokens",
-        f"surprisal              {found.surprisal[fine].mean() if fine.any() else math.inf:.3f} nats, "
+        f"entropy at {reference.name:<12}{stats.entropy.mean():.3f} nats, over {count:,} supervised tokens",
+        f"surprisal              {surprisal:.3f} nats, "
         f"{difference:+.3f} +- {error:.3f} from the entropy (z = {z:.1f})",
-        f"the target's likeliest {found.likeliest.mean():.1%} of the tokens",
+        f"the target's likeliest {stats.likeliest.mean():.1%} of the tokens",
     ]
-    if chanceless:
+    if num_impossible:
         result.append(
-            f"without a chance       {chanceless:,} tokens under that law; left out of the surprisal"
+            f"without a chance       {num_impossible:,} tokens with probability 0; left out of the surprisal"
         )
-    return [*result, _verdict(law, z, chanceless / count), *_places(found)]
+    return [*result, _verdict(reference, z, num_impossible / count), *_places(stats)]
 
 
-def _verdict(law: Law, z: float, chanceless: float) -> str:
-    if abs(z) <= BELIEVED and chanceless <= CHANCELESS:
+def _verdict(reference: Reference, z: float, impossible_share: float) -> str:
+    if abs(z) <= MAX_Z and impossible_share <= MAX_ZERO_PROB_SHARE:
         return "surprisal and entropy agree: as of tokens that were drawn from this target"
-    if law.drawn:
+    if reference.drawn:
         return (
             "WARNING: surprisal and entropy differ: these tokens were not drawn from this target at "
-            f"{law.name}, though the store says so (another target, other weights, re-encoded text?)"
+            f"{reference.name}, though the store says so (another target, other weights, re-encoded text?)"
         )
     if z < 0:
         return "surprisal is below the entropy: as of answers that are likelier than draws, greedy ones say"
@@ -151,21 +152,21 @@ def _verdict(law: Law, z: float, chanceless: float) -> str:
     )
 
 
-def doubt(target: Target, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) -> str | None:
-    """One line where answers that the target did not write in this process are unlikely to be its own.
+def mismatch_warning(target: Target, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) -> str | None:
+    """A warning if answers are unlikely to be samples of the target; None otherwise.
 
     Args:
-        target: reads them.
+        target: of the run.
         rows: with `tokens` and `loss_mask`; a sample.
         plan: of their store.
     """
-    law = law_of(plan)
-    found = measure(target, rows, law.sampler)
-    difference, error = found.excess()
-    chanceless = 1 - found.possible.mean() if len(found.possible) else 0.0
-    if chanceless <= CHANCELESS and (not error or difference / error <= BELIEVED):
+    reference = reference_distribution(plan)
+    stats = measure(target, rows, reference.sampler)
+    difference, error = stats.excess()
+    impossible = 1 - stats.possible.mean() if len(stats.possible) else 0.0
+    if impossible <= MAX_ZERO_PROB_SHARE and (not error or difference / error <= MAX_Z):
         return None
-    chance = f", and no chance for {chanceless:.0%} of them" if chanceless > CHANCELESS else ""
+    chance = f", and no chance for {impossible:.0%} of them" if impossible > MAX_ZERO_PROB_SHARE else ""
     return (
         f"WARNING: the target would not write these answers: {difference:.2f} nats a token above its own "
         f"entropy{chance}, in {len(rows)} rows; a drafter learns from them what it will not meet. "
@@ -173,16 +174,16 @@ def doubt(target: Target, rows: Sequence[dict[str, Any]], plan: dict[str, Any]) 
     )
 
 
-def _places(found: Surprise) -> list[str]:
-    """By place in the answer, in ranges that double."""
+def _places(stats: SurprisalStats) -> list[str]:
+    """Table by position in the answer, in ranges that double."""
     result = ["  answer tokens            count  entropy  surprisal"]
     first, last = 0, 8
-    while first <= found.place.max():
-        here = (found.place >= first) & (found.place < last)
-        if here.any():
-            fine = here & found.possible
-            surprisal = found.surprisal[fine].mean() if fine.any() else math.inf
-            name, entropy = f"{first + 1}..{last}", found.entropy[here].mean()
-            result.append(f"  {name:<20}{here.sum():>10,}{entropy:>9.3f}{surprisal:>11.3f}")
+    while first <= stats.place.max():
+        in_range = (stats.place >= first) & (stats.place < last)
+        if in_range.any():
+            possible = in_range & stats.possible
+            surprisal = stats.surprisal[possible].mean() if possible.any() else math.inf
+            name, entropy = f"{first + 1}..{last}", stats.entropy[in_range].mean()
+            result.append(f"  {name:<20}{in_range.sum():>10,}{entropy:>9.3f}{surprisal:>11.3f}")
         first, last = last, last * 2
     return result

@@ -1,4 +1,4 @@
-"""Rows of a shard: prompts, turn after turn, with the answers that an engine gives."""
+"""Make the rows of a shard: an engine answers prompts, turn by turn."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from distill.rollouts.store import RolloutPlan, Row
 
 
 @dataclass
-class Talk:
-    """A conversation as it grows.
+class Conversation:
+    """A conversation that grows turn by turn.
 
     Attributes:
         id: of its rows, and of its requests.
-        sample: which answer to its prompt it is.
-        tokens: rendered, up to where the next answer begins.
-        said: the same as messages; empty for what the target begins by itself.
-        rest: messages still to come.
-        rows: finished and unfinished ones.
+        sample: number of the answer to its prompt.
+        tokens: of the rendered conversation, up to where the next answer begins.
+        messages: the same as messages; empty for conversations that the target starts.
+        remaining: messages that follow later.
+        rows: of the store; the last one may grow.
     """
 
     id: str
     sample: int
     tokens: list[int]
-    said: list[Message] = field(default_factory=list)
-    rest: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    remaining: list[Message] = field(default_factory=list)
     tools: Sequence[dict[str, Any]] = ()
     weight: float = 1.0
     turn: int = 0
@@ -38,15 +38,15 @@ class Talk:
     rows: list[Row] = field(default_factory=list)
 
     def request(self) -> Request:
-        """For the next answer."""
+        """The request for the next answer."""
         name = f"{self.id}@{self.turn}" if self.turn else self.id
-        return Request(name, self.sample, self.tokens, tuple(self.said), self.tools)
+        return Request(name, self.sample, self.tokens, tuple(self.messages), self.tools)
 
-    def take(self, answer: Answer) -> None:
-        """Put an answer behind what was said.
+    def add_answer(self, answer: Answer) -> None:
+        """Append an answer.
 
-        It goes on in the row of the turn before, where that row is how this turn begins. Where the
-        template writes earlier turns differently (leaves their reasoning out, say), a row begins.
+        It extends the row of the previous turn if that row is a prefix of this turn's tokens. If the
+        template renders earlier turns differently (drops their reasoning, for example), a new row starts.
         """
         start = len(self.rows[-1]["tokens"]) if self.rows else 0
         if not self.rows or self.tokens[:start] != self.rows[-1]["tokens"]:
@@ -58,6 +58,7 @@ class Talk:
             )
         row = self.rows[-1]
         row["tokens"] = self.tokens + answer.tokens
+        # Tokens of the template and of the user are masked, those of the answer supervised.
         row["loss_mask"] += [0] * (len(self.tokens) - start) + [1] * len(answer.tokens)
         row["finish_reason"] = "stop" if answer.stopped else "length"
         if not answer.exact:
@@ -66,15 +67,15 @@ class Talk:
 
 
 def longest_prompt(plan: RolloutPlan, context: int | None) -> int:
-    """Tokens; a prompt that fills the context cannot be answered."""
+    """Largest number of prompt tokens that leaves room for one token of an answer."""
     return min(plan.max_prompt_tokens, (context or 2**31) - 1)
 
 
 def check_plan(plan: RolloutPlan, chat: Chat, context: int | None) -> tuple[list[int], list[int]]:
-    """Ids before and behind the prompts that a target of this context writes itself, if it writes any.
+    """Token ids before and after self-written prompts; empty if there are none.
 
     Raises:
-        UserError: nobody answers them, they cannot begin or have no room.
+        UserError: self-written prompts that are impossible with this plan, template or context.
     """
     if plan.until not in ("answer", "length"):
         raise UserError(f"rollout.until={plan.until}: choose answer or length")
@@ -96,12 +97,12 @@ class Writer:
     """Makes the rows of a shard.
 
     Args:
-        engine: answers.
-        chat: renders.
-        plan: laws, lengths, end tokens and seed.
+        engine: answers requests.
+        chat: renders conversations.
+        plan: samplers, lengths, end tokens and seed.
 
     Raises:
-        UserError: self-written prompts that nobody answers, cannot begin or have no room.
+        UserError: self-written prompts that are impossible with this plan, template or engine.
     """
 
     def __init__(self, engine: Engine, chat: Chat, plan: RolloutPlan) -> None:
@@ -109,7 +110,7 @@ class Writer:
         self.room = (engine.context or 2**31) - 1
         self.limit = longest_prompt(plan, engine.context)
         self.before, self.after = check_plan(plan, chat, engine.context)
-        self.law = SamplingParams(
+        self.params = SamplingParams(
             plan.sampler, plan.max_new_tokens, plan.stop if plan.until == "answer" else []
         )
         if plan.self_prompts and not engine.begins:
@@ -119,49 +120,52 @@ class Writer:
             )
 
     def __call__(self, shard: int, prompts: list[Prompt], self_written: int) -> list[Row]:
-        """Rows of one shard: a function of the plan and the shard number alone."""
+        """Rows of one shard; depends only on the plan and the shard number."""
         if self.plan.answers == "given":
             return [self._given(p) for p in prompts]
-        talks = [self._begin(p, sample) for p in prompts for sample in range(self.plan.samples)]
+        conversations = [self._begin(p, sample) for p in prompts for sample in range(self.plan.samples)]
         names = [f"self-{shard}-{i}" for i in range(self_written)]
         if self.plan.until == "answer":
-            talks += [Talk(name, 0, ids) for name, ids in self._write_prompts(names)]
+            conversations += [Conversation(name, 0, ids) for name, ids in self._write_prompts(names)]
         else:
-            talks += [Talk(name, 0, self.before) for name in names]
-        while asked := [talk for talk in talks if self._fits(talk)]:
-            answers = self.engine([talk.request() for talk in asked], self.law)
-            for talk, answer in zip(asked, answers, strict=True):
+            conversations += [Conversation(name, 0, self.before) for name in names]
+        while waiting := [conversation for conversation in conversations if self._fits(conversation)]:
+            answers = self.engine([conversation.request() for conversation in waiting], self.params)
+            for conversation, answer in zip(waiting, answers, strict=True):
                 if answer.tokens:
-                    talk.take(answer)
-                self._go_on(talk, answer)
-        return [row for talk in talks for row in talk.rows]
+                    conversation.add_answer(answer)
+                self._next_turn(conversation, answer)
+        return [row for conversation in conversations for row in conversation.rows]
 
-    def _begin(self, prompt: Prompt, sample: int) -> Talk:
+    def _begin(self, prompt: Prompt, sample: int) -> Conversation:
         messages = unanswered(prompt.messages)
         first = turns(messages)[0]
-        said, rest = list(messages[:first]), list(messages[first:])
-        ids = self.chat.encode(said, prompt.tools)
-        if self.room < len(ids) <= self.plan.max_prompt_tokens:  # a server may read less than the target
+        opening, remaining = list(messages[:first]), list(messages[first:])
+        ids = self.chat.encode(opening, prompt.tools)
+        if self.room < len(ids) <= self.plan.max_prompt_tokens:  # a server may have a shorter context
             raise UserError(
                 f"{prompt.file or 'prompt'}:{prompt.line or prompt.id}: {len(ids)} tokens, and what answers "
                 f"reads {self.room + 1}, the answer included; give it more context, or set "
                 f"prompts.max_tokens={self.room} to leave out longer prompts"
             )
-        return Talk(prompt.id, sample, ids, said, rest, prompt.tools, prompt.weight)
+        return Conversation(prompt.id, sample, ids, opening, remaining, prompt.tools, prompt.weight)
 
-    def _fits(self, talk: Talk) -> bool:
-        longest = (talk.turn + 1) * self.limit + talk.turn * self.plan.max_new_tokens
-        return talk.open and len(talk.tokens) <= min(longest, self.room)
+    def _fits(self, conversation: Conversation) -> bool:
+        longest = (conversation.turn + 1) * self.limit + conversation.turn * self.plan.max_new_tokens
+        return conversation.open and len(conversation.tokens) <= min(longest, self.room)
 
-    def _go_on(self, talk: Talk, answer: Answer) -> None:
-        """To the next place that wants an answer; one that was cut off is nothing to go on from."""
-        places = turns(talk.rest)
-        talk.open = bool(places) and answer.stopped and self.plan.until == "answer"
-        if talk.open:
+    def _next_turn(self, conversation: Conversation, answer: Answer) -> None:
+        """Move to the next turn to answer; a truncated answer ends the conversation."""
+        places = turns(conversation.remaining)
+        conversation.open = bool(places) and answer.stopped and self.plan.until == "answer"
+        if conversation.open:
             text = self.chat.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-            talk.said += [{"role": "assistant", "content": text}, *talk.rest[: places[0]]]
-            talk.rest = talk.rest[places[0] :]
-            talk.tokens = self.chat.encode(talk.said, talk.tools)
+            conversation.messages += [
+                {"role": "assistant", "content": text},
+                *conversation.remaining[: places[0]],
+            ]
+            conversation.remaining = conversation.remaining[places[0] :]
+            conversation.tokens = self.chat.encode(conversation.messages, conversation.tools)
 
     def _given(self, prompt: Prompt) -> Row:
         tokens, mask = self.chat.encode_answered(prompt.messages, prompt.tools)
@@ -180,7 +184,7 @@ class Writer:
             return []
         before, after = self.before, self.after
         room = min(self.limit - len(before) - len(after), self.plan.max_new_tokens)
-        law = SamplingParams(self.plan.prompt_sampler, room, [*self.plan.stop, *after[:1]])
-        answers = self.engine([Request(f"{name}-prompt", 0, before) for name in names], law)
+        params = SamplingParams(self.plan.prompt_sampler, room, [*self.plan.stop, *after[:1]])
+        answers = self.engine([Request(f"{name}-prompt", 0, before) for name in names], params)
         turns = [a.tokens[:-1] if a.stopped else a.tokens for a in answers]
         return [(n, before + t + after) for n, t in zip(names, turns, strict=True) if t]

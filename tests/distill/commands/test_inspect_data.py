@@ -25,7 +25,7 @@ from distill.rollouts import surprisal as surprise
 from distill.rollouts.heldout import held_out_answers
 from distill.rollouts.statistics import RowCounts
 from distill.rollouts.store import find
-from distill.rollouts.surprisal import Surprise, law_of, lines, measure
+from distill.rollouts.surprisal import SurprisalStats, lines, measure, reference_distribution
 
 SCHEMA = pa.schema(
     {
@@ -204,14 +204,15 @@ def test_a_warped_law_leaves_tokens_without_a_chance():
     assert found.possible.tolist() == [False, True]
     np.testing.assert_allclose(found.entropy, 0, atol=1e-9)
     assert found.excess() == (0, 0)
-    said = lines(found, law_of({"sampler": {"temperature": 1.0, "top_k": 1}, "answers": "write"}))
+    plan = {"sampler": {"temperature": 1.0, "top_k": 1}, "answers": "write"}
+    said = lines(found, reference_distribution(plan))
     assert any("without a chance       1 tokens" in line for line in said)
     assert any(line.startswith("WARNING") for line in said)
 
 
 def test_the_law_is_the_stores_own_where_tokens_are_drawn():
     def plan(answers="write", **sampler):
-        return law_of({"answers": answers, "sampler": sampler})
+        return reference_distribution({"answers": answers, "sampler": sampler})
 
     assert plan(temperature=0.7) == (Sampler(0.7), "T=0.7", True)
     assert plan(temperature=1.0, top_p=0.9) == (Sampler(1.0, top_p=0.9), "T=1 and its warpers", True)
@@ -223,8 +224,8 @@ def test_the_law_is_the_stores_own_where_tokens_are_drawn():
 def verdict(excess: float, drawn: bool) -> str:
     """Of 100 tokens with entropy 1, variance 1 and this excess."""
     ones = np.ones(100)
-    found = Surprise(ones, ones + excess, ones, ones > 0, np.arange(100))
-    law = law_of({"answers": "write" if drawn else "given", "sampler": {"temperature": 1.0}})
+    found = SurprisalStats(ones, ones + excess, ones, ones > 0, np.arange(100))
+    law = reference_distribution({"answers": "write" if drawn else "given", "sampler": {"temperature": 1.0}})
     said = lines(found, law)
     assert f"{excess:+.3f} +- 0.100 from the entropy (z = {10 * excess:.1f})" in said[1]
     return said[3]
@@ -241,8 +242,9 @@ def test_the_verdict_by_hand():
 
 def test_places_are_shown_in_ranges_that_double():
     place = np.arange(20)
-    found = Surprise(place * 1.0, place + 1.0, place + 1.0, place > 0, place)
-    shown = [line.split() for line in lines(found, law_of({"answers": "given", "sampler": {}}))[5:]]
+    found = SurprisalStats(place * 1.0, place + 1.0, place + 1.0, place > 0, place)
+    reference = reference_distribution({"answers": "given", "sampler": {}})
+    shown = [line.split() for line in lines(found, reference)[5:]]
     assert shown == [
         ["1..8", "8", "3.500", "4.500"],
         ["9..16", "8", "11.500", "12.500"],

@@ -10,7 +10,7 @@ from workbench import Bench, foredraft, make_target
 from decode.generation.generate import generate
 from decode.sampling import Sampler
 from distill.rollouts import produce
-from distill.rollouts.surprisal import doubt
+from distill.rollouts.surprisal import mismatch_warning
 from distill.utils import progress
 from distill.utils.progress import rank_and_world
 
@@ -59,7 +59,7 @@ def test_answers_that_the_target_did_not_write_are_doubted(bench, tmp_path, monk
         seen.append((len(rows), plan))
         return "WARNING"
 
-    monkeypatch.setattr(produce, "doubt", doubtful)
+    monkeypatch.setattr(produce, "mismatch_warning", doubtful)
     assert "WARNING" not in roll_out(bench, "seed=1").out
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     path = tmp_path / "given.jsonl"
@@ -77,12 +77,12 @@ def test_only_answers_that_surprise_the_target_are_doubted(tiny_target):
     plan = {"answers": "given", "sampler": {"temperature": 1.0}}
     out = generate(target, None, [[1, 2]] * 8, max_new_tokens=20, sampler=Sampler(1.0))
     own = [{"tokens": [1, 2, *o.tokens], "loss_mask": [0, 0] + [1] * 20} for o in out.outputs]
-    assert doubt(target, own, plan) is None
+    assert mismatch_warning(target, own, plan) is None
     dice = torch.Generator().manual_seed(0)
     strange = [{**row, "tokens": torch.randint(50, (22,), generator=dice).tolist()} for row in own]
-    assert "would not write these answers" in str(doubt(target, strange, plan))
+    assert "would not write these answers" in str(mismatch_warning(target, strange, plan))
     first = {**plan, "answers": "write", "sampler": {"temperature": 1.0, "top_k": 1}}
-    assert "no chance for" in str(doubt(target, strange, first))
+    assert "no chance for" in str(mismatch_warning(target, strange, first))
 
 
 REFUSES = (

@@ -25,7 +25,7 @@ OTHERS = {
     "dtype": ("bfloat16", "another dtype of the target, float32, and bfloat16 is wanted"),
     "sampler": (
         {"temperature": 0.5},
-        "another sampling law, {'temperature': 1.0, .*, and {'temperature': 0.5}",
+        "another sampler, {'temperature': 1.0, .*, and {'temperature': 0.5}",
     ),
     "prompts": ("q", "other prompts;"),
     "samples": (2, "another rollout setting samples, 1, and 2 is wanted"),
