@@ -1,4 +1,4 @@
-"""How a conversation becomes token ids, and which of them the target wrote."""
+"""Render conversations with a chat template to token ids and loss masks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Tools = Sequence[dict[str, Any]]
 
 
 class Chat:
-    """A tokenizer's chat template, or plain text where there is none.
+    """A tokenizer's chat template, or plain text for models without one.
 
     Args:
         tokenizer: of the target.
         template: `chat` renders with the tokenizer's template, `none` joins the messages' text.
-        options: handed to the template, as in `{"enable_thinking": False}`.
+        options: passed to the template, as in `{"enable_thinking": False}`.
 
     Raises:
-        UserError: `chat` asked of a tokenizer without a template, or options of plain text.
+        UserError: `chat` with a tokenizer without a template, or options with `none`.
     """
 
     def __init__(
@@ -49,35 +49,35 @@ class Chat:
         self.tokenizer, self.template, self.options = tokenizer, template, dict(options or {})
 
     def fingerprint(self) -> str:
-        """Tells this vocabulary, template and its options from another's."""
+        """Hash of vocabulary, template and options."""
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         options = json.dumps(self.options, sort_keys=True) if self.options else ""
         return digest(vocabulary + str(self.tokenizer.chat_template) + options)
 
     def encode(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Token ids up to where the target's answer begins; an answer that ends them is left out."""
+        """Token ids up to where the target's answer begins; a final answer is left out."""
         messages = unanswered(messages)
         if self.template == "none":
             return self.tokenizer.encode("\n".join(_text_of(m) for m in messages))
-        return self._ids(Rendered(self, tools).text(messages, prompt=True))
+        return self._ids(TemplateRenderer(self, tools).text(messages, prompt=True))
 
     def encode_answered(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[int]]:
         """Token ids of a whole conversation, and 1 where the assistant wrote them.
 
-        With a template, see `masks.supervise`; in plain text the last message is the answer.
+        With a template, see `loss_mask.supervise`; in plain text the last message is the answer.
 
         Raises:
-            UserError: the mask came out all 0 or all 1, or the answer does not extend its prompt.
+            UserError: the mask is all 0 or all 1, or the answer does not extend its prompt.
         """
         if messages[-1]["role"] != "assistant":
             raise UserError("rollout=given: the record does not end with an answer")
         if self.template == "none":
             head = self.encode(messages)
-            # On its own, lest a token spans the border.
+            # Encoded separately, so that no token spans the border.
             answer = self.tokenizer.encode("\n" + _text_of(messages[-1]), add_special_tokens=False)
             ids, mask = head + answer, [0] * len(head) + [1] * len(answer)
         else:
-            ids, mask = supervise(Rendered(self, tools), messages)
+            ids, mask = supervise(TemplateRenderer(self, tools), messages)
         if len(set(mask)) < 2:
             raise UserError(
                 f"target: the chat template's loss mask is all {mask[0] if mask else 0}; "
@@ -86,12 +86,12 @@ class Chat:
         return ids, mask
 
     def user_turn(self) -> tuple[list[int], list[int]]:
-        """Ids before a user's text and ids after it, up to where the answer begins."""
+        """Token ids before a user's text, and those after it up to where the answer begins."""
         if self.template == "none":
             start: Any = self.tokenizer.bos_token_id
             return ([] if start is None else [start]), []
         marker = "\u2407"
-        text = Rendered(self).text([{"role": "user", "content": marker}], prompt=True)
+        text = TemplateRenderer(self).text([{"role": "user", "content": marker}], prompt=True)
         before, _, after = text.partition(marker)
         return self._ids(before), self._ids(after)
 
@@ -100,8 +100,8 @@ class Chat:
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-class Rendered:
-    """A chat's conversations as text, with tools that the target may call; `masks.Renderer`."""
+class TemplateRenderer:
+    """Renders conversations as text, with tools; implements `loss_mask.Renderer`."""
 
     def __init__(self, chat: Chat, tools: Tools = ()) -> None:
         self.chat, self.tools = chat, list(tools) or None
@@ -117,19 +117,19 @@ class Rendered:
                 add_generation_prompt=prompt,
                 **self.chat.options,
             )
-        except (TemplateError, TypeError) as error:  # templates may refuse roles, their order, or tools
+        except (TemplateError, TypeError) as error:  # templates may reject roles, their order, or tools
             start = str(messages[0].get("content") or "")[:60]
             raise UserError(f"target: its chat template refuses the prompt {start!r}: {error}") from None
         assert isinstance(text, str)
         return text
 
-    def marked(self, messages: Sequence[Message]) -> list[Span] | None:
-        """Where the template's `{% generation %}` blocks are in the text; None: it has none."""
+    def generation_spans(self, messages: Sequence[Message]) -> list[Span] | None:
+        """Character spans of the template's `{% generation %}` blocks; None if it has no such block."""
         template = self.tokenizer.get_chat_template(None, self.tools)  # pyright: ignore[reportArgumentType]
         if not GENERATION.search(template):
             return None
-        # `apply_chat_template` rounds the blocks to tokens, outwards, and gives them up where a
-        # character is in none; so the characters are asked for.
+        # `apply_chat_template` rounds blocks outwards to tokens, and drops them where a character is in
+        # no token, so use the character spans.
         _, blocks = render_jinja_template(
             [[{k: v for k, v in message.items() if v is not None} for message in messages]],
             tools=self.tools,  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""How long a prompt may be, and what becomes of longer ones."""
+"""Length limit of prompts, and handling of longer ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from distill.prompts.prompt import Prompt
 from distill.prompts.sources import Rejected
 
 NO_LIMIT = 2**31
-START = 200  # characters of a prompt that is set aside
+START = 200  # characters shown of a prompt that is left out
 
 
 class Limit(NamedTuple):
-    """Tokens of the longest prompt that is used.
+    """Largest prompt length.
 
     Attributes:
-        tokens: before the answer.
-        option: that sets it; empty where the target's context does.
-        room: tokens that the option counts besides, for the answer.
+        tokens: of the prompt.
+        option: that sets the limit; empty if the target's context does.
+        room: tokens of the answer that the option includes.
     """
 
     tokens: int = NO_LIMIT
@@ -34,12 +34,12 @@ class Limit(NamedTuple):
 
 
 def strictest(option: int | None, row: int | None, context: int | None) -> Limit:
-    """What leaves room for a token of the answer in a training row and in the target's context.
+    """The smallest limit that leaves room for one answer token in a training row and the context.
 
     Args:
-        option: prompts.max_tokens, if it is set.
-        row: max_tokens, where there is training.
-        context: of the target, if it has an end.
+        option: prompts.max_tokens, if set.
+        row: max_tokens, in training.
+        context: of the target, if limited.
     """
     limits = [Limit()]
     if option is not None:
@@ -53,13 +53,13 @@ def strictest(option: int | None, row: int | None, context: int | None) -> Limit
 
 @dataclass
 class Measured:
-    """Prompts, and those of them that are too long.
+    """Prompts sorted into those that fit and those that are too long.
 
     Attributes:
-        fit: in the order that they came.
+        fit: in input order.
         long: the others.
-        longest: tokens of the longest.
-        where: it stands in its file.
+        longest: tokens of the longest prompt.
+        where: its file and line.
     """
 
     fit: list[Prompt] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Measured:
     where: str = ""
 
     def add(self, prompt: Prompt, tokens: int, limit: Limit) -> None:
-        """Count one in."""
+        """Add a prompt."""
         if tokens <= limit.tokens:
             self.fit.append(prompt)
             return
@@ -77,36 +77,36 @@ class Measured:
             self.longest, self.where = tokens, str(self.long[-1])
 
     def summary(self, what: str) -> str:
-        """How many of how many are too long."""
+        """Number of prompts that are too long, out of all."""
         return f"{len(self.long)} of {len(self.fit) + len(self.long)} {what}"
 
 
 def set_aside(prompt: Prompt, reason: str) -> Rejected:
-    """A prompt that is not used, by file and line where it has them."""
+    """Record of a prompt that is left out."""
     start = json.dumps(prompt.messages)[:START]
     return Rejected(prompt.file or f"prompt {prompt.id}", prompt.line, reason, start)
 
 
 def check_share(measured: Measured, limit: Limit, share: float, what: str) -> None:
-    """Stop before work begins on a part of what was meant.
+    """Refuse to continue if too many prompts are too long.
 
     Args:
         measured: the prompts.
-        limit: that they were measured against.
-        share: of them that may be left out; one of a few may in any case.
-        what: they are called.
+        limit: applied to them.
+        share: that may be left out; a single prompt always may.
+        what: name of the prompts in messages.
 
     Raises:
-        UserError: more of them are too long, or all.
+        UserError: more than `share`, or all, are too long.
     """
     fit, long = len(measured.fit), len(measured.long)
     if not long or (fit and (long == 1 or long / (fit + long) <= share)):
         return
-    ways = [f"raise {limit.option} to {measured.longest + limit.room}"] if limit.option else []
+    fixes = [f"raise {limit.option} to {measured.longest + limit.room}"] if limit.option else []
     if fit:
         enough = math.ceil(100 * long / (fit + long)) / 100
-        ways.append(f"set prompts.max_left_out={enough:g} to go on without them")
+        fixes.append(f"set prompts.max_left_out={enough:g} to go on without them")
     raise UserError(
         f"prompts: {measured.summary(what)} have more than {limit}, the longest {measured.where}; "
-        + (", or ".join(ways) or "give shorter ones")
+        + (", or ".join(fixes) or "give shorter ones")
     )

@@ -1,8 +1,8 @@
-"""Which tokens of a rendered conversation the target wrote, its end tokens included.
+"""Loss mask of a rendered conversation: 1 for tokens that the target wrote, end tokens included.
 
-What the target would be given at each answer is rendered (`add_generation_prompt`), and so is the
-conversation up to the end of that answer; the answer is what the second has over the first. All of
-it is compared again as token ids, since a tokenizer may join characters over a border.
+For each answer, its prompt (`add_generation_prompt`) and the conversation up to its end are rendered; the
+answer is the difference of the two. Borders are checked as token ids too, since a tokenizer may merge
+characters across them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DIFFERS = (
 
 
 class Span(NamedTuple):
-    """Characters `start` to `end` of a text, the latter not included."""
+    """Characters `start` (included) to `end` (excluded) of a text."""
 
     start: int
     end: int
@@ -37,28 +37,26 @@ class Renderer(Protocol):
     tokenizer: PreTrainedTokenizerBase
 
     def ids(self, text: str) -> list[int]:
-        """Of a text in which the special tokens are written out."""
+        """Token ids of a text that contains its special tokens."""
         ...
 
     def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """A conversation; a `prompt` ends where the assistant's next message begins."""
+        """The rendered conversation; a `prompt` ends where the assistant's next message begins."""
         ...
 
-    def marked(self, messages: Sequence[Message]) -> list[Span] | None:
-        """What the template itself says the assistant wrote; None: it does not say."""
+    def generation_spans(self, messages: Sequence[Message]) -> list[Span] | None:
+        """Spans that the template marks as written by the assistant; None if it marks none."""
         ...
 
 
-class Closing(NamedTuple):
-    """How the template closes an answer: with the end token, which the target writes, and then with
-    a tail (a new line, say), which it does not.
-    """
+class AnswerEnd(NamedTuple):
+    """How the template ends an answer: an end token, which the target writes, and an unsupervised tail."""
 
     end: str
     tail: str
 
     def fit(self, span: Span, text: str) -> Span:
-        """The span with the end token and without the tail."""
+        """The span, extended to include the end token and shortened to exclude the tail."""
         start, end = span
         if text[start:end].endswith(self.end + self.tail):
             return Span(start, end - len(self.tail))
@@ -66,16 +64,15 @@ class Closing(NamedTuple):
 
 
 def supervise(render: Renderer, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation that ends with an answer, and 1 where the assistant wrote them.
+    """Token ids of a conversation that ends with an answer, and their loss mask.
 
-    The last answer is supervised exactly: its prompt is encoded as the target would be given it, and
-    the answer behind that. An earlier answer is supervised where the conversation still holds it as
-    the target wrote it: not where the template has dropped its reasoning, say, nor where the
-    tokenizer joins its first characters to the prompt's last.
+    The last answer is supervised exactly: its prompt is encoded as the target would get it, then the
+    answer. Earlier answers are supervised if the conversation contains them as the target wrote them: not
+    if the template drops their reasoning, or if the tokenizer merges their start with the prompt.
 
     Raises:
-        UserError: the last answer does not extend its prompt, or has none, or calls and reasoning are not
-            in it.
+        UserError: the last answer does not extend its prompt, has no prompt, or lacks its tool calls or
+            reasoning.
     """
     if len(messages) < 2:
         raise UserError("rollout=given: a record of one answer alone has no prompt to train it behind")
@@ -83,18 +80,18 @@ def supervise(render: Renderer, messages: Sequence[Message]) -> tuple[list[int],
     if not text.startswith(prompt):
         raise UserError(DIFFERS)
     _check_whole(messages, text, text[len(prompt) :])
-    closing = _closing(render, messages)
-    blocks = render.marked(messages)
+    answer_end = _find_answer_end(render, messages)
+    blocks = render.generation_spans(messages)
     if blocks is None:
-        spans = [*_earlier(render, messages, text, closing), Span(len(prompt), len(text))]
+        spans = [*_earlier(render, messages, text, answer_end), Span(len(prompt), len(text))]
     elif sum(end - start for start, end in blocks) == len(text):
         spans = [Span(0, len(text))]
     else:
-        # The prompt may end with what the block begins with: a reasoning block that is empty by order.
+        # The prompt may include the start of the block: an empty reasoning block, for example.
         spans = [Span(max(a, len(prompt)) if b > len(prompt) else a, b) for a, b in blocks]
     tokens = Tokens(render, text, len(prompt))
     mask = [0] * len(tokens.ids)
-    for span in (closing.fit(s, text) for s in spans if s.end > s.start):
+    for span in (answer_end.fit(s, text) for s in spans if s.end > s.start):
         first, last = tokens.count(span.start), tokens.count(span.end)
         if first is not None and last is not None:
             mask[first:last] = [1] * (last - first)
@@ -104,19 +101,19 @@ def supervise(render: Renderer, messages: Sequence[Message]) -> tuple[list[int],
 
 
 class Tokens:
-    """The ids of a text that begins with a prompt, such that they begin with the prompt's.
+    """Token ids of a text that starts with a prompt, such that the prompt's ids are a prefix.
 
     Raises:
-        UserError: the tokenizer cannot encode what is behind the prompt by itself.
+        UserError: the tokenizer cannot encode the rest of the text separately.
     """
 
     def __init__(self, render: Renderer, text: str, prompt: int) -> None:
         self._render, self._text, self._prompt = render, text, prompt
         self._head = render.ids(text[:prompt])
         self.ids = whole = render.ids(text)
-        self._joined = whole[: len(self._head)] == self._head
-        if not self._joined:
-            # A token spans the border, which the target cannot write: it begins behind the prompt.
+        self._prefix_matches = whole[: len(self._head)] == self._head
+        if not self._prefix_matches:
+            # A token spans the border. The target starts after the prompt, so encode the parts separately.
             self.ids = self._head + render.ids(text[prompt:])
             decode = partial(render.tokenizer.decode, clean_up_tokenization_spaces=False)
             if decode(self.ids) != decode(whole):
@@ -126,44 +123,46 @@ class Tokens:
                 )
 
     def count(self, characters: int) -> int | None:
-        """How many ids these first characters are; None where an id spans the border."""
-        if self._joined or characters <= self._prompt:
+        """Number of ids of the first `characters` characters; None if an id spans the border."""
+        if self._prefix_matches or characters <= self._prompt:
             part = self._render.ids(self._text[:characters])
         else:
             part = self._head + self._render.ids(self._text[self._prompt : characters])
         return len(part) if self.ids[: len(part)] == part else None
 
 
-def _earlier(render: Renderer, messages: Sequence[Message], text: str, closing: Closing) -> Iterator[Span]:
-    """Answers before the last one that the text holds as they were written."""
+def _earlier(
+    render: Renderer, messages: Sequence[Message], text: str, answer_end: AnswerEnd
+) -> Iterator[Span]:
+    """Spans of earlier answers that the text contains unchanged."""
     for i, message in enumerate(messages[:-1]):
-        if message["role"] != "assistant" or not i:  # what opens a conversation answers nothing
+        if message["role"] != "assistant" or not i:  # an opening message answers nothing
             continue
         try:
             before, after = render.text(messages[:i], prompt=True), render.text(messages[: i + 1])
         except UserError:
-            continue  # refused by itself, as a system's message without a user's may be
+            continue  # templates may reject a partial conversation
         if after.startswith(before):
-            span = closing.fit(Span(len(before), len(after)), after)
+            span = answer_end.fit(Span(len(before), len(after)), after)
             if text.startswith(after[: span.end]):
                 yield span
 
 
-def _closing(render: Renderer, messages: Sequence[Message]) -> Closing:
-    """Read off an answer whose text is known."""
-    shown = render.text([*messages[:-1], {"role": "assistant", "content": MARK}])
-    _, found, after = shown.rpartition(MARK)
-    known = {token.content for token in render.tokenizer.added_tokens_decoder.values()}
-    known |= set(render.tokenizer.all_special_tokens)
-    places = [(after.find(token), -len(token), token) for token in known if token.strip() and token in after]
-    if not found or not places:
-        return Closing("", "")
+def _find_answer_end(render: Renderer, messages: Sequence[Message]) -> AnswerEnd:
+    """Find the end token and tail, by rendering a marker as the answer."""
+    text = render.text([*messages[:-1], {"role": "assistant", "content": MARK}])
+    _, marker, after = text.rpartition(MARK)
+    ends = {token.content for token in render.tokenizer.added_tokens_decoder.values()}
+    ends |= set(render.tokenizer.all_special_tokens)
+    places = [(after.find(token), -len(token), token) for token in ends if token.strip() and token in after]
+    if not marker or not places:
+        return AnswerEnd("", "")
     place, _, end = min(places)
-    return Closing(end, after[place + len(end) :])
+    return AnswerEnd(end, after[place + len(end) :])
 
 
 def _check_whole(messages: Sequence[Message], text: str, answer: str) -> None:
-    """Refuse a template that leaves out what the target wrote."""
+    """Refuse a template that drops tool calls, or the reasoning of the last answer."""
     for i, message in enumerate(messages):
         last = i == len(messages) - 1
         calls = message.get("tool_calls") or []

@@ -1,4 +1,4 @@
-"""Prompts of several sources, none twice, in the shares that were asked for."""
+"""Mix prompts of several sources in given shares, without duplicates."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from distill.prompts.sources import Reading
 
 
 def mix(readings: Sequence[Reading], limit: int) -> list[Prompt]:
-    """Drop duplicates, take of every source its share, and mix.
+    """Drop duplicates, sample every source by its share, and shuffle.
 
-    Which prompts are taken and in which order is by hash of what they say, so neither depends on the
-    order of the files. One source without a limit stays as it is.
+    Selection and order follow a hash of the content, so they do not depend on the order of files. A
+    single source without a limit keeps its order.
 
     Args:
-        readings: their `prompts` and `duplicates` are brought up to date.
-        limit: prompts in all; 0 takes as many as keep the shares exact.
+        readings: their `prompts` and `duplicates` are updated.
+        limit: total number of prompts; 0: the largest number with exact shares.
 
     Raises:
-        UserError: a source with nothing that is not in those before it.
+        UserError: a source whose prompts are all in earlier sources.
     """
     seen: set[int] = set()
     for reading in readings:
@@ -33,66 +33,66 @@ def mix(readings: Sequence[Reading], limit: int) -> list[Prompt]:
     amounts = shares(counts, [r.source.weight for r in readings], limit)
     for reading, amount in zip(readings, amounts, strict=True):
         if amount < len(reading.prompts):
-            reading.prompts = sorted(reading.prompts, key=_place)[:amount]
+            reading.prompts = sorted(reading.prompts, key=_content_hash)[:amount]
         if several:
             reading.prompts = [p._replace(id=f"{reading.source.short}/{p.id}") for p in reading.prompts]
     prompts = [p for r in readings for p in r.prompts]
-    # By a second hash: what is taken of a large source has lower places than what is taken of a small one.
-    mixed = sorted(prompts, key=lambda p: hash64(_place(p))) if several or limit else prompts
-    return _named_apart(mixed)
+    # Shuffle by a second hash: prompts sampled from a large source have smaller first hashes.
+    mixed = sorted(prompts, key=lambda p: hash64(_content_hash(p))) if several or limit else prompts
+    return _unique_ids(mixed)
 
 
 def shares(counts: Sequence[int], weights: Sequence[float], limit: int) -> list[int]:
-    """How many to take of each, none twice.
+    """Number of prompts to take from each source.
 
     Args:
-        counts: that there are.
-        weights: in whose ratio.
-        limit: in all. What a source has too few of, the others give, in their ratio. 0 takes the
-            largest amounts in this ratio.
+        counts: available prompts.
+        weights: ratio of the shares.
+        limit: total. If a source is too small, the others fill up in their ratio. 0: the largest
+            amounts in exactly this ratio.
     """
     parts = [Fraction(w) / sum(map(Fraction, weights)) for w in weights]
     if not limit:
         total = min(count / part for count, part in zip(counts, parts, strict=True))
         return [int(total * part) for part in parts]
-    left, open_ = min(limit, sum(counts)), set(range(len(counts)))
-    taken = [0] * len(counts)
-    while True:
-        whole = sum((parts[i] for i in open_), Fraction())
-        wanted = {i: left * parts[i] / whole for i in open_}
-        full = [i for i in open_ if wanted[i] >= counts[i]]
-        for i in full:
-            taken[i] = counts[i]
-        left, open_ = left - sum(counts[i] for i in full), open_ - set(full)
-        if not full or not open_:
+    remaining, sources = min(limit, sum(counts)), set(range(len(counts)))
+    amounts = [0] * len(counts)
+    while True:  # use up sources that are too small, and share out the rest among the others
+        total_part = sum((parts[i] for i in sources), Fraction())
+        quotas = {i: remaining * parts[i] / total_part for i in sources}
+        exhausted = [i for i in sources if quotas[i] >= counts[i]]
+        for i in exhausted:
+            amounts[i] = counts[i]
+        remaining, sources = remaining - sum(counts[i] for i in exhausted), sources - set(exhausted)
+        if not exhausted or not sources:
             break
-    for i in open_:
-        taken[i] = int(wanted[i])
-    missing = left - sum(taken[i] for i in open_)
-    for i in sorted(open_, key=lambda i: (taken[i] - wanted[i], i))[:missing]:  # largest remainders
-        taken[i] += 1
-    return taken
+    for i in sources:
+        amounts[i] = int(quotas[i])
+    missing = remaining - sum(amounts[i] for i in sources)
+    for i in sorted(sources, key=lambda i: (amounts[i] - quotas[i], i))[:missing]:  # largest remainders
+        amounts[i] += 1
+    return amounts
 
 
 def _drop_seen(prompts: list[Prompt], seen: set[int]) -> int:
-    kept = []
+    unique = []
     for prompt in prompts:
-        key = _place(prompt)
+        key = _content_hash(prompt)
         if key not in seen:
             seen.add(key)
-            kept.append(prompt)
-    dropped = len(prompts) - len(kept)
-    prompts[:] = kept
+            unique.append(prompt)
+    dropped = len(prompts) - len(unique)
+    prompts[:] = unique
     return dropped
 
 
-def _place(prompt: Prompt) -> int:
-    # Of more than `split` hashes, so the two have nothing in common: the first few must not all be held out.
+def _content_hash(prompt: Prompt) -> int:
+    # Independent of the hash in `split`, or the first prompts of a mixture would all be held out.
     return hash64([prompt.messages, prompt.tools])
 
 
-def _named_apart(prompts: list[Prompt]) -> list[Prompt]:
-    """Ids key the randomness of answers, so none may stand twice."""
+def _unique_ids(prompts: list[Prompt]) -> list[Prompt]:
+    """Make ids unique, since they seed the sampling of answers."""
     used: dict[str, int] = {}
     for i, prompt in enumerate(prompts):
         name = prompt.id

@@ -1,4 +1,4 @@
-"""What a prompt is, where the target answers it, and which prompts are held out."""
+"""Prompts, the turns that the target answers, and the held-out split."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Message = dict[str, Any]  # role, content, and what chat templates read besides:
 
 
 class Prompt(NamedTuple):
-    """A conversation the target is to continue.
+    """A conversation for the target to continue.
 
     Attributes:
-        id: names it in stores and reports.
-        messages: as a chat template reads them. The target answers wherever a user's or a tool's
-            message has no answer behind it; answers that are given, in between, are context.
+        id: in stores and reports.
+        messages: for the chat template. The target answers every message of a user or tool that has no
+            answer; answers in between are context.
         category: for tables by category.
-        weight: what its rows count in the loss.
-        tools: schemas of the functions that the target may call, for the chat template.
-        file: that it was read from; empty where it was not.
-        line: in that file, from 1 on.
+        weight: of its rows in the loss.
+        tools: schemas of functions that the target may call, for the chat template.
+        file: from which it was read; empty if none.
+        line: in that file, from 1.
     """
 
     id: str
@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
 
 
 def turns(messages: Sequence[Message]) -> list[int]:
-    """Where the target is to answer: how many messages stand before each answer."""
+    """For each answer of the target, the number of messages before it."""
     places = []
     for i, message in enumerate(messages, 1):
         answered = i < len(messages) and messages[i]["role"] not in ("user", "system")
@@ -46,30 +46,30 @@ def turns(messages: Sequence[Message]) -> list[int]:
 
 
 def unanswered(messages: Sequence[Message]) -> Sequence[Message]:
-    """Without the answer that ends them, where there is one."""
+    """The messages without a final answer."""
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     return messages
 
 
 def opening(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Up to the first place where the target is to answer, an answer given at the end left out."""
-    asked = unanswered(messages)
-    return tuple(asked[: turns(asked)[0]])
+    """The messages up to the first one that the target answers, without a final answer."""
+    messages = unanswered(messages)
+    return tuple(messages[: turns(messages)[0]])
 
 
 def question(prompt: Prompt) -> list[Message]:
-    """What makes it the same question as another: system texts and what the user says first."""
-    asked = [m for m in prompt.messages if m["role"] != "assistant"]
-    first = next((i for i, m in enumerate(asked, 1) if m["role"] != "system"), len(asked))
-    return asked[:first]
+    """System messages and the first user message, which identify a question in the held-out split."""
+    messages = [m for m in prompt.messages if m["role"] != "assistant"]
+    first = next((i for i, m in enumerate(messages, 1) if m["role"] != "system"), len(messages))
+    return messages[:first]
 
 
 def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Train and held-out part, by hash of the question: it falls on the same side, however it goes on.
+    """Train and held-out part, by hash of the question: conversations with the same question stay together.
 
-    The held-out ones are mixed, so that any first few of them are a fair sample of a file sorted
-    by category.
+    Held-out prompts are shuffled by hash, so that the first few are a fair sample even of a file that is
+    sorted by category.
     """
     sides = [(p, hash64(question(p))) for p in prompts]
     held = sorted((pair for pair in sides if pair[1] < share * 2**64), key=lambda pair: pair[1])
@@ -77,18 +77,18 @@ def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[P
 
 
 def held_out(train: Sequence[Prompt], held: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """Drop from `train` every question that is held out, and mix the held-out prompts as `split` does."""
-    mixed = sorted(held, key=lambda p: hash64(question(p)))
-    asked = {hash64(question(p)) for p in held}
-    return [p for p in train if hash64(question(p)) not in asked], mixed
+    """Drop held-out questions from `train`, and shuffle the held-out prompts as `split` does."""
+    shuffled = sorted(held, key=lambda p: hash64(question(p)))
+    questions = {hash64(question(p)) for p in held}
+    return [p for p in train if hash64(question(p)) not in questions], shuffled
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Hash of what the prompts say, wherever they were read."""
+    """Hash of the prompts' content, independent of file and line."""
     return digest(json.dumps([[p.id, p.messages, p.category, p.weight, p.tools] for p in prompts]))
 
 
 def hash64(value: Any) -> int:
-    """Of what JSON can hold, from 0 to 2**64 - 1."""
+    """64-bit hash of a JSON value."""
     digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -1,4 +1,4 @@
-"""Records of a file or a Hugging Face dataset, one after the other, with where each stands."""
+"""Stream records of a file or a Hugging Face dataset, with their line numbers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from decode.errors import UserError
 from distill.prompts.records import FIELDS
 
 SPACE = re.compile(r"\s*")
-KEPT = 500  # characters of a malformed record that are shown
+SHOWN_CHARS = 500  # characters of a malformed record that are shown
 
 
 class Record(NamedTuple):
-    """One record, as it was read.
+    """A raw record.
 
     Attributes:
         line: of the file, or row of the table, from 1.
-        value: a line of JSON that nobody has parsed, or what was parsed.
-        fault: why it cannot be read; empty where it can.
+        value: an unparsed line of JSON (bytes), or a parsed value.
+        fault: why it cannot be used; empty if it can.
     """
 
     line: int
@@ -34,22 +34,22 @@ class Record(NamedTuple):
 
     @property
     def start(self) -> str:
-        """How it begins, as a text."""
+        """First characters of the value, for messages."""
         if isinstance(self.value, bytes):
-            return self.value[:KEPT].rstrip(b"\r\n").decode(errors="backslashreplace")
-        return json.dumps(self.value, default=str)[:KEPT]
+            return self.value[:SHOWN_CHARS].rstrip(b"\r\n").decode(errors="backslashreplace")
+        return json.dumps(self.value, default=str)[:SHOWN_CHARS]
 
 
-def read_file(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[Record]:
-    """Records of a .json list, a .parquet table, lines of a .txt; of any other file: JSON lines.
+def read_file(path: Path, columns: Collection[str], max_bytes: int) -> Iterator[Record]:
+    """Records of a .json list, a .parquet table or lines of a .txt; other files are read as JSON lines.
 
     Args:
         path: of the file.
-        wanted: columns that are read of a table besides FIELDS.
-        max_bytes: a longer line, or record of a list, is a fault, and is never held in memory.
+        columns: of a table, read besides FIELDS.
+        max_bytes: longer records are faults; longer lines are not loaded into memory.
 
     Raises:
-        UserError: no such file, or no Parquet where the name says so.
+        UserError: no such file, or not a Parquet file despite its name.
     """
     if path.is_dir():
         raise UserError(f"prompts={path}: a folder; prompts.dataset={path} reads one, or name a file in it")
@@ -59,7 +59,7 @@ def read_file(path: Path, wanted: Collection[str], max_bytes: int) -> Iterator[R
             "prompts=jsonl prompts.path=null prompts.dataset=owner/name)"
         )
     if path.suffix == ".parquet":
-        yield from _table(path, wanted)
+        yield from _table(path, columns)
     elif path.suffix == ".json":
         yield from _list(path, max_bytes)
     elif path.suffix == ".txt":
@@ -98,8 +98,8 @@ def _texts(path: Path, max_bytes: int) -> Iterator[Record]:
 
 
 def _list(path: Path, max_bytes: int) -> Iterator[Record]:
-    """Elements of a JSON list; behind one that is no JSON nothing can be found again."""
-    # What is no UTF-8 becomes half surrogates, and is the fault of the record that it stands in.
+    """Elements of a JSON list; reading stops at an element that is not JSON."""
+    # Invalid UTF-8 becomes lone surrogates, and then a fault of the record that contains it.
     text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
     place = _skip(text, 0)
     if text[place : place + 1] != "[":
@@ -117,7 +117,7 @@ def _list(path: Path, max_bytes: int) -> Iterator[Record]:
                 raise json.JSONDecodeError("expected , or ]", text, behind)
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deep"
-            raw = text[place : place + KEPT].encode(errors="surrogateescape")
+            raw = text[place : place + SHOWN_CHARS].encode(errors="surrogateescape")
             yield Record(line, raw, f"not JSON ({reason}); nothing behind it was read")
             return
         yield Record(line, value, _fault(text[place:end], max_bytes))
@@ -126,9 +126,9 @@ def _list(path: Path, max_bytes: int) -> Iterator[Record]:
 
 
 def _skip(text: str, place: int) -> int:
-    found = SPACE.match(text, place)
-    assert found, "a pattern that matches nothing at all did not match"
-    return found.end()
+    match = SPACE.match(text, place)
+    assert match, "a pattern that matches the empty string did not match"
+    return match.end()
 
 
 def _fault(raw: str, max_bytes: int) -> str:
@@ -138,12 +138,12 @@ def _fault(raw: str, max_bytes: int) -> str:
         return "not UTF-8"
 
 
-def _table(path: Path, wanted: Collection[str]) -> Iterator[Record]:
+def _table(path: Path, columns: Collection[str]) -> Iterator[Record]:
     try:
         file = pq.ParquetFile(path)
-        columns = _columns(file.schema_arrow.names, wanted, str(path))
+        names = _columns(file.schema_arrow.names, columns, str(path))
         row = 0
-        for batch in file.iter_batches(columns=columns):
+        for batch in file.iter_batches(columns=names):
             for i in range(batch.num_rows):
                 row += 1
                 try:
@@ -160,41 +160,41 @@ def read_dataset(
     split: str,
     revision: str | None,
     files: str | list[str] | None,
-    wanted: Collection[str],
+    columns: Collection[str],
 ) -> Iterator[Record]:
-    """Rows of a dataset of the Hub, or of a folder; scripts of it are never run.
+    """Rows of a dataset of the Hub or of a folder; dataset scripts are never run.
 
     Args:
         dataset: hub id or folder, or the name of a format (json, parquet, ...) with `files`.
-        name: of a configuration.
-        split: of it.
+        name: of the configuration.
+        split: of the dataset.
         revision: branch, tag or commit on the Hub.
-        files: to read of it, or URLs.
-        wanted: columns that are read besides FIELDS.
+        files: data files or URLs.
+        columns: read besides FIELDS.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: the dataset cannot be loaded.
     """
     try:
         loaded: Any = datasets.load_dataset(dataset, name, data_files=files, split=split, revision=revision)
-    except Exception as error:  # hubs, networks, files and builders fail in ways of their own
+    except Exception as error:  # hub, network, files and builders raise many types
         line = _first_line(error)
         raise UserError(f"prompts.dataset={dataset}: {line}; prompts.path= reads a file instead") from None
-    rows = loaded.select_columns(_columns(loaded.column_names, wanted, f"prompts.dataset={dataset}"))
+    rows = loaded.select_columns(_columns(loaded.column_names, columns, f"prompts.dataset={dataset}"))
     for row, value in enumerate(rows, 1):
         yield Record(row, value)
 
 
-def _columns(names: Collection[str], wanted: Collection[str], where: str) -> list[str]:
-    """Those that are read; pictures, embeddings and the like stay where they are."""
-    missing = [name for name in wanted if name not in names]
-    found = [name for name in names if name in FIELDS or name in wanted]
-    if missing or not found:
-        lacks = f"no column {missing[0]!r}" if missing else "no column that says what is asked"
+def _columns(names: Collection[str], columns: Collection[str], where: str) -> list[str]:
+    """Names of the columns to read; others, such as images, are skipped."""
+    missing = [name for name in columns if name not in names]
+    selected = [name for name in names if name in FIELDS or name in columns]
+    if missing or not selected:
+        problem = f"no column {missing[0]!r}" if missing else "no column that says what is asked"
         raise UserError(
-            f"{where}: {lacks}; it has {', '.join(names)}; name them as in prompts.columns={{prompt: ...}}"
+            f"{where}: {problem}; it has {', '.join(names)}; name them as in prompts.columns={{prompt: ...}}"
         )
-    return found
+    return selected
 
 
 def _first_line(error: Exception) -> str:

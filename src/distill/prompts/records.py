@@ -1,4 +1,4 @@
-"""One record of a file or data set, in whichever form it comes, as a Prompt."""
+"""Parse a record of a file or dataset, in any of the common formats, into a Prompt."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from decode.errors import UserError
 from distill.prompts.prompt import Message, Prompt, turns, unanswered
 
 ROLES = ("system", "user", "assistant", "tool")
-# Who speaks in ShareGPT's files.
+# ShareGPT's speakers -> roles.
 SPEAKERS = {"human": "user", "gpt": "assistant"} | dict.fromkeys(("chatgpt", "bing", "bard"), "assistant")
-# What chat templates read of a message besides its role and content.
+# Further keys of a message that chat templates use.
 EXTRAS = ("name", "tool_call_id", "reasoning_content")
 
-# A record is of the first of these forms whose key it has.
+# The first of these keys that a record has determines its format.
 FORMS = ("messages", "turns", "conversations", "instruction", "prompt", "question", "text")
 ANSWERS = ("answer", "response", "output", "completion")
 SYSTEMS = ("system", "system_prompt")
 CONTENT = (*FORMS, *ANSWERS, *SYSTEMS, "input")
 IDS = ("id", "question_id", "task_id", "prompt_id")
 WEIGHTS = ("weight", "reward")
-FIELDS = (*CONTENT, *IDS, *WEIGHTS, "category", "tools")  # all that is read
+FIELDS = (*CONTENT, *IDS, *WEIGHTS, "category", "tools")  # all keys that are read
 
 
 def parse_prompt(line: bytes, where: str, default_id: str) -> Prompt:
-    """Read one line of JSON; `where` begins what is said of a malformed one.
+    """Parse one line of JSON; `where` is the prefix of error messages.
 
     Raises:
-        UserError: what is wrong with it.
+        UserError: malformed record.
     """
     try:
         return to_prompt(parse(line), default_id)
@@ -38,80 +38,86 @@ def parse_prompt(line: bytes, where: str, default_id: str) -> Prompt:
 
 
 def parse(line: bytes) -> Any:
-    """A line of JSON.
+    """Parse a line as JSON.
 
     Raises:
-        UserError: it is none.
+        UserError: not UTF-8 or not JSON.
     """
     try:
-        return json.loads(line.decode("utf-8-sig"))  # a byte order mark is no part of the text
+        return json.loads(line.decode("utf-8-sig"))  # skips a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise UserError(f"not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError):  # a number of 5,000 digits, brackets 10,000 deep
+    except (ValueError, RecursionError):  # very long numbers, very deep nesting
         raise UserError("not JSON (numbers too long, or nested too deep)") from None
 
 
 def to_prompt(
     record: Any, default_id: str, answers: str = "keep", columns: Mapping[str, str] | None = None
 ) -> Prompt:
-    """Read one record.
+    """Convert a parsed record to a Prompt.
 
     Args:
-        record: what was read; FIELDS of it are looked at.
-        default_id: where it has no id.
-        answers: `keep` the answers that it gives, or `drop` them where no tools are called, so that
-            the target writes its own.
-        columns: field -> what it is called in the record. Where one of them says what is asked,
-            nothing else of the record does.
+        record: of which FIELDS are used.
+        default_id: for records without an id.
+        answers: `keep` the record's answers, or `drop` them unless tools are called, so that the target
+            writes its own.
+        columns: field -> its name in the record. If one of them is a format of FORMS, other content
+            fields of the record are ignored.
 
     Raises:
-        UserError: what is wrong with it.
+        UserError: malformed record.
     """
     if not isinstance(record, dict):
         raise UserError(f"expected an object, got {type(record).__name__}")
-    record = _renamed(record, columns or {})
+    record = _rename_columns(record, columns or {})
     tools = _tools(record.get("tools"))
-    given = _conversation(record)
-    calls = any(isinstance(m, dict) and (m.get("role") == "tool" or m.get("tool_calls")) for m in given)
-    if answers == "drop" and not tools and not calls:
-        given = [m for m in given if not (isinstance(m, dict) and m.get("role") == "assistant")]
-    messages = tuple(_message(m) for m in given)
+    raw = _conversation(record)
+    has_calls = any(isinstance(m, dict) and (m.get("role") == "tool" or m.get("tool_calls")) for m in raw)
+    if answers == "drop" and not tools and not has_calls:
+        raw = [m for m in raw if not (isinstance(m, dict) and m.get("role") == "assistant")]
+    messages = tuple(_message(m) for m in raw)
     if not turns(unanswered(messages)):
-        alone = messages and all(m["role"] == "assistant" for m in messages)
-        why = "only the assistant speaks in it" if alone else "no user's or tool's message stands last"
-        raise UserError(f"{why}; there is nothing to answer")
+        no_user = messages and all(m["role"] == "assistant" for m in messages)
+        reason = "only the assistant speaks in it" if no_user else "no user's or tool's message stands last"
+        raise UserError(f"{reason}; there is nothing to answer")
     prompt = Prompt(
-        _word(record, IDS) or default_id, messages, _word(record, ("category",)), _weight(record), tools
+        _string_field(record, IDS) or default_id,
+        messages,
+        _string_field(record, ("category",)),
+        _weight(record),
+        tools,
     )
     _check_text(prompt)
     return prompt
 
 
-def _renamed(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    for theirs in columns.values():
-        if theirs not in record:
-            raise UserError(f"no column {theirs!r}; it has {', '.join(map(str, record)) or 'none'}")
-    ruled = any(ours in FORMS for ours in columns)
-    rest = {k: v for k, v in record.items() if not (ruled and k in CONTENT)}
-    return rest | {ours: record[theirs] for ours, theirs in columns.items()}
+def _rename_columns(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    for column in columns.values():
+        if column not in record:
+            raise UserError(f"no column {column!r}; it has {', '.join(map(str, record)) or 'none'}")
+    names_content = any(field in FORMS for field in columns)
+    rest = {k: v for k, v in record.items() if not (names_content and k in CONTENT)}
+    return rest | {field: record[column] for field, column in columns.items()}
 
 
 def _conversation(record: dict[str, Any]) -> Sequence[Any]:
-    """A record of any form as messages that nobody has checked."""
+    """Messages of a record of any format, not validated yet."""
     form = next((name for name in FORMS if record.get(name) is not None), "messages")
-    asked = record.get(form)
+    content = record.get(form)
     if form in FORMS[:3]:
-        if not isinstance(asked, list) or not asked:
+        if not isinstance(content, list) or not content:
             raise UserError(
                 "needs a non-empty list 'messages' (or 'turns', 'conversations'), or a text "
                 "'instruction', 'prompt', 'question' or 'text'"
             )
-        messages: list[Any] = {"messages": list, "turns": _asked, "conversations": _spoken}[form](asked)
+        messages: list[Any] = {"messages": list, "turns": _user_turns, "conversations": _sharegpt}[form](
+            content
+        )
     else:
         more = record.get("input") if form == "instruction" else None
-        messages = _asked([_joined(asked, more) if more else asked])
+        messages = _user_turns([_join(content, more) if more else content])
         answer = next((record[name] for name in ANSWERS if record.get(name) not in (None, "")), None)
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
@@ -121,35 +127,35 @@ def _conversation(record: dict[str, Any]) -> Sequence[Any]:
     return messages
 
 
-def _asked(texts: Sequence[Any]) -> list[Any]:
+def _user_turns(texts: Sequence[Any]) -> list[Any]:
     return [{"role": "user", "content": text} for text in texts]
 
 
-def _spoken(turns: Sequence[Any]) -> list[Any]:
-    """ShareGPT's turns; some data sets of that name have OpenAI's keys in them."""
+def _sharegpt(turns: Sequence[Any]) -> list[Any]:
+    """ShareGPT's turns as messages; turns with OpenAI's keys are left as they are."""
     messages: list[Any] = []
     for turn in turns:
         if isinstance(turn, dict) and "from" in turn:
-            who = turn["from"]
-            role = SPEAKERS.get(who, who) if isinstance(who, str) else None
+            speaker = turn["from"]
+            role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else None
             turn = {"role": role, "content": turn.get("value")}
         messages.append(turn)
     return messages
 
 
-def _joined(instruction: Any, more: Any) -> str:
+def _join(instruction: Any, more: Any) -> str:
     if not isinstance(instruction, str) or not isinstance(more, str):
         raise UserError("'instruction' and 'input' must be texts")
     return f"{instruction}\n\n{more}"
 
 
 def _message(value: Any) -> Message:
-    fine = isinstance(value, dict) and value.get("role") in ROLES
-    calls = _calls(value.get("tool_calls")) if fine else []
-    content = _content(value.get("content")) if fine else None
+    has_role = isinstance(value, dict) and value.get("role") in ROLES
+    calls = _calls(value.get("tool_calls")) if has_role else []
+    content = _content(value.get("content")) if has_role else None
     if content is None and calls:
-        content = ""  # null, as OpenAI has it; templates differ in what they make of null
-    if not fine or not _is_text(content, empty=bool(calls)):
+        content = ""  # OpenAI has null here, which templates treat differently
+    if not has_role or not _is_text(content, empty=bool(calls)):
         raise UserError(f"each message needs a role of {', '.join(ROLES)} and a text 'content'")
     message: Message = {"role": value["role"], "content": content}
     for name in EXTRAS:
@@ -161,7 +167,7 @@ def _message(value: Any) -> Message:
 
 
 def _content(value: Any) -> Any:
-    """Content in parts is one text, where text is all there is."""
+    """Join content in parts if all parts are text."""
     texts = isinstance(value, list) and value and all(isinstance(p, dict) and "text" in p for p in value)
     if texts and all(isinstance(part["text"], str) for part in value):
         return "".join(part["text"] for part in value)
@@ -169,22 +175,22 @@ def _content(value: Any) -> Any:
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as templates read them: arguments are an object, where OpenAI has its JSON text."""
+    """Tool calls as templates expect them: arguments as an object, where OpenAI has a JSON string."""
     if calls is None:
         return []
-    done: list[dict[str, Any]] = []
+    parsed: list[dict[str, Any]] = []
     for call in calls if isinstance(calls, list) else [{}]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(function, dict) or not _is_text(function.get("name")):
             raise UserError("'tool_calls' must be a list of calls of a 'function' with a name")
-        arguments = _unpacked(function.get("arguments"))
-        kept = {name: value for name, value in call.items() if value is not None}
-        done.append(kept | {"function": {"name": function["name"], "arguments": arguments or {}}})
-    return done
+        arguments = _parse_json(function.get("arguments"))
+        fields = {name: value for name, value in call.items() if value is not None}
+        parsed.append(fields | {"function": {"name": function["name"], "arguments": arguments or {}}})
+    return parsed
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    tools = _unpacked(tools)  # data sets of many schemas keep them as text
+    tools = _parse_json(tools)  # some datasets store schemas as JSON strings
     if tools is None or tools == "":
         return ()
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -195,7 +201,8 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
         raise UserError("'tools' is nested too deep") from None
 
 
-def _unpacked(value: Any) -> Any:
+def _parse_json(value: Any) -> Any:
+    """The value of a JSON string; anything else unchanged."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -205,14 +212,14 @@ def _unpacked(value: Any) -> Any:
 
 
 def _without_null(value: Any) -> Any:
-    """Columnar files give every schema the keys of all the others, as nulls."""
+    """Drop null entries: columnar files give every schema the keys of all others."""
     if isinstance(value, dict):
         return {key: _without_null(v) for key, v in value.items() if v is not None}
     return [_without_null(v) for v in value] if isinstance(value, list) else value
 
 
-def _word(record: dict[str, Any], names: Sequence[str]) -> str:
-    """The first of these that is there, as a text."""
+def _string_field(record: dict[str, Any], names: Sequence[str]) -> str:
+    """The first of these fields that the record has, as a string."""
     for name in names:
         value = record.get(name)
         if value not in (None, ""):
@@ -228,7 +235,7 @@ def _weight(record: dict[str, Any]) -> float:
         return 1.0
     value = record[name]
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value <= 1e300:  # an int may be longer than any float
+    if not number or not 0 <= value <= 1e300:  # an int may exceed any float
         raise UserError(f"{name!r} must be a finite number that is at least 0")
     return float(value)
 
@@ -237,14 +244,14 @@ def _is_text(value: Any, empty: bool = False) -> bool:
     if not isinstance(value, str) or not (empty or value.strip()):
         return False
     try:
-        value.encode()  # JSON can spell half a surrogate pair, which no tokenizer reads
+        value.encode()  # JSON can contain lone surrogates, which tokenizers reject
     except UnicodeEncodeError:
         return False
     return True
 
 
 def _check_text(prompt: Prompt) -> None:
-    """What is no message may be no text either; columns can hold dates or bytes."""
+    """Check that all fields can be written as UTF-8 JSON; columns can hold dates or bytes."""
     try:
         json.dumps(prompt, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):

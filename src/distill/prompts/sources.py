@@ -1,4 +1,4 @@
-"""A file or dataset of prompts: read and checked."""
+"""Read and validate a file or dataset of prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distill.utils.paths import bundled
 
 
 class Rejected(NamedTuple):
-    """A malformed record; line 0 where it is not known any more."""
+    """A malformed record; line 0 if unknown."""
 
     file: str
     line: int
@@ -28,14 +28,14 @@ class Rejected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where prompts are read from: `path`, or else `dataset`.
+    """A file (`path`) or dataset (`dataset`) of prompts.
 
     Attributes:
-        path: of a file; see `read_file`.
-        dataset: and `name`, `split`, `revision` and `files`; see `read_dataset`.
-        columns: and `answers`; see `to_prompt`.
-        max_bytes: longer records are malformed.
-        weight: share of it among several.
+        path: see `read_file`.
+        dataset: with `name`, `split`, `revision` and `files`; see `read_dataset`.
+        columns: with `answers`; see `to_prompt`.
+        max_bytes: longer records count as malformed.
+        weight: share among several sources.
     """
 
     path: str | None = None
@@ -56,10 +56,10 @@ class Source:
             raise UserError(f"prompts.answers={self.answers}: choose keep or drop")
         if not isinstance(self.columns or {}, dict):
             raise UserError(f"prompts.columns={self.columns}: must be like {{prompt: question}}")
-        for ours, theirs in (self.columns or {}).items():
-            if ours not in FIELDS or not isinstance(theirs, str):
+        for key, column in (self.columns or {}).items():
+            if key not in FIELDS or not isinstance(column, str):
                 raise UserError(
-                    f"prompts.columns={self.columns}: no {ours}: {theirs}; fields are {', '.join(FIELDS)}"
+                    f"prompts.columns={self.columns}: no {key}: {column}; fields are {', '.join(FIELDS)}"
                 )
         for name in ("path", "dataset", "name", "split", "revision"):
             if not isinstance(getattr(self, name), str | None):
@@ -72,24 +72,24 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Names it where people read."""
+        """Name in messages."""
         if self.path:
             return str(self.path)
         return "/".join(filter(None, (self.dataset, self.name, self.split)))
 
     @property
     def short(self) -> str:
-        """Names it in the ids of a mixture."""
+        """Name in prompt ids of a mixture."""
         return Path(self.path).stem if self.path else str(self.name or self.dataset).rpartition("/")[2]
 
     def read(self, strict: bool) -> Reading:
-        """All of it.
+        """Read all prompts.
 
         Args:
-            strict: a malformed record is an error; else it is set aside.
+            strict: malformed records are errors; else they are skipped and listed.
 
         Raises:
-            UserError: no such source, a malformed record, or no other ones.
+            UserError: no such source, a malformed record (`strict`), or no valid prompt.
         """
         reading = Reading(self)
         for record in self._records():
@@ -113,11 +113,11 @@ class Source:
         return reading
 
     def _records(self) -> Iterator[Record]:
-        wanted = [*(self.columns or {}).values()]
+        columns = [*(self.columns or {}).values()]
         if self.path:
-            return read_file(Path(bundled(self.path)), wanted, self.max_bytes)
+            return read_file(Path(bundled(self.path)), columns, self.max_bytes)
         where = str(bundled(str(self.dataset)))
-        return read_dataset(where, self.name, self.split, self.revision, self.files, wanted)
+        return read_dataset(where, self.name, self.split, self.revision, self.files, columns)
 
     def _prompt(self, record: Record) -> Prompt:
         value = parse(record.value) if isinstance(record.value, bytes) else record.value
@@ -129,14 +129,14 @@ class Source:
 
 @dataclass(slots=True)
 class Reading:
-    """What a source gave.
+    """Result of reading a source.
 
     Attributes:
         source: that was read.
-        records: that it has, malformed ones included.
-        prompts: those that are none of the malformed; later, those that are used.
-        rejected: the malformed.
-        duplicates: dropped.
+        records: number of records, including malformed ones.
+        prompts: valid ones; after mixing, those that are used.
+        rejected: malformed ones.
+        duplicates: number of prompts dropped as duplicates.
     """
 
     source: Source
@@ -147,7 +147,7 @@ class Reading:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a file of prompts, every record of which has to be one.
+    """Read a file of prompts without malformed records.
 
     Raises:
         UserError: no such file, no prompts, or a malformed record (with file and line number).
@@ -156,21 +156,21 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def to_sources(options: Mapping[str, Any]) -> list[Source]:
-    """The sources that a `prompts` group names: its own, or the list in it.
+    """The sources of a `prompts` group: a single one, or its list `sources`.
 
     Raises:
-        UserError: an entry of the list that is none.
+        UserError: both given, or a malformed entry of the list.
     """
-    known = [f for f in Source.__dataclass_fields__ if f in options]
-    shared = {name: options[name] for name in known if options[name] is not None}
-    listed = options.get("sources")
-    if not listed:
+    fields = [f for f in Source.__dataclass_fields__ if f in options]
+    shared = {name: options[name] for name in fields if options[name] is not None}
+    entries = options.get("sources")
+    if not entries:
         return [Source(**shared)] if shared.get("path") or shared.get("dataset") else []
     if shared.get("path") or shared.get("dataset"):
         raise UserError("prompts: give prompts.path, prompts.dataset or prompts.sources, one of them")
     names = list(Source.__dataclass_fields__)
     sources = []
-    for entry in listed if isinstance(listed, list) else [listed]:
+    for entry in entries if isinstance(entries, list) else [entries]:
         if not isinstance(entry, dict) or any(name not in names for name in entry):
             raise UserError(f"prompts.sources: {entry}: an entry is an object of {', '.join(names)}")
         sources.append(Source(**{"max_bytes": shared["max_bytes"], "answers": shared["answers"]} | entry))
