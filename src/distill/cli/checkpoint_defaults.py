@@ -1,4 +1,4 @@
-"""A command about a checkpoint takes target and prompts from the run that made it."""
+"""Commands on a checkpoint take target and prompts from its training run by default."""
 
 from __future__ import annotations
 
@@ -13,59 +13,62 @@ from omegaconf import OmegaConf
 from decode.errors import UserError
 from distill.utils.atomic_files import read_json
 
-BUNDLED = "data/pocket"  # what every command has by default
-TARGET = {"target", "target.path"}  # what names another one; how it is loaded is another matter
+BUNDLED = "data/pocket"  # default target of every command
+TARGET = {"target", "target.path"}  # overrides that name a target
 PROMPTS = {"prompts", "prompts.path", "prompts.dataset", "prompts.sources"}
 
 
-def follow(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]:
-    """The command line, with target and prompts of `checkpoint=` where it names none itself.
+def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -> list[str]:
+    """The command line, with target and prompts of `checkpoint=` unless it names others.
 
-    The target is the one that the checkpoint was made for: of a downloaded one that is a name, and
-    decides nothing else. What was told of prompts is known of runs of this machine alone. A command
-    about a store of rollouts takes the target that wrote it.
+    The target is the one recorded in the checkpoint. Settings of prompts are known only for runs on this
+    machine. A command on a store of rollouts takes the target that wrote the store.
 
     Args:
         argv: of the command.
-        config_dir: holds the groups.
-        config_name: its configuration.
+        config_dir: folder of configurations.
+        config_name: of the command.
 
     Raises:
-        UserError: no checkpoint there, or what it says of its target is no name.
+        UserError: no such checkpoint, or the name of its target is malformed.
     """
-    own, groups = _settings(config_dir, config_name)
-    given = {argument.partition("=")[0] for argument in argv}
-    # A configuration that sets `target` itself knows what to do with a checkpoint.
-    target = "target" in groups and "target" not in own and not given & TARGET
-    prompts = ("prompts" in groups or "prompts" in own) and not given & PROMPTS
-    found: list[str] = []
+    settings, groups = _settings(config_dir, config_name)
+    keys = {argument.partition("=")[0] for argument in argv}
+    # A configuration that sets `target` itself handles checkpoints itself.
+    target = "target" in groups and "target" not in settings and not keys & TARGET
+    prompts = ("prompts" in groups or "prompts" in settings) and not keys & PROMPTS
+    overrides: list[str] = []
     if any(argument.startswith("-") for argument in argv):
         pass
-    elif "stores" in own:
-        found = _named(**_writer(argv, own["stores"])) if target else []
-    elif "checkpoint" in own and (target or prompts) and _has_weights(source := _value(argv, "checkpoint")):
-        from drafters.checkpoint import io as hub  # a second, which such a command spends anyway
+    elif "stores" in settings:
+        overrides = _target_overrides(**_writer(argv, settings["stores"])) if target else []
+    elif (
+        "checkpoint" in settings
+        and (target or prompts)
+        and _has_weights(source := _value(argv, "checkpoint"))
+    ):
+        from drafters.checkpoint import io as hub  # takes a second; such a command needs it anyway
         from drafters.checkpoint.folder import target_origin
 
         folder = hub.fetch(source)
-        known = target_origin(folder)
-        found = _named(known.name, known.revision) if target else []
+        origin = target_origin(folder)
+        overrides = _target_overrides(origin.name, origin.revision) if target else []
         if prompts:
-            found += _prompts(folder.resolve().parent.parent, own.get("prompts"), target)
-    if found:
-        print(f"as in training: {' '.join(found)}", flush=True)
-    return [*found, *argv]
+            overrides += _prompts(folder.resolve().parent.parent, settings.get("prompts"), target)
+    if overrides:
+        print(f"as in training: {' '.join(overrides)}", flush=True)
+    return [*overrides, *argv]
 
 
 def _value(argv: Sequence[str], key: str) -> str:
     return next((a.partition("=")[2] for a in argv if a.startswith(f"{key}=")), "")
 
 
-def _named(target: str, revision: str | None) -> list[str]:
-    """Overrides that name it; what somebody's file says is not to be read as more than a name.
+def _target_overrides(target: str, revision: str | None) -> list[str]:
+    """Overrides that select a target; its name comes from a file that is not trusted.
 
     Raises:
-        UserError: it may be: an interpolation, say, would put the environment's secrets into a hub's address.
+        UserError: the name is malformed: an interpolation could leak secrets of the environment in a URL.
     """
     if target in ("", BUNDLED):
         return []
@@ -84,39 +87,43 @@ def _has_weights(source: str) -> bool:
 
 
 def _settings(config_dir: Path, name: str) -> tuple[dict[str, Any], set[str]]:
-    """A configuration's own settings and its groups, those that it is based on included."""
-    own: Any = OmegaConf.to_container(OmegaConf.load(config_dir / f"{name}.yaml"))
+    """Settings and groups of a configuration, including those that it is based on."""
+    settings: Any = OmegaConf.to_container(OmegaConf.load(config_dir / f"{name}.yaml"))
     groups = set[str]()
-    for entry in own["defaults"]:
+    for entry in settings["defaults"]:
         if isinstance(entry, dict):
             groups |= entry.keys()
         elif entry != "_self_":
             more, others = _settings(config_dir, entry)
-            own, groups = more | own, groups | others
-    return own, groups
+            settings, groups = more | settings, groups | others
+    return settings, groups
 
 
-def _prompts(run: Path, own: dict[str, Any] | None, target: bool) -> list[str]:
-    """What a run was told of its prompts; of a configuration with few settings of prompts, these alone.
+def _prompts(run: Path, settings: dict[str, Any] | None, target: bool) -> list[str]:
+    """Overrides of prompts that a run was started with, restricted to `settings` if given.
 
-    With the run's own `target`, whose tokens were counted, its limit on their length comes along.
+    With the run's own `target`, its limit on prompt length is included.
     """
-    said = run / ".hydra" / "overrides.yaml"
-    every: Any = OmegaConf.to_container(OmegaConf.load(said)) if said.is_file() else []
-    kept = [line for line in map(str, every) if re.match(r"prompts[.=]", line) and "${oc." not in line]
-    # Where held-out prompts were too long for training, the same are scored again without them.
+    path = run / ".hydra" / "overrides.yaml"
+    recorded: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else []
+    overrides = [
+        line for line in map(str, recorded) if re.match(r"prompts[.=]", line) and "${oc." not in line
+    ]
+    # If held-out prompts were too long in training, leave out the same ones.
     too_long = (read_json(run / "prompts.json") or {}).get("too_long", {})
     if (
         target
         and too_long.get("held_out")
-        and not any(line.startswith("prompts.max_tokens=") for line in kept)
+        and not any(line.startswith("prompts.max_tokens=") for line in overrides)
     ):
-        kept.append(f"prompts.max_tokens={int(too_long['tokens'])}")
-    return kept if own is None else [line for line in kept if line[8:].partition("=")[0] in own]
+        overrides.append(f"prompts.max_tokens={int(too_long['tokens'])}")
+    if settings is None:
+        return overrides
+    return [line for line in overrides if line[8:].partition("=")[0] in settings]
 
 
 def _writer(argv: Sequence[str], stores: str) -> dict[str, Any]:
-    """Who wrote the store that is named, or the newest; what is wrong with it the command will say."""
+    """Target and revision that wrote a store (named, or the newest); errors are left to the command."""
     from distill.rollouts.store import find
 
     try:

@@ -1,4 +1,4 @@
-"""Hydra for people: paths as group values, one-line errors, exit code 2, resume."""
+"""Run a task under Hydra: paths as group values, one-line errors with exit codes, resuming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import RemoteError, TooLargeError, UserError
 from distill.cli import sweep as multirun
-from distill.cli.checkpoint_defaults import follow
+from distill.cli.checkpoint_defaults import with_run_settings
 from distill.config.compose import compose, options
 from distill.config.help import show_help
 from distill.utils.launcher import LostRankError, launch, watch_parent
@@ -31,8 +31,8 @@ RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer
 PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
 DRAFTER_PATHS = ("drafter.path", "drafter.init_from", "rollout.drafter")
 PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS)
-TEXTS = ("prompt", "row")  # anything at all; never split by a sweep
-# What a disk does to a correct program: one line, exit code 1.
+TEXTS = ("prompt", "row")  # free text; never split by a sweep
+# Disk errors that are no bug: reported in one line, exit code 1.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 Task = Callable[[DictConfig, Path], float]
 
@@ -43,9 +43,9 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
     A configuration with `output_dir` gets a run folder there; one without runs where it is.
 
     Args:
-        task: does the work and returns the metric that sweeps optimise.
-        config_dir: holds the groups.
-        config_name: the primary configuration in it.
+        task: does the work and returns the metric that sweeps optimize.
+        config_dir: folder of configurations.
+        config_name: the primary configuration.
     """
     run: Run | None = None
 
@@ -63,30 +63,30 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         with one_line_errors():
             parts = partial(compose, config_dir=config_dir, config_name=config_name)
             plan = multirun.prepare(argv, config_dir, config_name, parts)
-        given = [a for a in argv if not a.startswith("hydra.sweep.dir=") and a not in multirun.FLAGS]
+        overrides = [a for a in argv if not a.startswith("hydra.sweep.dir=") and a not in multirun.FLAGS]
         names = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(plan.fixed)}]"
         place = f"hydra.sweep.dir={_quote(str(plan.folder))}"
-        sys.argv = [sys.argv[0], "--multirun", *given, names, place]
+        sys.argv = [sys.argv[0], "--multirun", *overrides, names, place]
         with multirun.summed_up(plan.folder), one_line_errors():
             hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
 
     show_help(config_dir, config_name)
     watch_parent()
     with one_line_errors():
-        argv = rewrite(follow(sys.argv[1:], config_dir, config_name), config_dir)
+        argv = rewrite(with_run_settings(sys.argv[1:], config_dir, config_name), config_dir)
         sweeps = multirun.wanted(argv, config_dir, config_name)
     if sweeps:
         sweep()
         return
     with one_line_errors():
-        # Flags are Hydra's own; a rank that Lightning started has its folder in argv already.
+        # Flags are handled by Hydra; ranks that Lightning started already have their folder in argv.
         flags = any(a.startswith("-") for a in argv)
-        placed = any(a.startswith("hydra.run.dir=") for a in argv)
-        if not flags and not placed:
+        has_folder = any(a.startswith("hydra.run.dir=") for a in argv)
+        if not flags and not has_folder:
             cfg = compose(argv, config_dir, config_name)
             if "output_dir" in cfg:
                 root = Path(cfg.output_dir)
-                if (known := launch()) and not known[0]:
+                if (info := launch()) and not info[0]:
                     folder = join(root)
                 else:
                     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -104,11 +104,11 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
 def one_line_errors(
     run: Run | None = None, leave: Callable[[int, str], None] | None = None
 ) -> Iterator[None]:
-    """Turn what a user can mend into a line and exit code 2, a full disk into a line and 1.
+    """Print errors of the user in one line with exit code 2, those of disk or memory with code 1.
 
     Args:
-        run: is discarded if no work was done in it.
-        leave: called with both, instead of leaving.
+        run: removed if it has no results.
+        leave: called with exit code and text instead of exiting.
     """
     try:
         yield
@@ -119,8 +119,8 @@ def one_line_errors(
     except (TooLargeError, LostRankError, RemoteError) as error:
         code, text = 1, f"error: {error}"
     except KeyboardInterrupt:
-        again = f"; the same command goes on in {run.path}" if run else ""
-        code, text = 130, f"interrupted{again}"
+        hint = f"; the same command goes on in {run.path}" if run else ""
+        code, text = 130, f"interrupted{hint}"
     except Exception as error:
         cause = _disk_error(error)
         if cause is None:
@@ -136,7 +136,7 @@ def one_line_errors(
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
-    """The failure of a disk behind an exception, if there is one."""
+    """The disk error that caused an exception, if any."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK:
             return error
@@ -146,7 +146,7 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
     """Turn `target=/a/folder` into `target=hf target.path='/a/folder'`; quote other paths and texts."""
-    # Hydra wants flags before the overrides, or after all of them.
+    # Hydra accepts flags only before or after all overrides.
     argv = sorted(argv, key=lambda argument: argument not in ("-m", "--multirun"))
     sweep = argv[:1] in (["-m"], ["--multirun"])
     result: list[str] = []
@@ -154,7 +154,7 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
         key, sign, value = argument.partition("=")
         if not sign or argument.startswith("-"):
             result.append(argument)
-        elif key == "hydra.run.dir" and any(done.startswith("hydra.run.dir=") for done in result):
+        elif key == "hydra.run.dir" and any(other.startswith("hydra.run.dir=") for other in result):
             continue  # Lightning repeats it for its ranks, unquoted
         elif key in PATH_GROUPS and not _is_choice(value, options(config_dir, key), sweep):
             name, where = PATH_GROUPS[key]
@@ -170,26 +170,26 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
 
 def _is_choice(value: str, names: Sequence[str], sweep: bool) -> bool:
     parts = value.split(",") if sweep and not Path(value).exists() else [value]
-    known = [part in names for part in parts]
-    if any(known) and not all(known):
+    are_names = [part in names for part in parts]
+    if any(are_names) and not all(are_names):
         raise UserError(f"{value}: names and paths in one sweep; write all of them as paths")
-    return all(known)
+    return all(are_names)
 
 
 def _quote_path(value: str, sweep: bool) -> str:
-    there = Path(value).exists()
-    if not there and value[:1] in ("'", '"') and value[-1:] == value[:1] and len(value) > 1:
-        return value  # in Hydra's own quotes
-    parts = value.split(",") if sweep and not there else [value]
+    exists = Path(value).exists()
+    if not exists and value[:1] in ("'", '"') and value[-1:] == value[:1] and len(value) > 1:
+        return value  # already quoted for Hydra
+    parts = value.split(",") if sweep and not exists else [value]
     return ",".join(_quote(str(Path(part).expanduser()) if part[:1] == "~" else part) for part in parts)
 
 
 def _quote_text(value: str) -> str:
-    # To OmegaConf ${ begins an interpolation, and backslashes before it escape.
-    return _quote(re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value))
+    # OmegaConf: ${ starts an interpolation, and backslashes before it escape.
+    return _quote(re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value))
 
 
 def _quote(value: str) -> str:
-    # Hydra reads backslashes as they are, but for those before a quote.
-    doubled = re.sub(r"(\\*)(?='|\Z)", lambda found: found[1] * 2, value)
+    # Hydra keeps backslashes, except before a quote.
+    doubled = re.sub(r"(\\*)(?='|\Z)", lambda match: match[1] * 2, value)
     return "'" + doubled.replace("'", "\\'") + "'"

@@ -24,7 +24,7 @@ COLUMNS = (
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A logger that takes more than numbers."""
+    """A logger that also takes checkpoints and the report."""
 
     def begin(self) -> None:
         """Connect, before long work begins."""
@@ -39,11 +39,11 @@ class Tracker(Protocol):
         ...
 
 
-class Careful:
-    """Reports the first failure of each kind, and leaves that kind out from then on.
+class FailSafe:
+    """Mixin: a failure of the logger is reported once per kind of work, which is then skipped.
 
     Attributes:
-        label: how messages call it.
+        label: name of the logger in messages.
     """
 
     label = ""
@@ -58,26 +58,26 @@ class Careful:
             return
         try:
             work()
-        except Exception as error:  # a library, network, server or disk fails; the run goes on
-            self._leave(what, error)
+        except Exception as error:  # library, network, server or disk; the run continues
+            self._turn_off(what, error)
 
-    def _leave(self, what: str, error: Exception) -> None:
+    def _turn_off(self, what: str, error: Exception) -> None:
         self._off.add(what)
         say(f"{self.label}: {redact.reason(error)}; no more {what} go there, and the run goes on")
 
 
 def trackers(loggers: Sequence[Logger]) -> list[Tracker]:
-    """Loggers that take more than numbers."""
+    """Loggers that also take checkpoints and the report."""
     return [logger for logger in loggers if isinstance(logger, Tracker)]
 
 
 def begin(loggers: Sequence[Logger]) -> None:
-    """Start them, and print where they are."""
+    """Start the loggers, and print where they log."""
     for tracker in trackers(loggers):
         tracker.begin()
 
 
-def numbers(card: Scorecard) -> dict[str, float]:
+def scalars(card: Scorecard) -> dict[str, float]:
     """Numbers of the headline and its conditions, by name."""
     values = card.to_json()
     values = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}

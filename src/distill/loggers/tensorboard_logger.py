@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from decode.evaluation.scorecard import Scorecard, read_scorecard
-from distill.loggers.base import Careful, accepted_lengths, numbers, setting
+from distill.loggers.base import FailSafe, accepted_lengths, scalars, setting
 from distill.report.tables import settings_table
 from distill.utils.progress import say
 from distill.utils.run_folder import best
@@ -19,7 +19,7 @@ from distill.utils.run_folder import best
 FOLDER = "tensorboard"
 
 
-class TensorBoard(Careful, TensorBoardLogger):
+class TensorBoard(FailSafe, TensorBoardLogger):
     """Logs to event files; of steps that are repeated after a kill, readers see the newer.
 
     Args:
@@ -30,8 +30,8 @@ class TensorBoard(Careful, TensorBoardLogger):
     label = "TensorBoard"
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        again: dict[str, Any] = {"purge_step": first_step} if first_step else {}
-        super().__init__(folder, name=FOLDER, version="", default_hp_metric=False, **again)
+        options: dict[str, Any] = {"purge_step": first_step} if first_step else {}
+        super().__init__(folder, name=FOLDER, version="", default_hp_metric=False, **options)
         self.first_step = first_step
 
     @rank_zero_only
@@ -41,7 +41,7 @@ class TensorBoard(Careful, TensorBoardLogger):
         say(f"TensorBoard: tensorboard --logdir {self.log_dir}")
         checkpoint = folder / "checkpoints" / str(self.first_step)
         if (card := checkpoint / "score.json").exists():
-            self._try("curves", lambda: self.log_metrics(numbers(read_scorecard(card)), self.first_step))
+            self._try("curves", lambda: self.log_metrics(scalars(read_scorecard(card)), self.first_step))
             self.saved(folder, checkpoint)
 
     @override

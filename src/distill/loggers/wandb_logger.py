@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from decode.evaluation.scorecard import read_scorecard
-from distill.loggers.base import COLUMNS, Careful, accepted_lengths, rows, setting
+from distill.loggers.base import COLUMNS, FailSafe, accepted_lengths, rows, setting
 from distill.report.history import scorecards
 from distill.utils import redact
 from distill.utils.progress import bar, say
@@ -41,7 +41,7 @@ WEIGHTS_NOTE = {
 }
 
 
-class Wandb(Careful, Logger):
+class Wandb(FailSafe, Logger):
     """Logs to W&B: as WANDB_MODE says, else online where an API key is set, offline elsewhere.
 
     A run's folder is one W&B run: a run resumed after a kill continues it, and repeated steps are not
@@ -164,7 +164,7 @@ class Wandb(Careful, Logger):
                         work()
                 except Exception as error:  # as in `_try`; nobody joins this thread for its result
                     if thread in _busy:  # the W&B run has not been finished yet
-                        self._leave(what, error)
+                        self._turn_off(what, error)
 
         thread = threading.Thread(target=turn, daemon=True)
         _busy.append(thread)

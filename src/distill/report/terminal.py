@@ -14,7 +14,7 @@ from rich.text import Text
 from decode.errors import UserError
 from distill.report.history import scorecards
 from distill.report.tables import by_setting, by_step, headline, table
-from distill.utils.progress import first_rank, lively, say
+from distill.utils.progress import bars_visible, first_rank, say
 from distill.utils.run_folder import REPORT, best
 from drafters.export import formats as programs
 
@@ -25,7 +25,7 @@ OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batc
 def show(folder: Path) -> None:
     """Print the run's table: a rich one on a terminal, plain text elsewhere."""
     cards = list(scorecards(folder).values())
-    if not (first_rank() and cards and lively() and sys.stdout.isatty()):
+    if not (first_rank() and cards and bars_visible() and sys.stdout.isatty()):
         say(table(folder))
         return
     console, last = Console(highlight=False, markup=False, emoji=False), cards[-1]

@@ -1,4 +1,4 @@
-"""JSON and text files, written atomically; what killed writers left; checksums."""
+"""Atomic writes of JSON and text files, removal of temporary files, checksums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drafters.checkpoint.atomic import publish
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed writers left below a folder that nobody writes to now."""
+    """Remove temporary files of killed writers below a folder; nobody may be writing there."""
     for path in list(folder.rglob("*.tmp")):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -22,26 +22,26 @@ def clean(folder: Path) -> None:
 
 
 def put(path: Path, text: str) -> None:
-    """Publish text where somebody asked for it.
+    """Write text atomically to a path that a user named.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: no such folder, or the path is a folder.
     """
     if not path.parent.is_dir() or path.is_dir():
         raise UserError(f"{path}: no file can be there; make its folder, or name another file")
     with publish(path) as temporary:
-        # Half a surrogate pair, which JSON can hold, is no text.
+        # Replace lone surrogates, which JSON can contain and UTF-8 cannot.
         temporary.write_text(text, encoding="utf-8", errors="replace", newline="\n")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Publish `value` as indented JSON."""
+    """Write `value` atomically as indented JSON."""
     with publish(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """What is published there; None where nothing is, or another process has just taken it away."""
+    """Content of a JSON file; None if there is none, or it was just removed."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -49,6 +49,6 @@ def read_json(path: Path) -> Any:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes."""
+    """SHA-256 of a file."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Who started this process as one of several, and what becomes of it when another of them dies."""
+"""Detect launchers (torchrun, SLURM), and exit when another process of the run has died."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Numbers that are all 0 in the first process, and what names the launch. torchrun may run inside SLURM.
+# Variables that are all 0 in the first process, and those that identify the launch. torchrun comes first,
+# since it may run inside SLURM.
 LAUNCHERS = (
     (("RANK",), ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")),
     (("SLURM_PROCID",), ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
     (("NODE_RANK", "LOCAL_RANK"), ("MASTER_ADDR", "MASTER_PORT")),  # by hand
 )
-PARENT = "FOREDRAFT_RANK_0"  # process id, for ranks that Lightning starts
-GRACE = 20.0  # seconds in which a process may find out and say by itself that another has died
+PARENT = "FOREDRAFT_RANK_0"  # process id of rank 0, for ranks that Lightning starts
+GRACE = 20.0  # seconds for a process to notice by itself, and report, that another has died
 
 
 class LostRankError(RuntimeError):
-    """Another process of this run has died; the text is the one line that is shown (exit 1)."""
+    """Another process of this run has died; shown as one line, exit code 1."""
 
 
 def launch() -> tuple[bool, str] | None:
-    """Whether this process is the first of a launch, and a name that all processes of it share.
+    """Whether this process is the first of its launch, and an identifier shared by all its processes.
 
-    None where nobody says: there is one process, or Lightning starts the others.
+    None without a launcher: there is one process, or Lightning starts the others.
     """
     for numbers, names in LAUNCHERS:
         if numbers[0] in os.environ:
@@ -35,22 +36,22 @@ def launch() -> tuple[bool, str] | None:
     return None
 
 
-def lived() -> float:
-    """Seconds that this process has been there; 0 where the system does not say."""
+def process_age() -> float:
+    """Seconds since this process started; 0 if unknown."""
     try:
-        begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # ticks
+        start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         now = float(Path("/proc/uptime").read_text().split()[0])
     except OSError:
         return 0.0
-    return max(0.0, now - begun / os.sysconf("SC_CLK_TCK")) if begun else 0.0
+    return max(0.0, now - start_ticks / os.sysconf("SC_CLK_TCK")) if start_ticks else 0.0
 
 
 def watch(died: Callable[[], str | None], grace: float | None = None) -> None:
-    """End this process after another, from a thread: it may hang in a collective, where no signal helps.
+    """Exit this process after another has died, from a thread: it may hang in a collective.
 
     Args:
-        died: asked once a second; what to say if another process has died.
-        grace: seconds that it has to find out by itself; GRACE if None.
+        died: called once a second; returns the error message if another process has died.
+        grace: seconds before the exit; None: GRACE.
     """
 
     def run() -> None:
@@ -64,7 +65,7 @@ def watch(died: Callable[[], str | None], grace: float | None = None) -> None:
 
 
 def watch_parent() -> None:
-    """In a rank that Lightning has started: end soon after rank 0, whoever has killed it."""
+    """In a rank that Lightning started: exit soon after rank 0."""
     parent = int(os.environ.get(PARENT, 0)) if int(os.environ.get("LOCAL_RANK", 0)) else 0
     if parent:
         watch(lambda: None if os.getppid() == parent else "rank 0 of this run has ended")

@@ -1,9 +1,8 @@
-"""What a run shows while it works: bars on a terminal, a line at each save point, from rank 0 alone.
+"""Progress bars on a terminal and lines of output, from rank 0 only.
 
-Bars are on stderr and go when they are done; what is said stays, on stdout. Where no terminal is, or in
-CI, there are no bars, and no control characters. Nothing is drawn by a thread: a terminal is written to
-where work is counted, at most a few times a second, so that bars cost neither time that is measured nor
-locks that a fork would break.
+Bars go to stderr and disappear when they are done; lines go to stdout. Without a terminal, or in CI,
+there are no bars and no control characters. Bars are drawn by `update`, at most a few times per second,
+and not by a thread: a thread would disturb timings, and its locks break in forked processes.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from typing_extensions import override
 
 from decode.errors import UserError
 
-WIDE = 70  # columns of a terminal in which there is room for a bar and for how fast it goes
-EVERY = 0.15  # seconds between two drawings
+WIDE = 70  # columns of a terminal that has room for a bar and its rate
+EVERY = 0.15  # seconds between redraws
 switch = {"on": True}  # trainer.enable_progress_bar, for every bar of the process
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Of this process, whoever launched it: torchrun, SLURM, or Lightning, whose processes have no RANK."""
+    """Rank and world size of this process under torchrun, SLURM or Lightning (which sets no RANK)."""
     for rank, world in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if rank in os.environ and world in os.environ:
             return int(os.environ[rank]), int(os.environ[world])
@@ -41,19 +40,19 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def first_rank() -> bool:
-    """Whether this process is the one that speaks and writes."""
+    """Whether this process is rank 0, which prints and writes files."""
     return not getattr(rank_zero_only, "rank", 0)
 
 
-def lively() -> bool:
-    """Whether stderr is a terminal that somebody watches, and this process the one that may draw on it."""
+def bars_visible() -> bool:
+    """Whether this process may draw bars: rank 0 with stderr on a terminal, not in CI."""
     quiet = os.environ.get("CI", "").lower() not in ("", "0", "false") or os.environ.get("TERM") == "dumb"
-    worker = multiprocessing.parent_process() is not None  # of a sweep, say: its parent has the terminal
+    worker = multiprocessing.parent_process() is not None  # of a sweep, for example: the parent draws
     return switch["on"] and first_rank() and not quiet and not worker and sys.stderr.isatty()
 
 
-class Facts(ProgressColumn):
-    """How much of a task is done, since when, until when, how fast, and what else is to be said of it."""
+class ProgressText(ProgressColumn):
+    """Column with count, elapsed and remaining time, rate and note of a task."""
 
     def __init__(self, wide: bool) -> None:
         super().__init__(Column(no_wrap=True, overflow="ellipsis"))
@@ -63,24 +62,24 @@ class Facts(ProgressColumn):
     def render(self, task: Task) -> Text:
         n, total, note = int(task.completed), int(task.total or 0), task.fields["note"]
         seconds = task.elapsed or 0.0
-        # Pauses count: what is to come has some, too.
-        rate = (n - task.fields["begun"]) / seconds if seconds else 0.0
-        left = clock((total - n) / rate) if rate else "?"
-        if not task.fields["unit"]:  # nothing of it can be counted
+        # Pauses count, since the remaining work has some too.
+        rate = (n - task.fields["start"]) / seconds if seconds else 0.0
+        remaining = clock((total - n) / rate) if rate else "?"
+        if not task.fields["unit"]:  # no countable progress
             return Text(f"{'' if self.wide else task.description} ...".strip())
         if not self.wide:
-            return Text(f"{task.description} {100 * n // max(1, total)}% <{left} {note}".rstrip())
-        words = [f"{n}/{total} {task.fields['unit']}", f"{clock(seconds)}<{left}"]
+            return Text(f"{task.description} {100 * n // max(1, total)}% <{remaining} {note}".rstrip())
+        words = [f"{n}/{total} {task.fields['unit']}", f"{clock(seconds)}<{remaining}"]
         if rate:
             words.append(f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each")
         return Text(" ".join([*words, note]).rstrip())
 
 
 class Bars(Progress):
-    """All bars of this process, in as many columns as the terminal has room for."""
+    """All bars of this process; columns depend on the width of the terminal."""
 
     def __init__(self, console: Console) -> None:
-        self._on, self._drawn = console, 0.0
+        self._terminal, self._last_draw = console, 0.0
         super().__init__(
             console=console,
             auto_refresh=False,
@@ -91,19 +90,19 @@ class Bars(Progress):
 
     @override
     def get_renderables(self) -> Iterable[RenderableType]:
-        wide = self._on.width >= WIDE
-        self.columns = (Name(), BarColumn(10), Facts(True)) if wide else (Facts(False),)
+        wide = self._terminal.width >= WIDE
+        self.columns = (TaskName(), BarColumn(10), ProgressText(True)) if wide else (ProgressText(False),)
         return super().get_renderables()
 
     def draw(self, now: bool = False) -> None:
-        """Draw what has changed, if the last drawing is not too new."""
-        if now or time.monotonic() - self._drawn > EVERY:
+        """Redraw, at most every EVERY seconds unless `now`."""
+        if now or time.monotonic() - self._last_draw > EVERY:
             self.refresh()
-            self._drawn = time.monotonic()
+            self._last_draw = time.monotonic()
 
 
-class Name(ProgressColumn):
-    """What is being done."""
+class TaskName(ProgressColumn):
+    """Column with the name of a task."""
 
     def __init__(self) -> None:
         super().__init__(Column(no_wrap=True, overflow="ellipsis"))
@@ -114,24 +113,24 @@ class Name(ProgressColumn):
 
 
 class Bar:
-    """One of them, or nothing where none are shown.
+    """A progress bar; shows nothing where bars are not visible.
 
     Args:
-        total: when it is done.
-        what: is done.
+        total: units in all.
+        what: name of the task.
         unit: of `total`.
-        done: of it already.
-        leave: say when it is done how long it took.
+        done: units already done.
+        leave: print the total time at the end.
 
     Attributes:
-        n: done so far.
+        n: units done so far.
     """
 
     def __init__(self, total: int, what: str, unit: str, done: int, leave: bool) -> None:
         self.n, self.what, self.unit, self.leave = done, what, unit, leave
-        self._total, self._begun = total, done
+        self._total, self._initial = total, done
         self._start = time.monotonic()
-        self._task = _open(total, what, done, unit) if lively() else None
+        self._task = _open(total, what, done, unit) if bars_visible() else None
 
     def __enter__(self) -> Self:
         return self
@@ -141,7 +140,7 @@ class Bar:
 
     @property
     def total(self) -> int:
-        """What `n` is out of; it may become known later."""
+        """Units in all; may be set later."""
         return self._total
 
     @total.setter
@@ -149,10 +148,10 @@ class Bar:
         self._total = total
 
     def update(self, count: int = 1, note: str | None = None) -> None:
-        """So much more is done.
+        """Advance the bar.
 
         Args:
-            count: in units.
+            count: units done since the last call.
             note: shown behind the bar from now on.
         """
         self.n += count
@@ -163,7 +162,7 @@ class Bar:
         bars.draw()
 
     def close(self) -> None:
-        """Take it off the terminal; the last one leaves that as it was."""
+        """Remove the bar; the last one restores the terminal."""
         if self._task is None or not (bars := _shown.get("bars")):
             return
         bars.remove_task(self._task)
@@ -173,25 +172,25 @@ class Bar:
         else:
             _shown.clear()
             bars.stop()
-        if self.leave and self.n > self._begun:
+        if self.leave and self.n > self._initial:
             say(f"{self.what}: {self.n}/{self._total} {self.unit} in {clock(time.monotonic() - self._start)}")
 
 
-_shown: dict[str, Bars] = {}  # "bars", while there are any
+_shown: dict[str, Bars] = {}  # "bars", while any are visible
 
 
 def _open(total: int, what: str, done: int, unit: str) -> TaskID:
     if not (bars := _shown.get("bars")):
         bars = _shown["bars"] = Bars(Console(stderr=True, highlight=False, markup=False, emoji=False))
         bars.start()
-        bars.console.show_cursor()  # rich hides it, and who is killed cannot bring it back
-    task = bars.add_task(what, total=total, completed=done, unit=unit, begun=done, note="")
+        bars.console.show_cursor()  # rich hides the cursor, and a killed process could not restore it
+    task = bars.add_task(what, total=total, completed=done, unit=unit, start=done, note="")
     bars.draw(now=True)
     return task
 
 
 def _forget() -> None:
-    """A child that was forked leaves the bars to its parent."""
+    """In a forked child: leave the bars to the parent."""
     if _shown:
         _shown.clear()
         for name in ("stdout", "stderr"):
@@ -203,12 +202,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def bar(total: int, what: str, unit: str, done: int = 0, leave: bool = True) -> Bar:
-    """A bar for `what`; nothing where no terminal shows it."""
+    """Open a progress bar; see `Bar`."""
     return Bar(total, what, unit, done, leave)
 
 
 def say(text: str) -> None:
-    """Print a line, above whatever bars are showing."""
+    """Print a line above the bars, on rank 0."""
     if not first_rank():
         return
     if (bars := _shown.get("bars")) and sys.stdout.isatty():
@@ -218,19 +217,19 @@ def say(text: str) -> None:
 
 
 def clock(seconds: float) -> str:
-    """As 1:02:03 or 2:03."""
+    """Format seconds as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def wants_color(choice: str) -> bool:
-    """Whether to colour: `auto` does on a terminal, unless NO_COLOR (no-color.org) asks not to.
+    """Whether to print colors; `auto`: on a terminal, unless NO_COLOR is set (no-color.org).
 
     Raises:
-        UserError: no such choice.
+        UserError: unknown choice.
     """
     if choice not in ("auto", "always", "never"):
         raise UserError(f"color={choice}: choose auto, always or never")
-    able = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    return choice == "always" or (choice == "auto" and able and not os.environ.get("NO_COLOR"))
+    supported = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return choice == "always" or (choice == "auto" and supported and not os.environ.get("NO_COLOR"))

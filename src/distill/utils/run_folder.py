@@ -15,27 +15,27 @@ from typing import IO, Any
 
 from decode.errors import UserError
 from distill.utils.atomic_files import write_json
-from distill.utils.launcher import launch, lived
+from distill.utils.launcher import launch, process_age
 
 REPORT = "report.html"
 
 DONE = "done"
-FAILED = "failed"  # folder of batches that no number came of
+FAILED = "failed"  # folder of batches whose loss or gradient was not finite
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Of the resolved configuration, how to resume and what becomes of the result aside."""
-    kept = {k: v for k, v in config.items() if k not in ("resume", "export")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Hash of the resolved configuration, without `resume` and `export`."""
+    settings = {k: v for k, v in config.items() if k not in ("resume", "export")}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass(slots=True)
 class Run:
-    """A claimed folder; the claim ends with the process, however it ends.
+    """A run folder locked by this process; the lock ends with the process.
 
     Attributes:
         path: the folder.
-        resumed: it held an unfinished run of the same configuration.
+        resumed: whether it contained an unfinished run of the same configuration.
     """
 
     path: Path
@@ -47,16 +47,16 @@ class Run:
         (self.path / DONE).touch()
 
     def close(self) -> None:
-        """Let another process work there."""
+        """Release the lock."""
         self._lock.close()
 
     def discard_if_empty(self) -> None:
-        """Remove a folder that no work was written to."""
+        """Remove a folder without results."""
         families = self.path.glob("families/*/checkpoints/*")  # of drafter=auto
-        worked = checkpoints(self.path) or (self.path / FAILED).exists() or any(families)
-        if not (self.resumed or worked):
+        has_results = checkpoints(self.path) or (self.path / FAILED).exists() or any(families)
+        if not (self.resumed or has_results):
             shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):  # other runs of this day are in there
+            with suppress(OSError):  # contains other runs of the day
                 self.path.parent.rmdir()
 
 
@@ -78,24 +78,24 @@ def claim(root: Path, config: dict[str, Any], resume: str) -> Run:
             run = _claim_named(Path(resume), key)
         else:
             run = (_unfinished(root, key) if resume == "auto" else None) or _new(root, key)
-        _tell(root, run)
+        _announce(root, run)
     except OSError as error:
         raise UserError(f"output_dir={root}: {error.strerror}") from None
     except UserError:
         with suppress(OSError):
-            _tell(root, None)
+            _announce(root, None)
         raise
     return run
 
 
-def _tell(root: Path, run: Run | None) -> None:
-    """Let the other processes of this launch know what was claimed; None: nothing can be."""
-    if there := _launch(root):
-        write_json(there, run and str(run.path))
+def _announce(root: Path, run: Run | None) -> None:
+    """Tell other processes of this launch which folder was claimed; None: claiming failed."""
+    if path := _launch_file(root):
+        write_json(path, run and str(run.path))
 
 
 def occupy(folder: Path, config: dict[str, Any], job: str) -> Run:
-    """Begin a sweep's job in its folder, or go on there.
+    """Start or resume a job of a sweep in its folder.
 
     Args:
         folder: of the job.
@@ -103,7 +103,7 @@ def occupy(folder: Path, config: dict[str, Any], job: str) -> Run:
         job: its name among the others, recorded.
 
     Raises:
-        UserError: a job of another configuration was there, or a process is.
+        UserError: the folder has a job of another configuration, or is in use.
     """
     key, record = config_hash(config), folder / "run.json"
     resumed = record.exists()
@@ -118,21 +118,21 @@ def occupy(folder: Path, config: dict[str, Any], job: str) -> Run:
 
 
 def join(root: Path, wait: float = 600.0) -> Path:
-    """The folder that the first process of this launch (torchrun's, SLURM's) has claimed.
+    """Wait for the folder that rank 0 of this launch (torchrun, SLURM) claims.
 
     Args:
         root: folder of all runs.
         wait: seconds.
 
     Raises:
-        UserError: none in that time, or that process has ended.
+        UserError: no folder in that time, or rank 0 has exited.
     """
-    there, born = _launch(root), time.time() - lived()
+    path, started = _launch_file(root), time.time() - process_age()
     end = time.monotonic() + wait
-    while there and time.monotonic() < end:
+    while path and time.monotonic() < end:
         try:
-            written = there.stat().st_mtime
-            claimed = json.loads(there.read_text())
+            written = path.stat().st_mtime
+            claimed = json.loads(path.read_text())
         except (OSError, ValueError):
             written, claimed = 0.0, None
         if claimed and (Path(claimed) / "run.json").exists():
@@ -140,25 +140,25 @@ def join(root: Path, wait: float = 600.0) -> Path:
             if not lock:
                 return Path(claimed)
             lock.close()
-        # An earlier launch may have had the same name; its processes hold no lock any more either.
-        if written > born:
+        # A file older than this process is from an earlier launch with the same identifier.
+        if written > started:
             raise UserError(f"output_dir={root}: rank 0 of this launch has ended; see what it says")
         time.sleep(0.1)
     raise UserError(f"output_dir={root}: rank 0 of this launch has claimed no run there; do ranks share it?")
 
 
-def _launch(root: Path) -> Path | None:
-    """Where ranks that somebody else starts learn which folder rank 0 has."""
-    known = launch()
-    return root / f".launch-{hashlib.sha256(known[1].encode()).hexdigest()[:12]}.json" if known else None
+def _launch_file(root: Path) -> Path | None:
+    """File by which rank 0 tells the other ranks of a launch its folder; None without a launcher."""
+    info = launch()
+    return root / f".launch-{hashlib.sha256(info[1].encode()).hexdigest()[:12]}.json" if info else None
 
 
 def _unfinished(root: Path, key: str) -> Run | None:
-    found = [(_read(record), record.parent) for record in root.glob("*/*/run.json")]
-    same = [(run["started"], folder) for run, folder in found if run.get("config") == key]
+    runs = [(_read(record), record.parent) for record in root.glob("*/*/run.json")]
+    same = [(run["started"], folder) for run, folder in runs if run.get("config") == key]
     for _, folder in sorted(same, reverse=True):
         lock = None if (folder / DONE).exists() else _lock(folder)
-        # Its owner may have finished or discarded it meanwhile.
+        # Its owner may have finished or discarded it in the meantime.
         if lock and (folder / "run.json").exists() and not (folder / DONE).exists():
             return Run(folder, True, lock)
         if lock:
@@ -188,7 +188,7 @@ def _new(root: Path, key: str) -> Run:
             try:
                 named.mkdir(parents=True)
             except FileExistsError:
-                if not named.is_dir():  # a file stands where a folder has to be
+                if not named.is_dir():  # a file is in the way
                     raise
                 continue
             lock = _lock(named)
@@ -200,7 +200,7 @@ def _new(root: Path, key: str) -> Run:
 def _lock(folder: Path) -> IO[str] | None:
     try:
         handle = (folder / "run.lock").open("a")
-    except FileNotFoundError:  # its owner has discarded it
+    except FileNotFoundError:  # discarded by its owner
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -220,9 +220,9 @@ def _read(record: Path) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints of a run, by step."""
-    found = [p for p in (folder / "checkpoints").glob("*") if p.name.isdigit() and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name))
+    """Complete checkpoints of a run, by step."""
+    paths = [p for p in (folder / "checkpoints").glob("*") if p.name.isdigit() and p.is_dir()]
+    return sorted(paths, key=lambda p: int(p.name))
 
 
 def best(folder: Path) -> Path | None:

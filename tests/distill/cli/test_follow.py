@@ -6,7 +6,7 @@ import pytest
 from workbench import CONF
 
 from decode.errors import UserError
-from distill.cli.checkpoint_defaults import follow
+from distill.cli.checkpoint_defaults import with_run_settings
 from distill.cli.main import rewrite
 from distill.config.compose import compose
 
@@ -46,7 +46,7 @@ PROMPTS = ["prompts=jsonl", "prompts.path='/a b.jsonl'"]
 )
 def test_what_is_not_named_is_as_in_training(best, capsys, name, given, found):
     argv = [f"checkpoint={best}", *given]
-    assert follow(argv, CONF, name) == [*found, *argv]
+    assert with_run_settings(argv, CONF, name) == [*found, *argv]
     assert ("as in training: " in capsys.readouterr().out) == bool(found)
 
 
@@ -55,7 +55,7 @@ def test_who_generates_alone_takes_the_template_and_no_file(best):
         "- prompts=jsonl\n- prompts.path=x\n- prompts.template=none\n"
     )
     argv = [f"checkpoint={best}"]
-    assert follow(argv, CONF, "generate") == ["target=/a/target", "prompts.template=none", *argv]
+    assert with_run_settings(argv, CONF, "generate") == ["target=/a/target", "prompts.template=none", *argv]
 
 
 def test_a_store_is_read_by_the_target_that_wrote_it(tmp_path):
@@ -64,9 +64,9 @@ def test_a_store_is_read_by_the_target_that_wrote_it(tmp_path):
     (tmp_path / "x" / "manifest.json").write_text(json.dumps({"origin": origin}))
     found = ["target=/a/target", "target.revision='abc'"]
     for argv in ([f"store={tmp_path / 'x'}"], [f"stores={tmp_path}", "sample=0"]):
-        assert follow(argv, CONF, "inspect_data") == [*found, *argv]
+        assert with_run_settings(argv, CONF, "inspect_data") == [*found, *argv]
     for argv in ([f"store={tmp_path / 'x'}", "target=/mine"], [f"store={tmp_path}"]):
-        assert follow(argv, CONF, "inspect_data") == argv
+        assert with_run_settings(argv, CONF, "inspect_data") == argv
 
 
 def test_the_bundled_target_is_everybodys_default(best):
@@ -74,19 +74,19 @@ def test_the_bundled_target_is_everybodys_default(best):
     config["target"]["name"] = "data/pocket"
     (best / "config.json").write_text(json.dumps(config))
     argv = [f"checkpoint={best}"]
-    assert follow(argv, CONF, "generate") == argv
+    assert with_run_settings(argv, CONF, "generate") == argv
 
 
 def test_what_was_moved_out_of_its_run_still_knows_its_target(best, tmp_path):
     moved = best.rename(tmp_path / "moved")
     (tmp_path / ".hydra" / "overrides.yaml").unlink()
     argv = [f"checkpoint={moved}"]
-    assert follow(argv, CONF, "limit") == ["target=/a/target", *argv]
+    assert with_run_settings(argv, CONF, "limit") == ["target=/a/target", *argv]
 
 
 @pytest.mark.parametrize("other", ["nowhere", "a/b/score.json", ""])
 def test_what_is_no_checkpoint_is_left_to_the_command(other):
-    assert follow([f"checkpoint={other}"], CONF, "verify_served") == [f"checkpoint={other}"]
+    assert with_run_settings([f"checkpoint={other}"], CONF, "verify_served") == [f"checkpoint={other}"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_name_is_nothing_but_a_name(best, capsys, said):
     config["target"] |= said
     (best / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="no name of a target") as error:
-        follow([f"checkpoint={best}"], CONF, "generate")
+        with_run_settings([f"checkpoint={best}"], CONF, "generate")
     assert str(error.value).isprintable()
     assert capsys.readouterr().out == ""
 
@@ -115,7 +115,7 @@ def test_a_revision_comes_along_as_text(best):
     config = json.loads((best / "config.json").read_text())
     config["target"] |= {"name": "owner/name", "revision": "1234567"}
     (best / "config.json").write_text(json.dumps(config))
-    found = rewrite(follow([f"checkpoint={best}"], CONF, "generate"), CONF)[:-1]
+    found = rewrite(with_run_settings([f"checkpoint={best}"], CONF, "generate"), CONF)[:-1]
     target = compose([*found, "checkpoint=x", "prompt=x"], CONF, "generate").target
     assert (target.path, target.revision) == ("owner/name", "1234567")
 
@@ -124,4 +124,5 @@ def test_held_out_prompts_that_were_too_long_stay_out(best):
     argv, record = [f"checkpoint={best}"], best.parents[1] / "prompts.json"
     for held_out, more in ((0, []), (2, ["prompts.max_tokens=511"])):
         record.write_text(json.dumps({"too_long": {"tokens": 511, "train": 9, "held_out": held_out}}))
-        assert follow(argv, CONF, "score_checkpoint") == ["target=/a/target", *PROMPTS, *more, *argv]
+        overrides = with_run_settings(argv, CONF, "score_checkpoint")
+        assert overrides == ["target=/a/target", *PROMPTS, *more, *argv]
