@@ -1,4 +1,4 @@
-"""Time things against one another: python scripts/benchmark.py <word> [overrides]; see WORDS."""
+"""Run a benchmark: python scripts/benchmark.py <name> [overrides]; names are in BENCHMARKS."""
 
 import sys
 from importlib import import_module
@@ -6,8 +6,8 @@ from importlib import import_module
 from distill.cli.main import main
 from distill.utils.paths import CONF
 
-# what is measured -> what measures it; its configuration is conf/benchmark_<word>.yaml
-WORDS = {
+# name -> module:function; its configuration is conf/benchmark_<name>.yaml
+BENCHMARKS = {
     "auto": "benchmarks.auto_regret:auto_regret",
     "decode": "benchmarks.decode:decoders",
     "batch": "benchmarks.batch_context:batch_sizes",
@@ -21,14 +21,14 @@ WORDS = {
 
 
 def run() -> None:
-    """Dispatch on the first word; the rest are overrides of its configuration."""
-    word = sys.argv[1] if len(sys.argv) > 1 else ""
-    if word not in WORDS:
-        print(f"error: benchmark {word}: choose one of {', '.join(WORDS)}", file=sys.stderr)
+    """Run the benchmark named by the first argument; the rest are overrides of its configuration."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
+        print(f"error: benchmark {name}: choose one of {', '.join(BENCHMARKS)}", file=sys.stderr)
         raise SystemExit(2)
-    module, _, function = WORDS[word].partition(":")
+    module, _, function = BENCHMARKS[name].partition(":")
     del sys.argv[1]
-    main(getattr(import_module(module), function), CONF, f"benchmark_{word}")
+    main(getattr(import_module(module), function), CONF, f"benchmark_{name}")
 
 
 if __name__ == "__main__":

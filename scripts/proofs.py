@@ -1,6 +1,6 @@
-"""Run the tests marked `proof`, all or those of the files given; docs/proofs.md keeps output and commit.
+"""Run the tests marked `proof`, all or those of given files; write output and commit to docs/proofs.md.
 
-A run of all begins the page anew; one of some files is added to it.
+A run of all tests replaces the page; a run of some files is appended.
 """
 
 import os
@@ -16,12 +16,12 @@ PAGE = ROOT / "docs" / "proofs.md"
 
 
 def main(files: list[str]) -> int:
-    """Exit code of pytest."""
+    """Run pytest; returns its exit code."""
     import torch
 
     command = [sys.executable, "-m", "pytest", "-m", "proof", "-v", "--durations=0", "-p", "no:cacheprovider"]
     command += ["-n", "2", "--dist", "loadfile"]
-    command += ["--no-header", "--disable-warnings", *files]  # both have paths of this machine
+    command += ["--no-header", "--disable-warnings", *files]  # both would print paths of this machine
     at = commit()
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True

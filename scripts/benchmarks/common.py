@@ -1,4 +1,4 @@
-"""Shared by benchmarks: their inputs, and the conditions that their files record."""
+"""Inputs of benchmarks, and the conditions recorded in their results."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from distill.utils.provenance import commit
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(HeldOutInputs):
-    """Target, prompts and scoring of conf/benchmark_*.yaml; benchmarks read the rest of it themselves."""
+    """Target, prompts and scoring options of conf/benchmark_*.yaml."""
 
     score: ScoringOptions
 
 
 def load_inputs(cfg: DictConfig) -> tuple[Target, Chat, list[Prompt], list[Prompt]]:
-    """The target, its chat template, training prompts and held-out ones, as `read_inputs` gives them."""
+    """Target, chat template, training prompts and held-out prompts (see `read_inputs`)."""
     options = read_part(Inputs, cfg)
     chat, train, held = read_inputs(options.target, options.prompts, options.score)
     return build_target(options.target), chat, train, held
 
 
 def conditions(cfg: DictConfig, target: Target, threads: int, load: Sequence[float]) -> dict[str, Any]:
-    """Settings and machine of a benchmark, as its file records them."""
+    """Settings and machine of a benchmark, for its result file."""
     return {
         "temperature": cfg.temperature,
         "max_new_tokens": cfg.score.max_new_tokens,

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py lyanna: what reuse of hidden states gives, and head products of a draft."""
+"""Ablation of Lyanna's hidden-state reuse by exact replay, and head products per draft."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Acceptance length with reused states and without, on stored answers.
+    """Acceptance length with and without reused states, on stored answers.
 
     Attributes:
-        states_reused: of the states at and behind a rejection, share used in the next round.
-        salvage_rate: share of rounds that accept more than they would with the plan's nodes all fresh.
-        equal_nodes: the plan's nodes shared out between fresh and old states, over all fresh.
-        equal_forwards: old states' nodes on top of the plan's, over the plan.
-        fresh_control: as many fresh nodes on top, over the plan.
+        states_reused: share of the states from a rejection on that the next round uses.
+        salvage_rate: share of rounds that accept more tokens than with fresh nodes only.
+        equal_nodes: the plan's nodes split between fresh and old states, minus all fresh.
+        equal_forwards: nodes of old states added to the plan's, minus the plan.
+        fresh_control: as many fresh nodes added, minus the plan.
     """
 
     states_reused: float
@@ -65,7 +65,7 @@ class Reuse:
 
 
 def lyanna(cfg: DictConfig, folder: Path) -> float:
-    """Replay a Lyanna checkpoint with reuse of old states and without; a table, and `out` as JSON.
+    """Replay a Lyanna checkpoint with and without state reuse; print a table, write `out` as JSON.
 
     Args:
         cfg: composed from conf/benchmark_lyanna.yaml.
@@ -75,7 +75,7 @@ def lyanna(cfg: DictConfig, folder: Path) -> float:
         The difference at equal nodes.
 
     Raises:
-        UserError: bad input, another drafter, or a plan that old states are not merged into.
+        UserError: bad input, another drafter, or a plan without merging of old states.
     """
     del folder
     quiet()
@@ -118,7 +118,7 @@ def _cells(arm: Difference) -> list[str]:
 
 @contextmanager
 def reuse_mode(drafter: Lyanna, mode: str) -> Iterator[None]:
-    """Decode with another mode of reuse."""
+    """Context with another reuse mode of the drafter."""
     before, drafter.reuse = drafter.reuse, replace(drafter.reuse, mode=mode)
     try:
         yield
@@ -169,7 +169,7 @@ class _ReusedStates:
         self.num_rounds = self.num_longer = self.num_rejected = self.num_reused = 0
 
     def __call__(self, step: Step) -> None:
-        """See `walk`; the state is left as it was."""
+        """Callback of `walk`; does not change the state."""
         drafted = step.state.drafted
         with reuse_mode(self._drafter, "none"):
             alone = self._drafter.propose(step.state, self._target, self._sampler, NO_COIN, self._fresh)
@@ -185,7 +185,7 @@ class _ReusedStates:
 
 
 class _ProductCounter(TorchDispatchMode):
-    """Counts operations that read one of the heads' weights."""
+    """Counts matrix products with a weight of an output head."""
 
     def __init__(self, heads: list[Tensor]) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class _ProductCounter(TorchDispatchMode):
 
 
 class _CountedDrafter:
-    """A drafter whose drafts, and the head products in them, are counted."""
+    """Counts drafts of a drafter and the head products in them."""
 
     def __init__(self, drafter: Drafter, products: _ProductCounter) -> None:
         self._drafter, self._products, self.drafts = drafter, products, 0
@@ -214,8 +214,8 @@ class _CountedDrafter:
 def head_products(target: Target, drafter: Drafter, prompt: list[int], plan: Plan) -> float:
     """Matrix products with an output head in a draft, decoding greedily: 1 for Lyanna, K for Medusa.
 
-    A head is the target's, or a matrix of the drafter's with a row for each token that it can draft,
-    except a token-info bias, whose columns are few.
+    Heads are that of the target, and matrices of the drafter with one row per token that it can draft,
+    except the low-rank token-info bias.
     """
     sizes = {target.vocab_size, drafter.settings.get("draft_vocab_size")}
     heads = [target.head.weight] + [

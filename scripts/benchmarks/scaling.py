@@ -1,4 +1,4 @@
-"""Training on several processes against one, strategy by strategy."""
+"""Weak scaling of training over processes, for each strategy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from distill.utils.progress import bar
 from distill.utils.provenance import commit
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-MEASURED = ("tokens_per_second", "peak_gib", "mfu")  # of what a run logs as train/...
+METRICS = ("tokens_per_second", "peak_gib", "mfu")  # logged as train/...
 
 
 def scaling(cfg: DictConfig, folder: Path) -> float:
-    """Train with every strategy on every number of processes, in turns; a table, and `out` as JSON.
+    """Train with every strategy on every number of processes in turn; print a table, write `out` as JSON.
 
-    Every process has as many rows as the one has (weak scaling), so efficiency is tokens a second over
-    those of one process times their number.
+    Every process has the same number of rows (weak scaling): efficiency is tokens per second, over the
+    number of processes times those of one process.
 
     Args:
         cfg: composed from conf/benchmark_scaling.yaml.
@@ -45,64 +45,74 @@ def scaling(cfg: DictConfig, folder: Path) -> float:
     del folder
     check_ranges(cfg)
     settings = [(trainer, count) for trainer in cfg.trainers for count in cfg.processes]
-    found: dict[tuple[str, int], list[dict[str, float]]] = {setting: [] for setting in settings}
+    results: dict[tuple[str, int], list[dict[str, float]]] = {setting: [] for setting in settings}
     load = [os.getloadavg()[0]]
-    with bar(cfg.repeats * len(settings), "scaling", "runs", leave=False) as shown:
+    with bar(cfg.repeats * len(settings), "scaling", "runs", leave=False) as progress:
         for _ in range(cfg.repeats):
             for trainer, count in settings:
-                found[trainer, count].append(_train(cfg, trainer, count))
-                shown.update()
+                results[trainer, count].append(_train(cfg, trainer, count))
+                progress.update()
     load.append(os.getloadavg()[0])
-    rows = [_row(setting, found) for setting in settings]
+    rows = [_row(setting, results) for setting in settings]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = {"hardware": hardware(device), "commit": commit(), "load": load}
-    write_json(Path(cfg.out), {"what": "scaling", "rows": rows, "overrides": list(cfg.overrides), **where})
+    conditions = {"hardware": hardware(device), "commit": commit(), "load": load}
+    write_json(
+        Path(cfg.out), {"what": "scaling", "rows": rows, "overrides": list(cfg.overrides), **conditions}
+    )
     print(
         grid(
             ["trainer", "processes", "tokens/s", "efficiency", "peak GiB", "MFU"],
-            [_shown(row) for row in rows],
+            [_cells(row) for row in rows],
         )
     )
-    print(f"{where['hardware']}, load {load[0]:.2f}..{load[1]:.2f}, commit {where['commit']}")
+    print(f"{conditions['hardware']}, load {load[0]:.2f}..{load[1]:.2f}, commit {conditions['commit']}")
     return max(row["efficiency"] for row in rows if row["processes"] == max(cfg.processes))
 
 
 def _train(cfg: DictConfig, trainer: str, count: int) -> dict[str, float]:
-    """What one run logs: medians over its lines but the first, whose steps warm up."""
-    with TemporaryDirectory(prefix="scaling-") as place:
-        words = [f"trainer={trainer}", f"trainer.devices={count}", f"trainer.max_steps={cfg.steps}"]
-        words += [f"trainer.log_every_n_steps={max(1, cfg.steps // 6)}", "score.enabled=false", "logger=csv"]
-        words += ["resume=never", f"output_dir={Path(cfg.rollouts).resolve()}", f"hydra.run.dir='{place}'"]
-        done = subprocess.run(
-            [sys.executable, str(TRAIN), *words, *cfg.overrides],
+    """Metrics of one run: medians over its log lines, without the first (warm-up)."""
+    with TemporaryDirectory(prefix="scaling-") as folder:
+        options = [f"trainer={trainer}", f"trainer.devices={count}", f"trainer.max_steps={cfg.steps}"]
+        options += [
+            f"trainer.log_every_n_steps={max(1, cfg.steps // 6)}",
+            "score.enabled=false",
+            "logger=csv",
+        ]
+        options += [
+            "resume=never",
+            f"output_dir={Path(cfg.rollouts).resolve()}",
+            f"hydra.run.dir='{folder}'",
+        ]
+        process = subprocess.run(
+            [sys.executable, str(TRAIN), *options, *cfg.overrides],
             env={"OMP_NUM_THREADS": "1"} | os.environ,
             capture_output=True,
             text=True,
         )
-        if done.returncode:
-            said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        if process.returncode:
+            message = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
             raise UserError(
-                f"benchmark: trainer={trainer} on {count} processes: {said.removeprefix('error: ')}"
+                f"benchmark: trainer={trainer} on {count} processes: {message.removeprefix('error: ')}"
             )
-        (log,) = Path(place).rglob("metrics.csv")
+        (log,) = Path(folder).rglob("metrics.csv")
         with log.open() as lines:
-            logged = list(csv.DictReader(lines))
-    columns = {name: [float(v) for line in logged if (v := line.get(f"train/{name}"))] for name in MEASURED}
+            records = list(csv.DictReader(lines))
+    columns = {name: [float(v) for line in records if (v := line.get(f"train/{name}"))] for name in METRICS}
     return {name: median(values[1:] or values) for name, values in columns.items() if values}
 
 
-def _row(setting: tuple[str, int], found: dict[tuple[str, int], list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians over repeats; efficiency is the median over what the runs of one repeat have."""
+def _row(setting: tuple[str, int], results: dict[tuple[str, int], list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians over repeats; efficiency is the median of the ratios within repeats."""
     trainer, count = setting
-    least = min(n for name, n in found if name == trainer)
-    own, alone = found[setting], found[trainer, least]
+    least = min(n for name, n in results if name == trainer)
+    runs, baselines = results[setting], results[trainer, least]
     key = "tokens_per_second"
-    shares = [run[key] * least / (first[key] * count) for run, first in zip(own, alone, strict=True)]
-    medians = {name: median(run[name] for run in own) for name in MEASURED if name in own[0]}
+    shares = [run[key] * least / (first[key] * count) for run, first in zip(runs, baselines, strict=True)]
+    medians = {name: median(run[name] for run in runs) for name in METRICS if name in runs[0]}
     return {"trainer": trainer, "processes": count, "efficiency": median(shares), **medians}
 
 
-def _shown(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any]) -> list[str]:
     mfu = f"{row['mfu']:.0%}" if "mfu" in row else "-"
     speed, share = f"{row['tokens_per_second']:.0f}", f"{row['efficiency']:.0%}"
     return [row["trainer"], str(row["processes"]), speed, share, f"{row['peak_gib']:.2f}", mfu]

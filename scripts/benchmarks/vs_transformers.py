@@ -1,4 +1,4 @@
-"""Who decodes fastest: this loop and Hugging Face's, on one target, interleaved in one process."""
+"""Compare decoding speed with Hugging Face's `generate` on one target, interleaved in one process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from decode.model.target import Tap, Target
 from decode.plan import Plan
 from decode.sampling import Sampler
 
-WARM_UP = 8  # tokens that everybody decodes before the clock starts
+WARM_UP = 8  # tokens that each contender decodes before timing
 
 
 class Text(NamedTuple):
-    """What one call gave."""
+    """Output of one call."""
 
-    tokens: list[int]  # new ones
-    emitted: list[int]  # by each pass of the target after the one over the prompt
+    tokens: list[int]  # new tokens
+    emitted: list[int]  # new tokens of each target pass after the prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to decode: (prompt, max_new_tokens) -> text, in one call."""
+    """A decoder: (prompt, max_new_tokens) -> text, in one call."""
 
     name: str
     decode: Callable[[Sequence[int], int], Text]
@@ -47,11 +47,17 @@ def ours(
     stop: Sequence[int] = (),
     seed: int = 0,
 ) -> Callable[[Sequence[int], int], Text]:
-    """`decode.generation.generate` at batch 1; arguments as there, and the taps that the drafter reads."""
+    """`decode.generation.generate` at batch 1; `taps` are those of the drafter."""
 
-    def decode(prompt: Sequence[int], longest: int) -> Text:
+    def decode(prompt: Sequence[int], length: int) -> Text:
         target.tap(taps)
-        options = {"max_new_tokens": longest, "sampler": sampler, "plan": plan, "seed": seed, "stop": stop}
+        options = {
+            "max_new_tokens": length,
+            "sampler": sampler,
+            "plan": plan,
+            "seed": seed,
+            "stop": stop,
+        }
         output = generate(target, drafter, [prompt], **options).outputs[0]
         return Text(output.tokens, output.emitted)
 
@@ -65,45 +71,45 @@ def hugging_face(
     depth: int = 0,
     stop: Sequence[int] = (),
 ) -> Callable[[Sequence[int], int], Text]:
-    """`generate` of transformers on the target's own module.
+    """`generate` of transformers on the module of the target.
 
     Args:
-        target: whose module decodes.
+        target: that decodes.
         sampler: temperature, top-k, top-p and min-p.
-        assistant: drafts exactly `depth` tokens a round (assisted generation).
-        depth: without an assistant, the most that is copied from the text so far (prompt lookup);
-            0 drafts nothing.
+        assistant: drafts exactly `depth` tokens per round (assisted generation).
+        depth: without an assistant, the largest number of tokens copied from the context (prompt lookup);
+            0: no drafts.
         stop: end tokens.
     """
-    law: dict[str, Any] = {"do_sample": sampler.temperature > 0, "repetition_penalty": 1.0}
-    if law["do_sample"]:
-        law |= {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p}
-        law |= {"min_p": sampler.min_p or None}
-    never = -1  # None would be the model's own
-    law |= {"eos_token_id": list(stop) or never, "pad_token_id": stop[0] if stop else 0}
-    helper: dict[str, Any] = {}
+    options: dict[str, Any] = {"do_sample": sampler.temperature > 0, "repetition_penalty": 1.0}
+    if options["do_sample"]:
+        options |= {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p}
+        options |= {"min_p": sampler.min_p or None}
+    no_token = -1  # None would select the default of the model
+    options |= {"eos_token_id": list(stop) or no_token, "pad_token_id": stop[0] if stop else 0}
+    arguments: dict[str, Any] = {}
     if assistant is not None:
-        helper["assistant_model"] = assistant
-        fixed = assistant.generation_config
-        assert fixed is not None
-        fixed.num_assistant_tokens, fixed.num_assistant_tokens_schedule = depth, "constant"
-        fixed.assistant_confidence_threshold = 0.0  # it would end drafts early
+        arguments["assistant_model"] = assistant
+        config = assistant.generation_config
+        assert config is not None
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = depth, "constant"
+        config.assistant_confidence_threshold = 0.0  # else drafts may end early
     elif depth:
-        law["prompt_lookup_num_tokens"] = depth
+        options["prompt_lookup_num_tokens"] = depth
 
     @torch.inference_mode()
-    def decode(prompt: Sequence[int], longest: int) -> Text:
+    def decode(prompt: Sequence[int], length: int) -> Text:
         if target.max_positions is not None:
-            longest = min(longest, target.max_positions - len(prompt))
+            length = min(length, target.max_positions - len(prompt))
         tokens = torch.tensor([list(prompt)], device=target.device)
         rounds = _Rounds()
         model: Any = target.model
         out = model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
-            generation_config=GenerationConfig(**law, max_new_tokens=longest),
+            generation_config=GenerationConfig(**options, max_new_tokens=length),
             streamer=rounds,
-            **helper,
+            **arguments,
         )
         return Text(out[0, len(prompt) :].tolist(), rounds.sizes[2:])
 
@@ -111,7 +117,7 @@ def hugging_face(
 
 
 class _Rounds(BaseStreamer):
-    """Learns how many tokens came at a time: the prompt, then what each pass of the target gave."""
+    """Streamer that records the number of tokens per call: the prompt, then those of each target pass."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -144,13 +150,12 @@ def race(
     repeats: int,
     progress: Callable[[], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Time everybody on every prompt, one prompt at a time in turn, the first place going round.
+    """Time all contenders on every prompt in turn, rotating who goes first.
 
-    What is timed is the whole call, the pass over the prompt included: Hugging Face's cannot be
-    had without.
+    Times include the prefill, which Hugging Face's `generate` cannot exclude.
 
     Args:
-        contenders: the first is what the others are compared with.
+        contenders: the first is the baseline.
         prompts: token ids.
         max_new_tokens: of each text.
         repeats: over all prompts.
@@ -158,7 +163,7 @@ def race(
 
     Returns:
         For each contender `name`, `tokens_per_second` (median over the repeats), its `spread`
-        (slowest, fastest), `ratio` to the first contender (median of the repeats' own), its
+        (slowest, fastest), `ratio` to the first contender (median over the ratios of repeats), its
         `ratio_spread`, `tau` (see `decode.evaluation.scorecard`), `tokens`, and `differ`: prompts whose
         text in the first repeat is not the first contender's.
     """
@@ -171,9 +176,9 @@ def race(
             tally.counts.append(0)
         for number, prompt in enumerate(prompts):
             for place in range(len(contenders)):
-                who = (place + repeat + number) % len(contenders)
-                tally, begin = tallies[who], time.perf_counter()
-                text = contenders[who].decode(prompt, max_new_tokens)
+                index = (place + repeat + number) % len(contenders)
+                tally, begin = tallies[index], time.perf_counter()
+                text = contenders[index].decode(prompt, max_new_tokens)
                 tally.seconds[-1] += time.perf_counter() - begin
                 tally.counts[-1] += len(text.tokens)
                 if repeat == 0:
@@ -185,7 +190,7 @@ def race(
 
 def _row(name: str, tally: _Tally, first: _Tally) -> dict[str, Any]:
     speeds = tally.speeds
-    ratios = [mine / plain for mine, plain in zip(speeds, first.speeds, strict=True)]
+    ratios = [speed / baseline for speed, baseline in zip(speeds, first.speeds, strict=True)]
     passes = [n for text in tally.texts for n in text.emitted]
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""A folder of text as a language model's sequences: documents, tokenizer, packing."""
+"""Turn a folder of text into token sequences: documents, tokenizer, packing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% else %}<|user|>{{ m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-NOTHING = -100  # fills the last sequence; torch's cross-entropy skips it
+IGNORE_INDEX = -100  # fills the last sequence; cross-entropy ignores it
 SECTION = 4000  # characters; a longer .txt counts as several documents, cut at blank lines
 
 
@@ -36,7 +36,7 @@ class Document(NamedTuple):
         source: name of its file.
         text: of a plain text.
         messages: of a conversation.
-        key: hash of the content, which says where it goes.
+        key: hash of the content; decides order and split.
     """
 
     source: str
@@ -46,10 +46,9 @@ class Document(NamedTuple):
 
 
 def read_corpus(folder: Path) -> list[Document]:
-    """Documents of a folder's *.txt and *.jsonl files, mixed: in the order of their hashes.
+    """Documents of a folder's *.txt and *.jsonl files, in the order of their hashes.
 
-    A jsonl line is `{"messages": [...]}` or `{"text": ...}`. Turns after the last answer are left
-    out, so that every conversation ends where an answer ends.
+    A jsonl line is `{"messages": [...]}` or `{"text": ...}`. Turns after the last answer are dropped.
 
     Raises:
         UserError: no such folder, no documents in it, or a malformed line (with file and line number).
@@ -93,7 +92,7 @@ def _parse(line: bytes, source: str, where: str) -> Document:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except ValueError:
-        record = None  # what is wrong with it, the parser of conversations says
+        record = None  # `parse_prompt` reports the error
     if isinstance(record, dict) and "messages" not in record and "turns" not in record:
         text = record.get("text")
         if not isinstance(text, str) or not text.strip():
@@ -108,10 +107,10 @@ def _parse(line: bytes, source: str, where: str) -> Document:
 
 
 def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """Train and held-out part, by hash: a document, and every copy of it, falls on the same side.
+    """Train and held-out part, by hash: copies of a document are on the same side.
 
     Raises:
-        UserError: nothing is left to train on, or nothing is held out though a share was asked for.
+        UserError: one of the parts is empty (with share > 0).
     """
     train: list[Document] = []
     held: list[Document] = []
@@ -124,10 +123,10 @@ def hold_out(documents: Sequence[Document], share: float) -> tuple[list[Document
 
 
 def train_tokenizer(documents: Iterable[Document], vocab_size: int, context: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE of this text, with the pocket target's special tokens and template.
+    """Train a byte-level BPE tokenizer with the pocket target's special tokens and template.
 
     Raises:
-        UserError: fewer tokens asked for than bytes and special tokens need, or more than the text has.
+        UserError: vocab_size is too small for bytes and special tokens, or too large for the text.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(SPECIAL) + len(alphabet)
@@ -163,10 +162,10 @@ def _contents(documents: Iterable[Document]) -> Iterator[str]:
 
 
 def given_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Another model's tokenizer, for a model that is to share its vocabulary.
+    """Load the tokenizer of another model, to share its vocabulary.
 
     Raises:
-        UserError: no tokenizer there, or one that lacks what training needs.
+        UserError: no tokenizer there, or it has no end token or chat template.
     """
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"tokenizer={folder}: no tokenizer.json in it; give a model's folder")
@@ -177,11 +176,11 @@ def given_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
-    """Documents one after another, each up to its end token, cut into rows.
+    """Concatenate documents, each ended by its end token, and cut them into rows.
 
     Returns:
-        (N, length); the last row is filled up with NOTHING. A last token that would be alone in
-        its row is dropped: nothing comes before it or after it, so there is nothing to predict.
+        (N, length); the last row is filled up with IGNORE_INDEX. A last token alone in its row is
+        dropped, since there is nothing to predict.
     """
     end: Any = tokenizer.eos_token_id
 
@@ -197,6 +196,6 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, leng
     table: Any = rows.with_format("arrow")[:]
     ids = table["ids"].combine_chunks().flatten().to_numpy()
     ids = ids[: len(ids) - (len(ids) % length == 1)]
-    packed = np.full((-(-len(ids) // length), length), NOTHING, dtype=np.int32)
+    packed = np.full((-(-len(ids) // length), length), IGNORE_INDEX, dtype=np.int32)
     packed.reshape(-1)[: len(ids)] = ids
     return packed

@@ -18,11 +18,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from decode.errors import UserError
-from distill.data.batches import From
+from distill.data.batches import ResumeSampler
 from distill.distributed.graceful_shutdown import Stop
-from distill.distributed.ranks import write_state
+from distill.distributed.ranks import write_processes
 from distill.training.checkpointing import STATE
-from distill.training.optim import Joint, warm_up_and_decay
+from distill.training.optim import CombinedOptimizer, warm_up_and_decay
 from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints
 from drafters.checkpoint.atomic import rename_into_place
@@ -30,7 +30,7 @@ from train_target.corpus import Document, pack
 
 
 class Sequences(Dataset[Tensor]):
-    """Batch m on rank r is a function of (seed, m, r, rows); every epoch has an order of its own."""
+    """Batch m on rank r depends only on (seed, m, r, rows); every epoch is shuffled anew."""
 
     def __init__(self, rows: np.ndarray, size: int, count: int, rank: int, world: int, seed: int) -> None:
         self.rows, self.size, self.count = rows, size, count
@@ -43,8 +43,8 @@ class Sequences(Dataset[Tensor]):
     @override
     def __getitem__(self, index: int) -> Tensor:
         first = (index * self.world + self.rank) * self.size
-        chosen = [self._row(place) for place in range(first, first + self.size)]
-        return torch.from_numpy(self.rows[chosen]).long()
+        numbers = [self._row(place) for place in range(first, first + self.size)]
+        return torch.from_numpy(self.rows[numbers]).long()  # (B, T)
 
     def _row(self, place: int) -> int:
         epoch, within = divmod(place, len(self.rows))
@@ -54,7 +54,7 @@ class Sequences(Dataset[Tensor]):
 
 
 class TextData(L.LightningDataModule):
-    """Packed text: all training documents together, the held-out ones file by file.
+    """Packed text: all training documents together, held-out documents by file.
 
     Args:
         train: documents.
@@ -92,9 +92,9 @@ class TextData(L.LightningDataModule):
         batches = Sequences(
             self.rows, self.batch_size, count, trainer.global_rank, trainer.world_size, self.seed
         )
-        # A resumed run goes on at its batch; Lightning has restored the step by now.
+        # A resumed run continues at its batch; Lightning has already restored the step.
         start = trainer.global_step * trainer.accumulate_grad_batches
-        return DataLoader(batches, batch_size=None, sampler=From(start, count))
+        return DataLoader(batches, batch_size=None, sampler=ResumeSampler(start, count))
 
     @override
     def val_dataloader(self) -> DataLoader:
@@ -107,7 +107,7 @@ WARMUP, FINAL_LR = 0.03, 0.05  # share of the steps, share of the learning rate
 
 
 class PretrainModule(L.LightningModule):
-    """Next-token cross-entropy over everything in a sequence.
+    """Next-token cross-entropy over all tokens of a sequence.
 
     Args:
         model: what is trained.
@@ -122,7 +122,7 @@ class PretrainModule(L.LightningModule):
     @override
     def forward(self, rows: Tensor) -> Tensor:
         """Mean nats per token."""
-        # Filling is on the right, where causal attention has no need of a mask.
+        # Padding is on the right, so causal attention needs no mask.
         return self.model(input_ids=rows.clamp(min=0), labels=rows, use_cache=False).loss
 
     @override
@@ -148,17 +148,17 @@ class PretrainModule(L.LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        """Show a line."""
+        """Print training and validation loss."""
         if self.trainer.state.fn == TrainerFn.FITTING:  # the finished model's is shown with its folder
             value = float(self.trainer.callback_metrics["val/loss"])
             say(f"step {self.trainer.global_step}: loss {self.loss:.3f}, held out {value:.3f}")
 
-    def build_optimizer(self) -> Joint:
+    def build_optimizer(self) -> CombinedOptimizer:
         """Muon for the hidden layers' matrices, AdamW for embeddings and norms."""
         hidden = {id(p) for p in self.model.model.layers.parameters() if p.ndim == 2}
         matrices = [p for p in self.parameters() if id(p) in hidden]
         others = [p for p in self.parameters() if id(p) not in hidden]
-        return Joint([torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)])
+        return CombinedOptimizer([torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)])
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -178,31 +178,31 @@ class PretrainModule(L.LightningModule):
 
 
 class Saver(L.Callback):
-    """Keeps the newest checkpoint, which has its final name only when it is whole."""
+    """Saves checkpoints atomically, and keeps the newest."""
 
     def __init__(self, folder: Path, every: int, stop: Stop) -> None:
         self.folder, self.every, self.stop = folder, every, stop
-        self._step = 0  # the newest that has ended
+        self._step = 0  # last finished step
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         final = self.folder / "checkpoints" / str(step)
-        if step == self._step:  # a micro-batch of the next one
+        if step == self._step:  # a micro-batch of the next step
             return
         self._step = step
-        self.stop.ask_all(trainer)
+        self.stop.synchronize(trainer)
         due = step % self.every == 0 or step == trainer.max_steps
-        if (due or self.stop.by) and not final.exists():
+        if (due or self.stop.signal_name) and not final.exists():
             self._save(trainer, final)
-        if self.stop.by:
-            self.stop.leave(step)
+        if self.stop.signal_name:
+            self.stop.exit(step)
 
     def _save(self, trainer: L.Trainer, final: Path) -> None:
         temporary = final.with_name(f"{final.name}.tmp")
         (temporary / STATE.parent).mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(temporary / STATE)
-        write_state(trainer, temporary / STATE.parent)
+        write_processes(trainer, temporary / STATE.parent)
         if trainer.is_global_zero:
             rename_into_place(temporary, final)
             for older in checkpoints(self.folder)[:-1]:

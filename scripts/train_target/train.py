@@ -1,4 +1,4 @@
-"""From a folder of text to a model folder."""
+"""Train a model on a folder of text, and write a model folder."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from drafters.checkpoint.atomic import publish
 from train_target.corpus import given_tokenizer, hold_out, read_corpus, train_tokenizer
 from train_target.module import PretrainModule, Saver, TextData
 
-SPECIAL_IDS = ("bos", "eos", "pad")  # what a model's configuration says of its tokenizer
+SPECIAL_IDS = ("bos", "eos", "pad")  # token ids in a model's configuration
 
 
 @ending()
 def pretrain(cfg: DictConfig, folder: Path) -> float:
-    """Tokenizer, training, a model folder.
+    """Train a tokenizer and a model, and write them to a folder.
 
     Args:
         cfg: composed from conf/train_target.yaml.
@@ -48,22 +48,22 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         Nats per held-out token, over all sources; 0 if nothing is held out.
 
     Raises:
-        UserError: bad input; it is found before training starts.
+        UserError: bad input, before training starts.
     """
     quiet()
     switch["on"] = cfg.trainer.enable_progress_bar
     out = _check(cfg)
     documents = read_corpus(Path(cfg.data))
     train, held = hold_out(documents, cfg.val_share)
-    given = Path(bundled(cfg.tokenizer)) if cfg.tokenizer else None
-    if given:
-        tokenizer = given_tokenizer(given)
+    tokenizer_folder = Path(bundled(cfg.tokenizer)) if cfg.tokenizer else None
+    if tokenizer_folder:
+        tokenizer = given_tokenizer(tokenizer_folder)
     else:
         tokenizer = train_tokenizer(train, cfg.vocab_size, cfg.model.context)
     L.seed_everything(cfg.seed, verbose=False)
     clean(folder / "checkpoints")
     state = next((c / STATE for c in checkpoints(folder)[-1:]), None)
-    timer = Timer()  # goes on where a checkpoint's stood
+    timer = Timer()  # its state is in checkpoints
     with refused():
         module = PretrainModule(
             build_model(cfg.model, tokenizer),
@@ -90,7 +90,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         f"{trainer.max_steps} steps are {sequences / len(data.rows):.2f} passes"
     )
     fit(trainer, module, data, state, stop)
-    trainer.loggers = []  # the last validation is of the whole text, and no point of a curve
+    trainer.loggers = []  # the last validation is not logged
     loss = trainer.validate(module, data, verbose=False)[0] if held else {}
     if trainer.is_global_zero:
         record = {
@@ -99,7 +99,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
             "minutes": timer.time_elapsed() / 60,
             "commit": commit(),
         }
-        write_model(out, module.model, given or tokenizer, record)
+        write_model(out, module.model, tokenizer_folder or tokenizer, record)
         say(f"{out}: {record['tokens'] / 1e6:.1f} M tokens in {record['minutes']:.1f} minutes")
         for source, nll in record["val_nll"].items():
             say(f"  {nll:.3f} nats per held-out token of {source}")
@@ -132,7 +132,7 @@ def build_model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaFor
     """A Llama with fresh weights.
 
     Raises:
-        UserError: heads that do not divide what they have to.
+        UserError: sizes that are not divisible by the numbers of heads.
     """
     if cfg.hidden_size % (2 * cfg.heads) or cfg.heads % cfg.kv_heads:
         raise UserError(
@@ -161,17 +161,17 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase | Path,
     record: dict[str, Any],
 ) -> None:
-    """Write a Hugging Face folder, which has its name only when it is whole.
+    """Write a Hugging Face model folder atomically.
 
     Args:
         out: the folder.
-        model: is brought to bfloat16.
-        tokenizer: a trained one, or the folder whose files are taken over as they are.
-        record: training.json.
+        model: is converted to bfloat16.
+        tokenizer: a trained one, or a folder whose files are copied.
+        record: content of training.json.
     """
     with publish(out) as temporary:
         model.bfloat16().save_pretrained(temporary)
-        if isinstance(tokenizer, Path):  # transformers would write other settings than it has read
+        if isinstance(tokenizer, Path):  # transformers would change some settings
             for path in chain(*(tokenizer.glob(pattern) for pattern in TOKENIZER_FILES)):
                 shutil.copyfile(path, temporary / path.name)
         else:

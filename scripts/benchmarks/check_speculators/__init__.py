@@ -1,1 +1,1 @@
-"""Whether speculators makes of an export what we do."""
+"""Compare logits of an export between speculators and this package."""

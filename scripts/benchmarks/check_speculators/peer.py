@@ -1,10 +1,10 @@
-"""A checkpoint in speculators' layout, opened and run by that package in an environment of its own.
+"""Open a checkpoint in speculators' layout and run it, in an environment with that package.
 
     python peer.py FOLDER INPUTS OUTPUTS
 
-INPUTS holds `tokens` (N, T) and `taps` (N, T, L * D), OUTPUTS gets `logits` (N, K, T, V'): of the token
-that is drafted at depth k, from 1, where the root is token t + 1; NaN where nothing is. Nothing of
-foredraft may be imported here.
+INPUTS holds `tokens` (N, T) and `taps` (N, T, L * D); OUTPUTS gets `logits` (N, K, T, V') of the token
+drafted at depth k, from 1, with token t + 1 as the root; NaN where nothing is drafted. Must not import
+foredraft.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: its file names are nobody else's modules
+    del sys.path[0]  # this folder: its file names must not shadow modules
 
 from collections.abc import Callable
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from typing import Any
 
 ABSENT = 3  # exit code: the package is not in this environment
 
-try:  # before torch, which takes its time
+try:  # before torch, which is slow to import
     import speculators.models.dflash.core as dflash_core  # pyright: ignore[reportMissingImports]
     import speculators.models.peagle.core as peagle_core  # pyright: ignore[reportMissingImports]
     import torch
@@ -34,62 +34,62 @@ except ImportError as error:
 Rows = Callable[[Any, Tensor, Tensor, int], Tensor]
 
 
-class Enough(Exception):  # noqa: N818 no error: what follows the logits is a loss
-    """All logits have been made."""
+class StopForward(Exception):  # noqa: N818 no error: skips the loss
+    """Raised in a hook once all logits are computed."""
 
 
 def main(folder: str, inputs: str, outputs: str) -> None:
-    """See above."""
+    """Write the logits of an export; see the module docstring."""
     config = SpeculatorModelConfig.from_pretrained(folder)
     # private API: speculators takes no attention kernel; flex, its default, has to be compiled.
     config.transformer_layer_config._attn_implementation = "sdpa"
     model = SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     depth = config.speculators_config.proposal_methods[0].speculative_tokens
-    given, run = load_file(inputs), RUNS[config.speculators_model_type]
+    tensors, run = load_file(inputs), RUNS[config.speculators_model_type]
     with torch.no_grad():
         rows = [
             run(model, tokens, taps, depth)
-            for tokens, taps in zip(given["tokens"], given["taps"], strict=True)
+            for tokens, taps in zip(tensors["tokens"], tensors["taps"], strict=True)
         ]
     save_file({"logits": torch.stack(rows)}, outputs, {"version": version("speculators")})
 
 
 def logits_of(model: Any, calls: int, **inputs: Any) -> list[Tensor]:
-    """What the head gave in its first calls; the rest of the pass is not run."""
-    found: list[Tensor] = []
+    """Outputs of the first `calls` calls of the head; the rest of the forward pass is skipped."""
+    outputs: list[Tensor] = []
 
     def keep(module: Any, args: Any, output: Tensor) -> None:
         del module, args
-        found.append(output[0])
-        if len(found) == calls:
-            raise Enough
+        outputs.append(output[0])
+        if len(outputs) == calls:
+            raise StopForward
 
     hook = model.lm_head.register_forward_hook(keep)
     try:
         model(document_ids=torch.zeros_like(inputs["input_ids"]), **inputs)
-    except Enough:
+    except StopForward:
         pass
     finally:
         hook.remove()
-    return found
+    return outputs
 
 
 def shifted(tokens: Tensor, taps: Tensor) -> dict[str, Tensor]:
-    """Their training's inputs: each token beside the features of the one before."""
+    """Inputs of their training: each token with the features of the previous one."""
     return {"input_ids": tokens[None, 1:], "hidden_states": taps[None, :-1]}
 
 
 def eagle3(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
     """Step k of the training-time test is depth k + 1, teacher-forced."""
     steps = logits_of(model, depth, ttt_steps=depth, **shifted(tokens, taps))
-    found = steps[0].new_full((depth, len(tokens), steps[0].shape[-1]), torch.nan)
+    logits = steps[0].new_full((depth, len(tokens), steps[0].shape[-1]), torch.nan)
     for k, step in enumerate(steps):
-        found[k, : len(tokens) - 1 - k] = step[: len(tokens) - 1 - k]
-    return found
+        logits[k, : len(tokens) - 1 - k] = step[: len(tokens) - 1 - k]
+    return logits
 
 
 def p_eagle(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
-    """All anchors at all depths, in the place of the sample that they train on."""
+    """All anchors at all depths, in place of the sample used in training."""
     size = len(tokens) - 1
     pairs = [(t, k) for k in range(depth) for t in range(size - k)]
     anchor, deep = torch.tensor(pairs).T
@@ -97,13 +97,13 @@ def p_eagle(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
     last = torch.zeros(1, size, model.hidden_size)
     inputs = shifted(tokens, taps)
     (logits,) = logits_of(model, 1, verifier_last_hidden_states=last, num_depths=depth, **inputs)
-    found = logits.new_full((depth, len(tokens), logits.shape[-1]), torch.nan)
-    found[deep, anchor] = logits
-    return found
+    result = logits.new_full((depth, len(tokens), logits.shape[-1]), torch.nan)
+    result[deep, anchor] = logits
+    return result
 
 
 def dflash(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
-    """A block at every root; the last ones stand out over the text."""
+    """A block at every root; the last blocks reach past the end of the text, so it is padded."""
     size, roots = len(tokens), torch.arange(1, len(tokens))
     dflash_core.select_anchors = lambda *_: (roots, torch.ones_like(roots, dtype=torch.bool))
     tokens, taps = (torch.cat([x, x.new_zeros(depth, *x.shape[1:])])[None] for x in (tokens, taps))
@@ -115,9 +115,9 @@ def dflash(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
         "verifier_last_hidden_states": last,
     }
     (logits,) = logits_of(model, 1, max_anchors=len(roots), **inputs)
-    found = logits.new_full((depth, size, logits.shape[-1]), torch.nan)
-    found[:, roots - 1] = logits.unflatten(0, (len(roots), depth + 1))[:, 1:].transpose(0, 1)
-    return found
+    result = logits.new_full((depth, size, logits.shape[-1]), torch.nan)
+    result[:, roots - 1] = logits.unflatten(0, (len(roots), depth + 1))[:, 1:].transpose(0, 1)
+    return result
 
 
 RUNS: dict[str, Rows] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dflash}

@@ -1,4 +1,4 @@
-"""What a training step of EAGLE-3 has to multiply."""
+"""FLOP of the matrix products of an EAGLE-3 training step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from drafters.layers.unroll import AnchorIndex
 
 
 def products(shape: Mapping[str, int], loss_mask: Sequence[int], train_head: bool) -> float:
-    """FLOP of the matrix products that a step on one text cannot do without.
+    """Least FLOP of the matrix products of a step on one text.
 
-    Forward once and backward twice; once where the input takes no gradient (tapped features,
-    embeddings) or the weight takes none (a frozen head); the teacher's head forward alone. A token's
-    share of the first product is the same at every depth and counts once. Attention counts the keys
-    that a query sees, and no score twice.
+    Backward counts as two forward passes, or one if the input (tapped features, embeddings) or the weight
+    (a frozen head) needs no gradient; the head of the teacher only runs forward. A token's part of the
+    first product is the same at every depth and counts once. Attention counts visible keys only.
 
     Args:
         shape: as in conf/benchmark_train.yaml.

@@ -1,4 +1,4 @@
-"""One square matrix product, for `worker`: the ceiling of everything that is made of them."""
+"""A square matrix product, for `worker`: the upper bound on FLOP/s."""
 
 from __future__ import annotations
 

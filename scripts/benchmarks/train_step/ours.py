@@ -20,7 +20,7 @@ from drafters.models.eagle3 import Eagle3
 def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]]:
     """See `worker`; the sizes are those of conf/benchmark_train.yaml."""
     shape = case["shape"]
-    # Only the embedding and the head of the target take part: what its layers yield is given.
+    # Only the embedding and the head of the target take part: outputs of its layers are inputs.
     target = Target(_target(shape))
     drafter = Eagle3.for_target(
         target,
@@ -39,8 +39,8 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
     if case["gradient_checkpointing"]:
         drafter.checkpoint_gradients()
     objective = Objective(kl, partial(decay, rate=case["decay"]))
-    trained = [p for p in drafter.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **case["optimizer"])
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, **case["optimizer"])
 
     def prepare(loss_mask: Sequence[int]) -> Callable[[], float]:
         size, width = len(loss_mask), shape["hidden_size"]
@@ -49,12 +49,12 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
         taps, last = torch.randn(1, size, shape["taps"], width), torch.randn(1, size, width)
 
         def step() -> float:
-            optimizer.zero_grad()  # first: `DistillModule` lets go of gradients once they are used
+            optimizer.zero_grad()  # first, as `DistillModule` frees gradients after use
             batch = Batch(tokens, mask, taps, last)
             total, scored = objective(drafter.unroll(batch, target), last, target.head, {})
             loss = total / scored[0].rows
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(trained, case["clip"])
+            torch.nn.utils.clip_grad_norm_(parameters, case["clip"])
             optimizer.step()
             return loss.item()
 

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.train_step.flops import products
-from benchmarks.train_step.workers import HERE, Contender, rates, working
+from benchmarks.train_step.workers import HERE, Contender, rates, started_workers
 from decode.errors import UserError
 from decode.hardware import hardware
 from distill.config.validate import check_ranges
@@ -25,12 +25,12 @@ from distill.utils.provenance import commit
 
 OURS, THEIRS, GEMM = HERE / "ours.py", HERE / "speculators.py", HERE / "gemm.py"
 HOW = "python -m venv spec && spec/bin/pip install speculators, then speculators=spec/bin/python"
-# What both sides train with; no number here changes the work of a step.
+# Hyperparameters of both sides; none changes the work of a step.
 RECIPE = {"decay": 0.8, "clip": 0.5}
 
 
 def training(cfg: DictConfig, folder: Path) -> float:
-    """Race our EAGLE-3 training step against that of `speculators`; a table, and `out` as JSON.
+    """Time our EAGLE-3 training step against that of `speculators`; print a table, write `out` as JSON.
 
     Args:
         cfg: composed from conf/benchmark_train.yaml.
@@ -47,9 +47,9 @@ def training(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     if not Path("/proc/self/clear_refs").exists():
         raise UserError("benchmark train: memory is read from Linux's /proc, which is not here")
-    drafted, known = cfg.shape.draft_vocab_size, cfg.shape.vocab_size
-    if drafted > known:
-        raise UserError(f"shape.draft_vocab_size={drafted}: the target has shape.vocab_size={known}")
+    draft_size, vocab_size = cfg.shape.draft_vocab_size, cfg.shape.vocab_size
+    if draft_size > vocab_size:
+        raise UserError(f"shape.draft_vocab_size={draft_size}: the target has shape.vocab_size={vocab_size}")
     if cfg.optimizer.optimizer._target_ != "torch.optim.AdamW":
         raise UserError("benchmark train: both sides step with AdamW; leave optimizer=adamw")
     return _memory(cfg) if cfg.case == "memory" else _speed(cfg)
@@ -61,7 +61,7 @@ def turns(tokens: int, turn: int) -> list[int]:
 
 
 def _case(cfg: DictConfig, loss_mask: Sequence[int]) -> dict[str, Any]:
-    chosen = {
+    options_of_step = {
         "shape": OmegaConf.to_container(cfg.shape),
         "train_head": cfg.train_head,
         "gradient_checkpointing": cfg.gradient_checkpointing,
@@ -71,7 +71,7 @@ def _case(cfg: DictConfig, loss_mask: Sequence[int]) -> dict[str, Any]:
     options = OmegaConf.to_container(cfg.optimizer.optimizer)
     assert isinstance(options, dict)
     options = {name: value for name, value in options.items() if not str(name).startswith("_")}
-    return RECIPE | chosen | {"optimizer": options, "loss_mask": list(loss_mask)}
+    return RECIPE | options_of_step | {"optimizer": options, "loss_mask": list(loss_mask)}
 
 
 def _product(cfg: DictConfig, dtype: str) -> Contender:
@@ -93,28 +93,28 @@ def _speed(cfg: DictConfig) -> float:
     masks = {"all": [1] * cfg.tokens, "half": turns(cfg.tokens, cfg.turn)}
     needed = {share: products(cfg.shape, mask, cfg.train_head) for share, mask in masks.items()}
     contenders = [
-        Contender(f"{side}_{share}", builder, _case(cfg, mask), cfg.tokens, own)
+        Contender(f"{side}_{share}", builder, _case(cfg, mask), cfg.tokens, interpreter)
         for share, mask in masks.items()
-        for side, builder, own in (("ours", OURS, None), ("speculators", THEIRS, python))
+        for side, builder, interpreter in (("ours", OURS, None), ("speculators", THEIRS, python))
     ]
     contenders += [_product(cfg, "float32"), _product(cfg, "bfloat16")]
     load = [os.getloadavg()[0]]
-    with working(contenders) as ready, bar(cfg.repeats, "racing", "turns") as shown:
-        found = rates([worker for worker, _ in ready], cfg.steps, cfg.repeats, shown.update)
+    with started_workers(contenders) as ready, bar(cfg.repeats, "racing", "turns") as shown:
+        results = rates([worker for worker, _ in ready], cfg.steps, cfg.repeats, shown.update)
     load.append(os.getloadavg()[0])
-    ceilings = {dtype: statistics.median(found[f"gemm_{dtype}"]) for dtype in ("float32", "bfloat16")}
-    said = {worker.contender.name: answer for worker, answer in ready}
+    ceilings = {dtype: statistics.median(results[f"gemm_{dtype}"]) for dtype in ("float32", "bfloat16")}
+    answers = {worker.contender.name: answer for worker, answer in ready}
     rows = []
     for share in masks:
         for side in ("ours", "speculators"):
-            row = _row(f"{side}_{share}", found, said) | {"share": share, "mflop": needed[share] / 1e6}
+            row = _row(f"{side}_{share}", results, answers) | {"share": share, "mflop": needed[share] / 1e6}
             row["mflop"] /= cfg.tokens
             row["ceiling_share"] = row["tokens_per_cpu_second"] * row["mflop"] * 1e6 / ceilings["float32"]
-            row |= _over(found[row["name"]], found[f"speculators_{share}"])
+            row |= _over(results[row["name"]], results[f"speculators_{share}"])
             rows.append(row)
     card = _card(cfg, "train", rows, load) | {
         "gemm_gflops": {dtype: rate / 1e9 for dtype, rate in ceilings.items()},
-        "torch": {"ours": said["ours_all"]["torch"], "speculators": said["speculators_all"]["torch"]},
+        "torch": {"ours": answers["ours_all"]["torch"], "speculators": answers["speculators_all"]["torch"]},
         "steps": cfg.steps,
         "repeats": cfg.repeats,
         "turn": cfg.turn,
@@ -125,19 +125,19 @@ def _speed(cfg: DictConfig) -> float:
 
 
 def _row(
-    name: str, found: Mapping[str, Sequence[float]], said: Mapping[str, Mapping[str, Any]]
+    name: str, results: Mapping[str, Sequence[float]], answers: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    own = found[name]
+    rates_of_step = results[name]
     return {
         "name": name,
-        "tokens_per_cpu_second": statistics.median(own),
-        "spread": [min(own), max(own)],
-        "peak_mib": said[name]["peak_mib"],
+        "tokens_per_cpu_second": statistics.median(rates_of_step),
+        "spread": [min(rates_of_step), max(rates_of_step)],
+        "peak_mib": answers[name]["peak_mib"],
     }
 
 
 def _over(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Ratios of the repeats, so that what slows the machine for a while slows both."""
+    """Ratios within repeats, so that machine noise affects both sides."""
     ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
     return {"ratio": statistics.median(ratios), "ratio_spread": [min(ratios), max(ratios)]}
 
@@ -147,10 +147,10 @@ def _memory(cfg: DictConfig) -> float:
     assert isinstance(large, DictConfig)
     load = [os.getloadavg()[0]]
     contender = Contender("ours", OURS, _case(large, [1] * large.tokens), large.tokens)
-    with working([contender]) as [(_, said)]:
+    with started_workers([contender]) as [(_, answer)]:
         pass
     load.append(os.getloadavg()[0])
-    peak, block = said["peak_mib"], large.tokens * large.shape.vocab_size * 4 / 2**20
+    peak, block = answer["peak_mib"], large.tokens * large.shape.vocab_size * 4 / 2**20
     rows = [{"name": "ours", "peak_mib": peak, "block_mib": block}]
     write_json(Path(cfg.out), _card(large, "train_memory", rows, load))
     print(

@@ -1,4 +1,4 @@
-"""Processes that run training steps when told to, and their turns on one core."""
+"""Worker processes that run training steps in turn on one core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from decode.errors import UserError
 
 HERE = Path(__file__).resolve().parent
-LAST_WORDS = 2000  # bytes of what a worker wrote before it ended
+LAST_BYTES = 2000  # of a failed worker's stderr that are searched for a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Contender:
 
     Attributes:
         name: in the table.
-        builder: a file as `worker` wants it.
-        case: what its `build` is given.
-        work: what one step does, in the unit of the rate.
-        python: of another environment, whose modules are its own; None: this one.
+        builder: file with a function `build`; see `worker`.
+        case: argument of `build`.
+        work: of one step, in the unit of the rate.
+        python: interpreter of another environment; None: this one.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Contender:
 
 
 class Worker:
-    """A running `worker`; use as a context manager.
+    """A running worker process; a context manager.
 
     Raises:
-        UserError: it cannot be started, or ends before it is told to.
+        UserError: it cannot be started, or ends early.
     """
 
     def __init__(self, contender: Contender) -> None:
@@ -61,7 +61,7 @@ class Worker:
         except OSError as error:
             self._errors.close()
             raise UserError(f"{command[0]}: {error.strerror}; it should be a python") from None
-        if hasattr(os, "sched_setaffinity"):  # everybody on the same core
+        if hasattr(os, "sched_setaffinity"):  # all workers on the same core
             os.sched_setaffinity(self._process.pid, {max(os.sched_getaffinity(0))})
 
     def __enter__(self) -> Worker:
@@ -72,25 +72,25 @@ class Worker:
         self._process.communicate()
         self._errors.close()
 
-    def ask(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one line, and wait for the answer."""
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request as a line of JSON, and wait for the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            print(json.dumps(what), file=self._process.stdin, flush=True)
+            print(json.dumps(request), file=self._process.stdin, flush=True)
             return json.loads(self._process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError):
             self._process.wait()
             size = self._errors.seek(0, os.SEEK_END)
-            self._errors.seek(max(0, size - LAST_WORDS))
-            words = self._errors.read().decode(errors="replace").split("\n")
-            last = next((line for line in reversed(words) if line.strip()), "without a word")
+            self._errors.seek(max(0, size - LAST_BYTES))
+            lines = self._errors.read().decode(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "without a message")
             raise UserError(f"{self.contender.name}: its process ended: {last.strip()}") from None
 
 
 @contextmanager
-def working(contenders: Sequence[Contender]) -> Iterator[list[tuple[Worker, dict[str, Any]]]]:
-    """Start everybody, one after the other; yields each with what it said when it was ready."""
+def started_workers(contenders: Sequence[Contender]) -> Iterator[list[tuple[Worker, dict[str, Any]]]]:
+    """Start the workers one after another; yields each with its first answer."""
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(contender)) for contender in contenders]
         yield [(worker, worker.ask(worker.contender.case)) for worker in workers]
@@ -99,12 +99,12 @@ def working(contenders: Sequence[Contender]) -> Iterator[list[tuple[Worker, dict
 def rates(
     workers: Sequence[Worker], steps: int, repeats: int, advanced: Callable[[], Any]
 ) -> dict[str, list[float]]:
-    """Work per CPU second of every contender in every repeat; the first place goes round."""
-    found: dict[str, list[float]] = {worker.contender.name: [] for worker in workers}
+    """Work per CPU second of every contender in every repeat, rotating who goes first."""
+    results: dict[str, list[float]] = {worker.contender.name: [] for worker in workers}
     for repeat in range(repeats):
         for place in range(len(workers)):
             worker = workers[(place + repeat) % len(workers)]
             seconds = worker.ask({"steps": steps})["cpu_seconds"]
-            found[worker.contender.name].append(steps * worker.contender.work / seconds)
+            results[worker.contender.name].append(steps * worker.contender.work / seconds)
         advanced()
-    return found
+    return results

@@ -8,7 +8,7 @@ import sys
 import pytest
 from workbench import ROOT
 
-from benchmarks.check_speculators.check import CLOSE, compare
+from benchmarks.check_speculators.check import TOLERANCE, compare
 from decode.model.load import load_target
 from drafters.export import formats as table
 
@@ -36,7 +36,7 @@ def test_speculators_has_our_logits(pocket_target, make_drafter, case):
     opened = compare(drafter, pocket_target, PYTHON, 5)
     assert not isinstance(opened, str), opened
     assert opened.places >= 100
-    assert opened.most < CLOSE * opened.scale
+    assert opened.most < TOLERANCE * opened.scale
     print(case, opened)
 
 
@@ -54,7 +54,7 @@ def test_it_notices_another_drafter(pocket_target, make_drafter, monkeypatch):
     monkeypatch.setattr(table, "write_layout", wrong)
     opened = compare(drafter, pocket_target, PYTHON, 2)
     assert not isinstance(opened, str), opened
-    assert opened.most > 100 * CLOSE * opened.scale
+    assert opened.most > 100 * TOLERANCE * opened.scale
 
 
 def test_without_the_package_it_says_so(pocket_target, make_drafter, tmp_path):
