@@ -61,10 +61,20 @@ def reason(text: str, table: dict[str, str]) -> str:
     return next((why for pattern, why in table.items() if re.search(pattern, text)), "")
 
 
+# Not whole as they stand: `make docs-test` fills in the checkpoint, the prompt or the files, and runs them.
+PARTIAL = re.compile(
+    r" \.\.\. |score control=|score score\.batch_sizes=\[1,8\]$|checkpoint=user/repo$|prompts=/a\.jsonl,/b"
+)
+
+
 def configured(text: str) -> bool:
-    """Whether a command of this repository has a configuration that its options belong to."""
+    """Whether a command of this repository is whole and has a configuration that its options belong to."""
     words = program(text)
-    return len(words) > (words[:1] == ["foredraft"]) and bool(configuration(words)[0])
+    return (
+        not PARTIAL.search(text)
+        and len(words) > (words[:1] == ["foredraft"])
+        and bool(configuration(words)[0])
+    )
 
 
 RUN = sorted({text for text, _ in FOUND if not reason(text, UNRUN | SLOW)})
@@ -106,7 +116,9 @@ def test_it_runs_given_time(places, text):
 @pytest.mark.parametrize("text", COMPOSED, ids=str)
 def test_its_options_compose(text, tmp_path):
     """Its options exist, and have values of the right kind."""
-    text = re.sub(r"<[^>]*>", "x", text).replace("$depth", "2")
+    text = text.replace("drafter=<...>", "drafter=eagle").replace("objective=<...>", "objective=kl")
+    text = text.replace("$depth", "2")
+    text = re.sub(r"<[^>]*>", "x", text)
     name, given = configuration(program(text))
     argv = [word for word in rewrite(given, CONF) if word not in ("-m", "--multirun")]
     # What a sweep chooses from, and Hydra's launchers, are checked choice by choice: distill.cli.sweep.
