@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from distill.config.read import checked_options
 from distill.options import SearchOptions, TrainOptions
 from distill.report import terminal
-from distill.search.search import choose
+from distill.search.search import search_families
 from distill.train import train
 from distill.utils.progress import first_rank
 
@@ -28,7 +28,7 @@ def run(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input; it is found before any work starts, and nothing is left behind.
     """
     if "families" in cfg.drafter:
-        tau = choose(checked_options(SearchOptions, cfg), folder)  # which trains each of them
+        tau = search_families(checked_options(SearchOptions, cfg), folder)  # which trains each of them
     else:
         tau = train(checked_options(TrainOptions, cfg), folder)
     if first_rank():

@@ -1,4 +1,4 @@
-"""What drafters are worth beside one another: replayed acceptance over the measured cost of a round."""
+"""Compare drafters of a search: predicted speedup from replayed acceptance and measured round times."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from distill.search.halving import Verdict
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
-# Plain rounds that take as long as judging a plan, before one was judged; they are timed over so many tokens.
-UNKNOWN, TIMED = 40.0, 16
+# Evaluating a plan is assumed to take this many plain rounds until one was timed; tokens of that timing.
+PLAN_ROUNDS_GUESS, TIMED_TOKENS = 40.0, 16
 
 
 class Judge:
-    """Judges checkpoints on held-out answers that are not those their scorecards report.
+    """Evaluates checkpoints on held-out answers other than those that their scorecards report.
 
     Args:
-        options: of a run, for its scores.
+        options: of a run, for its score settings.
         auto: of the search.
-        target: that all of them draft for.
+        target: the model that all of them draft for.
         chat: renders the prompts.
-        held: prompts that are held out.
-        clock: seconds.
+        held: held-out prompts.
+        clock: returns seconds.
 
     Attributes:
-        plain: seconds of a round of plain decoding.
-        each: seconds that judging one plan takes: the most so far, or a guess.
+        plain_seconds: of a round of plain decoding.
+        plan_seconds: that evaluating one plan takes: the maximum so far, or a guess.
 
     Raises:
-        UserError: a `decode` without plans to choose from, or nothing to replay.
+        UserError: `decode` has no plans to choose from, or no prompts are replayed.
     """
 
     def __init__(
@@ -55,58 +55,56 @@ class Judge:
     ) -> None:
         self.options, self.auto, self.target, self.clock = options, auto, target, clock
         score, answers = options.score, Path(options.output_dir) / "heldout"
-        named = {"seed": options.seed, "target_name": options.target.name}
-        self.scorer = Scorer(score, options.decode, target, chat, held, answers, **named)
+        keywords = {"seed": options.seed, "target_name": options.target.name}
+        self.scorer = Scorer(score, options.decode, target, chat, held, answers, **keywords)
         self.sampler, self.batch = self.scorer.samplers[0], score.batch_sizes[0]
         headline = self.scorer.plans[0]
         if isinstance(headline, Auto):
-            self.all = [p for p in headline.plans if isinstance(p, Plan) and p.depth]
-            self.few = [Plan(**plan) for plan in auto.plans]
+            self.all_plans = [p for p in headline.plans if isinstance(p, Plan) and p.depth]
+            self.search_plans = [Plan(**plan) for plan in auto.plans]
         elif isinstance(headline, Plan) and headline.depth:
-            self.all = self.few = [headline]
+            self.all_plans = self.search_plans = [headline]
         else:
-            raise UserError(
-                "drafter=auto: decode is one plan that drafts, or decode=auto, which chooses among several"
-            )
-        if not self.sampler.temperature:  # a drawn chain is the likeliest one
-            self.all = [p for p in self.all if p.proposal != "sampled"] or self.all
+            raise UserError("drafter=auto: set decode to a plan that drafts, or to decode=auto")
+        if not self.sampler.temperature:  # at T=0 a sampled chain is the most likely chain
+            self.all_plans = [p for p in self.all_plans if p.proposal != "sampled"] or self.all_plans
         if not self.scorer.replayed:
             raise UserError("drafter=auto compares families on replayed prompts; raise score.replay_prompts")
         self.tokens = min(auto.tokens, score.max_new_tokens)
-        self.plain = self.each = 0.0
+        self.plain_seconds = self.plan_seconds = 0.0
         self._judged = False
 
     def prepare(self) -> None:
-        """Have the target answer the held-out prompts."""
+        """Generate the target's answers to the held-out prompts, and time plain decoding."""
         self.scorer.prepare()
         answers = self.scorer.rollouts[self.sampler]
         unseen = answers[len(self.scorer.prompts) :] or answers
-        chosen = [Rollout(r.prompt, r.answer[: self.tokens]) for r in unseen[: self.auto.answers]]
-        # A batch larger than that decodes them again.
-        self.answers = [chosen[i % len(chosen)] for i in range(max(len(chosen), self.batch))]
-        part, tokens = [r.prompt for r in self.answers[: self.batch]], min(TIMED, self.tokens)
-        for _ in range(2):  # the first warms up
-            begun = self.clock()
+        selected = [Rollout(r.prompt, r.answer[: self.tokens]) for r in unseen[: self.auto.answers]]
+        # A batch larger than the number of answers repeats them.
+        self.answers = [selected[i % len(selected)] for i in range(max(len(selected), self.batch))]
+        part, tokens = [r.prompt for r in self.answers[: self.batch]], min(TIMED_TOKENS, self.tokens)
+        for _ in range(2):  # the first is a warm-up
+            start = self.clock()
             generate(
                 self.target, None, part, sampler=self.sampler, seed=self.options.seed, max_new_tokens=tokens
             )
-            self.plain = (self.clock() - begun) / tokens
-        self.each = UNKNOWN * self.plain
+            self.plain_seconds = (self.clock() - start) / tokens
+        self.plan_seconds = PLAN_ROUNDS_GUESS * self.plain_seconds
 
     def seconds(self, plans: Sequence[Plan]) -> float:
-        """That a verdict by these takes."""
-        return self.each * (len(plans) + 1)
+        """Expected time of an evaluation with these plans and plain decoding."""
+        return self.plan_seconds * (len(plans) + 1)
 
     def __call__(self, checkpoint: Path, plans: Sequence[Plan]) -> tuple[Verdict, Plan]:
-        """The worth of a checkpoint with the best of these plans, those that it cannot follow left out.
+        """Evaluate a checkpoint with those of the plans that it supports, and return the fastest.
 
         Raises:
-            UserError: it can follow none.
+            UserError: it supports none of the plans.
         """
-        begun = self.clock()
+        start = self.clock()
         drafter = hub.load(checkpoint, self.target)
         self.target.tap(drafter.taps)
-        plans = _followed(drafter, plans)
+        plans = _supported_plans(drafter, plans)
         with threads(self.options.score.threads):
             _, curve = Auto(plans, adapt=False).choose(
                 self.target,
@@ -118,41 +116,43 @@ class Judge:
                 stop=stop_tokens(self.target),
                 seed=self.options.seed,
             )
-        self.each = max(self.each * self._judged, (self.clock() - begun) / len(curve))
+        self.plan_seconds = max(self.plan_seconds * self._judged, (self.clock() - start) / len(curve))
         self._judged = True
         plain = next(row for row in curve if row["decode"] == Plan().name)
-        named = {plan.name: plan for plan in plans}
-        best = max((row for row in curve if row["decode"] in named), key=lambda row: row["tokens_per_second"])
+        plan_of = {plan.name: plan for plan in plans}
+        best = max(
+            (row for row in curve if row["decode"] in plan_of), key=lambda row: row["tokens_per_second"]
+        )
         speeds = best["tokens_per_second"], plain["tokens_per_second"]
         verdict = Verdict(best["decode"], best["tau"], best["round_seconds"], *speeds)
-        return verdict, named[best["decode"]]
+        return verdict, plan_of[best["decode"]]
 
     def card_seconds(self) -> float:
-        """That a scorecard takes, from the seconds of a plain round.
+        """Expected time of a scorecard, from the time of a plain round.
 
-        Plain decoding and the plan over what is decoded, the audit's texts, the replay of all answers.
+        Counts plain and speculative decoding of the scored prompts, the audit and the replay.
         """
         score = self.options.score
         batches = -(-score.prompts // self.batch)
         decoded = (2 * batches * score.repeats + 3) * score.max_new_tokens
         replayed = len(self.scorer.replayed) * score.max_new_tokens / (len(self.answers) * self.tokens)
-        return len(self.scorer.samplers) * (1.5 * self.plain * decoded + self.each * replayed)
+        return len(self.scorer.samplers) * (1.5 * self.plain_seconds * decoded + self.plan_seconds * replayed)
 
 
-def _followed(drafter: Drafter, plans: Sequence[Plan]) -> list[Plan]:
-    """Plans that a drafter can follow.
+def _supported_plans(drafter: Drafter, plans: Sequence[Plan]) -> list[Plan]:
+    """Plans that a drafter supports.
 
     Raises:
-        UserError: none; why not the first.
+        UserError: it supports none; the error is that of the first plan.
     """
-    found, refused = [], None
+    supported, first_error = [], None
     for plan in plans:
         try:
             drafter.check(plan)
         except UserError as error:
-            refused = refused or error
+            first_error = first_error or error
         else:
-            found.append(plan)
-    if not found and refused:
-        raise refused
-    return found
+            supported.append(plan)
+    if not supported and first_error:
+        raise first_error
+    return supported

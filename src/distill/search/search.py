@@ -1,4 +1,4 @@
-"""`drafter=auto`: which family decodes fastest on this machine, found within a budget of minutes."""
+"""`drafter=auto`: find the drafter family that decodes fastest on this machine within a time budget."""
 
 from __future__ import annotations
 
@@ -24,106 +24,106 @@ from distill.search import validate as auto_checks
 from distill.search.evaluate import Judge
 from distill.search.halving import FREE, LAST, SCORE, Row
 from distill.search.state import Ledger
-from distill.search.trials import Jobs, Place, Stretch
+from distill.search.trials import JobContext, Jobs, TimeSlice
 from distill.train import Shared
 from distill.utils.launcher import process_age
 from distill.utils.progress import say, switch
 from drafters.checkpoint.atomic import publish
 
-MOST = 0.9  # of the budget, that rollouts may take
-LEAST = 1.0  # seconds of training that are worth a job
+MAX_ROLLOUT_SHARE = 0.9  # share of the budget that rollouts may take
+MIN_SECONDS = 1.0  # shortest training that is worth a job
 
 
-def choose(options: SearchOptions, folder: Path) -> float:
-    """Train several families, each a while; spend what is left on the winner, score it, say why.
+def search_families(options: SearchOptions, folder: Path) -> float:
+    """Compare drafter families by successive halving, train the winner with the rest of the budget, score it.
 
     Args:
-        options: of the search.
-        folder: of the run.
+        options: settings of the search.
+        folder: run folder.
 
     Returns:
         Tau of the winner's scorecard.
 
     Raises:
-        UserError: bad input, found before any work; rollouts that leave no time; no family that works.
+        UserError: invalid options (before any work), no time left to train, or every family failed.
     """
     quiet()
     switch["on"] = options.trainer.enable_progress_bar
-    place = Place.of(folder)
-    begun = time.monotonic() - (0.0 if place.in_sweep else process_age())
-    overrides, runs = auto_checks.jobs(options, place)
-    return Search(options, place, overrides, runs, begun).run()
+    context = JobContext.of(folder)
+    start = time.monotonic() - (0.0 if context.in_sweep else process_age())
+    overrides, runs = auto_checks.family_jobs(options, context)
+    return Search(options, context, overrides, runs, start).run()
 
 
 class Search:
-    """One run of `drafter=auto`, which goes on from whatever is finished.
+    """One run of `drafter=auto`; a restarted run continues from its finished jobs.
 
     Args:
-        options: of the search.
-        place: of the command.
-        overrides: of every family's run.
-        runs: options of every family's run.
-        begun: when the budget began, by `clock`.
-        clock: seconds.
+        options: settings of the search.
+        context: of the command.
+        overrides: Hydra overrides by family.
+        runs: options by family.
+        start: of the budget, by `clock`.
+        clock: returns seconds.
     """
 
     def __init__(
         self,
         options: SearchOptions,
-        place: Place,
+        context: JobContext,
         overrides: Mapping[str, list[str]],
         runs: Mapping[str, TrainOptions],
-        begun: float,
+        start: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.options, self.place, self.overrides, self.runs = options, place, overrides, runs
-        self.ledger, self.clock = Ledger.open(place.folder / RECORD), clock
-        self.begun = begun - self.ledger.spent
+        self.options, self.context, self.overrides, self.runs = options, context, overrides, runs
+        self.ledger, self.clock = Ledger.open(context.folder / RECORD), clock
+        self.start = start - self.ledger.spent
         self.total = 60.0 * options.drafter.minutes
         self.batch = options.score.batch_sizes[0]
 
     @property
     def spent(self) -> float:
-        """Seconds of the budget; those in which nobody worked on it do not count."""
-        return self.clock() - self.begun
+        """Seconds of the budget that are used; time between restarts does not count."""
+        return self.clock() - self.start
 
     @property
     def left(self) -> float:
-        """Likewise."""
+        """Seconds of the budget that are left."""
         return self.total - self.spent
 
     def run(self) -> float:
-        """All of it; returns tau of the winner's scorecard."""
+        """Run the search; returns tau of the winner's scorecard."""
         minutes = f"{self.options.drafter.minutes:g} min"
         say(f"drafter=auto: {minutes} for {', '.join(self.runs)}; batch {self.batch}")
         self._prepare()
-        trained, free = self._sort()
+        trained, free = self._sort_families()
         for name in free:
-            self.jobs({name: self.overrides[name]}, {name: Stretch(FREE, None)})
-            self._judge(FREE, [name], self.judge.few)
-        if survivor := self._rungs(trained):
-            self._spend(survivor)
+            self.jobs({name: self.overrides[name]}, {name: TimeSlice(FREE, None)})
+            self._judge(FREE, [name], self.judge.search_plans)
+        if survivor := self._run_rungs(trained):
+            self._train_winner(survivor)
         return self._finish()
 
-    def _note(self, **took: float) -> None:
+    def _save(self, **took: float) -> None:
         self.ledger.took |= took
         self.ledger.spent = self.spent
         self.ledger.write()
 
-    # -- what all families share ------------------------------------------------------------------
+    # -- shared by all families -------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Target, rollouts, held-out answers."""
-        given = self.place.overrides
-        chosen = any(families.key_of(o).split(".")[0] == "decode" for o in given)
-        base = [*given, f"drafter={next(iter(self.runs))}", *(["decode=auto"] * (not chosen))]
-        run = families.composed(self.place, base)
-        chat, train, held = read_run_inputs(run, self.place.folder)
+        """Load the target; make rollouts and held-out answers."""
+        overrides = self.context.overrides
+        has_decode = any(families.override_key(o).split(".")[0] == "decode" for o in overrides)
+        base = [*overrides, f"drafter={next(iter(self.runs))}", *(["decode=auto"] * (not has_decode))]
+        run = families.family_options(self.context, base)
+        chat, train, held = read_run_inputs(run, self.context.folder)
         target = build_target(run.target, packing=run.packing)
         with refused():
             self.judge = Judge(run, self.options.drafter, target, chat, held, self.clock)
         self.shared = Shared(target)
-        self.jobs = Jobs(self.place, self.shared)
+        self.jobs = Jobs(self.context, self.shared)
         plan = rollout_plan(run, target, chat, train)
         store = open_store(run, Path(run.output_dir) / "rollouts", target, chat, plan, train)
         before = self.clock()
@@ -131,24 +131,24 @@ class Search:
         fill(run, target, chat, store, run.rollout.drafter, None, watch)
         self.judge.prepare()
         target.join()
-        self._note(
-            **self.ledger.took or {"before rollouts": before - self.begun, "rollouts": self.clock() - before}
+        self._save(
+            **self.ledger.took or {"before rollouts": before - self.start, "rollouts": self.clock() - before}
         )
 
     def _watch(self, since: float, first: int, missing: int) -> None:
-        """Refuse rollouts that would eat the budget, as soon as that can be told."""
+        """Stop early if the rollouts would use up the budget."""
         if not missing or missing >= first:
             return
         expected = (self.clock() - since) / (first - missing) * missing
-        if self.spent + expected > MOST * self.total:
+        if self.spent + expected > MAX_ROLLOUT_SHARE * self.total:
             need = (self.spent + expected) / 60
             raise UserError(
                 f"drafter.minutes={self.options.drafter.minutes:g}: rollouts alone take about {need:.1f}; "
-                f"set it to {3 * need:.0f}, or set prompts.limit and prompts.self; what is made is kept"
+                f"set it to {3 * need:.0f}, or set prompts.limit and prompts.self; finished rollouts are kept"
             )
 
-    def _sort(self) -> tuple[list[str], list[str]]:
-        """Families that train, and those that need not; one that cannot be built is out."""
+    def _sort_families(self) -> tuple[list[str], list[str]]:
+        """Families that train and families without training; one that cannot be built fails."""
         trained, free = [], []
         for name, run in self.runs.items():
             try:
@@ -162,71 +162,71 @@ class Search:
 
     # -- rungs ------------------------------------------------------------------------------------
 
-    def _rungs(self, alive: list[str]) -> str | None:
-        """Train and compare until one is left; None: there is none."""
-        count = halving.rungs(len(alive))
+    def _run_rungs(self, alive: list[str]) -> str | None:
+        """Train and compare until one family is left; None if all failed."""
+        count = halving.num_rungs(len(alive))
         for rung in range(1, count + 1):
-            if not self._give(rung, count, alive):
+            if not self._allot(rung, count, alive):
                 return None if rung == 1 else alive[0]
             self._train(rung, alive)
-            self._judge(rung, alive, self.judge.few)
+            self._judge(rung, alive, self.judge.search_plans)
             rows = [row for name in alive if (row := self.ledger.row(rung, name))]
-            good = halving.going_on(rows)
+            good = halving.survivors(rows)
             for row in rows:
                 row.fate = (
                     row.fate if row.verdict is None else "goes on" if row in good else f"out at rung {rung}"
                 )
                 if row not in good:
-                    self.jobs.forget(row.family)
-            self._note()
+                    self.jobs.remove_trainer_state(row.family)
+            self._save()
             alive = [row.family for row in good]
             if len(alive) < 2:
                 break
         return alive[0] if alive else None
 
     def _train(self, rung: int, names: Sequence[str]) -> None:
-        """As many at the same time as the launcher takes; what one alone has spent is on file at once."""
+        """Train families, in parallel if the launcher allows; else the budget is saved after each."""
         for group in [[name] for name in names] if self.jobs.parallel == 1 else [names]:
-            stretches = {name: self._stretch(rung, name) for name in group}
-            self._work({name: self.overrides[name] for name in group}, stretches)
+            time_slices = {name: self._time_slice(rung, name) for name in group}
+            self._run_jobs({name: self.overrides[name] for name in group}, time_slices)
 
-    def _work(self, overrides: Mapping[str, Sequence[str]], stretches: Mapping[str, Stretch]) -> None:
-        """Run jobs, several at the same time; what a killed process had spent on them counts as well."""
-        due = [name for name, stretch in stretches.items() if not self.jobs.done(name, stretch.rung)]
-        self.jobs(overrides, stretches)
-        notes = [self.jobs.done(name, stretches[name].rung) or {} for name in due]
-        self.begun -= max((note.get("before", 0.0) for note in notes), default=0.0)
-        self._note()
+    def _run_jobs(self, overrides: Mapping[str, Sequence[str]], time_slices: Mapping[str, TimeSlice]) -> None:
+        """Run jobs in parallel; time that a killed process spent on them counts as well."""
+        due = [name for name, time_slice in time_slices.items() if not self.jobs.done(name, time_slice.rung)]
+        self.jobs(overrides, time_slices)
+        notes = [self.jobs.done(name, time_slices[name].rung) or {} for name in due]
+        self.start -= max((note.get("before", 0.0) for note in notes), default=0.0)
+        self._save()
 
-    def _give(self, rung: int, count: int, alive: Sequence[str]) -> bool:
-        """Settle how long each family of a rung trains; whether there is time."""
+    def _allot(self, rung: int, count: int, alive: Sequence[str]) -> bool:
+        """Set the training time of each family of a rung; False if there is too little time."""
         keys = [f"{rung}/{name}" for name in alive]
         if keys[0] in self.ledger.given:
             return True
-        room = self.left - self._reserve()
+        room = self.left - self._reserved_seconds()
         if rung == 1:
             self.ledger.searched = self.options.drafter.search * room
-        judging = self.judge.seconds(self.judge.few) + self.ledger.setup
-        total = min(self.ledger.searched, count * room)  # a slow rung takes of the next
-        each = halving.share(total, count, len(alive), self.jobs.parallel, judging)
-        if (
-            each < LEAST
-        ):  # what comparing takes is most of a rung: a little of what is left for the winner, then
-            each = min(LEAST, halving.share(room, 1, len(alive), self.jobs.parallel, judging))
-        if each < LEAST:
+        judging = self.judge.seconds(self.judge.search_plans) + self.ledger.setup
+        total = min(self.ledger.searched, count * room)  # a slow rung shortens the next
+        seconds = halving.seconds_per_family(total, count, len(alive), self.jobs.parallel, judging)
+        if seconds < MIN_SECONDS:  # evaluation takes most of a rung: use time that was left for the winner
+            seconds = min(
+                MIN_SECONDS, halving.seconds_per_family(room, 1, len(alive), self.jobs.parallel, judging)
+            )
+        if seconds < MIN_SECONDS:
             say(f"drafter=auto: {self.left:.0f} s are left, too few to train {len(alive)} families")
             return False
-        self.ledger.given |= dict.fromkeys(keys, each)
-        self._note()
-        say(f"rung {rung}: {', '.join(alive)}, {each:.0f} s each")
+        self.ledger.given |= dict.fromkeys(keys, seconds)
+        self._save()
+        say(f"rung {rung}: {', '.join(alive)}, {seconds:.0f} s each")
         return True
 
-    def _stretch(self, rung: int, name: str) -> Stretch:
-        return Stretch(rung, self.ledger.given[f"{rung}/{name}"], self.options.drafter.cooldown)
+    def _time_slice(self, rung: int, name: str) -> TimeSlice:
+        return TimeSlice(rung, self.ledger.given[f"{rung}/{name}"], self.options.drafter.cooldown)
 
-    def _reserve(self) -> float:
-        """Seconds that the end will need: the winner's plan chosen among all, its scorecard."""
-        return self.judge.seconds(self.judge.all) + self.judge.card_seconds() + self.ledger.setup
+    def _reserved_seconds(self) -> float:
+        """Seconds reserved for the end: choosing the winner's plan, and its scorecard."""
+        return self.judge.seconds(self.judge.all_plans) + self.judge.card_seconds() + self.ledger.setup
 
     def _judge(self, rung: int, names: Sequence[str], plans: Sequence[Plan]) -> None:
         for name in names:
@@ -237,7 +237,9 @@ class Search:
             if why := note.get("failed"):
                 self._fail(rung, name, why, note["steps"])
                 continue
-            self.ledger.setup = note.get("setup", self.ledger.setup)  # the first has made what all share
+            self.ledger.setup = note.get(
+                "setup", self.ledger.setup
+            )  # the first job also builds what all share
             try:
                 verdict, _ = self.judge(self.jobs.checkpoint(name), plans)
             except UserError as error:
@@ -246,72 +248,79 @@ class Search:
             seconds = self.ledger.trained(name) + note["seconds"]
             row = Row(rung, name, seconds, note["steps"], verdict, "" if rung else "needs no training")
             self.ledger.rows.append(row)
-            worth = f"tau {verdict.tau:.2f}, {verdict.speedup:.2f}x with {verdict.plan}"
-            say(f"{name}: {row.steps} steps, {worth}")
-            self._note()
+            result = f"tau {verdict.tau:.2f}, {verdict.speedup:.2f}x with {verdict.plan}"
+            say(f"{name}: {row.steps} steps, {result}")
+            self._save()
 
     def _fail(self, rung: int, name: str, why: str, steps: int = 0) -> None:
         if self.ledger.row(rung, name):
             return
         say(f"{name}: out: {why}")
         self.ledger.rows.append(Row(rung, name, self.ledger.trained(name), steps, None, f"failed: {why}"))
-        self._note()
+        self._save()
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _spend(self, name: str) -> None:
-        """The rest of the budget, on one family."""
+    def _train_winner(self, name: str) -> None:
+        """Train one family for the rest of the budget."""
         key = f"{LAST}/{name}"
         if key not in self.ledger.given:
-            seconds = self.left - self._reserve() - self.ledger.setup
-            if seconds < LEAST:
+            seconds = self.left - self._reserved_seconds() - self.ledger.setup
+            if seconds < MIN_SECONDS:
                 return
             self.ledger.given[key] = seconds
-            self._note(reserved=self._reserve())
+            self._save(reserved=self._reserved_seconds())
             say(f"{name}: trains on for {seconds:.0f} s")
-        logged = families.at_last(self.place, self.overrides[name])
-        self._work({name: logged}, {name: self._stretch(LAST, name)})
-        self._judge(LAST, [name], self.judge.all)
+        logged = families.with_user_loggers(self.context, self.overrides[name])
+        self._run_jobs({name: logged}, {name: self._time_slice(LAST, name)})
+        self._judge(LAST, [name], self.judge.all_plans)
 
     def _finish(self) -> float:
-        """Score the winner, and say what it won by."""
+        """Score the winner, and explain why it won."""
         if "plan" not in self.ledger.result:
-            self._settle()
+            self._choose_winner()
         name, plan = self.ledger.result["winner"], Plan(**self.ledger.result["shape"])
-        _link(self.place.folder, name)
+        _link(self.context.folder, name)
         steps = int(self.jobs.checkpoint(name).name)
-        logged = families.at_last(self.place, self.overrides[name])
+        logged = families.with_user_loggers(self.context, self.overrides[name])
         before = self.clock()
-        self.jobs({name: families.scored(self.place, logged, plan, steps)}, {name: Stretch(SCORE, None)})
+        self.jobs(
+            {name: families.scoring_overrides(self.context, logged, plan, steps)},
+            {name: TimeSlice(SCORE, None)},
+        )
         note = self.jobs.done(name, SCORE) or {}
         if why := note.get("failed"):
             raise UserError(f"drafter=auto: the scorecard of {name}: {why}")
-        own = [row for row in self.ledger.rows if row.family == name]
+        winner_rows = [row for row in self.ledger.rows if row.family == name]
         others = [row for row in self.ledger.newest() if row.family != name]
-        self.ledger.result |= {"why": halving.why(own[-1], others, own, self.batch)}
-        self._note(scorecard=self.clock() - before)
+        self.ledger.result |= {
+            "why": halving.explain_winner(winner_rows[-1], others, winner_rows, self.batch)
+        }
+        self._save(scorecard=self.clock() - before)
         return self._publish(self.ledger.result["why"])
 
-    def _settle(self) -> None:
-        """Say on file who has won, and by which plan; from then on that stands."""
-        found = halving.best(self.ledger.newest(), 1)
-        if not found:
+    def _choose_winner(self) -> None:
+        """Record the winner and its plan; a restarted run keeps them."""
+        winners = halving.best(self.ledger.newest(), 1)
+        if not winners:
             reasons = "; ".join(f"{row.family}: {row.fate}" for row in self.ledger.rows) or "no time was left"
-            raise UserError(f"drafter=auto: no score ({reasons}); raise drafter.minutes, rollouts are kept")
-        winner, before = found[0], self.clock()
+            raise UserError(f"drafter=auto: no score ({reasons}); raise drafter.minutes; rollouts are kept")
+        winner, before = winners[0], self.clock()
         assert winner.verdict
         name = winner.family
-        plan = next(p for p in [*self.judge.all, *self.judge.few] if p.name == winner.verdict.plan)
-        if winner.rung != LAST:  # the row of its rung stays what the others were compared with
-            verdict, plan = self.judge(self.jobs.checkpoint(name), self.judge.all)
+        plan = next(
+            p for p in [*self.judge.all_plans, *self.judge.search_plans] if p.name == winner.verdict.plan
+        )
+        if winner.rung != LAST:  # its row of that rung stays, since the others were compared with it
+            verdict, plan = self.judge(self.jobs.checkpoint(name), self.judge.all_plans)
             winner = replace(winner, rung=LAST, verdict=verdict)
             self.ledger.rows.append(winner)
         winner.fate = "won"
-        self.ledger.result = {"winner": name, "plan": plan.name, "shape": families.shape_of(plan)}
-        self._note(choosing=self.clock() - before)
+        self.ledger.result = {"winner": name, "plan": plan.name, "shape": families.plan_fields(plan)}
+        self._save(choosing=self.clock() - before)
 
     def _publish(self, reason: str) -> float:
-        rows, folder = self.ledger.rows, self.place.folder
+        rows, folder = self.ledger.rows, self.context.folder
         took = f"{self.spent / 60:.2f} of {self.options.drafter.minutes:g} min spent"
         say(f"\n{ledger.text(rows)}\n{took}\n{reason}")
         with publish(folder / ledger.PAGE) as temporary:
@@ -321,7 +330,7 @@ class Search:
 
 
 def _link(folder: Path, family: str) -> None:
-    """Show a family's checkpoints and curves as the run's."""
+    """Link a family's checkpoints and curves into the run folder."""
     for name in ("checkpoints", "csv"):
         link, to = folder / name, Path(families.FOLDER) / family / name
         if not link.is_symlink():

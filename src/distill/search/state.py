@@ -1,4 +1,4 @@
-"""What a run of `drafter=auto` knows and has spent: on file, in a table, in a sentence."""
+"""State of a `drafter=auto` run: its JSON file and the result table."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PAGE = "auto.md"
 
 @dataclass
 class Ledger:
-    """Written after every change, so that a kill loses a job at most.
+    """State of a search. It is written after every change, so that a killed run loses at most one job.
 
     Attributes:
         path: of the file.
         spent: seconds of the budget.
-        rows: in the order in which they came to be.
-        given: seconds of a family's next stretch, by "<rung>/<family>".
+        rows: results in the order of evaluation.
+        given: seconds of training, by "<rung>/<family>".
         searched: seconds for all rungs together.
-        setup: seconds before the first step of the newest job that came to one.
-        took: seconds of the parts of the work, and what had been expected.
-        result: winner, plan, why.
+        setup: seconds before the first training step of the newest job.
+        took: seconds of each phase, and what was expected.
+        result: winner, plan and reason.
     """
 
     path: Path
@@ -41,31 +41,31 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path) -> Ledger:
-        """Go on with what is there."""
-        found = read_json(path) or {}
-        rows = found.pop("rows", [])
+        """Read the state from its file, or start an empty one."""
+        values = read_json(path) or {}
+        rows = values.pop("rows", [])
         for row in rows:
             if row["verdict"]:
                 row["verdict"] = Verdict(**row["verdict"])
-        return cls(path, rows=[Row(**row) for row in rows], **found)
+        return cls(path, rows=[Row(**row) for row in rows], **values)
 
     def write(self) -> None:
-        """To the file."""
-        kept = {k: v for k, v in vars(self).items() if k not in ("path", "rows")}
-        write_json(self.path, kept | {"rows": [asdict(row) for row in self.rows]})
+        """Write the file."""
+        values = {k: v for k, v in vars(self).items() if k not in ("path", "rows")}
+        write_json(self.path, values | {"rows": [asdict(row) for row in self.rows]})
 
     def row(self, rung: int, family: str) -> Row | None:
-        """Of a family at a rung."""
+        """The row of a family at a rung."""
         return next((r for r in self.rows if (r.rung, r.family) == (rung, family)), None)
 
     def trained(self, family: str) -> float:
-        """Seconds so far."""
+        """Seconds that a family was trained so far."""
         return max((row.seconds for row in self.rows if row.family == family), default=0.0)
 
     def newest(self) -> list[Row]:
-        """The last verdict on every family that has one."""
-        found = {row.family: row for row in self.rows if row.verdict}
-        return list(found.values())
+        """The last row with a verdict of every family."""
+        last_rows = {row.family: row for row in self.rows if row.verdict}
+        return list(last_rows.values())
 
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
@@ -73,11 +73,11 @@ def _cells(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """For a terminal."""
+    """The table as plain text."""
     return grid(HEAD, _cells(rows))
 
 
 def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """For a page."""
+    """The table as Markdown, followed by notes."""
     table = [HEAD, ["---"] * len(HEAD), *_cells(rows)]
     return "\n".join(["| " + " | ".join(row) + " |" for row in table] + ["", *notes]) + "\n"

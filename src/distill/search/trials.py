@@ -1,4 +1,4 @@
-"""Families of drafters as jobs of Hydra's launcher: each the ordinary run, for a stretch of time."""
+"""Run drafter families as jobs of Hydra's launcher: each is an ordinary run with a time budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
-from hydra._internal.callbacks import Callbacks  # private API: a launcher's context cannot be made without
+from hydra._internal.callbacks import Callbacks  # private API: HydraContext requires it
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -33,16 +33,16 @@ from distill.utils.atomic_files import read_json, write_json
 from distill.utils.run_folder import checkpoints
 
 FOLDER, LOG = "families", "log.txt"
-NEVER = 10**9  # optimizer steps between save points of what the clock ends
+NEVER = 10**9  # steps between save points: more than any run has
 
 
-class Stretch(NamedTuple):
-    """What a family is to do next.
+class TimeSlice(NamedTuple):
+    """One job of a family: a rung and its time budget.
 
     Attributes:
-        rung: it is of; see `halving`.
-        seconds: of training; None: as its configuration says.
-        cooldown: share of them.
+        rung: see `halving`.
+        seconds: of training; None: until trainer.max_steps.
+        cooldown: share of the seconds in which the learning rate falls.
     """
 
     rung: int
@@ -50,16 +50,16 @@ class Stretch(NamedTuple):
     cooldown: float = 0.0
 
 
-class Place(NamedTuple):
-    """Where this command's configuration comes from, and its jobs go.
+class JobContext(NamedTuple):
+    """Configuration and output folder of the command that starts the jobs.
 
     Attributes:
-        conf: folder of the groups.
+        conf: folder of configuration groups.
         name: of the primary configuration.
-        overrides: that the user gave, those of `drafter` aside.
-        launcher: Hydra's, that the user chose.
-        folder: of the run.
-        in_sweep: this command is a job of a sweep.
+        overrides: given by the user, without those of `drafter`.
+        launcher: overrides of Hydra's launcher.
+        folder: run folder.
+        in_sweep: the command is itself a job of a sweep.
     """
 
     conf: Path
@@ -70,128 +70,145 @@ class Place(NamedTuple):
     in_sweep: bool = False
 
     @classmethod
-    def of(cls, folder: Path) -> Place:
-        """Of the job that Hydra runs now."""
+    def of(cls, folder: Path) -> JobContext:
+        """The context of the current Hydra job."""
         config = HydraConfig.get()
         conf = next(s.path for s in config.runtime.config_sources if s.provider == "main")
-        given = without(config.overrides.task, "drafter")
-        ours = [o for o in config.overrides.hydra if o.startswith(("hydra/launcher=", "hydra.launcher."))]
-        swept = config.mode == RunMode.MULTIRUN  # whose launcher is for the sweep's jobs
+        overrides = drop_overrides(config.overrides.task, "drafter")
+        launcher = [o for o in config.overrides.hydra if o.startswith(("hydra/launcher=", "hydra.launcher."))]
+        in_sweep = config.mode == RunMode.MULTIRUN  # then the launcher is for the sweep's jobs
         name = str(config.job.config_name)
-        return cls(Path(conf), name, given, [] if swept else ours, folder.absolute(), swept)
+        return cls(Path(conf), name, overrides, [] if in_sweep else launcher, folder.absolute(), in_sweep)
 
 
-def key_of(override: str) -> str:
-    """Without its value."""
+def override_key(override: str) -> str:
+    """The key of an override, without its value."""
     return override.lstrip("+~").partition("=")[0]
 
 
-def without(overrides: Sequence[str], *keys: str) -> list[str]:
-    """Overrides but those of these keys, and of what is in them."""
-    return [o for o in overrides if not any(key_of(o) == k or key_of(o).startswith(f"{k}.") for k in keys)]
+def drop_overrides(overrides: Sequence[str], *keys: str) -> list[str]:
+    """Overrides without those of the given keys and of keys below them."""
+    return [
+        o
+        for o in overrides
+        if not any(override_key(o) == k or override_key(o).startswith(f"{k}.") for k in keys)
+    ]
 
 
-def overrides_of(place: Place, family: str, settings: Mapping[str, Any]) -> list[str]:
-    """Of a family's own run, with its own recipe, that is trained by the clock and not yet scored."""
-    own = [f"drafter={family}", *(f"drafter.{k}={written(v)}" for k, v in settings.items())]
-    apart = ("score.every", "score.enabled", "export", "logger", "resume")
+def family_overrides(context: JobContext, family: str, settings: Mapping[str, Any]) -> list[str]:
+    """Overrides of a family's run: its own recipe, a time budget, no scores yet."""
+    family_settings = [
+        f"drafter={family}",
+        *(f"drafter.{k}={override_value(v)}" for k, v in settings.items()),
+    ]
+    replaced = ("score.every", "score.enabled", "export", "logger", "resume")
     jobs = [f"score.every={NEVER}", "score.enabled=false", "export.to=null", "export.push_to=null"]
-    return [*without(place.overrides, *apart), *own, *jobs, "logger=csv", f"hydra.sweep.subdir={family}"]
+    return [
+        *drop_overrides(context.overrides, *replaced),
+        *family_settings,
+        *jobs,
+        "logger=csv",
+        f"hydra.sweep.subdir={family}",
+    ]
 
 
-def at_last(place: Place, overrides: Sequence[str]) -> list[str]:
-    """The same as the user wants it to be logged."""
-    user = [o for o in place.overrides if key_of(o).split(".")[0] == "logger"]
-    return [*without(overrides, "logger"), *user]
+def with_user_loggers(context: JobContext, overrides: Sequence[str]) -> list[str]:
+    """Overrides with the loggers that the user chose."""
+    user = [o for o in context.overrides if override_key(o).split(".")[0] == "logger"]
+    return [*drop_overrides(overrides, "logger"), *user]
 
 
-def scored(place: Place, overrides: Sequence[str], plan: Plan, steps: int) -> list[str]:
-    """The same once more, to score what was trained, by one plan; and what becomes of the best."""
-    user = [o for o in place.overrides if key_of(o).split(".")[0] == "export"]
-    shape = [f"decode.{name}={written(value)}" for name, value in shape_of(plan).items()]
-    kept = without(overrides, "decode", "export", "score.enabled", "trainer.max_steps")
-    return [*kept, *user, "score.enabled=true", f"trainer.max_steps={max(1, steps)}", "decode=chain", *shape]
+def scoring_overrides(context: JobContext, overrides: Sequence[str], plan: Plan, steps: int) -> list[str]:
+    """Overrides of a run that scores the trained checkpoint with one plan, then exports it."""
+    user = [o for o in context.overrides if override_key(o).split(".")[0] == "export"]
+    shape = [f"decode.{name}={override_value(value)}" for name, value in plan_fields(plan).items()]
+    rest = drop_overrides(overrides, "decode", "export", "score.enabled", "trainer.max_steps")
+    return [*rest, *user, "score.enabled=true", f"trainer.max_steps={max(1, steps)}", "decode=chain", *shape]
 
 
-def shape_of(plan: Plan) -> dict[str, Any]:
-    """A plan's fields, as JSON has them."""
+def plan_fields(plan: Plan) -> dict[str, Any]:
+    """A plan's fields as a dict of JSON values."""
     return asdict(plan)
 
 
-def written(value: Any) -> str:
-    """A plain value as Hydra's overrides have it."""
+def override_value(value: Any) -> str:
+    """A value in the syntax of Hydra's overrides."""
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(written, value))}]"
+        return f"[{','.join(map(override_value, value))}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}: {written(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{k}: {override_value(v)}" for k, v in value.items()) + "}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return "'" + value.replace("'", "\\'") + "'" if isinstance(value, str) else str(value)
 
 
 class Jobs:
-    """Runs families by Hydra's launcher, in `families/<name>` of the run's folder.
+    """Runs families with Hydra's launcher, in `families/<name>` of the run folder.
 
     Args:
-        place: see there.
-        shared: with jobs of this process.
+        context: of the command.
+        shared: objects shared by jobs in this process.
 
     Raises:
-        UserError: a launcher whose jobs do not run on this machine.
+        UserError: the launcher's jobs do not run on this machine.
     """
 
-    def __init__(self, place: Place, shared: Shared) -> None:
-        self.place = place
-        root = place.folder / FOLDER
-        wanted = [*place.launcher, f"hydra.sweep.dir={written(str(root))}", "hydra/hydra_logging=disabled"]
+    def __init__(self, context: JobContext, shared: Shared) -> None:
+        self.context = context
+        root = context.folder / FOLDER
+        overrides = [
+            *context.launcher,
+            f"hydra.sweep.dir={override_value(str(root))}",
+            "hydra/hydra_logging=disabled",
+        ]
         GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(place.conf), version_base="1.3"):
+        with hydra.initialize_config_dir(str(context.conf), version_base="1.3"):
             inner = GlobalHydra.instance().hydra
             assert inner
-            self.master = inner.compose_config(place.name, wanted, run_mode=RunMode.RUN)
-            self.context = HydraContext(config_loader=inner.config_loader, callbacks=Callbacks())
+            self.master = inner.compose_config(context.name, overrides, run_mode=RunMode.RUN)
+            self.hydra_context = HydraContext(config_loader=inner.config_loader, callbacks=Callbacks())
         kind = self.master.hydra.launcher._target_.rpartition(".")[2]
         if kind not in ("BasicLauncher", "JoblibLauncher"):
             raise UserError(
-                "drafter=auto: its jobs run on this machine, whose costs are measured, within a budget of "
-                "time; leave hydra/launcher, or choose one of this machine (docs/auto.md)"
+                "drafter=auto: jobs must run on this machine, whose speed is measured; leave hydra/launcher "
+                "out, or choose a local one (docs/auto.md)"
             )
-        # Other processes load a target of their own.
+        # Other processes load their own target.
         self.shared = shared if kind == "BasicLauncher" else None
         count = 1 if kind == "BasicLauncher" else int(self.master.hydra.launcher.n_jobs)
         self.parallel = count if count > 0 else NEVER
 
-    def __call__(self, overrides: Mapping[str, Sequence[str]], stretches: Mapping[str, Stretch]) -> None:
-        """Run a job of each family that has a stretch before it, unless it has been through it."""
-        due = [f for f, s in stretches.items() if self.done(f, s.rung) is None]
+    def __call__(self, overrides: Mapping[str, Sequence[str]], time_slices: Mapping[str, TimeSlice]) -> None:
+        """Run a job for each family with a time slice, unless that job is already done."""
+        due = [f for f, s in time_slices.items() if self.done(f, s.rung) is None]
         for family in due:
             (folder := self.folder(family)).mkdir(parents=True, exist_ok=True)
-            if not (folder / "run.json").exists():  # names its run on W&B
+            if not (folder / "run.json").exists():  # identifies the run on W&B
                 write_json(folder / "run.json", {"started": time.time(), "job": family})
         if due:
-            task = partial(job, stretches=dict(stretches), shared=self.shared)
+            task = partial(job, time_slices=dict(time_slices), shared=self.shared)
             self._launcher(task).launch([list(overrides[f]) for f in due], initial_job_idx=0)
 
     def _launcher(self, task: Any) -> Launcher:
-        return Plugins.instance().instantiate_launcher(self.context, task, self.master)
+        return Plugins.instance().instantiate_launcher(self.hydra_context, task, self.master)
 
     def folder(self, family: str) -> Path:
-        """Of a family's run."""
-        return self.place.folder / FOLDER / family
+        """Folder of a family's run."""
+        return self.context.folder / FOLDER / family
 
     def done(self, family: str, rung: int) -> dict[str, Any] | None:
-        """What came of a rung: `steps`, `seconds`, those `before` a kill, or why it `failed`.
+        """Result of a rung: `steps`, `seconds`, those `before` a kill, or the reason it `failed`.
 
-        None: it is not through.
+        None if the job is not done.
         """
         return read_json(_note(self.folder(family), rung))
 
     def checkpoint(self, family: str) -> Path:
-        """The newest."""
+        """The newest checkpoint of a family."""
         return checkpoints(self.folder(family))[-1]
 
-    def forget(self, family: str) -> None:
-        """Remove what only a family that goes on needs."""
+    def remove_trainer_state(self, family: str) -> None:
+        """Delete the trainer state of a family that does not continue."""
         for state in self.folder(family).glob("checkpoints/*/trainer/*"):
             if state.is_file():
                 state.unlink()
@@ -201,36 +218,36 @@ def _note(folder: Path, rung: int) -> Path:
     return folder / f"rung-{ {LAST: 'last', SCORE: 'score'}.get(rung, rung) }.json"
 
 
-def job(cfg: DictConfig, stretches: Mapping[str, Stretch], shared: Shared | None) -> None:
-    """Train one family for its stretch; what it prints goes to its log."""
+def job(cfg: DictConfig, time_slices: Mapping[str, TimeSlice], shared: Shared | None) -> None:
+    """Train one family for its time slice; its output goes to its log file."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    stretch = stretches[folder.name]
+    time_slice = time_slices[folder.name]
     begun = time.monotonic()
     budget = None
-    if stretch.seconds is not None:
-        budget = Budget(stretch.seconds, stretch.rung, stretch.cooldown)
+    if time_slice.seconds is not None:
+        budget = Budget(time_slice.seconds, time_slice.rung, time_slice.cooldown)
     note: dict[str, Any] = {}
-    # The scorecard is what the terminal is for.
-    with (folder / LOG).open("a") as log, nullcontext() if stretch.rung == SCORE else redirect_stdout(log):
+    # Only the final scorecard is printed on the terminal.
+    with (folder / LOG).open("a") as log, nullcontext() if time_slice.rung == SCORE else redirect_stdout(log):
         try:
             train(checked_options(TrainOptions, cfg), folder, budget, shared)
         except (UserError, TooLargeError) as error:
             note["failed"] = str(error)
-        except OSError:  # a disk; it would end the others as well
+        except OSError:  # a full disk would end the others as well
             raise
-        except Exception as error:  # of one family, which is out; the others go on
+        except Exception as error:  # this family failed; the others continue
             traceback.print_exc(file=log)
             first = (str(error).splitlines() or [""])[0]
             note["failed"] = f"{type(error).__name__}: {first}; see {folder / LOG}"
-    gc.collect()  # what one family holds in cycles, the next one needs
-    found = checkpoints(folder)
-    note |= {"steps": int(found[-1].name) if found else 0, "seconds": time.monotonic() - begun}
+    gc.collect()  # free memory held in reference cycles for the next family
+    saved = checkpoints(folder)
+    note |= {"steps": int(saved[-1].name) if saved else 0, "seconds": time.monotonic() - begun}
     if budget:
         note |= {"seconds": budget.used, "setup": budget.waited, "before": budget.before}
-    write_json(_note(folder, stretch.rung), note)
+    write_json(_note(folder, time_slice.rung), note)
 
 
-def composed(place: Place, overrides: Sequence[str]) -> TrainOptions:
-    """The options of a family's run; ranges are checked when it runs."""
+def family_options(context: JobContext, overrides: Sequence[str]) -> TrainOptions:
+    """Options of a family's run; value ranges are checked when it runs."""
     settings = [o for o in overrides if not o.startswith("hydra.")]
-    return read_options(TrainOptions, compose(settings, place.conf, place.name))
+    return read_options(TrainOptions, compose(settings, context.conf, context.name))

@@ -1,4 +1,4 @@
-"""Checks of the options of a `drafter=auto`, before any work."""
+"""Check the options of `drafter=auto` before any work."""
 
 from __future__ import annotations
 
@@ -8,71 +8,75 @@ from decode.errors import UserError
 from distill.config.validate import processes
 from distill.options import SearchOptions, TrainOptions
 from distill.search import trials as families
-from distill.search.trials import Place
+from distill.search.trials import JobContext
 from distill.utils.launcher import launch
 from drafters.base import Drafter
 
 
-def jobs(options: SearchOptions, place: Place) -> tuple[dict[str, list[str]], dict[str, TrainOptions]]:
-    """The overrides of every family's own run, and the options that they give.
+def family_jobs(
+    options: SearchOptions, context: JobContext
+) -> tuple[dict[str, list[str]], dict[str, TrainOptions]]:
+    """Overrides and options of every family's run.
 
     Args:
         options: of the search.
-        place: of the command.
+        context: of the command.
 
     Raises:
-        UserError: a setting of the search or of a family that cannot be; a family that tunes the target.
+        UserError: an invalid setting of the search or of a family; a family that tunes the target.
     """
-    chosen, settings = names(options, place), options.drafter.options or {}
-    overrides = {name: families.overrides_of(place, name, settings.get(name, {})) for name in chosen}
-    runs = {name: families.composed(place, words) for name, words in overrides.items()}
+    selected, settings = family_names(options, context), options.drafter.options or {}
+    overrides = {name: families.family_overrides(context, name, settings.get(name, {})) for name in selected}
+    runs = {name: families.family_options(context, words) for name, words in overrides.items()}
     for name, run in runs.items():
         if resolve_name(run.drafter.factory.rpartition(".")[0]).verifier is not Drafter.verifier:
-            raise UserError(f"drafter.families: {name} tunes the target, and is lossless to another one")
+            raise UserError(
+                f"drafter.families: {name} tunes the target, so its output is that of another model"
+            )
     return overrides, runs
 
 
-def names(options: SearchOptions, place: Place) -> list[str]:
-    """The families, if all that the configuration of the search itself can tell is well.
+def family_names(options: SearchOptions, context: JobContext) -> list[str]:
+    """Names of the families, after a check of the search's own settings.
 
     Raises:
-        UserError: what is not.
+        UserError: an invalid setting.
     """
     auto = options.drafter
-    chosen = [str(name) for name in auto.families]
-    known = sorted(p.stem for p in (place.conf / "drafter").glob("*.yaml") if p.stem != "auto")
-    for name in chosen:
-        if name not in known:
-            raise UserError(f"drafter.families: {name}: no such family; choose of {', '.join(known)}")
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise UserError("drafter.families: name at least one family, and none twice")
+    selected = [str(name) for name in auto.families]
+    available = sorted(p.stem for p in (context.conf / "drafter").glob("*.yaml") if p.stem != "auto")
+    for name in selected:
+        if name not in available:
+            raise UserError(f"drafter.families: {name}: no such family; choose from {', '.join(available)}")
+    if not selected or len(set(selected)) < len(selected):
+        raise UserError("drafter.families: name at least one family, each once")
     settings = auto.options or {}
-    if not (isinstance(settings, dict) and all(isinstance(own, dict) for own in settings.values())):
+    if not (isinstance(settings, dict) and all(isinstance(value, dict) for value in settings.values())):
         raise UserError(f"drafter.options={settings}: write it as {{eagle: {{depth: 3}}}}")
-    if others := sorted(set(map(str, settings)) - set(chosen)):
+    if others := sorted(set(map(str, settings)) - set(selected)):
         raise UserError(f"drafter.options: {', '.join(others)}: not among drafter.families")
     _check_rest(options)
-    return chosen
+    return selected
 
 
 def _check_rest(options: SearchOptions) -> None:
-    """Everything but the names of the families."""
+    """Check everything but the names of the families."""
     auto, score, trainer = options.drafter, options.score, options.trainer
     for name, share in {"search": auto.search, "cooldown": auto.cooldown}.items():
         if not 0 < share < 1:
             raise UserError(f"drafter.{name}={share}: must be between 0 and 1")
     if not auto.plans:
-        raise UserError("drafter.plans: give at least one to compare families by, such as {depth: 2}")
+        raise UserError("drafter.plans: give at least one plan to compare families with, such as {depth: 2}")
     if auto.init_from or auto.confidence:
         raise UserError(
-            "drafter=auto: init_from and confidence are a family's: drafter.options={eagle: {...}}"
+            "drafter=auto: set init_from and confidence for a family: drafter.options={eagle: {...}}"
         )
     if not (score.enabled and score.batch_sizes and score.temperatures):
-        raise UserError("drafter=auto decides by scores: score.enabled=true, a batch size and a temperature")
+        raise UserError("drafter=auto needs scores: score.enabled=true, a batch size and a temperature")
     if processes(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1 or launch():
         raise UserError(
-            "drafter=auto trains its families in one process; set trainer.devices=1, and train the family "
-            "that wins on more devices by itself (drafter=<family>)"
+            "drafter=auto trains its families in one process; set trainer.devices=1, then train the winning "
+            "family on more devices by itself (drafter=<family>)"
         )
     if options.rollout.refresh_every:
         raise UserError("drafter=auto: rollouts are made once for all families; set rollout.refresh_every=0")

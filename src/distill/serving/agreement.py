@@ -1,4 +1,4 @@
-"""Whether acceptance that an engine counted is the scorecard's, position by position."""
+"""Compare acceptance counted by an engine with a scorecard, position by position."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from scipy import stats
 from decode.errors import UserError
 from decode.evaluation.replay import CONFIDENCE
 from decode.evaluation.scorecard import Row, Scorecard
-from distill.serving.metrics import Served
+from distill.serving.metrics import ServedAcceptance
 
-VAGUE = 0.15  # of acceptance: where noise hides more than this, agreement says nothing
-HALF_95 = 1.96  # standard errors on either side of an interval of 95 %
+MAX_NOISE = 0.15  # of acceptance; with more noise than this, agreement is inconclusive
+Z_95 = 1.96  # standard errors on either side of an interval of 95 %
 
 
 class Figure(NamedTuple):
-    """One number, there and here.
+    """A figure as served and as scored.
 
     Attributes:
         name: as tables show it.
         served: by the engine.
         scored: in the scorecard.
-        noise: what two such counts of the same thing differ by at most, at `CONFIDENCE` over all figures.
-        tolerance: differences up to this do not matter, however sure they are.
-        edge: that an engine may be above, because it counts the rounds that an end cuts as well.
+        noise: largest difference by chance, at `CONFIDENCE` over all figures.
+        tolerance: differences up to this are ignored, even if significant.
+        edge: excess of an engine that also counts rounds cut off by the end of an answer.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Figure(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """By more than chance, and by enough to matter."""
+        """Whether the difference exceeds both noise and tolerance."""
         off = self.served - self.scored
         return max(off - self.edge, -off) > max(self.noise, self.tolerance)
 
@@ -49,13 +49,13 @@ class Comparison:
     """All figures of one engine.
 
     Attributes:
-        served: what was counted.
+        served: acceptance from the engine's counters.
         row: of the scorecard.
-        tau: tokens a round.
-        survival: of every position that the engine counts.
+        tau: tokens per round.
+        survival: for every position that the engine counts.
     """
 
-    served: Served
+    served: ServedAcceptance
     row: Row
     tau: Figure
     survival: tuple[Figure, ...]
@@ -66,82 +66,84 @@ class Comparison:
         return not any(figure.differs for figure in (self.tau, *self.survival))
 
     @property
-    def vague(self) -> bool:
-        """Too little was counted to tell agreement from chance."""
+    def inconclusive(self) -> bool:
+        """Whether there are too few rounds to conclude anything from agreement."""
         first = self.survival[0] if self.survival else self.tau
-        return first.noise > VAGUE * (1 if self.survival else len(self.row.acceptance.survival))
+        return first.noise > MAX_NOISE * (1 if self.survival else len(self.row.acceptance.survival))
 
 
 def rounds(row: Row) -> float:
-    """Behind a row's acceptance."""
+    """Number of rounds that a row's acceptance is computed from."""
     return sum(row.counts.rounds) if row.replay else row.rounds
 
 
 def answers(row: Row) -> int:
-    """Behind a row's acceptance, where it says so; each has one round that its end may cut."""
+    """Number of answers of a row; the last round of each may be cut off."""
     return len(row.counts.rounds)
 
 
-def choose(card: Scorecard, depth: int, temperature: float, name: str | None, again: str) -> Row:
-    """The row that such a server can be held against: a chain of the same depth, at the same temperature.
+def matching_row(card: Scorecard, depth: int, temperature: float, name: str | None, again: str) -> Row:
+    """The row comparable with the server: a chain of the same depth at the same temperature.
 
     Args:
         card: the scorecard.
-        depth: tokens that the engine drafts at once.
-        temperature: that it answers at.
-        name: of the row, as the scorecard's table has it; None: the likeliest tokens, one after another.
-        again: the command that scores the checkpoint once more.
+        depth: draft length of the engine.
+        temperature: of its answers.
+        name: of the row's plan; None: a greedy chain.
+        again: command that scores the checkpoint with this plan.
 
     Raises:
-        UserError: there is none, and how to get it.
+        UserError: there is no such row; the message says how to get one.
     """
-    wanted = name or f"chain-{depth}"
-    rows = [r for r in card.rows if r.decode == wanted and r.temperature == temperature]
+    plan_name = name or f"chain-{depth}"
+    rows = [r for r in card.rows if r.decode == plan_name and r.temperature == temperature]
     if lossless := [r for r in rows if not r.lossy and len(r.acceptance.survival) == depth]:
         return min(lossless, key=lambda r: r.batch_size)
     has = sorted({f"{r.decode} at T={r.temperature:g}" for r in card.rows})
     raise UserError(
         f"the engine drafts chains of {depth} at T={temperature:g}, and the scorecard has no row "
-        f"{wanted} there (it has {', '.join(has)}); score one: {again}"
+        f"{plan_name} there (it has {', '.join(has)}); score one: {again}"
     )
 
 
-def compare(served: Served, row: Row, tolerance: float, same: bool = False) -> Comparison:
-    """Hold what an engine counted against a row of the scorecard.
+def compare(served: ServedAcceptance, row: Row, tolerance: float, same: bool = False) -> Comparison:
+    """Compare an engine's acceptance with a row of the scorecard.
 
-    Rounds of one answer are alike, so intervals of independent rounds would be too narrow: they are
-    widened by what the scorecard's own interval, over prompts, is wider than such a one. Greedy answers
-    to the `same` prompts share what makes them easy, so that there even independent rounds are too wide.
+    Rounds of one answer are correlated, so intervals of independent rounds would be too narrow: they are
+    widened by the design effect, which the scorecard's interval over prompts gives. For greedy answers to
+    the `same` prompts the prompts' difficulty cancels out, and no widening is needed.
 
-    s_j is over rounds that no end cuts, and engines count all. With one cut round of R in an answer,
-    theirs is at most (1 - s_j) / R above ours.
+    The scorecard's s_j leaves out rounds cut off by the end of an answer; engines count all rounds. With one
+    cut round of R in an answer, the engine's s_j is at most (1 - s_j) / R higher.
 
     Args:
-        served: counts.
-        row: of the same shape and temperature.
-        tolerance: in acceptance.
+        served: acceptance of the engine.
+        row: of the same plan and temperature.
+        tolerance: of acceptance.
         same: the prompts of the row were sent.
     """
     scored = row.acceptance
-    expected, behind = scored.survival, rounds(row)
+    expected, scored_rounds = scored.survival, rounds(row)
     per_round = _variance(expected)
-    wide = (scored.tau_interval[1] - scored.tau_interval[0]) / 2 / HALF_95
-    effect = max(1.0, wide**2 * behind / per_round) if per_round else 1.0
+    wide = (scored.tau_interval[1] - scored.tau_interval[0]) / 2 / Z_95
+    effect = max(1.0, wide**2 * scored_rounds / per_round) if per_round else 1.0
     effect = 1.0 if same and not row.temperature else effect
-    cut = answers(row) / max(behind, 1.0)  # rounds of all that an end cuts, at most
+    cut = answers(row) / max(scored_rounds, 1.0)  # largest share of rounds that are cut off
     figures = 1 + (len(expected) if served.survival else 0)
     reach = float(stats.norm.ppf(1 - (1 - CONFIDENCE) / 2 / figures))
-    share = effect * (1 / max(served.rounds, 1.0) + 1 / max(behind, 1.0))
+    share = effect * (1 / max(served.rounds, 1.0) + 1 / max(scored_rounds, 1.0))
 
-    def figure(place: int, found: float) -> Figure:
-        both = (found * served.rounds + expected[place] * behind) / max(served.rounds + behind, 1.0)
+    def figure(position: int, value: float) -> Figure:
+        both = (value * served.rounds + expected[position] * scored_rounds) / max(
+            served.rounds + scored_rounds, 1.0
+        )
         noise = reach * math.sqrt(max(both * (1 - both), 0.0) * share)
-        edge = (1 - expected[place]) * cut
-        return Figure(f"s_{place + 1}", found, expected[place], noise, tolerance, edge)
+        edge = (1 - expected[position]) * cut
+        return Figure(f"s_{position + 1}", value, expected[position], noise, tolerance, edge)
 
-    # A histogram ends where the luckiest round did.
+    # Histograms end at the longest accepted length.
     counted = [*served.survival, *[0.0] * (len(expected) - len(served.survival))] if served.survival else []
-    survival = tuple(figure(place, found) for place, found in enumerate(counted))
+    survival = tuple(figure(position, value) for position, value in enumerate(counted))
     spread = max(per_round, _variance(served.survival))
     noise = reach * math.sqrt(spread * share)
     scored_tau = 1 + sum(expected) if counted else scored.tau
@@ -151,6 +153,6 @@ def compare(served: Served, row: Row, tolerance: float, same: bool = False) -> C
 
 
 def _variance(survival: Sequence[float]) -> float:
-    """Of the tokens that a round keeps."""
+    """Variance of the accepted tokens per round."""
     square = sum((2 * j - 1) * s for j, s in enumerate(survival, 1))
     return max(square - sum(survival) ** 2, 0.0)

@@ -1,4 +1,4 @@
-"""A running engine's pages: its metrics, and the models that it serves."""
+"""HTTP client of a running engine: its metrics and its list of models."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from distill.engines.http import check_redirect
 from distill.serving import metrics as counters
 from distill.serving.metrics import Reading
 
-LARGEST = 32 << 20  # bytes of a page; an engine's metrics are a few hundred kilobytes
+MAX_BYTES = 32 << 20  # bytes of a page; an engine's metrics are a few hundred kilobytes
 CHUNK = 1 << 16
 
 
 class Model(NamedTuple):
-    """One that a server lists.
+    """A model that a server lists.
 
     Attributes:
-        id: its name there.
-        root: path or hub id that it was loaded from, where the server says so.
+        id: name on the server.
+        root: path or hub id that it was loaded from; empty if unknown.
     """
 
     id: str
@@ -34,7 +34,7 @@ class Model(NamedTuple):
 
 
 class _SameOrigin(HTTPRedirectHandler):
-    """Follows redirects that stay on the server: `urlopen` would show its key to any other."""
+    """Follows redirects within the server only: `urlopen` would send the API key to other hosts."""
 
     @override
     def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
@@ -43,12 +43,12 @@ class _SameOrigin(HTTPRedirectHandler):
 
 
 class Endpoint:
-    """Where an engine answers.
+    """An engine's HTTP endpoint.
 
     Args:
-        url: of the server, up to its port; a /v1 or /metrics behind it is left out.
+        url: of the server, up to its port; a trailing /v1 or /metrics is removed.
         timeout: seconds for a page.
-        api_key_env: name of the environment variable with the key, if it wants one.
+        api_key_env: name of the environment variable with the API key.
     """
 
     def __init__(self, url: str, timeout: float, api_key_env: str) -> None:
@@ -56,18 +56,18 @@ class Endpoint:
         self.timeout, self.key_env = timeout, api_key_env
 
     def reading(self, model: str | None = None) -> Reading:
-        """The counters as they are now.
+        """Current counters.
 
         Raises:
-            UserError: nobody there, no metrics, or none of an engine that is known.
+            UserError: no server, no metrics, or metrics of an unknown engine.
         """
         return counters.read(self._page("/metrics"), f"{self.url}/metrics", model)
 
     def models(self) -> list[Model]:
-        """What it serves, adapters included; empty where it does not say.
+        """Models that it serves, with adapters; empty if it does not say.
 
         Raises:
-            UserError: nobody there.
+            UserError: no server.
         """
         try:
             listed: Any = json.loads(self._page("/v1/models"))
@@ -79,30 +79,28 @@ class Endpoint:
         where, key = self.url + path, os.environ.get(self.key_env, "")
         request = Request(where, headers={"Authorization": f"Bearer {key}"} if key else {})
         until = time.monotonic() + self.timeout
-        found = bytearray()
+        body = bytearray()
         try:
             with build_opener(_SameOrigin).open(request, timeout=self.timeout) as response:
                 while chunk := response.read1(CHUNK):
-                    found += chunk
-                    if len(found) > LARGEST:
-                        raise UserError(
-                            f"{where}: more than {LARGEST >> 20} MB; that is no page of an engine"
-                        )
+                    body += chunk
+                    if len(body) > MAX_BYTES:
+                        raise UserError(f"{where}: more than {MAX_BYTES >> 20} MB; not an engine's page")
                     if time.monotonic() > until:
                         raise TimeoutError
         except HTTPError as error:
-            raise UserError(self._refused(where, error.code)) from None
+            raise UserError(self._status_message(where, error.code)) from None
         except TimeoutError:
             raise UserError(f"{where}: no answer within timeout={self.timeout:g} s") from None
         except (URLError, http.client.HTTPException, OSError) as error:
             reason = getattr(error, "reason", None) or error
             if isinstance(reason, TimeoutError):
                 raise UserError(f"{where}: no answer within timeout={self.timeout:g} s") from None
-            raise UserError(f"{where}: nobody answers there ({reason})") from None
-        return found.decode("utf-8", "replace")
+            raise UserError(f"{where}: no server answers ({reason})") from None
+        return body.decode("utf-8", "replace")
 
-    def _refused(self, where: str, status: int) -> str:
+    def _status_message(self, where: str, status: int) -> str:
         if status in (401, 403):
-            return f"{where}: wants another key than api_key_env={self.key_env} has ({status})"
-        switch = "; SGLang has this page with --enable-metrics alone" if where.endswith("/metrics") else ""
+            return f"{where}: rejects the key in api_key_env={self.key_env} ({status})"
+        switch = "; SGLang has this page only with --enable-metrics" if where.endswith("/metrics") else ""
         return f"{where}: answers with {status}{switch}; is url=http://host:port an engine's?"

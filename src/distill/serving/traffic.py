@@ -1,4 +1,4 @@
-"""What an engine counts while it answers: the held-out prompts that are sent to it, or whatever it serves."""
+"""Read an engine's counters while it answers held-out prompts, or while it serves other traffic."""
 
 from __future__ import annotations
 
@@ -15,92 +15,92 @@ from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.options import VerifyOptions
 from distill.serving.endpoint import Endpoint, Model
-from distill.serving.metrics import Reading, since
+from distill.serving.metrics import Reading, difference
 from distill.utils.progress import say
 
-PAUSE, LOOKS = 0.5, 10  # seconds between looks at counters that may not have caught up yet, and how many
+READ_INTERVAL, MAX_READS = 0.5, 10  # seconds between reads of counters that lag behind, and number of reads
 
 
-class Counted(NamedTuple):
-    """What was read, and how it came about.
+class Traffic(NamedTuple):
+    """Counters of the traffic that was measured.
 
     Attributes:
-        reading: of what counts.
-        histograms: of the answers, where the engine gives them.
-        prompts: that were sent.
-        written: tokens of the answers; None: of somebody else's traffic.
-        how: for people.
+        reading: counters of this traffic alone.
+        histograms: of accepted tokens by answer, where the engine reports them.
+        prompts: number of prompts sent.
+        answer_tokens: tokens of the answers; None: other users' traffic.
+        description: of the traffic, for messages.
     """
 
     reading: Reading
     histograms: Sequence[Sequence[int]]
     prompts: int
-    written: int | None
-    how: str
+    answer_tokens: int | None
+    description: str
 
 
-def count(
+def measure(
     options: VerifyOptions,
     card: Scorecard,
     endpoint: Endpoint,
     first: Reading,
     models: Sequence[Model],
     temperature: float,
-) -> Counted:
-    """Look twice, with traffic in between; or once, with `since_start`.
+) -> Traffic:
+    """Read the counters before and after some traffic; only once with `since_start`.
 
     Args:
         options: of the command.
-        card: the scorecard, whose prompts and lengths are sent.
+        card: the scorecard, whose prompts and answer lengths are used.
         endpoint: of the engine.
-        first: the reading that there is.
+        first: reading taken before.
         models: that it serves.
-        temperature: to ask for.
+        temperature: of the requests.
 
     Raises:
-        UserError: nothing to watch, a server that fails, one that is started anew, or metrics of another.
+        UserError: no duration is given, the server fails or restarts, or the metrics are of another engine.
     """
     where = f"{endpoint.url}/metrics"
     if options.since_start:
-        return Counted(first, (), 0, None, "all that was served since the start")
+        return Traffic(first, (), 0, None, "all that was served since the start")
     if not options.send:
         if not options.seconds:
             raise UserError("send=false: give seconds=<how long to watch the traffic>, or since_start=true")
         time.sleep(options.seconds)
-        reading = since(first, endpoint.reading(options.model), where)
-        return Counted(reading, (), 0, None, f"{options.seconds:g} s of whatever was served")
-    engine, requests = _ready(options, card, first, models)
-    law = SamplingParams(
+        reading = difference(first, endpoint.reading(options.model), where)
+        return Traffic(reading, (), 0, None, f"{options.seconds:g} s of whatever was served")
+    engine, requests = _prepare(options, card, first, models)
+    params = SamplingParams(
         {"temperature": temperature, "top_k": options.score.top_k, "top_p": options.score.top_p},
         card.conditions.max_new_tokens,
-        _ends(engine),
+        _stop_tokens(engine),
     )
     say(f"sending {len(requests)} held-out prompts to {endpoint.url} at T={temperature:g}")
     before = endpoint.reading(options.model)
-    answers = engine(requests, law)
-    after = _settled(endpoint, options.model)
-    written = sum(len(answer.tokens) for answer in answers)
-    reading = since(before, after, where)
-    if reading.tokens < written / 2:
+    answers = engine(requests, params)
+    after = _settled_reading(endpoint, options.model)
+    answer_tokens = sum(len(answer.tokens) for answer in answers)
+    reading = difference(before, after, where)
+    if reading.tokens < answer_tokens / 2:
         raise UserError(
-            f"{where}: counts {reading.tokens:.0f} new tokens, and {written} were answered: these metrics "
-            "are not of the engine that answers (a proxy, several replicas); give the engine's own address"
+            f"{where}: counts {reading.tokens:.0f} new tokens, and {answer_tokens} were answered: these "
+            "metrics are not of the engine that answers (a proxy, replicas); use the engine's own address"
         )
-    return Counted(
+    return Traffic(
         reading,
         engine.rounds,
         len(answers),
-        written,
-        f"{len(answers)} held-out prompts, {written} tokens answered",
+        answer_tokens,
+        f"{len(answers)} held-out prompts, {answer_tokens} tokens answered",
     )
 
 
-def _ready(
+def _prepare(
     options: VerifyOptions, card: Scorecard, first: Reading, models: Sequence[Model]
 ) -> tuple[OpenAIEngine, list[Request]]:
-    """Who asks, and what: the prompts that were replayed, or decoded where none was."""
+    """The engine and its requests: the replayed prompts, or the decoded ones if none was replayed."""
     if options.score.min_p or options.score.repetition_penalty != 1:
-        raise UserError("score.min_p, score.repetition_penalty: servers are asked without; use send=false")
+        raise UserError("score.min_p, score.repetition_penalty: not sent to servers; use send=false")
     replay = card.headline.replay
     count = options.count or (replay.prompts if replay else card.conditions.prompts)
     score = replace(options.score, prompts=count, replay_prompts=0)
@@ -114,18 +114,18 @@ def _ready(
     return OpenAIEngine(server, chat, card.conditions.seed, None, extra), requests
 
 
-def _ends(engine: OpenAIEngine) -> list[int]:
+def _stop_tokens(engine: OpenAIEngine) -> list[int]:
     end = engine.chat.tokenizer.eos_token_id
     if not isinstance(end, int):
-        raise UserError("target: its tokenizer names no end token, by which answers end; use send=false")
+        raise UserError("target: its tokenizer has no end token; use send=false")
     return [end]
 
 
-def _settled(endpoint: Endpoint, model: str | None) -> Reading:
-    """The counters once they stand still: engines write them after they have answered."""
+def _settled_reading(endpoint: Endpoint, model: str | None) -> Reading:
+    """The counters once they stop changing: engines update them after they have answered."""
     last = endpoint.reading(model)
-    for _ in range(LOOKS):
-        time.sleep(PAUSE)
+    for _ in range(MAX_READS):
+        time.sleep(READ_INTERVAL)
         now = endpoint.reading(model)
         if now == last:
             break

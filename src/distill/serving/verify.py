@@ -1,4 +1,4 @@
-"""foredraft verify-served: is the drafter that an engine serves the one that was scored?"""
+"""foredraft verify-served: compare acceptance counted by a serving engine with a scorecard."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from distill.config.validate import check_address
 from distill.options import VerifyOptions
 from distill.report.compare import scorecard
 from distill.report.tables import grid
-from distill.serving.agreement import Comparison, choose, compare
-from distill.serving.diagnosis import Circumstances, causes
+from distill.serving.agreement import Comparison, compare, matching_row
+from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Endpoint
-from distill.serving.metrics import Reading, served
-from distill.serving.traffic import Counted, count
+from distill.serving.metrics import Reading, served_acceptance
+from distill.serving.traffic import Traffic, measure
 from distill.utils.progress import say
 
 FLAGS = {
@@ -27,23 +27,23 @@ FLAGS = {
 
 
 def command(options: VerifyOptions) -> float:
-    """Exit code 0: the engine accepts what the scorecard says; 1: it does not; 2: it cannot be told."""
+    """Exit code 0: acceptance agrees with the scorecard; 1: it differs; 2: no comparison was possible."""
     if not verify(options):
         raise SystemExit(1)
     return 0.0
 
 
 def verify(options: VerifyOptions) -> bool:
-    """Print the figures, there and here, and what may be wrong.
+    """Print served and scored acceptance, and likely causes of a difference.
 
     Args:
         options: of the command.
 
     Returns:
-        Whether what the engine accepts is what the scorecard says.
+        Whether the engine's acceptance agrees with the scorecard.
 
     Raises:
-        UserError: no scorecard, no engine, no row to hold it against, or too little counted.
+        UserError: no scorecard, no engine, no matching row, or too few rounds.
     """
     quiet()
     check_address(options.url, options.api_key_env, "", "")
@@ -51,39 +51,41 @@ def verify(options: VerifyOptions) -> bool:
     endpoint = Endpoint(options.url, options.timeout, options.api_key_env)
     first, models = endpoint.reading(options.model), endpoint.models()
     if first.engine == "vllm" and not first.speculates:
-        return _off(first)
+        return _report_off(first)
     _check_chain(first, endpoint)
     temperature = card.headline.temperature if options.temperature is None else options.temperature
-    if depth := first.depth or options.depth:  # else only the answers tell
-        _row(options, card, first, depth, temperature)
-    counted = count(options, card, endpoint, first, models, temperature)
-    reading = counted.reading
+    if depth := first.depth or options.depth:  # else it is only known from the answers
+        _matching_row(options, card, first, depth, temperature)
+    traffic = measure(options, card, endpoint, first, models, temperature)
+    reading = traffic.reading
     if not reading.speculates:
-        return _off(reading)
+        return _report_off(reading)
     _check_chain(reading, endpoint)
-    found = served(reading, counted.histograms)
-    if not found.rounds:
-        return _idle(endpoint, counted)
-    depth = reading.depth or options.depth or len(found.survival)
+    acceptance = served_acceptance(reading, traffic.histograms)
+    if not acceptance.rounds:
+        return _report_idle(endpoint, traffic)
+    depth = reading.depth or options.depth or len(acceptance.survival)
     if not depth:
         raise UserError(
             f"{endpoint.url}: does not say how many tokens it drafts; give depth=<--speculative-num-steps>"
         )
-    row = _row(options, card, reading, depth, temperature)
-    same = row.replay is not None and counted.prompts == row.replay.prompts
-    result = compare(found, row, options.tolerance, same)
-    known = Circumstances(
+    row = _matching_row(options, card, reading, depth, temperature)
+    same = row.replay is not None and traffic.prompts == row.replay.prompts
+    result = compare(acceptance, row, options.tolerance, same)
+    facts = ServerFacts(
         target=card.checkpoint.target,
         models=models,
         model=reading.model,
-        trained=_trained(Path(options.checkpoint)),
-        written=counted.written,
+        trained=_trained_depth(Path(options.checkpoint)),
+        written=traffic.answer_tokens,
         sampled=temperature > 0,
     )
-    return _tell(result, causes(result, known), counted, endpoint, card)
+    return _report(result, causes(result, facts), traffic, endpoint, card)
 
 
-def _row(options: VerifyOptions, card: Scorecard, reading: Reading, depth: int, temperature: float) -> Row:
+def _matching_row(
+    options: VerifyOptions, card: Scorecard, reading: Reading, depth: int, temperature: float
+) -> Row:
     again = (
         f"foredraft score checkpoint={options.checkpoint} decode=chain decode.depth={depth} "
         f"'score.temperatures=[{temperature:g}]' out=<a file>, and checkpoint=<that file>"
@@ -92,19 +94,19 @@ def _row(options: VerifyOptions, card: Scorecard, reading: Reading, depth: int, 
         raise UserError(
             f"depth={options.depth}, but the engine counts drafts of {reading.depth} tokens; leave it out"
         )
-    return choose(card, depth, temperature, options.decode, again)
+    return matching_row(card, depth, temperature, options.decode, again)
 
 
 def _check_chain(reading: Reading, endpoint: Endpoint) -> None:
     if reading.nodes and reading.depth and reading.nodes > reading.depth:
         raise UserError(
-            f"{endpoint.url}: verifies trees of {reading.nodes} tokens, whose acceptance is no chain's; "
+            f"{endpoint.url}: verifies trees of {reading.nodes} tokens, not comparable with a chain; "
             "serve it with --speculative-eagle-topk 1"
         )
 
 
-def _trained(checkpoint: Path) -> int | None:
-    """Tokens that the drafter was trained to draft, where its folder is there to say so."""
+def _trained_depth(checkpoint: Path) -> int | None:
+    """Depth that the drafter was trained for, from its config.json; None if there is none."""
     for folder in (checkpoint, checkpoint / "checkpoints" / "best", checkpoint.parent):
         try:
             depth = json.loads((folder / "config.json").read_text())["settings"]["depth"]
@@ -114,7 +116,7 @@ def _trained(checkpoint: Path) -> int | None:
     return None
 
 
-def _off(reading: Reading) -> bool:
+def _report_off(reading: Reading) -> bool:
     say(
         f"{reading.engine}: no acceptance is counted: speculative decoding is off, or was dropped when the "
         f"server started (its log says why). Start it with: {FLAGS[reading.engine]}"
@@ -122,24 +124,24 @@ def _off(reading: Reading) -> bool:
     return False
 
 
-def _idle(endpoint: Endpoint, counted: Counted) -> bool:
-    if counted.written is None:
+def _report_idle(endpoint: Endpoint, traffic: Traffic) -> bool:
+    if traffic.answer_tokens is None:
         raise UserError(
-            f"{endpoint.url}: nothing was drafted in what was watched ({counted.how}); send prompts "
+            f"{endpoint.url}: nothing was drafted in what was watched ({traffic.description}); send prompts "
             "(send=true), or wait longer (seconds=)"
         )
     say(
-        f"{counted.how}, and nothing was drafted: the engine has a drafter and does not use it. Batches "
+        f"{traffic.description}, and nothing was drafted: the engine does not use its drafter. Batches "
         "above its limit (disable_by_batch_size), a full context, or requests that it never drafts for"
     )
     return False
 
 
-def _tell(
-    found: Comparison, reasons: Sequence[str], counted: Counted, endpoint: Endpoint, card: Scorecard
+def _report(
+    comparison: Comparison, reasons: Sequence[str], traffic: Traffic, endpoint: Endpoint, card: Scorecard
 ) -> bool:
-    row, what = found.row, found.served
-    drafted = "" if what.drafted is None else f", {what.drafted:.0f} draft tokens"
+    row, served = comparison.row, comparison.served
+    drafted = "" if served.drafted is None else f", {served.drafted:.0f} draft tokens"
     lines = [
         [
             figure.name,
@@ -149,22 +151,22 @@ def _tell(
             f"{figure.noise:.3f}",
             "differs" if figure.differs else "",
         ]
-        for figure in (found.tau, *found.survival)
+        for figure in (comparison.tau, *comparison.survival)
     ]
     say(
-        f"{what.engine} at {endpoint.url}: {counted.reading.model}\n"
+        f"{served.engine} at {endpoint.url}: {traffic.reading.model}\n"
         f"scorecard: step {card.checkpoint.step}, {row.decode}, T={row.temperature:g}, "
         f"batch {row.batch_size}, {row.replay.method if row.replay else 'counted by the decoder'}\n"
-        f"counted: {counted.how}; {what.rounds:.0f} rounds{drafted}, from {what.source}\n"
+        f"counted: {traffic.description}; {served.rounds:.0f} rounds{drafted}, from {served.source}\n"
         + grid(["", "served", "scored", "difference", "noise", ""], lines)
-        + "\nnoise: what chance alone may make of the same drafter, 99 % over all lines"
+        + "\nnoise: largest difference by chance for the same drafter, at 99 % over all lines"
     )
-    if found.agrees and found.vague:
+    if comparison.agrees and comparison.inconclusive:
         raise UserError(
-            f"{what.rounds:.0f} rounds are too few to tell whether it is the same drafter; raise count= or "
+            f"{served.rounds:.0f} rounds are too few to tell whether it is the same drafter; raise count= or "
             "seconds="
         )
-    say("agrees with the scorecard" if found.agrees else "DIFFERS from the scorecard; likely causes:")
+    say("agrees with the scorecard" if comparison.agrees else "DIFFERS from the scorecard; likely causes:")
     for reason in reasons:
         say(f"  - {reason}")
-    return found.agrees
+    return comparison.agrees

@@ -161,14 +161,14 @@ def test_a_family_that_cannot_be_built_is_out_and_the_table_says_why(done):
 
 
 BAD = {
-    "drafter.families=[eagle,medussa]": "no such family; choose of bigram",
+    "drafter.families=[eagle,medussa]": "no such family; choose from bigram",
     "drafter.families=[]": "name at least one family",
     "drafter.options={mlp: {depth: 2}}": "mlp: not among drafter.families",
     "drafter.options=3": "write it as",
     "drafter.plans=[]": "give at least one",
     "drafter.search=1.0": "drafter.search=1.0: must be between 0 and 1",
-    "drafter.init_from=somewhere": "are a family's",
-    "score.enabled=false": "decides by scores",
+    "drafter.init_from=somewhere": "set init_from and confidence for a family",
+    "score.enabled=false": "needs scores",
     "trainer.devices=2": "set trainer.devices=1",
     "rollout.refresh_every=5": "set rollout.refresh_every=0",
 }
@@ -182,9 +182,9 @@ def cfg(bench) -> DictConfig:
 @pytest.mark.parametrize("wrong", BAD)
 def test_what_cannot_be_is_refused(wrong, cfg, tmp_path):
     key, _, value = wrong.partition("=")
-    place = families.Place(CONF, "config", [], [], tmp_path)
+    place = families.JobContext(CONF, "config", [], [], tmp_path)
     with pytest.raises(UserError) as refused:
-        auto_checks.names(changed(cfg, SearchOptions, **{key: yaml.safe_load(value)}), place)
+        auto_checks.family_names(changed(cfg, SearchOptions, **{key: yaml.safe_load(value)}), place)
     assert BAD[wrong] in str(refused.value)
 
 
@@ -206,7 +206,7 @@ def test_bad_input_is_one_line_before_any_work(wrong, bench, monkeypatch):
 
 
 def test_a_launcher_of_other_machines_is_refused_and_joblib_taken(tmp_path):
-    place = families.Place(CONF, "config", [], [], tmp_path)
+    place = families.JobContext(CONF, "config", [], [], tmp_path)
     assert families.Jobs(place, None).parallel == 1
     two = place._replace(launcher=["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
     assert families.Jobs(two, None).parallel == 2
@@ -217,5 +217,5 @@ def test_a_launcher_of_other_machines_is_refused_and_joblib_taken(tmp_path):
 
 def test_values_are_written_as_hydra_reads_them():
     for value in (3, 0.5, True, None, "a,b: it's", [0, 1], [[0], [0, 1]], {"r": 4, "targets": ["a"]}):
-        (parsed,) = OverridesParser.create().parse_overrides([f"key={families.written(value)}"])
+        (parsed,) = OverridesParser.create().parse_overrides([f"key={families.override_value(value)}"])
         assert parsed.value() == value or str(parsed.value()) == value

@@ -19,7 +19,7 @@ from distill.search import halving
 from distill.search import trials as families
 from distill.search.halving import FREE, LAST, SCORE, Row, Verdict
 from distill.search.search import Search
-from distill.search.trials import Place
+from distill.search.trials import JobContext
 from distill.training.time_budget import MAX_STEPS, Budget
 
 PLAN = Plan(depth=2)
@@ -44,20 +44,20 @@ def rows(**speedups: float | None) -> list[Row]:
 
 @pytest.mark.parametrize(("families", "count"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (8, 3)])
 def test_there_are_as_many_rungs_as_it_takes_to_halve(families, count):
-    assert halving.rungs(families) == count
+    assert halving.num_rungs(families) == count
 
 
 def test_half_go_on_the_fastest_first_and_of_equals_the_one_named_first():
     some = rows(a=1.0, b=1.5, c=1.5, d=0.5, e=None)
-    assert [r.family for r in halving.going_on(some)] == ["b", "c"]
-    assert [r.family for r in halving.going_on(rows(a=1.0, b=1.0))] == ["a"]
-    assert [r.family for r in halving.going_on(rows(a=None, b=0.1, c=None))] == ["b"]
-    assert halving.going_on(rows(a=None, b=None)) == []
+    assert [r.family for r in halving.survivors(some)] == ["b", "c"]
+    assert [r.family for r in halving.survivors(rows(a=1.0, b=1.0))] == ["a"]
+    assert [r.family for r in halving.survivors(rows(a=None, b=0.1, c=None))] == ["b"]
+    assert halving.survivors(rows(a=None, b=None)) == []
 
 
 def test_a_rung_has_an_equal_part_of_the_time_less_what_comparing_takes():
-    assert halving.share(60.0, 2, 3, 1, 2.0) == pytest.approx((30 - 6) / 3)
-    assert halving.share(60.0, 1, 4, 2, 1.0) == pytest.approx(56 / 2), "two at a time"
+    assert halving.seconds_per_family(60.0, 2, 3, 1, 2.0) == pytest.approx((30 - 6) / 3)
+    assert halving.seconds_per_family(60.0, 1, 4, 2, 1.0) == pytest.approx(56 / 2), "two at a time"
 
 
 @pytest.mark.parametrize(
@@ -81,16 +81,16 @@ def test_a_rung_has_an_equal_part_of_the_time_less_what_comparing_takes():
 def test_the_sentence_says_what_the_winner_does_better(won, lost, said):
     first, other = Row(1, "a", 9.0, 5, won), Row(1, "b", 9.0, 5, lost)
     last = Row(LAST, "a", 50.0, 40, judged("z", 4.0, 1.5))
-    text = halving.why(last, [other], [first, last], 8)
+    text = halving.explain_winner(last, [other], [first, last], 8)
     assert text.startswith("a won: 2.67x plain decoding at batch 8 with z; beside b when both")
     assert said in text
 
 
 def test_it_says_so_where_nothing_pays_and_where_nothing_had_to_be_trained():
     slow = Row(LAST, "a", 50.0, 40, verdict(0.9))
-    assert "nothing pays at batch 8" in halving.why(slow, [], [slow], 8)
+    assert "nothing pays at batch 8" in halving.explain_winner(slow, [], [slow], 8)
     free = Row(FREE, "ngram", 0.0, 0, verdict(1.4))
-    assert "ngram won: needs no training" in halving.why(free, rows(b=1.1), [free], 1)
+    assert "ngram won: needs no training" in halving.explain_winner(free, rows(b=1.1), [free], 1)
 
 
 # -- the clock -----------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Made:
         broken: family -> why it fails.
     """
 
-    each, few, all, parallel, before = 1.0, [PLAN], [PLAN, Plan(depth=3)], 1, 0.0
+    plan_seconds, search_plans, all_plans, parallel, before = 1.0, [PLAN], [PLAN, Plan(depth=3)], 1, 0.0
 
     def __init__(self, clock: Clock, worth: dict, free=(), broken=None) -> None:
         self.clock, self.worth, self.free, self.broken = clock, worth, free, broken or {}
@@ -196,10 +196,10 @@ class Made:
         self.trained = dict.fromkeys(worth, 0.0)
 
     # as Jobs
-    def __call__(self, overrides, stretches):
+    def __call__(self, overrides, time_slices):
         if isinstance(overrides, Path):
             return self._judge(overrides.parts[-3])
-        for name, (rung, seconds, _) in stretches.items():
+        for name, (rung, seconds, _) in time_slices.items():
             if (name, rung) in self.notes:
                 continue
             self.ran.append((name, rung))
@@ -221,7 +221,7 @@ class Made:
     def checkpoint(self, name):
         return Path(name) / "checkpoints" / "7"
 
-    def forget(self, name):
+    def remove_trainer_state(self, name):
         self.trained[name] = float("nan")  # whoever trains it again would have lost something
 
     # as Judge
@@ -243,14 +243,14 @@ class Made:
             def _prepare(self) -> None:
                 made.clock.now += 60.0 * (not self.ledger.took)
                 self.judge = self.jobs = made
-                self._note(rollouts=60.0)
+                self._save(rollouts=60.0)
 
-            def _sort(self):
+            def _sort_families(self):
                 return [n for n in made.worth if n not in made.free], list(made.free)
 
         options = options_of("drafter=auto", "score.batch_sizes=[8]", cls=SearchOptions)
         auto = replace(options.drafter, minutes=minutes, search=0.4, cooldown=0.3)
-        options, place = replace(options, drafter=auto), Place(folder, "config", [], [], folder)
+        options, place = replace(options, drafter=auto), JobContext(folder, "config", [], [], folder)
         words, runs = {n: [] for n in self.worth}, dict.fromkeys(self.worth)
         return Known(options, place, words, runs, self.clock(), self.clock)  # pyright: ignore[reportArgumentType]
 

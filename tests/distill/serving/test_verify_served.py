@@ -30,9 +30,9 @@ from distill.prompts.chat_template import Chat
 from distill.serving import endpoint, traffic
 from distill.serving import metrics as counters
 from distill.serving.agreement import compare
-from distill.serving.diagnosis import Circumstances, causes
+from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Model
-from distill.serving.metrics import Served
+from distill.serving.metrics import ServedAcceptance
 from distill.serving.verify import verify
 from drafters.checkpoint.io import load
 
@@ -214,7 +214,7 @@ def base(place):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(traffic, "PAUSE", 0.01)
+    monkeypatch.setattr(traffic, "READ_INTERVAL", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_vllm_counts_are_summed_over_its_engines():
     reading = counters.read(VLLM, "there")
     assert (reading.engine, reading.model, reading.speculates, reading.depth) == ("vllm", "m", True, 3)
     assert (reading.requests, reading.tokens, reading.started) == (10, 400, 1.79534369213e9)
-    found = counters.served(reading)
+    found = counters.served_acceptance(reading)
     assert (found.rounds, found.drafted, found.tau) == (150, 450, 1 + 210 / 150)
     assert found.survival == (120 / 150, 70 / 150, 20 / 150)
 
@@ -277,14 +277,14 @@ def test_counters_without_total_are_the_same_ones():
 def test_sglang_counts_rounds_and_no_positions():
     reading = counters.read(SGLANG, "there")
     assert (reading.engine, reading.depth, reading.nodes, reading.requests) == ("sglang", 3, 3, 10)
-    found = counters.served(reading)
+    found = counters.served_acceptance(reading)
     # 410 tokens, 10 of them the prefills', 200 the target's own.
     assert (found.rounds, found.tau, found.survival) == (200, 2.0, ())
 
 
 def test_an_older_sglang_has_a_gauge_alone():
     text = "\n".join(line for line in SGLANG.splitlines() if "verify_calls" not in line)
-    found = counters.served(counters.read(text, "there"))
+    found = counters.served_acceptance(counters.read(text, "there"))
     assert (found.rounds, found.tau) == (counters.WINDOW, pytest.approx(2.9))
     assert "gauge" in found.source
 
@@ -295,7 +295,7 @@ def test_two_steps_and_two_draft_tokens_are_drafts_of_one():
 
 
 def test_histograms_of_answers_are_added_up():
-    found = counters.served(counters.read(SGLANG, "there"), [[2, 1], [1, 0, 0, 4]])
+    found = counters.served_acceptance(counters.read(SGLANG, "there"), [[2, 1], [1, 0, 0, 4]])
     assert (found.rounds, found.survival) == (8, (5 / 8, 4 / 8, 4 / 8))
     assert found.tau == 1 + 13 / 8
 
@@ -321,8 +321,8 @@ def test_several_models_have_to_be_told_apart():
         ("", "metrics of neither"),
         ("process_start_time_seconds 1.0\nhttp_requests_total 3\n", "metrics of neither"),
         (VLLM + SGLANG, "metrics of both"),
-        ('vllm:spec_decode_num_drafts_total{engine="0" 100.0\n', "make no sense"),
-        ("vllm:spec_decode_num_drafts_total many\n", "make no sense"),
+        ('vllm:spec_decode_num_drafts_total{engine="0" 100.0\n', "invalid metrics"),
+        ("vllm:spec_decode_num_drafts_total many\n", "invalid metrics"),
         ("vllm:spec_decode_num_drafts_total NaN\n", "not finite"),
     ],
 )
@@ -361,13 +361,13 @@ def test_an_sglang_without_histograms_is_judged_by_tau(ask, start):
     assert not agrees
     assert "does not count positions" in said
     server.alpha = [0.01] * 3
-    assert "next to nothing is accepted" in ask(server)[1]
+    assert "almost nothing is accepted" in ask(server)[1]
 
 
 @pytest.mark.parametrize(
     ("alpha", "cause"),
     [
-        ([0.02, 0.1, 0.1], "position 1 is next to never accepted"),
+        ([0.02, 0.1, 0.1], "position 1 is almost never accepted"),
         ([0.4, 0.6, 0.5], "position 1 is accepted far less"),
         ([0.8, 0.2, 0.3], "position 2 collapses"),
         ([0.8, 0.7, 0.1], "position 3 collapses"),
@@ -407,7 +407,7 @@ def test_a_drafter_that_is_not_used(ask, start):
     server.drafting = False
     agrees, said = ask(server)
     assert not agrees
-    assert "nothing was drafted: the engine has a drafter and does not use it" in said
+    assert "nothing was drafted: the engine does not use its drafter" in said
 
 
 def test_watched_traffic_and_all_since_the_start(ask, start):
@@ -444,11 +444,11 @@ def test_a_server_that_was_started_anew_in_between(ask, start):
     pages = [server.page(), server.page()]
     server.reset()
     server.pages["/metrics"] = lambda: (200, pages.pop(0) if pages else server.page())
-    with pytest.raises(UserError, match="started anew between the two readings"):
+    with pytest.raises(UserError, match="restarted between the two readings"):
         ask(server, count=1)
     server = start()
     server.pages["/metrics"] = lambda: (200, (setattr(server, "born", server.born + 1), server.page())[1])
-    with pytest.raises(UserError, match="started anew"):
+    with pytest.raises(UserError, match="restarted between"):
         ask(server)
 
 
@@ -519,10 +519,12 @@ def test_a_first_row_without_replay_tells_how_many_prompts(ask, start, place, tm
 def told(alpha=(0.8, 0.56, 0.336), rounds=4000.0, drafted=12000.0, row=None, **known):
     row = row or a_row()
     found = compare(
-        Served("vllm", rounds, drafted, 100.0, 1 + sum(alpha), tuple(alpha), "counters"), row_of(row), 0.02
+        ServedAcceptance("vllm", rounds, drafted, 100.0, 1 + sum(alpha), tuple(alpha), "counters"),
+        row_of(row),
+        0.02,
     )
     facts = {"target": "org/m", "models": [], "model": "m", "trained": 3, "written": 100, "sampled": False}
-    return causes(found, Circumstances(**{**facts, **known}))
+    return causes(found, ServerFacts(**{**facts, **known}))
 
 
 def test_another_model_is_named():
@@ -558,7 +560,7 @@ def test_noise_is_what_chance_does():
     row, dice, wrong = a_row(), random.Random(3), 0
     for _ in range(200):
         histograms = [draw(dice, ALPHA, TOKENS)[0] for _ in range(PROMPTS)]
-        found = counters.served(counters.read(SGLANG, "there"), histograms)
+        found = counters.served_acceptance(counters.read(SGLANG, "there"), histograms)
         wrong += not compare(found, row_of(row), 0.0).agrees
     assert wrong <= 8  # the scorecard's own luck is the same in all of them
 
@@ -577,7 +579,7 @@ def test_prompts_that_differ_widen_it():
         counts = Counts([TOKENS - 1] * PROMPTS, [float(n) for _, n in mine])
         survival = [sum(sum(h[j:]) for h, _ in mine) / sum(counts.rounds) for j in (1, 2, 3)]
         row["replay"] |= {"tau": counts.tau, "survival": survival, "counts": counts._asdict()}
-        found = counters.served(counters.read(SGLANG, "there"), [h for h, _ in there])
+        found = counters.served_acceptance(counters.read(SGLANG, "there"), [h for h, _ in there])
         for interval, known in ((counts.interval(), True), ([counts.tau, counts.tau], False)):
             row["replay"]["tau_interval"] = interval
             differs = not compare(found, row_of(row), 0.0).agrees
@@ -596,7 +598,7 @@ def test_the_same_prompts_need_less():
         survival = [sum(sum(h[j:]) for h, _ in mine) / sum(rounds) for j in (1, 2, 3)]
         row["replay"] |= {"survival": survival, "counts": {"tokens": [], "rounds": rounds}}
         row["replay"]["tau_interval"] = [2.0, 4.0]
-        found = counters.served(counters.read(SGLANG, "there"), [h for h, _ in theirs])
+        found = counters.served_acceptance(counters.read(SGLANG, "there"), [h for h, _ in theirs])
         wrong += not compare(found, row_of(row), 0.0, same=True).agrees
         noise.append([compare(found, row_of(row), 0.0, same=same).tau.noise for same in (True, False)])
         row["temperature"] = 1.0
@@ -613,14 +615,14 @@ def test_rounds_that_an_end_cuts_may_put_an_engine_above_and_never_below():
     expected = row["replay"]["survival"]
     for sign, agrees in ((1, True), (-1, False), (1.2, False)):
         off = tuple(s + sign * (1 - s) / 20 for s in expected)
-        found = Served("vllm", 2e7, 6e7, 1.0, 1 + sum(off), off, "counters")
+        found = ServedAcceptance("vllm", 2e7, 6e7, 1.0, 1 + sum(off), off, "counters")
         assert compare(found, row_of(row), 0.0005).agrees is agrees
 
 
 def test_small_differences_do_not_matter_however_sure():
     row = a_row()
     off = tuple(s - 0.015 for s in row["replay"]["survival"])
-    found = Served("vllm", 1e9, 3e9, 1.0, 1 + sum(off), off, "counters")
+    found = ServedAcceptance("vllm", 1e9, 3e9, 1.0, 1 + sum(off), off, "counters")
     sure = {"tau_interval": [row["replay"]["tau"]] * 2, "counts": {"tokens": [1], "rounds": [1e9]}}
     row["replay"] |= sure
     assert not compare(found, row_of(row), 0.001).agrees
@@ -644,7 +646,7 @@ def test_exit_codes(place, start, tmp_path, monkeypatch):
     bad = run(place, "http://127.0.0.1:9")
     assert (bad.code, bad.out) == (2, "")
     assert bad.err.count("\n") == 1
-    assert "http://127.0.0.1:9/metrics: nobody answers there" in bad.err
+    assert "http://127.0.0.1:9/metrics: no server answers" in bad.err
     assert not list(tmp_path.iterdir())
 
 
@@ -671,12 +673,12 @@ def test_what_is_wrong_before_anything_is_asked(base, changes, said):
 def test_pages_that_never_come_or_never_end(ask, start, monkeypatch):
     server = start()
     server.pages["/metrics"] = lambda: (404, "no such page")
-    with pytest.raises(UserError, match=r"answers with 404; SGLang has this page with --enable-metrics"):
+    with pytest.raises(UserError, match=r"answers with 404; SGLang has this page only with --enable-metrics"):
         ask(server)
     server.pages["/metrics"] = lambda: (200, "<!doctype html><title>Login</title>")
     with pytest.raises(UserError, match="neither vLLM nor SGLang"):
         ask(server)
-    monkeypatch.setattr(endpoint, "LARGEST", 1 << 20)
+    monkeypatch.setattr(endpoint, "MAX_BYTES", 1 << 20)
     server.pages["/metrics"] = lambda: (200, "vllm:x 1\n" * (1 << 18))
     with pytest.raises(UserError, match="more than 1 MB"):
         ask(server)
@@ -687,7 +689,7 @@ def test_pages_that_never_come_or_never_end(ask, start, monkeypatch):
 
 def test_a_key_is_asked_for_and_never_shown(ask, start, monkeypatch):
     server = start(key="sk-secret")
-    with pytest.raises(UserError, match=r"wants another key than api_key_env=OPENAI_API_KEY has \(401\)"):
+    with pytest.raises(UserError, match=r"rejects the key in api_key_env=OPENAI_API_KEY \(401\)"):
         ask(server)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     agrees, said = ask(server)
@@ -789,4 +791,4 @@ def test_a_real_decoder_counts_what_its_scorecard_says(tmp_path, ask):
     server.kill()
     print(said)
     assert not agrees
-    assert "position 1 is next to never accepted" in said
+    assert "position 1 is almost never accepted" in said
