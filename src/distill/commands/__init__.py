@@ -1,1 +1,1 @@
-"""Bodies of the commands in scripts/ that are not training, scoring or exporting."""
+"""Commands of `foredraft` other than training and exporting."""

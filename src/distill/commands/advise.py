@@ -1,4 +1,4 @@
-"""foredraft advise: how much to draft on this machine, and what a perfect choice of drafts would give."""
+"""foredraft advise: predict the fastest draft plan on this machine, and an oracle's speedup as its bound."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from distill.utils.provenance import commit
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
-SIDE_BY_SIDE = 16  # answers that are replayed together: the bar moves when they are done
+SIDE_BY_SIDE = 16  # answers replayed in one batch
 
 
-class Known(NamedTuple):
-    """One drafter at one law."""
+class DrafterProfile(NamedTuple):
+    """Acceptance and costs of one drafter with one sampler."""
 
     name: str
     plans: list[Plan]
-    found: list[Acceptance]
+    acceptances: list[Acceptance]
     costs: Measured
 
 
 def advise(options: AdviseOptions) -> float:
-    """Print what to draft at every temperature and batch size, and write it where `out` says so.
+    """Print the fastest plan for every temperature and batch size; write all results to `out`, if set.
 
     Args:
         options: of the command.
@@ -56,7 +56,7 @@ def advise(options: AdviseOptions) -> float:
         The predicted speedup of the first choice.
 
     Raises:
-        UserError: bad input; no drafter.
+        UserError: invalid options, or no drafter.
     """
     quiet()
     with refused():
@@ -72,9 +72,9 @@ def advise(options: AdviseOptions) -> float:
         for sampler in samplers:
             limits = sampler, score.max_new_tokens, options.seed, Path(options.answers)
             rollouts = held_out_answers(target, chat, held[: score.replay_prompts], *limits)
-            known = [_known(options, target, name, one, rollouts, sampler) for name, one in drafters]
+            profiles = [_profile(options, target, name, one, rollouts, sampler) for name, one in drafters]
             for batch in options.batch_sizes:
-                results.append(_result(known, rollouts, sampler, batch, options.adapt))
+                results.append(_result(profiles, rollouts, sampler, batch, options.adapt))
     card = {
         "what": "advise",
         "results": results,
@@ -93,26 +93,27 @@ def advise(options: AdviseOptions) -> float:
 
 
 def _drafters(options: AdviseOptions, target: Target) -> list[tuple[str, Drafter]]:
-    """Everyone that is compared, by a name that tells them apart."""
-    named = [str(source) for source in [options.checkpoint, *options.checkpoints] if source]
-    found = [(source, hub.load(hub.fetch(source), target)) for source in named]
+    """Drafters to compare, with distinct names."""
+    sources = [str(source) for source in [options.checkpoint, *options.checkpoints] if source]
+    drafters = [(source, hub.load(hub.fetch(source), target)) for source in sources]
     if options.drafter is not None:
         with refused():
-            one = build_drafter(options.drafter, target)
-        if one.trains or one.needs_fit:
+            drafter = build_drafter(options.drafter, target)
+        if drafter.trains or drafter.needs_fit:
             raise UserError(
-                f"drafter={hub.short_name(one)} has to learn first: train it, and give the checkpoint"
+                f"drafter={hub.short_name(drafter)} must be trained first; train it and give the checkpoint"
             )
-        found.append((hub.short_name(one), one.to(target.device, target.dtype).eval().requires_grad_(False)))
-    if not found:
+        drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
+        drafters.append((hub.short_name(drafter), drafter))
+    if not drafters:
         raise UserError("advise: give checkpoint=<folder or hub id>, or drafter=ngram")
-    for source, one in found:
-        only_untuned(target, one.verifier(target), source)
-    kinds = [hub.short_name(one) for _, one in found]
-    several = {kind for kind in kinds if kinds.count(kind) > 1}
+    for source, drafter in drafters:
+        only_untuned(target, drafter.verifier(target), source)
+    kinds = [hub.short_name(drafter) for _, drafter in drafters]
+    duplicates = {kind for kind in kinds if kinds.count(kind) > 1}
     return [
-        (f"{kind} ({source})" if kind in several else kind, one)
-        for kind, (source, one) in zip(kinds, found, strict=True)
+        (f"{kind} ({source})" if kind in duplicates else kind, drafter)
+        for kind, (source, drafter) in zip(kinds, drafters, strict=True)
     ]
 
 
@@ -123,18 +124,18 @@ def candidates(
     confidences: Sequence[float],
     proposals: Sequence[str],
 ) -> list[Plan]:
-    """Chains of 1 to `chains` tokens, the longest ended at each of the confidences too, and trees.
+    """Candidate plans: chains of 1 to `chains` tokens, the longest with each threshold too; and trees.
 
-    A tree of n nodes and width w is log2 n deep, or as deep as it has to be to have room for n; one that
-    would be deeper than the chains is left out.
+    A tree of n nodes and width w is log2 n deep, or deeper if n nodes need it; trees deeper than the
+    chains are left out.
     """
     plans = []
     for proposal in proposals:
         if proposal != "hybrid":
             plans += [Plan(k, proposal=proposal) for k in range(1, chains + 1)]
-            plans += [Plan(chains, proposal=proposal, min_confidence=sure) for sure in confidences]
+            plans += [Plan(chains, proposal=proposal, min_confidence=threshold) for threshold in confidences]
         if proposal == "sampled":
-            continue  # a dynamic tree of drawn nodes would not be lossless
+            continue  # a dynamic tree of sampled nodes is not lossless
         for nodes in trees:
             for width in widths:
                 depth = max(round(np.log2(nodes)), -(-(nodes - width) // width**2) + 1, 1)
@@ -143,14 +144,14 @@ def candidates(
     return list(dict.fromkeys(plans))
 
 
-def _known(
+def _profile(
     options: AdviseOptions,
     target: Target,
     name: str,
     drafter: Drafter,
     rollouts: Sequence[Rollout],
     sampler: Sampler,
-) -> Known:
+) -> DrafterProfile:
     """Acceptance and costs of one drafter."""
     proposals = [p for p in options.proposals if p == "fixed" or sampler.temperature]
     with refused():
@@ -161,7 +162,7 @@ def _known(
     common: dict[str, Any] = {"max_new_tokens": options.score.max_new_tokens, "seed": options.seed}
     what = f"{name}, T={sampler.temperature:g}"
     with bar(len(rollouts) * len(plans), f"replaying {what}", "answers", leave=False) as moving:
-        found = acceptance(
+        acceptances = acceptance(
             target,
             drafter,
             rollouts,
@@ -189,62 +190,66 @@ def _known(
             progress=progress,
             **common,
         )
-    return Known(name, plans, found, costs)
+    return DrafterProfile(name, plans, acceptances, costs)
 
 
 def _result(
-    known: Sequence[Known], rollouts: Sequence[Rollout], sampler: Sampler, batch: int, adapt: bool
+    profiles: Sequence[DrafterProfile], rollouts: Sequence[Rollout], sampler: Sampler, batch: int, adapt: bool
 ) -> dict[str, Any]:
-    """All that is said of one temperature and batch size."""
+    """Forecasts, choice and oracle of one temperature and batch size, as JSON."""
     tokens = plain_counts(rollouts)
-    tables = [(one, forecast(one.plans, one.found, one.costs, batch, adapt, tokens)) for one in known]
+    tables = [(p, forecast(p.plans, p.acceptances, p.costs, batch, adapt, tokens)) for p in profiles]
     drafters = []
-    for one, rows in tables:
+    for profile, rows in tables:
         chosen = choice(rows)
         drafters.append(
             {
-                "name": one.name,
-                "costs": one.costs.table(batch),
+                "name": profile.name,
+                "costs": profile.costs.table(batch),
                 "rows": [row.report() for row in rows],
-                "choice": chosen.report() | {"setting": setting(chosen.plan)},
-                "num_speculative_tokens": served(rows),
+                "choice": chosen.report() | {"setting": decode_overrides(chosen.plan)},
+                "num_speculative_tokens": serving_length(rows),
             }
         )
-    best = max(drafters, key=lambda one: one["choice"]["speedup"])
+    best = max(drafters, key=lambda drafter: drafter["choice"]["speedup"])
     return {
         "temperature": sampler.temperature,
         "batch_size": batch,
         "drafters": drafters,
         "choice": {"drafter": best["name"]} | best["choice"],
-        "oracle": oracle(known, rollouts, batch),
+        "oracle": oracle(profiles, rollouts, batch),
     }
 
 
-def served(rows: Sequence[Forecast]) -> int:
-    """Length of the best chain where a server keeps its batch full; 0: serve without."""
+def serving_length(rows: Sequence[Forecast]) -> int:
+    """Best chain length for a server whose batch stays full; 0: serve without speculation."""
     chains = [row for row in rows if row.plan == Plan(row.plan.depth)]
     return chains[fastest([row.worth.full for row in chains])].plan.depth  # pyright: ignore[reportArgumentType]
 
 
-def oracle(known: Sequence[Known], rollouts: Sequence[Rollout], batch: int) -> dict[str, Any]:
-    """What the best draft of all plans of all drafters, known in every round, would reach: a bound.
+def oracle(profiles: Sequence[DrafterProfile], rollouts: Sequence[Rollout], batch: int) -> dict[str, Any]:
+    """Upper bound: speedup if the best draft of all plans and drafters were known in every round.
 
-    A row is charged its share of the round, at the batch size where that is least; so no way of batching
-    is cheaper.
+    Each row is charged its share of a round at the batch size where the share is smallest, so no batching is
+    cheaper.
     """
     starts = [len(r.answer) - 1 for r in rollouts]
-    keeps, prices, left_out = [[np.zeros((n, 0)) for n in starts]], [_share(known[0].costs, PLAIN, batch)], []
-    for one in known:
-        # Each was timed at its own moment; plain decoding says how fast the machine was.
-        pace = prices[0] / _share(one.costs, PLAIN, batch)
-        for plan, found in zip(one.plans, one.found, strict=True):
-            if found.keeps is None:
-                left_out.append(f"{one.name} {plan.name}")
+    keeps, prices, left_out = (
+        [[np.zeros((n, 0)) for n in starts]],
+        [_share(profiles[0].costs, PLAIN, batch)],
+        [],
+    )
+    for profile in profiles:
+        # Drafters were timed at different moments; plain decoding corrects for the machine's speed.
+        pace = prices[0] / _share(profile.costs, PLAIN, batch)
+        for plan, acceptances in zip(profile.plans, profile.acceptances, strict=True):
+            if acceptances.keeps is None:
+                left_out.append(f"{profile.name} {plan.name}")
                 continue
-            keeps.append(found.keeps)
-            prices.append(pace * _share(one.costs, plan, batch))
+            keeps.append(acceptances.keeps)
+            prices.append(pace * _share(profile.costs, plan, batch))
     rows = -(-max(len(rollouts), batch) // batch) * batch
-    order = [i % len(rollouts) for i in range(rows)]  # as `cost.worth` takes them
+    order = [i % len(rollouts) for i in range(rows)]  # same order as in the cost model's batches
     answers = list(zip(*keeps, strict=True))
 
     def least(prices: Sequence[float]) -> list[float]:
@@ -253,7 +258,7 @@ def oracle(known: Sequence[Known], rollouts: Sequence[Rollout], batch: int) -> d
     seconds, rounds = least(prices), least([1.0] * len(prices))
     total = sum(starts[i] for i in order)
     speed = total / sum(seconds[i] for i in order)
-    plain = _plain_speed(known[0].costs, np.array(starts, float)[order], batch)
+    plain = _plain_speed(profiles[0].costs, np.array(starts, float)[order], batch)
     return {
         "tau": sum(starts) / sum(rounds),
         "tokens_per_second": speed,
@@ -272,8 +277,8 @@ def _plain_speed(costs: Costs, rounds: np.ndarray, batch: int) -> float:
     return float(rounds.sum() / batch_seconds(rounds.reshape(-1, batch), price).sum())
 
 
-def setting(plan: Plan) -> str:
-    """Options of train.py, foredraft score and foredraft generate that decode by a plan."""
+def decode_overrides(plan: Plan) -> str:
+    """Overrides of train.py, foredraft score and foredraft generate that select a plan."""
     if not plan.depth:
         return "decode=chain decode.depth=0"
     if plan.width > 1:
@@ -291,16 +296,16 @@ def setting(plan: Plan) -> str:
 
 
 def describe(card: dict[str, Any]) -> str:
-    """For people."""
-    texts = [_described(result) for result in card["results"]]
-    under = (
+    """The results as text."""
+    texts = [_result_text(result) for result in card["results"]]
+    footer = (
         f"predicted from {card['prompts']} answers and rounds timed by {card['clock']} on "
         f"{card['hardware']}, load {card['load_average']:.2f}; ~: not exact replay"
     )
-    return "\n\n".join([*texts, under])
+    return "\n\n".join([*texts, footer])
 
 
-def _described(result: dict[str, Any]) -> str:
+def _result_text(result: dict[str, Any]) -> str:
     where = f"T={result['temperature']:g}, batch {result['batch_size']}"
     parts = []
     for one in result["drafters"]:

@@ -30,14 +30,14 @@ def main() -> None:
     parser.add_argument(
         "--against", default="", metavar="NAME", help="a row to compare the others with; default: the best"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="for the table, as text")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="for a page with the table and plots")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="for the results, as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as text")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the table and plots")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument(
         "--readme",
         type=Path,
         metavar="FILE",
-        help="Markdown whose results table is written anew, between <!-- results --> and <!-- /results -->",
+        help="Markdown whose results table is replaced, between <!-- results --> and <!-- /results -->",
     )
     arguments = parser.parse_args()
     choice = Choice(arguments.temperatures, arguments.batch, arguments.decode, arguments.against)
@@ -47,12 +47,12 @@ def main() -> None:
     if arguments.out:
         put(arguments.out, text + "\n")
     if arguments.html:
-        from distill.report.compare_page import page_of  # and with it a library of plots
+        from distill.report.compare_page import page_of  # imports plotly
 
         put(arguments.html, page_of(scored, choice))
     if arguments.results or arguments.readme:
-        found = results(scored, choice)
+        values = results(scored, choice)
         if arguments.results:
-            put(arguments.results, as_text(found))
+            put(arguments.results, as_text(values))
         if arguments.readme:
-            insert(arguments.readme, found)
+            insert(arguments.readme, values)

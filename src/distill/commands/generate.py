@@ -1,4 +1,4 @@
-"""Answering one prompt on a terminal: the text as it comes, what was drafted in colour, the speed."""
+"""foredraft generate: stream an answer to the terminal, accepted draft tokens in colour, then its speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WARM_UP = 8  # tokens
 
 
 def answer(options: GenerateOptions) -> float:
-    """Print the answer to a prompt on stdout, and its figures on stderr.
+    """Print the answer to a prompt on stdout, and tau and speed on stderr.
 
     Args:
         options: of the command.
@@ -33,7 +33,7 @@ def answer(options: GenerateOptions) -> float:
         tau, 0 without a drafter.
 
     Raises:
-        UserError: a prompt that is empty, no text or too long; no drafter in `checkpoint`.
+        UserError: the prompt is empty, not UTF-8 or too long, or `checkpoint` has no drafter.
     """
     quiet()
     color, prompt = wants_color(options.color), read_prompt(options.prompt)
@@ -41,8 +41,8 @@ def answer(options: GenerateOptions) -> float:
     plan = options.decode if options.checkpoint else Plan()
     if not isinstance(plan, Plan):
         raise UserError(
-            "decode=auto and decode=calibrated find their plans where a checkpoint is scored, and leave them "
-            "in its score.json; name one here"
+            "decode=auto and decode=calibrated choose a plan when a checkpoint is scored and record it in "
+            "score.json; name that plan here"
         )
     target = build_target(options.target)
     model = Model(target, chat)
@@ -53,30 +53,30 @@ def answer(options: GenerateOptions) -> float:
         model, drafter, plan, options.sampling, options.max_new_tokens, stop, options.seed
     )
     verifier = drafting.tapped_target()
-    # Of a tuned target, plain decoding is the tuned target's too.
-    plainly = replace(drafting, model=Model(verifier, chat), drafter=None)
-    both = drafter is not None and options.plain
+    # With a tuned target, plain decoding uses the tuned target too.
+    plain_generator = replace(drafting, model=Model(verifier, chat), drafter=None)
+    compare_plain = drafter is not None and options.plain
     with threads(options.threads):
-        for generator in [drafting, plainly] if both else [drafting]:  # warm up allocator and kernels
+        for generator in [drafting, plain_generator] if compare_plain else [drafting]:  # warm-up
             replace(generator, max_new_tokens=min(WARM_UP, options.max_new_tokens)).generate([ids])
         last = show(drafting.stream(ids), chat.tokenizer, color)
-        line = figures(plan, last.output, last.times)
-        if both:
-            plain = plainly.generate([ids])
-            line += versus(speed(last.output, last.times), speed(plain.outputs[0], plain.times))
+        line = summary(plan, last.output, last.times)
+        if compare_plain:
+            plain = plain_generator.generate([ids])
+            line += plain_comparison(speed(last.output, last.times), speed(plain.outputs[0], plain.times))
     line += "; lossless to the tuned target" if verifier is not target else ""
     print(line, file=sys.stderr, flush=True)
     return last.output.tau
 
 
-def read_prompt(given: str) -> str:
-    """The prompt, or what stdin holds where it is `-`.
+def read_prompt(prompt: str) -> str:
+    """The prompt; read from stdin if it is `-`.
 
     Raises:
-        UserError: there is nothing in it, or it is no text.
+        UserError: it is empty or not UTF-8.
     """
     try:
-        text = sys.stdin.read().removesuffix("\n") if given == "-" else str(given)
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else str(prompt)
         text.encode()
     except UnicodeError:
         raise UserError("prompt: not UTF-8") from None
@@ -86,9 +86,9 @@ def read_prompt(given: str) -> str:
 
 
 def show(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, color: bool) -> Piece:
-    """Print the text of a stream as it comes; returns the last piece.
+    """Print a stream of text as it is generated; returns the last piece.
 
-    A character has the colour of the token that completes it.
+    A character of several tokens has the colour of its last one.
     """
     text, piece = Detokenizer(tokenizer, skip_special_tokens=True), None
     if color:
@@ -99,22 +99,22 @@ def show(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, color: boo
             print(f"{DRAFTED}{part}{PLAIN}" if color and drafted and part else part, end="")
         sys.stdout.flush()
     print(text.end(), flush=True)
-    assert piece is not None, "a stream has at least the prefill's piece"
+    assert piece is not None, "a stream has at least the prefill's token"
     return piece
 
 
 def speed(output: Output, times: Times) -> float:
-    """Tokens a second, the prompt's pass and the token it gives excluded, as scores have it."""
+    """Tokens per second without the prefill and its token, as in scorecards."""
     return sum(output.emitted) / times.total if times.total else 0.0
 
 
-def figures(plan: Plan, output: Output, times: Times) -> str:
-    """What is said of a run."""
+def summary(plan: Plan, output: Output, times: Times) -> str:
+    """Plan, number of tokens, tau and speed in one line."""
     tau = f"tau {output.tau:.2f}, " if plan.depth else ""
     count = len(output.tokens)
     return f"{plan.name}: {count} token{'s' * (count > 1)}, {tau}{speed(output, times):.0f} tokens/s"
 
 
-def versus(mine: float, plain: float) -> str:
-    """What is said of plain decoding beside it."""
-    return f"; plain {plain:.0f} tokens/s ({mine / plain:.2f}x)" if plain else ""
+def plain_comparison(speculative: float, plain: float) -> str:
+    """Speed of plain decoding and the speedup over it."""
+    return f"; plain {plain:.0f} tokens/s ({speculative / plain:.2f}x)" if plain else ""

@@ -1,4 +1,4 @@
-"""Looking at a store of rollouts: rows with the supervised tokens marked, and statistics."""
+"""foredraft inspect-data: print rows of a rollout store with supervised tokens marked, and statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from distill.utils.paths import bundled
 from distill.utils.progress import bar, say, wants_color
 
 SUPERVISED, PLAIN = "\x1b[32m", "\x1b[0m"
-OPEN, CLOSE = "⟦", "⟧"  # around supervised text where there is no colour
+OPEN, CLOSE = "⟦", "⟧"  # around supervised text without colour
 NEEDED = ["id", "tokens", "loss_mask", "finish_reason", "ids"]
 Row = dict[str, Any]
 
@@ -38,11 +38,10 @@ def inspect(options: InspectOptions) -> float:
         options: of the command.
 
     Returns:
-        By how many nats the sampled answers surprise the target more than its own would; 0 without
-        a sample.
+        Mean surprisal of the sampled answers under the target minus its entropy, in nats; 0 without a sample.
 
     Raises:
-        UserError: no such store, or one of another tokenizer; no such row.
+        UserError: no such store or row, or a store of another tokenizer.
     """
     quiet()
     color = wants_color(options.color)
@@ -53,19 +52,19 @@ def inspect(options: InspectOptions) -> float:
     if chat.fingerprint() != plan["tokenizer"]:
         raise UserError(
             f"store={folder}: made with another tokenizer, chat template or prompts.template_options than "
-            f"those of target={options.target.path}; name its own"
+            f"target={options.target.path} has; name the target that it was made with"
         )
     say(f"store: {folder}")
     where = (str(bundled(options.target.name)), options.target.revision, options.target.trust_remote_code)
     counts = RowCounts(load_config(*where).get_text_config().vocab_size, options.max_tokens)
     total = sum(shard["rows"] for shard in manifest["shards"])
-    dice = np.random.default_rng(options.seed)
-    shown = _some(dice, total, options.rows) if options.row is None else str(options.row)
-    sampled = _some(dice, total, options.sample)
-    kept, sample = read(folder, manifest, counts, shown, sampled)
-    if isinstance(shown, str) and not kept:
+    rng = np.random.default_rng(options.seed)
+    shown = _random_rows(rng, total, options.rows) if options.row is None else str(options.row)
+    sampled = _random_rows(rng, total, options.sample)
+    rows, sample = read(folder, manifest, counts, shown, sampled)
+    if isinstance(shown, str) and not rows:
         raise UserError(f"row={shown}: no row of {folder} has this id")
-    for number, row in kept:
+    for number, row in rows:
         print(show(number, row, chat.tokenizer, color), end="\n\n")
     print("\n".join(counts.lines(plan["stop"])), flush=True)
     if not sample:
@@ -75,23 +74,21 @@ def inspect(options: InspectOptions) -> float:
         say(f"WARNING: the store names another target than {options.target.path}")
     reference = surprise.reference_distribution(plan)
     with threads(options.threads):
-        found = surprise.measure(target, sample, reference.sampler)
-    print("\n".join(surprise.lines(found, reference)), flush=True)
-    return found.excess()[0]
+        stats = surprise.measure(target, sample, reference.sampler)
+    print("\n".join(surprise.lines(stats, reference)), flush=True)
+    return stats.excess()[0]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a store says of itself.
+    """Read a store's manifest.
 
     Raises:
-        UserError: no store, or none that is finished.
+        UserError: no store, or an unfinished one.
     """
     path = folder / "manifest.json"
     if not path.is_file():
-        there = (
-            "no manifest.json in it: it is not finished, or no store" if folder.is_dir() else "no such folder"
-        )
-        raise UserError(f"store={folder}: {there}; give a folder of outputs/rollouts")
+        reason = "no manifest.json: unfinished, or not a store" if folder.is_dir() else "no such folder"
+        raise UserError(f"store={folder}: {reason}; give a folder of outputs/rollouts")
     try:
         manifest = json.loads(path.read_text())
         for name in ("template", "tokenizer", "target", "answers", "sampler", "stop"):
@@ -105,22 +102,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read(
     folder: Path, manifest: dict[str, Any], counts: RowCounts, shown: set[int] | str, sampled: set[int]
 ) -> tuple[list[tuple[int, Row]], list[Row]]:
-    """Go through a store once, a shard at a time.
+    """Read a store shard by shard.
 
     Args:
         folder: of the store.
         manifest: of the store.
-        counts: is told of every shard.
+        counts: updated with every shard.
         shown: rows to return, by number or by id.
-        sampled: more rows, by number.
+        sampled: rows of the sample, by number.
 
     Returns:
         Numbered rows to show, and those of the sample.
 
     Raises:
-        UserError: a shard that is missing or damaged.
+        UserError: a shard is missing or damaged.
     """
-    kept: list[tuple[int, Row]] = []
+    rows: list[tuple[int, Row]] = []
     sample: list[Row] = []
     first = 0
     with bar(len(manifest["shards"]), "reading", "shards", leave=False) as progress:
@@ -135,36 +132,36 @@ def read(
             for i, name in enumerate(ids):
                 number = first + i
                 if name == shown if isinstance(shown, str) else number in shown:
-                    kept.append((number, table.slice(i, 1).to_pylist()[0]))
+                    rows.append((number, table.slice(i, 1).to_pylist()[0]))
                 if number in sampled:
                     sample += table.slice(i, 1).to_pylist()
             first += len(ids)
             progress.update(1)
-    return kept, sample
+    return rows, sample
 
 
-def _some(dice: np.random.Generator, total: int, count: int) -> set[int]:
-    return {int(i) for i in dice.choice(total, min(count, total), replace=False)}
+def _random_rows(rng: np.random.Generator, total: int, count: int) -> set[int]:
+    return {int(i) for i in rng.choice(total, min(count, total), replace=False)}
 
 
 def show(number: int, row: Row, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
-    """A row's text, special tokens included, with what is supervised in colour or in brackets."""
+    """A row's text with special tokens; supervised text is in colour or in brackets."""
     before, after = (SUPERVISED, PLAIN) if color else (OPEN, CLOSE)
-    written = sum(map(bool, row["loss_mask"]))
+    num_supervised = sum(map(bool, row["loss_mask"]))
     text = "".join(
         f"{before}{part}{after}" if supervised else part
         for part, supervised in _parts(row["tokens"], row["loss_mask"], tokenizer)
     )
     return (
-        f"-- row {number}, id {row['id']}: {len(row['tokens']) - written} prompt tokens, {written} "
-        f"supervised, finish_reason {row['finish_reason']}, ids {row['ids']}\n{text}"
+        f"-- row {number}, id {row['id']}: {len(row['tokens']) - num_supervised} prompt tokens, "
+        f"{num_supervised} supervised, finish_reason {row['finish_reason']}, ids {row['ids']}\n{text}"
     )
 
 
 def _parts(
     tokens: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, bool]]:
-    """Text of one kind after the other; a character is of the kind of the token that completes it."""
+    """Runs of supervised and other text; a character of several tokens belongs to its last one."""
     text = Detokenizer(tokenizer)
     pieces = [(text.add(token), bool(flag)) for token, flag in zip(tokens, mask, strict=True)]
     pieces.append((text.end(), bool(mask[-1]) if len(mask) else False))
@@ -174,6 +171,6 @@ def _parts(
 
 
 def _visible(text: str) -> str:
-    """Control characters as their pictures: a row may not command the terminal, and new lines show."""
+    """Show control characters as symbols: rows must not send escape codes to the terminal."""
     pictures = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "\u2421", 0x0A: "\u240a\n"}
     return text.translate(pictures)

@@ -1,4 +1,4 @@
-"""foredraft limit: what trees can give on the target's own text, and how much of it a drafter takes."""
+"""foredraft limit: accepted tokens of optimal draft trees, and a drafter's share of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.registry import short_name
 
-BATCH = 8  # starts side by side
+BATCH = 8  # rounds evaluated together
 
 
 def limits(options: LimitOptions) -> float:
@@ -42,10 +42,10 @@ def limits(options: LimitOptions) -> float:
         options: of the command.
 
     Returns:
-        The fraction of what the best trees keep that the drafter's do; mu, where there is none.
+        The drafter's share of the optimal trees' accepted tokens; mu without such a share.
 
     Raises:
-        UserError: bad input; a plan that cannot be settled without scoring.
+        UserError: invalid options, or a plan that is only chosen by scoring.
     """
     quiet()
     with refused():
@@ -53,10 +53,10 @@ def limits(options: LimitOptions) -> float:
     plan = options.decode if options.checkpoint else Plan()
     if not isinstance(plan, Plan):
         raise UserError(
-            "decode=auto and decode=calibrated find plans where a checkpoint is scored; name one here"
+            "decode=auto and decode=calibrated choose a plan when a checkpoint is scored; name one here"
         )
     if not options.nodes:
-        raise UserError("nodes=[]: name one size of a tree or more, as in nodes=[16,64]")
+        raise UserError("nodes=[]: give at least one tree size, as in nodes=[16,64]")
     chat, _, held = read_inputs(options.target, options.prompts, options.score)
     target = build_target(options.target)
     drafter = hub.load(hub.fetch(options.checkpoint), target) if options.checkpoint else None
@@ -66,9 +66,9 @@ def limits(options: LimitOptions) -> float:
         target.tap(drafter.taps)
     new = options.score.max_new_tokens
     rollouts = held_out_answers(target, chat, held, sampler, new, options.seed, Path(options.answers))
-    found = entropy(_laws(target, rollouts, sampler))
-    where = _starts(options, target, drafter, rollouts, plan, sampler)
-    card = _card(options, target, drafter, found, where, plan, sampler)
+    entropies = entropy(_distributions(target, rollouts, sampler))
+    starts = _starts(options, target, drafter, rollouts, plan, sampler)
+    card = _card(options, target, drafter, entropies, starts, plan, sampler)
     print(describe(card))
     if options.out:
         write_json(Path(options.out), card)
@@ -76,14 +76,14 @@ def limits(options: LimitOptions) -> float:
     return fraction[0] if fraction else card["mu"][0]
 
 
-def _laws(target: Target, rollouts: Sequence[Rollout], sampler: Sampler) -> list[torch.Tensor]:
-    """(T, V) of every answer: what each of its tokens was drawn from."""
-    laws = []
+def _distributions(target: Target, rollouts: Sequence[Rollout], sampler: Sampler) -> list[torch.Tensor]:
+    """The distribution of every answer token, (T, V) for each answer."""
+    probs = []
     for prompt, answer in rollouts:
         tokens = torch.tensor([prompt + answer], device=target.device)
         last = target.read(tokens).last[0, len(prompt) - 1 : -1]
-        laws.append(sampler.probs(target.head(last)))
-    return laws
+        probs.append(sampler.probs(target.head(last)))
+    return probs
 
 
 def _starts(
@@ -94,7 +94,7 @@ def _starts(
     plan: Plan,
     sampler: Sampler,
 ) -> list[Begun]:
-    """Some of the places where the drafter's rounds begin; without one, of all places."""
+    """Sample of the drafter's round starts; without a drafter, of all positions."""
     if drafter:
         prompts = [r.prompt for r in rollouts]
         common = {
@@ -102,23 +102,23 @@ def _starts(
             "stop": stop_tokens(target),
             "seed": options.seed,
         }
-        found = begun(target, drafter, prompts, plan, sampler, batch_size=BATCH, **common)
+        starts = begun(target, drafter, prompts, plan, sampler, batch_size=BATCH, **common)
     else:
-        found = [
-            Begun(i, r.prompt + r.answer[:place])
+        starts = [
+            Begun(i, r.prompt + r.answer[:position])
             for i, r in enumerate(rollouts)
-            for place in range(1, len(r.answer))
+            for position in range(1, len(r.answer))
         ]
-    random.Random(options.seed).shuffle(found)
-    # Lengths alike lie side by side: less padding.
-    return sorted(found[: options.starts], key=lambda start: len(start.context))
+    random.Random(options.seed).shuffle(starts)
+    # Sorted by length: less padding.
+    return sorted(starts[: options.starts], key=lambda start: len(start.context))
 
 
 def _card(
     options: LimitOptions,
     target: Target,
     drafter: Drafter | None,
-    found: Entropy,
+    entropies: Entropy,
     starts: Sequence[Begun],
     plan: Plan,
     sampler: Sampler,
@@ -132,8 +132,8 @@ def _card(
             parts.append(best_trees(target, part, sizes[-1], sampler).cumsum(1).cpu())
             shown.update(len(part))
     best = torch.cat(parts)[:, [n - 1 for n in sizes]].numpy()  # (M, sizes)
-    mu, mu2 = found.moments
-    mus = interval(found.sums[:, 0], found.counts)
+    mu, mu2 = entropies.moments
+    mus = interval(entropies.sums[:, 0], entropies.counts)
     trees = [
         {
             "nodes": n,
@@ -146,26 +146,28 @@ def _card(
     doubling = (
         (best[:, -1] - best[:, 0]) / np.log2(sizes[-1] / sizes[0]) if len(sizes) > 1 else best[:, 0] * 0
     )
-    reached = _reached(target, drafter, contexts, groups, plan, sampler, best, sizes) if drafter else None
+    drafter_stats = (
+        _drafter_stats(target, drafter, contexts, groups, plan, sampler, best, sizes) if drafter else None
+    )
     return {
         "temperature": sampler.temperature,
         "bounded": sampler.temperature > 0,
         "mu": [mu, *mus],
         "mu2": mu2,
-        "correlation": found.correlation,
-        "positions": int(found.counts.sum()),
+        "correlation": entropies.correlation,
+        "positions": int(entropies.counts.sum()),
         "starts": len(starts),
         "trees": trees,
         "per_doubling": _mean(doubling, groups),
         "expected_per_doubling": float(np.log(2) / mu) if mu else None,
-        "drafter": reached,
+        "drafter": drafter_stats,
         "target": options.target.path,
         "hardware": hardware(target.device),
         "commit": commit(),
     }
 
 
-def _reached(
+def _drafter_stats(
     target: Target,
     drafter: Drafter,
     contexts: Sequence[list[int]],
@@ -175,13 +177,13 @@ def _reached(
     best: np.ndarray,
     sizes: Sequence[int],
 ) -> dict[str, Any]:
-    """Of a drafter's plan: the fraction that it keeps and where the rest goes, or the bounds on draws."""
+    """A plan's share of the optimal trees and its losses, or for sampled plans a bound on the first level."""
     facts: dict[str, Any] = {"name": short_name(drafter), "plan": plan.name, "nodes": plan.nodes}
     if plan.proposal_temperature(sampler.temperature) is not None:
         most = acceptance(target, drafter, contexts, plan, sampler, BATCH).cpu().numpy()
         return facts | {"fraction": None, "first_level": _mean(most, groups)}
-    own = kept(target, drafter, contexts, plan, sampler, BATCH)
-    chosen, ranked = own.chosen.cpu().numpy(), own.ranked.cpu().numpy()
+    trees = kept(target, drafter, contexts, plan, sampler, BATCH)
+    chosen, ranked = trees.chosen.cpu().numpy(), trees.ranked.cpu().numpy()
     oracle = best[:, list(sizes).index(plan.nodes)]
 
     def ratio(part: np.ndarray) -> list[float]:
@@ -196,23 +198,24 @@ def _reached(
 
 
 def _mean(values: np.ndarray, groups: Sequence[int]) -> list[float]:
-    """With its interval; places of one text are alike."""
+    """Mean with its interval, resampled by text."""
     return [float(values.mean()), *interval(values, np.ones(len(values)), groups)]
 
 
 def describe(card: dict[str, Any]) -> str:
-    """For people."""
+    """The results as text."""
     lines = [
         [
             str(tree["nodes"]),
             f"{tree['bound']:.2f}" if card["bounded"] else "-",
             f"{tree['published']:.2f}" if card["bounded"] else "-",
-            _told(tree["best"]),
+            _with_interval(tree["best"]),
         ]
         for tree in card["trees"]
     ]
     text = [
-        f"T={card['temperature']:g}: mu = {_told(card['mu'])} nats a token, mu2 = {card['mu2']:.3f}, "
+        f"T={card['temperature']:g}: mu = {_with_interval(card['mu'])} nats a token, "
+        f"mu2 = {card['mu2']:.3f}, "
         f"on {card['positions']} tokens of the target's own; entropies k tokens apart correlate by "
         + ", ".join(f"{c:.2f}" for c in card["correlation"][:4]),
         "",
@@ -225,38 +228,37 @@ def describe(card: dict[str, Any]) -> str:
         )
     else:
         text.append(
-            f"a doubling of the nodes brings {_told(card['per_doubling'])} tokens; ln 2 / mu is "
+            f"a doubling of the nodes brings {_with_interval(card['per_doubling'])} tokens; ln 2 / mu is "
             f"{card['expected_per_doubling']:.3f}"
         )
         over = [str(tree["nodes"]) for tree in card["trees"] if tree["best"][0] > tree["bound"]]
         if over:
             text.append(
-                f"at {', '.join(over)} nodes the best trees keep more than the bound: it is of independent "
-                "rows, and real ones are not: where text is easy it is easy for a while"
+                f"at {', '.join(over)} nodes the best trees keep more than the bound: the bound assumes "
+                "independent tokens, and the entropies of real text are correlated"
             )
-    return "\n".join([*text, *_described(card["drafter"])])
+    return "\n".join([*text, *_drafter_lines(card["drafter"])])
 
 
-def _described(drafter: dict[str, Any] | None) -> list[str]:
+def _drafter_lines(drafter: dict[str, Any] | None) -> list[str]:
     if not drafter:
         return []
     name = f"\n{drafter['name']}, {drafter['plan']}: "
     if drafter["fraction"] is None:
         return [
-            name
-            + "its tokens are drawn, and the bound on fixed trees says nothing of them. No lossless rule "
-            f"accepts the first level more often than {_told(drafter['first_level'], '.1%')}"
+            name + "its tokens are sampled, so the bound on fixed trees does not apply. No lossless rule "
+            f"accepts the first level more often than {_with_interval(drafter['first_level'], '.1%')}"
         ]
     return [
         name
-        + f"{drafter['kept'][0]:.3f} tokens kept, {_told(drafter['fraction'], '.1%')} of the best trees of "
-        f"{drafter['nodes']} nodes. Lost to nodes that it did not look at: "
-        f"{_told(drafter['coverage_loss'], '.1%')}; to its choice among those that it did: "
-        f"{_told(drafter['shape_loss'], '.1%')}"
+        + f"{drafter['kept'][0]:.3f} tokens kept, {_with_interval(drafter['fraction'], '.1%')} of the best "
+        f"trees of {drafter['nodes']} nodes. Lost to nodes that it did not look at: "
+        f"{_with_interval(drafter['coverage_loss'], '.1%')}; to its choice among those that it did: "
+        f"{_with_interval(drafter['shape_loss'], '.1%')}"
     ]
 
 
-def _told(found: Sequence[float], form: str = ".3f") -> str:
+def _with_interval(values: Sequence[float], form: str = ".3f") -> str:
     """A mean and its interval."""
-    mean, low, high = (format(value, form) for value in found)
+    mean, low, high = (format(value, form) for value in values)
     return f"{mean} [{low}, {high}]"

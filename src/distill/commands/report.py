@@ -1,4 +1,4 @@
-"""Write a run's report.html anew: foredraft report RUN [--out FILE]."""
+"""Write a run's report.html again: foredraft report RUN [--out FILE]."""
 
 from __future__ import annotations
 

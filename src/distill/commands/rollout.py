@@ -1,4 +1,4 @@
-"""The target's answers and nothing else: foredraft rollout."""
+"""foredraft rollout: generate the target's answers without training."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from distill.utils.progress import say
 
 
 def roll_out(options: RolloutCommandOptions) -> float:
-    """Make a store, or what is missing of it; `train.py` with the same settings finds it.
+    """Generate the missing shards of a store; `train.py` with the same settings finds it.
 
     Args:
         options: of the command.
 
     Returns:
-        Answer tokens in it.
+        Number of answer tokens.
 
     Raises:
-        UserError: bad input; it is found before any work starts.
+        UserError: invalid options, before any work starts.
     """
     quiet()
     prompts, rollout = options.prompts, options.rollout
@@ -31,7 +31,7 @@ def roll_out(options: RolloutCommandOptions) -> float:
     limit = read_limit(options.target, prompts.max_tokens, options.max_tokens)
     result = inputs.read(prompts, chat, limit, rollout.answers)
     if rollout.refresh_every:
-        raise UserError("rollout.refresh_every: answers are made anew in training; leave it 0 here")
+        raise UserError("rollout.refresh_every: answers are regenerated only in training; leave it 0 here")
     target = build_target(options.target)
     plan = rollout_plan(options, target, chat, result.train)
     with refused():

@@ -1,4 +1,4 @@
-"""Score a checkpoint folder again."""
+"""foredraft score: score a checkpoint folder again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drafters.checkpoint import io as hub
 
 
 def score(options: ScoreOptions) -> float:
-    """Print the table of a new scorecard and, where `out` names a file, write the scorecard there.
+    """Print a new scorecard; write it to `out`, if set.
 
     Args:
         options: of the command.
@@ -24,7 +24,7 @@ def score(options: ScoreOptions) -> float:
         tau of the headline.
 
     Raises:
-        UserError: no drafter in `checkpoint`, or nothing to score it on.
+        UserError: no drafter in `checkpoint`, or no prompts.
     """
     quiet()
     chat, _, held = read_inputs(options.target, options.prompts, options.score)

@@ -15,7 +15,7 @@ from decode.plan import Plan
 from decode.planning.auto import Forecast, choice
 from decode.planning.cost_model import PLAIN, Worth
 from distill.cli.main import main
-from distill.commands.advise import candidates, describe, served, setting
+from distill.commands.advise import candidates, decode_overrides, describe, serving_length
 from distill.config.compose import compose
 
 
@@ -82,7 +82,7 @@ def test_every_temperature_and_batch_size_has_its_advice(bench, tmp_path):
     ("more", "said"),
     [
         ([], "give checkpoint="),
-        (["drafter=eagle"], "has to learn first"),
+        (["drafter=eagle"], "must be trained first"),
         (["drafter=ngram", "temperatures=[]"], "at least one of each"),
     ],
 )
@@ -105,7 +105,7 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 def test_a_setting_is_what_makes_the_plan(plan):
-    cfg = compose(shlex.split(setting(plan)), CONF)
+    cfg = compose(shlex.split(decode_overrides(plan)), CONF)
     assert instantiate(cfg.decode) == plan
 
 
@@ -120,8 +120,8 @@ def test_a_server_is_told_the_best_chain_of_a_full_batch():
     tree = Plan(3, 2, 6)
     found = rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 1.4), (Plan(2), 1.4, 1.5), (tree, 2.0, 2.0))
     assert choice(found).plan == tree
-    assert served(found) == 2
-    assert served(rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 0.9))) == 0
+    assert serving_length(found) == 2
+    assert serving_length(rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 0.9))) == 0
 
 
 def test_adapting_has_to_pay_for_deciding():

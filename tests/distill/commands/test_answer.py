@@ -16,7 +16,7 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from distill import text_generation
 from distill.cli.main import rewrite
-from distill.commands.generate import DRAFTED, PLAIN, figures, read_prompt, show, versus
+from distill.commands.generate import DRAFTED, PLAIN, plain_comparison, read_prompt, show, summary
 from distill.config.compose import compose
 from distill.prompts.chat_template import Chat
 from distill.utils.progress import wants_color
@@ -192,10 +192,10 @@ def test_colour_is_for_terminals_that_want_it(tty, monkeypatch):
 
 def test_figures_by_hand():
     output = Output([0] * 10, emitted=[4, 3, 2], accepted=[3, 2, 4])
-    assert figures(Plan(depth=4), output, Times(total=0.5)) == "chain-4: 10 tokens, tau 3.00, 18 tokens/s"
-    assert figures(Plan(), Output([0]), Times()) == "plain: 1 token, 0 tokens/s"
-    assert versus(18.0, 12.0) == "; plain 12 tokens/s (1.50x)"
-    assert versus(0.0, 0.0) == ""
+    assert summary(Plan(depth=4), output, Times(total=0.5)) == "chain-4: 10 tokens, tau 3.00, 18 tokens/s"
+    assert summary(Plan(), Output([0]), Times()) == "plain: 1 token, 0 tokens/s"
+    assert plain_comparison(18.0, 12.0) == "; plain 12 tokens/s (1.50x)"
+    assert plain_comparison(0.0, 0.0) == ""
 
 
 def test_stdin_that_is_no_text_is_refused(monkeypatch):
