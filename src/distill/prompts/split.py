@@ -1,4 +1,4 @@
-"""The prompts of a run: read, mixed, split into what trains and what is scored, and written down."""
+"""Read, mix and split the prompts of a run into training and held-out prompts, and record them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def read(
 def _rendered(
     prompts: list[Prompt], chat: Chat, limit: Limit, given: bool, strict: bool
 ) -> tuple[Measured, list[Rejected]]:
-    """What the chat template takes, and what it refuses: roles, their order, answers without a mask."""
+    """Split prompts into those that the chat template renders and those that it rejects."""
     measured, refused = Measured(), []
     with bar(len(prompts), "prompts", "prompts", leave=False) as shown:
         for prompt in prompts:
@@ -136,12 +136,12 @@ def _rendered(
 
 
 def _openings(held: Sequence[Prompt]) -> list[Prompt]:
-    """One answer of each is scored, and each once, however differently they go on."""
-    kept: dict[int, Prompt] = {}
+    """Held-out prompts up to the first answer, without duplicates."""
+    unique: dict[int, Prompt] = {}
     for prompt in held:
         prompt = prompt._replace(messages=opening(prompt.messages))
-        kept.setdefault(hash64([prompt.messages, prompt.tools]), prompt)
-    return list(kept.values())
+        unique.setdefault(hash64([prompt.messages, prompt.tools]), prompt)
+    return list(unique.values())
 
 
 def _counts(reading: Reading) -> dict[str, Any]:
@@ -158,20 +158,20 @@ def _counts(reading: Reading) -> dict[str, Any]:
 
 
 def _hash(prompts: Sequence[Prompt]) -> str:
-    """Of the questions, in any order."""
+    """Hash of the questions, independent of order."""
     return digest(" ".join(sorted(str(hash64(question(p))) for p in prompts)))
 
 
 def keep_record(inputs: Inputs, folder: Path) -> None:
-    """Write down in a run's folder what it trains on and is scored on, and what was set aside.
+    """Record training, held-out and rejected prompts in the run folder.
 
     Raises:
         UserError: the run began with other prompts.
     """
     record = folder / RECORD
-    if kept := read_json(record):
+    if previous := read_json(record):
         for part, what in (("train", "prompts"), ("held_out", "held-out prompts")):
-            if kept[part] != inputs.record[part]:
+            if previous[part] != inputs.record[part]:
                 raise UserError(
                     f"{folder}: the {what} have changed since this run began; resume=never starts another"
                 )
@@ -181,7 +181,7 @@ def keep_record(inputs: Inputs, folder: Path) -> None:
 
 
 def list_rejected(inputs: Inputs, folder: Path) -> None:
-    """Write down what was set aside."""
+    """Write the rejected prompts to a file."""
     listed = inputs.rejected + inputs.left_out
     if listed and first_rank():
         with publish(folder / QUARANTINE) as temporary, temporary.open("w") as file:
@@ -189,7 +189,7 @@ def list_rejected(inputs: Inputs, folder: Path) -> None:
 
 
 def describe(inputs: Inputs, folder: Path | None) -> None:
-    """Say what was set aside, and what a mixture is made of."""
+    """Print rejected and duplicate prompts, and the parts of a mixture."""
     where = f", listed in {folder / QUARANTINE}" if folder else ""
     if rejected := inputs.rejected:
         total = sum(r.records for r in [*inputs.readings, *inputs.heldout])

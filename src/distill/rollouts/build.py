@@ -1,4 +1,4 @@
-"""The engine that rollout options name, and the function that fills a store with it."""
+"""Build the rollout engine from options, and the function that fills a store with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distill.utils.paths import bundled
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
-Work = Callable[[Callable[[int], None]], None]  # its argument is told how many shards are still missing
+Work = Callable[[Callable[[int], None]], None]  # its argument is called with the number of missing shards
 Helper = str | Path | None  # a drafter's folder or hub id
 
 
@@ -31,11 +31,11 @@ def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutSt
     """The function that fills a store.
 
     Args:
-        options: of the engine and of the plan by which a drafter helps.
-        target: answers, where no other engine is asked for.
-        chat: renders.
+        options: of the engine, and the plan of the helper's drafts.
+        target: answers, with the in-process engine.
+        chat: renders prompts.
         store: opened.
-        helper: drafts the answers.
+        helper: checkpoint of a drafter that speeds up the answers.
 
     Raises:
         UserError: an engine without its settings, or with a target that it cannot load.
@@ -61,7 +61,7 @@ def in_process(
     """The target in this process.
 
     Raises:
-        UserError: a drafter that would change what it says, or whose drafts have a shape it cannot.
+        UserError: the drafter would change the answers, or does not support the plan.
     """
     del chat
     if not helper:
@@ -71,10 +71,10 @@ def in_process(
 
 
 def helping_plan(decode: DecodePlan, drafter: Drafter) -> Plan:
-    """The plan by which a drafter helps to write answers.
+    """The plan with which a drafter speeds up rollouts.
 
     Raises:
-        UserError: it would change what they say, or its drafts have a shape that it cannot make.
+        UserError: the plan is lossy, or the drafter does not support it.
     """
     if not isinstance(decode, Plan) or decode.lossy:
         raise UserError(
@@ -90,10 +90,10 @@ def helping_plan(decode: DecodePlan, drafter: Drafter) -> Plan:
 def from_server(
     options: AnswerOptions, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper
 ) -> Engine:
-    """The target as an OpenAI-compatible server has it, which drafts by its own means.
+    """The target on an OpenAI-compatible server.
 
     Raises:
-        UserError: what a server cannot do is asked of it, or it does not answer.
+        UserError: an option that servers do not support, or no server.
     """
     del helper
     rollout = options.rollout
@@ -118,7 +118,7 @@ def from_server(
 
 
 def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None) -> Writer:
-    """The writer of shards, in a process that has loaded nothing yet.
+    """Load target and tokenizer in a worker process, and return its shard writer.
 
     Raises:
         UserError: this machine has another target or tokenizer under the same name.
@@ -131,7 +131,7 @@ def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None
 
 
 def portable(options: AnswerOptions) -> AnswerOptions:
-    """Options for a worker, which runs in another folder and has devices of its own."""
+    """Options for a worker, which has another working directory and other devices."""
     rollout = options.rollout
     gpus = rollout.gpus_per_worker if isinstance(rollout, RayRolloutOptions) else 0
     path, device = str(_absolute(bundled(options.target.name))), "cuda" if gpus else "cpu"
@@ -140,6 +140,6 @@ def portable(options: AnswerOptions) -> AnswerOptions:
 
 
 def _absolute(name: str | Path) -> str | Path:
-    """A folder's path from anywhere; a hub id as it is."""
+    """Absolute path of a folder; a hub id unchanged."""
     path = Path(name).expanduser()
     return path.absolute() if path.exists() else name

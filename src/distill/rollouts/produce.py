@@ -1,4 +1,4 @@
-"""Rollouts by the options of a command: those that exist are read, the rest is made by its engine."""
+"""Produce a command's rollouts: reuse existing shards, generate the missing ones."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
-DOUBTED = 32  # rows that the target reads, of answers that it has not written here
+CHECKED_ROWS = 32  # rows of answers from elsewhere whose surprisal is checked
 
 
 def rollout_plan(
     options: AnswerOptions, target: Target, chat: Chat, prompts: list[Prompt], phase: int = 0
 ) -> RolloutPlan:
-    """Everything that decides the rows."""
+    """All settings that determine the rows."""
     rollout = options.rollout
     model = rollout.model if isinstance(rollout, OpenAIRolloutOptions) else None
-    # Later phases are drafted by what has been trained so far. That changes no row, but for rounding, and
-    # a resumed run must find the store that it began.
+    # Later phases are drafted by the drafter in training. That changes rows only by rounding, and a resumed
+    # run must find its store again.
     drafter = "current" if phase else _fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else ""
     seed = int(np.random.SeedSequence([rollout.seed, phase]).generate_state(1)[0]) if phase else rollout.seed
     return RolloutPlan(
@@ -80,7 +80,7 @@ def produce(
     folder: Path,
     phase: int = 0,
 ) -> RolloutStore:
-    """The answers to the training prompts.
+    """Generate or reuse the answers to the training prompts.
 
     Args:
         options: of the run.
@@ -89,15 +89,15 @@ def produce(
         prompts: to be answered.
         drafter: that will be trained, for the estimate of memory.
         folder: of the run, which may not go on with other data than it began with.
-        phase: which time it is that they are answered (`rollout.refresh_every`). From the second on, the
-            newest checkpoint drafts (online distillation, arXiv:2310.07177).
+        phase: number of the refresh (`rollout.refresh_every`). After the first, the newest checkpoint
+            drafts (online distillation, arXiv:2310.07177).
 
     Raises:
-        UserError: answers that are given cannot be made again.
+        UserError: given answers cannot be refreshed.
     """
     rollout = options.rollout
     if rollout.refresh_every and rollout.answers == "given":
-        raise UserError("rollout.refresh_every: given answers are not made anew; set it to 0")
+        raise UserError("rollout.refresh_every: given answers are not refreshed; set it to 0")
     drafts = rollout.engine != "openai"  # a server drafts by its own means
     if rollout.refresh_every and drafts:
         helping_plan(options.decode, drafter)
@@ -123,10 +123,10 @@ def open_store(
     prompts: list[Prompt],
     phase: int = 0,
 ) -> RolloutStore:
-    """The store that the options name, else one below `root`; later phases have places of their own.
+    """The store that the options name, or one below `root`; later phases have their own.
 
     Raises:
-        UserError: it holds something else, or the plan is none.
+        UserError: the store has another plan, or the plan is invalid.
     """
     check_plan(plan, chat, target.max_positions)  # before anything is written
     place = options.rollout.store
@@ -159,7 +159,7 @@ def fill(
     drafter: Drafter | None,
     watch: Callable[[int], None] | None = None,
 ) -> None:
-    """Make what is missing, under a progress bar, and say what there is.
+    """Generate the missing shards under a progress bar, and print a summary.
 
     Args:
         options: of the engine.
@@ -168,7 +168,7 @@ def fill(
         store: opened.
         helper: drafts the answers.
         drafter: that will be trained, for the estimate of memory; None: none will be.
-        watch: told how many shards are missing still; may raise, and what is made is kept.
+        watch: called with the number of missing shards; may raise, finished shards are kept.
     """
     missing = len(store.missing())
     if store.complete:
@@ -194,13 +194,13 @@ def fill(
     counts = store.manifest()["counts"]
     say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")
     if counts["rows"] and (store.plan.answers == "given" or store.plan.server):
-        rows = [text._asdict() for text in islice(store.texts(), DOUBTED)]
+        rows = [text._asdict() for text in islice(store.texts(), CHECKED_ROWS)]
         if warning := mismatch_warning(target, rows, asdict(store.plan)):
             say(warning)
 
 
 def _speed(store: RolloutStore) -> Callable[[], str]:
-    """Tokens a second of the shards that are made from now on, whoever makes them."""
+    """Tokens per second of new shards, from all workers."""
     todo, begun, tokens = set(store.missing()), time.monotonic(), 0
 
     def speed() -> str:

@@ -1,8 +1,7 @@
-"""Shards made by many processes: Ray Data maps their numbers over actors, each with a target of its own.
+"""Generate shards in many processes: Ray Data maps shard numbers over actors with a target each.
 
-Nothing here schedules, ships or retries work across machines: Ray does. A shard is made by the
-same `Writer` and published in the same way as in one process, so a worker that is lost costs the
-shard it was at, which is made again, and what it had published stays.
+Ray schedules and retries the work. Shards are written and published by the same `Writer` as in one
+process: a lost worker costs its current shard, which is generated again.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from distill.options import FleetOptions
 from distill.rollouts.store import Make, RolloutStore
 from distill.utils.progress import rank_and_world
 
-TRIES = 6  # at one shard; Ray itself would try for ever
+TRIES = 6  # attempts for one shard; Ray itself has no limit
 OBJECTS = 80 * 2**20  # bytes of shared memory of a local Ray, its least; shard numbers need none
-SEEN = 10.0  # seconds that a file system may take to show what another machine wrote
+SEEN = 10.0  # seconds to wait for files from another machine to appear
 # Set before Ray starts: no telemetry, no messages of its own daemons.
 SILENCE = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -36,7 +35,7 @@ SILENCE = {
 
 
 class Worker:
-    """An actor: makes the shards whose numbers it is given.
+    """Ray actor that generates shards by number.
 
     Args:
         store: where they go; opened.
@@ -48,7 +47,7 @@ class Worker:
         self.make: Make | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What became of one shard: `whole`, `busy` (another process is at it), or an error's text."""
+        """Result of one shard: `whole`, `busy` (another process has it), or an error's text."""
         number = int(batch["item"][0])
         errno = 0
         try:
@@ -82,7 +81,7 @@ class Worker:
 
 
 class Fleet:
-    """Workers, as a configuration asks for them.
+    """Pool of Ray workers.
 
     Args:
         options: how many, where, and what each takes of its machine.
@@ -125,7 +124,7 @@ class Fleet:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Ray, started here or joined, and left as it was found."""
+        """Start Ray or join a cluster; shut down at the end only what was started here."""
         import ray
 
         if ray.is_initialized():
@@ -182,7 +181,7 @@ class Fleet:
             yield row["item"], row["fate"]
 
     def _collect(self, store: RolloutStore, number: int) -> None:
-        """See to it that a shard which a worker has made is here."""
+        """Wait until a worker's shard is visible on this machine."""
         end = time.monotonic() + SEEN
         while not store.path(number).exists():
             store.pull()
@@ -209,12 +208,12 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def _mute() -> Iterator[None]:
-    """Drop what C++ writes to stderr: Ray says there how little it will say."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    """Silence stderr of C++ code during Ray's start."""
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(devnull)
