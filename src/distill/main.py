@@ -15,7 +15,7 @@ from distill.utils.progress import first_rank
 
 
 def run(cfg: DictConfig, folder: Path) -> float:
-    """`train`; with `drafter=auto`, of several families.
+    """Train one drafter, or with `drafter=auto` search over several families.
 
     Args:
         cfg: composed from conf/config.yaml.
@@ -25,10 +25,10 @@ def run(cfg: DictConfig, folder: Path) -> float:
         tau of the best checkpoint, 0 if nothing was scored.
 
     Raises:
-        UserError: bad input; it is found before any work starts, and nothing is left behind.
+        UserError: invalid options, before any work starts; no files are left behind.
     """
     if "families" in cfg.drafter:
-        tau = search_families(checked_options(SearchOptions, cfg), folder)  # which trains each of them
+        tau = search_families(checked_options(SearchOptions, cfg), folder)  # trains each of them
     else:
         tau = train(checked_options(TrainOptions, cfg), folder)
     if first_rank():

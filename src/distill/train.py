@@ -1,4 +1,4 @@
-"""One run: rollouts, training, scores."""
+"""One training run: rollouts, training, scores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from drafters.registry import short_name
 
 @dataclass(frozen=True)
 class Shared:
-    """What runs of one process have in common, so that none of them makes it anew.
+    """Objects shared by several runs in one process.
 
     Attributes:
         target: loaded.
@@ -61,11 +61,11 @@ class Shared:
 def train(
     options: TrainOptions, folder: Path, budget: Budget | None = None, shared: Shared | None = None
 ) -> float:
-    """Make or read rollouts, train the drafter on them, and score its checkpoints.
+    """Generate or read rollouts, train the drafter on them, and score its checkpoints.
 
     Args:
         options: of the run.
-        folder: see `run`.
+        folder: run folder.
         budget: ends training; None: trainer.max_steps does.
         shared: with other runs of this process; None: nothing is.
 
@@ -82,7 +82,7 @@ def train(
     trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
     join_processes(trainer, options.target.placement)
     target = shared.target if shared else _load(options, trainer)
-    # All that can be wrong with the configuration shows here, before hours of work.
+    # Build everything now, so that configuration errors show before hours of work.
     with refused():
         drafter = build_drafter(options.drafter, target)
         exporting.check(options.export.to or exporting.NATIVE, options.export.push_to, short_name(drafter))
@@ -97,7 +97,7 @@ def train(
     saver = ScoreCheckpoint(folder, options.score.every, scorer, options.target.name, stop := Stop(), budget)
     memory = _watch(trainer, options, saver, budget)
     begin(trainer.loggers)
-    counted = _begin(options, drafter, target)
+    has_counts = _warm_start(options, drafter, target)
     name = f"drafter={short_name(drafter)}"
     if not (drafter.trains or drafter.needs_fit):
         say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
@@ -106,8 +106,8 @@ def train(
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
     store = stores(0)
     target.tap(drafter.taps)
-    # What was counted for another run, a draft vocabulary say, is kept with its weights.
-    if drafter.needs_fit and not counted:
+    # Counts taken over from another run, such as a draft vocabulary, belong to its weights.
+    if drafter.needs_fit and not has_counts:
         say(f"{name}: {drafter.fit(store.texts())}")
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
@@ -140,20 +140,20 @@ def _load(options: TrainOptions, trainer: L.Trainer) -> Target:
 def _watch(
     trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint, budget: Budget | None
 ) -> MemoryWatch:
-    """Give the trainer what looks on, in the order in which it has to: the budget before what saves."""
+    """Add the callbacks in order: the budget must run before the checkpoint callback."""
     meter = Throughput(memory := MemoryWatch(options.try_largest))
-    watching = [memory, meter, *([budget] if budget else []), saver, meter.resume]
-    trainer.callbacks += watching  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks = [memory, meter, *([budget] if budget else []), saver, meter.resume]
+    trainer.callbacks += callbacks  # pyright: ignore[reportAttributeAccessIssue]
     if budget:
-        found = checkpoints(saver.root.parent)
-        budget.resume(trainer, int(found[-1].name) if found else 0)
+        saved = checkpoints(saver.root.parent)
+        budget.resume(trainer, int(saved[-1].name) if saved else 0)
     return memory
 
 
 def _scorer(
     options: TrainOptions, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter
 ) -> Scorer:
-    """The scorer of checkpoints, whose plans the drafter can follow."""
+    """The scorer of checkpoints, after a check that the drafter supports its plans."""
     answers = Path(options.output_dir) / "heldout"
     scorer = Scorer(
         options.score,
@@ -171,12 +171,12 @@ def _scorer(
 
 
 def _longest(options: TrainOptions, target: Target) -> int:
-    """Tokens of a training row."""
+    """Maximum tokens of a training row."""
     return min(options.max_tokens, target.max_positions or options.max_tokens)
 
 
 def _on_policy(options: TrainOptions, target: Target, drafter: Drafter) -> OnPolicy | None:
-    """Answers of the drafter's own, under the law that the rollouts have; None where none are wanted."""
+    """On-policy answers, sampled like the rollouts; None if on_policy.share is 0."""
     rollout = options.rollout
     sampler = Sampler(rollout.temperature, rollout.top_k, rollout.top_p)
     stop = stop_tokens(target) if rollout.until == "answer" else []
@@ -184,25 +184,25 @@ def _on_policy(options: TrainOptions, target: Target, drafter: Drafter) -> OnPol
     on_policy = OnPolicy(options.on_policy.share, options.on_policy.cut, *limits)
     if not on_policy.share:
         return None
-    drafter.as_target(target)  # raises where the drafter cannot write by itself
+    drafter.as_target(target)  # raises if the drafter cannot generate by itself
     return on_policy
 
 
 def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
-    """Save and score a drafter as it is, and end the loggers, as the end of a fit would."""
+    """Save and score an untrained drafter, and finalize the loggers as after a fit."""
     saver.save_untrained(trainer, drafter, target)
     for logger in trainer.loggers:
         logger.finalize("success")
 
 
-def _begin(options: TrainOptions, drafter: Drafter, target: Target) -> bool:
-    """Take over what `drafter.init_from` has; whether that includes all that would be counted."""
+def _warm_start(options: TrainOptions, drafter: Drafter, target: Target) -> bool:
+    """Load `drafter.init_from`; returns whether it contains all counted buffers."""
     source = options.drafter.init_from
     if not source:
         return False
     if not drafter.trains:
         raise UserError(
-            f"drafter.init_from={source}: this drafter has no weights that training could go on with"
+            f"drafter.init_from={source}: this drafter has no weights to train"
         )
     left = hub.warm_start(drafter, hub.fetch(source), target)
     say(

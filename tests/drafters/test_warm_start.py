@@ -110,7 +110,7 @@ def test_a_drafter_that_is_counted_has_nothing_to_start_from(bench, tmp_path):
         lambda: main(run, CONF), ["train.py", *kept, "drafter=bigram", f"drafter.init_from={tmp_path}"]
     )
     assert done.code == 2
-    assert "this drafter has no weights that training could go on with" in done.err
+    assert "this drafter has no weights to train" in done.err
 
 
 # -- from a hub ------------------------------------------------------------------------------------
