@@ -1,4 +1,4 @@
-"""A checkpoint as it is given away: foredraft export, and `export` at the end of a run."""
+"""Export a checkpoint: foredraft export, and `export` at the end of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NATIVE = "native"
 
 
 def export(options: ExportCommandOptions) -> float:
-    """Write the folder, say how to serve it, and upload it where `push_to` says so.
+    """Write the exported folder, print how to serve it, and upload it to `push_to`, if set.
 
     Args:
         options: of the command.
@@ -69,7 +69,7 @@ def export(options: ExportCommandOptions) -> float:
 
 
 def check(to: str, push_to: str | None, kind: str = "") -> None:
-    """Refuse what cannot be exported, before there is anything to export.
+    """Check export options before there is anything to export.
 
     Args:
         to: program.
@@ -181,7 +181,7 @@ def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _rollouts(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Law, counts and versions of the first store that it trained on."""
+    """Sampling, counts and versions of the first store that it trained on."""
     began = read_json(folder / "rollouts.json")
     named = config["rollout"].get("store")
     if not began or (named and "://" in named):

@@ -1,4 +1,4 @@
-"""The public face: load a target and a drafter, decode text with them, score them."""
+"""Public API: load a target and a drafter, generate text with them, score them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GREEDY = Sampler(0.0)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a target answered.
+    """An answer of the target.
 
     Attributes:
         text: without special tokens.
@@ -58,7 +58,7 @@ def load_target(target: str = "data/pocket", *options: str) -> Model:
         options: of `foredraft generate --help`, as in "target.dtype=float32", "trainer.accelerator=gpu".
 
     Raises:
-        UserError: no such model, or an option that is none.
+        UserError: no such model, or an unknown option.
     """
     quiet()
     command = (
@@ -126,7 +126,7 @@ def generate(
     stop: Sequence[str] = (),
     seed: int = 0,
 ) -> Answer | list[Answer]:
-    """Answer prompts; with a drafter the answers have exactly the distribution that they have without.
+    """Answer prompts; a drafter does not change the distribution of the answers.
 
     Args:
         model: from `load_target`.
@@ -143,7 +143,7 @@ def generate(
         One answer to one prompt, a list to a list.
 
     Raises:
-        UserError: no prompts, one that leaves no room, or a plan that the drafter cannot follow.
+        UserError: no prompts, one that leaves no room, or a plan that the drafter does not support.
     """
     single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping))
     prompts = [prompt] if single else list(prompt)
@@ -205,7 +205,7 @@ def score(
         The scorecard; `headline` is its first row.
 
     Raises:
-        UserError: no prompts, or a plan that the drafter cannot follow.
+        UserError: no prompts, or a plan that the drafter does not support.
     """
     plans = list(plans) or [default_plan()]
     for plan in plans:

@@ -1,4 +1,4 @@
-"""The command `foredraft`: one word for what to do, then options of its configuration in conf/."""
+"""The command `foredraft <command> [option=value ...]`; options are those of conf/."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distill.utils.paths import CONF
 
 
 class Command(NamedTuple):
-    """What a word stands for; its function is imported when it runs, so that `--help` is fast.
+    """A subcommand; its function is imported when it runs, so that `--help` is fast.
 
     Attributes:
         about: one line of help.
@@ -68,7 +68,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Dispatch on the first argument; exit code 2 and one line for a word that is none."""
+    """Run the subcommand; an unknown one prints one line and exits with code 2."""
     if PARENT in os.environ and int(os.environ.get("LOCAL_RANK", 0)):
         run("train", sys.argv[1:])  # Lightning starts the other ranks with the options alone
         return
@@ -89,9 +89,9 @@ def run(word: str, arguments: Sequence[str]) -> None:
     command = COMMANDS[word]
     sys.argv = [sys.argv[0], *arguments]
 
-    def call(*given: Any) -> Any:
+    def call(*args: Any) -> Any:
         module, _, function = command.function.partition(":")
-        return getattr(import_module(f"distill.{module}"), function)(*given)
+        return getattr(import_module(f"distill.{module}"), function)(*args)
 
     def without_folder(cfg: DictConfig, folder: Path) -> float:
         del folder  # only training makes a run folder
@@ -108,7 +108,7 @@ def run(word: str, arguments: Sequence[str]) -> None:
 
 
 def usage() -> str:
-    """The words, with a line each."""
+    """Subcommands with a line of help each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {word:{width}}  {command.about}" for word, command in COMMANDS.items()]
     more = "foredraft <command> --help lists its options; docs/start.md goes step by step."

@@ -1,6 +1,6 @@
-"""Sweeps, Hydra's multirun: checked before a job starts, jobs that fail alone, one table at the end.
+"""Sweeps with Hydra's multirun: options are checked first, failed jobs do not stop the others, one table.
 
-What takes long to import, torch before all, is imported where it is used: a command starts with this file.
+Slow imports such as torch are inside functions, since every command imports this file.
 """
 
 from __future__ import annotations

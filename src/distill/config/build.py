@@ -1,4 +1,4 @@
-"""Target, chat template, prompts and drafter, as options name them."""
+"""Build the target, chat template, prompts and drafter from options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_chat(target: TargetOptions, template: str, template_options: Any = None
 
 
 def read_limit(target: TargetOptions, prompt_tokens: int | None, row_tokens: int | None = None) -> Limit:
-    """Tokens of the longest prompt that is used; of the target its configuration alone is read.
+    """Limit on prompt length in tokens; reads only the target's configuration.
 
     Args:
         target: whose context is a limit.
@@ -84,9 +84,9 @@ def build_target(options: TargetOptions, device: torch.device | None = None, pac
 
 
 def quiet() -> None:
-    """Leave the terminal to what a user asked to see."""
+    """Silence progress bars, warnings and logs of libraries."""
     datasets.disable_progress_bars()
-    for module in (r"lightning\.", r"torch\.distributed\."):  # what DeepSpeed calls is about to be renamed
+    for module in (r"lightning\.", r"torch\.distributed\."):  # DeepSpeed calls deprecated functions
         warnings.filterwarnings("ignore", module=module)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -104,7 +104,7 @@ def read_inputs(
     row_tokens: int | None = None,
     folder: Path | None = None,
 ) -> tuple[Chat, list[Prompt], list[Prompt]]:
-    """Check the target's configuration and read tokenizer and prompts: cheap, so it comes first.
+    """Check the target's configuration, then read tokenizer and prompts, before the target is loaded.
 
     Args:
         target: whose tokenizer it is.
@@ -112,7 +112,7 @@ def read_inputs(
         score: how many held-out prompts are used.
         answers: rollout.answers; None: no rollouts are made.
         row_tokens: of a training row; None: nothing is trained.
-        folder: of a run, where the prompts are written down.
+        folder: run folder in which the prompts are recorded.
 
     Returns:
         The chat template, training prompts and the held-out prompts that are scored, these with one
@@ -133,7 +133,7 @@ def read_inputs(
 
 
 def read_run_inputs(options: RunOptions, folder: Path) -> tuple[Chat, list[Prompt], list[Prompt]]:
-    """The same of a run of train.py, written down in its folder."""
+    """`read_inputs` for a training run; the prompts are recorded in its folder."""
     return read_inputs(
         options.target,
         options.prompts,

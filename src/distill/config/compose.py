@@ -1,4 +1,4 @@
-"""Hydra configurations from overrides, with mistakes as one line."""
+"""Compose Hydra configurations from overrides, with one-line error messages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 import distill.config.resolvers  # noqa: F401  that a configuration uses
 from decode.errors import UserError
 
-EMPTY_GROUPS = ("experiment",)  # that may be null
+EMPTY_GROUPS = ("experiment",)  # groups that may be null
 
-MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # options that had other names
+MOVED = {"rollout.max_prompt_tokens": "prompts.max_tokens"}  # renamed options: old name -> new name
 
 
 def options(config_dir: Path, group: str) -> list[str]:
@@ -32,7 +32,7 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
     """The configuration that these overrides give.
 
     Raises:
-        UserError: an override that names nothing, with the nearest names that exist.
+        UserError: an unknown or invalid override; the message names close matches.
     """
     groups = [p.name for p in sorted(config_dir.iterdir()) if p.is_dir()]
     for override in overrides:
@@ -87,12 +87,12 @@ def _check_key(cfg: DictConfig, key: str) -> None:
 
 
 def _check_kind(key: str, default: Any, value: Any) -> None:
-    """Refuse a value of another kind than the default's; what has none, or is Lightning's, is free."""
+    """Reject a value of another type than the default's; null defaults and Lightning's are not checked."""
     free = default is None or key == "trainer.devices" or (value is None and key.startswith("trainer."))
     if not free and not _same_kind(default, value):
         kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-        wanted = kinds.get(type(default), f"like {default}")
-        raise UserError(f"{key}={'null' if value is None else value}: must be {wanted}")
+        expected = kinds.get(type(default), f"like {default}")
+        raise UserError(f"{key}={'null' if value is None else value}: must be {expected}")
 
 
 def _same_kind(default: Any, value: Any) -> bool:

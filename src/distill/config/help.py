@@ -1,4 +1,4 @@
-"""`--help` of every command, read off its configuration: comments there are what is said here."""
+"""`--help` of every command, generated from the comments of its configuration."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ What a value means stands in conf/<group>/<name>.yaml; what is not known is refu
 
 
 def show_help(config_dir: Path, config_name: str) -> None:
-    """Print it and leave, where this process was asked for it."""
+    """Print the help text and exit, if --help was given."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text(config_dir, config_name))
         raise SystemExit(0)
 
 
 def help_text(config_dir: Path, config_name: str) -> str:
-    """What a command does, its groups with a line each and all their names, its options with defaults."""
+    """Usage, groups with their choices, and options with their defaults."""
     text = (config_dir / f"{config_name}.yaml").read_text()
-    about = {name: said for name, _, said in _groups((config_dir / "config.yaml").read_text())}
+    about = {name: comment for name, _, comment in _groups((config_dir / "config.yaml").read_text())}
     lines = [line.removeprefix("# ") for line in text.split("defaults:")[0].splitlines()]
     lines = ["usage: " + lines[0], *lines[1:]]
     groups = [*_groups(text), *(group for base in _bases(config_dir, text) for group in _groups(base))]
     if groups:
         lines += ["", "Groups, with what they are unless you say so, and what else there is:"]
-    for name, chosen, said in groups:
-        lines.append(f"  {name}: {chosen}  ({said or about.get(name, '')})")
+    for name, chosen, comment in groups:
+        lines.append(f"  {name}: {chosen}  ({comment or about.get(name, '')})")
         others = [n for n in _names(config_dir / name) if n != chosen]
         lines += textwrap.wrap(" ".join(others), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     options = {option[0]: option for base in _bases(config_dir, text) for option in _options(base)}
@@ -60,12 +60,12 @@ def _bases(config_dir: Path, text: str) -> list[str]:
 
 def _groups(text: str) -> list[tuple[str, str, str]]:
     """Name, choice and comment of each entry of the defaults list."""
-    found = map(GROUP.match, text.splitlines())
-    return [(m[1], m[2], m[3] or "") for m in found if m]
+    matches = map(GROUP.match, text.splitlines())
+    return [(m[1], m[2], m[3] or "") for m in matches if m]
 
 
 def _options(text: str) -> list[tuple[str, str, str]]:
     """Name, default and comment of each setting that is in no group; mappings have theirs in the file."""
-    found = [m for m in map(OPTION.match, text.partition("_self_")[2].splitlines()) if m]
-    kept = [m for m in found if m[1] != "hydra"]
-    return [(m[1], "..." if m[2] in ("", "???") else m[2], m[3] or "") for m in kept]
+    matches = [m for m in map(OPTION.match, text.partition("_self_")[2].splitlines()) if m]
+    matches = [m for m in matches if m[1] != "hydra"]
+    return [(m[1], "..." if m[2] in ("", "???") else m[2], m[3] or "") for m in matches]

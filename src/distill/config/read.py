@@ -1,4 +1,4 @@
-"""From a composed configuration to the options of a command."""
+"""Convert a composed configuration to option dataclasses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distill.config.validate import check_ranges, refused
 from distill.utils.paths import bundled
 
 Options = TypeVar("Options")
-OF_ANY = ("init_from", "confidence")  # settings of cfg.drafter that every drafter has
+OF_ANY = ("init_from", "confidence")  # settings of every drafter
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list"}
 
 

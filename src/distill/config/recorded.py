@@ -1,4 +1,4 @@
-"""Configurations as runs record them: without secrets for loggers and pages, as run folders have them."""
+"""Configurations recorded in run folders, and without secrets for loggers and pages."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ from omegaconf import OmegaConf
 
 
 def _device_of(accelerator: str) -> str:
-    """Where a target lies when there is no trainer to say it."""
+    """Device of the target for commands without a trainer."""
     if accelerator == "auto":
-        import torch  # a second, which nobody else waits for
+        import torch  # imported here: it takes a second
 
         return "cuda" if torch.cuda.is_available() else "cpu"
     return "cuda" if accelerator in ("gpu", "cuda") else "cpu"

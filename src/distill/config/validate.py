@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration, found before work starts."""
+"""Validate a configuration before work starts."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def check_ranges(cfg: DictConfig) -> None:
 
 
 def check_server(cfg: DictConfig) -> None:
-    """Check how a server is named, before anything is written that would keep a secret.
+    """Check a server's options before anything is written, so that no secret is recorded.
 
     Raises:
         UserError: no url, or a secret where a run would record it.
@@ -132,17 +132,17 @@ def check_address(url: str, key: str, group: str, end: str) -> None:
     Args:
         url: as it was given.
         key: name of an environment variable.
-        group: before the options' names.
-        end: of the url, as the line shows it.
+        group: prefix of the options' names.
+        end: of the url in the error message.
 
     Raises:
-        UserError: no address, or a secret in it or in place of the name.
+        UserError: an invalid url, or a secret in the url or in place of the variable's name.
     """
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError
-    except ValueError:  # of a port that is none, too
+    except ValueError:  # also for an invalid port
         raise UserError(f"{group}url: not an address; write http://host:port{end}") from None
     if "@" in parts.netloc or parts.query:
         raise UserError(
@@ -157,8 +157,8 @@ def check_address(url: str, key: str, group: str, end: str) -> None:
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """What a constructor has against its arguments is the user's to mend, and one line."""
-    # Seconds that --help and the check of a sweep do not wait for.
+    """Turn a constructor's errors about its arguments into a one-line UserError."""
+    # Imported here, since it takes seconds that --help need not wait for.
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     try:
@@ -172,7 +172,7 @@ def refused() -> Iterator[None]:
 
 
 def processes(accelerator: str, devices: Any, num_nodes: int = 1) -> int:
-    """How many a Lightning trainer with these settings has, on this machine."""
+    """Number of processes of a Lightning trainer with these settings on this machine."""
     if isinstance(devices, str):
         devices = (
             [part for part in devices.split(",") if part] if "," in devices else devices.replace("auto", "-1")

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: built, run, and left."""
+"""Build and run Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distill.training.strategies import check_optimizer
 def build_trainer(
     options: TrainerOptions, loggers: Sequence[Logger], folder: Path, state: Path | None, **more: Any
 ) -> L.Trainer:
-    """Lightning's Trainer, which decides the device of this process.
+    """Build Lightning's Trainer, which decides the device of this process.
 
     Args:
         options: of the Trainer.
@@ -30,7 +30,7 @@ def build_trainer(
         **more: arguments of the Trainer.
 
     Raises:
-        UserError: what it has against its settings, or processes that are not those asked for.
+        UserError: invalid settings, or another number of processes than requested.
     """
     with refused():
         trainer = options.build(
@@ -47,7 +47,7 @@ def build_trainer(
 
 
 def build_optimizer(options: OptimizerOptions, trainer: L.Trainer) -> Callable[..., torch.optim.Optimizer]:
-    """The function that makes the optimizer of groups of weights; it is tried on two."""
+    """The function that builds the optimizer from parameter groups, after a test on two parameters."""
     weights = [torch.nn.Parameter(torch.zeros(1, 1)) for _ in range(2)]
     check_optimizer(trainer, options.build([{"params": weights, "hidden": [True, False]}]))
     return options.build
