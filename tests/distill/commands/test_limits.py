@@ -61,7 +61,7 @@ def test_where_the_bound_does_not_apply_it_says_so(bench, tmp_path):
     assert done.code == 0, done.err
     assert card["drafter"]["fraction"] is None
     assert 0 < card["drafter"]["first_level"][0] <= 1
-    assert "its tokens are drawn" in done.out
+    assert "its tokens are sampled" in done.out
 
 
 @pytest.mark.parametrize(
