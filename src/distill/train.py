@@ -201,9 +201,7 @@ def _warm_start(options: TrainOptions, drafter: Drafter, target: Target) -> bool
     if not source:
         return False
     if not drafter.trains:
-        raise UserError(
-            f"drafter.init_from={source}: this drafter has no weights to train"
-        )
+        raise UserError(f"drafter.init_from={source}: this drafter has no weights to train")
     left = hub.warm_start(drafter, hub.fetch(source), target)
     say(
         f"drafter.init_from={source}: "

@@ -52,7 +52,7 @@ def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutSt
         return partial(Fleet(rollout, load).fill, store)
     engine = from_server if rollout.engine == "openai" else in_process
     make = Writer(engine(options, target, chat, store.plan, helper), chat, store.plan)
-    return partial(store.fill, make, pause=target.wait)
+    return partial(store.fill, make, pause=target.idle)
 
 
 def in_process(

@@ -74,7 +74,7 @@ def held_out_answers(
             def done(missing: int) -> None:
                 progress.update(store.shards - missing - progress.n)
 
-            store.fill(Writer(InProcess(target, SHARD, seed), chat, plan), done, target.wait)
+            store.fill(Writer(InProcess(target, SHARD, seed), chat, plan), done, target.idle)
     store.check()
     return read_answers(store)
 

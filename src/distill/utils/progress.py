@@ -63,7 +63,7 @@ class ProgressText(ProgressColumn):
         n, total, note = int(task.completed), int(task.total or 0), task.fields["note"]
         seconds = task.elapsed or 0.0
         # Pauses count, since the remaining work has some too.
-        rate = (n - task.fields["start"]) / seconds if seconds else 0.0
+        rate = (n - task.fields["initial"]) / seconds if seconds else 0.0
         remaining = clock((total - n) / rate) if rate else "?"
         if not task.fields["unit"]:  # no countable progress
             return Text(f"{'' if self.wide else task.description} ...".strip())
@@ -184,7 +184,7 @@ def _open(total: int, what: str, done: int, unit: str) -> TaskID:
         bars = _shown["bars"] = Bars(Console(stderr=True, highlight=False, markup=False, emoji=False))
         bars.start()
         bars.console.show_cursor()  # rich hides the cursor, and a killed process could not restore it
-    task = bars.add_task(what, total=total, completed=done, unit=unit, start=done, note="")
+    task = bars.add_task(what, total=total, completed=done, unit=unit, initial=done, note="")
     bars.draw(now=True)
     return task
 
