@@ -338,7 +338,7 @@ def test_colour_is_for_those_who_want_it(tiny, monkeypatch):
     ("overrides", "said"),
     [
         (["store=/no/where"], "store=/no/where: no such folder"),
-        (["store=ROOM"], "no manifest.json in it"),
+        (["store=ROOM"], "no manifest.json"),
         (["store=null", "stores=ROOM/foreign"], "no finished store in"),
         (["row=zz"], "row=zz: no row of"),
         (["rows=-1"], "rows=-1: must be at least 0"),
