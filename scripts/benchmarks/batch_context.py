@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 
 from benchmarks.common import conditions, load_inputs
 from decode.errors import UserError
-from decode.evaluation.acceptance import counted
-from decode.evaluation.timing_ab import Tally, compete
+from decode.evaluation.acceptance import round_counts
+from decode.evaluation.timing_ab import DecodeTimings, time_interleaved
 from decode.generation.generate import generate
 from decode.model.load import stop_tokens
 from decode.model.target import Target
@@ -114,21 +114,23 @@ def _race(
     prompts: Sequence[Ids],
     batch: int,
     max_new_tokens: int,
-) -> list[Tally]:
+) -> list[DecodeTimings]:
     decode = partial(
         generate, target, sampler=Sampler(cfg.temperature), seed=cfg.seed, stop=stop_tokens(target)
     )
     names = list(range(len(prompts)))
     repeats, every = cfg.score.repeats, [Plan(), *plans]
-    return compete(decode, drafter, every, prompts, batch, repeats, max_new_tokens, names, lambda: None)
+    return time_interleaved(
+        decode, drafter, every, prompts, batch, repeats, max_new_tokens, names, lambda: None
+    )
 
 
-def _rows(plans: Sequence[Plan], tallies: Sequence[Tally]) -> list[dict[str, Any]]:
+def _rows(plans: Sequence[Plan], tallies: Sequence[DecodeTimings]) -> list[dict[str, Any]]:
     plain = tallies[0]
     return [
         {
             "decode": plan.name,
-            "tau": counted(tally.outputs).tau,
+            "tau": round_counts(tally.outputs).tau,
             "tokens_per_second": tally.speed,
             "speedup": tally.speed / plain.speed if plain.speed else 0.0,
             "speedup_with_prefill": tally.speed_with_prefill / plain.speed_with_prefill,

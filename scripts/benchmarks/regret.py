@@ -16,7 +16,7 @@ from benchmarks.common import conditions, load_inputs
 from decode.errors import UserError
 from decode.evaluation.bootstrap import DRAWS
 from decode.evaluation.replay import Rollout
-from decode.evaluation.timing_ab import Tally, compete
+from decode.evaluation.timing_ab import DecodeTimings, time_interleaved
 from decode.generation.generate import generate
 from decode.model.load import stop_tokens
 from decode.model.target import Target
@@ -110,7 +110,7 @@ def _racer(
         total = repeats * -(-len(prompts) // batch)
         with bar(total, f"{what}, batch {batch}", "batches", leave=False) as shown:
             for _ in range(repeats):
-                tallies: list[Tally] = compete(
+                tallies: list[DecodeTimings] = time_interleaved(
                     decode, drafter, plans, prompts, batch, 1, cfg.score.max_new_tokens, names,
                     lambda: (shown.update(), None)[1],
                 )  # fmt: skip

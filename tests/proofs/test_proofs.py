@@ -11,7 +11,7 @@ from exact import target_law
 from scripted import Oracle
 from workbench import ROOT, train
 
-from decode.evaluation.acceptance import counted
+from decode.evaluation.acceptance import round_counts
 from decode.evaluation.replay import Counts, Rollout, agreement, replay
 from decode.generation.generate import generate
 from decode.model.load import load_target, load_tokenizer, stop_tokens
@@ -174,7 +174,7 @@ def decoded(target, drafter, chats, plan, sampler, new=64, samples=1) -> Counts:
             part = chats[start : start + 25]
             names = list(range(start, start + len(part)))
             run = generate(target, drafter, part, requests=names, samples=[sample] * len(part), **options)
-            one = counted(run.outputs)
+            one = round_counts(run.outputs)
             for row, name in enumerate(names):
                 tokens[name] += one.tokens[row]
                 rounds[name] += one.rounds[row]

@@ -1,4 +1,4 @@
-"""How much of a plan's drafts is accepted: exactly where replay can tell, else by decoding."""
+"""Acceptance of plans on stored rollouts: exact by replay where possible, else estimated by decoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decode.evaluation.replay import Counts, Rollout, inexact, replay
+from decode.evaluation.replay import Counts, Rollout, replay, why_inexact
 from decode.generation.generate import generate
 from decode.generation.types import Output, Proposer
 from decode.model.target import Target
@@ -20,10 +20,10 @@ class Acceptance:
     """Acceptance of one plan on stored rollouts of the target.
 
     Attributes:
-        counts: tokens and rounds of each rollout: expected ones, or those of one decoder run.
+        counts: tokens and rounds of each rollout; expected values, or those of one decoder run.
         survival: P(accepted >= j), j from 1.
-        estimate: why the numbers are a decoder's count, with its noise; empty: they are exact.
-        keeps: see `replay.Replayed`; None where there are none.
+        estimate: reason why the numbers are a noisy estimate from decoding; empty if they are exact.
+        keeps: see `replay.ReplayResult`.
     """
 
     counts: Counts
@@ -45,22 +45,22 @@ def acceptance(
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
 ) -> list[Acceptance]:
-    """Measure every plan at one law.
+    """Measure the acceptance of every plan with one sampler.
 
     Args:
-        target: that wrote the rollouts.
-        drafter: what is measured.
+        target: the model that generated the rollouts.
+        drafter: the drafter to measure.
         rollouts: answers of at most `max_new_tokens`, drawn by plain decoding with `sampler`.
-        plans: any.
-        sampler: the law.
-        max_new_tokens: that the rollouts were given.
-        stop: their end tokens.
-        seed: of the decoder's draws, where it has to count.
-        batch_size: rollouts side by side.
-        progress: called with the rollouts done, each counted once a plan.
+        plans: plans to measure.
+        sampler: of the rollouts.
+        max_new_tokens: limit of the rollouts.
+        stop: end tokens of the rollouts.
+        seed: of the draws, for plans that are decoded.
+        batch_size: rollouts per batch.
+        progress: called with the number of rollouts done, summed over plans.
     """
     target.check_taps(drafter)
-    exact = [plan for plan in plans if not inexact(plan, sampler, drafter)]
+    exact = [plan for plan in plans if not why_inexact(plan, sampler, drafter)]
     done = 0
 
     def advanced(rollouts_done: int) -> None:
@@ -68,13 +68,13 @@ def acceptance(
             progress(done + rollouts_done * len(exact))
 
     replayed = replay(target, drafter, rollouts, exact, sampler, batch_size=batch_size, progress=advanced)
-    found = {
+    results = {
         plan: Acceptance(one.counts, one.survival, "", one.keeps)
         for plan, one in zip(exact, replayed, strict=True)
     }
     done = len(rollouts) * len(exact)
     for plan in plans:
-        if plan in found:
+        if plan in results:
             continue
         outputs: list[Output] = []
         for start in range(0, len(rollouts), batch_size):
@@ -92,30 +92,27 @@ def acceptance(
             ).outputs
             done += len(part)
             advanced(0)
-        why = inexact(plan, sampler, drafter)
-        found[plan] = Acceptance(counted(outputs), survival(outputs, plan.depth), why)
-    return [found[plan] for plan in plans]
+        reason = why_inexact(plan, sampler, drafter)
+        results[plan] = Acceptance(round_counts(outputs), survival(outputs, plan.depth), reason)
+    return [results[plan] for plan in plans]
 
 
-def counted(outputs: Sequence[Output]) -> Counts:
-    """Tokens and rounds of a decoder run."""
+def round_counts(outputs: Sequence[Output]) -> Counts:
+    """Tokens and rounds of each output of a decoder run."""
     return Counts([sum(o.emitted) for o in outputs], [float(len(o.emitted)) for o in outputs])
 
 
 def whole_rounds(outputs: Sequence[Output]) -> list[tuple[int, int]]:
-    """(accepted, offered) of every round that no end cuts.
-
-    What a cut round would have accepted further is known, but no decoder would have emitted it.
-    """
+    """(number accepted, draft length) of every round that is not cut by the end of the text."""
     return [
-        (accepted, offered)
+        (accepted, length)
         for o in outputs
-        for accepted, offered, emitted in zip(o.accepted, o.draft_lengths, o.emitted, strict=True)
+        for accepted, length, emitted in zip(o.accepted, o.draft_lengths, o.emitted, strict=True)
         if emitted == accepted + 1
     ]
 
 
 def survival(outputs: Sequence[Output], depth: int) -> list[float]:
-    """P(accepted >= j) over whole rounds, j from 1."""
+    """P(accepted >= j) over `whole_rounds`, j from 1."""
     rounds = whole_rounds(outputs)
     return [sum(a >= j for a, _ in rounds) / max(len(rounds), 1) for j in range(1, depth + 1)]

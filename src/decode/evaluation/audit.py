@@ -1,12 +1,12 @@
-"""Is what the decoder wrote really the target's own text?
+"""Losslessness audit of a decoder run.
 
-Greedily, two tests of a real run (docs/lossless.md). Every token must be the largest of the very
-row the verifier used. And a cache-free pass over the finished text, which knows nothing of trees,
-masks or compaction, must agree with every token, up to ties: the width of a near tie is measured,
-as twice the largest change of the top-2 gap that the same rescoring shows for plain decoding, but
-never more than rounding can explain: an error that plain decoding shares must not excuse itself.
+Greedy runs get two tests (docs/lossless.md). First, every token must be the argmax of the logits that the
+verifier used. Second, a forward pass over the finished text without cache, tree or masks must agree with
+every token, up to near ties. The width of a near tie is twice the largest change of the top-2 gap that the
+same rescoring shows for plain decoding, but at most what rounding can explain, so that an error shared by
+plain decoding is not excused.
 
-Above temperature 0 `uniformity` tests the tokens against the laws of the verifier's rows.
+Above temperature 0, `sampling_tests` tests the tokens against the verifier's distributions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.evaluation.sampling_tests import Uniform, Uniformity
+from decode.evaluation.sampling_tests import SampledRun, SamplingTests
 from decode.generation.generate import generate
 from decode.generation.types import Generation, Proposer, Round
 from decode.model.target import Target
@@ -30,8 +30,8 @@ from decode.sampling import Sampler
 
 Case = tuple[Sampler, Plan]
 Prompts = Sequence[Sequence[int]]
-ROWS = 16  # decoded together
-CHANCE = 1e-6  # of failing a lossless decoder
+ROWS = 16  # prompts per batch
+CHANCE = 1e-6  # probability that a lossless decoder fails the audit
 ROUNDINGS = 16  # of the largest logit: the widest near tie (measured: 5 in bf16, 12 layers)
 LEAST = 1e-3  # of the largest logit, where roundings are finer than that
 LARGEST_COPY = 1_000_000_000  # weights; a bigger target is rescored in its own dtype
@@ -39,17 +39,17 @@ LARGEST_COPY = 1_000_000_000  # weights; a bigger target is rescored in its own 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Counts over all audited tokens.
+    """Results of an audit.
 
     Attributes:
-        tokens: audited greedily; so are the next four.
-        own_row: that are the argmax of the row they were drawn from.
-        equal: that are the argmax of their rescored row.
-        near_ties: that are within `margin` of it.
-        mismatches: that are not.
+        tokens: number of greedy tokens; the next four count these.
+        own_row: tokens that are the argmax of the verifier's logits.
+        equal: tokens that are the argmax of the rescored logits.
+        near_ties: other tokens within `margin` of the argmax.
+        mismatches: all other tokens.
         margin: width of a near tie, in logits.
         rescored_in: dtype of the rescoring pass.
-        sampled: runs above temperature 0.
+        sampled: test results of runs above temperature 0.
     """
 
     tokens: int
@@ -59,16 +59,16 @@ class Audit:
     mismatches: int
     margin: float
     rescored_in: str
-    sampled: tuple[Uniform, ...]
+    sampled: tuple[SampledRun, ...]
 
     @property
     def pit_p(self) -> float:
-        """The smallest p-value of all orders and runs, times the number of tests of both kinds."""
+        """Smallest PIT p-value over orders and runs, Bonferroni-corrected for all tests of both kinds."""
         return self._smallest([p for run in self.sampled for p in run.pit.values()])
 
     @property
     def surprisal_p(self) -> float:
-        """The smallest p-value of all runs, times the number of tests of both kinds."""
+        """Smallest surprisal p-value over runs, Bonferroni-corrected for all tests of both kinds."""
         return self._smallest([run.surprisal_p for run in self.sampled])
 
     def _smallest(self, values: Sequence[float]) -> float:
@@ -77,24 +77,24 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Nothing is wrong greedily or in a draw, and something was looked at."""
+        """Whether all tests passed on at least one token each."""
         greedy = self.tokens > 0 and self.own_row == self.tokens and self.mismatches == 0
         possible = all(run.tokens > 0 and not run.impossible for run in self.sampled)
         return greedy and possible and min(self.pit_p, self.surprisal_p) >= CHANCE
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens of all runs above temperature 0."""
+        """Number of tokens over all runs above temperature 0."""
         return sum(run.tokens for run in self.sampled)
 
     @property
     def impossible(self) -> int:
-        """Of these, tokens that the target gives no probability, or no distribution for."""
+        """Number of sampled tokens with probability 0, or whose distribution is NaN."""
         return sum(run.impossible for run in self.sampled)
 
     @property
     def surprisal_z(self) -> float:
-        """Of the run where it is furthest from 0."""
+        """The z score furthest from 0 over all runs."""
         return max((run.surprisal_z for run in self.sampled), key=abs, default=0.0)
 
 
@@ -109,47 +109,47 @@ def audit(
     also: Sequence[Case] | None = None,
     samples: int = 1,
     seed: int = 0,
-    advanced: Callable[[], None] = lambda: None,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> Audit:
-    """Decode with and without the drafter, and check every token of the former.
+    """Decode with and without the drafter, and check every token decoded with it.
 
     Args:
-        target: whose text it should be.
-        drafter: what proposes.
+        target: the target model.
+        drafter: the proposer.
         prompts: token ids.
-        plan: decoded greedily.
+        plan: plan of the greedy run.
         max_new_tokens: per prompt.
         stop: end tokens.
-        also: decoded as well, at any temperature; `plan` at temperature 1 if omitted.
-        samples: texts a prompt is given where they differ.
+        also: further (sampler, plan) cases; default `plan` at temperature 1.
+        samples: answers per prompt in sampled cases.
         seed: of the draws.
-        advanced: called after each of `steps` batches.
+        on_batch: called after each of `num_batches` batches.
     """
     also = [(Sampler(1.0), plan)] if also is None else also
     decode = partial(generate, target, max_new_tokens=max_new_tokens, stop=stop, seed=seed)
     plans = [plan, *(p for sampler, p in also if sampler.temperature == 0)]
-    found = _greedy(target, drafter, prompts, plans, decode, advanced)
+    greedy = _greedy(target, drafter, prompts, plans, decode, on_batch)
     rows = [(request, sample) for request in range(len(prompts)) for sample in range(samples)]
     runs = []
-    for sampler, drawn in also:
+    for sampler, case_plan in also:
         if sampler.temperature == 0:
             continue
-        tests = Uniformity(sampler, target.vocab_size)
+        tests = SamplingTests(sampler, target.vocab_size)
         for part in _batches(rows):
             requests, numbers = zip(*part, strict=True)
             texts = [prompts[request] for request in requests]
             options = {"requests": requests, "samples": numbers, "on_round": tests.watch(texts)}
-            decode(drafter, texts, sampler=sampler, plan=drawn, **options)
-            advanced()
-        runs.append(tests.result(drawn.name))
-    return replace(found, sampled=tuple(runs))
+            decode(drafter, texts, sampler=sampler, plan=case_plan, **options)
+            on_batch()
+        runs.append(tests.result(case_plan.name))
+    return replace(greedy, sampled=tuple(runs))
 
 
-def steps(prompts: int, also: Sequence[Case], samples: int) -> int:
-    """Batches that `audit` decodes."""
-    drawn = sum(sampler.temperature > 0 for sampler, _ in also)
-    greedy = 2 + len(also) - drawn  # the plain one, and `plan`
-    return greedy * len(_batches(range(prompts))) + drawn * len(_batches(range(prompts * samples)))
+def num_batches(prompts: int, also: Sequence[Case], samples: int) -> int:
+    """Number of batches that `audit` decodes."""
+    num_sampled = sum(sampler.temperature > 0 for sampler, _ in also)
+    num_greedy = 2 + len(also) - num_sampled  # with plain decoding and `plan`
+    return num_greedy * len(_batches(range(prompts))) + num_sampled * len(_batches(range(prompts * samples)))
 
 
 def _batches(rows: Sequence[Any]) -> list[Sequence[Any]]:
@@ -162,9 +162,9 @@ def _greedy(
     prompts: Prompts,
     plans: Sequence[Plan],
     decode: Callable[..., Generation],
-    advanced: Callable[[], None],
+    on_batch: Callable[[], None],
 ) -> Audit:
-    """Everything but the sampled runs."""
+    """The greedy part of the audit."""
     rescore = _Rescorer(target)
     sampler = Sampler(0.0)
     changes, largest = [0.0], 0.0
@@ -174,23 +174,23 @@ def _greedy(
         for row, prompt, output in zip(gaps.rows, part, plain.outputs, strict=True):
             logits = rescore(prompt, output.tokens)  # (n, V)
             gap, first, second = (torch.tensor(x) for x in zip(*row, strict=True))
-            again = logits.gather(1, first[:, None]) - logits.gather(1, second[:, None])
-            changes.append(float((again[:, 0] - gap).abs().max()))
+            rescored_gap = logits.gather(1, first[:, None]) - logits.gather(1, second[:, None])
+            changes.append(float((rescored_gap[:, 0] - gap).abs().max()))
             largest = max(largest, float(logits.abs().max()))
-        advanced()
+        on_batch()
     margin = min(2 * max(changes), largest * max(ROUNDINGS * torch.finfo(target.dtype).eps, LEAST))
 
-    own, counts = _OwnRow(), Counter[str]()
+    verifier_argmax, counts = _VerifierArgmax(), Counter[str]()
     for plan in plans:
         for part in _batches(prompts):
-            outputs = decode(drafter, part, sampler=sampler, plan=plan, on_round=own).outputs
+            outputs = decode(drafter, part, sampler=sampler, plan=plan, on_round=verifier_argmax).outputs
             for prompt, output in zip(part, outputs, strict=True):
                 counts += _compared(rescore(prompt, output.tokens), torch.tensor(output.tokens), margin)
-            advanced()
+            on_batch()
     names = ("equal", "near_ties", "mismatches")
     return Audit(
         tokens=sum(counts[name] for name in names),
-        own_row=own.agreed,
+        own_row=verifier_argmax.agreed,
         **{name: counts[name] for name in names},
         margin=margin,
         rescored_in=rescore.dtype,
@@ -199,16 +199,16 @@ def _greedy(
 
 
 def _compared(logits: Tensor, tokens: Tensor, margin: float) -> Counter[str]:
-    """How (n,) tokens stand in the (n, V) rows they were to be the largest of."""
-    short = logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]  # (n,)
-    # Not a number is a mismatch, though argmax finds it in both rows.
-    same = (logits.argmax(-1) == tokens) & (short == 0)
-    near = ~same & (short <= margin)
+    """Classify (n,) tokens, which should be the argmax of (n, V) logits."""
+    gap = logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]  # (n,)
+    # NaN counts as a mismatch: its gap is not 0, though argmax would find it.
+    same = (logits.argmax(-1) == tokens) & (gap == 0)
+    near = ~same & (gap <= margin)
     return Counter(equal=int(same.sum()), near_ties=int(near.sum()), mismatches=int((~same & ~near).sum()))
 
 
 class _Gaps:
-    """Plain decoding's top-2 gap at every token: (gap, winner, runner-up)."""
+    """Records the top-2 gap of plain decoding at every token: (gap, first token, second token)."""
 
     def __init__(self, requests: int) -> None:
         self.rows: list[list[tuple[float, int, int]]] = [[] for _ in range(requests)]
@@ -221,8 +221,8 @@ class _Gaps:
                 self.rows[request].append((gap, int(index[i, 0]), int(index[i, 1])))
 
 
-class _OwnRow:
-    """Counts emitted tokens that are the argmax of the row the verifier used."""
+class _VerifierArgmax:
+    """Counts emitted tokens that are the argmax of the verifier's logits."""
 
     def __init__(self) -> None:
         self.agreed = 0
@@ -230,24 +230,24 @@ class _OwnRow:
     def __call__(self, seen: Round) -> None:
         row = torch.arange(seen.logits.shape[0], device=seen.logits.device)[:, None]
         best = seen.logits[row, seen.result.slots].argmax(-1).tolist()  # (B, K + 1)
-        for mine, emitted in zip(best, seen.emitted, strict=True):
-            self.agreed += sum(a == b for a, b in zip(mine, emitted, strict=False))
+        for expected, emitted in zip(best, seen.emitted, strict=True):
+            self.agreed += sum(a == b for a, b in zip(expected, emitted, strict=False))
 
 
 class _Rescorer:
-    """Rows of a finished text from one cache-free causal pass, in fp32 where memory allows."""
+    """Logits of a finished text from one causal pass without cache, in fp32 if the model is small enough."""
 
     def __init__(self, target: Target) -> None:
         small = sum(p.numel() for p in target.model.parameters()) <= LARGEST_COPY
         wide = torch.promote_types(target.dtype, torch.float32)
-        copied = small and target.movable and wide != target.dtype
-        model: Any = copy.deepcopy(target.model) if copied else target.model
-        self.model = model.to(wide) if copied else model
-        self.dtype = str(wide if copied else target.dtype).removeprefix("torch.")
+        is_copied = small and target.movable and wide != target.dtype
+        model: Any = copy.deepcopy(target.model) if is_copied else target.model
+        self.model = model.to(wide) if is_copied else model
+        self.dtype = str(wide if is_copied else target.dtype).removeprefix("torch.")
 
     @torch.inference_mode()
     def __call__(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """(n, V) float64 rows that the n tokens were to be drawn from, on the host."""
+        """(n, V) float64 logits that the n tokens should follow, on the host."""
         ids = torch.tensor([[*prompt, *tokens]], device=self.model.device)
         logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         return logits.double().cpu()

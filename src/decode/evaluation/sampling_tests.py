@@ -1,22 +1,22 @@
-"""Were sampled tokens drawn from the very laws the verifier used? Two tests that need no reference.
+"""Statistical tests that sampled tokens come from the target's distributions; no reference run needed.
 
-However a lossless decoder drafts, each token x it emits is a draw from the target's law p at its
-place, given all that came before and that the walk came to this place (docs/lossless.md). So:
+Each token x emitted by a lossless decoder is a draw from the target's distribution p at its position, given
+all tokens before it and that the rule reached this position (docs/lossless.md). Two tests follow:
 
-PIT. Put the vocabulary in an order that is settled before x is drawn. Then p(the tokens before x)
-plus a uniform share of p(those level with x) is uniform, whatever p is, and independent from token
-to token: a chi-square over bins. An error that leans towards one end of the order is seen. The
-orders: by p; by token id, the order of the inverse CDF, where a coin used twice shows; and by the
-draft, where its own errors show: p / q where children were drawn from q, else the chosen children
-first. Never by a drawn child: whether x equals it is what the rule decides.
+PIT (probability integral transform). Fix an order of the vocabulary before x is drawn. Then p(tokens before
+x) plus a uniform share of p(tokens tied with x) is uniform for any p, and independent between tokens; tested
+by chi-square over bins. The orders are: by p; by token id, the order of the inverse CDF, which reveals
+reused random numbers; and by the draft, which reveals errors of the rule: p / q if children were drawn
+from q, else fixed children first. A drawn child cannot define an order, because the rule decides whether
+x equals it.
 
-Surprisal. Under p the tokens' -log p(x) exceed their entropies by sum zero and known variance: a z
-for people. Its normal law fails where rows are peaked (85 times too many z beyond 1e-6 in 78 tokens
-of the pocket target at T=0.3), so what decides is exact at any length: the likelihood ratio of the
-rows at other temperatures, p^(1-t) normalised, to the rows themselves. It has mean 1 if the tokens
-come from p, and so does a mean of several; by Markov's inequality 1 / ratio is a p-value.
+Surprisal. Under p the sum of -log p(x) - entropy has mean 0 and known variance, which gives a z score for
+reports. Its normal approximation fails for peaked distributions (85 times too many z beyond 1e-6 in 78
+tokens of the pocket target at T=0.3). So the test uses the likelihood ratio of p at other temperatures,
+p^(1-t) normalised, to p. It has mean 1 under p, as has an average of several; by Markov's inequality
+1 / ratio is a p-value at any length.
 
-Places where nothing was drafted, such as after a draft accepted whole, are tested apart.
+Positions without a draft, e.g. after a fully accepted draft, are tested separately.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from decode.generation.types import Round
 from decode.sampling import Sampler
 
 BINS = 20
-EXPECTED = 5  # tokens a bin, or there are fewer bins: a p-value of 1e-6 is then right to a factor of 4
-TESTS = (("p", "id"), ("p", "id", "draft"))  # orders where nothing, something was drafted
+EXPECTED = 5  # minimum expected tokens per bin; p-values of 1e-6 are then correct to a factor of 4
+TESTS = (("p", "id"), ("p", "id", "draft"))  # orders at positions without and with a draft
 PLACES = ("free", "drafted")
 TILTS = tuple(sign * 2.0**-k for k in range(1, 7) for sign in (1, -1))  # T from 2/3 to 2
-FLOOR = -1e3  # of a logarithm that a probability of 0 multiplies
+FLOOR = -1e3  # lower bound of logarithms, so that 0 * log 0 = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
-    """What the tests say of a run at one temperature.
+class SampledRun:
+    """Test results of a run at one temperature.
 
     Attributes:
         temperature: of the run.
         decode: name of its plan.
-        tokens: that were tested.
-        impossible: of them, those that their law gives no mass, or that have no law.
-        pit: p-value of each place and order with enough tokens.
+        tokens: number of tested tokens.
+        impossible: number of tokens with probability 0, or whose distribution is NaN.
+        pit: p-value for each kind of position and order with enough tokens.
         surprisal_z: sum(-log p(x) - entropy) in standard deviations.
         surprisal_p: p-value of the likelihood ratio.
     """
@@ -65,18 +65,18 @@ class Uniform:
     surprisal_p: float
 
 
-class Uniformity:
-    """Watches runs of `generate` and tests every token they emit.
+class SamplingTests:
+    """Observes runs of `generate` and tests every emitted token.
 
     Args:
-        sampler: of these runs; its temperature is above 0.
+        sampler: of the runs; its temperature must be above 0.
         vocab: size of the target's vocabulary.
     """
 
     def __init__(self, sampler: Sampler, vocab: int) -> None:
         assert sampler.temperature > 0, "a greedy token is no draw"
         self.sampler, self.vocab = sampler, vocab
-        self.dice = np.random.default_rng(0)  # shares of ties: no draw of the decoder knows it
+        self.dice = np.random.default_rng(0)  # shares of ties; independent of the decoder's draws
         self.counts = torch.zeros(len(PLACES), len(TESTS[1]), BINS, dtype=torch.long)
         self.ratios = torch.zeros(len(PLACES), len(TILTS), dtype=torch.float64)  # logarithms
         self.excess = self.variance = 0.0
@@ -95,23 +95,23 @@ class Uniformity:
         width = max(len(tokens) for tokens in seen.emitted)
         emitted = torch.tensor([tokens + [PAD] * (width - len(tokens)) for tokens in seen.emitted])
         requests, device = torch.tensor(seen.requests), seen.logits.device
-        for i in range(width):  # in turn: a penalty depends on the tokens before
+        for i in range(width):  # one by one, since a repetition penalty depends on the tokens before
             row = (emitted[:, i] != PAD).nonzero()[:, 0]
             request, token = requests[row], emitted[row, i]
             before = None if history is None else history[request].to(device)
             row = row.to(device)
             slot = seen.result.slots[row, i]
-            law = self.sampler.probs(seen.logits[row, slot], before).double()  # (M, V)
-            self._test(law / law.sum(-1, keepdim=True), token.to(device), seen.draft, row, slot)
+            p = self.sampler.probs(seen.logits[row, slot], before).double()  # (M, V)
+            self._test(p / p.sum(-1, keepdim=True), token.to(device), seen.draft, row, slot)
             if history is not None:
                 history[request, token] = True
 
     def _test(self, p: Tensor, token: Tensor, draft: Draft, row: Tensor, slot: Tensor) -> None:
-        """Count (M,) tokens drawn from (M, V) laws at slots of rows of a draft."""
+        """Add (M,) tokens drawn from (M, V) distributions at (M,) slots of (M,) rows of a draft."""
         x = token[:, None]
         child = (draft.parents[row] == slot[:, None] - 1) & (draft.tokens[row] != PAD)  # (M, N)
-        place = child.any(-1).long()  # (M,)
-        real = p.gather(1, x)[:, 0] > 0  # and so are numbers
+        place = child.any(-1).long()  # (M,) index into PLACES
+        real = p.gather(1, x)[:, 0] > 0  # False for NaN
         self.impossible += int((~real).sum())
 
         share = torch.from_numpy(self.dice.random(len(token))).to(p.device)
@@ -121,31 +121,32 @@ class Uniformity:
             _by_draft(p, child, draft, row, slot),
         )
         for order, key in enumerate(orders):
-            at = key.gather(1, x)
-            u = (p * (key < at)).sum(-1) + share * (p * (key == at)).sum(-1)
+            token_key = key.gather(1, x)  # (M, 1)
+            u = (p * (key < token_key)).sum(-1) + share * (p * (key == token_key)).sum(-1)
             cell = (place * len(orders) + order) * BINS + (u * BINS).long().clamp(0, BINS - 1)
-            counted = torch.bincount(cell[real], minlength=self.counts.numel())
-            self.counts += counted.view_as(self.counts).cpu()
+            cell_counts = torch.bincount(cell[real], minlength=self.counts.numel())
+            self.counts += cell_counts.view_as(self.counts).cpu()
 
         log = p.log()
-        own, entropy, variance = surprisals(p, log, token)
-        self.excess += float((own - entropy)[real].sum())
+        surprisal, entropy, variance = surprisals(p, log, token)
+        self.excess += float((surprisal - entropy)[real].sum())
         self.variance += float(variance[real].sum())
-        gain = torch.stack([tilt * own - ((1 - tilt) * log).logsumexp(-1) for tilt in TILTS], -1)  # (M, t)
-        self.ratios.index_add_(0, place[real].cpu(), gain[real].cpu())
+        # (M, tilts) log likelihood ratio of p^(1 - t) normalised to p, at x.
+        log_ratio = torch.stack([tilt * surprisal - ((1 - tilt) * log).logsumexp(-1) for tilt in TILTS], -1)
+        self.ratios.index_add_(0, place[real].cpu(), log_ratio[real].cpu())
 
-    def result(self, decode: str) -> Uniform:
-        """What the tests say so far of runs with the plan of this name."""
+    def result(self, decode: str) -> SampledRun:
+        """Results so far, for runs with the plan of this name."""
         pit = {
             f"{place} by {order}": p
             for place, orders, rows in zip(PLACES, TESTS, self.counts, strict=True)
             for order, counts in zip(orders, rows, strict=False)
             if (p := _chi_square(counts)) is not None
         }
-        # Tilts of all tokens, and of those of one place: each a ratio of mean 1.
+        # Ratios over all tokens and over each kind of position; each has mean 1, and so has their average.
         ratios = torch.cat([self.ratios, self.ratios.sum(0, keepdim=True)])
         ratio = float(ratios.flatten().logsumexp(0)) - math.log(ratios.numel())
-        return Uniform(
+        return SampledRun(
             temperature=self.sampler.temperature,
             decode=decode,
             tokens=int(self.counts[:, 0].sum()) + self.impossible,
@@ -157,33 +158,40 @@ class Uniformity:
 
 
 def surprisals(p: Tensor, log: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What (M,) tokens drawn from (M, V) laws, and these laws' logarithms, have in nats.
+    """Surprisal of tokens, in nats.
+
+    Args:
+        p: (M, V) distributions.
+        log: (M, V) their logarithms.
+        token: (M,) tokens.
 
     Returns:
-        (M,) -log p(token), its mean under the law (the entropy), and its variance.
+        (M,) -log p(token), its mean under p (the entropy), and its variance under p.
     """
-    own = -log.gather(1, token[:, None])[:, 0]
+    surprisal = -log.gather(1, token[:, None])[:, 0]
     entropy = torch.special.entr(p).sum(-1)
-    second = (p * log.clamp_min(FLOOR) ** 2).sum(-1)
-    return own, entropy, second - entropy**2
+    second_moment = (p * log.clamp_min(FLOOR) ** 2).sum(-1)
+    return surprisal, entropy, second_moment - entropy**2
 
 
 def _by_draft(p: Tensor, child: Tensor, draft: Draft, row: Tensor, slot: Tensor) -> Tensor:
-    """(M, V) p / q where the children of the slot were drawn from q, else chosen children first."""
-    laws = draft.probs
-    chosen = child if laws is None else child & ~laws.sampled[row]  # (M, N)
-    among = torch.zeros_like(p).scatter_add_(1, draft.tokens[row].clamp_min(0), chosen.to(p.dtype))
-    key = torch.where(among > 0, p - 1, p)
-    if laws is None:
+    """(M, V) sort keys: p / q if the children of the slot were drawn from q, else fixed children first."""
+    drafted = draft.probs
+    fixed = child if drafted is None else child & ~drafted.sampled[row]  # (M, N)
+    is_fixed = torch.zeros_like(p).scatter_add_(
+        1, draft.tokens[row].clamp_min(0), fixed.to(p.dtype)
+    )  # (M, V)
+    key = torch.where(is_fixed > 0, p - 1, p)
+    if drafted is None:
         return key
-    own = laws.owner[row] == slot[:, None]  # (M, Q)
-    q = laws.q[row, own.long().argmax(-1)]
-    # 0 / 0 is no number and comes nowhere, and such a token weighs nothing anywhere.
-    return torch.where(own.any(-1, keepdim=True), p / q, key)
+    owns = drafted.owner[row] == slot[:, None]  # (M, Q) rows of q that belong to the slot
+    q = drafted.q[row, owns.long().argmax(-1)]
+    # 0 / 0 is NaN, which compares false everywhere; such a token has p = 0 anyway.
+    return torch.where(owns.any(-1, keepdim=True), p / q, key)
 
 
 def _chi_square(counts: Tensor) -> float | None:
-    """P-value of (BINS,) counts against equal chances; None where they are too few to tell."""
+    """P-value of (BINS,) counts under a uniform distribution; None if there are too few."""
     total = int(counts.sum())
     bins = next((b for b in (BINS, 10, 5, 4, 2) if total >= EXPECTED * b), None)
     if bins is None:

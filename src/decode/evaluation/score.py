@@ -11,11 +11,11 @@ from functools import partial
 import torch
 
 from decode.errors import UserError
-from decode.evaluation.acceptance import Acceptance, acceptance, counted, whole_rounds
-from decode.evaluation.audit import Case, audit, steps
+from decode.evaluation.acceptance import Acceptance, acceptance, round_counts, whole_rounds
+from decode.evaluation.audit import Case, audit, num_batches
 from decode.evaluation.replay import Counts, Rollout, agreement
 from decode.evaluation.scorecard import Conditions, Replay, Row, Scorecard, Timing
-from decode.evaluation.timing_ab import Prompts, Tally, compete
+from decode.evaluation.timing_ab import DecodeTimings, Prompts, time_interleaved
 from decode.generation.generate import generate
 from decode.generation.types import Output, Proposer
 from decode.hardware import hardware
@@ -104,7 +104,9 @@ def score(
     for setting in settings:
         groups.setdefault((setting.sampler, setting.batch_size), []).append(setting)
     batches = options.repeats * sum(-(-len(held_out.prompts) // size) for _, size in groups)
-    advance = _Progress(batches + steps(len(audited), cases, samples) + len(held_out.rollouts), progress)
+    advance = _Progress(
+        batches + num_batches(len(audited), cases, samples) + len(held_out.rollouts), progress
+    )
 
     decoded: dict[Setting, tuple[Row, Counts]] = {}
     for members in groups.values():
@@ -126,7 +128,7 @@ def score(
         also=cases,
         samples=samples,
         seed=options.seed,
-        advanced=advance,
+        on_batch=advance,
     )
     return Scorecard(
         rows=[replace(decoded[s][0], replay=replays.get(s)) for s in settings],
@@ -170,7 +172,7 @@ def _decode(
     """Time settings of one sampler and batch size, interleaved with plain decoding."""
     sampler, batch_size = settings[0].sampler, settings[0].batch_size
     names = list(range(len(held_out.prompts))) if held_out.names is None else held_out.names
-    plain, *tallies = compete(
+    plain, *tallies = time_interleaved(
         partial(generate, target, sampler=sampler, seed=options.seed, stop=options.stop),
         drafter,
         [Plan(), *(s.plan for s in settings)],
@@ -182,7 +184,7 @@ def _decode(
         advance,
     )
     pairs = zip(settings, tallies, strict=True)
-    return [(_row(setting, tally, plain), counted(tally.outputs)) for setting, tally in pairs]
+    return [(_row(setting, tally, plain), round_counts(tally.outputs)) for setting, tally in pairs]
 
 
 def _accept(
@@ -247,10 +249,10 @@ def _conditions(target: Target, prompts: int, options: ScoreOptions) -> Conditio
     )
 
 
-def _row(setting: Setting, tally: Tally, plain: Tally) -> Row:
+def _row(setting: Setting, tally: DecodeTimings, plain: DecodeTimings) -> Row:
     """One setting from the runs with and without the drafter."""
     outputs, times, plan = tally.outputs, tally.times, setting.plan
-    counts = counted(outputs)
+    counts = round_counts(outputs)
     survival, alpha, offered = _positions(outputs, plan.depth)
     latencies = [o.ttft for o in outputs]
     num_accepted, num_drafted = sum(sum(o.accepted) for o in outputs), sum(sum(o.drafted) for o in outputs)

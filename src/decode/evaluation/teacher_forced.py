@@ -1,4 +1,4 @@
-"""Every place on stored answers where a round may begin, the drafter told the text so far."""
+"""Teacher forcing: drafts at every position of stored answers, given the text before it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from decode.rng import Key
 
 
 class Rollout(NamedTuple):
-    """A prompt and what the target made of it, an end token included."""
+    """A prompt and the target's answer, including its end token."""
 
     prompt: list[int]
     answer: list[int]
 
 
 class Start(NamedTuple):
-    """A round may begin below token `place` - 1 of the answers; it would draft token `place` first."""
+    """A possible start of a round: token `place` - 1 of the answers is the root, token `place` is drafted."""
 
     place: int
-    rows: int  # whose answers go that far, the first ones
-    state: Any  # the drafter's, of these
+    rows: int  # number of answers that are long enough; the first rows of the batch
+    state: Any  # of the drafter, for these rows
 
 
-class Texts:
-    """Rollouts side by side, read once.
+class TeacherForcedTexts:
+    """A batch of rollouts, run through the target once.
 
     Args:
-        target: that wrote them.
-        rollouts: the longest answer first.
-        ahead: tokens past a start that are looked at.
+        target: the model that generated them.
+        rollouts: sorted by length of the answer, longest first.
+        ahead: number of tokens after a start that are read.
 
     Attributes:
-        answers: (B, longest + ahead), then `PAD`.
-        read: rows and taps of the whole texts.
+        answers: (B, longest + ahead) tokens, padded with `PAD`.
+        output: hidden states and taps of the full texts.
     """
 
     def __init__(self, target: Target, rollouts: Sequence[Rollout], ahead: int) -> None:
@@ -51,15 +51,15 @@ class Texts:
             answers[row, : len(rollout.answer)] = torch.tensor(rollout.answer)
         self.target, self.rollouts = target, rollouts
         self.tokens, self.answers = tokens.to(target.device), answers.to(target.device)
-        self.read: TargetOutput = target.read(self.tokens)
+        self.output: TargetOutput = target.read(self.tokens)
 
     def starts(self, drafter: Proposer) -> Iterator[Start]:
-        """All of them, in order; the drafter may `propose` at each as often as one likes."""
+        """Iterate over all starts in order; the drafter may `propose` several times at each."""
         row = torch.arange(len(self.rollouts), device=self.tokens.device)
         state: Any = drafter.new_state(len(row))
         counts = [len(r.prompt) for r in self.rollouts]
         begin = torch.tensor(counts, device=self.tokens.device)
-        settled, taps = self.tokens[:, : max(counts)], self.read.taps[:, : max(counts)]
+        settled, taps = self.tokens[:, : max(counts)], self.output.taps[:, : max(counts)]
         for place in range(1, len(self.rollouts[0].answer)):
             rows = sum(len(r.answer) > place for r in self.rollouts)
             if rows < len(row):
@@ -67,16 +67,16 @@ class Texts:
                 settled, taps, counts, row = settled[:rows], taps[:rows], counts[:rows], row[:rows]
             drafter.advance(state, self.target, settled, taps, counts, self.answers[row, place - 1])
             yield Start(place, rows, state)
-            at = (begin[row] + place - 1)[:, None]  # the root's place: it is settled next
+            at = (begin[row] + place - 1)[:, None]  # (B, 1) position of the root, which is settled next
             settled, taps, counts = (
                 self.tokens[row[:, None], at],
-                self.read.taps[row[:, None], at],
+                self.output.taps[row[:, None], at],
                 [1] * rows,
             )
 
 
-class Dictate:
-    """A coin that draws the rollout's own token at every level of a draft, wherever it is asked.
+class ForcedTokens:
+    """A coin that draws the tokens of the rollout, one per level of the draft.
 
     Args:
         ahead: (B, K) tokens.
@@ -86,7 +86,7 @@ class Dictate:
         self.ahead, self.level = ahead, 0
 
     def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
-        """(B,) or (B, n): drafts are grown level by level, a draw for each."""
+        """(B,) or (B, n) tokens; called once per level, since drafts are expanded level by level."""
         del weights, key
         token = self.ahead[:, self.level].clamp_min(0)
         self.level += 1

@@ -1,4 +1,4 @@
-"""Decoders against one another, interleaved in one process, so that they share the machine's moods."""
+"""Time decoders interleaved in one process, so that machine noise affects all equally."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(slots=True)
-class Tally:
-    """What all runs of one decoder at one setting gave. Tokens and rounds count run 0 alone.
+class DecodeTimings:
+    """Outputs and times of one decoder at one setting.
 
     Attributes:
-        outputs: of run 0.
-        times: of all batches and runs.
-        seconds: of each batch, over all runs, prefill excluded.
-        tokens: behind `seconds`: all but each request's first.
-        requests: over all runs.
+        outputs: of the first run.
+        times: sum over all batches and runs.
+        seconds: of each batch, summed over runs, without prefill.
+        tokens: decoded in `seconds`, i.e. all but the first of each request.
+        requests: number of requests over all runs.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -31,11 +31,11 @@ class Tally:
 
     @property
     def decoded(self) -> int:
-        """Tokens behind `times.total`."""
+        """Tokens decoded in `times.total`."""
         return sum(self.tokens)
 
     def add(self, generation: Generation, run: int, batch: int) -> None:
-        """Count one batch; run 0 has all batches in order."""
+        """Add one batch; the first run must pass all batches in order."""
         if not run:
             self.outputs += generation.outputs
             self.seconds.append(0.0)
@@ -49,16 +49,16 @@ class Tally:
 
     @property
     def speed(self) -> float:
-        """Tokens a second, prefill excluded."""
+        """Tokens per second, without prefill."""
         return self.decoded / self.times.total if self.times.total else 0.0
 
     @property
     def speed_with_prefill(self) -> float:
-        """Tokens a second from the moment the prompt is there."""
+        """Tokens per second, with prefill."""
         return (self.decoded + self.requests) / (self.times.prefill + self.times.total)
 
 
-def compete(
+def time_interleaved(
     decode: Callable[..., Generation],
     drafter: Proposer,
     plans: Sequence[Plan],
@@ -67,34 +67,34 @@ def compete(
     repeats: int,
     max_new_tokens: int,
     names: Sequence[int | str],
-    advanced: Callable[[], None],
-) -> list[Tally]:
-    """All plans over all prompts, a batch at a time in turn.
+    on_batch: Callable[[], None],
+) -> list[DecodeTimings]:
+    """Decode all prompts with every plan, alternating between plans after each batch.
 
     Args:
-        decode: `generate`, given target, law and seed.
-        drafter: of the plans that draft.
-        plans: runners.
-        prompts: the course.
+        decode: `generate` with target, sampler and seed bound.
+        drafter: for plans that draft.
+        plans: plans to time.
+        prompts: token ids.
         batch: prompts decoded together.
-        repeats: of the whole; tokens are the same in each.
+        repeats: number of runs; every run gives the same tokens.
         max_new_tokens: per prompt.
-        names: of the prompts; they key the draws.
-        advanced: called after every batch.
+        names: identifiers of the prompts, which key the random draws.
+        on_batch: called after every batch.
     """
-    tallies = [Tally() for _ in plans]
-    who = [drafter if plan.depth else None for plan in plans]
-    for plan, proposer in zip(plans, who, strict=True):  # warm up allocator and kernels
+    timings = [DecodeTimings() for _ in plans]
+    proposers = [drafter if plan.depth else None for plan in plans]
+    for plan, proposer in zip(plans, proposers, strict=True):  # warm up allocator and kernels
         decode(proposer, prompts[:batch], plan=plan, max_new_tokens=min(8, max_new_tokens))
     for run in range(repeats):
         for number, start in enumerate(range(0, len(prompts), batch)):
             part = prompts[start : start + batch]
             keys = names[start : start + batch]
             order = list(range(len(plans)))
-            if (run + number) % 2:  # nobody always goes first
+            if (run + number) % 2:  # no plan always comes first
                 order.reverse()
             for i in order:
-                out = decode(who[i], part, plan=plans[i], requests=keys, max_new_tokens=max_new_tokens)
-                tallies[i].add(out, run, number)
-            advanced()
-    return tallies
+                out = decode(proposers[i], part, plan=plans[i], requests=keys, max_new_tokens=max_new_tokens)
+                timings[i].add(out, run, number)
+            on_batch()
+    return timings

@@ -1,4 +1,4 @@
-"""Texts of the real decoder, token by token: where each came from, and how likely it was to whom."""
+"""Trace a decoder run: source of every token, and its probability under target and drafter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import PAD, Draft
-from decode.evaluation.teacher_forced import Dictate
+from decode.evaluation.teacher_forced import ForcedTokens
 from decode.generation.generate import generate
 from decode.generation.types import Proposer, Round
 from decode.model.target import Target
@@ -20,17 +20,17 @@ from decode.sampling import Sampler
 ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"
 
 
-class Written(NamedTuple):
+class TracedToken(NamedTuple):
     """One token of a text.
 
     Attributes:
         token: id.
-        source: accepted from the draft; corrected: the target's own where the draft offered others;
-            plain: its own where nothing was offered.
-        p: the target's probability, before any warper but temperature.
-        p_rank: its place among all tokens, 1 the likeliest.
-        q: likewise the drafter's; None where it has no law, or does not draft this far or in this round.
-        q_rank: likewise; None where q is 0, too.
+        source: accepted: from the draft; corrected: from the target, where the draft had other tokens;
+            plain: from the target, where nothing was drafted.
+        p: probability under the target, with temperature but no other warper.
+        p_rank: rank under the target, 1 for the most likely token.
+        q: probability under the drafter; None if it has no distribution here.
+        q_rank: rank under the drafter; None if q is None or 0.
     """
 
     token: int
@@ -41,7 +41,7 @@ class Written(NamedTuple):
     q_rank: int | None
 
 
-def samples(
+def trace_tokens(
     target: Target,
     drafter: Proposer,
     prompts: Sequence[Sequence[int]],
@@ -49,56 +49,56 @@ def samples(
     plan: Plan,
     sampler: Sampler,
     max_new_tokens: int,
-    laws: bool,
+    has_probs: bool,
     stop: Sequence[int] = (),
     seed: int = 0,
     names: Sequence[int | str] | None = None,
-) -> list[list[Written]]:
-    """Decode the prompts in one batch and write down every token.
+) -> list[list[TracedToken]]:
+    """Decode the prompts in one batch and record every token.
 
-    Probabilities are those at the sampler's temperature, or at 1 where that is 0.
+    Probabilities are at the sampler's temperature, or at 1 if that is 0.
 
     Args:
         target: as for `generate`.
-        drafter: likewise.
+        drafter: as for `generate`.
         prompts: token ids.
-        plan: how it drafts and verifies.
-        sampler: the law of the text.
+        plan: shape of the draft and acceptance rule.
+        sampler: warpers of the text.
         max_new_tokens: per prompt.
-        laws: the drafter has laws to draw a chain of the plan's depth from: it says what q was.
+        has_probs: whether the drafter can sample a chain of the plan's depth, so that q is known.
         stop: end tokens.
         seed: of all draws.
-        names: of the prompts; they key the draws.
+        names: identifiers of the prompts, which key the draws.
     """
     view = Sampler(sampler.temperature or 1.0)
-    watched = _Watched(drafter, view, plan.depth if laws else 0)
-    found: list[list[Written]] = [[] for _ in prompts]
+    recorder = _ProbsRecorder(drafter, view, plan.depth if has_probs else 0)
+    traces: list[list[TracedToken]] = [[] for _ in prompts]
 
     def observe(done: Round) -> None:
         tokens = done.result.tokens  # (B, K + 1)
-        ours = _standing(_at(done.logits, done.result.slots).float() / view.temperature, tokens)
-        q = watched.laws(tokens)  # (B, K', V) or None
-        theirs = None if q is None else _standing(q.log(), tokens[:, : q.shape[1]])
-        refused = _offered_below(done.draft, done.result.slots, done.result.accepted).tolist()
+        target_side = _probs_and_ranks(_at(done.logits, done.result.slots).float() / view.temperature, tokens)
+        q = recorder.probs(tokens)  # (B, K', V) or None
+        draft_side = None if q is None else _probs_and_ranks(q.log(), tokens[:, : q.shape[1]])
+        corrected = _has_children(done.draft, done.result.slots, done.result.accepted).tolist()
         for row, request in enumerate(done.requests):
             accepted = int(done.result.accepted[row])
             for i, token in enumerate(done.emitted[row]):
-                own = CORRECTED if refused[row] else PLAIN
-                mass, rank = (None, None) if theirs is None else _entry(theirs, row, i)
-                found[request].append(
-                    Written(
+                source = ACCEPTED if i < accepted else CORRECTED if corrected[row] else PLAIN
+                q_token, q_rank = (None, None) if draft_side is None else _entry(draft_side, row, i)
+                traces[request].append(
+                    TracedToken(
                         token,
-                        ACCEPTED if i < accepted else own,
-                        float(ours[0][row, i]),
-                        int(ours[1][row, i]),
-                        mass,
-                        rank if mass else None,
+                        source,
+                        float(target_side[0][row, i]),
+                        int(target_side[1][row, i]),
+                        q_token,
+                        q_rank if q_token else None,
                     )
                 )
 
     generate(
         target,
-        watched,
+        recorder,
         prompts,
         max_new_tokens=max_new_tokens,
         sampler=sampler,
@@ -108,57 +108,58 @@ def samples(
         stop=stop,
         on_round=observe,
     )
-    return found
+    return traces
 
 
-class _Watched:
-    """A drafter that is asked once more, when the text is known, how likely it held it.
+class _ProbsRecorder:
+    """A proposer that can repeat its draft on the emitted tokens to get their probabilities.
 
     Args:
-        drafter: that drafts.
-        view: the law it is asked at.
-        depth: levels it is asked for; 0: it has no laws.
+        drafter: the wrapped proposer.
+        view: sampler of the recorded distributions.
+        depth: number of levels to record; 0 if the drafter has no distributions.
     """
 
     def __init__(self, drafter: Proposer, view: Sampler, depth: int) -> None:
         self._drafter, self._view, self._depth = drafter, view, depth
-        self._asked: tuple[Any, Target, Sampler, KeyedCoin, Plan] | None = None
+        self._call: tuple[Any, Target, Sampler, KeyedCoin, Plan] | None = None
         self.new_state, self.advance, self.select = drafter.new_state, drafter.advance, drafter.select
 
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
-        self._asked = asked = state, target, sampler, coin, plan
-        return self._drafter.propose(*asked)
+        self._call = call = state, target, sampler, coin, plan
+        return self._drafter.propose(*call)
 
-    def laws(self, text: Tensor) -> Tensor | None:
-        """(B, K + 1) tokens that the round emitted -> (B, K, V) what it would have drawn them from."""
-        asked, self._asked = self._asked, None  # a round that drafts nothing does not ask
-        if asked is None or not self._depth:
+    def probs(self, text: Tensor) -> Tensor | None:
+        """(B, K + 1) emitted tokens -> (B, K, V) distributions that the drafter would draw them from."""
+        call, self._call = self._call, None  # None in a round without a draft
+        if call is None or not self._depth:
             return None
         ahead = torch.nn.functional.pad(text, (0, self._depth), value=PAD)[:, : self._depth]
         plan = Plan(self._depth, proposal="sampled")
-        draft = self._drafter.propose(*asked[:2], self._view, Dictate(ahead), plan)  # pyright: ignore[reportArgumentType]
-        self._drafter.propose(*asked)  # what a state remembers of a draft is the real one's again
+        draft = self._drafter.propose(*call[:2], self._view, ForcedTokens(ahead), plan)  # pyright: ignore[reportArgumentType]
+        self._drafter.propose(*call)  # restores what the state keeps of the real draft
         return draft.q
 
 
 def _at(rows: Tensor, slots: Tensor) -> Tensor:
-    """(B, S, V) at (B, n) -> (B, n, V)."""
+    """Gather (B, S, V) at (B, n) slots -> (B, n, V)."""
     return rows[torch.arange(rows.shape[0], device=rows.device)[:, None], slots]
 
 
-def _standing(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, n, V) rows and (B, n) tokens -> (B, n) their probabilities and ranks."""
-    own = logits.gather(-1, tokens.clamp_min(0)[..., None])
-    mass = logits.softmax(-1).gather(-1, tokens.clamp_min(0)[..., None])[..., 0]
-    return mass.cpu(), 1 + (logits > own).sum(-1).cpu()
+def _probs_and_ranks(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, n) probabilities and ranks of (B, n) tokens in (B, n, V) logits."""
+    token_logit = logits.gather(-1, tokens.clamp_min(0)[..., None])
+    prob = logits.softmax(-1).gather(-1, tokens.clamp_min(0)[..., None])[..., 0]
+    return prob.cpu(), 1 + (logits > token_logit).sum(-1).cpu()
 
 
-def _entry(standing: tuple[Tensor, Tensor], row: int, place: int) -> tuple[float | None, int | None]:
-    mass, rank = standing
-    return (float(mass[row, place]), int(rank[row, place])) if place < mass.shape[1] else (None, None)
+def _entry(side: tuple[Tensor, Tensor], row: int, i: int) -> tuple[float | None, int | None]:
+    """Probability and rank of one token; (None, None) past the draft's depth."""
+    prob, rank = side
+    return (float(prob[row, i]), int(rank[row, i])) if i < prob.shape[1] else (None, None)
 
 
-def _offered_below(draft: Draft, slots: Tensor, accepted: Tensor) -> Tensor:
-    """(B,) whether the draft had a node below the last one that was kept."""
+def _has_children(draft: Draft, slots: Tensor, accepted: Tensor) -> Tensor:
+    """(B,) whether the draft had a node below the last accepted slot."""
     end = slots.gather(1, accepted[:, None])  # (B, 1)
     return ((draft.parents == end - 1) & (draft.tokens != PAD)).any(1)

@@ -1,4 +1,4 @@
-"""`decode=auto`: the plan with the most tokens a second, by acceptance over the measured cost of a round."""
+"""`decode=auto`: choose the plan with the most tokens per second, by acceptance and round costs."""
 
 from __future__ import annotations
 
@@ -13,73 +13,73 @@ from decode.evaluation.replay import Counts, Rollout
 from decode.generation.types import Proposer
 from decode.model.target import Target
 from decode.plan import Plan
-from decode.planning.cost_model import PLAIN, Costs, Worth, fastest, worth
-from decode.planning.policy_simulation import pace_of, rehearse
+from decode.planning.cost_model import PLAIN, Costs, Throughput, fastest, throughputs
+from decode.planning.policy_simulation import fit_policy, simulate
 from decode.planning.round_timing import REPEATS, measure
 from decode.sampling import Sampler
 
-DECIDING = 1.02  # how much faster an adaptive chain has to be: deciding takes time that costs leave out
+ADAPT_MARGIN = 1.02  # required advantage of an adaptive chain; its decision time is not in the costs
 
 
 class Forecast(NamedTuple):
-    """What a plan is predicted to do at one law and batch size."""
+    """Predicted speed of a plan for one sampler and batch size."""
 
     plan: Plan
     tau: float
-    estimate: str  # why tau is a count and no exact expectation; empty: it is exact
-    round_seconds: float  # with all rows running; of an adaptive plan the mean over its rounds
-    worth: Worth
+    estimate: str  # why tau is an estimate; empty if it is exact
+    round_seconds: float  # with all rows running; mean over rounds for an adaptive plan
+    throughput: Throughput
 
     def report(self) -> dict[str, Any]:
-        """For files and tables."""
-        speedup, *span = self.worth.speedup
+        """As a JSON object, for files and tables."""
+        speedup, *speedup_interval = self.throughput.speedup
         return {
             "decode": self.plan.name,
             "tau": self.tau,
             "estimate": self.estimate,
             "round_seconds": self.round_seconds,
-            "tokens_per_second": self.worth.speed,
+            "tokens_per_second": self.throughput.speed,
             "speedup": speedup,
-            "speedup_interval": span,
-            "full_batch_tokens_per_second": self.worth.full,
+            "speedup_interval": speedup_interval,
+            "full_batch_tokens_per_second": self.throughput.full,
             "adapt": None if self.plan.adapt is None else asdict(self.plan.adapt),
         }
 
 
-def possible(drafter: Proposer, plans: Sequence[Plan]) -> list[Plan]:
-    """Those that this drafter can make."""
+def supported_plans(drafter: Proposer, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans that this drafter supports."""
     check: Callable[[Plan], None] | None = getattr(drafter, "check", None)
-    found = []
+    supported = []
     for plan in plans:
         try:
             if check:
                 check(plan)
         except UserError:
             continue
-        found.append(plan)
-    return found
+        supported.append(plan)
+    return supported
 
 
 def forecast(
     plans: Sequence[Plan], found: Sequence[Acceptance], costs: Costs, batch: int, adapt: bool, tokens: Counts
 ) -> list[Forecast]:
-    """Predictions for plain decoding, every plan, and the longest of each kind of chain made adaptive.
+    """Predict plain decoding, every plan, and an adaptive version of the longest chain of each proposal.
 
     Args:
-        plans: that draft.
-        found: their acceptance, on the same answers.
-        costs: of the machine.
+        plans: plans that draft.
+        found: their acceptance on the same answers.
+        costs: round costs of the machine.
         batch: rows decoded together.
-        adapt: whether chains may adapt.
-        tokens: of the answers; plain decoding takes a round for each.
+        adapt: whether to add adaptive chains.
+        tokens: counts of plain decoding on the answers.
     """
-    every = [PLAIN, *plans]
+    all_plans = [PLAIN, *plans]
     counts = [tokens, *(one.counts for one in found)]
-    known = worth(every, counts, costs, batch)
+    speeds = throughputs(all_plans, counts, costs, batch)
     rows = [
-        Forecast(plan, one.tau, why, costs.round_seconds(plan, batch), value)
-        for plan, one, why, value in zip(
-            every, counts, ["", *(f.estimate for f in found)], known, strict=True
+        Forecast(plan, one.tau, estimate, costs.round_seconds(plan, batch), speed)
+        for plan, one, estimate, speed in zip(
+            all_plans, counts, ["", *(f.estimate for f in found)], speeds, strict=True
         )
     ]
     return rows + (_adaptive(plans, found, costs, batch) if adapt else [])
@@ -99,30 +99,30 @@ def _adaptive(plans: Sequence[Plan], found: Sequence[Acceptance], costs: Costs, 
         longest, keeps = max(chains, key=lambda chain: chain[0].depth, default=(PLAIN, None))
         if keeps is None or not any(map(len, keeps)):
             continue
-        plan = replace(longest, nodes=0, adapt=pace_of(longest, keeps, costs, batch))
-        played = rehearse(plan, keeps, costs, batch)
-        seconds, tokens = float(played.seconds.sum()), float(played.tokens.sum())
-        low, high = interval(played.plain, played.seconds)
-        speedup = float(played.plain.sum()) / seconds, low, high
-        why = "rehearsed" if proposal == "fixed" else "rehearsed with one draw of its coins"
-        tau = tokens / played.rounds
+        plan = replace(longest, nodes=0, adapt=fit_policy(longest, keeps, costs, batch))
+        run = simulate(plan, keeps, costs, batch)
+        seconds, tokens = float(run.seconds.sum()), float(run.tokens.sum())
+        low, high = interval(run.plain, run.seconds)
+        speedup = float(run.plain.sum()) / seconds, low, high
+        estimate = "rehearsed" if proposal == "fixed" else "rehearsed with one draw of its coins"
+        tau = tokens / run.rounds
         mean = batch * tau * seconds / tokens
-        rows.append(Forecast(plan, tau, why, mean, Worth(tokens / seconds, speedup, None)))
+        rows.append(Forecast(plan, tau, estimate, mean, Throughput(tokens / seconds, speedup, None)))
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Candidates to choose from; plain decoding always is one.
+    """Candidate plans for `decode=auto`; plain decoding is always one of them.
 
     Args:
-        plans: as keyword arguments of `Plan`. Those that a drafter cannot make are left out.
-        prompts: decoded to time rounds, at least one batch.
-        repeats: rounds of each candidate that are timed.
-        adapt: chains whose length follows past acceptance are candidates as well.
+        plans: plans or keyword arguments of `Plan`. Plans that a drafter does not support are skipped.
+        prompts: number of prompts decoded to time rounds; at least one batch is used.
+        repeats: timed rounds per candidate.
+        adapt: also consider chains with adaptive draft length.
 
     Raises:
-        UserError: no candidates, or one that no draft can have.
+        UserError: no candidates, or an invalid one.
     """
 
     plans: Sequence[Mapping[str, Any] | Plan]
@@ -149,20 +149,20 @@ class Auto:
         batch_size: int,
         **options: Any,
     ) -> tuple[Plan, list[dict[str, Any]]]:
-        """The fastest plan at one law and batch size, and the cost curve it was read from.
+        """Choose the fastest plan for one sampler and batch size.
 
         Args:
-            target: to decode with.
-            drafter: to draft with.
-            rollouts: of the target at this law.
-            sampler: the law.
+            target: the target model.
+            drafter: the drafter.
+            rollouts: answers of the target with this sampler.
+            sampler: warpers of the decoder.
             batch_size: requests decoded together.
-            options: max_new_tokens, stop and seed, as `generate` takes them.
+            options: max_new_tokens, stop and seed of `generate`.
 
         Returns:
-            The plan, and of every candidate its `Forecast`, plain decoding first.
+            The plan, and the `Forecast` of every candidate as JSON, plain decoding first.
         """
-        plans = possible(drafter, self.plans[1:])  # pyright: ignore[reportArgumentType]
+        plans = supported_plans(drafter, self.plans[1:])  # pyright: ignore[reportArgumentType]
         found = acceptance(target, drafter, rollouts, plans, sampler, **options)
         prompts = [r.prompt for r in rollouts[: max(self.prompts, batch_size)]]
         costs = measure(
@@ -177,15 +177,15 @@ class Auto:
             repeats=self.repeats,
         )
         rows = forecast(plans, found, costs, batch_size, self.adapt, plain_counts(rollouts))
-        return choice(rows).plan, [row.report() for row in rows]
+        return best_forecast(rows).plan, [row.report() for row in rows]
 
 
-def choice(rows: Sequence[Forecast]) -> Forecast:
-    """The fastest; of equals the first."""
-    return rows[fastest([r.worth.speed / (DECIDING if r.plan.adapt else 1.0) for r in rows])]
+def best_forecast(rows: Sequence[Forecast]) -> Forecast:
+    """The fastest plan; the first one of equals."""
+    return rows[fastest([r.throughput.speed / (ADAPT_MARGIN if r.plan.adapt else 1.0) for r in rows])]
 
 
 def plain_counts(rollouts: Sequence[Rollout]) -> Counts:
-    """Plain decoding's: a round a token."""
+    """Counts of plain decoding: one round per token."""
     tokens = [len(r.answer) - 1 for r in rollouts]
     return Counts(tokens, [float(n) for n in tokens])

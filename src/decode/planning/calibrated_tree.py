@@ -1,4 +1,4 @@
-"""`decode=calibrated`: the static tree that a checkpoint's own accuracies call for."""
+"""`decode=calibrated`: a static tree fitted to a drafter's accuracy on stored answers."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ import numpy as np
 import torch
 
 from decode.errors import UserError
-from decode.evaluation.teacher_forced import Dictate, Rollout, Texts
+from decode.evaluation.teacher_forced import ForcedTokens, Rollout, TeacherForcedTexts
 from decode.generation.types import Proposer
 from decode.model.target import Target
 from decode.plan import Path, Plan
 from decode.sampling import Sampler
 
-TREES = 8  # most that are tried; they seldom change after three
-Line = list[int]
+TREES = 8  # maximum number of iterations; the tree rarely changes after three
+Line = list[int]  # rank of the answer's token among the draft's candidates, per depth; -1 past the end
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """The tree of at most so many nodes that needs the fewest rounds on stored answers.
+    """Fits the static tree that needs the fewest rounds on stored answers.
 
-    Medusa (arXiv:2401.10774, section 2.3.3) multiplies the accuracies of the depths, as if these
-    were independent, and adds the best node until there are enough. Here whole paths are counted:
-    how often an answer took the rank-2 token and then the rank-1 one, which holds for a drafter
-    that reads its own tokens as well. What counts is where rounds begin, which the tree itself
-    decides: they skip what was easy. So rounds are played with the tree, paths are counted again
-    where they began, and the best of the trees met is taken.
+    Medusa (arXiv:2401.10774, section 2.3.3) multiplies the accuracies of the depths, as if independent, and
+    adds the best node until the tree is full. Here whole paths are counted, e.g. how often an answer took
+    the rank-2 token and then the rank-1 token, which is also right for autoregressive drafters. Only
+    positions where rounds start matter, and these depend on the tree. So the fit iterates: simulate rounds
+    with the tree, count paths again at the round starts, and keep the best tree found.
 
     Args:
-        nodes: most that the tree has.
-        depth: most that it is deep, in tokens.
-        width: most children that a node has.
+        nodes: maximum number of nodes.
+        depth: maximum depth, in tokens.
+        width: maximum number of children per node.
 
     Raises:
         UserError: one of them is below 1.
@@ -53,7 +52,7 @@ class Calibrated:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """What a drafter must be able to make: its laws, to rank by, at every depth."""
+        """Plans that the drafter must support; their distributions give the ranks."""
         return (Plan(self.depth, proposal="sampled"),)
 
     def choose(
@@ -65,35 +64,38 @@ class Calibrated:
         batch_size: int,
         **options: Any,
     ) -> tuple[Plan, list[dict[str, Any]]]:
-        """The tree, and of every depth how often the answer's token had which rank.
+        """Fit the tree.
 
         Args:
-            target: that wrote the rollouts.
-            drafter: to be calibrated.
-            rollouts: not those that the tree will be judged by.
-            sampler: their law; it says nothing more about ranks.
-            batch_size: of the decoder; the tree is the same for all.
-            options: of the decoder; they change nothing either.
+            target: the model that generated the rollouts.
+            drafter: the drafter to calibrate.
+            rollouts: other answers than those the tree is evaluated on.
+            sampler: unused; ranks do not depend on it.
+            batch_size: unused.
+            options: unused.
+
+        Returns:
+            The plan, and for every depth the share of answers whose token had each rank.
         """
         del sampler, batch_size, options
         answers = _ranks(target, drafter, rollouts, self.plans[0])
         everywhere = [line for answer in answers for line in answer]
-        begun, met = everywhere, {}
+        starts, rounds_of = everywhere, {}
         while True:
-            tree = best_tree(self._reached(begun), self.nodes) or ((0,),)
-            if tree in met or len(met) == TREES:
+            tree = best_tree(self._count_paths(starts), self.nodes) or ((0,),)
+            if tree in rounds_of or len(rounds_of) == TREES:
                 break
-            begun = [line for answer in answers for line in rounds(answer, set(tree))]
-            met[tree] = len(begun)
+            starts = [line for answer in answers for line in round_start_lines(answer, set(tree))]
+            rounds_of[tree] = len(starts)
         table = []
         for depth in range(self.depth):
             column = np.array([line[depth] for line in everywhere if line[depth] >= 0], dtype=np.int64)
             share = np.bincount(column, minlength=self.width)[: self.width] / max(len(column), 1)
             table.append({"depth": depth + 1, "accuracy": share.tolist()})
-        return Plan(tree=min(met, key=lambda tree: met[tree])), table
+        return Plan(tree=min(rounds_of, key=lambda tree: rounds_of[tree])), table
 
-    def _reached(self, lines: Sequence[Line]) -> Counter[Path]:
-        """How often each path of ranks was taken."""
+    def _count_paths(self, lines: Sequence[Line]) -> Counter[Path]:
+        """Count how often each path of ranks was taken."""
         reached: Counter[Path] = Counter()
         for line in lines:
             stop = next((j for j, rank in enumerate(line) if not 0 <= rank < self.width), self.depth)
@@ -101,27 +103,27 @@ class Calibrated:
         return reached
 
 
-def rounds(answer: Sequence[Line], tree: Collection[Path]) -> list[Line]:
-    """Where rounds begin on an answer that is drafted with a tree: as `replay` has it, by ranks."""
-    begun: list[Line] = []
+def round_start_lines(answer: Sequence[Line], tree: Collection[Path]) -> list[Line]:
+    """Lines of an answer where rounds start when drafting with the tree."""
+    starts: list[Line] = []
     place = 0
     while place < len(answer):
         line = answer[place]
-        begun.append(line)
-        kept = next((j for j in range(len(line)) if tuple(line[: j + 1]) not in tree), len(line))
-        place += kept + 1
-    return begun
+        starts.append(line)
+        num_accepted = next((j for j in range(len(line)) if tuple(line[: j + 1]) not in tree), len(line))
+        place += num_accepted + 1
+    return starts
 
 
 def best_tree(reached: Mapping[Path, float], nodes: int) -> tuple[Path, ...]:
-    """The tree that the most tokens fall into, its best nodes first.
+    """The tree with the most accepted tokens; its best nodes come first.
 
-    Greedy: a node makes room for its first child and its next sibling. That is optimal where a
-    likelier sibling is reached at least as often as the next; few answers may say otherwise.
+    Greedy: adding a node makes its first child and its next sibling available. This is optimal if lower
+    ranks are reached at least as often as higher ones, which may fail with few answers.
 
     Args:
-        reached: how often an answer went by each path of child ranks; a path left out, never.
-        nodes: most that it has; nodes that nothing reached are not added.
+        reached: how often answers took each path of child ranks; missing paths count 0.
+        nodes: maximum number of nodes; nodes that were never reached are not added.
     """
     tree: list[Path] = []
     heap: list[tuple[float, int, Path]] = [(-reached.get((0,), 0), 1, (0,))]
@@ -139,21 +141,23 @@ def best_tree(reached: Mapping[Path, float], nodes: int) -> tuple[Path, ...]:
 def _ranks(
     target: Target, drafter: Proposer, rollouts: Sequence[Rollout], plan: Plan, batch_size: int = 32
 ) -> list[list[Line]]:
-    """A line for every start of every answer: K numbers, how many tokens the drafter holds likelier
-    than the answer's own, told those before it; -1 past the answer's end."""
+    """For every position of every answer a line of K ranks under teacher forcing.
+
+    The rank is the number of tokens more likely under the drafter than the answer's token; -1 past the end.
+    """
     order = sorted(rollouts, key=lambda r: -len(r.answer))
-    found: list[list[Line]] = []
+    ranks: list[list[Line]] = []
     for first in range(0, len(order), batch_size):
         part = order[first : first + batch_size]
         lines: list[list[Line]] = [[] for _ in part]
-        texts = Texts(target, part, plan.depth)
+        texts = TeacherForcedTexts(target, part, plan.depth)
         for place, rows, state in texts.starts(drafter):
             ahead = texts.answers[:rows, place : place + plan.depth]  # (B, K)
-            draft = drafter.propose(state, target, Sampler(1.0), Dictate(ahead), plan)  # pyright: ignore[reportArgumentType]
+            draft = drafter.propose(state, target, Sampler(1.0), ForcedTokens(ahead), plan)  # pyright: ignore[reportArgumentType]
             assert draft.q is not None
-            own = draft.q.gather(2, ahead.clamp_min(0)[..., None])
-            rank = (draft.q > own).sum(-1).masked_fill(ahead < 0, -1)
+            q_token = draft.q.gather(2, ahead.clamp_min(0)[..., None])
+            rank = (draft.q > q_token).sum(-1).masked_fill(ahead < 0, -1)
             for row, line in enumerate(rank.tolist()):
                 lines[row].append(line)
-        found += lines
-    return found
+        ranks += lines
+    return ranks

@@ -1,4 +1,4 @@
-"""What a round costs by what was measured, and what plans are worth by it."""
+"""Cost model of a decoding round, fitted to timings, and the throughput of plans under it."""
 
 from __future__ import annotations
 
@@ -19,40 +19,39 @@ PLAIN = Plan()
 
 
 class Costs(Protocol):
-    """All that a choice has to know of a machine."""
+    """Round costs of a machine."""
 
     def round_seconds(self, plan: Plan, batch: int) -> float:
-        """Of one round of so many rows."""
+        """Seconds of one round with `batch` rows."""
         ...
 
     def idle_seconds(self, batch: int) -> float:
-        """Of one in which a drafter is there and drafts nothing."""
+        """Seconds of one round with a drafter that drafts nothing."""
         ...
 
 
-class Timed(NamedTuple):
-    """One round on the clock, in seconds."""
+class RoundTiming(NamedTuple):
+    """Times of one round, in seconds."""
 
     plan: Plan
     batch: int
-    slots: int  # tokens a row that the target read, the root included
-    draft: float  # proposing, and absorbing what was settled
-    verify: float  # the target's pass, its head included
-    other: float  # the rule and the loop
+    slots: int  # slots per row in the target's pass, including the root
+    draft: float  # `propose` and `advance` of the drafter
+    verify: float  # the target's pass, including its head
+    other: float  # acceptance rule and loop
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Their lower quartile. What others do on a machine only ever adds, for a while at a time: where it is
-    there for half of the rounds a median is now the one speed, now the other."""
+    """Lower quartile. Other load only adds time, in phases, so the median would jump between two speeds."""
     return float(np.quantile(seconds, 0.25))
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Non-decreasing and linear between knots; beyond the last it goes on as between the last two.
+    """Non-decreasing piecewise linear function, extrapolated with its last slope.
 
     Args:
-        x: (n,) ascending.
+        x: (n,) knots, ascending.
         y: (n,) values.
     """
 
@@ -61,14 +60,14 @@ class Curve:
 
     @classmethod
     def fit(cls, points: Mapping[float, Sequence[float]]) -> Curve:
-        """Through what was measured; where that falls, which is noise, neighbours are pooled."""
+        """Isotonic regression of the typical value at each knot; decreases are treated as noise."""
         x = sorted(points)
         weights = [len(points[at]) for at in x]
         y = isotonic_regression([typical(points[at]) for at in x], weights=weights).x
         return cls(tuple(x), tuple(float(value) for value in y))
 
     def __call__(self, at: float) -> float:
-        """Value at one place."""
+        """Value at one point."""
         if at > self.x[-1] and len(self.x) > 1:
             (a, b), (low, high) = self.x[-2:], self.y[-2:]
             return high + (at - b) * (high - low) / (b - a)
@@ -76,15 +75,15 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class _Sized:
-    """Curves at one batch size.
+class _BatchCosts:
+    """Cost curves at one batch size.
 
     Attributes:
-        verify: slots -> seconds of the target's pass, from all plans together.
-        draft: a family of plans -> depth -> seconds of the drafter.
-        other: kind of plan -> slots -> seconds.
-        slots: plan -> share of its rounds that had so many slots, where these vary.
-        absorb: seconds of the drafter in a round that drafts nothing.
+        verify: slots -> seconds of the target's pass, for all plans.
+        draft: family of plans -> depth -> seconds of the drafter.
+        other: kind of plan -> slots -> seconds of everything else.
+        slots: plan -> number of slots -> share of rounds, for plans with varying size.
+        absorb: seconds of the drafter in a round without a draft.
     """
 
     verify: Curve
@@ -98,52 +97,52 @@ class _Sized:
             return self.verify(1) + self.other[_kind(plan)](1)
         shares = self.slots.get(plan) or {plan.nodes + 1: 1.0}
         other = self.other[_kind(plan)]
-        read = sum(share * (self.verify(n) + other(n)) for n, share in shares.items())
-        return self.draft[family(plan)](plan.depth) + read
+        rest = sum(share * (self.verify(n) + other(n)) for n, share in shares.items())
+        return self.draft[family(plan)](plan.depth) + rest
 
 
 def family(plan: Plan) -> tuple:
-    """Plans that differ in nothing but size: the drafter's time is one function of their depth."""
-    drawn = (plan.proposal, plan.drafts, plan.draft_temperature, plan.min_confidence, plan.replacement)
-    return plan.width, plan.tree, *drawn
+    """Key of plans that differ only in size, so that the drafter's time is a function of depth."""
+    proposal = (plan.proposal, plan.drafts, plan.draft_temperature, plan.min_confidence, plan.replacement)
+    return plan.width, plan.tree, *proposal
 
 
 def _kind(plan: Plan) -> tuple:
-    """Plans whose rounds the loop and the rule go through alike."""
+    """Key of plans with the same work in the loop and the acceptance rule."""
     return (plan.depth > 0, plan.has_siblings, plan.proposal, plan.rule) if plan.depth else (False,)
 
 
-class Measured:
-    """Costs from rounds on the clock.
+class MeasuredCosts:
+    """Costs fitted to timed rounds.
 
-    What the target's pass over n slots costs is one curve for all plans; the drafter's time is a
-    curve over the depth for every family of plans. So a few plans of each family give the costs of
-    all; between batch sizes costs are taken in proportion.
+    The target's pass is one curve over slots for all plans; the drafter is one curve over depth per family
+    of plans. So timings of a few plans per family give the costs of all. Costs are interpolated linearly
+    between batch sizes.
 
     Args:
-        rounds: with plain ones, at every batch size.
+        rounds: timings, including plain decoding, at every batch size.
     """
 
-    def __init__(self, rounds: Iterable[Timed]) -> None:
-        sizes: dict[int, list[Timed]] = defaultdict(list)
-        for one in rounds:
-            sizes[one.batch].append(one)
+    def __init__(self, rounds: Iterable[RoundTiming]) -> None:
+        sizes: dict[int, list[RoundTiming]] = defaultdict(list)
+        for timing in rounds:
+            sizes[timing.batch].append(timing)
         self.sizes = {batch: _fit(sizes[batch]) for batch in sorted(sizes)}
 
     def round_seconds(self, plan: Plan, batch: int) -> float:
-        """Of one round of so many rows, all of them drafting."""
+        """Seconds of one round with `batch` rows, all drafting."""
         return self._between(batch, [one.seconds(plan) for one in self.sizes.values()])
 
     def idle_seconds(self, batch: int) -> float:
-        """Of a round in which a drafter is there and drafts nothing."""
-        found = [one.seconds(PLAIN) + one.absorb for one in self.sizes.values()]
-        return self._between(batch, found)
+        """Seconds of one round with a drafter that drafts nothing."""
+        seconds = [one.seconds(PLAIN) + one.absorb for one in self.sizes.values()]
+        return self._between(batch, seconds)
 
     def _between(self, batch: int, seconds: list[float]) -> float:
         return Curve(tuple(self.sizes), tuple(seconds))(batch)
 
     def table(self, batch: int) -> dict[str, Any]:
-        """The knots at a batch size that was measured, for people."""
+        """Knots of the curves at a measured batch size, as a JSON object."""
         one = self.sizes[batch]
         drafts = [
             {"width": key[0], "proposal": key[2], "depth": list(curve.x), "seconds": list(curve.y)}
@@ -157,7 +156,7 @@ class Measured:
         }
 
 
-def _fit(rounds: Sequence[Timed]) -> _Sized:
+def _fit(rounds: Sequence[RoundTiming]) -> _BatchCosts:
     verify, draft, other = (defaultdict(lambda: defaultdict(list)) for _ in range(3))
     shapes: dict[Plan, Counter[int]] = defaultdict(Counter)
     absorb = []
@@ -170,38 +169,38 @@ def _fit(rounds: Sequence[Timed]) -> _Sized:
         else:
             absorb.append(one.draft)
 
-    def curves(found: Mapping[Any, Mapping[float, Sequence[float]]]) -> dict[Any, Curve]:
-        return {key: Curve.fit(points) for key, points in found.items()}
+    def curves(groups: Mapping[Any, Mapping[float, Sequence[float]]]) -> dict[Any, Curve]:
+        return {key: Curve.fit(points) for key, points in groups.items()}
 
     shares = {
-        plan: {n: count / seen.total() for n, count in seen.items()}
-        for plan, seen in shapes.items()
-        if set(seen) != {plan.nodes + 1}
+        plan: {n: count / sizes.total() for n, count in sizes.items()}
+        for plan, sizes in shapes.items()
+        if set(sizes) != {plan.nodes + 1}
     }
-    return _Sized(curves(verify)[()], curves(draft), curves(other), shares, typical(absorb))
+    return _BatchCosts(curves(verify)[()], curves(draft), curves(other), shares, typical(absorb))
 
 
-def spanning(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans whose rounds tell those of all: of every family the ends and the middle, in depth and nodes."""
+def representative_plans(plans: Sequence[Plan]) -> list[Plan]:
+    """Plans to time: smallest, middle and largest of every family, by depth and by nodes."""
     families: dict[tuple, list[Plan]] = defaultdict(list)
     for plan in plans:
-        families[(*family(plan), _kind(plan))].append(plan)  # a rule takes time of its own
-    chosen: dict[Plan, None] = {}
+        families[(*family(plan), _kind(plan))].append(plan)  # acceptance rules differ in time
+    selected: dict[Plan, None] = {}
     for members in families.values():
         for size in (lambda p: (p.depth, p.nodes), lambda p: (p.nodes, p.depth)):
             ordered = sorted(members, key=size)
-            chosen |= dict.fromkeys([ordered[0], ordered[len(ordered) // 2], ordered[-1]])
-    return list(chosen)
+            selected |= dict.fromkeys([ordered[0], ordered[len(ordered) // 2], ordered[-1]])
+    return list(selected)
 
 
-# -- what a plan is worth ----------------------------------------------------------------------------
+# -- throughput --------------------------------------------------------------------------------------
 
 
 def batch_seconds(rounds: np.ndarray, price: np.ndarray) -> np.ndarray:
-    """Seconds of batches whose rows leave as they end, and are not replaced.
+    """Seconds of batches whose finished rows leave and are not replaced.
 
     Args:
-        rounds: (..., B) of each row.
+        rounds: (..., B) number of rounds of each row.
         price: (B,) seconds of a round with 1, 2, ... B rows.
     """
     ends = np.sort(rounds, -1)
@@ -209,14 +208,14 @@ def batch_seconds(rounds: np.ndarray, price: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Worth:
-    """What a plan is predicted to do at one batch size.
+class Throughput:
+    """Predicted throughput of a plan at one batch size.
 
     Attributes:
-        speed: tokens a second of the whole batch, rows leaving as they end; past the prefill.
-        speedup: over plain decoding, and its 95 % interval over prompts; of an adaptive plan over batches,
-            so of a single batch it has no width.
-        full: tokens a second where rows that end are replaced, as a server does; None: not known.
+        speed: tokens per second of the whole batch, without prefill; finished rows leave.
+        speedup: over plain decoding, with a 95 % interval over prompts. For an adaptive plan the interval
+            is over batches, and has no width for a single batch.
+        full: tokens per second if finished rows are replaced, as in a server; None: unknown.
     """
 
     speed: float
@@ -224,46 +223,48 @@ class Worth:
     full: float | None
 
 
-def worth(plans: Sequence[Plan], counts: Sequence[Counts], costs: Costs, batch: int) -> list[Worth]:
-    """Of every plan, the first being plain.
+def throughputs(
+    plans: Sequence[Plan], counts: Sequence[Counts], costs: Costs, batch: int
+) -> list[Throughput]:
+    """Throughput of every plan; the first plan must be plain decoding.
 
-    Tokens a second are sums over sums: all tokens, by the seconds of all batches. A batch takes as
-    many rounds as its last row, each at the cost of the rows still there; its prompts are those that
-    stand side by side, and few prompts are taken again to fill it. Rounds are expected ones, so where
-    tokens are drawn the last row's are a little too few, for all plans alike. At batch 1 it is
-    tau / round_seconds.
+    Tokens per second are all tokens over the seconds of all batches. A batch runs until its last row is
+    finished, and each round costs that of the rows still running. Batches are consecutive prompts, repeated
+    to fill the last batch. Rounds are expected values, so with sampling the rounds of the last row are
+    slightly underestimated, for all plans alike. At batch size 1 the result is tau / round_seconds.
 
     Args:
         plans: candidates.
-        counts: of each, by replay on the same prompts; of the plain plan a round a token.
-        costs: of the machine.
+        counts: of each plan, by replay on the same prompts; plain decoding has one round per token.
+        costs: round costs of the machine.
         batch: rows decoded together.
     """
     prices = [np.array([costs.round_seconds(plan, b) for b in range(1, batch + 1)]) for plan in plans]
     n = len(counts[0].tokens)
     draws = np.random.default_rng(0).integers(n, size=(DRAWS, n))
-    first, *every = (
+    plain, *others = (
         [_speed(one, price, index) for index in (np.arange(n)[None], draws)]
         for one, price in zip(counts, prices, strict=True)
     )
-    found = []
-    for plan_counts, price, (speed, drawn) in zip(counts, prices, [first, *every], strict=True):
-        low, high = np.quantile(drawn / first[1], (0.025, 0.975))
+    results = []
+    for plan_counts, price, (speed, resampled) in zip(counts, prices, [plain, *others], strict=True):
+        low, high = np.quantile(resampled / plain[1], (0.025, 0.975))
         full = batch * plan_counts.tau / price[-1]
-        found.append(Worth(float(speed[0]), (float(speed[0] / first[0][0]), float(low), float(high)), full))
-    return found
+        speedup = float(speed[0] / plain[0][0]), float(low), float(high)
+        results.append(Throughput(float(speed[0]), speedup, full))
+    return results
 
 
 def _speed(counts: Counts, price: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """(D,) tokens a second on (D, N) choices of prompts."""
+    """(D,) tokens per second on D resamples of prompts, given as (D, N) indices."""
     batch, n = len(price), prompts.shape[1]
     rows = -(-n // batch) * batch
-    chosen = prompts[:, np.arange(rows) % n]
+    index = prompts[:, np.arange(rows) % n]
     tokens, rounds = np.asarray(counts.tokens, float), np.asarray(counts.rounds, float)
-    seconds = batch_seconds(rounds[chosen].reshape(len(prompts), -1, batch), price).sum(1)
-    return tokens[chosen].sum(1) / seconds
+    seconds = batch_seconds(rounds[index].reshape(len(prompts), -1, batch), price).sum(1)
+    return tokens[index].sum(1) / seconds
 
 
 def fastest(speeds: ArrayLike) -> int:
-    """Of equals the first, so that plain decoding and small drafts come before others."""
+    """Index of the highest speed; the first of equals, so plain decoding and small drafts are preferred."""
     return int(np.argmax(speeds))

@@ -1,4 +1,4 @@
-"""What a perfect choice among drafts, made anew in every round, would reach."""
+"""Oracle bound: the best possible choice among drafts in every round."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import numpy as np
 
 
 def least_seconds(keeps: Sequence[np.ndarray], prices: Sequence[float]) -> float:
-    """Of one stored answer, the least expected seconds of any way to pick a draft in every round.
+    """Least expected seconds to decode a stored answer, over all ways to choose a draft in every round.
 
-    The places where a round may begin are nodes of a graph without cycles; a round with draft i at place t
-    costs prices[i] and goes to t + j + 1 with the chance that it keeps exactly j tokens. Backwards,
-    least(t) = min over i of prices[i] + sum_j P_i(j | t) least(t + j + 1). Where drafts are chosen, all
-    chances are 0 or 1 and this is a shortest path. Nothing that picks drafts before it has seen their
-    coins takes less, whatever it knows of the text (docs/advise.md).
+    Round starts form an acyclic graph: a round with draft i at position t costs prices[i] and leads to
+    t + j + 1 with the probability of accepting exactly j tokens. Dynamic programming backwards:
+    least(t) = min over i of prices[i] + sum_j P_i(j | t) least(t + j + 1). With fixed drafts all
+    probabilities are 0 or 1 and this is a shortest path. No policy that chooses drafts before their draws
+    is faster, even if it knows the text (docs/advise.md).
 
     Args:
-        keeps: of each draft (starts, K_i) chances that token j past a start is kept if those before are,
-            as `replay.Replayed` has them; (starts, 0) for plain decoding.
-        prices: seconds of a round with each.
+        keeps: for each draft (starts, K_i), as in `replay.ReplayResult`; (starts, 0) for plain decoding.
+        prices: seconds of a round with each draft.
     """
     starts = len(keeps[0])
     ends = [_ends(keep) for keep in keeps]
@@ -33,11 +32,11 @@ def least_seconds(keeps: Sequence[np.ndarray], prices: Sequence[float]) -> float
 
 
 def _ends(keep: np.ndarray) -> np.ndarray:
-    """(starts, K + 1) chances to keep exactly 0, 1, ... tokens."""
+    """(starts, K + 1) probabilities of accepting exactly 0, 1, ... tokens."""
     through = np.cumprod(np.concatenate([np.ones((len(keep), 1)), keep], 1), 1)
     return through - np.concatenate([through[:, 1:], np.zeros((len(keep), 1))], 1)
 
 
-def lowest_share(price: np.ndarray) -> float:
-    """(B,) seconds of a round with 1, 2, ... B rows -> the least that a row of a round can be charged."""
+def min_seconds_per_row(price: np.ndarray) -> float:
+    """Minimum seconds per row of a round, from (B,) seconds of rounds with 1, 2, ... B rows."""
     return float((price / np.arange(1, len(price) + 1)).min())

@@ -1,4 +1,4 @@
-"""Rounds on the clock: all plans in turn, on one running text."""
+"""Time rounds of several plans, interleaved on one running text."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from decode.generation.loop import Loop
 from decode.generation.types import Proposer, Round
 from decode.model.target import Target
 from decode.plan import Plan
-from decode.planning.cost_model import PLAIN, Measured, Timed, family, spanning
+from decode.planning.cost_model import PLAIN, MeasuredCosts, RoundTiming, family, representative_plans
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 
-REPEATS = 11  # rounds of each plan; their lower quartile counts
-TRIES = 3  # texts in which a round is looked for that ends no row
+REPEATS = 11  # timed rounds per plan; the lower quartile is used
+TRIES = 3  # attempts to time a round in which no row finishes
 
 
 def clock_of(target: Target) -> Callable[[], float]:
-    """Process time where one CPU thread does all the work: others on the machine take none of it."""
-    alone = target.device.type == "cpu" and torch.get_num_threads() == 1
-    return time.process_time if alone else time.perf_counter
+    """CPU time if a single CPU thread does all work, which other processes do not affect; else wall time."""
+    single_thread = target.device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if single_thread else time.perf_counter
 
 
 def measure(
@@ -40,54 +40,56 @@ def measure(
     seed: int = 0,
     repeats: int = REPEATS,
     progress: Callable[[int, int], None] | None = None,
-) -> Measured:
-    """Cost of rounds at these batch sizes, at one, and about halfway between.
+) -> MeasuredCosts:
+    """Measure the cost of rounds at these batch sizes, at 1, and at sizes between distant neighbours.
 
-    A few plans of each family are timed; all, where a drafter's drafts vary in size with the text.
+    Representative plans of each family are timed; all plans of a family if the size of its drafts varies.
 
     Args:
-        target: decodes; its cache is begun anew.
-        drafter: drafts; `target` has its taps.
-        prompts: that it decodes from; the context grows from them to `max_new_tokens` more.
-        plans: whose costs will be asked for.
-        sampler: the law.
+        target: with the drafter's taps; its cache is reset.
+        drafter: the drafter.
+        prompts: start of the texts, which grow by up to `max_new_tokens`.
+        plans: plans to be costed.
+        sampler: warpers of the decoder.
         batch_sizes: rows decoded together.
-        max_new_tokens: of each text, or as many as two rounds of the deepest plan may settle.
+        max_new_tokens: of each text; at least what two rounds of the deepest plan may settle.
         seed: of the draws.
-        repeats: rounds of each plan.
-        progress: called with rounds done and rounds in all.
+        repeats: timed rounds per plan.
+        progress: called with (rounds done, all rounds).
     """
     drafting = [plan for plan in dict.fromkeys(plans) if plan.depth]
-    some = spanning(drafting)
+    selected = representative_plans(drafting)
     sizes = _sizes(batch_sizes)
-    found: list[Timed] = []
+    timings: list[RoundTiming] = []
     for size in sizes:
         timer = _Timer(target, drafter, prompts, max(drafting, key=lambda p: p.nodes, default=PLAIN), size)
         deepest = max((plan.depth for plan in drafting), default=0)
         timer.begin(sampler, max(max_new_tokens, 2 * (deepest + 2)), seed)
-        timed = [PLAIN, *some]
+        timed = [PLAIN, *selected]
         each, counted = (repeats + 1) * len(timed), count(1)
 
         def done(size: int = size, each: int = each, counted: count[int] = counted) -> None:
             if progress:
                 progress(sizes.index(size) * each + min(next(counted), each), each * len(sizes))
 
-        own = timer.time(timed, repeats, done)
-        vary = {family(one.plan) for one in own if one.slots != one.plan.nodes + 1}
-        own += timer.time([p for p in drafting if p not in some and family(p) in vary], repeats, done)
-        found += own
-    return Measured(found)
+        batch_timings = timer.time(timed, repeats, done)
+        vary = {family(one.plan) for one in batch_timings if one.slots != one.plan.nodes + 1}
+        batch_timings += timer.time(
+            [p for p in drafting if p not in selected and family(p) in vary], repeats, done
+        )
+        timings += batch_timings
+    return MeasuredCosts(timings)
 
 
 def _sizes(batch_sizes: Sequence[int]) -> list[int]:
-    """Those asked for, 1, and one between neighbours that are far apart."""
+    """The given sizes, 1, and the geometric mean of neighbours more than a factor of 8 apart."""
     sizes = sorted({1, *batch_sizes})
     between = {round((a * b) ** 0.5) for a, b in pairwise(sizes) if b > 8 * a}
     return sorted({*sizes, *between})
 
 
 class _Timer:
-    """A text that is decoded on, each round by another plan."""
+    """Decodes a text, with another plan in every round."""
 
     def __init__(
         self, target: Target, drafter: Proposer, prompts: Sequence[Sequence[int]], widest: Plan, batch: int
@@ -97,13 +99,13 @@ class _Timer:
         self.turn = self.slots = 0
 
     def begin(self, sampler: Sampler, max_new_tokens: int, seed: int) -> None:
-        """Of which law and how long texts are."""
+        """Set the sampler and the length of texts, and start the first text."""
         self.sampler, self.longest, self.seed = sampler, max_new_tokens, seed
         self.dice = random.Random(seed)
-        self._next()
+        self._start_text()
 
-    def _next(self) -> None:
-        """Other prompts, when a row of the batch has come to its end."""
+    def _start_text(self) -> None:
+        """Start a text with the next prompts."""
         first = self.turn * self.batch
         part = [self.prompts[(first + i) % len(self.prompts)] for i in range(self.batch)]
         room = self.target.max_positions or max(map(len, part)) + self.longest
@@ -114,29 +116,29 @@ class _Timer:
         self.loop.prefill()
         self.turn += 1
 
-    def time(self, plans: Sequence[Plan], repeats: int, done: Callable[[], None]) -> list[Timed]:
-        """Rounds of every plan, in an order that changes; the first of each warms up."""
-        found = []
+    def time(self, plans: Sequence[Plan], repeats: int, done: Callable[[], None]) -> list[RoundTiming]:
+        """Time rounds of every plan, in random order; the first round of each is a warm-up."""
+        timings = []
         for repeat in range(repeats + 1):
             for plan in self.dice.sample(list(plans), len(plans)):
-                one = self._round(plan)
-                found += [one] if repeat else []
+                timing = self._round(plan)
+                timings += [timing] if repeat else []
                 done()
-        return found
+        return timings
 
-    def _round(self, plan: Plan, tries: int = TRIES) -> Timed:
-        """One that all rows survive; where texts have room for none, one that ends some of them."""
+    def _round(self, plan: Plan, tries: int = TRIES) -> RoundTiming:
+        """Time a round in which no row finishes; after `tries` attempts any round."""
         if len(self.loop.batch.request) < self.batch:
-            self._next()
+            self._start_text()
         loop = self.loop
-        loop.plan, loop.on_round = plan, self._look
+        loop.plan, loop.on_round = plan, self._observe
         before, begin = replace(loop.times), loop.now()
         loop.round()
         total = loop.now() - begin
         if tries and len(loop.batch.request) < self.batch:
             return self._round(plan, tries - 1)
         draft, verify = loop.times.draft - before.draft, loop.times.verify - before.verify
-        return Timed(plan, self.batch, self.slots, draft, verify, total - draft - verify)
+        return RoundTiming(plan, self.batch, self.slots, draft, verify, total - draft - verify)
 
-    def _look(self, seen: Round) -> None:
-        self.slots = seen.logits.shape[1]
+    def _observe(self, step: Round) -> None:
+        self.slots = step.logits.shape[1]

@@ -16,9 +16,9 @@ from decode.hardware import hardware
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
-from decode.planning.auto import Forecast, choice, forecast, plain_counts, possible
-from decode.planning.cost_model import PLAIN, Costs, Measured, batch_seconds, fastest
-from decode.planning.oracle import least_seconds, lowest_share
+from decode.planning.auto import Forecast, best_forecast, forecast, plain_counts, supported_plans
+from decode.planning.cost_model import PLAIN, Costs, MeasuredCosts, batch_seconds, fastest
+from decode.planning.oracle import least_seconds, min_seconds_per_row
 from decode.planning.round_timing import clock_of, measure
 from decode.sampling import Sampler
 from distill.config.build import build_drafter, build_target, quiet, read_inputs
@@ -43,7 +43,7 @@ class DrafterProfile(NamedTuple):
     name: str
     plans: list[Plan]
     acceptances: list[Acceptance]
-    costs: Measured
+    costs: MeasuredCosts
 
 
 def advise(options: AdviseOptions) -> float:
@@ -155,7 +155,7 @@ def _profile(
     """Acceptance and costs of one drafter."""
     proposals = [p for p in options.proposals if p == "fixed" or sampler.temperature]
     with refused():
-        plans = possible(
+        plans = supported_plans(
             drafter, candidates(options.chains, options.trees, options.widths, options.confidences, proposals)
         )
     target.tap(drafter.taps)
@@ -201,7 +201,7 @@ def _result(
     tables = [(p, forecast(p.plans, p.acceptances, p.costs, batch, adapt, tokens)) for p in profiles]
     drafters = []
     for profile, rows in tables:
-        chosen = choice(rows)
+        chosen = best_forecast(rows)
         drafters.append(
             {
                 "name": profile.name,
@@ -224,7 +224,7 @@ def _result(
 def serving_length(rows: Sequence[Forecast]) -> int:
     """Best chain length for a server whose batch stays full; 0: serve without speculation."""
     chains = [row for row in rows if row.plan == Plan(row.plan.depth)]
-    return chains[fastest([row.worth.full for row in chains])].plan.depth  # pyright: ignore[reportArgumentType]
+    return chains[fastest([row.throughput.full for row in chains])].plan.depth  # pyright: ignore[reportArgumentType]
 
 
 def oracle(profiles: Sequence[DrafterProfile], rollouts: Sequence[Rollout], batch: int) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def oracle(profiles: Sequence[DrafterProfile], rollouts: Sequence[Rollout], batc
 
 
 def _share(costs: Costs, plan: Plan, batch: int) -> float:
-    return lowest_share(np.array([costs.round_seconds(plan, b) for b in range(1, batch + 1)]))
+    return min_seconds_per_row(np.array([costs.round_seconds(plan, b) for b in range(1, batch + 1)]))
 
 
 def _plain_speed(costs: Costs, rounds: np.ndarray, batch: int) -> float:

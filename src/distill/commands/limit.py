@@ -12,9 +12,9 @@ import torch
 
 from decode.errors import UserError
 from decode.evaluation.bootstrap import interval
-from decode.evaluation.entropy_bound import Entropy, best_trees, bound, entropy, published
+from decode.evaluation.entropy_bound import Entropy, best_trees, bound, entropy, published_bound
 from decode.evaluation.replay import Rollout
-from decode.evaluation.tree_efficiency import Begun, acceptance, begun, kept
+from decode.evaluation.tree_efficiency import RoundStart, first_level_bound, round_starts, tree_acceptance
 from decode.hardware import hardware
 from decode.model.load import stop_tokens
 from decode.model.target import Target
@@ -93,7 +93,7 @@ def _starts(
     rollouts: Sequence[Rollout],
     plan: Plan,
     sampler: Sampler,
-) -> list[Begun]:
+) -> list[RoundStart]:
     """Sample of the drafter's round starts; without a drafter, of all positions."""
     if drafter:
         prompts = [r.prompt for r in rollouts]
@@ -102,10 +102,10 @@ def _starts(
             "stop": stop_tokens(target),
             "seed": options.seed,
         }
-        starts = begun(target, drafter, prompts, plan, sampler, batch_size=BATCH, **common)
+        starts = round_starts(target, drafter, prompts, plan, sampler, batch_size=BATCH, **common)
     else:
         starts = [
-            Begun(i, r.prompt + r.answer[:position])
+            RoundStart(i, r.prompt + r.answer[:position])
             for i, r in enumerate(rollouts)
             for position in range(1, len(r.answer))
         ]
@@ -119,7 +119,7 @@ def _card(
     target: Target,
     drafter: Drafter | None,
     entropies: Entropy,
-    starts: Sequence[Begun],
+    starts: Sequence[RoundStart],
     plan: Plan,
     sampler: Sampler,
 ) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _card(
         {
             "nodes": n,
             "bound": bound(n, mu, mu2),
-            "published": published(n, mu, mu2),
+            "published": published_bound(n, mu, mu2),
             "best": _mean(best[:, i], groups),
         }
         for i, n in enumerate(sizes)
@@ -180,9 +180,9 @@ def _drafter_stats(
     """A plan's share of the optimal trees and its losses, or for sampled plans a bound on the first level."""
     facts: dict[str, Any] = {"name": short_name(drafter), "plan": plan.name, "nodes": plan.nodes}
     if plan.proposal_temperature(sampler.temperature) is not None:
-        most = acceptance(target, drafter, contexts, plan, sampler, BATCH).cpu().numpy()
+        most = first_level_bound(target, drafter, contexts, plan, sampler, BATCH).cpu().numpy()
         return facts | {"fraction": None, "first_level": _mean(most, groups)}
-    trees = kept(target, drafter, contexts, plan, sampler, BATCH)
+    trees = tree_acceptance(target, drafter, contexts, plan, sampler, BATCH)
     chosen, ranked = trees.chosen.cpu().numpy(), trees.ranked.cpu().numpy()
     oracle = best[:, list(sizes).index(plan.nodes)]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decode.evaluation.bootstrap import drawn, middle, ratio
+from decode.evaluation.bootstrap import central_interval, ratio, resampled_sums
 from decode.evaluation.scorecard import Row, Scorecard
 
 FEWEST = 5  # prompts or batches; with fewer, bootstrap intervals are far too narrow
@@ -39,15 +39,15 @@ def tau_difference(row: Row, other: Row) -> Estimate | None:
     difference = mine.tau - theirs.tau
     if len(mine.tokens) < FEWEST:
         return Estimate(difference, None)
-    tokens, rounds, other_rounds = drawn([mine.tokens, mine.rounds, theirs.rounds]).T
-    return Estimate(difference, middle(ratio(tokens, rounds) - ratio(tokens, other_rounds)))
+    tokens, rounds, other_rounds = resampled_sums([mine.tokens, mine.rounds, theirs.rounds]).T
+    return Estimate(difference, central_interval(ratio(tokens, rounds) - ratio(tokens, other_rounds)))
 
 
 def speedup(row: Row) -> Estimate:
     """Speedup over plain decoding, paired by batch: both decoded the same prompts interleaved."""
     if not row.timing or len(row.timing.seconds) < FEWEST:
         return Estimate(row.speedup, None)
-    return Estimate(row.speedup, middle(_speedups(drawn(_columns(row)))))
+    return Estimate(row.speedup, central_interval(_speedups(resampled_sums(_columns(row)))))
 
 
 def speedup_ratio(row: Row, other: Row) -> Estimate:
@@ -56,9 +56,9 @@ def speedup_ratio(row: Row, other: Row) -> Estimate:
     columns = _columns(row)
     if len(columns[0]) < FEWEST:
         return Estimate(value, None)
-    sums = drawn([*columns, *_columns(other)])
+    sums = resampled_sums([*columns, *_columns(other)])
     mine, theirs = sums[:, : len(columns)], sums[:, len(columns) :]
-    return Estimate(value, middle(ratio(_speedups(mine), _speedups(theirs))))
+    return Estimate(value, central_interval(ratio(_speedups(mine), _speedups(theirs))))
 
 
 def why_incomparable(card: Scorecard, row: Row, other_card: Scorecard, other: Row) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decode.errors import UserError
 from decode.evaluation.score import Setting
 from decode.evaluation.scorecard import SampleText, SampleToken
-from decode.evaluation.traces import Written, samples
+from decode.evaluation.traces import TracedToken, trace_tokens
 from decode.generation.text import Detokenizer
 from decode.model.load import stop_tokens
 from decode.model.target import Target
@@ -49,14 +49,14 @@ def sample_texts(
             first.setdefault(setting.sampler, setting)
     texts: list[SampleText] = []
     for sampler, setting in first.items():
-        answers = samples(
+        answers = trace_tokens(
             target,
             drafter,
             ids,
             plan=setting.plan,
             sampler=sampler,
             max_new_tokens=min(TOKENS, max_new_tokens),
-            laws=has_probs(drafter, setting.plan),
+            has_probs=has_probs(drafter, setting.plan),
             stop=stop_tokens(target),
             seed=seed,
             names=[p.id for p in chosen],
@@ -101,7 +101,7 @@ def _prompt_text(chat: Chat, ids: list[int]) -> str:
     return text if len(text) <= PROMPT_CHARACTERS else f"... {text[-PROMPT_CHARACTERS:]}"
 
 
-def _tokens(chat: Chat, answer: Sequence[Written]) -> list[SampleToken]:
+def _tokens(chat: Chat, answer: Sequence[TracedToken]) -> list[SampleToken]:
     """A token that ends within a character has no text yet; the next one has it."""
     words = Detokenizer(chat.tokenizer)
     tokens = [

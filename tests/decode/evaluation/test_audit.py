@@ -11,7 +11,7 @@ from workbench import ROOT
 from decode import verify
 from decode.draft import Draft
 from decode.evaluation.audit import Audit, audit
-from decode.evaluation.sampling_tests import Uniform
+from decode.evaluation.sampling_tests import SampledRun
 from decode.evaluation.scorecard import as_json
 from decode.generation.generate import generate
 from decode.model.cache import RowStore
@@ -114,7 +114,7 @@ def test_nothing_looked_at_is_no_pass(half):
 
 
 def test_passing_needs_every_count():
-    run = Uniform(1.0, "chain-4", 9, 0, {"free by p": 0.4, "free by id": 1e-3}, -1.5, 0.5)
+    run = SampledRun(1.0, "chain-4", 9, 0, {"free by p": 0.4, "free by id": 1e-3}, -1.5, 0.5)
     good = Audit(9, 9, 8, 1, 0, 0.1, "float32", (run,))
     assert good.passed
     assert replace(good, sampled=()).passed, "greedily alone"
@@ -127,8 +127,8 @@ def test_passing_needs_every_count():
 
 def test_the_smallest_of_many_p_values_is_corrected():
     runs = (
-        Uniform(1.0, "chain-4", 30, 0, {"free by p": 0.4, "free by id": 1e-3}, -1.5, 0.5),
-        Uniform(0.7, "chain-4", 50, 0, {"free by p": 0.2}, 0.5, 0.01),
+        SampledRun(1.0, "chain-4", 30, 0, {"free by p": 0.4, "free by id": 1e-3}, -1.5, 0.5),
+        SampledRun(0.7, "chain-4", 50, 0, {"free by p": 0.2}, 0.5, 0.01),
     )
     report = as_json(Audit(9, 9, 9, 0, 0, 0.1, "float32", runs))
     assert report["pit_p"] == pytest.approx(5 * 1e-3)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decode.evaluation.bootstrap import drawn, interval, middle, ratio
+from decode.evaluation.bootstrap import central_interval, interval, ratio, resampled_sums
 
 
 def test_what_is_alike_is_drawn_together():
@@ -21,11 +21,11 @@ def test_a_draw_without_a_round_counts_as_none():
 def test_all_columns_are_drawn_alike():
     """A difference of two that rise and fall together is known better than either."""
     easy = np.arange(20.0)
-    mine, other, rounds = drawn([easy + 1, easy, np.ones(20)]).T
+    mine, other, rounds = resampled_sums([easy + 1, easy, np.ones(20)]).T
     assert np.allclose(mine - other, rounds)
     assert (rounds == 20).all()
     assert mine.std() > 10
-    assert middle(ratio(mine, rounds)) == pytest.approx(interval(easy + 1, np.ones(20)))
+    assert central_interval(ratio(mine, rounds)) == pytest.approx(interval(easy + 1, np.ones(20)))
 
 
 def test_the_middle_is_that_of_many_new_samples():

@@ -7,7 +7,13 @@ import torch
 
 from decode.draft import PAD, Draft
 from decode.evaluation.entropy_bound import best_trees
-from decode.evaluation.tree_efficiency import acceptance, begun, kept, masses, transport
+from decode.evaluation.tree_efficiency import (
+    first_level_bound,
+    path_probs,
+    round_starts,
+    transport,
+    tree_acceptance,
+)
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.models.lm import DraftLM
@@ -28,13 +34,13 @@ def own(tiny_target):
 def test_masses_are_products_along_paths():
     laws = torch.tensor([[[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
     draft = Draft(torch.tensor([[0, 2, PAD]]), torch.tensor([[-1, 0, 1]]), depth=3)
-    assert masses(draft, laws).tolist() == [pytest.approx([0.5, 0.35, 0.0])]
+    assert path_probs(draft, laws).tolist() == [pytest.approx([0.5, 0.35, 0.0])]
 
 
 def test_a_target_as_its_own_drafter_keeps_all_that_can_be_kept(own):
     target, drafter = own
     plan = Plan(depth=6, width=6, nodes=6)  # no best tree is wider or deeper
-    found = kept(target, drafter, CONTEXTS, plan, Sampler(1.0), batch_size=2)
+    found = tree_acceptance(target, drafter, CONTEXTS, plan, Sampler(1.0), batch_size=2)
     best = best_trees(target, CONTEXTS, plan.nodes, Sampler(1.0)).sum(1)  # drafts are ranked so at any T
     assert found.chosen.tolist() == pytest.approx(best.tolist(), abs=1e-12)
     assert found.ranked.tolist() == pytest.approx(best.tolist(), abs=1e-12)
@@ -45,7 +51,7 @@ def test_another_drafter_loses_by_its_nodes_and_by_its_choice(own, make_drafter)
     eagle = make_drafter("eagle", target)
     target.tap(eagle.taps)
     plan = Plan(depth=3, width=2, nodes=4)
-    found = kept(target, eagle, CONTEXTS, plan, WARM)
+    found = tree_acceptance(target, eagle, CONTEXTS, plan, WARM)
     best = best_trees(target, CONTEXTS, plan.nodes, WARM).sum(1)
     assert (found.chosen <= found.ranked + 1e-12).all()
     assert (found.ranked <= best + 1e-12).all()
@@ -55,7 +61,7 @@ def test_another_drafter_loses_by_its_nodes_and_by_its_choice(own, make_drafter)
 def test_rounds_begin_where_the_decoder_settled(own):
     target, drafter = own
     options = {"batch_size": 2, "max_new_tokens": 6, "stop": [], "seed": 0}
-    found = begun(target, drafter, CONTEXTS, Plan(depth=2), Sampler(0.0), **options)
+    found = round_starts(target, drafter, CONTEXTS, Plan(depth=2), Sampler(0.0), **options)
     for request, prompt in enumerate(CONTEXTS):
         mine = [start.context for start in found if start.request == request]
         assert [len(context) - len(prompt) for context in mine] == [1, 4]  # all drafted is right: 3 a round
@@ -83,4 +89,4 @@ def test_the_transport_bound_is_that_of_all_sets(draws):
 )
 def test_a_target_that_draws_for_itself_is_always_accepted(own, plan):
     target, drafter = own
-    assert acceptance(target, drafter, CONTEXTS, plan, WARM).tolist() == pytest.approx([1.0] * 3)
+    assert first_level_bound(target, drafter, CONTEXTS, plan, WARM).tolist() == pytest.approx([1.0] * 3)

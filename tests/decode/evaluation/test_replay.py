@@ -10,7 +10,7 @@ import torch
 from exact import EXACT, EnumeratingCoin, Grown, exact_law, target_law
 from faces import able
 
-from decode.evaluation.replay import Counts, Rollout, agreement, inexact, replay
+from decode.evaluation.replay import Counts, Rollout, agreement, replay, why_inexact
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -57,7 +57,7 @@ def decoded_exactly(target, drafter, plan, sampler, length, stop) -> dict:
 def test_expected_rounds_and_survival_are_those_of_the_decoders_exact_law(tiny_target, plan, sampler):
     target, drafter, stop = tiny_target(), Grown(3, 1), [2]
     length = 4 if plan.proposal == "fixed" else 3
-    assert not inexact(plan, sampler)
+    assert not why_inexact(plan, sampler)
     rounds, kept, whole = 0.0, np.zeros(plan.depth), 0.0
     for (_, emitted, accepted), chance in decoded_exactly(
         target, drafter, plan, sampler, length, stop
@@ -86,10 +86,10 @@ def test_expected_rounds_and_survival_are_those_of_the_decoders_exact_law(tiny_t
 def test_several_drafts_are_counted_by_decoding_and_why(rule):
     for temperature in (0.0, 1.0):
         plan = Plan(depth=2, proposal="sampled", drafts=4, rule=rule)
-        assert inexact(plan, Sampler(temperature))
+        assert why_inexact(plan, Sampler(temperature))
     hybrid = Plan(2, 2, 4, proposal="hybrid", draft_temperature=1.0)
-    assert inexact(hybrid, Sampler(0.0)), "drawn though the target is greedy"
-    assert not inexact(Plan(2, proposal="sampled", draft_temperature=1.0), Sampler(0.0))
+    assert why_inexact(hybrid, Sampler(0.0)), "drawn though the target is greedy"
+    assert not why_inexact(Plan(2, proposal="sampled", draft_temperature=1.0), Sampler(0.0))
 
 
 def test_rollouts_of_different_lengths_are_replayed_side_by_side_as_alone(tiny_target):
@@ -190,10 +190,10 @@ def test_plans_whose_rounds_depend_on_more_than_the_text_are_named():
         (Plan(tree=HYBRID.tree, proposal="hybrid", rule="traversal"), "traversal"),
         (Plan(3, 2, 6, proposal="hybrid"), "shape"),
         (Plan(tree=STATIC.tree, proposal="sampled"), "siblings"),
-        (Plan(2, rule="typical", lossy=True), "law"),
+        (Plan(2, rule="typical", lossy=True), "distribution"),
     ]:
-        assert word in inexact(plan, warm)
-    assert not inexact(Plan(3, 2, 6, proposal="hybrid"), Sampler(0.0))
+        assert word in why_inexact(plan, warm)
+    assert not why_inexact(Plan(3, 2, 6, proposal="hybrid"), Sampler(0.0))
 
 
 def test_a_single_prompt_says_nothing_about_agreement():

@@ -10,7 +10,7 @@ from decode.evaluation.acceptance import Acceptance
 from decode.evaluation.replay import Counts, agreement
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
 from decode.evaluation.scorecard import SCHEMA, Scorecard, Timing
-from decode.evaluation.timing_ab import Tally
+from decode.evaluation.timing_ab import DecodeTimings
 from decode.generation.generate import generate
 from decode.generation.types import Generation, Output, Times
 from decode.plan import Plan
@@ -88,7 +88,7 @@ def test_a_row_by_hand():
         output((2, 2, 3, 4), (0, 2, 1, 3), (2, 2, 1, 4), stopped=True),  # the last one is cut
         output((1, 2, 2, 4)),
     ]
-    tally, plain = Tally(), Tally()
+    tally, plain = DecodeTimings(), DecodeTimings()
     tally.add(Generation(outputs, Times(prefill=9.0, draft=1.0, verify=2.0, total=4.0)), 0, 0)
     plain.add(Generation([Output([0] * 9)], Times(total=8.0)), 0, 0)
     row = module._row(Setting(Sampler(0.5), Plan(depth=2, width=2, nodes=4), 2), tally, plain)
@@ -111,7 +111,7 @@ def test_a_row_by_hand():
 
 
 def test_repeats_are_timed_but_counted_once():
-    tally = Tally()
+    tally = DecodeTimings()
     for run in range(3):
         for batch in range(2):
             times = Times(draft=1.0, verify=1.0, total=3.0 + batch)

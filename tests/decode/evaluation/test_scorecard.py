@@ -11,7 +11,7 @@ from workbench import ROOT
 from decode.errors import UserError
 from decode.evaluation import scorecard as module
 from decode.evaluation.audit import Audit
-from decode.evaluation.sampling_tests import Uniform
+from decode.evaluation.sampling_tests import SampledRun
 from decode.evaluation.scorecard import (
     DERIVED,
     RENAMED,
@@ -31,7 +31,18 @@ from decode.evaluation.scorecard import (
 
 OLD = ROOT / "tests" / "fixtures" / "run_a0da26c" / "checkpoints"
 DROPPED = {"reuse", "head_calls_per_round"}  # of schema 3
-RECORDS = (Row, Timing, Replay, Conditions, Checkpoint, TargetDrift, Audit, Uniform, SampleText, PlanChoice)
+RECORDS = (
+    Row,
+    Timing,
+    Replay,
+    Conditions,
+    Checkpoint,
+    TargetDrift,
+    Audit,
+    SampledRun,
+    SampleText,
+    PlanChoice,
+)
 
 
 def full() -> dict:

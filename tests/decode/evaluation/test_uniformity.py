@@ -11,9 +11,8 @@ from torch.nn.functional import pad
 
 from decode import verify
 from decode.draft import PAD, Draft, DraftProbs
-from decode.evaluation.audit import CHANCE, audit
-from decode.evaluation.audit import steps as audit_steps
-from decode.evaluation.sampling_tests import BINS, TILTS, Uniformity, _chi_square
+from decode.evaluation.audit import CHANCE, audit, num_batches
+from decode.evaluation.sampling_tests import BINS, TILTS, SamplingTests, _chi_square
 from decode.evaluation.scorecard import as_json
 from decode.generation.generate import generate
 from decode.generation.types import Round
@@ -35,7 +34,7 @@ PLANS = [FIXED, TREE, SAMPLED, BLOCK, HYBRID]
 
 def one(p, x, draft=None, sampler=ONE):
     """The tests after one token x from a row of law p, with half of what is level with x."""
-    tests = Uniformity(sampler, len(p))
+    tests = SamplingTests(sampler, len(p))
     tests.dice = type("Halves", (), {"random": lambda self, n: torch.full((n,), 0.5).double().numpy()})()
     zero = torch.zeros(1, 1, dtype=torch.long)
     draft = draft or Draft.empty(1, torch.device("cpu"))
@@ -135,7 +134,7 @@ def test_p_values_are_uniform_even_for_peaked_rows():
     draft, zero = Draft.empty(240, logits.device), torch.zeros(240, 1, dtype=torch.long)
     found = []
     for run in range(300):
-        tests = Uniformity(ONE, VOCAB)
+        tests = SamplingTests(ONE, VOCAB)
         tests.dice = np.random.default_rng(run)
         x = law.multinomial(1)
         tests.watch([[0]] * 240)(
@@ -189,7 +188,7 @@ PROMPTS = [[i % VOCAB, i // VOCAB % VOCAB] for i in range(256)]
 def watched(
     target, plan, sampler=ONE, spoil=lambda draft: draft, seed=0, prompts=PROMPTS, length=25, **options
 ):
-    tests = Uniformity(sampler, VOCAB)
+    tests = SamplingTests(sampler, VOCAB)
     options |= {"sampler": sampler, "plan": plan, "max_new_tokens": length, "seed": seed}
     drafter = Bigram(target, spoil)
     made = generate(target, drafter, prompts, on_round=tests.watch(prompts), **options)
@@ -222,9 +221,9 @@ def test_what_is_lossless_passes(target, plan, sampler):
 def test_the_tests_ask_for_the_laws_that_tokens_were_drawn_from(target, monkeypatch):
     """TargetProbs, slots and what a penalty has seen, against plain passes over the text."""
     sampler = Sampler(0.8, repetition_penalty=1.7)
-    real, found, asked = Uniformity._see, [[] for _ in PROMPTS[:5]], []
+    real, found, asked = SamplingTests._see, [[] for _ in PROMPTS[:5]], []
     monkeypatch.setattr(
-        Uniformity, "_test", lambda self, p, token, *_: asked.extend(zip(token.tolist(), p, strict=True))
+        SamplingTests, "_test", lambda self, p, token, *_: asked.extend(zip(token.tolist(), p, strict=True))
     )
 
     def see(self, history, seen):
@@ -233,8 +232,8 @@ def test_the_tests_ask_for_the_laws_that_tokens_were_drawn_from(target, monkeypa
         for _, row in rows:
             found[seen.requests[row]].append(asked.pop(0))
 
-    monkeypatch.setattr(Uniformity, "_see", see)
-    tests = Uniformity(sampler, VOCAB)
+    monkeypatch.setattr(SamplingTests, "_see", see)
+    tests = SamplingTests(sampler, VOCAB)
     options = {"sampler": sampler, "plan": TREE, "max_new_tokens": 9, "on_round": tests.watch(PROMPTS[:5])}
     outputs = generate(target, Bigram(target), PROMPTS[:5], **options).outputs
     assert any(len(o.emitted) < 8 for o in outputs)
@@ -414,15 +413,15 @@ def test_an_error_in_draws_fails_an_audit_whose_greedy_half_is_well(target, monk
 
 def test_samples_are_texts_of_their_own(target):
     seen = []
-    real = Uniformity.watch
+    real = SamplingTests.watch
 
-    class Spy(Uniformity):
+    class Spy(SamplingTests):
         def watch(self, prompts):
             watch = real(self, prompts)
             return lambda round_: (seen.extend(map(tuple, round_.emitted)), watch(round_))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.evaluation.audit.Uniformity", Spy)
+        patch.setattr("decode.evaluation.audit.SamplingTests", Spy)
         audited(target, samples=3, max_new_tokens=1)
     assert len(seen) == 60
     assert len(set(zip(seen[::3], seen[1::3], seen[2::3], strict=True))) > 10
@@ -431,7 +430,7 @@ def test_samples_are_texts_of_their_own(target):
 def test_other_cases_are_audited_as_they_are_named(target):
     steps, drafter = [], Bigram(target)
     also = [(Sampler(0.0), TREE), (Sampler(0.7), TREE), (Sampler(1.3, top_k=5), SAMPLED)]
-    found = audited(target, drafter=drafter, also=also, samples=2, advanced=lambda: steps.append(1))
+    found = audited(target, drafter=drafter, also=also, samples=2, on_batch=lambda: steps.append(1))
     assert list(drafter.asked) == [(Sampler(0.0), SAMPLED), *also]
     assert found.passed
     assert found.tokens == 2 * 240, "greedily with two plans"
@@ -439,4 +438,4 @@ def test_other_cases_are_audited_as_they_are_named(target):
         (0.7, TREE.name, 480),
         (1.3, SAMPLED.name, 480),
     ]
-    assert len(steps) == audit_steps(20, also, 2) == 3 * 2 + 2 * 3
+    assert len(steps) == num_batches(20, also, 2) == 3 * 2 + 2 * 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from exact import Grown
 
-from decode.evaluation.replay import Rollout, inexact, replay
+from decode.evaluation.replay import Rollout, replay, why_inexact
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -90,6 +90,6 @@ def test_of_a_draft_with_memory_it_is_what_the_decoder_does(tiny_target, plan, s
 
 def test_drawn_drafts_with_a_memory_are_counted_by_the_decoder():
     sampled = Plan(depth=2, proposal="sampled")
-    assert "earlier rounds" in inexact(sampled, Sampler(1.0), Forgetful(3))
-    assert not inexact(sampled, Sampler(1.0), Grown(3))
-    assert not inexact(PLANS[1], Sampler(1.0), Forgetful(3))
+    assert "earlier rounds" in why_inexact(sampled, Sampler(1.0), Forgetful(3))
+    assert not why_inexact(sampled, Sampler(1.0), Grown(3))
+    assert not why_inexact(PLANS[1], Sampler(1.0), Forgetful(3))

@@ -11,14 +11,14 @@ from exact import Grown, RealKeys, check_lossless
 
 from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
-from decode.evaluation.acceptance import acceptance, counted
-from decode.evaluation.replay import Rollout, inexact, replay
+from decode.evaluation.acceptance import acceptance, round_counts
+from decode.evaluation.replay import Rollout, replay, why_inexact
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
 from decode.generation import adaptive as adapt
 from decode.generation.generate import generate
 from decode.plan import Plan
-from decode.planning.cost_model import Measured, Timed
-from decode.planning.policy_simulation import pace_of, rehearse
+from decode.planning.cost_model import MeasuredCosts, RoundTiming
+from decode.planning.policy_simulation import fit_policy, simulate
 from decode.planning.round_timing import measure
 from decode.sampling import Sampler
 
@@ -138,8 +138,8 @@ def test_a_rehearsal_is_what_the_decoder_does(tiny_target, batch):
     target, sampler = tiny_target(vocab=5), Sampler(0.8)
     rollouts = answers(target, sampler)
     (found,) = replay(target, Grown(5), rollouts, [Plan(3)], sampler)
-    plan = Plan(3, adapt=pace_of(Plan(3), found.keeps, Linear(), batch))
-    played = rehearse(plan, found.keeps, Linear(), batch)
+    plan = Plan(3, adapt=fit_policy(Plan(3), found.keeps, Linear(), batch))
+    played = simulate(plan, found.keeps, Linear(), batch)
     rounds, offered = 0, set()
     for first in range(0, 9, batch):
         part = rollouts[first : first + batch]
@@ -165,9 +165,9 @@ def test_a_scorecard_counts_what_depends_on_company_and_says_so(tiny_target):
     target, sampler = tiny_target(vocab=5), Sampler(0.8)
     rollouts = answers(target, sampler)
     plan = Plan(2, adapt=PACE)
-    assert inexact(plan, sampler, Grown(5)) == "drafts depend on the rows beside them"
+    assert why_inexact(plan, sampler, Grown(5)) == "drafts depend on the rows beside them"
     assert (
-        inexact(Plan(2, proposal="sampled", adapt=PACE), sampler, Grown(5))
+        why_inexact(Plan(2, proposal="sampled", adapt=PACE), sampler, Grown(5))
         == "drafts depend on earlier rounds"
     )
     settings = [Setting(sampler, plan, batch) for batch in (1, 4)]
@@ -205,7 +205,7 @@ def test_one_that_remembers_is_walked_at_its_pace(tiny_target):
         ).outputs[0]
         for i, r in enumerate(rollouts)
     ]
-    assert counted(outputs).rounds == rounds
+    assert round_counts(outputs).rounds == rounds
 
 
 # -- the policy ------------------------------------------------------------------------------------
@@ -273,12 +273,12 @@ def test_a_pace_is_for_single_lossless_chains():
 
 def test_a_machines_costs_make_a_pace():
     timed = [
-        Timed(p, b, p.nodes + 1, 0.1 * (1 + p.depth), 1.0, 0.1)
+        RoundTiming(p, b, p.nodes + 1, 0.1 * (1 + p.depth), 1.0, 0.1)
         for p in (Plan(), Plan(1), Plan(2))
         for b in (1, 4)
     ]
-    costs = Measured(timed)
-    (found,) = [pace_of(Plan(2), [np.full((9, 2), 0.5)], costs, 4)]
+    costs = MeasuredCosts(timed)
+    (found,) = [fit_policy(Plan(2), [np.full((9, 2), 0.5)], costs, 4)]
     assert found.prior == 0.5
     assert dict(found.costs)[1] == pytest.approx((1.2 / 1.1, 1.3 / 1.1, 1.4 / 1.1), abs=1e-3)
     assert [size for size, _ in found.costs] == [1, 2, 4]

@@ -17,7 +17,7 @@ from decode.evaluation.replay import Rollout, replay
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.planning import calibrated_tree as calibrate
-from decode.planning.calibrated_tree import Calibrated, best_tree, rounds
+from decode.planning.calibrated_tree import Calibrated, best_tree, round_start_lines
 from decode.sampling import Sampler
 from distill.utils.run_folder import checkpoints
 
@@ -109,7 +109,7 @@ def test_rounds_by_ranks_are_those_of_replay(tiny_target):
         (replayed,) = replay(target, Grown(VOCAB), rollouts, [Plan(tree=tree)], WARM)
         for rollout, count in zip(rollouts, replayed.counts.rounds, strict=True):
             (lines,) = [by_hand(Grown(VOCAB), [rollout], DEPTH)]
-            assert len(rounds(lines, set(tree))) == pytest.approx(count, abs=1e-9)
+            assert len(round_start_lines(lines, set(tree))) == pytest.approx(count, abs=1e-9)
 
 
 @pytest.mark.proof
@@ -129,7 +129,7 @@ def test_what_counts_is_where_rounds_begin(monkeypatch):
     ranks = [*([0] * 6 + [1] * 4) * 3, 9]
     lines = [list(pair) for pair in pairwise(ranks)]
     assert best_tree(Counter(tuple(x[: j + 1]) for x in lines for j in (0, 1)), 2) == ((0,), (0, 0))
-    assert [len(rounds(lines, tree)) for tree in (((0,), (0, 0)), ((0,), (1,)))] == [18, 15]
+    assert [len(round_start_lines(lines, tree)) for tree in (((0,), (0, 0)), ((0,), (1,)))] == [18, 15]
     monkeypatch.setattr(calibrate, "_ranks", lambda *_: [lines])
     plan, _ = Calibrated(2, 2, 2).choose(*[None] * 5)
     assert plan.tree == ((0,), (1,))

@@ -15,9 +15,18 @@ from decode.evaluation.replay import Counts, _Rounds
 from decode.plan import Plan
 from decode.planning import round_timing as timing
 from decode.planning.auto import Auto, forecast
-from decode.planning.cost_model import PLAIN, Curve, Measured, Timed, batch_seconds, fastest, spanning, worth
-from decode.planning.oracle import least_seconds, lowest_share
-from decode.planning.policy_simulation import pace_of, rehearse
+from decode.planning.cost_model import (
+    PLAIN,
+    Curve,
+    MeasuredCosts,
+    RoundTiming,
+    batch_seconds,
+    fastest,
+    representative_plans,
+    throughputs,
+)
+from decode.planning.oracle import least_seconds, min_seconds_per_row
+from decode.planning.policy_simulation import fit_policy, simulate
 from decode.sampling import Sampler
 
 CHAINS = [Plan(k) for k in range(1, 9)]
@@ -53,7 +62,7 @@ def test_the_length_of_a_chain_is_the_optimum_of_its_formula(alpha, level):
     taus = [geometric(alpha, plan.depth) for plan in plans]
     values = [tau / (1 + Fraction(level) * plan.depth) for plan, tau in zip(plans, taus, strict=True)]
     want = values.index(max(values))
-    found = worth(plans, counts_of(taus), Given(0.0, float(Fraction(level))), 1)
+    found = throughputs(plans, counts_of(taus), Given(0.0, float(Fraction(level))), 1)
     assert fastest([one.speed for one in found]) == want
     for one, value in zip(found, values, strict=True):
         assert one.speed == pytest.approx(float(value))
@@ -68,9 +77,9 @@ def test_of_equals_the_first_is_taken_and_plain_before_all():
     plans = [PLAIN, *CHAINS[:3]]
     costs = Given(0.0, 1.0)
     equal = [1 + plan.depth for plan in plans]  # as many tokens as a round costs
-    assert fastest([one.speed for one in worth(plans, counts_of(equal), costs, 1)]) == 0
+    assert fastest([one.speed for one in throughputs(plans, counts_of(equal), costs, 1)]) == 0
     better = [1, 2.2, 3.3, 4.4]
-    assert fastest([round(one.speed, 9) for one in worth(plans, counts_of(better), costs, 1)]) == 1
+    assert fastest([round(one.speed, 9) for one in throughputs(plans, counts_of(better), costs, 1)]) == 1
 
 
 def test_a_larger_batch_wants_fewer_nodes():
@@ -79,7 +88,7 @@ def test_a_larger_batch_wants_fewer_nodes():
     chosen = []
     for batch in (1, 4, 64):
         values = [float(tau) / costs.round_seconds(p, batch) for p, tau in zip(plans, taus, strict=True)]
-        found = worth(plans, counts_of(taus, 64), costs, batch)
+        found = throughputs(plans, counts_of(taus, 64), costs, batch)
         assert [one.speed for one in found] == pytest.approx([batch * value for value in values])
         assert [one.full for one in found] == pytest.approx([batch * value for value in values])
         chosen.append(plans[fastest([one.speed for one in found])].nodes)
@@ -91,17 +100,17 @@ def test_a_larger_batch_wants_fewer_nodes():
 
 def test_rows_leave_as_they_end():
     assert batch_seconds(np.array([[3.0, 1.0]]), np.array([1.0, 1.5])) == pytest.approx([1.5 + 2])
-    found = worth([PLAIN], [Counts([3, 1], [3.0, 1.0])], Given(0.0, 0.0), 2)[0]
+    found = throughputs([PLAIN], [Counts([3, 1], [3.0, 1.0])], Given(0.0, 0.0), 2)[0]
     assert found.speed == pytest.approx(4 / 3)  # a round costs 1 however many rows it has
     assert found.full == pytest.approx(2)
     # Three prompts at batch 2: the first is taken again.
-    found = worth([PLAIN], [Counts([3, 1, 2], [3.0, 1.0, 2.0])], Given(0.0, 0.0), 2)[0]
+    found = throughputs([PLAIN], [Counts([3, 1, 2], [3.0, 1.0, 2.0])], Given(0.0, 0.0), 2)[0]
     assert found.speed == pytest.approx((3 + 1 + 2 + 3) / (3 + 3))
 
 
 def test_an_interval_is_over_prompts():
     counts = [Counts([10, 50], [10.0, 50.0]), Counts([10, 50], [10.0, 20.0])]
-    speedup, low, high = worth([PLAIN, Plan(1)], counts, Given(0.0, 0.0), 1)[1].speedup
+    speedup, low, high = throughputs([PLAIN, Plan(1)], counts, Given(0.0, 0.0), 1)[1].speedup
     assert speedup == pytest.approx(2)
     assert (low, high) == pytest.approx((1, 2.5))
 
@@ -121,7 +130,7 @@ def rounds(plans, batches, busy=0.0, slots=lambda plan: [plan.nodes + 1]):
     """On the clock of a machine whose times are linear in slots and depth, now and then slowed by others."""
     dice = random.Random(0)
     return [
-        Timed(plan, batch, n, *(time * batch * (1.7 if slow else 1) for time in times))
+        RoundTiming(plan, batch, n, *(time * batch * (1.7 if slow else 1) for time in times))
         for plan in plans
         for batch in batches
         for n in slots(plan) * 7
@@ -134,9 +143,9 @@ def rounds(plans, batches, busy=0.0, slots=lambda plan: [plan.nodes + 1]):
 
 def test_a_few_plans_tell_the_costs_of_all():
     plans = [*CHAINS, *[Plan(d, 3, n) for d in (2, 3, 4) for n in (4, 8, 12, 20)]]
-    some = spanning(plans)
+    some = representative_plans(plans)
     assert len(some) < len(plans) / 2
-    told, all_ = (Measured(rounds([PLAIN, *part], [1, 8])) for part in (some, plans))
+    told, all_ = (MeasuredCosts(rounds([PLAIN, *part], [1, 8])) for part in (some, plans))
     for plan in [PLAIN, *plans]:
         for batch in (1, 3, 8):
             assert told.round_seconds(plan, batch) == pytest.approx(all_.round_seconds(plan, batch))
@@ -151,13 +160,13 @@ def test_drafts_of_varying_size_cost_what_they_are():
     one = Plan(4)
     timed = rounds([PLAIN], [1]) + rounds([one], [1], slots=lambda plan: [1, 1, 1, 5])
     read = (3 * (1.1 + 0.04) + (1.1 + 0.2)) / 4
-    assert Measured(timed).round_seconds(one, 1) == pytest.approx(0.95 + read)
+    assert MeasuredCosts(timed).round_seconds(one, 1) == pytest.approx(0.95 + read)
 
 
 def test_others_on_the_machine_change_little():
     """Though they slow four rounds of ten, by much."""
     plans = [PLAIN, *CHAINS, *TREES]
-    noisy, clean = (Measured(rounds(plans, [1], busy)) for busy in (0.4, 0.0))
+    noisy, clean = (MeasuredCosts(rounds(plans, [1], busy)) for busy in (0.4, 0.0))
     errors = [noisy.round_seconds(p, 1) / clean.round_seconds(p, 1) - 1 for p in plans]
     assert np.median(errors) == pytest.approx(0, abs=1e-9)
     assert max(errors) < 0.2
@@ -204,7 +213,7 @@ def test_nothing_that_picks_by_the_past_is_faster_than_the_oracle():
 
 
 def test_a_row_is_charged_no_more_than_its_share():
-    assert lowest_share(np.array([1.0, 1.2, 3.0])) == pytest.approx(0.6)
+    assert min_seconds_per_row(np.array([1.0, 1.2, 3.0])) == pytest.approx(0.6)
 
 
 # -- adaptive chains -----------------------------------------------------------------------------
@@ -232,40 +241,40 @@ def test_adapting_beats_every_length_where_moods_change(batch):
         found.append(Acceptance(Counts([80] * 6, spent), [], "", part))
     tokens = Counts([80] * 6, [80.0] * 6)
     rows = forecast(plans, found, costs, batch, adapt=True, tokens=tokens)
-    best = rows[fastest([row.worth.speed for row in rows])]
+    best = rows[fastest([row.throughput.speed for row in rows])]
     assert (best.plan.adapt is not None) == (batch == 1)  # rows in step with one another have one mood
     assert [row.plan for row in forecast(plans, found, costs, batch, False, tokens)] == [PLAIN, *plans]
 
 
 def test_a_chain_that_never_pays_is_switched_off_and_tried_again():
     keeps, costs = [np.zeros((200, 4))], Given(0.0, 0.4)
-    policy = pace_of(Plan(4), [np.full((9, 4), 0.6)], costs, 1)
-    played = rehearse(Plan(4, adapt=policy), keeps, costs, 1)
+    policy = fit_policy(Plan(4), [np.full((9, 4), 0.6)], costs, 1)
+    played = simulate(Plan(4, adapt=policy), keeps, costs, 1)
     assert played.rounds == 200
     assert 200 < played.seconds.sum() < 1.2 * 200
-    always = rehearse(Plan(4, adapt=policy), [np.ones((200, 4))], costs, 1)
+    always = simulate(Plan(4, adapt=policy), [np.ones((200, 4))], costs, 1)
     assert always.rounds <= 200 / 4.2
 
 
 def test_drafting_begins_when_the_batch_has_shrunk():
     costs = Given(0.05, 0.0, batch=3.0)
     keeps = [np.ones((20, 2)), *[np.ones((5, 2))] * 7]
-    policy = pace_of(Plan(2), keeps, costs, 8)
+    policy = fit_policy(Plan(2), keeps, costs, 8)
     assert policy.depths(policy.initial_counts(8), per_row=False) == [0] * 8
     assert policy.depths(policy.initial_counts(1), per_row=False) == [2]
-    assert rehearse(Plan(2, adapt=policy), keeps, costs, 8).rounds == 8 * 5 + 15 / 3
+    assert simulate(Plan(2, adapt=policy), keeps, costs, 8).rounds == 8 * 5 + 15 / 3
 
 
 def test_auto_leaves_out_what_a_drafter_cannot_make():
     from decode.errors import UserError
-    from decode.planning.auto import possible
+    from decode.planning.auto import supported_plans
 
     class Shallow:
         def check(self, plan):
             if plan.depth > 1:
                 raise UserError("too deep")
 
-    assert possible(Shallow(), Auto([{"depth": 1}, {"depth": 2}]).plans) == [PLAIN, Plan(1)]
+    assert supported_plans(Shallow(), Auto([{"depth": 1}, {"depth": 2}]).plans) == [PLAIN, Plan(1)]
 
 
 # -- the clock -----------------------------------------------------------------------------------
@@ -274,8 +283,8 @@ def test_auto_leaves_out_what_a_drafter_cannot_make():
 def test_every_rule_of_a_family_is_timed():
     """Its rounds take a time of their own, whatever the drafter's are like."""
     mixed = [Plan(k, proposal="sampled", rule="block" if k == 2 else "token") for k in range(1, 6)]
-    timed = rounds([PLAIN, *spanning(mixed)], [1])
-    assert all(Measured(timed).round_seconds(plan, 1) > 0 for plan in mixed)
+    timed = rounds([PLAIN, *representative_plans(mixed)], [1])
+    assert all(MeasuredCosts(timed).round_seconds(plan, 1) > 0 for plan in mixed)
 
 
 @pytest.mark.parametrize(("new", "room"), [(2, 64), (40, 3)])

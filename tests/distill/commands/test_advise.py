@@ -12,8 +12,8 @@ from workbench import CONF, Bench, command, foredraft, write_prompts
 from benchmarks.regret import regrets
 from decode.depth_policy import DepthPolicy
 from decode.plan import Plan
-from decode.planning.auto import Forecast, choice
-from decode.planning.cost_model import PLAIN, Worth
+from decode.planning.auto import Forecast, best_forecast
+from decode.planning.cost_model import PLAIN, Throughput
 from distill.cli.main import main
 from distill.commands.advise import candidates, decode_overrides, describe, serving_length
 from distill.config.compose import compose
@@ -111,7 +111,7 @@ def test_a_setting_is_what_makes_the_plan(plan):
 
 def rows(*speeds):
     def row(plan, speed, full):
-        return Forecast(plan, 1.0, "", 1.0, Worth(speed, (speed, speed, speed), full))
+        return Forecast(plan, 1.0, "", 1.0, Throughput(speed, (speed, speed, speed), full))
 
     return [row(*one) for one in speeds]
 
@@ -119,15 +119,15 @@ def rows(*speeds):
 def test_a_server_is_told_the_best_chain_of_a_full_batch():
     tree = Plan(3, 2, 6)
     found = rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 1.4), (Plan(2), 1.4, 1.5), (tree, 2.0, 2.0))
-    assert choice(found).plan == tree
+    assert best_forecast(found).plan == tree
     assert serving_length(found) == 2
     assert serving_length(rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 0.9))) == 0
 
 
 def test_adapting_has_to_pay_for_deciding():
     plan = PLANS[-1]
-    assert choice(rows((PLAIN, 1.0, 1.0), (plan, 1.01, None))).plan == PLAIN
-    assert choice(rows((PLAIN, 1.0, 1.0), (plan, 1.05, None))).plan == plan
+    assert best_forecast(rows((PLAIN, 1.0, 1.0), (plan, 1.01, None))).plan == PLAIN
+    assert best_forecast(rows((PLAIN, 1.0, 1.0), (plan, 1.05, None))).plan == plan
 
 
 def test_where_plain_wins_it_says_do_not_draft(bench, tmp_path, monkeypatch):

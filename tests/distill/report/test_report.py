@@ -22,7 +22,7 @@ from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
 from decode.evaluation.replay import Counts
 from decode.evaluation.scorecard import read_scorecard
-from decode.evaluation.traces import ACCEPTED, CORRECTED, PLAIN, samples
+from decode.evaluation.traces import ACCEPTED, CORRECTED, PLAIN, trace_tokens
 from decode.generation.generate import generate
 from decode.generation.types import Round
 from decode.plan import Plan
@@ -358,7 +358,7 @@ def test_a_texts_tokens_are_the_decoders_and_p_is_the_targets(tiny_target, make_
     sampler = Sampler(temperature)
     prompts = [[1, 2, 0], [2, 1]]
     options = {"plan": plan, "sampler": sampler, "max_new_tokens": 24, "seed": 3}
-    found = samples(target, drafter, prompts, laws=True, **options)
+    found = trace_tokens(target, drafter, prompts, has_probs=True, **options)
     done = generate(target, drafter, prompts, **options)
     assert any(w.source == ACCEPTED for text in found for w in text)
     for prompt, text, output in zip(prompts, found, done.outputs, strict=True):
@@ -385,7 +385,7 @@ def test_rounds_that_draft_nothing_have_no_q_and_change_nothing(tiny_target):
     prompts = [[i % 3, i // 3] for i in range(9)]
     options = {"plan": Plan(2, proposal="sampled", adapt=pace), "sampler": sampler, "stop": [0]}
     options |= {"max_new_tokens": 24, "seed": 3}
-    found = samples(target, drafter, prompts, laws=True, **options)
+    found = trace_tokens(target, drafter, prompts, has_probs=True, **options)
     done = generate(target, drafter, prompts, **options)
     assert [[w.token for w in text] for text in found] == [o.tokens for o in done.outputs]
     assert len({len(text) for text in found}) > 1
@@ -416,7 +416,7 @@ def test_q_is_what_the_drafter_drew_from(tiny_target, make_drafter):
                 drawn[request].append(entry or None)
 
     generate(target, drafter, prompts, on_round=note, **options)
-    found = samples(target, drafter, prompts, laws=True, **options)
+    found = trace_tokens(target, drafter, prompts, has_probs=True, **options)
     for text, wanted in zip(found, drawn, strict=True):
         assert sum(one is not None for one in wanted) > 8
         for one, law in zip(text, wanted, strict=True):
@@ -431,7 +431,7 @@ def test_every_drafter_shows_its_texts(tiny_target, make_drafter, drafter_name):
     plan = Plan(2)
     options = {"plan": plan, "sampler": Sampler(1.0), "max_new_tokens": 8, "seed": 3}
     laws = has_probs(drafter, plan)
-    found = samples(target, drafter, [[1, 2, 0, 1, 2]], laws=laws, **options)
+    found = trace_tokens(target, drafter, [[1, 2, 0, 1, 2]], has_probs=laws, **options)
     done = generate(target, drafter, [[1, 2, 0, 1, 2]], **options)
     # Asking for laws changes nothing about the text, nor about what is accepted.
     assert [w.token for w in found[0]] == done.outputs[0].tokens

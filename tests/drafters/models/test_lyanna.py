@@ -12,7 +12,7 @@ from faces import CHUNKS, SAMPLED, Follower, K, V, batch_of, both, paths, random
 from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
 from decode.draft import PAD
 from decode.errors import UserError
-from decode.evaluation.replay import Rollout, inexact, replay
+from decode.evaluation.replay import Rollout, replay, why_inexact
 from decode.evaluation.stateful_replay import walk
 from decode.generation.generate import generate
 from decode.plan import Plan
@@ -328,9 +328,9 @@ def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, mode):
     outputs = generate(target, drafter, prompts, max_new_tokens=20, sampler=sampler, plan=TREE).outputs
     assert [o.tokens for o in outputs] == [r.answer for r in rollouts]
     if mode == "immediate":  # all rows of a batch have to be willing, so there is nothing to replay
-        assert "rows beside" in inexact(TREE, sampler, drafter)
+        assert "rows beside" in why_inexact(TREE, sampler, drafter)
         return
-    assert not inexact(TREE, sampler, drafter)
+    assert not why_inexact(TREE, sampler, drafter)
     (one,) = replay(target, drafter, rollouts, [TREE], sampler)
     assert one.counts.rounds == [len(o.emitted) for o in outputs]
 
