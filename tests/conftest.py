@@ -37,6 +37,8 @@ from drafters.base import Drafter
 from drafters.models.dflash import DFlash
 from drafters.models.hf_dllm import Dllm
 
+pytest.register_assert_rewrite("contract")
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `drafter_name` runs once for every drafter that has a yaml in conf/drafter."""

@@ -10,12 +10,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import contract
 import pytest
 import torch
 import yaml
 from faces import both
 from hydra.utils import instantiate
-from tests.drafters import test_drafters
 from torch import nn
 from workbench import CONF, QUICK, ROOT, command, fork, make_target, write_prompts
 
@@ -33,7 +33,7 @@ CODE, NAME = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 (YAML,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
 CASES = [
     case
-    for name, case in vars(test_drafters).items()
+    for name, case in vars(contract).items()
     if name.startswith("test_") and list(inspect.signature(case).parameters) == ["pair"]
 ]
 

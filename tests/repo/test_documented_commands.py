@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from documented import CONF, ROOT, SERVED, Places, commands, configuration, lines, parts, program
-from tests.distill.serving.test_verify_served import Engine, a_card, a_row
+from fake_engine import Engine, a_card, a_row
 
 from decode.model.load import load_tokenizer
 from distill.cli.main import rewrite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -55,3 +56,12 @@ def test_a_circle_through_a_function_is_seen(tmp_path):
     graph = {name: imports(path, modules) for name, path in modules.items()}
     with pytest.raises(ValueError, match="cycle"):
         TopologicalSorter(graph).prepare()
+
+
+def test_no_test_imports_another():
+    """What several tests need lies in tests/support."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert not [node.module for node in nodes if re.match(r"tests\b|(.+\.)?test_", node.module or "")], (
+            path
+        )

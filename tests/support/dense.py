@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Batch
+from drafters.base import Batch, DraftStep
 from drafters.models.eagle3 import Eagle3
 from drafters.models.prism import Prism
 
@@ -85,3 +85,10 @@ def dense(drafter, batch: Batch, target) -> dict[tuple[int, int, int], Tensor]:
             feature = hidden if third and drafter.norm_output else x
             found |= {(row, t, depth): hidden[t] for t in range(length)}
     return found
+
+
+def steps(head, anchors, hidden, aux=None):
+    return [
+        DraftStep(h, a, depth, head, aux[depth - 1] if aux else {})
+        for depth, (a, h) in enumerate(zip(anchors, hidden, strict=True), 1)
+    ]

@@ -32,6 +32,7 @@ from distill.config.compose import compose
 from distill.config.read import checked_options
 from distill.main import run
 from distill.options import TrainOptions
+from distill.training.checkpointing import TrainingBar
 from drafters.checkpoint.io import save
 from drafters.families import lora_files as adapters
 from drafters.models.eagle import Eagle
@@ -397,3 +398,15 @@ def tau(checkpoint: Path) -> float:
 def leftovers(folder: Path) -> list[Path]:
     """What a killed writer would leave."""
     return [p for p in folder.rglob("*") if p.name.endswith(".tmp")]
+
+
+def kill_in_training(monkeypatch):
+    """After step 3, between the save points of steps 2 and 4."""
+    end = TrainingBar.on_train_batch_end
+
+    def die(self, trainer, *rest):
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), 9)
+        end(self, trainer, *rest)
+
+    monkeypatch.setattr(TrainingBar, "on_train_batch_end", die)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tests.decode.model.test_families import BASE, PROMPTS, WORKS, save
+from families import BASE, PROMPTS, WORKS, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.draft import Draft

@@ -7,11 +7,9 @@ import os
 
 import pytest
 import torch
+from draft_models import quick
 from faces import V
-from tests.distill.training.test_lm_training import quick
-from tests.distill.training.test_resume import kill_in_training
-from tests.drafters.models.test_lm import train
-from workbench import Bench, final, fork, same
+from workbench import Bench, final, fork, kill_in_training, same, train
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -184,17 +182,17 @@ MORE = ["drafter.layers=1", "on_policy.share=0.6", "score.every=2", "score.enabl
 @pytest.mark.proof
 def test_a_killed_run_ends_with_the_same_bits(bench, monkeypatch, accumulate):
     argv = quick(bench, *MORE, f"trainer.accumulate_grad_batches={accumulate}")
-    straight = train(*argv, "resume=never")
+    straight = train([*argv, "resume=never"])
     assert straight.code == 0, straight.err
     with monkeypatch.context() as patch:
         kill_in_training(patch)
-        status = fork(lambda: train(*argv).code)
+        status = fork(lambda: train(argv).code)
     assert os.WIFSIGNALED(status)
-    again = train(*argv)
+    again = train(argv)
     assert again.out.startswith("resuming: ")
     assert "resuming from step 2" in again.out
     assert same(final(straight.folder), final(again.folder))
-    without = train(*[a for a in argv if "on_policy" not in a])
+    without = train([a for a in argv if "on_policy" not in a])
     assert not same(final(straight.folder), final(without.folder))
     with (straight.folder / "csv" / "metrics.csv").open() as lines:
         shares = [float(row["train/on_policy"]) for row in csv.DictReader(lines) if row["train/on_policy"]]
@@ -223,7 +221,7 @@ def test_the_denominator_counts_what_is_trained_on(bench, tmp_path, monkeypatch)
         return mixed
 
     monkeypatch.setattr(module_module.DistillModule, "_mix", spy)
-    done = train(*quick(bench, *MORE, "trainer.accumulate_grad_batches=2", "seed=5"))
+    done = train(quick(bench, *MORE, "trainer.accumulate_grad_batches=2", "seed=5"))
     assert done.code == 0, done.err
     assert len(seen) == 12
     for step in range(6):

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from dense import steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.model.head import Head
@@ -41,13 +42,6 @@ WEIGHT_PAIRS = {
 }
 DIVERGENCES = {name: pair[0] for name, pair in PAIRS.items()}
 WEIGHTS = {name: pair[0] for name, pair in WEIGHT_PAIRS.items()}
-
-
-def steps(head, anchors, hidden, aux=None):
-    return [
-        DraftStep(h, a, depth, head, aux[depth - 1] if aux else {})
-        for depth, (a, h) in enumerate(zip(anchors, hidden, strict=True), 1)
-    ]
 
 
 def drafted(head, vocabulary: str):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.distill.losses.test_objectives import steps
+from dense import steps
 
 from decode.errors import UserError
 from distill.losses.divergences import lk, tv

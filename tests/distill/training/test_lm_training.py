@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
+import contract
 import pytest
 import torch
+from draft_models import KINDS, LORA, adapted, draft_model, logits, quick
 from faces import CHAIN, SAMPLED, K, V, batch_of, random_texts, unrolled
-from tests.drafters import test_drafters
-from tests.drafters.models.test_lm import KINDS, draft_model
 from transformers import AutoConfig, AutoModelForCausalLM
-from workbench import Bench, leftovers, weights
+from workbench import Bench, leftovers, train, weights
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -25,21 +25,10 @@ from drafters.checkpoint import io as hub
 from drafters.families.hf_build import cut_target, spaced_layers
 from drafters.models.lm import DraftLM
 
-LORA = {"r": 3, "alpha": 5, "targets": "all-linear"}
-
 
 @pytest.fixture
 def target(tiny_target):
     return tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
-
-
-def adapted(target, folder, kind="tied", **options) -> DraftLM:
-    """With adapters that change something; fresh ones add nothing."""
-    drafter = DraftLM.for_target(target, path=draft_model(folder, kind), lora=LORA | options)
-    for name, weight in drafter.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return drafter
 
 
 # -- cut from the target -------------------------------------------------------------------------
@@ -67,7 +56,7 @@ def test_a_cut_that_keeps_every_layer_is_the_target(tiny_target, dtype):
     drafter = drafter.to(dtype)
     theirs = target.model.state_dict()
     assert all(torch.equal(weight, theirs[name]) for name, weight in drafter.model.state_dict().items())
-    test_drafters.test_the_target_is_no_part_of_the_drafter((target, drafter))
+    contract.test_the_target_is_no_part_of_the_drafter((target, drafter))
 
 
 @pytest.mark.parametrize(("plan", "temperature"), [(CHAIN, 0.0), (SAMPLED, 1.0)], ids=str)
@@ -128,18 +117,13 @@ def test_adapters_alone_train_and_gradients_reach_them(target, tmp_path, kind):
     trained = {name for name, weight in drafter.named_parameters() if weight.requires_grad}
     assert trained == {name for name, _ in drafter.named_parameters() if "lora_" in name}
     assert trained
-    test_drafters.test_gradients_reach_every_trainable_weight_and_none_of_the_targets((target, drafter))
+    contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets((target, drafter))
 
 
 def test_the_contract_holds_with_adapters(target, tmp_path):
     pair = target, adapted(target, tmp_path / "draft")
-    test_drafters.test_decoding_computes_the_laws_that_training_taught(pair)
-    test_drafters.test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, "turns")
-
-
-@torch.no_grad()
-def logits(model, texts):
-    return model(input_ids=texts, use_cache=False).logits
+    contract.test_decoding_computes_the_laws_that_training_taught(pair)
+    contract.test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, "turns")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -285,10 +269,6 @@ def bench(tmp_path_factory) -> Bench:
     return Bench(tmp_path_factory.mktemp("lmtrain"))
 
 
-def quick(bench: Bench, *more: str):
-    return [a for a in bench.command if not a.startswith("drafter.depth")] + ["drafter=lm", *more]
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -300,9 +280,8 @@ def quick(bench: Bench, *more: str):
 )
 @pytest.mark.ci("on policy", "lora, nll")
 def test_a_run_trains_saves_and_scores(bench, more):
-    from tests.drafters.models.test_lm import train
 
-    done = train(*quick(bench, *more))
+    done = train(quick(bench, *more))
     assert done.code == 0, done.err
     card = json.loads((done.folder / "checkpoints" / "last" / "score.json").read_text())
     assert card["audit_passed"]

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.distill.training.test_resume import kill_in_training
 from transformers import AutoModelForCausalLM, FalconConfig, OPTConfig
-from workbench import Bench, final, same
+from workbench import Bench, final, kill_in_training, same
 
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
-from workbench import Bench, final, fork, leftovers, same, tau, write_prompts
+from workbench import Bench, final, fork, kill_in_training, leftovers, same, tau, write_prompts
 
 from distill.rollouts import store as rollouts
 from distill.rollouts import writer
@@ -30,18 +30,6 @@ def straight(bench, tmp_path_factory) -> Path:
 
 
 # -- kills ---------------------------------------------------------------------------------------
-
-
-def kill_in_training(monkeypatch):
-    """After step 3, between the save points of steps 2 and 4."""
-    end = callbacks.TrainingBar.on_train_batch_end
-
-    def die(self, trainer, *rest):
-        if trainer.global_step == 3:
-            os.kill(os.getpid(), 9)
-        end(self, trainer, *rest)
-
-    monkeypatch.setattr(callbacks.TrainingBar, "on_train_batch_end", die)
 
 
 def kill_in(monkeypatch, owner, name, when, step: int):

@@ -6,37 +6,13 @@ import json
 
 import pytest
 import torch
-from faces import Follower, V, equal, plans_of, random_texts
+from contract import saved
+from faces import V
 
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.checkpoint import io as hub
 from drafters.registry import drafter_class, short_name
-
-
-def saved(pair, folder):
-    target, drafter = pair
-    drafter.requires_grad_(False)  # as the loaded one is, for the same kernels
-    hub.save(drafter, target, folder, "some/target")
-    return target, drafter, folder
-
-
-def test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path):
-    target, drafter, folder = saved(pair, tmp_path)
-    loaded = hub.load(folder, target)
-    assert type(loaded) is type(drafter)
-    assert loaded.settings == drafter.settings
-    assert not loaded.training
-    ours, theirs = drafter.state_dict(), loaded.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
-    texts = random_texts()
-    drafts = []
-    for one in (drafter, loaded):
-        follower = Follower(one, target, texts)
-        follower.advance((5, 3))
-        drafts.append([follower.propose(plan) for plan in plans_of(drafter)])
-    assert all(equal(*both) for both in zip(*drafts, strict=True))
 
 
 def test_a_saved_drafter_holds_no_weight_of_the_target(pair, tmp_path):

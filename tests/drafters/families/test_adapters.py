@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_models import LORA, adapted, draft_model, logits, quick
 from faces import V, batch_of, random_texts
+from fillers import adapted as adapted_filler
+from medusas import moved
 from safetensors.torch import load_file, save_file
-from tests.distill.training.test_lm_training import LORA, adapted, logits, quick
-from tests.distill.training.test_resume import kill_in_training
-from tests.drafters.models.test_dllm import adapted as adapted_filler
-from tests.drafters.models.test_lm import draft_model
-from tests.drafters.models.test_medusa2 import moved
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-from workbench import Bench, final, fork, make_target, make_tokenizer, same, train, weights
+from workbench import Bench, final, fork, kill_in_training, make_target, make_tokenizer, same, train, weights
 
 from decode.errors import UserError
 from decode.model.load import load_model

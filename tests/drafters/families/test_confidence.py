@@ -23,8 +23,7 @@ from faces import (
     random_texts,
     unrolled,
 )
-from tests.distill.training.test_resume import kill_in_training
-from workbench import Bench, final, fork, same, train, weights
+from workbench import Bench, final, fork, kill_in_training, same, train, weights
 
 from decode.draft import PAD
 from decode.errors import UserError

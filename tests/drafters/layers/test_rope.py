@@ -2,10 +2,10 @@
 
 from typing import Any
 
+import contract
 import pytest
 import torch
 from faces import K, both, random_texts, unrolled
-from tests.drafters import test_drafters
 from transformers import LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
@@ -106,7 +106,7 @@ def test_a_drafter_has_the_targets(name, tiny_target, make_drafter, tmp_path):
     texts = random_texts()
     before, after = (unrolled(one, target, texts) for one in (plain, drafter))
     assert max((before[place] - law).abs().max() for place, law in after.items()) > 1e-3
-    test_drafters.test_decoding_computes_the_laws_that_training_taught((target, drafter))
+    contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
     hub.save(drafter, target, tmp_path)
     loaded: Any = hub.load(tmp_path, target)
     assert loaded.rotary.table(8, texts.float()).equal(drafter.rotary.table(8, texts.float()))

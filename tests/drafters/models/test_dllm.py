@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import contract
 import pytest
 import torch
 from faces import (
@@ -23,8 +24,7 @@ from faces import (
     random_texts,
     unrolled,
 )
-from tests.drafters import test_drafters
-from tests.drafters.checkpoint import test_hub
+from fillers import CAUSAL, KINDS, LORA, MASK, adapted, drafter_for, filler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from workbench import Bench, final, leftovers, make_target, make_tokenizer, weights
 
@@ -39,50 +39,8 @@ from distill.losses.weights import Streak, constant
 from drafters.checkpoint import io as hub
 from drafters.families.hf_model import PADDING
 from drafters.families.masked_lm import MaskedModel, check_fills_masks
-from drafters.models.hf_dllm import Dllm
 
-BASE = {
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-KINDS = {
-    "llama": ("llama", BASE),
-    "learned positions": ("gpt2", BASE | {"n_embd": 16, "n_head": 2, "n_positions": 64, "n_layer": 2}),
-    "windows and soft caps": (
-        "gemma2",
-        BASE | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4},
-    ),
-    "bert": ("bert", BASE | {"pad_token_id": 0}),
-    "roberta": ("roberta", BASE | {"pad_token_id": 1}),
-    "modernbert": (
-        "modernbert",
-        BASE | {"local_attention": 8, "cls_token_id": None, "sep_token_id": None, "num_hidden_layers": 4},
-    ),
-}
-CAUSAL = ("llama", "learned positions", "windows and soft caps")
-LORA = {"r": 3, "alpha": 5, "targets": "all-linear"}
-MASK = V - 1
 DRAWN = Plan(K, 3, 8, proposal="hybrid")
-
-
-def filler(folder: Path, kind: str = "llama", vocab: int = V, spread: float = 3.0, **changes) -> str:
-    """A folder with a random model that heeds every token."""
-    name, shape = KINDS[kind]
-    torch.manual_seed(4)
-    config = AutoConfig.for_model(name, vocab_size=vocab, **shape | changes)
-    door = AutoModelForCausalLM if kind in CAUSAL else AutoModelForMaskedLM
-    model = door.from_config(config)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.mul_(spread)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 def small(tiny_target):
@@ -92,11 +50,6 @@ def small(tiny_target):
 @pytest.fixture
 def target(tiny_target):
     return small(tiny_target)
-
-
-def drafter_for(target, path: str, **options) -> Dllm:
-    settings = {"mask_token": MASK, "depth": K, "shift": 0, "steps": 1, "anchors": 2} | options
-    return Dllm.for_target(target, path=path, **settings).eval()
 
 
 def refused(target, path: str, **options) -> str:
@@ -165,12 +118,12 @@ def test_every_place_reads_every_other_and_no_padding(tiny_target, tmp_path, kin
 @pytest.mark.ci("llama-0", "llama-1", "bert-0", "learned positions-1")
 def test_the_contract_holds_for_every_kind_of_model(target, tmp_path, monkeypatch, kind, shift):
     pair = target, drafter_for(target, filler(tmp_path / "model", kind), shift=shift)
-    test_drafters.test_decoding_computes_the_laws_that_training_taught(pair)
-    test_drafters.test_a_row_does_not_depend_on_its_neighbours(pair)
-    test_drafters.test_a_text_may_come_in_any_pieces(pair)
-    test_drafters.test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair)
-    test_drafters.test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch)
-    test_drafters.test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, "turns")
+    contract.test_decoding_computes_the_laws_that_training_taught(pair)
+    contract.test_a_row_does_not_depend_on_its_neighbours(pair)
+    contract.test_a_text_may_come_in_any_pieces(pair)
+    contract.test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair)
+    contract.test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch)
+    contract.test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, "turns")
 
 
 def test_a_tree_is_the_product_of_the_depths(target, tmp_path):
@@ -388,15 +341,6 @@ def test_a_streak_can_weigh_it(target, tmp_path):
 # -- adapters and files ----------------------------------------------------------------------------
 
 
-def adapted(target, folder: Path, kind: str) -> Dllm:
-    """With adapters that change something; fresh ones add nothing."""
-    drafter = drafter_for(target, filler(folder, kind), lora=LORA)
-    for name, weight in drafter.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return drafter
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_alone_train_and_are_merged_when_loaded(target, tmp_path, kind):
     drafter = adapted(target, tmp_path / "model", kind)
@@ -404,8 +348,8 @@ def test_adapters_alone_train_and_are_merged_when_loaded(target, tmp_path, kind)
     assert trained == {name for name, _ in drafter.named_parameters() if "lora_" in name}
     assert trained
     pair = target, drafter
-    test_drafters.test_gradients_reach_every_trainable_weight_and_none_of_the_targets(pair)
-    test_drafters.test_decoding_computes_the_laws_that_training_taught((target, drafter.eval()))
+    contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets(pair)
+    contract.test_decoding_computes_the_laws_that_training_taught((target, drafter.eval()))
     (tmp_path / "saved").mkdir()
     hub.save(drafter, target, tmp_path / "saved")
     assert weights(tmp_path / "saved").keys() == trained
@@ -423,12 +367,12 @@ def test_a_saved_drafter_comes_back_bit_for_bit(target, tmp_path, kind):
     drafter = drafter_for(target, filler(tmp_path / "model", kind), shift=1, steps=2)
     shutil.rmtree(tmp_path / "model")
     (tmp_path / "saved").mkdir()
-    test_hub.test_a_saved_drafter_comes_back_bit_for_bit((target, drafter), tmp_path / "saved")
+    contract.test_a_saved_drafter_comes_back_bit_for_bit((target, drafter), tmp_path / "saved")
 
 
 def test_it_is_loaded_in_the_targets_dtype(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model"))
-    test_drafters.test_the_target_is_no_part_of_the_drafter((target, drafter))
+    contract.test_the_target_is_no_part_of_the_drafter((target, drafter))
     hub.save(drafter, target, tmp_path)
     target.model.bfloat16()
     loaded = hub.load(tmp_path, target)
@@ -458,7 +402,7 @@ def test_of_a_long_text_it_reads_what_there_is_room_for(tiny_target, tmp_path, k
         rows = drafter.masked.head(drafter.masked.read(window)).softmax(-1)[0]
         for depth in range(1, K + 1):
             torch.testing.assert_close(laws[(0, t, depth)], rows[depth - 1], rtol=0, atol=ROUNDING)
-    test_drafters.test_decoding_computes_the_laws_that_training_taught((target, drafter))
+    contract.test_decoding_computes_the_laws_that_training_taught((target, drafter))
 
 
 def test_a_context_without_room_for_text_is_refused(target, tmp_path):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contract
 import pytest
 import torch
 from dense import dense
 from faces import K, V, both, random_rollouts, random_texts
-from tests.drafters import test_drafters
-from tests.drafters.checkpoint import test_hub
 
 from decode.errors import UserError
 from drafters.base import Batch, Text
@@ -60,16 +59,16 @@ def optioned(request, tiny_target, make_drafter):
 
 
 def test_both_faces_are_one_model_with_every_option(optioned):
-    test_drafters.test_decoding_computes_the_laws_that_training_taught(optioned)
+    contract.test_decoding_computes_the_laws_that_training_taught(optioned)
 
 
 @pytest.mark.ci("plain", "three layers, all norms", "speculators", "last alone")
 def test_every_level_of_a_tree_is_that_model_with_every_option(optioned, monkeypatch):
-    test_drafters.test_every_level_of_a_tree_computes_the_laws_that_training_taught(optioned, monkeypatch)
+    contract.test_every_level_of_a_tree_computes_the_laws_that_training_taught(optioned, monkeypatch)
 
 
 def test_it_is_saved_and_loaded_with_every_option(optioned, tmp_path):
-    test_hub.test_a_saved_drafter_comes_back_bit_for_bit(optioned, tmp_path)
+    contract.test_a_saved_drafter_comes_back_bit_for_bit(optioned, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["eagle", *OPTIONS])

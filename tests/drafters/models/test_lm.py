@@ -6,50 +6,25 @@ import json
 import shutil
 from pathlib import Path
 
+import contract
 import pytest
 import torch
+from draft_models import KINDS, draft_model
 from faces import CHAIN, SAMPLED, TREE, Follower, K, V, random_texts
 from safetensors.torch import load_file
-from tests.drafters import test_drafters
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from workbench import CONF, ROOT, Bench, command, foredraft, leftovers, make_target, make_tokenizer, tau
+from transformers import PreTrainedTokenizerFast
+from workbench import ROOT, Bench, foredraft, leftovers, make_target, make_tokenizer, tau, train
 
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.cli.main import main
-from distill.main import run
 from distill.scoring.scorer import Scorer
 from distill.utils.run_folder import checkpoints
 from drafters.checkpoint import io as hub
 from drafters.families.hf_model import PADDING
 from drafters.models.lm import DraftLM
-
-BASE = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-LLAMA = BASE | {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-KINDS = {
-    "window": ("mistral", LLAMA | {"num_key_value_heads": 1, "sliding_window": 4}),
-    "windows and soft caps, eager": (
-        "gemma2",
-        LLAMA | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4},
-    ),
-    "learned positions": ("gpt2", BASE | {"n_embd": 16, "n_head": 2, "n_positions": 64, "n_layer": 2}),
-    "tied": ("llama", LLAMA | {"tie_word_embeddings": True}),
-}
-
-
-def draft_model(folder: Path, kind: str = "tied", vocab: int = V, spread: float = 3.0, **changes) -> str:
-    """A folder with a random model, whose rows heed every token."""
-    name, shape = KINDS[kind]
-    torch.manual_seed(4)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=vocab, **shape | changes))
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            weight.data.mul_(spread)
-    model.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture
@@ -68,9 +43,9 @@ def drafter_for(target, path: str) -> DraftLM:
 def test_the_contract_holds_for_every_kind_of_model(target, tmp_path, monkeypatch, kind):
     """Windows and additive masks over scratch slots above all."""
     pair = target, drafter_for(target, draft_model(tmp_path / "draft", kind))
-    test_drafters.test_decoding_computes_the_laws_that_training_taught(pair)
-    test_drafters.test_proposing_changes_nothing_for_later_rounds(pair)
-    test_drafters.test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch)
+    contract.test_decoding_computes_the_laws_that_training_taught(pair)
+    contract.test_proposing_changes_nothing_for_later_rounds(pair)
+    contract.test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -300,12 +275,8 @@ def quick(bench: Bench, *more: str) -> list[str]:
     return [*kept, "drafter=lm_given", f"drafter.path={bench.target}", "score.max_new_tokens=7", *more]
 
 
-def train(*argv: str):
-    return command(lambda: main(run, CONF), ["train.py", *argv])
-
-
 def test_a_run_saves_and_scores_the_model_as_it_is(bench, tmp_path):
-    done = train(*quick(bench))
+    done = train(quick(bench))
     assert done.code == 0, done.err
     assert done.err == ""
     said = done.out.splitlines()
@@ -335,7 +306,7 @@ def test_a_run_saves_and_scores_the_model_as_it_is(bench, tmp_path):
 @pytest.mark.proof
 def test_its_checkpoint_is_scored_again_without_the_folder_it_came_from(bench, tmp_path):
     draft = shutil.copytree(bench.target, tmp_path / "draft")
-    done = train(*quick(bench, "seed=2", f"drafter.path={draft}"))
+    done = train(quick(bench, "seed=2", f"drafter.path={draft}"))
     assert done.code == 0, done.err
     shutil.rmtree(draft)
     kept = [a for a in quick(bench) if not a.startswith(("drafter", "optimizer", "output_dir", "batch_size"))]
@@ -356,9 +327,9 @@ def test_a_run_that_was_stopped_while_scoring_goes_on(bench, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Scorer, "__call__", stop)
-        first = train(*argv)
+        first = train(argv)
     assert first.code == 130
-    again = train(*argv)
+    again = train(argv)
     assert again.code == 0, again.err
     assert again.out.startswith("resuming: ")
     assert tau(again.folder / "checkpoints" / "best") == 3.0
@@ -366,7 +337,7 @@ def test_a_run_that_was_stopped_while_scoring_goes_on(bench, monkeypatch):
 
 
 def test_without_scoring_there_is_still_a_checkpoint(bench):
-    done = train(*quick(bench, "seed=4", "score.enabled=false"))
+    done = train(quick(bench, "seed=4", "score.enabled=false"))
     assert done.code == 0, done.err
     assert (done.folder / "checkpoints" / "last").readlink() == Path("0")
     assert not (done.folder / "checkpoints" / "best").exists()
@@ -376,7 +347,7 @@ def test_a_wrong_folder_is_one_line_and_leaves_nothing(bench, tmp_path):
     before = bench.runs()
     other = draft_model(tmp_path / "other, (odd) 'name'", vocab=1024)
     for path, reason in [(tmp_path / "nowhere", "no such folder"), (other, "has 1024 ids, the target's 260")]:
-        done = train(*quick(bench, f"drafter.path={path}"))
+        done = train(quick(bench, f"drafter.path={path}"))
         assert done.code == 2
         assert len(done.err.splitlines()) == 1
         assert reason in done.err

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from faces import K, V, batch_of, random_texts
+from faces import K, batch_of, random_texts
+from medusas import LORA, fresh, moved
 from torch import nn
 from workbench import CONF, Bench, changed, command, final
 
@@ -21,7 +22,6 @@ from decode.evaluation.scorecard import TargetDrift
 from decode.generation.generate import generate
 from decode.model.fused_forward import Fused
 from decode.model.load import load_target, load_tokenizer
-from decode.model.target import LAST
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.cli.main import main
@@ -41,23 +41,6 @@ from distill.training.optim import warm_up_and_decay
 from drafters.checkpoint import io as hub
 from drafters.families import tuned_target as tuned
 from drafters.models.medusa import Medusa2
-
-LORA = {"r": 2, "alpha": 4, "targets": "all-linear"}
-OPTIONS = {"depth": K, "layers": 1, "own_head": True, "heads": 0.2, "warmup": 0.25, "lora_lr": 0.25}
-
-
-def fresh(tiny_target, lora=LORA, dtype=torch.float64, **changes):
-    target = tiny_target(vocab=V, layers=3, hidden=16, dtype=dtype)
-    target.tap([LAST])
-    return target, Medusa2.for_target(target, **{"lora": lora, **OPTIONS, **changes}).to(dtype)
-
-
-def moved(tiny_target, **changes):
-    """As if trained: every weight is random and matters."""
-    target, drafter = fresh(tiny_target, **changes)
-    for weight in drafter.parameters():
-        nn.init.normal_(weight, std=0.5 * weight.shape[-1] ** -0.5)
-    return target, drafter
 
 
 def weights_of(target):

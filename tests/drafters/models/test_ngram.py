@@ -7,12 +7,11 @@ import json
 import pytest
 import torch
 from exact import check_lossless
-from faces import paths
+from faces import feed, paths, propose
 from hypothesis import given
 from hypothesis import strategies as st
 from workbench import Bench, train
 
-from decode.draft import Draft
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay
 from decode.generation.generate import generate
@@ -28,27 +27,6 @@ STATIC = Plan(tree=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
 @pytest.fixture(scope="module")
 def target(tiny_target):
     return tiny_target(vocab=30, dtype=torch.float32)
-
-
-def feed(drafter, target, texts, cuts=()):
-    """A state that has read the texts (their last token is the root), in pieces that end at `cuts`."""
-    state, known = drafter.new_state(len(texts)), [0] * len(texts)
-    for cut in [*cuts, max(map(len, texts))]:
-        ends = [max(min(cut, len(text)), k + 2) for text, k in zip(texts, known, strict=True)]
-        if any(end > len(text) for end, text in zip(ends, texts, strict=True)):
-            continue  # a row settles a token every time; give it its rest at once
-        counts = [end - 1 - k for end, k in zip(ends, known, strict=True)]
-        tokens = torch.full((len(texts), max(counts) + 1), 7)  # padding is ignored
-        for row, (text, k, n) in enumerate(zip(texts, known, counts, strict=True)):
-            tokens[row, :n] = torch.tensor(text[k : k + n])
-        root = torch.tensor([text[end - 1] for text, end in zip(texts, ends, strict=True)])
-        drafter.advance(state, target, tokens, torch.empty(*tokens.shape, 0, 8), counts, root)
-        known = [k + n for k, n in zip(known, counts, strict=True)]
-    return state
-
-
-def propose(drafter, target, state, plan) -> Draft:
-    return drafter.propose(state, target, Sampler(0.0), None, plan)
 
 
 def chains(drafter, target, texts, depth, cuts=()) -> list[list[int]]:

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 from exact import check_lossless
-from faces import paths
+from faces import feed, paths, propose
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.drafters.models.test_ngram import feed, propose
 
 from decode.draft import PAD
 from decode.errors import UserError

@@ -1,0 +1,580 @@
+"""The contract of every drafter in conf/drafter; a new one joins by existing.
+
+The training face (`unroll`) and the decoding face (`advance`, `propose`) must be one model: the
+decoding face is fed a known text, chunk by chunk and ragged, and its laws are compared with the
+unroll of that text.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from exact import EnumeratingCoin, Script, paths_of
+from faces import (
+    CHAIN,
+    CHUNKS,
+    ROUNDING,
+    SAMPLED,
+    TREE,
+    Follower,
+    K,
+    V,
+    alike,
+    batch_of,
+    best_paths,
+    equal,
+    laws_below,
+    named,
+    paths,
+    plans_of,
+    random_texts,
+    unrolled,
+)
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.generation.generate import generate
+from decode.model.head import Head
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from drafters.base import Batch, supervised_anchors
+from drafters.checkpoint import io as hub
+from drafters.drafting.tree import expand
+from drafters.families.block import BlockDrafter
+from drafters.models.hf_dllm import Dllm
+from drafters.models.medusa import Medusa, Medusa2
+from drafters.models.p_eagle import PEagle
+
+# -- one model with two faces ------------------------------------------------------------------
+
+
+def lawful(pair):
+    """A pair whose drafter has laws to draw from."""
+    if "sampled" not in pair[1].proposals:
+        pytest.skip("has no law")
+    return pair
+
+
+def test_decoding_computes_the_laws_that_training_taught(pair):
+    target, drafter = lawful(pair)
+    texts = random_texts()
+    laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
+    compared = 0
+    for counts in CHUNKS:
+        follower.advance(counts)
+        draft = follower.propose(SAMPLED)
+        assert draft.q.shape == (2, K, V)
+        assert draft.is_chain
+        for row, anchor in enumerate(follower.anchors):
+            for depth in range(1, K + 1):
+                want = laws[(row, anchor, depth)]
+                torch.testing.assert_close(draft.q[row, depth - 1], want, rtol=0, atol=ROUNDING)
+                compared += 1
+    assert compared == 2 * K * len(CHUNKS)
+
+
+def test_the_laws_depend_on_the_context_and_the_depth(pair):
+    """Else the test above could not fail."""
+    target, drafter = lawful(pair)
+    texts = random_texts()
+    laws = unrolled(drafter, target, texts)
+    compared = 0
+    for (row, anchor, depth), law in laws.items():
+        assert law.max() < 0.6  # else there is little left to differ in
+        for other in [(1 - row, anchor, depth), (row, anchor - 1, depth), (row, anchor, depth - 1)]:
+            newest = texts[other[0], other[1] + other[2]]  # a drafter may look at no other token
+            if other in laws and newest != texts[row, anchor + depth]:
+                assert (laws[other] - law).abs().max() > 100 * ROUNDING
+                compared += 1
+    assert compared > len(laws)
+
+
+def test_a_sampled_chains_laws_are_warped_as_the_sampler_says(pair):
+    target, drafter = lawful(pair)
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((6, 4))
+    plain = follower.propose(SAMPLED).q
+    for sampler in [Sampler(0.5), Sampler(1.0, top_k=3), Sampler(0.0), Sampler(0.7, top_p=0.8, min_p=0.05)]:
+        want = sampler.probs(plain.flatten(0, 1).log()).view_as(plain)
+        torch.testing.assert_close(follower.propose(SAMPLED, sampler).q, want, rtol=0, atol=ROUNDING)
+
+
+def test_a_sampled_chain_is_drawn_from_the_laws_it_carries(pair):
+    target, drafter = lawful(pair)
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((6, 4))
+    coin, drawn = EnumeratingCoin([Script(0), Script(1)]), []
+    draw = coin.draw
+
+    def spy(weights, key, active):
+        drawn.append((key.slot, weights, draw(weights, key, active)))
+        return drawn[-1][-1]
+
+    coin.draw = spy
+    with torch.no_grad():
+        draft = drafter.propose(follower.state, target, Sampler(0.5), coin, SAMPLED)
+    assert [slot for slot, _, _ in drawn] == list(range(K))
+    for slot, weights, token in drawn:
+        torch.testing.assert_close(draft.q[:, slot], weights, rtol=0, atol=0)
+        assert draft.tokens[:, slot].tolist() == token.tolist()
+
+
+def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch):
+    """Drive the step of `expand` along arbitrary beams, which scores would seldom choose."""
+    target, drafter = lawful(pair)
+    follower = Follower(drafter, target, random_texts())
+    dice = torch.Generator().manual_seed(3)
+    grown = []
+
+    def drive(logits, step, sampler, coin, plan, vocabulary=None, confidence=None):
+        del sampler, coin, plan
+        entries, found = [[()], [()]], [(((), ()), logits)]
+        for _ in range(K - 1):
+            tokens = torch.randint(V, (2, 4), generator=dice)
+            parents = torch.randint(len(entries[0]), (2, 4), generator=dice)
+            logits = step(tokens, parents)
+            lines = [zip(t, p, strict=True) for t, p in zip(tokens.tolist(), parents.tolist(), strict=True)]
+            entries = [[(*old[p], t) for t, p in line] for old, line in zip(entries, lines, strict=True)]
+            each = logits.expand(-1, 4, -1)  # one row stands for all where they are alike
+            found += [((entries[0][w], entries[1][w]), each[:, w]) for w in range(4)]
+        ids = None if vocabulary is None else vocabulary.ids
+        grown.append([(names, named(ids, rows.softmax(-1), V)) for names, rows in found])
+        return Draft.chain(torch.zeros(2, K, dtype=torch.long))
+
+    homes = [base.__module__ for base in type(drafter).__mro__]
+    growing = [home for home in homes if hasattr(importlib.import_module(home), "expand")]
+    if not growing:
+        return  # it drafts without looking at its own tokens, so nothing grows
+    monkeypatch.setattr(f"{growing[0]}.expand", drive)
+    for counts in CHUNKS[:4]:
+        follower.advance(counts)
+        follower.propose(TREE)
+        for names, laws in grown.pop():
+            for row, path in enumerate(names):
+                prefix = follower.texts[row, : follower.settled[row] + 1].tolist()
+                want = laws_below(drafter, target, prefix, path)[-1]
+                torch.testing.assert_close(laws[row], want, rtol=0, atol=ROUNDING)
+
+
+def test_drafts_side_by_side_carry_the_laws_that_training_taught(pair):
+    plan = Plan(depth=K, proposal="sampled", drafts=5)
+    target, drafter = lawful(pair)
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS[:3]:
+        follower.advance(counts)
+        coin = EnumeratingCoin([Script(sum(counts)), Script(1)])
+        with torch.no_grad():
+            draft = drafter.propose(follower.state, follower.target, Sampler(0.3), coin, plan)
+        for row, end in enumerate(follower.settled):
+            prefix = follower.texts[row, : end + 1].tolist()
+            known = paths_of(draft.tokens[row].tolist(), draft.parents[row].tolist())
+            for entry, slot in enumerate(draft.probs.owner[row].tolist()):
+                if slot >= 0:
+                    law = laws_below(drafter, target, prefix, known[slot])[-1]
+                    want = Sampler(0.3).probs(law.log()[None])[0]
+                    torch.testing.assert_close(draft.q[row, entry], want, rtol=0, atol=10 * ROUNDING)
+
+
+def test_a_chosen_chain_holds_the_likeliest_token_of_every_law(pair):
+    target, drafter = lawful(pair)
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS:
+        follower.advance(counts)
+        draft = follower.propose(CHAIN)
+        assert draft.q is None
+        assert draft.tokens.shape == (2, K)
+        for row, end in enumerate(follower.settled):
+            chain = draft.tokens[row].tolist()
+            laws = laws_below(drafter, target, follower.texts[row, : end + 1].tolist(), chain[:-1])
+            assert [int(law.argmax()) for law in laws] == chain
+
+
+def test_a_trees_siblings_are_the_likeliest_tokens_below_their_parent(pair):
+    target, drafter = lawful(pair)
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS[:4]:
+        follower.advance(counts)
+        draft = follower.propose(TREE)
+        assert draft.q is None
+        for row, end in enumerate(follower.settled):
+            found = paths(draft, row)
+            assert 1 <= len(found) - 1 <= TREE.nodes
+            assert max(map(len, found)) <= draft.depth == K
+            prefix = follower.texts[row, : end + 1].tolist()
+            for path in found:
+                children = {p[-1] for p in found if p[:-1] == path and p}
+                if children:
+                    law = laws_below(drafter, target, prefix, path)[-1]
+                    assert children == set(law.topk(len(children)).indices.tolist())
+
+
+def test_a_tree_keeps_the_likeliest_of_all_paths_it_looked_at(pair):
+    """EAGLE-2's rerank (arXiv:2406.16858, section 4.2), scored by the training face."""
+    target, drafter = lawful(pair)
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS[:3]:
+        follower.advance(counts)
+        draft = follower.propose(TREE)
+        for row, end in enumerate(follower.settled):
+            prefix = follower.texts[row, : end + 1].tolist()
+
+            def law(path, prefix=prefix):
+                return laws_below(drafter, target, prefix, path)[-1].log()
+
+            assert set(paths(draft, row)) - {()} == set(best_paths(law, TREE))
+
+
+# -- proposing and selecting -------------------------------------------------------------------
+
+
+def test_proposing_twice_gives_the_same_draft(pair):
+    target, drafter = pair
+    follower = Follower(drafter, target, random_texts())
+    for counts in CHUNKS[:3]:
+        follower.advance(counts)
+        for plan in plans_of(drafter):
+            assert equal(follower.propose(plan), follower.propose(plan))
+
+
+def test_proposing_changes_nothing_for_later_rounds(pair):
+    target, drafter = pair
+    texts = random_texts()
+    quiet, busy = Follower(drafter, target, texts), Follower(drafter, target, texts)
+    plans = plans_of(drafter)
+    for counts in CHUNKS:
+        quiet.advance(counts)
+        busy.advance(counts)
+        for plan in reversed(plans):
+            busy.propose(plan)
+    for plan in reversed(plans):
+        assert equal(quiet.propose(plan), busy.propose(plan), atol=ROUNDING)
+
+
+def test_a_text_may_come_in_any_pieces(pair):
+    target, drafter = pair
+    texts = random_texts()
+    once, pieces = Follower(drafter, target, texts), Follower(drafter, target, texts)
+    once.advance([sum(counts[row] for counts in CHUNKS) for row in range(2)])
+    for counts in CHUNKS:
+        pieces.advance(counts)
+    for plan in plans_of(drafter):
+        drafts = once.propose(plan), pieces.propose(plan)
+        assert all(alike(drafts[0], row, drafts[1], row) for row in range(2))
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [2, 0], [1], [2, 1, 0]], ids=str)
+def test_select_keeps_these_rows_in_this_order(pair, rows):
+    target, drafter = pair
+    texts = random_texts(3)
+    whole, part = Follower(drafter, target, texts), Follower(drafter, target, texts)
+    for follower in (whole, part):
+        follower.advance((3, 6, 2))
+        follower.advance((2, 1, 4))
+    part.select(rows)
+    for _ in range(2):
+        for plan in plans_of(drafter):
+            want, got = whole.propose(plan), part.propose(plan)
+            assert all(alike(got, place, want, row) for place, row in enumerate(rows))
+        whole.advance((1, 2, 3))
+        part.advance([(1, 2, 3)[r] for r in rows])
+
+
+def test_rows_may_be_dropped_before_anything_was_absorbed(pair):
+    """A request may end with the token of its prefill."""
+    target, drafter = pair
+    texts = random_texts(3)
+    part, alone = Follower(drafter, target, texts), Follower(drafter, target, texts[[2, 1]])
+    part.select([2, 1])
+    for follower in (part, alone):
+        follower.advance((3, 5))
+    for plan in plans_of(drafter):
+        assert equal(part.propose(plan), alone.propose(plan), atol=ROUNDING)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(pair):
+    target, drafter = pair
+    texts = random_texts(3)
+    batch, alone = Follower(drafter, target, texts), Follower(drafter, target, texts[1:2])
+    for counts in [(7, 3, 1), (1, 2, 3), (2, 4, 1)]:
+        batch.advance(counts)
+        alone.advance(counts[1:2])
+        for plan in plans_of(drafter):
+            assert alike(batch.propose(plan), 1, alone.propose(plan), 0)
+
+
+@pytest.mark.parametrize("plan", [SAMPLED, Plan(K, 3, 8, proposal="hybrid")], ids=lambda p: p.name)
+def test_a_plan_of_nodes_that_it_cannot_make_is_refused(pair, plan):
+    target, drafter = pair
+    if plan.proposal in drafter.proposals:
+        drafter.check(plan)
+        return
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((6, 4))
+    with pytest.raises(UserError, match=r"set decode\.proposal=fixed"):
+        follower.propose(plan)
+
+
+def test_nothing_is_kept_on_the_module(pair):
+    target, drafter = pair
+    before = {k: v.clone() for k, v in drafter.state_dict().items()}
+    names = set(vars(drafter))
+    follower = Follower(drafter, target, random_texts())
+    follower.advance((4, 3))
+    follower.propose(TREE)
+    assert set(vars(drafter)) == names
+    assert all(torch.equal(before[k], v) for k, v in drafter.state_dict().items())
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+def taught(pair):
+    """A pair whose drafter has a training face."""
+    if not pair[1].trains:
+        pytest.skip("used as it is")
+    return pair
+
+
+def test_gradients_reach_every_trainable_weight_and_none_of_the_targets(pair):
+    target, drafter = taught(pair)
+    drafter.train()
+    loss = torch.zeros(())
+    for step in drafter.unroll(batch_of(target, random_texts()), target):
+        loss = loss + step.head(step.hidden).log_softmax(-1)[:, 0].sum()
+        loss = loss + sum(rows.sum() for rows in step.aux.values())
+    loss.backward()
+    for name, weight in drafter.named_parameters():
+        if weight.requires_grad:
+            assert weight.grad is not None, name
+            assert weight.grad.abs().max() > 0, name
+    assert all(weight.grad is None for weight in target.model.parameters())
+    assert not any(weight.requires_grad for weight in target.model.parameters())
+
+
+def test_the_target_is_no_part_of_the_drafter(pair):
+    target, drafter = pair
+    theirs = {id(w) for w in target.model.parameters()}
+    assert not any(id(w) in theirs for w in drafter.parameters())
+
+
+def test_noise_in_training_is_a_function_of_the_batchs_seed(pair):
+    target, drafter = taught(pair)
+    drafter.train()
+    batch = batch_of(target, random_texts())
+
+    def hidden(seed):
+        return next(iter(drafter.unroll(batch._replace(seed=seed), target))).hidden
+
+    first = hidden(3)
+    torch.manual_seed(77)
+    assert torch.equal(hidden(3), first)
+    if getattr(drafter, "feature_noise", 0):
+        assert not torch.equal(hidden(4), first)
+    drafter.eval()
+    assert torch.equal(hidden(3), hidden(4))
+
+
+MASKS = {
+    "all": "1" * 12,
+    "answer": "000011111111",
+    "cut": "000011110000",
+    "turns": "001111011111",
+    "short": "000000000011",
+    "first": "110000000000",
+    "scattered": "010111010111",
+    "none": "0" * 12,
+}
+
+
+def golden_batch(target, masks) -> Batch:
+    """Token i is i, and so says the feature at i - 1: the teacher's row at i names token i + 1."""
+    rows, length = len(masks), len(masks[0])
+    mask = torch.tensor([[c == "1" for c in text] for text in masks])
+    tokens = torch.arange(length).repeat(rows, 1)
+    place = torch.nn.functional.one_hot(tokens, target.hidden_size).to(target.dtype)
+    return Batch(tokens, mask, place[:, :, None].repeat(1, 1, len(target.taps), 1), place)
+
+
+def check_golden(drafter, target, masks):
+    batch = golden_batch(target, masks)
+    names = torch.zeros(V, target.hidden_size)
+    for i in range(target.hidden_size):
+        names[(i + 1) % V, i] = 1  # the head that reads "token i + 1" off the feature of position i
+    teacher = Head(names)
+    length = len(masks[0])
+    left = {(row, t): True for row in range(len(masks)) for t in range(length)}
+    depths = []
+    for step in drafter.unroll(batch, target):
+        depths += [step.depth] * (step.depth > 0 and len(step.anchor) > 0)
+        want = []
+        for row, text in enumerate(masks):
+            for t in range(length):
+                here = t + 1 + step.depth
+                alive = here < length and text[here] == "1"
+                if step.depth:  # an anchor drafts from depth 1 on
+                    alive = left[row, t] = left[row, t] and alive
+                if alive:
+                    want.append(row * length + t)
+        assert step.anchor.tolist() == want
+        assert step.hidden.shape[0] == len(want)
+        row = batch.last.flatten(0, 1)[step.anchor + step.depth]
+        assert teacher(row).argmax(-1).tolist() == [a % length + 1 + step.depth for a in want]
+        for name, values in step.aux.items():
+            assert values.shape == (len(want),), name
+        if "feature" in step.aux:
+            states, _ = step.head.parts(step.hidden)
+            loss = torch.nn.functional.smooth_l1_loss(states, row, reduction="none").mean(-1)
+            torch.testing.assert_close(step.aux["feature"], loss)
+    longest = max(len(run) for text in masks for run in text[2:].replace("0", " ").split(" "))
+    deepest = 1 if drafter.depth_invariant else K
+    assert depths == list(range(1, min(deepest, longest) + 1))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, mask):
+    target, drafter = taught(pair)
+    with torch.no_grad():
+        check_golden(drafter, target, [MASKS[mask]])
+        check_golden(drafter, target, [MASKS[mask], MASKS["turns"], MASKS["cut"]])
+
+
+def test_an_anchor_leaves_at_its_first_unsupervised_depth():
+    mask = torch.tensor([[False, False, True, True, False, True, True]])
+    alive = [supervised_anchors(mask, depth)[0].nonzero()[:, 0].tolist() for depth in (1, 2, 3)]
+    assert alive == [[0, 1, 3, 4], [0, 3], []]
+
+
+def test_an_anchor_knows_tokens_up_to_its_depth_and_taps_up_to_itself(pair):
+    """Perturb one position: what may not see it does not change, what is nearest to it does.
+
+    Medusa's heads look at the feature alone, and Medusa-2's make it themselves, from tokens up to t. A
+    drafter of masks knows the root, and at no depth a token behind it.
+    """
+    target, drafter = taught(pair)
+    heads, makes = isinstance(drafter, Medusa), isinstance(drafter, Medusa2)
+    blind = isinstance(drafter, (BlockDrafter, Dllm, PEagle))
+    texts = random_texts(rows=1, length=12)
+    batch = batch_of(target, texts)
+
+    @torch.no_grad()
+    def hidden(tokens, taps):
+        found = {}
+        for step in drafter.unroll(batch._replace(tokens=tokens, taps=taps), target):
+            found |= {(a, step.depth): h for a, h in zip(step.anchor.tolist(), step.hidden, strict=True)}
+        return found
+
+    before = hidden(texts, batch.taps)
+    for i in range(texts.shape[1]):
+        tokens, taps = texts.clone(), batch.taps.clone()
+        tokens[0, i] = (tokens[0, i] + 1) % V
+        taps[0, i] += 1
+        for (t, depth), value in hidden(tokens, batch.taps).items():
+            newest = t if heads else t + 1 if blind else t + depth
+            if i > newest:
+                assert torch.equal(value, before[t, depth])
+            elif i == newest and (makes or not heads):
+                assert (value - before[t, depth]).abs().max() > 1e-4
+        for (t, depth), value in hidden(texts, taps).items():
+            if i > t:
+                assert torch.equal(value, before[t, depth])
+            elif i == t and drafter.taps and not makes:
+                assert (value - before[t, depth]).abs().max() > 1e-4
+
+
+# -- perfect and useless drafters --------------------------------------------------------------
+
+
+class SelfDraft:
+    """A target as drafter: perfect, if train shift, q and every cache are right."""
+
+    def __init__(self, target: Target) -> None:
+        self.own = Target(target.model, [])
+
+    def new_state(self, rows):
+        self.own.start(rows, 8)  # too small on purpose: it must grow
+        return {"root": None}
+
+    def advance(self, state, target, tokens, taps, counts, root):
+        self.own.extend(tokens)
+        self.own.keep(counts)
+        state["root"] = root
+
+    def select(self, state, rows):
+        self.own.select(rows)
+        state["root"] = None if state["root"] is None else state["root"][list(rows)]
+
+    def propose(self, state, target, sampler, coin, plan):
+        path = state["root"][:, None]  # read again whole for every token; nothing is kept
+
+        def logits():
+            return self.own.head(self.own.extend(path).last[:, -1])
+
+        def step(token, parent):
+            nonlocal path
+            path = torch.cat([path, token], 1)
+            return logits()[:, None]
+
+        return expand(logits(), step, sampler, coin, plan)
+
+
+PERFECT = [
+    (CHAIN, Sampler(0.0)),
+    *[(SAMPLED, Sampler(t, top_p=p)) for t, p in [(0.0, 1), (1.0, 1), (0.6, 0.9)]],
+]
+
+
+@pytest.mark.parametrize(("plan", "sampler"), PERFECT, ids=str)
+def test_the_target_as_its_own_drafter_is_accepted_whole(tiny_target, plan, sampler):
+    target, rounds = tiny_target(vocab=8), 5
+    prompts = [[1, 2, 3, 4, 5], [6], [7, 0, 1]]
+    longest = 1 + rounds * (K + 1)
+    run = generate(target, SelfDraft(target), prompts, max_new_tokens=longest, sampler=sampler, plan=plan)
+    for output in run.outputs:
+        assert output.emitted == [K + 1] * rounds
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+@pytest.mark.covering
+def test_an_untrained_drafter_is_hardly_ever_right(pocket, make_drafter, drafter_name, plan):
+    drafter = make_drafter(drafter_name, pocket, depth=K)
+    if "sampled" not in drafter.proposals:
+        pytest.skip("copies what the target wrote, which needs no training")
+    prompts = [[5 + 7 * i, 300 + i, 41, 1000 - i] for i in range(4)]
+    run = generate(pocket, drafter, prompts, max_new_tokens=24, sampler=Sampler(0.0), plan=plan)
+    rounds = sum(len(o.emitted) for o in run.outputs)
+    assert 1 <= sum(sum(o.emitted) for o in run.outputs) / rounds < 1.1
+
+
+def test_the_pocket_target_as_its_own_drafter_is_accepted_whole(pocket):
+    run = generate(
+        pocket, SelfDraft(pocket), [[5, 300, 41]], max_new_tokens=17, sampler=Sampler(1.0), plan=SAMPLED
+    )
+    assert run.outputs[0].emitted == [K + 1] * 4
+
+
+def saved(pair, folder):
+    target, drafter = pair
+    drafter.requires_grad_(False)  # as the loaded one is, for the same kernels
+    hub.save(drafter, target, folder, "some/target")
+    return target, drafter, folder
+
+
+def test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path):
+    target, drafter, folder = saved(pair, tmp_path)
+    loaded = hub.load(folder, target)
+    assert type(loaded) is type(drafter)
+    assert loaded.settings == drafter.settings
+    assert not loaded.training
+    ours, theirs = drafter.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[k], theirs[k]) for k in ours)
+    texts = random_texts()
+    drafts = []
+    for one in (drafter, loaded):
+        follower = Follower(one, target, texts)
+        follower.advance((5, 3))
+        drafts.append([follower.propose(plan) for plan in plans_of(drafter)])
+    assert all(equal(*both) for both in zip(*drafts, strict=True))

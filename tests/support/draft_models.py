@@ -1,0 +1,59 @@
+"""Independent draft models: random ones of several kinds, as folders, plain or with adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from faces import V
+from transformers import AutoConfig, AutoModelForCausalLM
+from workbench import (
+    Bench,
+)
+
+from drafters.models.lm import DraftLM
+
+BASE = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+LLAMA = BASE | {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+KINDS = {
+    "window": ("mistral", LLAMA | {"num_key_value_heads": 1, "sliding_window": 4}),
+    "windows and soft caps, eager": (
+        "gemma2",
+        LLAMA | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4},
+    ),
+    "learned positions": ("gpt2", BASE | {"n_embd": 16, "n_head": 2, "n_positions": 64, "n_layer": 2}),
+    "tied": ("llama", LLAMA | {"tie_word_embeddings": True}),
+}
+
+
+def draft_model(folder: Path, kind: str = "tied", vocab: int = V, spread: float = 3.0, **changes) -> str:
+    """A folder with a random model, whose rows heed every token."""
+    name, shape = KINDS[kind]
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=vocab, **shape | changes))
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.mul_(spread)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+LORA = {"r": 3, "alpha": 5, "targets": "all-linear"}
+
+
+def adapted(target, folder, kind="tied", **options) -> DraftLM:
+    """With adapters that change something; fresh ones add nothing."""
+    drafter = DraftLM.for_target(target, path=draft_model(folder, kind), lora=LORA | options)
+    for name, weight in drafter.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    return drafter
+
+
+@torch.no_grad()
+def logits(model, texts):
+    return model(input_ids=texts, use_cache=False).logits
+
+
+def quick(bench: Bench, *more: str):
+    return [a for a in bench.command if not a.startswith("drafter.depth")] + ["drafter=lm", *more]

@@ -1,0 +1,70 @@
+"""Random models that fill in masks, as folders, and diffusion drafters of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from faces import (
+    K,
+    V,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from drafters.models.hf_dllm import Dllm
+
+BASE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+KINDS = {
+    "llama": ("llama", BASE),
+    "learned positions": ("gpt2", BASE | {"n_embd": 16, "n_head": 2, "n_positions": 64, "n_layer": 2}),
+    "windows and soft caps": (
+        "gemma2",
+        BASE | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4},
+    ),
+    "bert": ("bert", BASE | {"pad_token_id": 0}),
+    "roberta": ("roberta", BASE | {"pad_token_id": 1}),
+    "modernbert": (
+        "modernbert",
+        BASE | {"local_attention": 8, "cls_token_id": None, "sep_token_id": None, "num_hidden_layers": 4},
+    ),
+}
+CAUSAL = ("llama", "learned positions", "windows and soft caps")
+LORA = {"r": 3, "alpha": 5, "targets": "all-linear"}
+MASK = V - 1
+
+
+def filler(folder: Path, kind: str = "llama", vocab: int = V, spread: float = 3.0, **changes) -> str:
+    """A folder with a random model that heeds every token."""
+    name, shape = KINDS[kind]
+    torch.manual_seed(4)
+    config = AutoConfig.for_model(name, vocab_size=vocab, **shape | changes)
+    door = AutoModelForCausalLM if kind in CAUSAL else AutoModelForMaskedLM
+    model = door.from_config(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.mul_(spread)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def drafter_for(target, path: str, **options) -> Dllm:
+    settings = {"mask_token": MASK, "depth": K, "shift": 0, "steps": 1, "anchors": 2} | options
+    return Dllm.for_target(target, path=path, **settings).eval()
+
+
+def adapted(target, folder: Path, kind: str) -> Dllm:
+    """With adapters that change something; fresh ones add nothing."""
+    drafter = drafter_for(target, filler(folder, kind), lora=LORA)
+    for name, weight in drafter.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    return drafter
