@@ -29,6 +29,54 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+class _Lock:
+    """A run folder's lock: one file that a process owns, and one by which other ranks see that it is owned.
+
+    Ranks that look (`in_use`) take a shared lock for a moment. On the file that is owned, rank 0 of a
+    restarted launch would take that for another process working there.
+    """
+
+    def __init__(self, owned: IO[str], shown: IO[str]) -> None:
+        self._files = (owned, shown)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    @classmethod
+    def take(cls, folder: Path) -> _Lock | None:
+        """Lock a folder; None if another process has, or if it is gone."""
+        owned = _flock(folder / "run.lock", fcntl.LOCK_EX)
+        while owned:
+            if shown := _flock(folder / "run.alive", fcntl.LOCK_EX):
+                return cls(owned, shown)
+            time.sleep(0.01)  # another rank looks
+        return None
+
+    @staticmethod
+    def in_use(folder: Path) -> bool:
+        """Whether a process has locked the folder; does not hinder one that wants to."""
+        look = _flock(folder / "run.alive", fcntl.LOCK_SH)
+        if look:
+            look.close()
+        return look is None
+
+
+def _flock(path: Path, operation: int) -> IO[str] | None:
+    """The file, opened and locked; None if another process has it, or its folder is gone."""
+    try:
+        handle = path.open("a+")
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        return None
+    os.set_inheritable(handle.fileno(), False)
+    return handle
+
+
 @dataclass(slots=True)
 class Run:
     """A run folder locked by this process; the lock ends with the process.
@@ -40,7 +88,7 @@ class Run:
 
     path: Path
     resumed: bool
-    _lock: IO[str]
+    _lock: _Lock
 
     def finish(self) -> None:
         """Mark the run as complete, so that the same command starts a new one."""
@@ -109,7 +157,7 @@ def occupy(folder: Path, config: dict[str, Any], job: str) -> Run:
     resumed = record.exists()
     if resumed and _read(record).get("config") != key:
         raise UserError(f"{folder}: has a job of another configuration; give hydra.sweep.dir another folder")
-    lock = _lock(folder)
+    lock = _Lock.take(folder)
     if not lock:
         raise UserError(f"{folder}: another process is working there")
     if not resumed:
@@ -135,11 +183,8 @@ def join(root: Path, wait: float = 600.0) -> Path:
             claimed = json.loads(path.read_text())
         except (OSError, ValueError):
             written, claimed = 0.0, None
-        if claimed and (Path(claimed) / "run.json").exists():
-            lock = _lock(Path(claimed))
-            if not lock:
-                return Path(claimed)
-            lock.close()
+        if claimed and (Path(claimed) / "run.json").exists() and _Lock.in_use(Path(claimed)):
+            return Path(claimed)
         # A file older than this process is from an earlier launch with the same identifier.
         if written > started:
             raise UserError(f"output_dir={root}: rank 0 of this launch has ended; see what it says")
@@ -157,7 +202,7 @@ def _unfinished(root: Path, key: str) -> Run | None:
     runs = [(_read(record), record.parent) for record in root.glob("*/*/run.json")]
     same = [(run["started"], folder) for run, folder in runs if run.get("config") == key]
     for _, folder in sorted(same, reverse=True):
-        lock = None if (folder / DONE).exists() else _lock(folder)
+        lock = None if (folder / DONE).exists() else _Lock.take(folder)
         # Its owner may have finished or discarded it in the meantime.
         if lock and (folder / "run.json").exists() and not (folder / DONE).exists():
             return Run(folder, True, lock)
@@ -174,7 +219,7 @@ def _claim_named(folder: Path, key: str) -> Run:
         raise UserError(f"resume={folder}: that run has another configuration; repeat its overrides")
     if (folder / DONE).exists():
         raise UserError(f"resume={folder}: that run is finished")
-    lock = _lock(folder)
+    lock = _Lock.take(folder)
     if not lock:
         raise UserError(f"resume={folder}: another process is working there")
     return Run(folder, True, lock)
@@ -191,24 +236,10 @@ def _new(root: Path, key: str) -> Run:
                 if not named.is_dir():  # a file is in the way
                     raise
                 continue
-            lock = _lock(named)
+            lock = _Lock.take(named)
             assert lock, "a folder made a moment ago is locked"
             write_json(named / "run.json", {"config": key, "started": time.time()})
             return Run(named, False, lock)
-
-
-def _lock(folder: Path) -> IO[str] | None:
-    try:
-        handle = (folder / "run.lock").open("a")
-    except FileNotFoundError:  # discarded by its owner
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.close()
-        return None
-    os.set_inheritable(handle.fileno(), False)
-    return handle
 
 
 def _read(record: Path) -> dict[str, Any]:

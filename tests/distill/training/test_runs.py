@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 
 import pytest
@@ -62,13 +63,13 @@ def test_a_finished_run_is_not_resumed(tmp_path):
 
 def test_a_run_that_finishes_while_it_is_claimed_is_not_resumed(tmp_path, monkeypatch):
     others_claim(tmp_path, CONFIG)
-    lock = runs._lock
+    take = runs._Lock.take
 
     def finish_first(folder):
         (folder / runs.DONE).touch()
-        return lock(folder)
+        return take(folder)
 
-    monkeypatch.setattr(runs, "_lock", finish_first)
+    monkeypatch.setattr(runs._Lock, "take", finish_first)
     assert not claim(tmp_path, CONFIG, "auto").resumed
 
 
@@ -130,7 +131,7 @@ def test_a_record_that_is_no_record_is_passed_over(text, tmp_path):
 
 
 def test_a_folder_that_vanishes_is_passed_over(tmp_path):
-    assert runs._lock(tmp_path / "gone") is None
+    assert runs._Lock.take(tmp_path / "gone") is None
 
 
 def test_the_record_says_what_the_run_is(tmp_path):
@@ -221,3 +222,56 @@ def test_ranks_do_not_wait_for_a_rank_0_that_has_ended(resume, tmp_path):
         return 0
 
     assert fork(late) == 0
+
+
+def slow_locks(monkeypatch, latency: float) -> None:
+    """Every lock is held for so many seconds longer, as on a network file system."""
+    flock = runs.fcntl.flock
+
+    def slow(handle, operation):
+        flock(handle, operation)
+        time.sleep(latency)
+
+    monkeypatch.setattr(runs.fcntl, "flock", slow)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("ranks", "restarts"), [(8, 10), pytest.param(32, 200, marks=pytest.mark.proof)])
+def test_a_restarted_launch_resumes_while_its_other_ranks_look_for_rank_0(
+    ranks, restarts, tmp_path, monkeypatch
+):
+    """They look whether the run of the last launch is in use, which neither rank 0 nor another may notice."""
+    slow_locks(monkeypatch, 0.001)
+    sleep = time.sleep
+    monkeypatch.setattr(runs.time, "sleep", lambda seconds: sleep(min(seconds, 0.005)))
+    begun = tmp_path / "begun"
+
+    def follow(rank: int) -> int:
+        launched(rank)
+        folder = runs.join(tmp_path)
+        return 0 if begun.exists() and folder.is_dir() else 3
+
+    def restart() -> str:
+        begun.unlink(missing_ok=True)
+        followers = [spawn(lambda rank=rank: follow(rank)) for rank in range(1, ranks)]
+        inside, outside = os.pipe()
+
+        def lead() -> int:
+            launched(0)
+            sleep(0.03)  # the others look by now
+            begun.touch()
+            run = claim(tmp_path, CONFIG, "auto")
+            os.write(outside, str(run.path).encode())
+            sleep(60)
+            return 0
+
+        rank_0 = spawn(lead)
+        assert [os.waitpid(follower, 0)[1] for follower in followers] == [0] * len(followers)
+        os.kill(rank_0, signal.SIGKILL)
+        os.waitpid(rank_0, 0)
+        os.close(outside)
+        with os.fdopen(inside) as answer:
+            return answer.read()
+
+    first = restart()
+    assert {restart() for _ in range(restarts)} == {first}
