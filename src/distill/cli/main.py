@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from decode.errors import RemoteError, TooLargeError, UserError
 from distill.cli import sweep as multirun
 from distill.cli.checkpoint_defaults import with_run_settings
-from distill.config.compose import compose, options
+from distill.config.compose import compose, configurations, options
 from distill.config.help import show_help
 from distill.utils.launcher import LostRankError, launch, watch_parent
 from distill.utils.redact import printable
@@ -78,26 +78,36 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
     if sweeps:
         sweep()
         return
+    # Flags are handled by Hydra.
+    flags = any(a.startswith("-") for a in argv)
     with one_line_errors():
-        # Flags are handled by Hydra; ranks that Lightning started already have their folder in argv.
-        flags = any(a.startswith("-") for a in argv)
-        has_folder = any(a.startswith("hydra.run.dir=") for a in argv)
-        if not flags and not has_folder:
-            cfg = compose(argv, config_dir, config_name)
-            if "output_dir" in cfg:
-                root = Path(cfg.output_dir)
-                if (info := launch()) and not info[0]:
-                    folder = join(root)
-                else:
-                    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-                    run = claim(root, resolved, str(cfg.resume))
-                    folder = run.path
-                    print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
-                argv = [*argv, f"hydra.run.dir={_quote(str(folder))}"]
+        if not flags:
+            argv, run = _with_folder(argv, config_dir, config_name)
     sys.argv = [sys.argv[0], *argv]
-    hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
+    if flags:
+        hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
+    else:  # without the composition by which `hydra.main` finds out that this is no sweep
+        with configurations(config_dir) as reader:
+            reader.run(config_name, job, argv)
     if run:
         print(run.path, flush=True)
+
+
+def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[list[str], Run | None]:
+    """The options with the folder of the run, and the run if this process has claimed it."""
+    if any(a.startswith("hydra.run.dir=") for a in argv):
+        return argv, None  # a rank that Lightning started
+    cfg, run = compose(argv, config_dir, config_name), None
+    if "output_dir" not in cfg:
+        return argv, None
+    if (info := launch()) and not info[0]:
+        folder = join(Path(cfg.output_dir))
+    else:
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+        run = claim(Path(cfg.output_dir), resolved, str(cfg.resume))
+        folder = run.path
+        print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
+    return [*argv, f"hydra.run.dir={_quote(str(folder))}"], run
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -28,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from decode.errors import UserError
+from distill.config.compose import configurations
 from distill.config.validate import processes
 from distill.utils.atomic_files import write_json
 from distill.utils.run_folder import occupy
@@ -107,8 +107,7 @@ def prepare(argv: Sequence[str], config_dir: Path, config_name: str, compose: Co
 
 
 def _hydra(overrides: Sequence[str], config_dir: Path, config_name: str) -> Any:
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
+    with configurations(config_dir):
         return hydra.compose(config_name, overrides=list(overrides), return_hydra_config=True).hydra
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +39,39 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
     groups = [p.name for p in sorted(config_dir.iterdir()) if p.is_dir()]
     for override in overrides:
         _check_override(override, groups, config_dir)
+    chosen = tuple(o for o in overrides if o.lstrip("+~").partition("=")[0] in groups)
+    keys = [o.partition("=")[0] for o in overrides if o not in chosen]
+    keys = [k for k in keys if k[:1] not in "+~" and not k.startswith(("hydra.", "hydra/"))]
+    try:
+        defaults = _defaults(chosen, config_dir, config_name)
+        for key in keys:
+            _check_key(defaults, key)
+        with configurations(config_dir):
+            cfg = hydra.compose(config_name, overrides=list(overrides))
+        for key in keys:
+            _check_kind(key, OmegaConf.select(defaults, key), OmegaConf.select(cfg, key))
+        if unset := sorted(OmegaConf.missing_keys(cfg)):
+            raise UserError(f"{', '.join(unset)}: must be given, as in {unset[0]}=...")
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(" ".join(str(error).split())) from None
+    return cfg
+
+
+@cache
+def _defaults(chosen: tuple[str, ...], config_dir: Path, config_name: str) -> DictConfig:
+    """The configuration with these groups alone; the same for most jobs of a sweep."""
+    with configurations(config_dir):
+        return hydra.compose(config_name, overrides=list(chosen))
+
+
+@contextmanager
+def configurations(config_dir: Path) -> Iterator[Any]:
+    """Hydra (`compose_config`, `run`), reading a folder of configurations."""
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(config_dir), version_base="1.3"):
-        chosen = [o for o in overrides if o.lstrip("+~").partition("=")[0] in groups]
-        try:
-            base = hydra.compose(config_name, overrides=chosen)
-            keys = [o.partition("=")[0] for o in overrides if o not in chosen]
-            keys = [k for k in keys if k[:1] not in "+~" and not k.startswith(("hydra.", "hydra/"))]
-            for key in keys:
-                _check_key(base, key)
-            cfg = hydra.compose(config_name, overrides=list(overrides))
-            for key in keys:
-                _check_kind(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
-            if unset := sorted(OmegaConf.missing_keys(cfg)):
-                raise UserError(f"{', '.join(unset)}: must be given, as in {unset[0]}=...")
-            return cfg
-        except (HydraException, OmegaConfBaseException) as error:
-            raise UserError(" ".join(str(error).split())) from None
+        reader = GlobalHydra.instance().hydra
+        assert reader
+        yield reader
 
 
 def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> None:

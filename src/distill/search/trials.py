@@ -12,9 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hydra
 from hydra._internal.callbacks import Callbacks  # private API: HydraContext requires it
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
@@ -23,7 +21,7 @@ from omegaconf import DictConfig
 
 from decode.errors import TooLargeError, UserError
 from decode.plan import Plan
-from distill.config.compose import compose
+from distill.config.compose import compose, configurations
 from distill.config.read import checked_options, read_options
 from distill.options import TrainOptions
 from distill.search.halving import LAST, SCORE
@@ -161,12 +159,9 @@ class Jobs:
             f"hydra.sweep.dir={override_value(str(root))}",
             "hydra/hydra_logging=disabled",
         ]
-        GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(context.conf), version_base="1.3"):
-            inner = GlobalHydra.instance().hydra
-            assert inner
-            self.master = inner.compose_config(context.name, overrides, run_mode=RunMode.RUN)
-            self.hydra_context = HydraContext(config_loader=inner.config_loader, callbacks=Callbacks())
+        with configurations(context.conf) as reader:
+            self.master = reader.compose_config(context.name, overrides, run_mode=RunMode.RUN)
+            self.hydra_context = HydraContext(config_loader=reader.config_loader, callbacks=Callbacks())
         kind = self.master.hydra.launcher._target_.rpartition(".")[2]
         if kind not in ("BasicLauncher", "JoblibLauncher"):
             raise UserError(

@@ -403,9 +403,8 @@ def test_a_bug_keeps_its_traceback(tmp_path):
     def bug(cfg, folder):
         raise FileNotFoundError("ours")
 
-    done = command(lambda: main(bug, CONF), ["train.py", f"output_dir={tmp_path}"])
-    assert done.code == 1
-    assert "FileNotFoundError: ours" in done.err
+    with pytest.raises(FileNotFoundError, match="ours"):
+        command(lambda: main(bug, CONF), ["train.py", f"output_dir={tmp_path}"])
 
 
 def test_help_and_the_printed_configuration_still_work(tmp_path, monkeypatch):
