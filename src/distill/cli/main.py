@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,8 +33,9 @@ PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
 DRAFTER_PATHS = ("drafter.path", "drafter.init_from", "rollout.drafter")
 PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS)
 TEXTS = ("prompt", "row")  # free text; never split by a sweep
+FULL = {errno.ENOSPC, errno.EDQUOT}
 # Disk errors that are no bug: reported in one line, exit code 1.
-DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
+DISK = {*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 Task = Callable[[DictConfig, Path], float]
 
 
@@ -135,8 +137,7 @@ def one_line_errors(
         cause = _disk_error(error)
         if cause is None:
             raise
-        where = f" ({cause.filename})" if cause.filename else ""
-        code, text = 1, f"error: {' '.join(str(cause.strerror).split())}{where}"
+        code, text = 1, f"error: {_disk_line(cause)}"
     else:
         return
     if leave:
@@ -152,6 +153,21 @@ def _disk_error(error: BaseException | None) -> OSError | None:
             return error
         error = error.__cause__ or error.__context__
     return None
+
+
+def _disk_line(error: OSError) -> str:
+    """What is wrong with which file, and for a full disk where it is and what is free on it."""
+    text, name = " ".join(str(error.strerror).split()), error.filename2 or error.filename
+    if not name:
+        return text
+    path = Path(re.sub(r"(\.\d+)?\.tmp(?=/|$)", "", str(name)))  # a temporary file is written for this one
+    text = f"{text} ({path})"
+    if error.errno not in FULL:
+        return text
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    disk = next(parent for parent in (folder, *folder.parents) if parent.is_mount())
+    free = shutil.disk_usage(folder).free / 2**20
+    return f"{text}: the disk at {disk} has {free:.0f} MiB left; make room, and run the same command again"
 
 
 def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The command line: what becomes of the overrides a person types, and what they are told of mistakes."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -390,13 +391,30 @@ def test_an_output_folder_that_cannot_be_is_refused(bench_target, tmp_path):
     assert len(done.err.splitlines()) == 1
 
 
-def test_a_full_disk_is_one_line_and_exit_code_1(tmp_path):
+@pytest.mark.parametrize("names", [("3.71.tmp/a",), ("3.71.tmp/a", None, "3/a")], ids=["write", "rename"])
+def test_a_full_disk_is_named_in_one_line_with_exit_code_1(names, tmp_path):
+    """By the file that was to be, not a temporary one."""
+    paths = [name and str(tmp_path / "gone" / name) for name in names]
+
     def full(cfg, folder):
-        raise RuntimeError("writing failed") from OSError(28, "No space left on device", "/x")
+        raise RuntimeError("writing failed") from OSError(28, "No space left on device", *paths)
 
     done = command(lambda: main(full, CONF), ["train.py", f"output_dir={tmp_path}"])
     assert done.code == 1
-    assert done.err == "error: No space left on device (/x)\n"
+    disk = r"the disk at (\S+) has \d+ MiB left; make room, and run the same command again"
+    line = rf"error: No space left on device \({tmp_path}/gone/3/a\): {disk}\n"
+    match = re.fullmatch(line, done.err)
+    assert match, done.err
+    assert os.path.ismount(match[1])
+    assert tmp_path.is_relative_to(match[1])
+
+
+def test_a_disk_that_may_not_be_written_to_is_one_line(tmp_path):
+    def refused(cfg, folder):
+        raise PermissionError(13, "Permission denied", "/x/run.json.12.tmp")
+
+    done = command(lambda: main(refused, CONF), ["train.py", f"output_dir={tmp_path}"])
+    assert (done.code, done.err) == (1, "error: Permission denied (/x/run.json)\n")
 
 
 def test_a_bug_keeps_its_traceback(tmp_path):

@@ -156,7 +156,7 @@ def test_a_full_disk_is_one_line_and_a_rerun_with_space_goes_on(bench, straight,
     assert (tmp_path / "code").read_text() == "1\n", error
     assert len(error.splitlines()) == 1, error
     assert error.startswith("error: ")
-    assert re.search(rf"No space left on device \({disk}/shard-\d+\.parquet\)$", error)
+    assert re.search(rf"No space left on device \({disk}/shard-\d+\.parquet\): the disk at {disk} has", error)
     left, rows = shards(tmp_path / "left"), straight[0]
     assert 0 < len(left) < 12
     assert left == {name: rows[name] for name in left}, "what the full disk holds is not whole"

@@ -206,5 +206,5 @@ def test_a_full_disk_in_the_rollouts_is_one_line(bench, monkeypatch):
         spoilt.setattr(rollouts.pq, "write_table", full)
         done = bench.train("seed=17")
     assert done.code == 1
-    assert re.fullmatch(r"error: No space left on device \(\S+/shard-00000\.parquet\)\n", done.err)
+    assert re.match(r"error: No space left on device \(\S+/shard-00000\.parquet\): the disk at /", done.err)
     assert bench.train("seed=17", "score.enabled=false").code == 0
