@@ -190,6 +190,8 @@ def _on_policy(options: TrainOptions, target: Target, drafter: Drafter) -> OnPol
 
 def _keep(trainer: L.Trainer, saver: ScoreCheckpoint, drafter: Drafter, target: Target) -> None:
     """Save and score an untrained drafter, and finalize the loggers as after a fit."""
+    if (count := trainer.world_size) > 1:
+        say(f"trainer.devices: {count - 1} of {count} processes have nothing to do")
     saver.save_untrained(trainer, drafter, target)
     for logger in trainer.loggers:
         logger.finalize("success")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,14 @@ from distill.cli import sweep as multirun
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.config.compose import compose, configurations, options
 from distill.config.help import show_help
+from distill.config.validate import check_flags, check_paths, check_ranges
 from distill.utils.launcher import LostRankError, launch, watch_parent
 from distill.utils.redact import printable
 from distill.utils.run_folder import Run, claim, join
 
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
+DATASET = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.txt)")  # of the Hub
 RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out", "store", "stores")
 PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
 DRAFTER_PATHS = ("drafter.path", "drafter.init_from", "rollout.drafter")
@@ -72,7 +76,9 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         with multirun.summed_up(plan.folder), one_line_errors():
             hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(job)()
 
-    show_help(config_dir, config_name)
+    with one_line_errors():
+        show_help(config_dir, config_name)
+        check_flags(sys.argv[1:])
     watch_parent()
     with one_line_errors():
         argv = rewrite(with_run_settings(sys.argv[1:], config_dir, config_name), config_dir)
@@ -100,6 +106,8 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
     if any(a.startswith("hydra.run.dir=") for a in argv):
         return argv, None  # a rank that Lightning started
     cfg, run = compose(argv, config_dir, config_name), None
+    check_ranges(cfg)  # and paths: before the imports of the command, which take seconds
+    check_paths(cfg)
     if "output_dir" not in cfg:
         return argv, None
     if (info := launch()) and not info[0]:
@@ -124,6 +132,7 @@ def one_line_errors(
     """
     try:
         yield
+        sys.stdout.flush()
     except UserError as error:
         if run:
             run.discard_if_empty()
@@ -133,6 +142,10 @@ def one_line_errors(
     except KeyboardInterrupt:
         hint = f"; the same command goes on in {run.path}" if run else ""
         code, text = 130, f"interrupted{hint}"
+    except BrokenPipeError:  # as in `| head`
+        with suppress(OSError, ValueError):  # what is left to write is flushed at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
         cause = _disk_error(error)
         if cause is None:

@@ -97,11 +97,21 @@ def _check_key(cfg: DictConfig, key: str) -> None:
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:
             names = [str(k) for k in node if str(k)[0] != "_"] if isinstance(node, dict) else []
-            where = ".".join(done)
-            where = f" in {where}" if where else ""
-            raise UserError(f"{key}: no such option{where}; {_nearest(part, names)}")
+            where = f" in {'.'.join(done)}" if done else ""
+            elsewhere = [name for name in _leaves(OmegaConf.to_container(cfg)) if name.endswith(f".{part}")]
+            nearest = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else _nearest(part, names)
+            raise UserError(f"{key}: no such option{where}; {nearest}")
         done.append(part)
         node = node[part]
+
+
+def _leaves(node: Any, name: str = "") -> Iterator[str]:
+    """Dotted names of all settings."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name
 
 
 def _check_kind(key: str, default: Any, value: Any) -> None:

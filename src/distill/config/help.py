@@ -1,33 +1,49 @@
-"""`--help` of every command, generated from the comments of its configuration."""
+"""`--help` and `--version` of every command; help is generated from the comments of its configuration."""
 
 from __future__ import annotations
 
 import re
 import sys
 import textwrap
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 WIDTH = 100
 GROUP = re.compile(r"  - (\w+): (\S+)\s*(?:# (.*))?$")
 BASE = re.compile(r"^  - (\w+)$", re.MULTILINE)
 OPTION = re.compile(r"(\w+):\s*([^#]*?)\s*(?:# (.*))?$")
+SETTING = re.compile(r"( *)(\w+):\s*([^#]*?)\s*(?:# (.*))?$")
 MORE = """\
 A group is chosen by name (drafter=medusa); any setting of it is overridden with a dot
 (drafter.depth=3 trainer.max_steps=2000). Lists and mappings are quoted: 'score.temperatures=[0,1]'.
+  <group>=<name> --help   all settings of this choice, and what they mean: drafter=medusa --help
   --cfg job          print the configuration that a command would run with, and run nothing
   -m a=1,2 b=x,y     every combination, one after the other (docs/sweeps.md)
 What a value means stands in conf/<group>/<name>.yaml; what is not known is refused with the nearest name."""
 
 
 def show_help(config_dir: Path, config_name: str) -> None:
-    """Print the help text and exit, if --help was given."""
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(help_text(config_dir, config_name))
-        raise SystemExit(0)
+    """Print the help text or the version and exit, if --help or --version was given."""
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        given = dict(word.split("=", 1) for word in words if "=" in word)
+        print(help_text(config_dir, config_name, given), flush=True)
+    elif "--version" in words:
+        print(f"foredraft {version('foredraft')}", flush=True)
+    else:
+        return
+    raise SystemExit(0)
 
 
-def help_text(config_dir: Path, config_name: str) -> str:
-    """Usage, groups with their choices, and options with their defaults."""
+def help_text(config_dir: Path, config_name: str, given: Mapping[str, str]) -> str:
+    """Usage, groups with their choices and settings, and options with their defaults.
+
+    Args:
+        config_dir: holds the groups.
+        config_name: the primary configuration in it.
+        given: choices on the command line; their settings are explained, those of others only listed.
+    """
     text = (config_dir / f"{config_name}.yaml").read_text()
     about = {name: comment for name, _, comment in _groups((config_dir / "config.yaml").read_text())}
     lines = [line.removeprefix("# ") for line in text.split("defaults:")[0].splitlines()]
@@ -36,16 +52,41 @@ def help_text(config_dir: Path, config_name: str) -> str:
     if groups:
         lines += ["", "Groups, with what they are unless you say so, and what else there is:"]
     for name, chosen, comment in groups:
-        lines.append(f"  {name}: {chosen}  ({comment or about.get(name, '')})")
-        others = [n for n in _names(config_dir / name) if n != chosen]
-        lines += textwrap.wrap(" ".join(others), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        names, choice = _names(config_dir / name), given.get(name, chosen)
+        lines.append(f"  {name}: {choice}  ({comment or about.get(name, '')})")
+        settings = _settings(config_dir / name, choice) if choice in names else []
+        texts = [" ".join(other for other in names if other != choice)]
+        if name not in given and settings:
+            texts.append("settings: " + " ".join(f"{key}={value}" for key, value, _ in settings))
+        for text in texts:
+            lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += _table(settings, " " * 6) if name in given else []
     options = {option[0]: option for base in _bases(config_dir, text) for option in _options(base)}
     options |= {option[0]: option for option in _options(text)}
     if options := [option for name, option in options.items() if name not in {group[0] for group in groups}]:
-        lines += ["", "Options:"]
-        width = max(len(f"{name}={value}") for name, value, _ in options)
-        lines += [f"  {f'{name}={value}':{min(width, 36)}}  {said}".rstrip() for name, value, said in options]
+        lines += ["", "Options:", *_table(options, "  ")]
     return "\n".join([*lines, "", MORE])
+
+
+def _table(options: Sequence[tuple[str, str, str]], indent: str) -> list[str]:
+    """A line for each name, value and comment."""
+    rows = [(f"{name}={value}", about) for name, value, about in options]
+    width = min(36, max((len(option) for option, _ in rows), default=0))
+    return [f"{indent}{option:{width}}  {about}".rstrip() for option, about in rows]
+
+
+def _settings(group: Path, choice: str) -> list[tuple[str, str, str]]:
+    """Dotted name, value and comment of each setting of a choice, and of those that it is based on."""
+    text = (group / f"{choice}.yaml").read_text()
+    settings = {s[0]: s for base in BASE.findall(text) if base != "_self_" for s in _settings(group, base)}
+    place = [] if text.startswith("# @package _global_") else [group.name]
+    parents: list[str] = []
+    for match in filter(None, map(SETTING.match, text.splitlines())):
+        parents[len(match[1]) // 2 :] = [match[2]]
+        if match[3] and match[2][0] != "_" and parents[0] not in ("defaults", "hydra"):
+            name = ".".join([*place, *parents])
+            settings[name] = (name, match[3], match[4] or "")
+    return list(settings.values())
 
 
 def _names(group: Path) -> list[str]:

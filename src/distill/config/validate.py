@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -79,6 +80,21 @@ LEAST = {
     "trainer.max_steps": 1,
     "trainer.accumulate_grad_batches": 1,
 }
+FILES = {
+    "target.path": "folder; give a model folder or a hub id (owner/name)",
+    "prompts.path": "file; give a JSONL file, one of conf/prompts, or a dataset of the Hub (owner/name)",
+    "prompts.heldout": "file",
+    "checkpoint": "folder; give a checkpoint's folder or a hub id (owner/name)",
+    "drafter.path": "folder; give a model folder or a hub id (owner/name)",
+    "drafter.init_from": "folder; give a checkpoint's folder or a hub id (owner/name)",
+    "rollout.drafter": "folder; give a checkpoint's folder or a hub id (owner/name)",
+}
+# Hydra's
+FLAGS = (
+    *("-m", "--multirun", "-c", "--cfg", "-r", "--run", "-p", "--package", "-i", "--info", "--resolve"),
+    *("-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "--hydra-help"),
+    *("-sc", "--shell-completion", "--experimental-rerun"),
+)
 CHOICES = {
     "target.placement": ("replicated", "sharded", "device_map"),
     "rollout.answers": ("write", "given"),
@@ -110,6 +126,33 @@ def check_ranges(cfg: DictConfig) -> None:
         if choices is not None and name in choices and choices[name] not in names:  # no command has all
             raise UserError(f"{key}={choices[name]}: choose {' or '.join(names)}")
     check_server(cfg)
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Refuse options that are written with dashes.
+
+    Raises:
+        UserError: with the way it is written.
+    """
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, sign, value = word.partition("=")
+        if word.startswith("-") and name not in FLAGS:
+            value = value if sign else following
+            raise UserError(f"{word}: options have no dashes; write {name.lstrip('-')}={value or '...'}")
+
+
+def check_paths(cfg: DictConfig) -> None:
+    """Check that files and folders exist which are named by a path rather than by a hub id.
+
+    Raises:
+        UserError: the first that does not.
+    """
+    for key, advice in FILES.items():
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, str) and value.startswith(("/", "./", "../", "~/")):
+            name = key.removesuffix(".path")
+            if not Path(value).expanduser().exists():
+                raise UserError(f"{name}={value}: no such {advice}")
 
 
 def check_server(cfg: DictConfig) -> None:

@@ -55,8 +55,8 @@ def read_file(path: Path, columns: Collection[str], max_bytes: int) -> Iterator[
         raise UserError(f"prompts={path}: a folder; prompts.dataset={path} reads one, or name a file in it")
     if not path.is_file():
         raise UserError(
-            f"prompts={path}: no such file; give a JSONL file or one of conf/prompts (a dataset of the Hub: "
-            "prompts=jsonl prompts.path=null prompts.dataset=owner/name)"
+            f"prompts={path}: no such file; give a JSONL file, one of conf/prompts, or a dataset of the Hub "
+            "(owner/name)"
         )
     if path.suffix == ".parquet":
         yield from _table(path, columns)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 import torch
 from torch import nn
 
+from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.prompts.prompt import turns, unanswered
 from distill.rollouts.store import RolloutStore
+from distill.utils.device_memory import available
 
 STEPS = 4  # decoding steps that are timed
 
@@ -24,6 +27,9 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
         store: whose missing shards count.
         target: that answers; a few decoding steps are timed.
         drafter: to be trained; None: no training.
+
+    Raises:
+        UserError: more memory than the device has.
     """
     plan = store.plan
     memory = target.bytes
@@ -46,8 +52,15 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
         duration, contents = f"from {plan.server}", "weights"
     else:
         seconds = -(-rows // batch) * length * _step(target, batch, plan.sampler)
-        memory += batch * (longest + plan.max_new_tokens) * target.cache.store.bytes_per_token
+        context = min(longest + plan.max_new_tokens, target.max_positions or sys.maxsize)
+        memory += batch * context * target.cache.store.bytes_per_token
         duration, contents = f"up to {seconds / 60:.1f} min", "weights, cache"
+        if memory > (limit := available(target.device)):
+            raise UserError(
+                f"rollout: needs up to {memory / 2**30:.1f} GiB for {contents} and optimizer, and there are "
+                f"{limit / 2**30:.1f}; lower rollout.batch_size={plan.batch_size} or "
+                f"rollout.max_new_tokens={plan.max_new_tokens}"
+            )
     return (
         f"estimate: up to {tokens:,} rollout tokens in {rows:,} answers, {duration}, "
         f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for {contents} and optimizer "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import resource
 import sys
@@ -23,13 +22,13 @@ from decode.errors import TooLargeError
 from distill.data.datamodule import rollout_data
 from distill.training.module import DistillModule
 from distill.training.strategies import shards_weights
+from distill.utils.device_memory import available
 from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 
 GIB, MIB = 2**30, 2**20
 PROCESS = Path("/proc/self")
-CGROUP = Path("/sys/fs/cgroup/memory.max")  # memory limit of the container
 # Messages of allocators: torch on a CPU, CUDA, and libraries that allocate outside torch.
 ALLOCATION_ERRORS = (
     "can't allocate memory",
@@ -237,14 +236,3 @@ def reset_peak(device: torch.device) -> None:
     else:
         with contextlib.suppress(OSError):
             (PROCESS / "clear_refs").write_text("5")
-
-
-def available(device: torch.device) -> int:
-    """Memory of the device in bytes; on a CPU the least limit of machine, container and process."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with contextlib.suppress(OSError, ValueError):  # no container, or "max"
-        limits.append(int(CGROUP.read_text()))
-    address = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return min(limits + [address] * (address != resource.RLIM_INFINITY))

@@ -187,6 +187,8 @@ def publish_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"{folder} is there already; remove it, or choose another folder")
+    if file := next((parent for parent in folder.parents if parent.is_file()), None):
+        raise UserError(f"{folder}: {file} is a file; choose another folder")
     try:
         with publish(folder) as temporary:
             temporary.mkdir(parents=True)
