@@ -30,6 +30,7 @@ from decode.errors import UserError
 from distill.config.compose import configurations
 from distill.config.validate import processes
 from distill.utils.atomic_files import write_json
+from distill.utils.redact import printable
 from distill.utils.run_folder import occupy
 
 ERROR = "error.json"  # in the folder of a job that failed
@@ -214,7 +215,7 @@ def run_job(
         if code > 2:  # somebody wants all of it to end
             print(text, file=sys.stderr, flush=True)
             raise SystemExit(code)
-        text = f"error: {name}: {text.removeprefix('error: ')}" if name else text
+        text = printable(f"error: {name}: {text.removeprefix('error: ')}" if name else text)
         print(text, flush=True)
         write_json(folder / ERROR, {"job": name, "code": code, "error": text})
 

@@ -17,6 +17,7 @@ from distill.options import GenerateOptions
 from distill.scoring.scorer import threads
 from distill.text_generation import Model, TextGenerator
 from distill.utils.progress import wants_color
+from distill.utils.redact import printable
 from drafters.checkpoint import io as hub
 
 DRAFTED, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -88,17 +89,17 @@ def read_prompt(prompt: str) -> str:
 def show(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase, color: bool) -> Piece:
     """Print a stream of text as it is generated; returns the last piece.
 
-    A character of several tokens has the colour of its last one.
+    A character of several tokens has the colour of its last one. Control characters are shown, not sent.
     """
     text, piece = Detokenizer(tokenizer, skip_special_tokens=True), None
     if color:
         print(f"{DRAFTED}accepted draft tokens{PLAIN}, the target's own tokens\n")
     for piece in pieces:
         for token, drafted in zip(piece.tokens, piece.drafted, strict=True):
-            part = text.add(token)
+            part = printable(text.add(token))
             print(f"{DRAFTED}{part}{PLAIN}" if color and drafted and part else part, end="")
         sys.stdout.flush()
-    print(text.end(), flush=True)
+    print(printable(text.end()), flush=True)
     assert piece is not None, "a stream has at least the prefill's token"
     return piece
 

@@ -24,9 +24,11 @@ from distill.rollouts.store import find
 from distill.scoring.scorer import threads
 from distill.utils.paths import bundled
 from distill.utils.progress import bar, say, wants_color
+from distill.utils.redact import printable
 
 SUPERVISED, PLAIN = "\x1b[32m", "\x1b[0m"
 OPEN, CLOSE = "⟦", "⟧"  # around supervised text without colour
+SPACES = str.maketrans({"\t": "\u2409", "\n": "\u240a\n"})  # shown, since they are tokens
 NEEDED = ["id", "tokens", "loss_mask", "finish_reason", "ids"]
 Row = dict[str, Any]
 
@@ -66,7 +68,7 @@ def inspect(options: InspectOptions) -> float:
         raise UserError(f"row={shown}: no row of {folder} has this id")
     for number, row in rows:
         print(show(number, row, chat.tokenizer, color), end="\n\n")
-    print("\n".join(counts.lines(plan["stop"])), flush=True)
+    print(printable("\n".join(counts.lines(plan["stop"]))), flush=True)
     if not sample:
         return 0.0
     target = build_target(options.target)
@@ -152,10 +154,11 @@ def show(number: int, row: Row, tokenizer: PreTrainedTokenizerBase, color: bool)
         f"{before}{part}{after}" if supervised else part
         for part, supervised in _parts(row["tokens"], row["loss_mask"], tokenizer)
     )
-    return (
+    header = (
         f"-- row {number}, id {row['id']}: {len(row['tokens']) - num_supervised} prompt tokens, "
-        f"{num_supervised} supervised, finish_reason {row['finish_reason']}, ids {row['ids']}\n{text}"
+        f"{num_supervised} supervised, finish_reason {row['finish_reason']}, ids {row['ids']}"
     )
+    return printable(header.replace("\n", " ")) + f"\n{text}"
 
 
 def _parts(
@@ -167,10 +170,4 @@ def _parts(
     pieces.append((text.end(), bool(mask[-1]) if len(mask) else False))
     for supervised, run in groupby(pieces, key=lambda piece: piece[1]):
         if joined := "".join(part for part, _ in run):
-            yield _visible(joined), supervised
-
-
-def _visible(text: str) -> str:
-    """Show control characters as symbols: rows must not send escape codes to the terminal."""
-    pictures = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "\u2421", 0x0A: "\u240a\n"}
-    return text.translate(pictures)
+            yield printable(joined.translate(SPACES)), supervised

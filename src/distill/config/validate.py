@@ -12,6 +12,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
+from distill.utils.redact import PASSWORD
 
 LEAST = {
     "batch_size": 1,
@@ -107,6 +108,7 @@ CHOICES = {
     "control": ("none", "shuffled_taps"),
     "case": ("speed", "memory"),
 }
+FREE_TEXT = ("prompt", "row", "stop")
 
 
 def check_ranges(cfg: DictConfig) -> None:
@@ -126,6 +128,30 @@ def check_ranges(cfg: DictConfig) -> None:
         if choices is not None and name in choices and choices[name] not in names:  # no command has all
             raise UserError(f"{key}={choices[name]}: choose {' or '.join(names)}")
     check_server(cfg)
+    check_secrets(OmegaConf.to_container(cfg, resolve=False))
+
+
+def check_secrets(value: Any, key: str = "") -> None:
+    """Refuse an address with a password, such as s3://KEY:SECRET@bucket, which a run would record.
+
+    Args:
+        value: a configuration or a part of it, unresolved.
+        key: where it is in the configuration.
+
+    Raises:
+        UserError: the first there is.
+    """
+    if isinstance(value, dict):
+        for name, part in value.items():
+            check_secrets(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for part in value:
+            check_secrets(part, key)
+    elif isinstance(value, str) and key not in FREE_TEXT and PASSWORD.search(value):
+        raise UserError(
+            f"{key}: has a secret in it, which the run would record; leave it out and give it in the "
+            "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or those of the storage's own client)"
+        )
 
 
 def check_flags(arguments: Sequence[str]) -> None:

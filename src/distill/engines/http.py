@@ -17,6 +17,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from decode.errors import UserError
 from distill.utils.progress import say
 
+MAX_BYTES = 32 << 20  # of a response; an answer of 100,000 tokens with its ids has about two
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between attempts, which double from the first to the longest
 T = TypeVar("T")
 
@@ -102,8 +103,13 @@ class Server:
             if response.has_redirect_location:
                 url, base = str(response.request.url), urlsplit(self.url).path
                 check_redirect(url, response.headers["location"], f"{self.group}url", base)
+            response.stream = limited(response.stream, str(self))
 
-        web = library.DefaultAsyncHttpxClient(event_hooks={"response": [look]})
+        web = library.DefaultAsyncHttpxClient(
+            # Not compressed: a megabyte may unpack to a gigabyte.
+            headers={"Accept-Encoding": "identity"},
+            event_hooks={"response": [look]},
+        )
         # No retries of the library's own: it counts attempts, `RetryPolicy` limits time.
         async with library.AsyncOpenAI(
             base_url=self.url, api_key=self.key or "none", timeout=limit, max_retries=0, http_client=web
@@ -159,6 +165,36 @@ class Server:
         """Text as one line of at most 300 characters, without the key."""
         text = " ".join(text.replace(self.key, "***").split() if self.key else text.split())
         return text if len(text) <= 300 else text[:300] + "..."
+
+
+def limited(stream: Any, name: str) -> Any:
+    """The body of a response, of at most MAX_BYTES.
+
+    Args:
+        stream: not read yet, an `AsyncByteStream` of httpx or httpx2, which depends on openai's version.
+        name: of the server in messages.
+
+    Raises:
+        UserError: when more is read.
+    """
+    base: Any = type(stream)
+
+    class Limited(base):
+        def __init__(self) -> None:
+            pass
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for chunk in stream:
+                size += len(chunk)
+                if size > MAX_BYTES:
+                    raise UserError(f"{name}: a response of more than {MAX_BYTES >> 20} MB; not an answer")
+                yield chunk
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Limited()
 
 
 def openai() -> Any:

@@ -54,7 +54,7 @@ class OpenAIEngine:
         self.retry = RetryPolicy(str(server), server.patience, server.retries, server.group, server.stored)
         self.dialect: Dialect | None = None
         self.lost: Counter[str] = Counter()
-        self.warned = self.useful = False
+        self.warned = self.cut = self.useful = False
         self.models: dict[str, int | None] = {}
         self.models = asyncio.run(self._look())
         room = self.models.get(server.model)
@@ -72,8 +72,9 @@ class OpenAIEngine:
             async with self.server.understood(True, False):
                 raw = await client.models.with_raw_response.list()
                 try:
-                    return {m["id"]: m.get("max_model_len") for m in raw.http_response.json()["data"]}
-                except (AttributeError, KeyError, TypeError, ValueError):
+                    listed = raw.http_response.json()["data"]
+                    return {str(m["id"]): _length(m.get("max_model_len")) for m in listed}
+                except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
                     raise RefusedError(404, "no list of models") from None
 
         async with self.server.client() as client:
@@ -134,8 +135,9 @@ class OpenAIEngine:
             raise UserError(self._line(refusal, request.id)) from None
         if not self.warned and not same_prompt(reply, request):
             self.warned = True
+            read = _length(reply.prompt_length) if reply.prompt is None else len(reply.prompt)
             say(
-                f"{self.server}: it reads prompt {request.id} as {_length(reply)} tokens, where the target's "
+                f"{self.server}: it reads prompt {request.id} as {read} tokens, where the target's "
                 f"chat template gives {len(request.tokens)}, or others; is it the same model?"
             )
         if reply.rounds is not None:
@@ -144,7 +146,13 @@ class OpenAIEngine:
         if isinstance(answer, str):
             self.lost[answer] += 1
             return Answer([], False, False)
-        return answer
+        if len(answer.tokens) <= longest:
+            return answer
+        # The start of a longer sample is a sample of the length that was asked for.
+        if reply.ids and not self.cut:
+            self.cut = True
+            say(f"{self.server}: gives more tokens than max_tokens={longest}; answers are cut there")
+        return Answer(answer.tokens[:longest], False, answer.exact)
 
     async def _ask(
         self,
@@ -168,11 +176,11 @@ class OpenAIEngine:
 
     def _line(self, refusal: RefusedError, request: str) -> str:
         """The error message of a refusal, one line."""
-        server, names = self.server, sorted(self.models)
+        server, names = self.server, sorted(map(self.server.clean, self.models))
         if refusal.status in (401, 403):
             what = "refuses the key" if server.key else "wants a key"
             return f"{server}: {what} in {server.api_key_env} ({refusal})"
-        if refusal.status == 404 or (self.dialect is None and server.model not in names):
+        if refusal.status == 404 or (self.dialect is None and server.model not in self.models):
             listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
             has = f"it lists {listed}" if names else "it lists none; does the url end in /v1?"
             return (
@@ -193,5 +201,6 @@ class OpenAIEngine:
         self.lost.clear()
 
 
-def _length(reply: Reply) -> int | None:
-    return reply.prompt_length if reply.prompt is None else len(reply.prompt)
+def _length(value: Any) -> int | None:
+    """A length that a server states, or None if that is none."""
+    return value if type(value) is int and value > 0 else None

@@ -121,7 +121,7 @@ def read_reply(text: str) -> Reply:
             (payload.get("usage") or {}).get("prompt_tokens"),
             _rounds(payload),
         )
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"no reply: {error!r}") from None
     if not isinstance(reply.text, str) or reply.finish not in (*STOPPED, "length", "content_filter"):
         raise ValueError(f"finish_reason={reply.finish!r}")

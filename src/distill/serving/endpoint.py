@@ -13,11 +13,10 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from typing_extensions import override
 
 from decode.errors import UserError
-from distill.engines.http import check_redirect
+from distill.engines.http import MAX_BYTES, check_redirect
 from distill.serving import metrics as counters
 from distill.serving.metrics import Reading
 
-MAX_BYTES = 32 << 20  # bytes of a page; an engine's metrics are a few hundred kilobytes
 CHUNK = 1 << 16
 
 
@@ -72,7 +71,7 @@ class Endpoint:
         try:
             listed: Any = json.loads(self._page("/v1/models"))
             return [Model(str(m["id"]), str(m.get("root") or "")) for m in listed["data"]]
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             return []
 
     def _page(self, path: str) -> str:

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from typing import Any
 
-KEYS = ("WANDB_API_KEY",)  # environment variables whose values no message may repeat
+# Environment variables whose values no message may repeat.
+KEYS = ("WANDB_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY")
 HIDDEN = "(hidden)"
-WORDS = r"(?:key|token|secret|password|passwd|passphrase|credentials?|authorization|cookie)"
+WORDS = (
+    r"(?:key|token|secrets?|passwords?|passwd|pwd|passphrase|bearer|credentials?|authorization|cookies?"
+    # Not every plural: max_tokens is no secret.
+    r"|(?:api|access|auth|client|hf|private|secret|wandb)[^a-z]?(?:key|token)s)"
+)
 SECRET = re.compile(rf"(?:^|[^a-z]|api|access|auth|client|hf|wandb){WORDS}$", re.IGNORECASE)
+# A password may have a slash in it; a port has none before it: hdfs://host:9000/folder@1.
+PASSWORD = re.compile(r"(?<=://)[^/@\s]*:(?!\d+/)[^@\s]+@")
 IN_ADDRESS = re.compile(
-    r"(?<=://)[^/@\s]+@|(?<=[?&])(?:[\w-]*(?:key|token|secret|password|sig)[\w-]*)=[^&\s]+", re.IGNORECASE
+    rf"{PASSWORD.pattern}|(?<=://)[^/@\s]+@"
+    r"|(?<=[?&])(?:[\w-]*(?:key|token|secret|password|sig)[\w-]*)=[^&\s]+",
+    re.IGNORECASE,
 )
 IN_MAPPING = re.compile(rf"{WORDS}['\"]?\s*:", re.IGNORECASE)
+# Keys by their form: of Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS; and an HTTP header's.
+TOKEN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[\w-]{12,}|(?:gh[pousr]|github_pat)_\w{16,}|glpat-[\w-]{12,}"
+    r"|xox[abprs]-[\w-]{10,}|A[KS]IA[A-Z0-9]{12,})|(?i:\bbearer\s+)[^\s,;'\"}\]]+"
+)
+SHOWN_AS_IS = "\n\t\u200c\u200d"  # and the joiners of Persian, Indic scripts and emoji
+CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories: C0, C1, bidirectional, surrogates, separators
 
 
 def without_secrets(value: Any) -> Any:
@@ -27,7 +44,9 @@ def without_secrets(value: Any) -> Any:
         return [without_secrets(v) for v in value]
     if not isinstance(value, str):
         return value
-    return HIDDEN if re.search(r"\$\{\s*oc\.", value) else IN_ADDRESS.sub(f"{HIDDEN}@", value)
+    if re.search(r"\$\{\s*oc\.", value):
+        return HIDDEN
+    return TOKEN.sub(HIDDEN, IN_ADDRESS.sub(f"{HIDDEN}@", value))
 
 
 def override(text: str) -> str:
@@ -39,8 +58,21 @@ def override(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of others for a terminal, which would obey control characters; lines stay lines."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Text of others for a terminal, which would obey control characters; lines stay lines.
+
+    C0 controls become their Unicode pictures (ESC: U+241B), C1 and formatting ones U+FFFD.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c in SHOWN_AS_IS or unicodedata.category(c) not in CONTROL else _picture(ord(c)) for c in text
+    )
+
+
+def _picture(code: int) -> str:
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
 
 
 def reason(error: BaseException) -> str:
@@ -48,4 +80,4 @@ def reason(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     for secret in filter(None, map(os.environ.get, KEYS)):
         text = text.replace(secret, "***")
-    return text
+    return TOKEN.sub("***", text)

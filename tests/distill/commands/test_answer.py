@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from letters import MIXED
-from workbench import CONF, Outcome, foredraft, make_target
+from workbench import CONF, Outcome, foredraft, make_target, make_tokenizer
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -20,6 +20,7 @@ from distill.commands.generate import DRAFTED, PLAIN, plain_comparison, read_pro
 from distill.config.compose import compose
 from distill.prompts.chat_template import Chat
 from distill.utils.progress import wants_color
+from distill.utils.redact import printable
 from drafters.checkpoint import io as hub
 
 NASTY = "it's \"so\" called: {a: [1, 2]}, x=${oc.env:HOME} \\${b} C:\\new\\\n\n#2 'end\\"
@@ -61,7 +62,7 @@ def test_the_answer_is_the_targets_and_figures_stand_apart(bench):
     assert done.code == 0, done.err
     tokens, text = wanted(bench, "How do I use grep?")
     assert len(tokens) == LENGTH
-    assert done.out == text + "\n"
+    assert done.out == printable(text) + "\n"
     assert re.fullmatch(FIGURES + r"; plain \d+ tokens/s \(\d+\.\d\dx\)\n", done.err)
 
 
@@ -73,13 +74,13 @@ def test_any_prompt_reaches_the_target(bench, monkeypatch):
         done = run(bench, f"prompt={prompt}", drafter=False)
         assert done.code == 0, done.err
         assert asked.pop() == prompt
-        assert done.out == wanted(bench, prompt)[1] + "\n"
+        assert done.out == printable(wanted(bench, prompt)[1]) + "\n"
         asked.clear()
 
 
 def test_without_a_drafter_it_decodes_plainly(bench):
     done = run(bench, "prompt=hello", drafter=False)
-    assert done.out == wanted(bench, "hello")[1] + "\n"
+    assert done.out == printable(wanted(bench, "hello")[1]) + "\n"
     assert re.fullmatch(r"plain: 12 tokens, \d+ tokens/s\n", done.err)
 
 
@@ -97,7 +98,7 @@ def test_settings_are_those_of_the_command_line(bench):
     overrides = [f"sampling.{setting}" for setting in sampling]
     done = run(bench, "prompt=hello", "prompts.template=none", "decode=chain", *overrides)
     law = Sampler(0.8, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
-    assert done.out == wanted(bench, "hello", "none", law)[1] + "\n"
+    assert done.out == printable(wanted(bench, "hello", "none", law)[1]) + "\n"
     assert done.err.startswith("chain-3: ")
     assert run(bench, "prompt=hello", "prompts.template=none", *overrides, "seed=1").out != done.out
 
@@ -107,7 +108,7 @@ def test_stop_strings_end_the_answer(bench):
     letter = next(c for c in text[1:] if c.isascii() and c.isalnum())
     options = ["sampling.temperature=1.0", f"stop=['{letter}', 'never mind', '\\n']"]
     done = run(bench, "prompt=hello", *options)
-    assert done.out == text[: text.index(letter) + 1] + "\n"
+    assert done.out == printable(text[: text.index(letter) + 1]) + "\n"
     cfg = compose(rewrite(["prompt=x", r'stop=["User:", "\n"]'], CONF), CONF, "generate")
     assert list(cfg.stop) == ["User:", r"\n"]
 
@@ -115,7 +116,7 @@ def test_stop_strings_end_the_answer(bench):
 def test_the_prompt_may_come_from_stdin(bench, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(NASTY + "\n"))
     done = run(bench, "prompt=-", drafter=False)
-    assert done.out == wanted(bench, NASTY)[1] + "\n"
+    assert done.out == printable(wanted(bench, NASTY)[1]) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -202,3 +203,11 @@ def test_stdin_that_is_no_text_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
     with pytest.raises(UserError, match="not UTF-8"):
         read_prompt("-")
+
+
+def test_an_answer_sends_nothing_to_the_terminal(capsys):
+    text = "a\x1b[31m\x07b\rc\x9b\u202e d\te\u3000é👩\u200d🚀"
+    letters = make_tokenizer()
+    tokens = letters.encode(text, add_special_tokens=False)
+    show(iter([piece(tokens, [0] * len(tokens))]), letters, color=False)
+    assert capsys.readouterr().out == "a␛[31m␇b␍c\ufffd\ufffd d\te\u3000é👩\u200d🚀\n"

@@ -274,6 +274,13 @@ def test_supervised_text_is_coloured_or_in_brackets():
         assert rest == text.format(*marks, *marks)
 
 
+@pytest.mark.parametrize("field", ["id", "finish_reason", "ids"])
+def test_columns_of_a_store_send_nothing_to_the_terminal(field):
+    shown = row("x", [5], [6]) | {field: "a\x1b[2J\r\x07\x9b\u202e\n-- row 9"}
+    header = show(0, shown, make_tokenizer(), False).split("\n")[0]
+    assert "a␛[2J␍␇\ufffd\ufffd -- row 9" in header
+
+
 def test_half_a_character_at_the_end_is_shown():
     tokenizer = make_tokenizer()
     ids = tokenizer("é", add_special_tokens=False)["input_ids"]

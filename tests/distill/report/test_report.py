@@ -264,17 +264,23 @@ def test_secrets_are_not_shown(tmp_path, monkeypatch):
         "headers: {Authorization: Bearer hunter2, apiKey: hunter2}",
         "url: 'https://me:hunter2@host/v1?api_key=hunter2&x=1'",
         "api_key_env: NAME",
+        "pwd: hunter2",
+        "list: {api_keys: [hunter2], bearer: hunter2, secrets: {a: hunter2}}",
+        "value: [hf_hunter2hunter2, 'Bearer hunter2', sk-hunter2hunter2]",
+        "store: s3://KEY:a/hunter2@bucket/x",
         "twice: '${max_tokens}'",
     ]
     (tmp_path / ".hydra" / "config.yaml").write_text("\n".join(lines))
     given = ["a.api_key=hunter2", "max_tokens=512", "+headers={Authorization: Bearer hunter2}"]
+    given += ["+api_keys=[hunter2]", "+bearer=hunter2", "+pwd=hunter2", "target=hf_hunter2hunter2"]
     (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(given))
     run = read(tmp_path)
     assert "hunter2" not in run.config + str(run.overrides)
     assert "twice: 512" in run.config
     assert "api_key_env: NAME" in run.config
     assert "x=1" in run.config
-    assert run.overrides == [f"a.api_key={HIDDEN}", "max_tokens=512", f"+headers={HIDDEN}"]
+    shown = [f"{name}={HIDDEN}" for name in ("+api_keys", "+bearer", "+pwd", "target")]
+    assert run.overrides == [f"a.api_key={HIDDEN}", "max_tokens=512", f"+headers={HIDDEN}", *shown]
 
 
 def test_trackers_get_no_secrets(tmp_path, monkeypatch):

@@ -323,6 +323,36 @@ def test_failures_and_nonsense_and_cut_bodies_lose_nothing(chat, start):
     assert len(fake.asked) == 34
 
 
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_response_without_end_is_not_read(chat, start, monkeypatch, status):
+    fake = start()
+    made = engine(fake)
+    monkeypatch.setattr(patience, "MAX_BYTES", 1 << 16)
+    fake.fault(1, status, " " * (3 << 16))
+    with pytest.raises(UserError, match="a response of more than 0 MB; not an answer"):
+        made(ask(chat, "a"), PARAMS)
+
+
+def test_no_more_tokens_are_kept_than_were_asked_for(chat, start, capsys):
+    fake = start()
+    whole = {"prompt_token_ids": ask(chat, "a")[0].tokens, "object": "x"}
+    choice = {"finish_reason": "stop", "message": {"content": "x"}, "token_ids": [7] * 200_000}
+    fake.fault(1, 200, json.dumps(whole | {"choices": [choice]}))
+    (answer,) = engine(fake)(ask(chat, "a"), PARAMS._replace(max_new_tokens=10))
+    assert answer == ([7] * 10, False, True)
+    assert "gives more tokens than max_tokens=10; answers are cut there" in capsys.readouterr().out
+
+
+def test_a_list_of_models_of_any_content(chat, start):
+    for listed in ('{"data": [{"id": 3}, {"id": "m", "max_model_len": "many"}]}', "[" * 100_000):
+        fake = start()
+        fake.pages["/v1/models"] = lambda listed=listed: (200, listed)
+        made = engine(fake)
+        assert made.context is None
+        fake.fault(1, 200, '{"choices": ' + "[" * 100_000)
+        assert heard(chat, made(ask(chat, "a"), PARAMS)) == ["so: a"]
+
+
 def test_a_server_that_fails_for_good_is_given_up(chat, start):
     fake = start()
     fake.fault(100, 500, '{"error": {"message": "CUDA is gone"}}')
@@ -516,6 +546,7 @@ def test_a_killed_run_goes_on_with_its_shards(bench, start):
     [
         (["rollout.url=127.0.0.1:8000"], "rollout.url: not an address; write http"),
         (["rollout.url=http://me:pass@host/v1"], "rollout.url: has a secret in it"),
+        (["rollout.store=s3://KEY:a/pass@bucket/x"], "rollout.store: has a secret in it"),
         (["rollout.api_key_env=sk-123"], "rollout.api_key_env: is the name of the environment variable"),
         (["rollout.concurrency=0"], "rollout.concurrency=0: must be at least 1"),
         (["rollout.until=length"], "rollout=openai: a server ends its answers"),
@@ -530,6 +561,7 @@ def test_what_cannot_be_is_one_line_before_any_work(bench, start, more, line):
     assert done.err.startswith(f"error: {line}")
     assert len(done.err.splitlines()) == 1
     assert "pass@" not in done.err
+    assert not any(b"pass@" in path.read_bytes() for path in bench.root.rglob("*") if path.is_file())
     assert not fake.asked
 
 
