@@ -70,7 +70,7 @@ def drafter_page(root: Path, name: str) -> str:
             *(f"# {name}", "", ast.get_docstring(ast.parse(module.read_text())) or "", ""),
             *(f"    python train.py drafter={name}", ""),
             *(f"All options are in `conf/drafter/{name}.yaml`; the class is `{place}`.", ""),
-            *("| option | default | |", "|---|---|---|", *rows, ""),
+            *("| option | default | meaning |", "|---|---|---|", *rows, ""),
         ]
     )
 

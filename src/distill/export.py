@@ -173,6 +173,8 @@ def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
     found = {part: _plain(config[part]) for part in PARTS if part in config}
     found["trainer"] = {name: config["trainer"][name] for name in TRAINER if name in config["trainer"]}
     found |= {name: config[name] for name in PLAIN if name in config}
+    if template := config.get("prompts", {}).get("template"):
+        found["template"] = template
     if prompts := read_json(folder / RECORD):
         found["prompts"] = _plain(prompts)
     if rollouts := _rollouts(folder, config):

@@ -96,3 +96,8 @@ def test_no_version_with_a_known_hole_is_allowed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     allowed = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
     assert not [name for name, version in FLAWED.items() if version in allowed[name]]
+
+
+def test_no_table_has_an_empty_head():
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "data").rglob("*.md")]:
+        assert not re.search(r"^\|(?: *\|)+\n\|(?:[ :]*-)", path.read_text(), re.M), path

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from decode.errors import UserError
 from distill.utils.atomic_files import read_json
 
+RECIPE = "recipe.json"  # in a published folder
 BUNDLED = "data/pocket"  # default target of every command
 TARGET = {"target", "target.path"}  # overrides that name a target
 PROMPTS = {"prompts", "prompts.path", "prompts.dataset", "prompts.sources"}
@@ -55,6 +56,8 @@ def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -
         overrides = _target_overrides(origin.name, origin.revision) if target else []
         if prompts:
             overrides += _prompts(folder.resolve().parent.parent, settings.get("prompts"), target)
+        if target and "prompts.template" not in keys | {line.partition("=")[0] for line in overrides}:
+            overrides += _published_template(folder)
     if overrides:
         print(f"as in training: {' '.join(overrides)}", flush=True)
     return [*overrides, *argv]
@@ -120,6 +123,12 @@ def _prompts(run: Path, settings: dict[str, Any] | None, target: bool) -> list[s
     if settings is None:
         return overrides
     return [line for line in overrides if line[8:].partition("=")[0] in settings]
+
+
+def _published_template(folder: Path) -> list[str]:
+    """The override that a drafter of a base model needs, which has no chat template."""
+    recipe: Any = read_json(folder / RECIPE)
+    return ["prompts.template=none"] if isinstance(recipe, dict) and recipe.get("template") == "none" else []
 
 
 def _writer(argv: Sequence[str], stores: str) -> dict[str, Any]:

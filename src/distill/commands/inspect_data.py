@@ -28,7 +28,8 @@ from distill.utils.redact import printable
 
 SUPERVISED, PLAIN = "\x1b[32m", "\x1b[0m"
 OPEN, CLOSE = "⟦", "⟧"  # around supervised text without colour
-SPACES = str.maketrans({"\t": "\u2409", "\n": "\u240a\n"})  # shown, since they are tokens
+# Control characters of a row's text are shown by their symbols, since they are tokens.
+SYMBOLS = {code: chr(0x2400 + code) for code in range(32)} | {0x7F: "\u2421", 0x0A: "\u240a\n"}
 NEEDED = ["id", "tokens", "loss_mask", "finish_reason", "ids"]
 Row = dict[str, Any]
 
@@ -170,4 +171,4 @@ def _parts(
     pieces.append((text.end(), bool(mask[-1]) if len(mask) else False))
     for supervised, run in groupby(pieces, key=lambda piece: piece[1]):
         if joined := "".join(part for part, _ in run):
-            yield printable(joined.translate(SPACES)), supervised
+            yield printable(joined.translate(SYMBOLS)), supervised

@@ -90,7 +90,8 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", module=module)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    for name in ("lightning.pytorch", "lightning.fabric", "datasets"):
+    # httpx, and the client of huggingface_hub and openai: a line for every request.
+    for name in ("lightning.pytorch", "lightning.fabric", "datasets", "httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("WANDB_SILENT", "true")
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Row, Scorecard, Training, read_scorecard, read_training
-from distill.report.tables import grid
+from distill.report.tables import grid, target_label
 from distill.scoring.paired import FEWEST, speedup, speedup_ratio, tau_difference, why_incomparable
 from distill.scoring.target_drift import describe
 from distill.utils.redact import printable
@@ -186,10 +186,35 @@ def comparison(scored: Sequence[Scored], choice: Choice) -> Table:
     taus = [f"tau T={t:g}" for t in choice.temperatures]
     taus += [f"less {whose}, T={t:g}" for t in choice.temperatures if pairs]
     blocks = [["speedup", *[f"of {whose}"] * pairs], taus]
-    head = ["drafter", "decode", *_first(blocks, choice), *(f"s_{j}" for j in range(1, LEVELS + 1))]
+    targets = target_labels(scored)
+    head = [
+        "drafter",
+        *["target"] * bool(targets),
+        "decode",
+        *_first(blocks, choice),
+        *(f"s_{j}" for j in range(1, LEVELS + 1)),
+    ]
     head += ["draft", "ms/round", "trained", "parameters", "KV/token", "audit"]
     lines = [_line(s, choice, base, pairs) for s in ordered]
+    if targets:
+        lines = [[name, targets[name], *rest] for name, *rest in lines]
     return Table(head, lines, _notes(ordered, choice, base))
+
+
+def target_labels(scored: Sequence[Scored]) -> dict[str, str]:
+    """The target of each run, by the run's name; empty where all have the same one."""
+    paths = {s.name: _place(s.card) for s in scored}
+    labels = {name: target_label(path) for name, path in paths.items()}
+    different = len(set(paths.values()))
+    if different == 1:
+        return {}
+    return labels if len(set(labels.values())) == different else paths
+
+
+def _place(card: Scorecard) -> str:
+    """The path or hub id of a scorecard's target; one folder has one path."""
+    target = card.checkpoint.target
+    return str(Path(target).resolve()) if Path(target).is_dir() else target
 
 
 def table(scored: Sequence[Scored], choice: Choice) -> str:
@@ -287,7 +312,8 @@ def tau_cell(row: Row) -> str:
 
 
 def _difference_cell(scored: Scored, base: Scored, row: Row, other: Row) -> str:
-    if any(s.card.checkpoint.target_drift for s in (scored, base)):
+    drifted = any(s.card.checkpoint.target_drift for s in (scored, base))
+    if drifted or _place(scored.card) != _place(base.card):
         return "other target"  # its answers may have the same lengths and other words
     difference = tau_difference(row, other)
     return "other prompts" if difference is None else difference.text("{:+.2f}")

@@ -32,7 +32,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
     parts = [
         page.section(
             "All of them",
-            page.table(table.head, table.lines, texts=2, sortable=True),
+            page.table(table.head, table.lines, texts=table.head.index("decode") + 1, sortable=True),
             page.details("What was measured, and where", *map(page.prose, table.notes), opened=True),
             caption="Click a heading to sort by it.",
             wide=True,

@@ -11,6 +11,7 @@ from markupsafe import Markup
 from distill.report import history, page, panels, search_panel, training_panels
 from distill.report import text_panels as texts_panel
 from distill.report.history import History
+from distill.report.tables import target_label
 from distill.utils.atomic_files import put
 from distill.utils.redact import reason
 
@@ -81,7 +82,7 @@ def _origin(run: History) -> list[Markup | None]:
 def _title(run: History) -> str:
     card = run.card
     return (
-        f"{card.checkpoint.drafter} on {card.checkpoint.target}"
+        f"{card.checkpoint.drafter} on {target_label(card.checkpoint.target)}"
         if card
         else f"Run {run.folder.resolve().name}"
     )

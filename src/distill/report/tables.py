@@ -9,6 +9,7 @@ from decode.evaluation.audit import Audit
 from decode.evaluation.scorecard import Row, Scorecard
 from distill.report.history import scorecards
 from distill.scoring.target_drift import describe
+from drafters.hub.untrusted_files import is_hub_id
 
 LEVELS = 5
 LEVEL_NAMES = [f"s_{j}" for j in range(1, LEVELS + 1)]
@@ -24,6 +25,11 @@ def table(folder: Path) -> str:
     text = f"headline: {headline(last)}\n" + grid(*by_step(cards))
     text += f"\nstep {step}: {drift}" if drift else ""
     return text if len(last.rows) == 1 else f"{text}\n\nstep {step}, {settings_table(last)}"
+
+
+def target_label(target: str) -> str:
+    """What to call a target in a title: its hub id, or the last part of its folder's path."""
+    return target if is_hub_id(target) else Path(target).name or target
 
 
 def by_step(cards: Sequence[Scorecard]) -> tuple[list[str], list[list[str]]]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decode.errors import UserError
+from distill.config.recorded import read_config
 from distill.report.history import scorecards
 from distill.report.tables import by_setting, by_step, headline, table
 from distill.utils.progress import bars_visible, first_rank, say
@@ -67,11 +68,17 @@ def places(folder: Path) -> None:
     argument = f"checkpoint={checkpoint}"  # target and prompts are read from its run
     commands = [
         ["foredraft", "score", argument, "score.prompts=100"],
-        ["foredraft", "generate", argument, "prompt=How do I use grep?"],
+        ["foredraft", "generate", argument, f"prompt={_example(folder)}"],
         ["foredraft", "advise", argument],
         ["foredraft", "export", argument, f"to={_program(kind)}"],
     ]
     say("try next:\n" + "\n".join(f"  {shlex.join(words)}" for words in commands) + "\n")
+
+
+def _example(folder: Path) -> str:
+    """A prompt that the run's target can answer; one without a chat template continues a text."""
+    prompts = (read_config(folder) or {}).get("prompts", {})
+    return "Once upon a time" if prompts.get("template") == "none" else "How do I use grep?"
 
 
 def _program(kind: str) -> str:

@@ -126,13 +126,15 @@ def _curve(run: History, name: str, title: str, unit: str, caption: str) -> Mark
         return None
     steps, values, window = smoothed(curve)
     figure = go.Figure()
+    # Behind the mean where there is one; of a short run it is all there is.
+    style = {"line": {"color": paint("grey"), "width": 1}, "opacity": 0.55, "mode": "lines"}
+    if window == 1:
+        style = {"line": {"color": paint("blue"), "width": 2}, "mode": "lines+markers"}
     figure.add_scatter(
         x=curve[0],
         y=curve[1],
         name="as logged",
-        mode="lines",
-        line={"color": paint("grey"), "width": 1},
-        opacity=0.55,
+        **style,
         hovertemplate="step %{x}<br>%{y:.4g}<extra>as logged</extra>",
     )
     if window > 1:
@@ -144,7 +146,7 @@ def _curve(run: History, name: str, title: str, unit: str, caption: str) -> Mark
             line={"color": paint("blue"), "width": 2},
             hovertemplate="step %{x}<br>%{y:.4g}<extra>mean of " + str(window) + "</extra>",
         )
-    figure.update_layout(axes("optimizer step", unit))
+    figure.update_layout(axes("optimizer step", unit), showlegend=True)  # also with one line
     return page.section(title, page.plot(figure, caption), caption=caption)
 
 

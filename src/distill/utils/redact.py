@@ -58,21 +58,13 @@ def override(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of others for a terminal, which would obey control characters; lines stay lines.
-
-    C0 controls become their Unicode pictures (ESC: U+241B), C1 and formatting ones U+FFFD.
-    """
+    """Text of others for a terminal, which would obey control characters; lines stay lines."""
     if text.isprintable():
         return text
     return "".join(
-        c if c in SHOWN_AS_IS or unicodedata.category(c) not in CONTROL else _picture(ord(c)) for c in text
+        "\N{REPLACEMENT CHARACTER}" if c not in SHOWN_AS_IS and unicodedata.category(c) in CONTROL else c
+        for c in text
     )
-
-
-def _picture(code: int) -> str:
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "\u2421" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
 
 
 def reason(error: BaseException) -> str:

@@ -92,7 +92,7 @@ def _what(facts: Facts) -> str:
             "It proposes tokens that the target then verifies. Verified without loss, the text is the "
             "target's own, whatever this drafter proposes: decoding gets faster or slower, not different.",
             "",
-            "| | |",
+            "| property | value |",
             "|---|---|",
             *(f"| {name} | {_line(value)} |" for name, value in properties.items()),
             "",

@@ -53,6 +53,7 @@ def _named_target(folder: Path) -> Target:
     name, origin = target_name(folder), target_origin(folder)
     if in_hub_cache(folder) and not is_hub_id(name):
         raise UserError(f"{folder}: made for {name!r}, which is no hub id; load that target and pass target=")
+    name = _bundled(name)
     target = load_target(name, revision=origin.revision)
     tokenizer = hub.tokenizer_hash(name, origin.revision, fetch=True)
     if origin.tokenizer and tokenizer != origin.tokenizer:
@@ -60,6 +61,15 @@ def _named_target(folder: Path) -> Target:
             f"{folder}: the tokenizer of {name} is another by now; if that is meant, load it and pass target="
         )
     return target
+
+
+def _bundled(name: str) -> str:
+    """The path of a target that comes with the project (`data/pocket`), from any working directory."""
+    source = Path(__file__).resolve().parents[2]  # src/ of a clone, site-packages of a wheel
+    shipped = [root / name for root in (source / "foredraft", source.parent)]
+    if not is_hub_id(name) or Path(name).exists():
+        return name
+    return next((str(path) for path in shipped if (path / "config.json").is_file()), name)
 
 
 def save_pretrained(drafter: Drafter, folder: str | Path, target: Target | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import logging
 import re
 import shlex
 import shutil
@@ -14,7 +15,7 @@ from workbench import CONF, QUICK, ROOT, command, make_target, options_of, train
 
 from decode.errors import UserError
 from distill.cli.main import main, rewrite
-from distill.config.build import read_chat
+from distill.config.build import quiet, read_chat
 from distill.config.compose import compose, options
 from distill.options import SearchOptions, TrainOptions
 from distill.prompts import split as inputs
@@ -452,3 +453,11 @@ def test_the_commands_of_the_training_page_compose():
         cfg = compose(rewrite(shlex.split(words, comments=True), CONF), CONF)
         strategies.add(str(cfg.trainer.strategy))
     assert len(strategies) > 3
+
+
+@pytest.mark.parametrize("library", ["httpx", "httpx2"])
+def test_a_request_prints_no_line(caplog, library):
+    caplog.set_level(logging.INFO)  # as Hydra does
+    quiet()
+    logging.getLogger(library).info("HTTP Request: POST ...")
+    assert not caplog.records

@@ -126,3 +126,16 @@ def test_held_out_prompts_that_were_too_long_stay_out(best):
         record.write_text(json.dumps({"too_long": {"tokens": 511, "train": 9, "held_out": held_out}}))
         overrides = with_run_settings(argv, CONF, "score_checkpoint")
         assert overrides == ["target=/a/target", *PROMPTS, *more, *argv]
+
+
+@pytest.mark.parametrize(("template", "more"), [("none", ["prompts.template=none"]), ("chat", []), (3, [])])
+def test_a_published_drafter_of_a_base_model_needs_no_template(best, tmp_path, template, more):
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "config.json").write_text((best / "config.json").read_text())
+    (published / "recipe.json").write_text(json.dumps({"template": template}))
+    argv = [f"checkpoint={published}"]
+    for name in ("generate", "score_checkpoint", "advise"):
+        assert with_run_settings(argv, CONF, name) == ["target=/a/target", *more, *argv]
+    own = [*argv, "prompts.template=chat"]
+    assert with_run_settings(own, CONF, "generate") == ["target=/a/target", *own]

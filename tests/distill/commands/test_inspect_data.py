@@ -278,7 +278,7 @@ def test_supervised_text_is_coloured_or_in_brackets():
 def test_columns_of_a_store_send_nothing_to_the_terminal(field):
     shown = row("x", [5], [6]) | {field: "a\x1b[2J\r\x07\x9b\u202e\n-- row 9"}
     header = show(0, shown, make_tokenizer(), False).split("\n")[0]
-    assert "a␛[2J␍␇\ufffd\ufffd -- row 9" in header
+    assert "a\ufffd[2J\ufffd\ufffd\ufffd\ufffd -- row 9" in header
 
 
 def test_half_a_character_at_the_end_is_shown():

@@ -238,3 +238,17 @@ def test_what_others_named_says_nothing_to_a_terminal(tmp_path):
     text = table([one], Choice())
     assert "eagle\ufffd[2J\ufffd" in text
     assert text.replace("\n", "").isprintable()
+
+
+def test_runs_of_different_targets_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("models/m").mkdir(parents=True)
+    targets = ("models/m", str(tmp_path / "models" / "m"), "owner/name", "/elsewhere/m")
+    a, same, other, namesake = read(
+        [card(tmp_path / str(i), [row(FAST)], f"d{i}", target=target) for i, target in enumerate(targets)]
+    )
+    assert "target" not in comparison([a, same], Choice()).head
+    assert column([a, other], Choice(), "target") == {"d0": "m", "d2": "owner/name"}
+    assert column([a, namesake], Choice(), "target") == {"d0": targets[1], "d3": "/elsewhere/m"}
+    for name in ("of best's", "less best's, T=0"):
+        assert set(column([a, other], Choice(), name).values()) == {"-", "other target"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,10 +34,11 @@ from distill.loggers.wandb_logger import Wandb
 from distill.options import LoggerOptions
 from distill.prompts.prompt import Prompt
 from distill.report import html as html_report
-from distill.report.history import read
+from distill.report.history import History, read
 from distill.report.panels import by_category, length_shares, round_times
+from distill.report.terminal import places
 from distill.report.text_panels import chance
-from distill.report.training_panels import smoothed
+from distill.report.training_panels import loss, smoothed
 from distill.scoring.sample_texts import has_probs, varied
 from distill.training import checkpointing as callbacks
 from distill.utils.redact import HIDDEN
@@ -169,6 +171,34 @@ def test_a_run_without_scores_has_its_curves(bench, tmp_path):
         "Where it was measured",
     ]
     assert "Tau over training" not in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "style"), [(8, ("lines+markers", "var(--blue)")), (64, ("lines", "var(--grey)"))]
+)
+def test_a_short_runs_curve_is_a_line_with_a_legend(steps, style):
+    panel = str(loss(History(Path(), curves={"loss": ([float(i) for i in range(steps)], [1.0] * steps)})))
+    figure = json.loads(re.search(r"<script[^>]*>(.*?)</script>", panel)[1])
+    first = figure["data"][0]
+    assert (first["mode"], first["line"]["color"]) == style
+    assert figure["layout"]["showlegend"]
+
+
+def test_a_title_has_no_folders_of_this_machine(run, bench):
+    target = card_of(run)["target"]
+    assert Path(target).is_absolute()
+    title = re.search("<title>(.*?)</title>", (run / "report.html").read_text())[1]
+    assert title == f"eagle on {Path(target).name}"
+
+
+def test_the_command_to_try_suits_the_target(run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder, symlinks=True)
+    config = folder / ".hydra" / "config.yaml"
+    for template, prompt in (("chat", "How do I use grep?"), ("none", "Once upon a time")):
+        config.write_text(re.sub("template: (chat|none)", f"template: {template}", config.read_text()))
+        places(folder)
+        assert f"'prompt={prompt}'" in capsys.readouterr().out
 
 
 def test_a_long_run_has_a_page_before_it_ends(bench, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from faces import V
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.checkpoint import io as hub
+from drafters.checkpoint.pretrained import from_pretrained
 from drafters.registry import drafter_class, short_name
 
 
@@ -102,3 +103,10 @@ def test_a_folder_without_a_checkpoint_is_refused(pair, tmp_path):
 def test_every_yaml_has_a_name_in_the_table(drafter_name, pair):
     name = short_name(pair[1])
     assert drafter_class(name) is type(pair[1])
+
+
+def test_the_bundled_target_is_found_from_any_folder(pocket, make_drafter, tmp_path, monkeypatch):
+    drafter = make_drafter("bigram", pocket)
+    hub.save(drafter, pocket, tmp_path, "data/pocket")
+    monkeypatch.chdir(tmp_path)
+    assert from_pretrained(tmp_path).origin.name == "data/pocket"
