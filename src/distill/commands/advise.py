@@ -49,11 +49,7 @@ class DrafterProfile(NamedTuple):
 def advise(options: AdviseOptions) -> float:
     """Print the fastest plan for every temperature and batch size; write all results to `out`, if set.
 
-    Args:
-        options: of the command.
-
-    Returns:
-        The predicted speedup of the first choice.
+    Returns the predicted speedup of the first choice.
 
     Raises:
         UserError: invalid options, or no drafter.

@@ -25,13 +25,7 @@ WARM_UP = 8  # tokens
 
 
 def answer(options: GenerateOptions) -> float:
-    """Print the answer to a prompt on stdout, and tau and speed on stderr.
-
-    Args:
-        options: of the command.
-
-    Returns:
-        tau, 0 without a drafter.
+    """Print the answer to a prompt on stdout, and tau and speed on stderr; returns tau, 0 without a drafter.
 
     Raises:
         UserError: the prompt is empty, not UTF-8 or too long, or `checkpoint` has no drafter.

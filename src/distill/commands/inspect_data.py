@@ -37,9 +37,6 @@ Row = dict[str, Any]
 def inspect(options: InspectOptions) -> float:
     """Print rows and statistics of a store.
 
-    Args:
-        options: of the command.
-
     Returns:
         Mean surprisal of the sampled answers under the target minus its entropy, in nats; 0 without a sample.
 
@@ -105,17 +102,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read(
     folder: Path, manifest: dict[str, Any], counts: RowCounts, shown: set[int] | str, sampled: set[int]
 ) -> tuple[list[tuple[int, Row]], list[Row]]:
-    """Read a store shard by shard.
+    """Read a store shard by shard into `counts`; the numbered rows to show, and those of the sample.
 
-    Args:
-        folder: of the store.
-        manifest: of the store.
-        counts: updated with every shard.
-        shown: rows to return, by number or by id.
-        sampled: rows of the sample, by number.
-
-    Returns:
-        Numbered rows to show, and those of the sample.
+    Rows to show are named by numbers or by one id.
 
     Raises:
         UserError: a shard is missing or damaged.

@@ -38,9 +38,6 @@ BATCH = 8  # rounds evaluated together
 def limits(options: LimitOptions) -> float:
     """Print the table, and write it where `out` says so.
 
-    Args:
-        options: of the command.
-
     Returns:
         The drafter's share of the optimal trees' accepted tokens; mu without such a share.
 

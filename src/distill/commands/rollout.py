@@ -16,11 +16,7 @@ from distill.utils.progress import say
 def roll_out(options: RolloutCommandOptions) -> float:
     """Generate the missing shards of a store; `train.py` with the same settings finds it.
 
-    Args:
-        options: of the command.
-
-    Returns:
-        Number of answer tokens.
+    Returns the number of answer tokens.
 
     Raises:
         UserError: invalid options, before any work starts.

@@ -17,12 +17,6 @@ from drafters.checkpoint import io as hub
 def score(options: ScoreOptions) -> float:
     """Print a new scorecard; write it to `out`, if set.
 
-    Args:
-        options: of the command.
-
-    Returns:
-        tau of the headline.
-
     Raises:
         UserError: no drafter in `checkpoint`, or no prompts.
     """

@@ -43,10 +43,8 @@ class Record(NamedTuple):
 def read_file(path: Path, columns: Collection[str], max_bytes: int) -> Iterator[Record]:
     """Records of a .json list, a .parquet table or lines of a .txt; other files are read as JSON lines.
 
-    Args:
-        path: of the file.
-        columns: of a table, read besides FIELDS.
-        max_bytes: longer records are faults; longer lines are not loaded into memory.
+    A table has its `columns` read besides FIELDS. Records longer than `max_bytes` are faults, and lines
+    longer than that are not loaded into memory.
 
     Raises:
         UserError: no such file, or not a Parquet file despite its name.

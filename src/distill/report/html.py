@@ -20,11 +20,7 @@ NAME = "report.html"
 
 
 def write(folder: Path, out: Path | None = None) -> Path:
-    """Write the page of a run, finished or not.
-
-    Args:
-        folder: of the run.
-        out: file to write; default report.html in the folder.
+    """Write the page of a run, finished or not, to `out`, by default report.html in its folder.
 
     Raises:
         UserError: no run there, files that cannot be read, or no folder to write to.

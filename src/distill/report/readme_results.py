@@ -22,10 +22,6 @@ def results(scored: Sequence[Scored], choice: Choice) -> dict[str, Any]:
     Acceptance is that of each card's first plan, or of the chosen one; a speedup, at the first
     temperature, that of the fastest plan at each batch size, or of the chosen one.
 
-    Args:
-        scored: checkpoints.
-        choice: their order is by speedup at its batch.
-
     Raises:
         UserError: a run that was not scored at this choice.
     """
@@ -77,9 +73,7 @@ def as_text(values: dict[str, Any]) -> str:
 def headline(values: dict[str, Any], document: str) -> str:
     """The results as a Markdown table, with a paragraph on how they were measured.
 
-    Args:
-        values: from `results`.
-        document: file that the table is for.
+    `document` is the file that the table is for.
     """
     runs = values["runs"]
     batches = sorted({one["batch"] for run in runs for one in run["speedup"]})

@@ -17,11 +17,7 @@ RUNGS = {0: "-", -1: "last"}  # 0: drafters without training; -1: the winner, tr
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Table of the families compared, as text; tokens a second are those of the whole batch.
-
-    Args:
-        rows: of auto.json: family, rung, seconds, steps, fate, and verdict or None.
-    """
+    """Table of the families compared, as text; tokens a second are those of the whole batch."""
     table = []
     for row in rows:
         rung = RUNGS.get(row["rung"], str(row["rung"]))

@@ -28,14 +28,6 @@ PLAN_ROUNDS_GUESS, TIMED_TOKENS = 40.0, 16
 class Judge:
     """Evaluates checkpoints on held-out answers other than those that their scorecards report.
 
-    Args:
-        options: of a run, for its score settings.
-        auto: of the search.
-        target: the model that all of them draft for.
-        chat: renders the prompts.
-        held: held-out prompts.
-        clock: returns seconds.
-
     Attributes:
         plain_seconds: of a round of plain decoding.
         plan_seconds: that evaluating one plan takes: the maximum so far, or a guess.

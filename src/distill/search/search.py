@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,13 +37,6 @@ MIN_SECONDS = 1.0  # shortest training that is worth a job
 def search_families(options: SearchOptions, folder: Path) -> float:
     """Compare drafter families by successive halving, train the winner with the rest of the budget, score it.
 
-    Args:
-        options: settings of the search.
-        folder: run folder.
-
-    Returns:
-        Tau of the winner's scorecard.
-
     Raises:
         UserError: invalid options (before any work), no time left to train, or every family failed.
     """
@@ -58,13 +51,7 @@ def search_families(options: SearchOptions, folder: Path) -> float:
 class Search:
     """One run of `drafter=auto`; a restarted run continues from its finished jobs.
 
-    Args:
-        options: settings of the search.
-        context: of the command.
-        overrides: Hydra overrides by family.
-        runs: options by family.
-        start: of the budget, by `clock`.
-        clock: returns seconds.
+    The budget runs from `start`, by `clock`.
     """
 
     def __init__(
@@ -316,7 +303,7 @@ class Search:
             winner = replace(winner, rung=LAST, verdict=verdict)
             self.ledger.rows.append(winner)
         winner.fate = "won"
-        self.ledger.result = {"winner": name, "plan": plan.name, "shape": families.plan_fields(plan)}
+        self.ledger.result = {"winner": name, "plan": plan.name, "shape": asdict(plan)}
         self._save(choosing=self.clock() - before)
 
     def _publish(self, reason: str) -> float:

@@ -119,14 +119,9 @@ def with_user_loggers(context: JobContext, overrides: Sequence[str]) -> list[str
 def scoring_overrides(context: JobContext, overrides: Sequence[str], plan: Plan, steps: int) -> list[str]:
     """Overrides of a run that scores the trained checkpoint with one plan, then exports it."""
     user = [o for o in context.overrides if override_key(o).split(".")[0] == "export"]
-    shape = [f"decode.{name}={override_value(value)}" for name, value in plan_fields(plan).items()]
+    shape = [f"decode.{name}={override_value(value)}" for name, value in asdict(plan).items()]
     rest = drop_overrides(overrides, "decode", "export", "score.enabled", "trainer.max_steps")
     return [*rest, *user, "score.enabled=true", f"trainer.max_steps={max(1, steps)}", "decode=chain", *shape]
-
-
-def plan_fields(plan: Plan) -> dict[str, Any]:
-    """A plan's fields as a dict of JSON values."""
-    return asdict(plan)
 
 
 def override_value(value: Any) -> str:
@@ -142,10 +137,6 @@ def override_value(value: Any) -> str:
 
 class Jobs:
     """Runs families with Hydra's launcher, in `families/<name>` of the run folder.
-
-    Args:
-        context: of the command.
-        shared: objects shared by jobs in this process.
 
     Raises:
         UserError: the launcher's jobs do not run on this machine.

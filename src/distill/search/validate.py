@@ -18,10 +18,6 @@ def family_jobs(
 ) -> tuple[dict[str, list[str]], dict[str, TrainOptions]]:
     """Overrides and options of every family's run.
 
-    Args:
-        options: of the search.
-        context: of the command.
-
     Raises:
         UserError: an invalid setting of the search or of a family; a family that tunes the target.
     """

@@ -84,11 +84,6 @@ Sample = tuple[str, dict[str, str], float]
 def read(text: str, where: str, model: str | None = None) -> Reading:
     """Parse a page of metrics.
 
-    Args:
-        text: of the page.
-        where: its address, for errors.
-        model: name, if there are several.
-
     Raises:
         UserError: not metrics of vLLM or SGLang, or of several models.
     """

@@ -49,14 +49,6 @@ def measure(
 ) -> Traffic:
     """Read the counters before and after some traffic; only once with `since_start`.
 
-    Args:
-        options: of the command.
-        card: the scorecard, whose prompts and answer lengths are used.
-        endpoint: of the engine.
-        first: reading taken before.
-        models: that it serves.
-        temperature: of the requests.
-
     Raises:
         UserError: no duration is given, the server fails or restarts, or the metrics are of another engine.
     """

@@ -34,13 +34,7 @@ def command(options: VerifyOptions) -> float:
 
 
 def verify(options: VerifyOptions) -> bool:
-    """Print served and scored acceptance, and likely causes of a difference.
-
-    Args:
-        options: of the command.
-
-    Returns:
-        Whether the engine's acceptance agrees with the scorecard.
+    """Print served and scored acceptance, and likely causes of a difference; whether they agree.
 
     Raises:
         UserError: no scorecard, no engine, no matching row, or too few rounds.
