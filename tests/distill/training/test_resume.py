@@ -63,10 +63,10 @@ def linked(args, step):
 KILLS = {
     "between save points": (kill_in_training, 2),
     "half a checkpoint": (lambda m: kill_in(m, callbacks.hub, "save", saved, 4), 2),
-    "before the links": (lambda m: kill_in(m, callbacks, "_point", linked, 4), 4),
+    "before the links": (lambda m: kill_in(m, callbacks, "_link_to", linked, 4), 4),
     "before the score": (lambda m: kill_in(m, callbacks, "write_json", scored, 4), 4),
     "half a score": (lambda m: kill_in(m, files, "sync", half_scored, 4), 4),
-    "before the last links": (lambda m: kill_in(m, callbacks, "_point", linked, 6), 6),
+    "before the last links": (lambda m: kill_in(m, callbacks, "_link_to", linked, 6), 6),
     "before the last score": (lambda m: kill_in(m, callbacks, "write_json", scored, 6), 6),
 }
 
