@@ -22,7 +22,10 @@ BENCHMARKS = {
 
 def run() -> None:
     """Run the benchmark named by the first argument; the rest are overrides of its configuration."""
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(__doc__, "", *BENCHMARKS, sep="\n")
+        return
     if name not in BENCHMARKS:
         print(f"error: benchmark {name}: choose one of {', '.join(BENCHMARKS)}", file=sys.stderr)
         raise SystemExit(2)

@@ -6,6 +6,7 @@ A run of all tests replaces the page; a run of some files is appended.
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 from decode.hardware import hardware
@@ -35,4 +36,6 @@ def main(files: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", help="test files; none: all")
+    raise SystemExit(main(parser.parse_args().files))

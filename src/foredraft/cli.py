@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +74,9 @@ def main() -> None:
         run("train", sys.argv[1:])  # Lightning starts the other ranks with the options alone
         return
     word, *arguments = sys.argv[1:] or ["--help"]
-    if word in ("-h", "--help"):
-        print(usage())
+    if word in ("-h", "--help", "--version"):
+        with one_line_errors():
+            print(usage() if word != "--version" else f"foredraft {version('foredraft')}")
     elif word in COMMANDS:
         run(word, arguments)
     else:

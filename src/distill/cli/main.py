@@ -195,6 +195,8 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
             result.append(argument)
         elif key == "hydra.run.dir" and any(other.startswith("hydra.run.dir=") for other in result):
             continue  # Lightning repeats it for its ranks, unquoted
+        elif key == "prompts" and DATASET.fullmatch(value) and not Path(value).exists():
+            result += ["prompts=jsonl", "prompts.path=null", f"prompts.dataset={value}"]
         elif key in PATH_GROUPS and not _is_choice(value, options(config_dir, key), sweep):
             name, where = PATH_GROUPS[key]
             result += [f"{key}={name}", f"{key}.{where}={_quote_path(value, sweep)}"]

@@ -1,11 +1,14 @@
 """The command line: what becomes of the overrides a person types, and what they are told of mistakes."""
 
+import importlib.metadata
 import json
-import os
 import logging
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -435,6 +438,79 @@ def test_help_and_the_printed_configuration_still_work(tmp_path, monkeypatch):
     assert shown.code == 0
     assert "seed: 7" in shown.out
     assert not list(tmp_path.iterdir())
+
+
+def shown(*words: str) -> str:
+    done = command(lambda: main(lambda cfg, folder: 0.0, CONF), ["train.py", *words])
+    assert (done.code, done.err) == (0, "")
+    return done.out
+
+
+def test_help_lists_the_settings_of_chosen_groups_and_explains_those_that_are_named():
+    text = shown("--help")
+    for setting in ("trainer.max_steps=800", "optimizer.optimizer.lr=6.0e-3", "drafter.depth=2"):
+        assert setting in text
+    assert "forward passes; the paper's code: 3" not in text
+    text = shown("drafter=hass", "--help")
+    assert "drafter: hass" in text
+    assert re.search(r"drafter\.depth=3 +forward passes; the paper's code: 3", text)
+    assert "drafter.feature_noise=0.1" in text, "hass is based on eagle"
+
+
+def test_every_group_can_be_explained():
+    for path in CONF.glob("*/*.yaml"):
+        shown(f"{path.parent.name}={path.stem}", "--help")
+
+
+def test_the_version_is_printed():
+    assert shown("--version") == f"foredraft {importlib.metadata.version('foredraft')}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--drafter", "eagle"], "--drafter: options have no dashes; write drafter=eagle"),
+        (["--seed=3"], "--seed=3: options have no dashes; write seed=3"),
+        (["lr=1e-4"], "lr: no such option; did you mean optimizer.optimizer.lr?"),
+        (["drafter.steps=3"], "drafter.steps: no such option in drafter; choose one of"),
+        (
+            ["target=/nowhere"],
+            "target=/nowhere: no such folder; give a model folder or a hub id (owner/name)",
+        ),
+        (["prompts=/nowhere.jsonl"], "prompts=/nowhere.jsonl: no such file; give a JSONL file"),
+        (["drafter.init_from=./nowhere"], "drafter.init_from=./nowhere: no such folder"),
+        (["trainer.max_steps=0"], "trainer.max_steps=0: must be at least 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_mistake_is_found_before_the_command_is_imported(argv, said, tmp_path):
+    def body(cfg, folder):
+        raise AssertionError("imported")
+
+    done = command(lambda: main(body, CONF), ["train.py", *argv, f"output_dir={tmp_path / 'o'}"])
+    assert done.code == 2
+    assert done.err.startswith(f"error: {said}")
+    assert len(done.err.splitlines()) == 1
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_dataset_of_the_hub_is_prompts_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dataset = ["prompts=jsonl", "prompts.path=null", "prompts.dataset=owner/name.v2"]
+    assert rewrite(["prompts=owner/name.v2"], CONF) == dataset
+    assert compose(dataset, CONF).prompts.dataset == "owner/name.v2"
+    for file in ("data/none.jsonl", "a/b.parquet", "gsm8k"):
+        assert not any("dataset" in word for word in rewrite([f"prompts={file}"], CONF))
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "name.v2").touch()
+    assert "prompts.path='owner/name.v2'" in rewrite(["prompts=owner/name.v2"], CONF)
+
+
+@pytest.mark.parametrize("words", ["train --help", "--help", "--version"])
+def test_a_reader_that_ends_early_is_no_error(words):
+    line = f"{sys.executable} -m foredraft {words} | true"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""
 
 
 def test_unknown_options_are_told_from_the_repository_alone():

@@ -327,6 +327,25 @@ def test_the_estimate_is_an_upper_bound_of_what_is_made(parts, writer, tmp_path)
     assert "no rollouts to make" in estimate(store, target, target.model.lm_head)
 
 
+def test_more_memory_than_there_is_is_refused(parts, tmp_path, monkeypatch):
+    target, _, prompts = parts
+    store = RolloutStore(tmp_path, PLAN, prompts)
+    monkeypatch.setattr("distill.rollouts.estimate.available", lambda device: 1000)
+    with pytest.raises(
+        UserError, match=r"needs up to .* GiB .*; lower rollout.batch_size=\d+ or rollout.max"
+    ):
+        estimate(store, target, None)
+
+
+def test_the_estimate_of_memory_ends_at_the_targets_context(parts, tmp_path):
+    target, _, prompts = parts
+    assert target.max_positions
+    plans = [replace(PLAN, max_new_tokens=length) for length in (10 * target.max_positions, 10**9)]
+    texts = [estimate(RolloutStore(tmp_path, plan, prompts), target, None) for plan in plans]
+    sizes = [text.rpartition(" MiB for")[0].rpartition(" ")[2] for text in texts]
+    assert sizes[0] == sizes[1]
+
+
 def test_the_target_says_where_answers_end(parts):
     assert stop_tokens(parts[0]) == PLAN.stop
     assert json.dumps(PLAN.stop)
