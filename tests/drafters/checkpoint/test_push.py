@@ -70,6 +70,8 @@ def test_one_that_knows_no_target_asks_for_it_and_a_folder_in_use_is_left_alone(
     (tmp_path / "mine").write_text("keep")
     with pytest.raises(UserError, match="is there already"):
         save_pretrained(drafter, tmp_path, target)
+    with pytest.raises(UserError, match="mine is a file; choose another folder"):
+        save_pretrained(drafter, tmp_path / "mine" / "new", target)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
