@@ -127,7 +127,7 @@ def test_the_prompt_may_come_from_stdin(bench, monkeypatch):
         (["prompt=\udcff"], "prompt: not UTF-8"),
         ([], "prompt: must be given"),
         (["prompt=" + "x" * 400], "402 tokens and leaves no room in the target's context of 256"),
-        (["prompt=x", "checkpoint=/no/where"], "checkpoint=/no/where: no config.json there"),
+        (["prompt=x", "checkpoint=/no/where"], "checkpoint=/no/where: no such folder"),
         (["prompt=x", "max_new_tokens=0"], "max_new_tokens=0: must be at least 1"),
         (["prompt=x", "threads=-1"], "threads=-1: must be at least 0"),
         (["prompt=x", "checkpoint=/", "decode.proposal=guess"], "decode.proposal=guess"),
