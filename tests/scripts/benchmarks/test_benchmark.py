@@ -77,7 +77,7 @@ def test_at_a_temperature_everybody_draws_and_no_texts_are_compared(bench):
     ("more", "reason"),
     [
         (["drafter=eagle"], "Hugging Face can use drafter=lm_given too"),
-        (["checkpoint=/nowhere"], "no config.json there"),
+        (["checkpoint=/nowhere"], "no such folder"),
         (["plans.tree.width=0"], "must be >= 0 and >= 1"),
         (["score.repeats=0"], "score.repeats=0: must be at least 1"),
         (["temperature=-1.0"], "temperature=-1.0 is out of range"),

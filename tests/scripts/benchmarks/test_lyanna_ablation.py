@@ -46,7 +46,7 @@ def test_differences_shares_and_head_products_are_written(bench, checkpoint):
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (["checkpoint=/nowhere"], "no config.json there"),
+        (["checkpoint=/nowhere"], "no such folder"),
         (["checkpoint={lyanna}", "decode.width=1", "decode.nodes=2"], "a dynamic tree of fixed nodes"),
         (["checkpoint={eagle}"], "the ablation is of drafter=lyanna"),
     ],

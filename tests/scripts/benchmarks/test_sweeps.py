@@ -53,7 +53,7 @@ def test_every_context_gets_long_and_short_answers(bench, checkpoint):
 @pytest.mark.parametrize(
     ("word", "more", "reason"),
     [
-        ("batch", ["checkpoint=/nowhere"], "no config.json there"),
+        ("batch", ["checkpoint=/nowhere"], "no such folder"),
         ("batch", [], "checkpoint"),
         ("batch", ["checkpoint=/nowhere", "batch_sizes=[0]"], "batch_sizes=[0]: must be at least 1"),
         ("context", ["contexts=[400]", "checkpoint={}"], "the target's context is 256"),
