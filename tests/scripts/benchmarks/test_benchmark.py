@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from scripts.benchmark import run
+from scripts.benchmark import BENCHMARKS, run
 from workbench import Bench, command, make_target
 
 from benchmarks import vs_transformers as race_module
@@ -91,13 +91,20 @@ def test_a_mistake_is_one_line(bench, more, reason):
     assert reason in done.err
 
 
-@pytest.mark.parametrize("words", [[], ["speed"], ["checkpoint=x"]], ids=str)
+@pytest.mark.parametrize("words", [["speed"], ["checkpoint=x"]], ids=str)
 def test_an_unknown_word_is_answered_with_the_known_ones(words):
     done = command(run, ["benchmark.py", *words])
     assert done.code == 2
     assert done.err.startswith("error: benchmark")
     assert "choose one of auto, decode" in done.err
     assert sys.argv[0] != "benchmark.py"
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]], ids=str)
+def test_help_lists_the_benchmarks(words):
+    done = command(run, ["benchmark.py", *words])
+    assert (done.code, done.err) == (0, "")
+    assert set(BENCHMARKS) <= set(done.out.splitlines())
 
 
 # -- what is counted -----------------------------------------------------------------------------
