@@ -55,11 +55,11 @@ def help_text(config_dir: Path, config_name: str, given: Mapping[str, str]) -> s
         names, choice = _names(config_dir / name), given.get(name, chosen)
         lines.append(f"  {name}: {choice}  ({comment or about.get(name, '')})")
         settings = _settings(config_dir / name, choice) if choice in names else []
-        texts = [" ".join(other for other in names if other != choice)]
+        paragraphs = [" ".join(other for other in names if other != choice)]
         if name not in given and settings:
-            texts.append("settings: " + " ".join(f"{key}={value}" for key, value, _ in settings))
-        for text in texts:
-            lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            paragraphs.append("settings: " + " ".join(f"{key}={value}" for key, value, _ in settings))
+        for paragraph in paragraphs:
+            lines += textwrap.wrap(paragraph, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines += _table(settings, " " * 6) if name in given else []
     options = {option[0]: option for base in _bases(config_dir, text) for option in _options(base)}
     options |= {option[0]: option for option in _options(text)}
