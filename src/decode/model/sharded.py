@@ -129,14 +129,14 @@ class Sharded(Target):
 
     Args:
         model: after `shard`.
-        name: fingerprint of the unsharded model.
+        names: fingerprints of the unsharded model.
     """
 
     movable = False
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, names: list[str]) -> None:
         super().__init__(model)
-        self._name = name
+        self._names = names
         self._gatherer, self._signals = LayerGather(self.layers), DeferredSignals()
         # Outside FSDP's hooks. A model with hooks is never `Fused`.
         self.base.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
@@ -153,8 +153,8 @@ class Sharded(Target):
         return sum(p.numel() * p.itemsize for p in local)
 
     @override
-    def fingerprint(self) -> str:
-        return self._name
+    def fingerprints(self) -> list[str]:
+        return self._names
 
     @override
     def weights(self, part: nn.Module) -> dict[str, Tensor]:
@@ -204,11 +204,11 @@ def load_sharded(load: Callable[[], PreTrainedModel], device: torch.device) -> S
     rank = distributed.get_rank()
     hosts: list[Any] = [None] * mesh.size()
     distributed.all_gather_object(hosts, socket.gethostname())
-    loaded: tuple[PreTrainedModel, str] | None = None
+    loaded: tuple[PreTrainedModel, list[str]] | None = None
     for turn in range(max(Counter(hosts).values())):
         if turn == hosts[:rank].count(hosts[rank]):
             model = load()
-            loaded = model, Target(model).fingerprint()
+            loaded = model, Target(model).fingerprints()
             shard(model, mesh, device)
         distributed.barrier()
     assert loaded

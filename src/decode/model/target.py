@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.causal_lm import CausalLM, record_inputs
+from decode.model.fingerprint import hash_samples, stored_samples, weight_sample
 from decode.model.packing import attention_per_row, pack_indices
 
 LAST = "last"  # tap of the head's input, after the final norm
@@ -69,14 +69,22 @@ class Target(CausalLM):
             )
 
     def fingerprint(self) -> str:
-        """Hash of samples of the weights, rounded to bf16, so that it does not depend on the dtype."""
-        digest = hashlib.sha256(f"{self.head.weight.shape} {len(self.layers)}".encode())
-        weights = self.weights(self.layers[len(self.layers) // 2])
-        matrix = next(w for w in weights.values() if w.dim() > 1)  # of the middle layer
-        for weight in (self.head.weight, matrix):
-            sample = weight[:: max(1, weight.shape[0] // 64)].to("cpu", torch.bfloat16)
-            digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """Hash of samples of the weights, the same in every dtype that a model is loaded in."""
+        return self.fingerprints()[0]
+
+    def fingerprints(self) -> list[str]:
+        """The fingerprint; and in float16 the different one that older versions gave."""
+        layer = self.layers[len(self.layers) // 2]
+        part, matrix = next((n, w) for n, w in self.weights(layer).items() if w.dim() > 1)
+        label = f"{self.head.weight.shape} {len(self.layers)}"
+        loaded = [weight_sample(self.head.weight), weight_sample(matrix)]
+        if self.dtype != torch.float16:
+            return [hash_samples(label, loaded)]
+        prefix = next(name for name, module in self.model.named_modules() if module is layer)
+        every = self.model.named_parameters(remove_duplicate=False)
+        heads = [name for name, weight in every if weight is self.head.weight]  # two names if tied
+        stored = stored_samples(self.model, [heads, [f"{prefix}.{part}"]], loaded)
+        return [hash_samples(label, stored), hash_samples(label, loaded)]
 
     # -- several processes -----------------------------------------------------------------------
 

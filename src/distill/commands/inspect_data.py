@@ -70,7 +70,7 @@ def inspect(options: InspectOptions) -> float:
     if not sample:
         return 0.0
     target = build_target(options.target)
-    if target.fingerprint() != plan["target"]:
+    if plan["target"] not in target.fingerprints():
         say(f"WARNING: the store names another target than {options.target.path}")
     reference = surprise.reference_distribution(plan)
     with threads(options.threads):

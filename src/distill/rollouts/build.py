@@ -125,7 +125,7 @@ def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None
     """
     prompts, target = options.prompts, build_target(options.target)
     chat = read_chat(options.target, prompts.template, prompts.template_options)
-    if (target.fingerprint(), chat.fingerprint()) != (plan.target, plan.tokenizer):
+    if plan.target not in target.fingerprints() or chat.fingerprint() != plan.tokenizer:
         raise UserError(f"target={options.target.path}: a worker has another model there than this machine")
     return Writer(in_process(options, target, chat, plan, helper), chat, plan)
 

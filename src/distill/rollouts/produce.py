@@ -20,7 +20,7 @@ from distill.prompts.prompt import Prompt, prompts_digest
 from distill.rollouts.build import Helper, helping_plan, work_of
 from distill.rollouts.estimate import estimate
 from distill.rollouts.shard import count
-from distill.rollouts.store import RolloutPlan, RolloutStore
+from distill.rollouts.store import RolloutPlan, RolloutStore, stored_plan
 from distill.rollouts.surprisal import mismatch_warning
 from distill.rollouts.writer import check_plan
 from distill.utils.atomic_files import read_json, sha256, write_json
@@ -108,7 +108,7 @@ def produce(
         helper = next(reversed(checkpoints(folder)), None) if drafts else None
         say(f"rollouts: time {phase + 1}" + (f", drafted by {helper}" if helper else ""))
     else:
-        _same_rollouts(folder, plan)
+        _same_rollouts(folder, store.plan)
     fill(options, target, chat, store, helper, drafter)
     target.join()
     return store
@@ -133,7 +133,7 @@ def open_store(
     if place and phase:
         place = f"{place}/again-{phase}"
     origin = {"target": options.target.path, "revision": options.target.revision}
-    store = RolloutStore(root, plan, prompts, place, origin)
+    store = RolloutStore(root, stored_plan(plan, target.fingerprints(), root, place), prompts, place, origin)
     store.open()
     return store
 

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,24 @@ class RolloutPlan:
         """Short hash of the plan."""
         text = json.dumps([SCHEMA, asdict(self)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def stored_plan(
+    plan: RolloutPlan, fingerprints: Sequence[str], root: Path, place: str | None = None
+) -> RolloutPlan:
+    """The plan with an older fingerprint of its target, if there is a store of that name.
+
+    Args:
+        plan: with the current fingerprint.
+        fingerprints: `Target.fingerprints`.
+        root: see `RolloutStore`.
+        place: see `RolloutStore`.
+    """
+    for older in (replace(plan, target=name) for name in fingerprints[1:]):
+        path = Path(place or root / older.key) / PLAN
+        if path.is_file() and f'"{older.target}"' in path.read_text():
+            return older
+    return plan
 
 
 class RolloutStore:

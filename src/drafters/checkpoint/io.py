@@ -102,7 +102,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
     folder = Path(folder)
     config = read_config(folder)
     origin = config_origin(config)
-    if is_native(config) and origin.fingerprint != target.fingerprint():
+    if is_native(config) and origin.fingerprint not in target.fingerprints():
         raise UserError(
             f"{folder}: this drafter was made for target {origin.name or '(unnamed)'!r} "
             "with other weights or another vocabulary; give that one as target="

@@ -182,7 +182,7 @@ def _origin(drafter: Drafter, target: Target | None) -> Origin:
         if origin is None:
             raise UserError("this drafter does not know whom it was made for; pass target=")
         return origin
-    if origin and origin.fingerprint == target.fingerprint():
+    if origin and origin.fingerprint in target.fingerprints():
         return origin
     return hub.origin_of(target)
 

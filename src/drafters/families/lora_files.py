@@ -48,16 +48,15 @@ class LoraBase(NamedTuple):
         Raises:
             UserError: it no longer exists, or its weights have changed.
         """
-        if self.path is None:
-            model = cut_target(target, self.layers or 0)
-        else:
-            try:
-                model = load_model(self.path, revision=self.revision, what=OPTION, masked=masked)
-            except UserError as error:
-                raise UserError(f"these adapters need the model that they were trained on: {error}") from None
+        if self.path is None:  # the target's own fingerprint says whether its weights are the same
+            return cut_target(target, self.layers or 0)
+        try:
+            model = load_model(self.path, revision=self.revision, what=OPTION, masked=masked)
+        except UserError as error:
+            raise UserError(f"these adapters need the model that they were trained on: {error}") from None
         if fingerprint(model) != self.fingerprint:
             raise UserError(
-                f"these adapters were trained on other weights than {OPTION}={self.path or 'null'} has now; "
+                f"these adapters were trained on other weights than {OPTION}={self.path} has now; "
                 "write there where the original is, or train anew"
             )
         return model

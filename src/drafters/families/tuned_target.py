@@ -149,13 +149,14 @@ class TunedTarget(Target):
 
     def __init__(self, model: PreTrainedModel, source: Target, weight_hash: str) -> None:
         super().__init__(model, source.taps)
-        self._name = f"{source.fingerprint()} {weight_hash}"
+        names = [f"{name} {weight_hash}" for name in source.fingerprints()]
+        self._names = [hashlib.sha256(name.encode()).hexdigest()[:16] for name in names]
         if source.compiled:
             self.compile()
 
     @override
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self._name.encode()).hexdigest()[:16]
+    def fingerprints(self) -> list[str]:
+        return self._names
 
 
 # A cache outside the module: attributes would be copied, moved and saved with it.

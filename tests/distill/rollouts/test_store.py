@@ -17,7 +17,7 @@ from workbench import Bench, fork, make_target, write_prompts
 from decode.errors import UserError
 from distill.rollouts.remote import Mirror
 from distill.rollouts.shard import is_whole
-from distill.rollouts.store import RolloutStore
+from distill.rollouts.store import RolloutStore, stored_plan
 
 OTHERS = {
     "target": ("u", r"answers of another target, /m/one \(t\), not of /m/one \(u\)"),
@@ -120,6 +120,18 @@ def test_a_given_folder_is_the_store_and_is_gone_on_with_and_reused(parts, write
     assert rows_of(again) == straight
     fill(RolloutStore(tmp_path / "elsewhere", PLAN, parts[2], str(mine)), refuse)
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("place", [None, "mine"])
+def test_a_store_with_the_targets_older_fingerprint_is_reused(parts, writer, tmp_path, place):
+    place = place and str(tmp_path / place)
+    new, root = replace(PLAN, target="new"), tmp_path / "root"
+    assert stored_plan(new, ["new", PLAN.target], root, place) == new  # none is there
+    store = RolloutStore(root, PLAN, parts[2], place)
+    fill(store, writer)
+    plan = stored_plan(new, ["new", PLAN.target], root, place)
+    fill(RolloutStore(root, plan, parts[2], place), refuse)
+    assert stored_plan(new, ["new"], root, place) == stored_plan(new, ["new", "v"], root, place) == new
 
 
 @pytest.mark.parametrize("name", OTHERS)
