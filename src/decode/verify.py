@@ -412,31 +412,8 @@ def verify(plan: Plan, draft: Draft, target: TargetProbs, coin: Coin) -> Verific
     if rule.lossy:
         alpha = plan.alpha if plan.rule == "typical" else math.inf
         return rule.run(draft, target, coin, plan.threshold, alpha)
-    if rule.reads_probs:
-        draft = _drop_invalid_q(draft)
     # If all nodes are fixed, all rules give the same distribution, and `match` is keyed like plain decoding.
     return (rule.run if draft.probs is not None else match)(draft, target, coin)
-
-
-def _drop_invalid_q(draft: Draft) -> Draft:
-    """Remove sampled children of slots whose q sums to 0 or is not finite.
-
-    This depends on q and never on the token, so the remaining nodes keep their distribution. `expand`
-    never drafts such nodes; other proposers may.
-    """
-    drafted = draft.probs
-    if drafted is None or not drafted.levels:
-        return draft
-    mass = drafted.q.sum(-1, dtype=torch.float32)  # (B, Q)
-    valid = mass.isfinite() & (mass > 0)
-    if _none_true(~valid):
-        return draft
-    # Scatter to slots, (B, S + 1); the last column takes the rows of q without an owner.
-    slot = torch.where(drafted.owner < 0, draft.tokens.shape[1] + 1, drafted.owner)
-    invalid = torch.zeros_like(draft.tokens, dtype=torch.bool)
-    invalid = nn.functional.pad(invalid, (1, 1)).scatter(1, slot, ~valid)
-    removed = drafted.sampled & invalid.gather(1, draft.parents + 1)  # (B, N)
-    return replace(draft, tokens=draft.tokens.masked_fill(removed, PAD))
 
 
 # -- shared ------------------------------------------------------------------------------------------------

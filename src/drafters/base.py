@@ -324,7 +324,12 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
-        """Draft below the root; what `advance` built stays unchanged."""
+        """Draft below the root; what `advance` built stays unchanged.
+
+        Sampled nodes must be drawn with `coin` from the q that the draft states (`DraftProbs`), and may not
+        be dropped for the token that was drawn. Every round checks ids and q (`draft_check`), and the audit
+        tests that tokens are draws from q.
+        """
 
     def kv_bytes_per_token(self, state: Any) -> int:
         """Bytes of keys and values per settled token in `state`."""

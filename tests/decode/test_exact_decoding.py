@@ -27,6 +27,7 @@ from exact import (
 from faces import able
 
 from decode.draft import PAD, Draft
+from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -309,12 +310,15 @@ class Misstated(SampledChains):
 
 @pytest.mark.parametrize("rule", ["token", "block", "recursive", "traversal", "match"])
 @pytest.mark.parametrize("stated", ["nan", "inf", "no mass"])
-def test_a_stated_q_that_is_no_distribution_is_not_weighed(tiny_target, rule, stated):
-    """The rules' own guard, for proposers that do not draft by `expand`."""
+def test_a_stated_q_that_is_no_distribution_is_refused_where_it_is_weighed(tiny_target, rule, stated):
     for level in range(2):
         drafter, prompts = Misstated(3, stated, level), [[1, 0, 0]]
         plan = Plan(depth=2, proposal="sampled", rule=rule)
-        check_lossless(tiny_target(), drafter, plan, Sampler(0.7), prompts=prompts)
+        if rule == "match":  # does not read q
+            check_lossless(tiny_target(), drafter, plan, Sampler(0.7), prompts=prompts)
+            continue
+        with pytest.raises(UserError, match="Misstated drafted a q that is no distribution"):
+            check_lossless(tiny_target(), drafter, plan, Sampler(0.7), prompts=prompts)
 
 
 class Counted(Grown):

@@ -6,7 +6,8 @@ every token, up to near ties. The width of a near tie is twice the largest chang
 same rescoring shows for plain decoding, but at most what rounding can explain, so that an error shared by
 plain decoding is not excused.
 
-Above temperature 0, `sampling_tests` tests the tokens against the verifier's distributions.
+Above temperature 0, `sampling_tests` tests the tokens against the verifier's distributions, and draft tokens
+against the distributions that the drafter says they were drawn from.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from decode.generation.types import Generation, Proposer, Round
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from decode.verify import RULES
 
 Case = tuple[Sampler, Plan]
 Prompts = Sequence[Sequence[int]]
@@ -134,7 +136,7 @@ def audit(
     for sampler, case_plan in also:
         if sampler.temperature == 0:
             continue
-        tests = SamplingTests(sampler, target.vocab_size)
+        tests = SamplingTests(sampler, target.vocab_size, RULES[case_plan.rule].reads_probs)
         for part in _batches(rows):
             requests, numbers = zip(*part, strict=True)
             texts = [prompts[request] for request in requests]

@@ -17,6 +17,9 @@ p^(1-t) normalised, to p. It has mean 1 under p, as has an average of several; b
 1 / ratio is a p-value at any length.
 
 Positions without a draft, e.g. after a fully accepted draft, are tested separately.
+
+Rules that weigh sampled nodes by q are lossless only if the nodes were drawn from that q. So the same two
+tests are made of draft tokens under their q, in the orders by q and by id.
 """
 
 from __future__ import annotations
@@ -33,11 +36,14 @@ from torch import Tensor
 from decode.draft import PAD, Draft
 from decode.generation.types import Round
 from decode.sampling import Sampler
+from decode.verify import first_true, without_token
 
 BINS = 20
 EXPECTED = 5  # minimum expected tokens per bin; p-values of 1e-6 are then correct to a factor of 4
-TESTS = (("p", "id"), ("p", "id", "draft"))  # orders at positions without and with a draft
-PLACES = ("free", "drafted")
+PLACES = ("free", "drafted", "draft token")
+TESTS = (("p", "id"), ("p", "id", "draft"), ("q", "id"))  # orders at each place
+DRAFT_TOKEN = 2  # index into PLACES
+Q_ROWS = 8  # rows of q per round whose tokens are tested
 TILTS = tuple(sign * 2.0**-k for k in range(1, 7) for sign in (1, -1))  # T from 2/3 to 2
 FLOOR = -1e3  # lower bound of logarithms, so that 0 * log 0 = 0
 
@@ -50,10 +56,11 @@ class SampledRun:
         temperature: of the run.
         decode: name of its plan.
         tokens: number of tested tokens.
-        impossible: number of tokens with probability 0, or whose distribution is NaN.
+        impossible: number of tokens, draft tokens too, with probability 0, or whose distribution is NaN.
         pit: p-value for each kind of position and order with enough tokens.
         surprisal_z: sum(-log p(x) - entropy) in standard deviations.
         surprisal_p: p-value of the likelihood ratio.
+        draft_tokens: number of draft tokens tested under their q.
     """
 
     temperature: float
@@ -63,6 +70,7 @@ class SampledRun:
     pit: dict[str, float]
     surprisal_z: float
     surprisal_p: float
+    draft_tokens: int = 0
 
 
 class SamplingTests:
@@ -71,14 +79,17 @@ class SamplingTests:
     Args:
         sampler: of the runs; its temperature must be above 0.
         vocab: size of the target's vocabulary.
+        reads_probs: the rule weighs sampled nodes by q, so draft tokens are tested too.
     """
 
-    def __init__(self, sampler: Sampler, vocab: int) -> None:
+    def __init__(self, sampler: Sampler, vocab: int, reads_probs: bool = True) -> None:
         assert sampler.temperature > 0, "a greedy token is no draw"
-        self.sampler, self.vocab = sampler, vocab
+        self.sampler, self.vocab, self.reads_probs = sampler, vocab, reads_probs
+        self.rounds = 0
         self.dice = np.random.default_rng(0)  # shares of ties; independent of the decoder's draws
         self.counts = torch.zeros(len(PLACES), len(TESTS[1]), BINS, dtype=torch.long)
         self.ratios = torch.zeros(len(PLACES), len(TILTS), dtype=torch.float64)  # logarithms
+        self.tokens = torch.zeros(len(PLACES), dtype=torch.long)
         self.excess = self.variance = 0.0
         self.impossible = 0
 
@@ -105,32 +116,63 @@ class SamplingTests:
             self._test(p / p.sum(-1, keepdim=True), token.to(device), seen.draft, row, slot)
             if history is not None:
                 history[request, token] = True
+        if self.reads_probs:
+            self._see_draft(seen.draft)
+
+    def _see_draft(self, draft: Draft) -> None:
+        """Test sampled nodes of a round under their q; rows of q take turns, whatever was drawn."""
+        drafted = draft.probs
+        if drafted is None or drafted.selected:
+            return
+        count = drafted.q.shape[1]
+        turn = (torch.arange(min(count, Q_ROWS)) + self.rounds * Q_ROWS) % max(count, 1)
+        self.rounds += 1
+        owner, q = drafted.owner[:, turn], drafted.q[:, turn].double()  # (B, n), (B, n, V)
+        waiting = (draft.parents[:, None] == owner[..., None] - 1) & (owner >= 0)[..., None]  # (B, n, N)
+        waiting = waiting & (drafted.sampled & (draft.tokens != PAD))[:, None]
+        for rank in range(drafted.siblings if draft.depth else 0):
+            node = first_true(waiting)  # (B, n) the next child that was drawn
+            token = draft.tokens.gather(1, node.clamp_min(0))
+            drawn = node >= 0
+            self._add(q[drawn], token[drawn], torch.full_like(token[drawn], DRAFT_TOKEN), [q[drawn]])
+            if rank + 1 < drafted.siblings:
+                waiting = waiting.scatter(2, node.clamp_min(0)[..., None], value=False)
+                q = q if drafted.replacement else without_token(q, token[..., None])
 
     def _test(self, p: Tensor, token: Tensor, draft: Draft, row: Tensor, slot: Tensor) -> None:
         """Add (M,) tokens drawn from (M, V) distributions at (M,) slots of (M,) rows of a draft."""
-        x = token[:, None]
         child = (draft.parents[row] == slot[:, None] - 1) & (draft.tokens[row] != PAD)  # (M, N)
         place = child.any(-1).long()  # (M,) index into PLACES
+        self._add(p, token, place, [p, _by_draft(p, child, draft, row, slot)])
+
+    def _add(self, p: Tensor, token: Tensor, place: Tensor, orders: Sequence[Tensor]) -> None:
+        """Add (M,) tokens drawn from (M, V) distributions.
+
+        Args:
+            p: the distributions.
+            token: the tokens.
+            place: (M,) index into PLACES.
+            orders: (M, V) sort keys by p, and by the draft if there is one; the order by id comes between.
+        """
+        x = token[:, None]
         real = p.gather(1, x)[:, 0] > 0  # False for NaN
         self.impossible += int((~real).sum())
+        self.tokens += place.bincount(minlength=len(PLACES)).cpu()
 
         share = torch.from_numpy(self.dice.random(len(token))).to(p.device)
-        orders = (
-            p,
-            torch.arange(p.shape[1], device=p.device).expand_as(p),
-            _by_draft(p, child, draft, row, slot),
-        )
-        for order, key in enumerate(orders):
+        by_id = torch.arange(p.shape[1], device=p.device).expand_as(p)
+        for order, key in enumerate([orders[0], by_id, *orders[1:]]):
             token_key = key.gather(1, x)  # (M, 1)
             u = (p * (key < token_key)).sum(-1) + share * (p * (key == token_key)).sum(-1)
-            cell = (place * len(orders) + order) * BINS + (u * BINS).long().clamp(0, BINS - 1)
+            cell = (place * self.counts.shape[1] + order) * BINS + (u * BINS).long().clamp(0, BINS - 1)
             cell_counts = torch.bincount(cell[real], minlength=self.counts.numel())
             self.counts += cell_counts.view_as(self.counts).cpu()
 
         log = p.log()
         surprisal, entropy, variance = surprisals(p, log, token)
-        self.excess += float((surprisal - entropy)[real].sum())
-        self.variance += float(variance[real].sum())
+        emitted = real & (place != DRAFT_TOKEN)
+        self.excess += float((surprisal - entropy)[emitted].sum())
+        self.variance += float(variance[emitted].sum())
         # (M, tilts) log likelihood ratio of p^(1 - t) normalised to p, at x.
         log_ratio = torch.stack([tilt * surprisal - ((1 - tilt) * log).logsumexp(-1) for tilt in TILTS], -1)
         self.ratios.index_add_(0, place[real].cpu(), log_ratio[real].cpu())
@@ -143,17 +185,19 @@ class SamplingTests:
             for order, counts in zip(orders, rows, strict=False)
             if (p := _chi_square(counts)) is not None
         }
-        # Ratios over all tokens and over each kind of position; each has mean 1, and so has their average.
-        ratios = torch.cat([self.ratios, self.ratios.sum(0, keepdim=True)])
+        # Ratios over each kind of token and over all emitted ones. Each has mean 1, and so has their average,
+        # though draft tokens are not independent of emitted ones.
+        ratios = torch.cat([self.ratios, self.ratios[:DRAFT_TOKEN].sum(0, keepdim=True)])
         ratio = float(ratios.flatten().logsumexp(0)) - math.log(ratios.numel())
         return SampledRun(
             temperature=self.sampler.temperature,
             decode=decode,
-            tokens=int(self.counts[:, 0].sum()) + self.impossible,
+            tokens=int(self.tokens[:DRAFT_TOKEN].sum()),
             impossible=self.impossible,
             pit=pit,
             surprisal_z=self.excess / math.sqrt(self.variance) if self.variance > 0 else 0.0,
             surprisal_p=math.exp(min(0.0, -ratio)),
+            draft_tokens=int(self.tokens[DRAFT_TOKEN]),
         )
 
 

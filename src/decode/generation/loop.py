@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draft import Draft
+from decode.draft import PAD, Draft
+from decode.draft_check import FAULTS, draft_fault
 from decode.errors import UserError
 from decode.generation.adaptive import adapt_depth
 from decode.generation.types import Output, Piece, Proposer, Round, Times, Until
@@ -20,7 +22,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.verify import TargetProbs, VerificationResult, match, verify
+from decode.verify import RULES, TargetProbs, VerificationResult, match, verify
 
 
 class _Batch:
@@ -64,6 +66,7 @@ class Loop:
         target.check_taps(drafter)
         self.target, self.prompts, self.clock = target, prompts, clock
         self.drafter = None if drafter is None else adapt_depth(drafter, plan)
+        self.proposer = type(drafter).__name__
         self.sampler, self.plan, self.coin = sampler, plan, coin
         self.stop = frozenset(stop)
         self.stop_tests = [until() for _ in prompts] if until else None
@@ -143,6 +146,9 @@ class Loop:
             draft = Draft.empty(len(batch.request), target.device)
         else:
             draft = self.drafter.propose(self.state, target, self.sampler, coin, self.plan)
+        fault = draft_fault(draft, target.vocab_size, RULES[self.plan.rule].reads_probs)  # (B,)
+        # An id out of range would fail in the embedding, before the fault is read.
+        draft = replace(draft, tokens=draft.tokens.clamp(PAD, target.vocab_size - 1))
         draft_end = self.now()
         forward = target.extend(self.root[:, None], draft)  # root and nodes: S slots
         logits = target.head(forward.last)  # (B, S, V)
@@ -151,7 +157,7 @@ class Loop:
         times.verify += verify_end - draft_end
 
         result = verify(self.plan, draft, TargetProbs(logits, self.sampler, self.seen), coin)
-        shape = draft.lengths(), (draft.tokens >= 0).sum(-1)  # (B,) each
+        shape = draft.lengths(), (draft.tokens >= 0).sum(-1), fault  # (B,) each
         running = self._settle(result, shape)
         self._observe(logits, draft, result)
 
@@ -169,21 +175,31 @@ class Loop:
         if self.on_round:
             self.on_round(Round(self._requests, logits, draft, result, self._emitted))
 
-    def _settle(self, result: VerificationResult, shape: tuple[Tensor, Tensor] | None = None) -> list[int]:
+    def _settle(
+        self, result: VerificationResult, shape: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> list[int]:
         """Copy the emitted tokens to the host and append them to the outputs.
 
         This is the only device synchronisation of a round, so all results travel in one table.
 
         Args:
             result: of the round.
-            shape: (B,) draft lengths and (B,) numbers of draft nodes; None in the prefill.
+            shape: (B,) draft lengths, (B,) numbers of draft nodes and (B,) faults; None in the prefill.
 
         Returns:
             The rows that are not finished.
+
+        Raises:
+            UserError: a draft with which verification would not be lossless.
         """
         batch, is_prefill = self.batch, shape is None
         columns = [result.accepted[:, None], result.tokens, *(s[:, None] for s in shape or ())]
-        table = torch.cat(columns, 1).tolist()  # rows of [accepted, *tokens, draft length, nodes]
+        table = torch.cat(columns, 1).tolist()  # rows of [accepted, *tokens, draft length, nodes, fault]
+        if not is_prefill and (fault := next((line[-1] for line in table if line[-1]), 0)):
+            raise UserError(
+                f"{self.proposer} drafted {FAULTS[fault]}; decode.rule={self.plan.rule} would not be "
+                "lossless: correct its `propose` (docs/adding.md)"
+            )
         width = result.tokens.shape[1]
         self._requests, self._accepted, self._emitted = batch.request, [], []
         running = []

@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 
 from decode import verify
 from decode.draft import PAD, Draft, DraftProbs
+from decode.draft_check import draft_fault
+from decode.errors import UserError
 from decode.evaluation.audit import CHANCE, audit, num_batches
 from decode.evaluation.sampling_tests import BINS, TILTS, SamplingTests, _chi_square
 from decode.evaluation.scorecard import as_json
@@ -213,7 +215,8 @@ def test_what_is_lossless_passes(target, plan, sampler):
         assert found.impossible == 0
         assert set(found.pit) == {f"{p} by {o}" for p in ("free", "drafted") for o in ("p", "id")} | {
             "drafted by draft"
-        }
+        } | ({"draft token by q", "draft token by id"} if plan.proposal in ("sampled", "hybrid") else set())
+        assert bool(found.draft_tokens) == (plan.proposal in ("sampled", "hybrid"))
         assert min(corrected(found).values()) > 1e-3
         assert abs(found.surprisal_z) < 4
 
@@ -294,6 +297,16 @@ def same_coin(coin, law, accepted, every):
 def claimed(temperature):
     """Says that tokens were drawn from a law of another temperature than they were."""
     return lambda draft: replace(draft, probs=replace(draft.probs, q=heated(draft.probs.q, temperature)))
+
+
+def scaled(factor):
+    return lambda draft: replace(draft, probs=replace(draft.probs, q=draft.probs.q * factor))
+
+
+def negative(draft):
+    q = draft.probs.q.clone()
+    q[..., :2] += torch.stack([q[..., 1] + 0.1, -q[..., 1] - 0.1], -1)  # sums to 1
+    return replace(draft, probs=replace(draft.probs, q=q))
 
 
 def timid(draft):
@@ -378,6 +391,79 @@ def test_one_uniform_for_all_requests_is_found(target):
     """Every token is a draw from its row, but all rows toss one coin."""
     found = watched(target, TREE, prompts=PROMPTS[:1] * 64, requests=[0] * 64)
     assert min(corrected(found).values()) < CHANCE
+
+
+# -- drafts that no rule can verify ----------------------------------------------------------------
+
+
+MISSTATED = {
+    "too large": (scaled(1.3), "no distribution"),
+    "too small": (scaled(0.7), "no distribution"),
+    "all zero": (scaled(0.0), "no distribution"),
+    "NaN": (scaled(math.nan), "no distribution"),
+    "a negative entry": (negative, "no distribution"),
+    "an id below 0": (lambda draft: replace(draft, tokens=draft.tokens.clamp_max(0) - 5), "token id"),
+    "an id above the vocabulary": (lambda draft: replace(draft, tokens=draft.tokens + VOCAB), "token id"),
+    "a token that q excludes": (
+        lambda draft: replace(draft, tokens=draft.probs.q.argmin(-1)),
+        "probability 0",
+    ),
+    "no q": (
+        lambda draft: replace(draft, probs=replace(draft.probs, owner=draft.probs.owner + 9)),
+        "no q",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MISSTATED)
+def test_a_misstated_draft_is_refused(target, fault):
+    spoil, message = MISSTATED[fault]
+    sampler = Sampler(1.0, top_k=5)
+    with pytest.raises(UserError, match=f"Bigram drafted .*{message}.*decode.rule=token"):
+        watched(target, SAMPLED, sampler, spoil, length=4)
+    if message == "token id":  # of a drafter without q as well
+        with pytest.raises(UserError, match=message):
+            watched(target, FIXED, sampler, spoil, length=4)
+
+
+def test_siblings_that_repeat_are_refused_unless_drawn_with_replacement(target):
+    def repeated(draft):
+        return replace(draft, tokens=draft.tokens.where(draft.parents >= 0, draft.tokens[:, :1]))
+
+    plan = Plan(depth=2, width=2, tree=((0,), (1,), (0, 0)), proposal="sampled", rule="recursive")
+    with pytest.raises(UserError, match="siblings with the same token"):
+        watched(target, plan, spoil=repeated, length=4)
+    watched(target, replace(plan, replacement=True), spoil=repeated, length=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_sum_that_is_1_but_for_rounding_is_accepted(dtype):
+    torch.manual_seed(0)
+    for scale in (0.1, 3, 30):
+        q = (scale * torch.randn(2, 3, 151_936, dtype=torch.float64)).softmax(-1).to(dtype)
+        draft = Draft.chain(q.argmax(-1), q)
+        assert not draft_fault(draft, q.shape[-1], reads_probs=True).any()
+        wrong = 1.0001 if dtype in (torch.float32, torch.float64) else 1.04
+        draft = Draft.chain(q.argmax(-1), q * wrong)
+        assert draft_fault(draft, q.shape[-1], reads_probs=True).all()
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [("token", 1.2), ("block", 0.8)])
+def test_an_audit_of_2560_tokens_finds_a_claimed_temperature(target, monkeypatch, rule, temperature):
+    monkeypatch.setattr("decode.evaluation.audit.ROWS", 128)
+    plan, found = replace(SAMPLED, rule=rule), []
+    for spoil in (lambda draft: draft, claimed(temperature)):
+        options = {"plan": plan, "max_new_tokens": 20, "samples": 1, "prompts": PROMPTS[:128]}
+        found.append(audit(target, Bigram(target, spoil), **options))
+    assert [run.sampled_tokens for run in found] == [2560, 2560]
+    assert [run.passed for run in found] == [True, False]
+
+
+def test_a_rule_that_does_not_read_q_does_not_test_it(target, monkeypatch):
+    plan = replace(SAMPLED, rule="match")
+    found = audited(target, claimed(3.0), plan=plan, samples=4)
+    assert found.passed
+    assert found.sampled[0].draft_tokens == 0
 
 
 # -- the audit -----------------------------------------------------------------------------------
