@@ -158,7 +158,7 @@ class TimedOptions(HeldOutOptions):
 class ScoringOptions(TimedOptions):
     """conf/score: what is measured at a save point."""
 
-    every: int  # optimizer steps between save points
+    every: int | None  # optimizer steps between save points; None: see `with_length`
     temperatures: tuple[float, ...]  # the first is the headline's
     top_k: int
     top_p: float
@@ -264,6 +264,7 @@ class TrainerOptions:
         num_nodes: machines.
         accumulate_grad_batches: micro-batches of an optimizer step.
         enable_progress_bar: for every bar of the process.
+        max_steps: optimizer steps; None: see `with_length`.
     """
 
     build: Callable[..., L.Trainer]
@@ -272,6 +273,7 @@ class TrainerOptions:
     num_nodes: int
     accumulate_grad_batches: int
     enable_progress_bar: bool
+    max_steps: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

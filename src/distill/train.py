@@ -15,6 +15,7 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill import export as exporting
 from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
+from distill.config.target_size import with_length
 from distill.config.validate import refused
 from distill.data.datamodule import RolloutData, TapStorage
 from distill.data.on_policy import OnPolicy
@@ -75,6 +76,7 @@ def train(
     quiet()
     switch["on"] = options.trainer.enable_progress_bar
     chat, prompts, held = read_run_inputs(options, folder)
+    options = with_length(options, (len(prompts) + options.prompts.self) * options.rollout.samples)
     L.seed_everything(options.seed, verbose=False)
     state = next((c / STATE for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
     begun = int(state.parents[1].name) if state else 0
@@ -94,13 +96,12 @@ def train(
         optimizer = build_optimizer(options.optimizer, trainer)
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(options, target, chat, held, drafter) if options.score.enabled else None
-    saver = ScoreCheckpoint(folder, options.score.every, scorer, options.target.name, stop := Stop(), budget)
+    saver = _saver(options, folder, scorer, stop := Stop(), budget)
     memory = _watch(trainer, options, saver, budget)
     begin(trainer.loggers)
     has_counts = _warm_start(options, drafter, target)
-    name = f"drafter={short_name(drafter)}"
     if not (drafter.trains or drafter.needs_fit):
-        say(f"{name}: nothing is trained; checkpoints/0 is the drafter as it is")
+        say(f"drafter={short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, options, folder, target)
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
@@ -108,7 +109,7 @@ def train(
     target.tap(drafter.taps)
     # Counts taken over from another run, such as a draft vocabulary, belong to its weights.
     if drafter.needs_fit and not has_counts:
-        say(f"{name}: {drafter.fit(store.texts())}")
+        say(f"drafter={short_name(drafter)}: {drafter.fit(store.texts())}")
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, options, folder, target)
@@ -120,7 +121,7 @@ def train(
     again, longest = options.rollout.refresh_every, _longest(options, target)
     data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed)
     data.open(begun, trainer)
-    rates = options.optimizer.warmup, options.optimizer.final_lr
+    rates = (options.optimizer.warmup, options.optimizer.final_lr)
     module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
     if begun:
         say(f"resuming from step {begun}")
@@ -135,6 +136,13 @@ def _sizes(options: TrainOptions) -> Sizes:
 
 def _load(options: TrainOptions, trainer: L.Trainer) -> Target:
     return build_target(options.target, trainer.strategy.root_device, options.packing)
+
+
+def _saver(
+    options: TrainOptions, folder: Path, scorer: Scorer | None, stop: Stop, budget: Budget | None
+) -> ScoreCheckpoint:
+    assert options.score.every  # filled in by `with_length`
+    return ScoreCheckpoint(folder, options.score.every, scorer, options.target.name, stop, budget)
 
 
 def _watch(

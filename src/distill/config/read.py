@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from decode.errors import UserError
 from distill import options as o
 from distill.config.recorded import resolved
+from distill.config.target_size import fill_size_settings
 from distill.config.validate import check_ranges, refused
 from distill.utils.paths import bundled
 
@@ -25,10 +26,13 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 def checked_options(cls: type[Options], cfg: DictConfig) -> Options:
     """The options of a command, after a check of the ranges that no constructor checks.
 
+    Settings that follow the target's size are filled in.
+
     Raises:
         UserError: a value out of range, and see `read_options`.
     """
     check_ranges(cfg)
+    fill_size_settings(cfg)
     return read_options(cls, cfg)
 
 
@@ -147,6 +151,7 @@ def _trainer(cfg: DictConfig) -> o.TrainerOptions:
         num_nodes=cfg.get("num_nodes", 1),
         accumulate_grad_batches=cfg.accumulate_grad_batches,
         enable_progress_bar=cfg.enable_progress_bar,
+        max_steps=cfg.max_steps,
     )
 
 

@@ -13,6 +13,7 @@ from decode.plan import Plan
 from distill import options as o
 from distill.config.compose import compose
 from distill.config.read import read_options
+from distill.config.target_size import fill_size_settings
 
 COMMANDS = {
     "config": o.TrainOptions,
@@ -43,6 +44,7 @@ def test_every_command_is_here():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_commands_configuration_has_the_names_of_its_options(name):
     cfg = compose(REQUIRED.get(name, []), CONF, name)
+    fill_size_settings(cfg)
     options = read_options(COMMANDS[name], cfg)
     values = {key: value for key, value in cfg.items() if not OmegaConf.is_config(value)}
     assert {key: getattr(options, str(key)) for key in values} == values
@@ -50,6 +52,7 @@ def test_a_commands_configuration_has_the_names_of_its_options(name):
 
 def test_a_setting_that_only_one_of_both_has_is_named():
     cfg = compose([], CONF)
+    fill_size_settings(cfg)
     for key in ("new", "score.new", "rollout.new", "prompts.new"):
         more = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
         OmegaConf.update(more, key, 1, force_add=True)

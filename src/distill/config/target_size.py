@@ -1,0 +1,101 @@
+"""Settings that follow the target's size where the configuration has null (docs/training.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from math import ceil
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from decode.model.causal_lm import max_positions
+from decode.model.load import load_config
+from distill.config.validate import processes
+from distill.options import TrainOptions
+from distill.utils.paths import bundled
+from distill.utils.progress import say
+
+# Learning rate of a drafter trained from scratch: measured at the bundled target's hidden size. The power
+# reaches the 1e-4 that EAGLE-3 drafters of 8B targets (4096) are trained with (SpecForge's examples).
+RATE, RATE_SIZE, RATE_POWER = 6e-3, 256, -1.5
+# Hidden sizes up to -> tokens of an answer and of a training row
+LENGTHS = {512: (192, 512), 1024: (512, 1024)}
+LONGEST = (1024, 2048)
+STEPS, PASSES = 800, 5  # least optimizer steps; passes over the answers
+SAVES, SAVE_EVERY = 20, 200  # save points of a run; least steps between two
+
+
+def size_settings(hidden_size: int, context: int | None) -> dict[str, Any]:
+    """Values of the settings that follow the target's size, by name.
+
+    Args:
+        hidden_size: of the target.
+        context: its maximum length in tokens; None: unlimited.
+    """
+    rate = RATE * (max(hidden_size, RATE_SIZE) / RATE_SIZE) ** RATE_POWER
+    answer, row = next((tokens for size, tokens in LENGTHS.items() if hidden_size <= size), LONGEST)
+    if context:
+        answer, row = min(answer, context // 2), min(row, context)
+    return {
+        "optimizer.optimizer.lr": float(f"{rate:.2g}"),
+        "rollout.max_new_tokens": answer,
+        "max_tokens": row,
+    }
+
+
+def fill_size_settings(cfg: DictConfig) -> None:
+    """Set those that are null in a configuration with a target, and print them in one line.
+
+    Raises:
+        UserError: see `load_config`.
+    """
+    names = [name for name in size_settings(1, None) if _is_null(cfg, name)]
+    if not names:
+        return
+    target = cfg.target
+    config = load_config(str(bundled(target.path)), target.revision, target.trust_remote_code)
+    config = config.get_text_config()
+    values = size_settings(config.hidden_size, max_positions(config))
+    for name in names:
+        OmegaConf.update(cfg, name, values[name])
+    say(f"for a target of hidden size {config.hidden_size}: {_line({name: values[name] for name in names})}")
+
+
+def _is_null(cfg: DictConfig, name: str) -> bool:
+    group, _, key = name.rpartition(".")
+    part = OmegaConf.select(cfg, group) if group else cfg
+    return OmegaConf.is_dict(part) and key in part and part[key] is None
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def with_length(options: TrainOptions, answers: int) -> TrainOptions:
+    """Options with the number of steps, and of steps between save points, that fit the number of answers.
+
+    Args:
+        options: of the run; `trainer.max_steps` and `score.every` are kept where they are set.
+        answers: rows that are trained on.
+    """
+    trainer, score = options.trainer, options.score
+    world = processes(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    rows = options.batch_size * trainer.accumulate_grad_batches * world  # of an optimizer step
+    steps = trainer.max_steps or max(STEPS, ceil(PASSES * answers / rows))
+    every = score.every or max(SAVE_EVERY, ceil(steps / SAVES))
+    given = {"trainer.max_steps": trainer.max_steps, "score.every": score.every}
+    values = {"trainer.max_steps": steps, "score.every": every}
+    if chosen := {name: value for name, value in values.items() if given[name] is None}:
+        say(f"for {answers:,} answers, {rows} in a step: {_line(chosen)}")
+    config = dict(options.config)
+    for name, value in values.items():
+        group, _, key = name.partition(".")
+        config[group] = {**config[group], key: value}
+    return replace(
+        options,
+        trainer=replace(trainer, max_steps=steps, build=partial(trainer.build, max_steps=steps)),
+        score=replace(score, every=every),
+        config=config,
+    )

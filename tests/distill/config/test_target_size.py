@@ -1,0 +1,67 @@
+"""Learning rate, lengths and steps that follow the target and the number of answers."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+from workbench import CONF, make_target, options_of
+
+from distill.config.compose import compose
+from distill.config.target_size import fill_size_settings, size_settings, with_length
+
+NAMES = ("optimizer.optimizer.lr", "rollout.max_new_tokens", "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "context", "expected"),
+    [
+        (32, 2048, (6e-3, 192, 512)),
+        (256, 2048, (6e-3, 192, 512)),
+        (256, 256, (6e-3, 128, 256)),  # half of the context, and all of it
+        (576, 8192, (1.8e-3, 512, 1024)),
+        (896, None, (9.2e-4, 512, 1024)),
+        (2048, 131_072, (2.7e-4, 1024, 2048)),
+        (4096, 131_072, (9.4e-5, 1024, 2048)),
+        (8192, 131_072, (3.3e-5, 1024, 2048)),
+    ],
+)
+def test_sizes_of_real_targets(hidden, context, expected):
+    assert size_settings(hidden, context) == dict(zip(NAMES, expected, strict=True))
+
+
+def test_only_null_is_filled_in_and_one_line_says_so(tmp_path, capsys):
+    folder = make_target(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 4096, "head_dim": 8}))
+    target = ["target=hf", f"target.path={folder}"]
+    cfg = compose([*target, "max_tokens=77"], CONF)
+    fill_size_settings(cfg)
+    assert [OmegaConf.select(cfg, name) for name in NAMES] == [9.4e-5, 128, 77]
+    line = "for a target of hidden size 4096: optimizer.optimizer.lr=9.4e-05 rollout.max_new_tokens=128\n"
+    assert capsys.readouterr().out.endswith(line)  # after what DeepSpeed logs
+    fill_size_settings(cfg)  # nothing is null
+    fill_size_settings(compose(["prompt=x", *target], CONF, "generate"))  # nor here
+    assert capsys.readouterr().out == ""
+    cfg = compose(target, CONF, "rollout_alone")
+    fill_size_settings(cfg)
+    assert (cfg.rollout.max_new_tokens, cfg.max_tokens) == (128, 256)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "answers", "steps", "every"),
+    [
+        ([], 768, 800, 200),
+        ([], 10_001, 10_001, 501),
+        (["batch_size=4", "trainer.accumulate_grad_batches=2", "trainer.devices=2"], 60_000, 18_750, 938),
+        (["trainer.max_steps=60"], 60_000, 60, 200),
+        (["trainer.max_steps=60", "score.every=20"], 60_000, 60, 20),
+    ],
+)
+def test_steps_are_passes_over_the_answers(overrides, answers, steps, every, capsys):
+    options = with_length(options_of("trainer=ddp", "trainer.accelerator=cpu", *overrides), answers)
+    said = capsys.readouterr().out
+    assert (options.trainer.max_steps, options.score.every) == (steps, every)
+    assert (options.config["trainer"]["max_steps"], options.config["score"]["every"]) == (steps, every)
+    assert ("score.every=" in said) == ("score.every=20" not in overrides)
+    assert ("trainer.max_steps=" in said) == ("trainer.max_steps=60" not in overrides)
+    assert options.trainer.build(logger=False, devices=1).max_steps == steps
