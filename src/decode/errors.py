@@ -9,5 +9,9 @@ class TooLargeError(RuntimeError):
     """A run does not fit on the machine; exit code 1."""
 
 
+class FollowUpError(RuntimeError):
+    """A run ended whole, and what was to follow it failed, such as an export; exit code 1."""
+
+
 class RemoteError(RuntimeError):
     """A remote service failed; exit code 1."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from decode.errors import RemoteError, UserError
+from decode.errors import FollowUpError, RemoteError, UserError
 from decode.model.target import Target
 from distill.config.build import build_target, quiet
 from distill.config.recorded import read_config
@@ -23,15 +23,15 @@ from drafters.checkpoint.folder import drafter_kind, target_name, target_origin
 from drafters.checkpoint.model_card import portable
 from drafters.export import formats as table
 from drafters.export import layout
+from drafters.export.formats import NATIVE
 from drafters.export.layout import Layout
 from drafters.hub import upload
+from drafters.registry import short_name
 
 PARTS = ("drafter", "objective", "weights", "optimizer", "on_policy")
 TRAINER = ("max_steps", "accumulate_grad_batches", "gradient_clip_val", "precision", "devices", "strategy")
 PLAIN = ("batch_size", "max_tokens", "seed")
 ROLLOUTS = ("answers", "sampler", "max_prompt_tokens", "max_new_tokens", "self_prompts", "samples", "seed")
-
-NATIVE = "native"
 
 
 def export(options: ExportCommandOptions) -> float:
@@ -49,7 +49,7 @@ def export(options: ExportCommandOptions) -> float:
         RemoteError: see there.
     """
     quiet()
-    check(options.to, options.push_to)
+    check_options(options.to, options.push_to)
     checkpoint = hub.fetch(options.checkpoint)
     out = Path(options.out) if options.out else _beside(checkpoint.resolve(), options.to)
     if out.is_dir() and options.push_to:
@@ -57,7 +57,8 @@ def export(options: ExportCommandOptions) -> float:
             raise UserError(f"out={out}: is there already and no drafter's; choose a new folder")
         say(f"{out} is there already and is uploaded as it is; remove it to have it written anew")
     else:
-        check(options.to, options.push_to, drafter_kind(checkpoint))  # before the target is loaded
+        if (kind := drafter_kind(checkpoint)) and options.to != NATIVE:
+            table.check_format(kind, options.to)  # before the target is loaded
         known = target_origin(checkpoint)
         named = options.target
         if not named.path:
@@ -68,24 +69,34 @@ def export(options: ExportCommandOptions) -> float:
     return 0.0
 
 
-def check(to: str, push_to: str | None, kind: str = "") -> None:
-    """Check export options before there is anything to export.
-
-    Args:
-        to: program.
-        push_to: repository, or None.
-        kind: short name of the drafter; "": not known yet.
+def check_options(to: str, push_to: str | None) -> None:
+    """Check the names of a program and of a repository, or None.
 
     Raises:
-        UserError: a program that is not known, or has no format for the drafter; no repository's name.
+        UserError: one that is not known or cannot exist.
     """
-    programs = [NATIVE, *table.WRITERS]
+    programs = [NATIVE, *table.FORMATS]
     if to not in programs:
         raise UserError(f"to={to}: choose {', '.join(programs[:-1])} or {programs[-1]}")
-    if kind and to != NATIVE:
-        table.check_format(kind, to)
     if push_to:
         upload.check_repo(push_to)
+
+
+def check(options: ExportOptions, drafter: Drafter, target: Target) -> None:
+    """Check that a run's export will succeed, before its work starts.
+
+    Args:
+        options: of the export.
+        drafter: as built, not trained yet.
+        target: of the drafter.
+
+    Raises:
+        UserError: see `check_options` and `formats.check`.
+    """
+    to = options.to or NATIVE
+    check_options(to, options.push_to)
+    if to != NATIVE:
+        table.check(short_name(drafter), drafter.settings, target, to)
 
 
 def write(checkpoint: Path, target: Target, to: str, out: Path, repo: str | None = None) -> None:
@@ -119,12 +130,15 @@ def push(out: Path, repo: str, private: bool, dry_run: bool) -> None:
 
 
 def at_end(options: ExportOptions, folder: Path, target: Target) -> None:
-    """Export the best checkpoint of a run that has ended; whatever fails here, the run has not.
+    """Export the best checkpoint of a run that has ended.
 
     Args:
         options: of the export.
         folder: of the run.
         target: of the run.
+
+    Raises:
+        FollowUpError: it failed; the run is whole, and the message says how to export again.
     """
     if not (options.to or options.push_to) or not first_rank():
         return
@@ -144,7 +158,9 @@ def at_end(options: ExportOptions, folder: Path, target: Target) -> None:
         if options.push_to:
             words += [f"push_to={options.push_to}", f"private={str(options.private).lower()}"]
         reason = " ".join(str(error).split())
-        say(f"export: {reason}; the run itself is whole, and this tries again: {shlex.join(words)}")
+        raise FollowUpError(
+            f"export: {reason}; the run itself is whole, and this exports it again: {shlex.join(words)}"
+        ) from error
 
 
 def _served(theirs: Layout | None, drafter: Drafter, out: Path) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from decode.errors import FollowUpError
 from distill.config.read import checked_options
 from distill.options import SearchOptions, TrainOptions
 from distill.report import terminal
@@ -26,11 +27,20 @@ def run(cfg: DictConfig, folder: Path) -> float:
 
     Raises:
         UserError: invalid options, before any work starts; no files are left behind.
+        FollowUpError: what follows a run failed, such as an export.
     """
-    if "families" in cfg.drafter:
-        tau = search_families(checked_options(SearchOptions, cfg), folder)  # trains each of them
-    else:
-        tau = train(checked_options(TrainOptions, cfg), folder)
+    try:
+        if "families" in cfg.drafter:
+            tau = search_families(checked_options(SearchOptions, cfg), folder)  # trains each of them
+        else:
+            tau = train(checked_options(TrainOptions, cfg), folder)
+    except FollowUpError:
+        _places(folder)
+        raise
+    _places(folder)
+    return tau
+
+
+def _places(folder: Path) -> None:
     if first_rank():
         terminal.places(folder)
-    return tau

@@ -87,7 +87,7 @@ def train(
     # Build everything now, so that configuration errors show before hours of work.
     with refused():
         drafter = build_drafter(options.drafter, target)
-        exporting.check(options.export.to or exporting.NATIVE, options.export.push_to, short_name(drafter))
+        exporting.check(options.export, drafter, target)
         if options.gradient_checkpointing:
             drafter.checkpoint_gradients()
         objective = Objective(options.objective, options.weights, options.logits_rows)
@@ -226,8 +226,10 @@ def _finish(trainer: L.Trainer, options: TrainOptions, folder: Path, target: Tar
         return 0.0
     summary.show(folder)
     html_report.attempt(folder)
-    exporting.at_end(options.export, folder, target)
-    for tracker in trackers(trainer.loggers):
-        tracker.ended(folder)
+    try:
+        exporting.at_end(options.export, folder, target)
+    finally:
+        for tracker in trackers(trainer.loggers):
+            tracker.ended(folder)
     best = folder / "checkpoints" / "best" / "score.json"
     return read_scorecard(best).headline.tau if best.exists() else 0.0

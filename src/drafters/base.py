@@ -115,6 +115,7 @@ class Origin(NamedTuple):
         tokenizer: hash of the target's vocabulary; "" without a readable tokenizer.
         folder: the checkpoint folder; None for a drafter built in this process.
         sample: hash of the weights as loaded, to detect later changes.
+        exports: programs that can serve the drafter, see `export.formats.accepting`.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Origin(NamedTuple):
     tokenizer: str
     folder: Path | None = None
     sample: str = ""
+    exports: tuple[str, ...] = ()
 
 
 class Drafter(nn.Module, ABC):

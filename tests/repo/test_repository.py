@@ -9,7 +9,7 @@ import tomllib
 from packaging.requirements import Requirement
 from workbench import ROOT
 
-from drafters.export.formats import WRITERS
+from drafters.export.formats import FORMATS
 
 README = (ROOT / "README.md").read_text()
 
@@ -78,7 +78,7 @@ def test_the_table_of_what_is_served_where_is_the_codes():
     lines = (ROOT / "docs" / "serving.md").read_text().partition("| `drafter=` |")[2].split("\n\n")[0]
     head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines.splitlines())
     programs = re.findall(r"to=(\w+)", " ".join(head))
-    assert programs == list(WRITERS)
+    assert programs == list(FORMATS)
     said = {
         (name, program)
         for _, names, *cells, _ in rows
@@ -86,7 +86,7 @@ def test_the_table_of_what_is_served_where_is_the_codes():
         for program, cell in zip(programs, cells, strict=True)
         if cell and name not in ("hass", "ngram", "suffix")  # a setting of eagle; the engines' own
     }
-    assert said == {(name, program) for program, writers in WRITERS.items() for name in writers}
+    assert said == {(name, program) for program, formats in FORMATS.items() for name in formats}
 
 
 FLAWED = {"lightning": "2.6.5"}  # the last version with a known hole: CVE-2026-58659

@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from decode.errors import RemoteError, TooLargeError, UserError
+from decode.errors import FollowUpError, RemoteError, TooLargeError, UserError
 from distill.cli import sweep as multirun
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.config.compose import compose, configurations, options
@@ -59,10 +59,8 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             return multirun.run_job(task, cfg, folder, one_line_errors)
-        with one_line_errors(run):
+        with one_line_errors(run), _finishing(run):
             result = task(cfg, folder)
-        if run:
-            run.finish()
         return result
 
     def sweep() -> None:
@@ -101,6 +99,19 @@ def main(task: Task, config_dir: Path, config_name: str = "config") -> None:
         print(run.path, flush=True)
 
 
+@contextmanager
+def _finishing(run: Run | None) -> Iterator[None]:
+    """Mark the run as complete at the end, even if what follows it fails."""
+    try:
+        yield
+    except FollowUpError:
+        if run:
+            run.finish()
+        raise
+    if run:
+        run.finish()
+
+
 def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[list[str], Run | None]:
     """The options with the folder of the run, and the run if this process has claimed it."""
     if any(a.startswith("hydra.run.dir=") for a in argv):
@@ -137,7 +148,7 @@ def one_line_errors(
         if run:
             run.discard_if_empty()
         code, text = 2, f"error: {error}"
-    except (TooLargeError, LostRankError, RemoteError) as error:
+    except (TooLargeError, LostRankError, RemoteError, FollowUpError) as error:
         code, text = 1, f"error: {error}"
     except KeyboardInterrupt:
         hint = f"; the same command goes on in {run.path}" if run else ""

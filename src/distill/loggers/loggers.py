@@ -15,7 +15,7 @@ from typing import Any
 import wandb
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from decode.errors import UserError
+from decode.errors import FollowUpError, UserError
 from distill.loggers.tensorboard_logger import TensorBoard
 from distill.loggers.wandb_logger import Wandb, finish
 from distill.options import LoggerOptions
@@ -57,6 +57,9 @@ def ending() -> Iterator[None]:
     try:
         yield
         failed = False
+    except FollowUpError:
+        failed = False
+        raise
     finally:
         if wandb.run:
             finish(failed)

@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decode.errors import UserError
 from distill.config.recorded import read_config
 from distill.report.history import scorecards
 from distill.report.tables import by_setting, by_step, headline, table
+from distill.utils.atomic_files import read_json
 from distill.utils.progress import bars_visible, first_rank, say
 from distill.utils.run_folder import REPORT, best
-from drafters.export import formats as programs
+from drafters.export.formats import NATIVE
+from drafters.export.layout import FILES
 
 # Dropped in this order where a terminal is too narrow for all; the report and score.json have them.
 OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batch", "replay", "T")
@@ -62,7 +63,6 @@ def places(folder: Path) -> None:
     checkpoint = best(folder) and folder / "checkpoints" / "best"
     if checkpoint is None:
         return
-    kind = list(scorecards(folder).values())[-1].checkpoint.drafter
     paths = {"run": folder, "report": folder / REPORT, "best": checkpoint}
     say("\nwritten:\n" + "\n".join(f"  {name}: {path}" for name, path in paths.items() if path.exists()))
     argument = f"checkpoint={checkpoint}"  # target and prompts are read from its run
@@ -70,7 +70,7 @@ def places(folder: Path) -> None:
         ["foredraft", "score", argument, "score.prompts=100"],
         ["foredraft", "generate", argument, f"prompt={_example(folder)}"],
         ["foredraft", "advise", argument],
-        ["foredraft", "export", argument, f"to={_program(kind)}"],
+        ["foredraft", "export", argument, f"to={_program(checkpoint)}"],
     ]
     say("try next:\n" + "\n".join(f"  {shlex.join(words)}" for words in commands) + "\n")
 
@@ -81,10 +81,7 @@ def _example(folder: Path) -> str:
     return "Once upon a time" if prompts.get("template") == "none" else "How do I use grep?"
 
 
-def _program(kind: str) -> str:
-    """A program that can load the drafter."""
-    try:
-        programs.check_format(kind, "vllm")
-    except UserError:
-        return "native"
-    return "vllm"
+def _program(checkpoint: Path) -> str:
+    """A program that can serve the drafter, as was found when it was saved."""
+    config = read_json(checkpoint / FILES[0]) or {}
+    return next(iter(config.get("exports", [])), NATIVE)

@@ -8,9 +8,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from decode.errors import UserError
+from decode.errors import FollowUpError, UserError
 from decode.evaluation.scorecard import read_scorecard
 from decode.plan import Plan
+from distill import export as exporting
 from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
 from distill.config.validate import refused
 from distill.options import SearchOptions, TrainOptions
@@ -83,8 +84,7 @@ class Search:
         """Run the search; returns tau of the winner's scorecard."""
         minutes = f"{self.options.drafter.minutes:g} min"
         say(f"drafter=auto: {minutes} for {', '.join(self.runs)}; batch {self.batch}")
-        self._prepare()
-        trained, free = self._sort_families()
+        trained, free = self._prepare()
         for name in free:
             self.jobs({name: self.overrides[name]}, {name: TimeSlice(FREE, None)})
             self._judge(FREE, [name], self.judge.search_plans)
@@ -99,8 +99,8 @@ class Search:
 
     # -- shared by all families -------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        """Load the target; make rollouts and held-out answers."""
+    def _prepare(self) -> tuple[list[str], list[str]]:
+        """Load the target, sort the families, and make rollouts and held-out answers for them."""
         overrides = self.context.overrides
         has_decode = any(families.override_key(o).split(".")[0] == "decode" for o in overrides)
         base = [*overrides, f"drafter={next(iter(self.runs))}", *(["decode=auto"] * (not has_decode))]
@@ -111,6 +111,7 @@ class Search:
             self.judge = Judge(run, self.options.drafter, target, chat, held, self.clock)
         self.shared = Shared(target)
         self.jobs = Jobs(self.context, self.shared)
+        trained, free = self._sort_families()
         plan = rollout_plan(run, target, chat, train)
         store = open_store(run, Path(run.output_dir) / "rollouts", target, chat, plan, train)
         before = self.clock()
@@ -121,6 +122,7 @@ class Search:
         self._save(
             **self.ledger.took or {"before rollouts": before - self.start, "rollouts": self.clock() - before}
         )
+        return trained, free
 
     def _watch(self, since: float, first: int, missing: int) -> None:
         """Stop early if the rollouts would use up the budget."""
@@ -135,17 +137,27 @@ class Search:
             )
 
     def _sort_families(self) -> tuple[list[str], list[str]]:
-        """Families that train and families without training; one that cannot be built fails."""
+        """Families that train and families without training; one that cannot be built or exported fails.
+
+        Raises:
+            UserError: all of them fail.
+        """
         trained, free = [], []
         for name, run in self.runs.items():
             try:
                 with refused():
-                    trains = build_drafter(run.drafter, self.shared.target).trains
+                    drafter = build_drafter(run.drafter, self.shared.target)
+                    exporting.check(self.options.export, drafter, self.shared.target)
             except UserError as error:
                 self._fail(FREE, name, str(error))
             else:
-                (trained if trains else free).append(name)
+                (trained if drafter.trains else free).append(name)
+        if not (trained or free):
+            raise UserError(f"drafter=auto: no family is left ({self._fates()})")
         return trained, free
+
+    def _fates(self) -> str:
+        return "; ".join(f"{row.family}: {row.fate}" for row in self.ledger.rows)
 
     # -- rungs ------------------------------------------------------------------------------------
 
@@ -284,13 +296,16 @@ class Search:
             "why": halving.explain_winner(winner_rows[-1], others, winner_rows, self.batch)
         }
         self._save(scorecard=self.clock() - before)
-        return self._publish(self.ledger.result["why"])
+        tau = self._publish(self.ledger.result["why"])
+        if why := note.get("follow up"):
+            raise FollowUpError(why)
+        return tau
 
     def _choose_winner(self) -> None:
         """Record the winner and its plan; a restarted run keeps them."""
         winners = halving.best(self.ledger.newest(), 1)
         if not winners:
-            reasons = "; ".join(f"{row.family}: {row.fate}" for row in self.ledger.rows) or "no time was left"
+            reasons = self._fates() or "no time was left"
             raise UserError(f"drafter=auto: no score ({reasons}); raise drafter.minutes; rollouts are kept")
         winner, before = winners[0], self.clock()
         assert winner.verdict

@@ -19,7 +19,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
-from decode.errors import TooLargeError, UserError
+from decode.errors import FollowUpError, TooLargeError, UserError
 from decode.plan import Plan
 from distill.config.compose import compose, configurations
 from distill.config.read import checked_options, read_options
@@ -217,6 +217,8 @@ def job(cfg: DictConfig, time_slices: Mapping[str, TimeSlice], shared: Shared | 
     with (folder / LOG).open("a") as log, nullcontext() if time_slice.rung == SCORE else redirect_stdout(log):
         try:
             train(checked_options(TrainOptions, cfg), folder, budget, shared)
+        except FollowUpError as error:
+            note["follow up"] = str(error)
         except (UserError, TooLargeError) as error:
             note["failed"] = str(error)
         except OSError:  # a full disk would end the others as well

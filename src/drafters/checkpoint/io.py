@@ -27,6 +27,7 @@ from drafters.checkpoint.folder import (
     read_config,
     read_saved,
 )
+from drafters.export import formats as table
 from drafters.export import layout
 from drafters.export import weight_files as files
 from drafters.export.layout import Saved
@@ -38,10 +39,12 @@ from drafters.registry import drafter_class, short_name
 FILES = (*layout.FILES, *adapters.FILES, *files.PATTERNS)
 
 
-def origin_of(target: Target, name: str = "") -> Origin:
+def origin_of(drafter: Drafter, target: Target, name: str = "") -> Origin:
     """Origin of a drafter of this target; `name` overrides the path that the target was loaded from."""
     where, revision = target.model.name_or_path or "", getattr(target.model.config, "_commit_hash", None)
-    return Origin(name or where, revision, target.fingerprint(), tokenizer_hash(where, revision))
+    exports = tuple(table.accepting(short_name(drafter), drafter.settings, target))
+    tokenizer = tokenizer_hash(where, revision)
+    return Origin(name or where, revision, target.fingerprint(), tokenizer, exports=exports)
 
 
 @lru_cache(maxsize=8)
@@ -76,7 +79,7 @@ def save(
     left_out, weights = drafter.unsaved_names | _tied(drafter).keys(), weights or drafter.state_dict()
     whole = {k: v.detach().cpu().contiguous() for k, v in weights.items() if k not in left_out}
     save_file(drafter.save_separately(whole, folder), folder / "model.safetensors")
-    made_for = target if isinstance(target, Origin) else origin_of(target, target_name)
+    made_for = target if isinstance(target, Origin) else origin_of(drafter, target, target_name)
     drafter.origin = drafter.origin or made_for
     config = {
         "format": FORMAT,
@@ -86,6 +89,7 @@ def save(
         "taps": list(drafter.taps),
         "taps_mean": "the value entering decoder layer i; 'last' is the head's input",
         "target": {name: getattr(made_for, name) for name in ORIGIN_KEYS},
+        "exports": list(made_for.exports),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
@@ -125,7 +129,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
     except DAMAGE_ERRORS as error:
         raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
     drafter = drafter.to(target.device, target.dtype).eval().requires_grad_(False)
-    current = origin_of(target)
+    current = origin_of(drafter, target)
     drafter.origin = Origin(
         origin.name or current.name,
         origin.revision or current.revision,
@@ -133,6 +137,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
         origin.tokenizer or current.tokenizer,
         folder,
         weight_hash(drafter),
+        current.exports,
     )
     return drafter
 

@@ -15,7 +15,6 @@ from decode.errors import UserError
 from decode.evaluation.audit import Audit
 from decode.evaluation.scorecard import Row, Scorecard
 from drafters.base import Drafter, Origin
-from drafters.export import formats as table
 from drafters.export.layout import Layout
 from drafters.hub.untrusted_files import is_hub_id
 
@@ -214,12 +213,11 @@ def _serve(facts: Facts) -> str:
         f"    drafter = from_pretrained({location!r}, target)",
         "",
     ]
-    programs = [program for program, writers in table.WRITERS.items() if facts.kind in writers]
-    if not programs:
-        lines += ["No serving engine that we know of has a format for this kind of drafter.", ""]
+    if not facts.origin.exports:
+        lines += ["No serving engine that we know of can serve this drafter.", ""]
         return "\n".join(lines)
     lines += ["In the files of an engine:", ""]
-    lines += [f"    foredraft export checkpoint={location} to={program}" for program in programs]
+    lines += [f"    foredraft export checkpoint={location} to={program}" for program in facts.origin.exports]
     return "\n".join([*lines, ""])
 
 

@@ -184,7 +184,7 @@ def _origin(drafter: Drafter, target: Target | None) -> Origin:
         return origin
     if origin and origin.fingerprint in target.fingerprints():
         return origin
-    return hub.origin_of(target)
+    return hub.origin_of(drafter, target)
 
 
 @contextmanager

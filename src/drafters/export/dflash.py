@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.layout import Layout, Reader, Saved, serve_sglang_block, serve_vllm
-from drafters.export.shapes import dtype_of, sort_taps
+from drafters.export.layout import Format, Layout, Reader, Refusal, Saved, serve_sglang_block, serve_vllm
+from drafters.export.llama_config import check_embedding, check_head
+from drafters.export.shapes import check_taps, dtype_of, sort_taps
 from drafters.export.speculators_read import dflash_block
 from drafters.export.speculators_write import block_config, block_tensors
 
 ARCHITECTURE = "DFlashDraftModel"
 
 
-def vllm(saved: Saved, target: Target) -> Layout:
+def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_embedding(target)
+    yield from check_head(target)
+    yield from check_taps(settings["taps"], target, lowest=1)
+
+
+def _to_vllm(saved: Saved, target: Target) -> Layout:
     """Files for vLLM's `--speculative-config`."""
-    return _flat(saved, target, "vllm", serve_vllm("dflash", saved.settings["depth"]))
+    return _flat(saved, target, serve_vllm("dflash", saved.settings["depth"]))
 
 
-def sglang(saved: Saved, target: Target) -> Layout:
+def _to_sglang(saved: Saved, target: Target) -> Layout:
     """The same files, with SGLang's command."""
     command = serve_sglang_block("DFLASH", saved.settings["depth"] + 1)
-    return _flat(saved, target, "sglang", command)
+    return _flat(saved, target, command)
 
 
-def _flat(saved: Saved, target: Target, to: str, command: str) -> Layout:
-    saved, ids = sort_taps(saved, target)
+def _flat(saved: Saved, target: Target, command: str) -> Layout:
+    saved, ids = sort_taps(saved)
     settings = saved.settings
-    if 0 in ids:
-        raise UserError(
-            f"drafter.taps={ids}: this format names layers by their outputs, and 0 is the embedding; "
-            "train without it, or set to=speculators"
-        )
     tensors = block_tensors(saved)
-    config = block_config(saved, target, to) | {
+    config = block_config(saved, target) | {
         "architectures": [ARCHITECTURE],
         "block_size": settings["depth"] + 1,
         "dflash_config": {"mask_token_id": settings["mask_id"], "target_layer_ids": [i - 1 for i in ids]},
@@ -52,4 +57,6 @@ def _read(layout: Layout, target: Target) -> Saved:
     return dflash_block(whole, target, layout.config, ids, more["mask_token_id"])
 
 
+VLLM = Format(_to_vllm, _check)
+SGLANG = Format(_to_sglang, _check)
 READER = Reader("DFlash", lambda config: "dflash_config" in config, _read)

@@ -8,7 +8,7 @@ the target's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export.layout import (
+    Format,
     Layout,
     Reader,
+    Refusal,
     Saved,
     join_projections,
     serve_sglang,
@@ -28,10 +30,11 @@ from drafters.export.layout import (
 )
 from drafters.export.llama_config import (
     architecture,
+    check_embedding,
+    check_head,
     check_target,
     check_tensor_names,
     config_of,
-    plain_embedding,
     sizes,
 )
 
@@ -48,41 +51,36 @@ UNTOLD = {"depth": 1, "feature_noise": 0.0, "feature_weight": 0.0}
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 
 
-def to_vllm(saved: Saved, target: Target) -> Layout:
-    """Files of `EagleLlamaForCausalLM`.
+def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    del settings
+    yield from check_embedding(target)
+    yield from check_head(target)
 
-    Raises:
-        UserError: a fusion with a bias, or a target whose embedding or head the engine cannot share.
-    """
-    tensors = _tensors(saved, target, "vllm")
-    bias = tensors.pop("fc.bias", None)
-    if bias is not None and bias.any():
-        raise UserError(
-            "to=vllm: this drafter's fusion has a bias, and vLLM's EAGLE has none; set to=sglang, or train "
-            "on with drafter.bias=false drafter.init_from=<this checkpoint>"
-        )
+
+def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from _check(settings, target)
+    if settings["bias"]:
+        yield Refusal("its fusion has a bias, and that of vLLM's EAGLE has none", {"bias": False})
+
+
+def _to_vllm(saved: Saved, target: Target) -> Layout:
+    """Files of `EagleLlamaForCausalLM`."""
+    tensors = _tensors(saved)
     # vLLM prefixes the name with "Eagle". It reads `bias` as attention bias, so it must be false.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
     return Layout(config, tensors, serve_vllm("eagle", draft_length(saved)))
 
 
-def to_sglang(saved: Saved, target: Target) -> Layout:
-    """Files of `LlamaForCausalLMEagle`.
-
-    Raises:
-        UserError: a target whose embedding or head the engine cannot share.
-    """
-    tensors = _tensors(saved, target, "sglang")
+def _to_sglang(saved: Saved, target: Target) -> Layout:
+    """Files of `LlamaForCausalLMEagle`."""
+    tensors = _tensors(saved)
     if "fc.bias" not in tensors:  # SGLang's `fc` has a bias that would stay uninitialised
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLMEagle"]}
     return Layout(config, tensors, serve_sglang("EAGLE", draft_length(saved)))
 
 
-def _tensors(saved: Saved, target: Target, to: str) -> dict[str, Tensor]:
-    plain_embedding(target, to)
-    if target.head.bias is not None:
-        raise UserError(f"to={to}: the target's head has a bias, which {to}'s drafter does not add")
+def _tensors(saved: Saved) -> dict[str, Tensor]:
     names = split_projections(without_confidence(saved), saved.settings).items()
     return {k.replace("layer.", LAYER, 1) if k.startswith("layer.") else k: v for k, v in names}
 
@@ -120,9 +118,13 @@ def _read(layout: Layout, target: Target) -> Saved:
         raise UserError(f"it has {config['num_hidden_layers']} layers; EAGLE has 1 here")
     layers = {k: v for k, v in tensors.items() if k not in SHARED}
     weights = {k.replace(LAYER, "layer.", 1): v for k, v in join_projections(layers).items()}
+    check_tensor_names(set(weights), OWN, ("fc.bias",))
+    if "fc.bias" in weights and not weights["fc.bias"].any():  # SGLang's, of a drafter without a bias
+        del weights["fc.bias"]
     bias = "fc.bias" in weights
-    check_tensor_names(set(weights), OWN | ({"fc.bias"} if bias else set()))
     return Saved("eagle", sizes(config, tensors, LAYER) | UNTOLD | {"bias": bias}, weights)
 
 
+VLLM = Format(_to_vllm, _check_vllm)
+SGLANG = Format(_to_sglang, _check)
 READER = Reader("EAGLE", _knows, _read)

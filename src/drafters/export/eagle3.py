@@ -9,15 +9,17 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export.eagle import draft_length
 from drafters.export.layout import (
+    Format,
     Layout,
     Reader,
+    Refusal,
     Saved,
     join_projections,
     serve_sglang,
@@ -27,59 +29,50 @@ from drafters.export.layout import (
 )
 from drafters.export.llama_config import (
     architecture,
+    check_embedding,
     check_target,
     check_tensor_names,
     config_of,
-    plain_embedding,
     sizes,
 )
-from drafters.export.shapes import default_taps, read_vocab_maps, sort_taps, taps_of, vocab_maps
+from drafters.export.shapes import check_taps, default_taps, read_vocab_maps, sort_taps, taps_of, vocab_maps
 
 FIRST = "midlayer."
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = ("qkv_proj", "o_proj", "post_attention_layernorm", "input_layernorm", "gate_up_proj", "down_proj")
 SHARED = ("embed_tokens.weight", "d2t", "t2d")
-# Settings that SGLang ignores without a message.
-UNKNOWN_TO_SGLANG = ("norm_before_residual", "norm_before_fc")
 
 
-def to_vllm(saved: Saved, target: Target) -> Layout:
-    """Files of `Eagle3LlamaForCausalLM`.
-
-    Raises:
-        UserError: `last` or a duplicate among the taps, no draft vocabulary yet, a scaled embedding.
-    """
-    return _layout(saved, target, "vllm", serve_vllm("eagle3", draft_length(saved)))
+def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_embedding(target)
+    yield from check_taps(settings["taps"], target)
 
 
-def to_sglang(saved: Saved, target: Target) -> Layout:
-    """Files of `LlamaForCausalLMEagle3`; the same as vLLM's.
-
-    Raises:
-        UserError: see `to_vllm`; several layers, the embedding as a tap, norms that SGLang ignores.
-    """
-    settings = saved.settings
-    for name in UNKNOWN_TO_SGLANG:
-        if settings[name]:
-            raise UserError(
-                f"to=sglang: SGLang does not know {name}; train with drafter.{name}=false, or set to=vllm"
-            )
+def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_embedding(target)
+    yield from check_taps(settings["taps"], target, lowest=1, least=2)
+    if settings["norm_before_residual"]:
+        yield Refusal("SGLang passes over norm_before_residual", {"norm_before_residual": False})
     if settings["layers"] > 1:
-        raise UserError(
-            f"to=sglang: {settings['layers']} layers, of which most versions read one; train with "
-            "drafter.layers=1, or set to=vllm"
+        yield Refusal(
+            f"{settings['layers']} layers, whose norms SGLang names otherwise, and older versions read one",
+            {"layers": 1},
         )
-    if 0 in settings["taps"]:
-        raise UserError(
-            "to=sglang: it cannot tap the embedding (layer 0); train with other drafter.taps, or set to=vllm"
-        )
-    return _layout(saved, target, "sglang", serve_sglang("EAGLE3", draft_length(saved)))
 
 
-def _layout(saved: Saved, target: Target, to: str, command: str) -> Layout:
-    plain_embedding(target, to)
-    saved, taps = sort_taps(saved, target)
+def _to_vllm(saved: Saved, target: Target) -> Layout:
+    """Files of `Eagle3LlamaForCausalLM`."""
+    return _layout(saved, target, serve_vllm("eagle3", draft_length(saved)))
+
+
+def _to_sglang(saved: Saved, target: Target) -> Layout:
+    """Files of `LlamaForCausalLMEagle3`; the same as vLLM's."""
+    return _layout(saved, target, serve_sglang("EAGLE3", draft_length(saved)))
+
+
+def _layout(saved: Saved, target: Target, command: str) -> Layout:
+    saved, taps = sort_taps(saved)
     settings, weights = saved.settings, without_confidence(saved)
     ids = weights.pop("d2t", None)
     tensors = {_theirs(k): v for k, v in split_projections(weights, settings).items()} | vocab_maps(
@@ -152,4 +145,6 @@ def _own(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
     return names
 
 
+VLLM = Format(_to_vllm, _check_vllm)
+SGLANG = Format(_to_sglang, _check_sglang)
 READER = Reader("EAGLE-3", _knows, _read)

@@ -1,9 +1,13 @@
-"""Tables of export formats by program and drafter, and of readers of other programs' formats."""
+"""Tables of export formats by program and drafter, and of readers of other programs' formats.
+
+`check` decides whether a program can serve a drafter, from its settings and its target: before training,
+at the end of a run and within `write_layout` alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from decode.errors import UserError
 from decode.model.target import Target
@@ -13,82 +17,171 @@ from drafters.export import hf_model as whole
 from drafters.export import medusa_mlp as heads
 from drafters.export import speculators_read as speculators_reader
 from drafters.export import speculators_write as speculators
-from drafters.export.layout import Layout, Reader, Saved, Writer
+from drafters.export.layout import Format, Layout, Reader, Refusal, Saved
 
-# Program -> short name of the drafter -> writer.
-WRITERS: Mapping[str, Mapping[str, Writer]] = {
+ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
+NATIVE = "native"  # our own format, which every drafter has
+
+# Program -> short name of the drafter -> format.
+FORMATS: Mapping[str, Mapping[str, Format]] = {
     "vllm": {
-        "dflash": block.vllm,
-        "eagle": eagle.to_vllm,
-        "eagle3": eagle3.to_vllm,
-        "lm": whole.vllm,
-        "medusa": heads.medusa,
-        "medusa2": heads.medusa2,
-        "mlp": heads.mlp,
+        "dflash": block.VLLM,
+        "eagle": eagle.VLLM,
+        "eagle3": eagle3.VLLM,
+        "lm": whole.VLLM,
+        "medusa": heads.MEDUSA,
+        "medusa2": heads.MEDUSA2,
+        "mlp": heads.MLP,
     },
     "sglang": {
-        "dflash": block.sglang,
-        "eagle": eagle.to_sglang,
-        "eagle3": eagle3.to_sglang,
-        "lm": whole.sglang,
+        "dflash": block.SGLANG,
+        "eagle": eagle.SGLANG,
+        "eagle3": eagle3.SGLANG,
+        "lm": whole.SGLANG,
     },
     "speculators": {
-        "dflash": speculators.dflash,
-        "eagle3": speculators.eagle3,
-        "p_eagle": speculators.p_eagle,
+        "dflash": speculators.DFLASH,
+        "eagle3": speculators.EAGLE3,
+        "p_eagle": speculators.P_EAGLE,
     },
     "hf": {
-        "hf_dllm": whole.fills,
-        "lm": whole.hf,
-        "medusa2": whole.tuned,
+        "hf_dllm": whole.FILLS,
+        "lm": whole.HF,
+        "medusa2": whole.TUNED,
     },
 }
 # The first reader that knows a config reads it; the most general come last.
 READERS: Sequence[Reader] = (
-    heads.MEDUSA,
-    heads.MLP,
+    heads.MEDUSA_READER,
+    heads.MLP_READER,
     speculators_reader.READER,
     block.READER,
     eagle3.READER,
     eagle.READER,
 )
-# Messages for missing formats, where there is an alternative.
-INSTEAD: Mapping[tuple[str, str], str] = {
-    ("vllm", "lstm"): "ArcticInference, which has one, is a plugin with files of its own; "
-    "train drafter=mlp, or set to=native",
-    ("vllm", "ngram"): "it has prompt lookup of its own: --speculative-config "
-    """'{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'""",
-    ("vllm", "suffix"): "it has suffix decoding of its own, once arctic-inference is installed: "
-    """--speculative-config '{"method": "suffix"}'""",
-    ("sglang", "ngram"): "it has one of its own: --speculative-algorithm NGRAM",
-    **dict.fromkeys(
-        [(program, "diffusion") for program in ("vllm", "sglang", "speculators")],
-        "it departs from DFlash, which has one (the newest feature in every position, a vector for each "
-        "mask, norms of the taps); train drafter=dflash, or set to=native",
+
+
+class Instead(NamedTuple):
+    """What is said where a program has no format for a drafter.
+
+    Attributes:
+        reason: why there is none, or what the program has of its own.
+        drafter: one that may be trained in its place; "": none.
+        settings: of that drafter, as far as its check reads them.
+    """
+
+    reason: str
+    drafter: str = ""
+    settings: Mapping[str, Any] = {}
+
+
+DIFFUSION = Instead(
+    "it departs from DFlash, which has one (the newest feature in every position, a vector for each mask, "
+    "norms of the taps)",
+    "dflash",
+    {"taps": [1]},
+)
+INSTEAD: Mapping[tuple[str, str], Instead] = {
+    ("vllm", "lstm"): Instead("ArcticInference, which has one, is a plugin with files of its own", "mlp"),
+    ("vllm", "ngram"): Instead(
+        """it has prompt lookup of its own: --speculative-config '{"method": "ngram", """
+        """"num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'"""
     ),
+    ("vllm", "suffix"): Instead(
+        "it has suffix decoding of its own, once arctic-inference is installed: "
+        """--speculative-config '{"method": "suffix"}'"""
+    ),
+    ("sglang", "ngram"): Instead("it has one of its own: --speculative-algorithm NGRAM"),
+    **dict.fromkeys([(program, "diffusion") for program in ("vllm", "sglang", "speculators")], DIFFUSION),
 }
 
 
+def accepting(drafter: str, settings: Mapping[str, Any], target: Target) -> list[str]:
+    """Programs that can serve a drafter of these settings; every drafter also has the native format."""
+    return [to for to in FORMATS if drafter in FORMATS[to] and not _refusals(drafter, settings, target, to)]
+
+
 def check_format(drafter: str, to: str) -> None:
-    """Check that a program has a format for a drafter.
+    """Check that a program has a format for a kind of drafter, before more of it is known.
 
     Raises:
         UserError: it has none.
     """
-    if drafter not in WRITERS[to]:
-        where = [program for program, writers in WRITERS.items() if drafter in writers]
-        instead = INSTEAD.get((to, drafter), f"set to={' or '.join([*where, 'native'])}")
-        raise UserError(f"to={to}: {to} has no format for drafter {drafter!r}; {instead}")
+    if drafter not in FORMATS[to]:
+        known = INSTEAD.get((to, drafter))
+        reason = f"; {known.reason}" if known else ""
+        raise UserError(f"{_no_format(drafter, to)}{reason}; to={NATIVE} takes every drafter")
+
+
+def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) -> None:
+    """Check that a program can serve a drafter, without its weights.
+
+    Args:
+        drafter: short name.
+        settings: arguments of its constructor.
+        target: of the drafter.
+        to: program.
+
+    Raises:
+        UserError: it cannot. Settings and programs that the message suggests pass this check.
+    """
+    if drafter not in FORMATS[to]:
+        known = INSTEAD.get((to, drafter), Instead(""))
+        ways, own = [], bool(known.reason) and not known.drafter  # a method of the engine itself
+        if known.drafter and not _refusals(known.drafter, known.settings, target, to):
+            ways = [f"train drafter={known.drafter}"]
+        reasons = [_no_format(drafter, to), *([known.reason] if known.reason else [])]
+    elif refusals := _refusals(drafter, settings, target, to):
+        ways, own = _trained_otherwise(drafter, settings, target, to), False
+        reasons = [f"to={to}: {refusals[0].reason}", *(refusal.reason for refusal in refusals[1:])]
+    else:
+        return
+    others = accepting(drafter, settings, target)
+    if not (ways or others or own):
+        reasons.append("no engine takes this drafter")
+    ways.append(f"set to={' or '.join([*others, NATIVE])}")
+    raise UserError(f"{'; '.join(reasons)}; {', or '.join(ways)}")
+
+
+def _no_format(drafter: str, to: str) -> str:
+    return f"to={to}: {to} has no format for drafter {drafter!r}"
+
+
+def _refusals(drafter: str, settings: Mapping[str, Any], target: Target, to: str) -> list[Refusal]:
+    return list(FORMATS[to][drafter].check(settings, target))
+
+
+def _trained_otherwise(drafter: str, settings: Mapping[str, Any], target: Target, to: str) -> list[str]:
+    """The settings to train with, if a drafter of them passes."""
+    changes: dict[str, Any] = {}
+    for _ in range(ROUNDS):
+        refusals = _refusals(drafter, {**settings, **changes}, target, to)
+        if not refusals:
+            break
+        if not all(refusal.train for refusal in refusals):
+            return []
+        for refusal in refusals:
+            changes |= refusal.train
+    else:
+        return []
+    return [f"train with {' '.join(f'drafter.{name}={_text(value)}' for name, value in changes.items())}"]
+
+
+def _text(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def write_layout(saved: Saved, target: Target, to: str) -> Layout:
     """Convert a drafter to another program's format.
 
     Raises:
-        UserError: there is no format for this drafter, or the program does not support its settings.
+        UserError: see `check`; weights that were not trained yet, or that the format cannot express.
     """
-    check_format(saved.drafter, to)
-    return WRITERS[to][saved.drafter](saved, target)
+    check(saved.drafter, saved.settings, target, to)
+    return FORMATS[to][saved.drafter].write(saved, target)
 
 
 def find_reader(config: Mapping[str, Any]) -> Reader | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,65 +11,86 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
 from decode.model.load import TOKENIZER_FILES
 from decode.model.target import Target
-from drafters.export.layout import Layout, Saved, serve_sglang, serve_vllm
+from drafters.export.layout import Format, Layout, Refusal, Saved, serve_sglang, serve_vllm
 from drafters.families.hf_build import build, portable_config
 from drafters.families.tuned_target import Lora
 from drafters.hub import download
 
 STEM = "model."  # prefix of the model's weights in a drafter
 TOKENS = 5  # draft length for serving, the maximum of decode=auto
-ENGINES = (
-    "A plain Hugging Face model, adapters merged. For an engine write it with to=vllm or to=sglang, which "
-    "give it the target's vocabulary size; in transformers it is an assistant_model of generate()."
-)
-FILLS = "A plain Hugging Face model, adapters merged; no engine drafts with one that fills in masks."
-TUNED = "The tuned target, which its heads (to=vllm) fit: vllm serve this folder with them."
+PLAIN = "A plain Hugging Face model, adapters merged; in transformers it is an assistant_model of generate()."
+ENGINES = " For an engine write it with to=vllm or to=sglang, which give it the target's vocabulary size."
+MASKED = "A plain Hugging Face model, adapters merged; no engine drafts with one that fills in masks."
+MERGED = "The tuned target: its heads, which are exported apart, fit this folder alone."
 
 
-def hf(saved: Saved, target: Target) -> Layout:
+def _check_nothing(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    del settings, target
+    yield from ()
+
+
+def _check_vocabulary(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    """Engines require the target's vocabulary size; shapes alone are tried, on torch's meta device."""
+    config, size = dict(settings["config"]), target.vocab_size
+    model = _empty(config)
+    try:
+        _filled(config, model.state_dict(), size)
+    except RuntimeError:
+        yield Refusal(
+            f"a {type(model).__name__} has its vocabulary in more than an embedding and a head, and cannot "
+            f"be given the target's {size} ids"
+        )
+
+
+def _hf(saved: Saved, target: Target) -> Layout:
     """A draft model, unchanged."""
-    return _folder(_model(saved), target)._replace(note=ENGINES)
+    note = PLAIN if any(_check_vocabulary(saved.settings, target)) else PLAIN + ENGINES
+    return _folder(_model(saved), target)._replace(note=note)
 
 
-def fills(saved: Saved, target: Target) -> Layout:
+def _fills(saved: Saved, target: Target) -> Layout:
     """A masked language model, unchanged."""
-    layout = _folder(_model(saved), target)._replace(note=FILLS)
+    layout = _folder(_model(saved), target)._replace(note=MASKED)
     return layout._replace(config=layout.config | {"mask_token_id": saved.settings["mask_token"]})
 
 
-def vllm(saved: Saved, target: Target) -> Layout:
+def _vllm(saved: Saved, target: Target) -> Layout:
     """A draft model for vLLM's `draft_model`, which requires the target's vocabulary size."""
     return _folder(_model(saved, target.vocab_size), target)._replace(serve=serve_vllm("draft_model", TOKENS))
 
 
-def sglang(saved: Saved, target: Target) -> Layout:
+def _sglang(saved: Saved, target: Target) -> Layout:
     """A draft model for SGLang's `STANDALONE`, which requires the target's vocabulary size."""
     return _folder(_model(saved, target.vocab_size), target)._replace(
         serve=serve_sglang("STANDALONE", TOKENS)
     )
 
 
-def tuned(saved: Saved, target: Target) -> Layout:
+def _tuned(saved: Saved, target: Target) -> Layout:
     """The target tuned by `medusa2`, with merged weights."""
     lora = Lora(**saved.settings["lora"])
     part = "lora."
     lora.load_state_dict({n.removeprefix(part): w for n, w in saved.weights.items() if n.startswith(part)})
-    return _folder(lora.to(target.device).merge(target).model, target)._replace(note=TUNED)
+    return _folder(lora.to(target.device).merge(target).model, target)._replace(note=MERGED)
 
 
 def _model(saved: Saved, size: int | None = None) -> PreTrainedModel:
-    """The drafter's model with its weights, optionally resized to another vocabulary size.
+    """The drafter's model with its weights, optionally resized to another vocabulary size."""
+    assert not saved.settings["lora"], "loading has merged it"
+    weights = {n.removeprefix(STEM): w for n, w in saved.weights.items() if n.startswith(STEM)}
+    model = _filled(dict(saved.settings["config"]), weights, size)
+    model.tie_weights()
+    return model.eval()
+
+
+def _filled(config: dict[str, Any], weights: dict[str, Tensor], size: int | None) -> Any:
+    """A model with these weights, resized to another vocabulary size.
 
     Raises:
-        UserError: the vocabulary cannot be resized.
+        RuntimeError: the vocabulary is in other weights too.
     """
-    settings = saved.settings
-    assert not settings["lora"], "loading has merged it"
-    weights = {n.removeprefix(STEM): w for n, w in saved.weights.items() if n.startswith(STEM)}
-    config: dict[str, Any] = dict(settings["config"])
     model = _empty(config)
     text = model.config.get_text_config()
     if size and size != text.vocab_size:
@@ -76,15 +98,8 @@ def _model(saved: Saved, size: int | None = None) -> PreTrainedModel:
         text.vocab_size = size
         config = json.loads(model.config.to_json_string())
         model = _empty(config)
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError:
-        raise UserError(
-            f"a {type(model).__name__} has its vocabulary in more than an embedding and a head, and cannot "
-            f"be given the target's {size} ids; draft with another model, or set to=hf"
-        ) from None
-    model.tie_weights()
-    return model.eval()
+    model.load_state_dict(weights, assign=True)
+    return model
 
 
 def _empty(config: dict[str, Any]) -> Any:
@@ -151,3 +166,10 @@ def _tokenizer(target: Target) -> dict[str, bytes]:
         folder = download.snapshot(name, commit, TOKENIZER_FILES)
     paths = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)))
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+HF = Format(_hf, _check_nothing)
+FILLS = Format(_fills, _check_nothing)
+TUNED = Format(_tuned, _check_nothing)
+VLLM = Format(_vllm, _check_vocabulary)
+SGLANG = Format(_sglang, _check_vocabulary)

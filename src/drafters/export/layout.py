@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -81,8 +81,29 @@ def without_confidence(saved: Saved) -> dict[str, Tensor]:
     return {name: value for name, value in saved.weights.items() if not name.startswith("confidence.")}
 
 
-# Raises a UserError if the program cannot load the drafter, and names an alternative.
-Writer = Callable[[Saved, Target], Layout]
+class Refusal(NamedTuple):
+    """One reason why a program cannot serve a drafter.
+
+    Attributes:
+        reason: for a message.
+        train: settings of a new drafter to which it does not apply; empty if there are none.
+    """
+
+    reason: str
+    train: Mapping[str, Any] = MappingProxyType({})
+
+
+class Format(NamedTuple):
+    """A program's format for one kind of drafter.
+
+    Attributes:
+        write: converts the drafter; raises UserError only for what depends on trained values.
+        check: why the program cannot serve a drafter of these settings, which are those of
+            `Saved.settings`, for this target; no value of a weight is read.
+    """
+
+    write: Callable[[Saved, Target], Layout]
+    check: Callable[[Mapping[str, Any], Target], Iterator[Refusal]]
 
 
 class Reader(NamedTuple):

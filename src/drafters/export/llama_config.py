@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from decode.errors import UserError
 from decode.model.target import Target
+from drafters.export.layout import Refusal
 from drafters.layers.decoder_layer import LayerShape
 from drafters.layers.rope import SCALINGS, rope_settings
 
@@ -122,17 +123,17 @@ def _same(weight: Tensor, embed: nn.Module) -> bool:
     return bool((rows - other_rows).abs().max() <= 2**-6 * rows.abs().max())
 
 
-def plain_embedding(target: Target, to: str) -> None:
-    """Check that the target does not scale its embeddings: engines share the table without a scale.
-
-    Raises:
-        UserError: it scales them.
-    """
+def check_embedding(target: Target) -> Iterator[Refusal]:
+    """Engines share the target's embedding table with a drafter, without a scale."""
     if getattr(target.embed, "embed_scale", 1.0) != 1.0:
-        raise UserError(
-            f"to={to}: the target scales its embeddings ({type(target.embed).__name__}), which {to}'s "
-            "drafter does not; set to=native"
-        )
+        kind = type(target.embed).__name__
+        yield Refusal(f"the target scales its embeddings ({kind}), which no engine does for a drafter")
+
+
+def check_head(target: Target) -> Iterator[Refusal]:
+    """Engines share the target's head with a drafter, without a bias."""
+    if target.head.bias is not None:
+        yield Refusal("the target's head has a bias, which no engine adds for a drafter")
 
 
 def check_size(name: str, expected: Any, actual: Any) -> None:

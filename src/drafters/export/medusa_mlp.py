@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.layout import Layout, Reader, Saved, serve_vllm
-from drafters.export.llama_config import check_size, check_tensor_names
+from drafters.export.layout import Format, Layout, Reader, Refusal, Saved, serve_vllm
+from drafters.export.llama_config import check_head, check_size, check_tensor_names
 from drafters.export.shapes import dtype_of
 
 NO_MLP = (
@@ -29,23 +30,20 @@ HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
 # -- Medusa ----------------------------------------------------------------------------------------
 
 
-def medusa(saved: Saved, target: Target) -> Layout:
+def _check_medusa(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_head(target)
+    if (kind := settings["token_info"]) != "none":
+        yield Refusal(f"vLLM's Medusa has no token_info={kind}", {"token_info": "none"})
+
+
+def _medusa(saved: Saved, target: Target) -> Layout:
     """For vLLM's `medusa`, whose layers and heads have the same names as ours.
 
     Its heads are linear without bias, followed by a scale. It has no soft cap, which does not change
     the most likely tokens that it drafts. A shared head has to be in the file, since its loader does
     not share the target's.
-
-    Raises:
-        UserError: a token bias, or a target whose head has a bias.
     """
     settings = saved.settings
-    if (kind := settings["token_info"]) != "none":
-        raise UserError(
-            f"to=vllm: vllm's Medusa has no token_info={kind}; "
-            "train with drafter.token_info=none, or set to=native"
-        )
-    _no_bias(target, "to=vllm: ")
     tensors = {n: w for n, w in saved.weights.items() if n.startswith(("blocks.", "lm_heads."))}
     if not settings["own_head"]:
         tensors["lm_head.weight"] = target.head.weight.detach()
@@ -65,9 +63,9 @@ def medusa(saved: Saved, target: Target) -> Layout:
     return Layout(config, tensors, serve_vllm("medusa", settings["depth"]))
 
 
-def medusa2(saved: Saved, target: Target) -> Layout:
+def _medusa2(saved: Saved, target: Target) -> Layout:
     """The heads; `hf_model.tuned` exports the tuned target."""
-    layout = medusa(saved, target)
+    layout = _medusa(saved, target)
     return layout._replace(serve=layout.serve.replace("{target}", "TUNED_TARGET"), note=MOVED)
 
 
@@ -79,7 +77,8 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
     Raises:
         UserError: another target's, a reduced vocabulary, or missing or unknown tensors.
     """
-    _no_bias(target, "")
+    if target.head.bias is not None:
+        raise UserError("this target's head has a bias, which no head of that Medusa has")
     config = layout.config
     tensors = dict(_renamed(re.sub(r"^medusa_heads?\.", "", n), w) for n, w in layout.tensors.items())
     if "token_map" in tensors:
@@ -137,7 +136,12 @@ def _shared(heads: Mapping[str, Tensor], target: Target) -> bool:
 # -- MLP speculator --------------------------------------------------------------------------------
 
 
-def mlp(saved: Saved, target: Target) -> Layout:
+def _check_mlp(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    del settings, target
+    yield from ()
+
+
+def _mlp(saved: Saved, target: Target) -> Layout:
     """For vLLM's `mlp_speculator`; tied weights are stored once, by the name of the first depth."""
     del target
     settings, depth = saved.settings, saved.settings["depth"]
@@ -199,14 +203,12 @@ def _made_for(target: Target, hidden: int, rows: Iterable[int]) -> None:
         check_size("vocabulary", target.vocab_size, count)
 
 
-def _no_bias(target: Target, where: str) -> None:
-    if target.head.bias is not None:
-        raise UserError(f"{where}this target's head has a bias, which no head of that Medusa has")
-
-
-MEDUSA = Reader(
+MEDUSA = Format(_medusa, _check_medusa)
+MEDUSA2 = Format(_medusa2, _check_medusa)
+MLP = Format(_mlp, _check_mlp)
+MEDUSA_READER = Reader(
     "Medusa (vLLM, FasterDecoding)",
     lambda config: config.get("model_type") == "medusa" or "medusa_num_heads" in config,
     read_medusa,
 )
-MLP = Reader("MLP speculator", lambda config: config.get("model_type") == "mlp_speculator", read_mlp)
+MLP_READER = Reader("MLP speculator", lambda config: config.get("model_type") == "mlp_speculator", read_mlp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.model.target import LAST, Target
-from drafters.export.layout import Saved
-from drafters.export.llama_config import check_target, config_of, plain_embedding, sizes
+from decode.model.target import LAST, Tap, Target
+from drafters.export.layout import Refusal, Saved
+from drafters.export.llama_config import check_target, config_of, sizes
 
 NO_LIMIT = 2**31  # positions of a target without a limit
 
 
-def layer_config(saved: Saved, target: Target, kind: str, to: str) -> dict[str, Any]:
+def layer_config(saved: Saved, target: Target, kind: str) -> dict[str, Any]:
     """The transformers config of a drafter's decoder layers, for a `model_type`."""
-    plain_embedding(target, to)
     settings = saved.settings
     dtype = next(weight.dtype for weight in saved.weights.values() if weight.is_floating_point())
     return config_of(settings, settings["layers"], target, dtype) | {"model_type": kind}
@@ -55,17 +54,11 @@ def layer_settings(
     return sizes(config, tensors, "layers.0.") | more
 
 
-def sort_taps(saved: Saved, target: Target) -> tuple[Saved, list[int]]:
-    """Sort the taps and reorder the weights that read them: engines collect taps in order of layers.
-
-    Raises:
-        UserError: a duplicate tap, or one that is no layer; see `layer_ids`.
-    """
+def sort_taps(saved: Saved) -> tuple[Saved, list[int]]:
+    """Sort the taps and reorder the weights that read them: engines collect taps in order of layers."""
     settings, weights = saved.settings, dict(saved.weights)
-    ids, size = layer_ids(settings["taps"], target), settings["hidden_size"]
+    ids, size = [int(tap) for tap in settings["taps"]], settings["hidden_size"]
     order = sorted(range(len(ids)), key=lambda i: ids[i])
-    if len(set(ids)) < len(ids):
-        raise UserError(f"drafter.taps={ids} has one twice; train with each once")
     weights["fc.weight"] = weights["fc.weight"].unflatten(1, (-1, size))[:, order].flatten(1)
     if "input_norm.weight" in weights:
         weights["input_norm.weight"] = weights["input_norm.weight"].view(-1, size)[order].flatten()
@@ -75,19 +68,38 @@ def sort_taps(saved: Saved, target: Target) -> tuple[Saved, list[int]]:
     return saved._replace(weights=weights), [ids[i] for i in order]
 
 
-def layer_ids(taps: Sequence[Any], target: Target) -> list[int]:
-    """Taps as layer ids.
+def check_taps(taps: Sequence[Tap], target: Target, lowest: int = 0, least: int = 1) -> Iterator[Refusal]:
+    """Engines pass drafters the inputs of different layers.
 
-    Raises:
-        UserError: one is the head's input, which no engine passes to a drafter.
+    Args:
+        taps: of the drafter.
+        target: of the drafter.
+        lowest: layer id that the program can tap.
+        least: number of taps that it needs.
     """
+    reasons = []
     if LAST in taps:
-        n = len(target.layers)
-        raise UserError(
-            f"drafter.taps={list(taps)}: engines hand drafters no value from behind the final norm; "
-            f"train with layers alone, as in drafter.taps=[{min(2, n - 1)},{n // 2},{max(n - 3, 0)}]"
-        )
-    return [int(tap) for tap in taps]
+        reasons.append("engines hand drafters no value from behind the final norm (last)")
+    if len(set(taps)) < len(taps):
+        reasons.append("one is there twice, which engines collect once")
+    if any(tap != LAST and int(tap) < lowest for tap in taps):
+        reasons.append("layers are named by their outputs there, and tap 0 is the embedding")
+    if len(taps) < least:
+        reasons.append("a single tap is as wide as a fed-back feature, for which fc is left out there")
+    if reasons:
+        nearest = _nearest_taps(taps, len(target.layers), lowest, least)
+        train = {"taps": nearest} if len(nearest) >= least else {}
+        yield Refusal(f"drafter.taps={list(taps)}: {'; '.join(reasons)}", train)
+
+
+def _nearest_taps(taps: Sequence[Tap], n: int, lowest: int, least: int) -> list[int]:
+    """The configured taps that a program can collect, and others where they are too few."""
+    layers = range(lowest, n)
+    kept = {tap for tap in taps if tap in layers} | ({n - 1} if LAST in taps else set())
+    for tap in (n - 1, n // 2, *layers):
+        if len(kept) < max(1, least) and tap in layers:
+            kept.add(tap)
+    return sorted(int(tap) for tap in kept if tap in layers)
 
 
 def taps_of(ids: Sequence[int], target: Target) -> list[int]:
@@ -104,15 +116,16 @@ def taps_of(ids: Sequence[int], target: Target) -> list[int]:
     return list(ids)
 
 
-def target_path(target: Target) -> str:
-    """Path or hub id by which other programs load the target.
+def check_path(target: Target) -> Iterator[Refusal]:
+    """Speculators' layout names the target."""
+    if not target.model.name_or_path:
+        yield Refusal("the files name the target, and this one was built in memory, without a path or hub id")
 
-    Raises:
-        UserError: it was not loaded from anywhere.
-    """
+
+def target_path(target: Target) -> str:
+    """Path or hub id by which other programs load the target."""
     name = target.model.name_or_path
-    if not name:
-        raise UserError("export: the target has no path or hub id; give target=<path or hub id>")
+    assert name  # see `check_path`
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 

@@ -6,6 +6,7 @@ After speculators 0.9.0 (`models/*/config.py`, `models/*/core.py`) and vLLM's re
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,18 @@ from torch import Tensor
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.drafting.vocabulary import unused_token
-from drafters.export.layout import Layout, Saved, split_projections, without_confidence
-from drafters.export.shapes import dtype_of, embedding_of, layer_config, sort_taps, target_path, vocab_maps
+from drafters.export.layout import Format, Layout, Refusal, Saved, split_projections, without_confidence
+from drafters.export.llama_config import check_embedding, check_head
+from drafters.export.shapes import (
+    check_path,
+    check_taps,
+    dtype_of,
+    embedding_of,
+    layer_config,
+    sort_taps,
+    target_path,
+    vocab_maps,
+)
 
 STEPS = 200  # limit for Newton's method
 CLOSE = 1e-9  # tolerance of mean squares
@@ -27,25 +38,43 @@ MASKS = ("mask_token", "mask_hidden")  # of P-EAGLE
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 
-def eagle3(saved: Saved, target: Target) -> Layout:
+def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_path(target)
+    yield from check_embedding(target)
+    yield from check_taps(settings["taps"], target)
+
+
+def _check_p_eagle(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from _check(settings, target)
+    norms = [name for name in ("norm_before_fc", "fc_norm") if settings[name]]
+    if norms and len(settings["taps"]) == 1:
+        yield Refusal(f"no input of a single tap's {norms[0]} gives the masks", dict.fromkeys(norms, False))
+
+
+def _check_dflash(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from _check(settings, target)
+    yield from check_head(target)
+
+
+def _eagle3(saved: Saved, target: Target) -> Layout:
     """EAGLE-3: `Eagle3DraftModel`.
 
     Includes the target's embedding: vLLM shares it in any case, but speculators 0.9.0 computes with zeros
     if it is missing (`load_verifier_weights` looks for NaN, which transformers 5 does not leave).
     """
-    saved, ids = sort_taps(saved, target)
+    saved, ids = sort_taps(saved)
     tensors = _eagle3_tensors(saved) | {"embed_tokens.weight": _table(saved, target)}
     config = _eagle3_config(saved, ids, target) | {"norm_output": saved.settings["norm_output"]}
     return _layout("eagle3", "Eagle3DraftModel", config, tensors, saved, target)
 
 
-def p_eagle(saved: Saved, target: Target) -> Layout:
+def _p_eagle(saved: Saved, target: Target) -> Layout:
     """P-EAGLE: `PEagleDraftModel`, which stores its masks differently.
 
     The mask in place of a token is the row of an unused token in its own copy of the target's embedding.
     The mask in place of a feature is an input of `fc`, found by `invert_fusion`.
     """
-    saved, ids = sort_taps(saved, target)
+    saved, ids = sort_taps(saved)
     settings, weights = saved.settings, saved.weights
     token = unused_token(target)
     table = _table(saved, target)
@@ -56,9 +85,10 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
         norms = [weights[f"fc_norm.{i}.weight"] for i in range(len(settings["taps"]) * settings["fc_norm"])]
     mask_taps = invert_fusion(weights["mask_hidden"], weights["fc.weight"], norms, settings["eps"])
     if mask_taps is None:
+        norm = "norm_before_fc" if settings["norm_before_fc"] else "fc_norm"
         raise UserError(
-            "to=speculators: no input of fc and its norms gives the masks' feature; train with "
-            "drafter.fc_norm=false, or set to=native"
+            "to=speculators: no input of fc and its norms gives this checkpoint's masks; train with "
+            f"drafter.{norm}=false, or set to=native"
         )
     tensors = _eagle3_tensors(saved._replace(weights={k: v for k, v in weights.items() if k not in MASKS}))
     tensors["embed_tokens.weight"] = table
@@ -70,9 +100,9 @@ def p_eagle(saved: Saved, target: Target) -> Layout:
     return _layout("peagle", "PEagleDraftModel", config, tensors, saved, target)
 
 
-def dflash(saved: Saved, target: Target) -> Layout:
+def _dflash(saved: Saved, target: Target) -> Layout:
     """DFlash: `DFlashDraftModel`, without embedding and head, which are the target's."""
-    saved, ids = sort_taps(saved, target)
+    saved, ids = sort_taps(saved)
     settings = saved.settings
     config = {
         "aux_hidden_state_layer_ids": ids,
@@ -81,15 +111,15 @@ def dflash(saved: Saved, target: Target) -> Layout:
         "mask_token_id": settings["mask_id"],
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,  # otherwise vLLM uses causal attention
-        "transformer_layer_config": block_config(saved, target, "speculators"),
+        "transformer_layer_config": block_config(saved, target),
     }
     return _layout("dflash", "DFlashDraftModel", config, block_tensors(saved), saved, target)
 
 
-def block_config(saved: Saved, target: Target, to: str) -> dict[str, Any]:
+def block_config(saved: Saved, target: Target) -> dict[str, Any]:
     """Config of DFlash's decoder layers."""
     kinds = ["full_attention"] * saved.settings["layers"]
-    return layer_config(saved, target, "qwen3", to) | {"layer_types": kinds, "use_sliding_window": False}
+    return layer_config(saved, target, "qwen3") | {"layer_types": kinds, "use_sliding_window": False}
 
 
 def block_tensors(saved: Saved) -> dict[str, Tensor]:
@@ -113,7 +143,7 @@ def _eagle3_tensors(saved: Saved) -> dict[str, Tensor]:
 
 def _eagle3_config(saved: Saved, ids: list[int], target: Target) -> dict[str, Any]:
     settings = saved.settings
-    layers = layer_config(saved, target, "llama", "speculators")
+    layers = layer_config(saved, target, "llama")
     if len(ids) != VLLM_TAPS:  # vLLM's reader does not count the ids
         layers["num_aux_hidden_states"] = len(ids)
     return {name: settings[name] for name in NORMS} | {
@@ -206,3 +236,8 @@ def invert_fusion(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) 
         step = slopes @ torch.linalg.lstsq(slopes.T @ slopes, off[:, None]).solution
         u = u - step * min(1.0, float(u.norm() / (2 * step.norm() + 1e-30)))
     return None
+
+
+EAGLE3 = Format(_eagle3, _check)
+P_EAGLE = Format(_p_eagle, _check_p_eagle)
+DFLASH = Format(_dflash, _check_dflash)

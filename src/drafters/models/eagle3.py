@@ -195,7 +195,13 @@ def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
         return list(taps)
     if n < LEAST_LAYERS:
         raise UserError(
-            f"drafter.taps: the target has {n} layers, too few for a low, a middle and a high one; "
-            f"choose among 0..{n - 1} and last, as in drafter.taps=[{n // 2},last]"
+            f"drafter.taps: the target has {n} layers, too few for the paper's low, middle and high one; "
+            f"choose among 0..{n - 1} and last, as in drafter.taps={_spread(n)}; engines have no last"
         )
     return [2, n // 2, n - 3]
+
+
+def _spread(n: int) -> str:
+    """Up to three layers of a small target, on the command line; engines cannot all tap layer 0."""
+    layers = {min(max(layer, 1), n - 1) for layer in (n // 2 - 1, n // 2, n - 1)}
+    return f"[{','.join(map(str, sorted(layers)))}]"

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from workbench import CONF, ROOT, command, fork
 
+from decode.errors import UserError
 from distill.cli.main import main
 from distill.report import terminal as summary
 from distill.utils import progress
@@ -93,7 +94,7 @@ def test_an_error_is_one_unpainted_line_below_bars_that_are_gone():
         def job(cfg, folder):
             with bar(3, "training", "steps") as shown:
                 shown.update()
-                raise summary.UserError("wrong; mend it")
+                raise UserError("wrong; mend it")
 
         sys.argv = ["x", "hydra.run.dir=."]
         with suppress(SystemExit):

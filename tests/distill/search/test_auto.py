@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from workbench import CONF, Bench, Outcome, changed, fork, leftovers, train
 
-from decode.errors import UserError
+from decode.errors import RemoteError, UserError
 from distill.config.compose import compose
 from distill.options import SearchOptions
 from distill.report import history
@@ -219,3 +219,28 @@ def test_values_are_written_as_hydra_reads_them():
     for value in (3, 0.5, True, None, "a,b: it's", [0, 1], [[0], [0, 1]], {"r": 4, "targets": ["a"]}):
         (parsed,) = OverridesParser.create().parse_overrides([f"key={families.override_value(value)}"])
         assert parsed.value() == value or str(parsed.value()) == value
+
+
+def test_families_that_cannot_be_exported_are_out_before_any_work(bench):
+    before = bench.runs()
+    options = ["drafter.families=[bigram,medusa]", "drafter.options={medusa: {token_info: vanilla}}"]
+    done = go(bench, *options, "export.to=vllm", "seed=41")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "no family is left" in done.err
+    assert "no format for drafter 'bigram'" in done.err
+    assert "train with drafter.token_info=none" in done.err
+    assert bench.runs() == before
+
+
+def test_an_export_that_fails_after_a_search_leaves_the_search_whole(bench, monkeypatch):
+    def cut(*args):
+        raise RemoteError("cut off")
+
+    monkeypatch.setattr("distill.export.write", cut)
+    timed(monkeypatch)
+    done = go(bench, "drafter.families=[bigram]", "drafter.options={}", "export.to=native", "seed=42")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "export: cut off; the run itself is whole" in done.err
+    folder = bench.runs()[-1]
+    assert of(folder)["result"]["winner"] == "bigram"
+    assert (folder / "report.html").exists()

@@ -14,15 +14,15 @@ from faces import V
 from decode.errors import UserError
 from drafters.checkpoint import io as hub
 from drafters.checkpoint.model_card import Facts, model_card
-from drafters.export import formats as table
 from drafters.export.layout import Layout
 
 
 @pytest.fixture
 def facts(tiny_target, make_drafter):
     target = tiny_target(vocab=V, hidden=16, dtype=torch.float32)
-    origin = hub.origin_of(target, "acme/target-7b")._replace(revision="c" * 40, tokenizer="7" * 16)
-    return Facts(make_drafter("eagle", target), "eagle", origin, card_of(), {"seed": 11})
+    drafter = make_drafter("eagle", target, bias=False)
+    origin = hub.origin_of(drafter, target, "acme/target-7b")._replace(revision="c" * 40, tokenizer="7" * 16)
+    return Facts(drafter, "eagle", origin, card_of(), {"seed": 11})
 
 
 def front(text: str) -> dict:
@@ -81,16 +81,15 @@ def test_what_is_no_headline_is_called_what_it_is(facts):
     assert "96.7 %" in text
 
 
-def test_it_says_how_to_serve(facts, monkeypatch):
+def test_it_says_how_to_serve(facts):
     text = model_card(facts._replace(repo="me/drafter"))
     assert "foredraft generate checkpoint=me/drafter target=acme/target-7b" in text
     assert "from_pretrained('me/drafter', target)" in text
-    monkeypatch.setattr(table, "WRITERS", {"vllm": {"eagle": None}, "sglang": {}})
-    text = model_card(facts)
-    assert "foredraft export checkpoint=<this folder or repository> to=vllm" in text
-    assert "to=sglang" not in text
-    monkeypatch.setattr(table, "WRITERS", {"vllm": {}})
-    assert "No serving engine" in model_card(facts)
+    assert facts.origin.exports == ("vllm", "sglang")
+    text = model_card(facts._replace(origin=facts.origin._replace(exports=("sglang",))))
+    assert "foredraft export checkpoint=<this folder or repository> to=sglang" in text
+    assert "to=vllm" not in text
+    assert "No serving engine" in model_card(facts._replace(origin=facts.origin._replace(exports=())))
     theirs = model_card(
         facts._replace(to="vllm", layout=Layout({}, {}, "vllm serve {target} --with {drafter}"), repo="me/d")
     )

@@ -242,13 +242,13 @@ def exported(*arguments: str):
     return command(lambda: main(task, CONF, "export"), ["export.py", *arguments])
 
 
-def test_a_run_ends_on_the_hub_and_its_failure_there_is_not_the_runs(bench, fake_hub, monkeypatch):
+def test_a_run_ends_on_the_hub_and_is_whole_if_that_fails(bench, fake_hub, monkeypatch):
     fake_hub.cut = "/commit/"
     push = [f"export.push_to={REPO}"]
     done = bench.train("seed=31", *push)
-    assert done.code == 0, done.err
-    line = next(line for line in done.out.splitlines() if line.startswith("export: "))
-    again = line.partition("tries again: ")[2].split()
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    again = done.err.partition("this exports it again: ")[2].split()
+    (folder,) = bench.runs()
     assert again[:2] == ["foredraft", "export"]
     assert not fake_hub.repos[REPO].files
     fake_hub.cut = ""
@@ -259,7 +259,7 @@ def test_a_run_ends_on_the_hub_and_its_failure_there_is_not_the_runs(bench, fake
     assert sorted(files) == sorted(
         ["README.md", "config.json", "model.safetensors", "recipe.json", "scorecard.json"]
     )
-    best = (done.folder / "checkpoints" / "best").resolve()
+    best = (folder / "checkpoints" / "best").resolve()
     assert load_file(best / "model.safetensors").keys()
     score = json.loads((best / "score.json").read_text())
     assert score["samples"]
@@ -277,7 +277,7 @@ def test_a_run_ends_on_the_hub_and_its_failure_there_is_not_the_runs(bench, fake
     assert not [p for p in written if fake_hub.token.encode() in p.read_bytes()]
     assert len(written) > 20
     # The card may be changed before it goes up again.
-    out = next((done.folder / "export").iterdir())
+    out = next((folder / "export").iterdir())
     (out / "README.md").write_text("---\nlicense: mit\n---\n")
     monkeypatch.delenv("HF_TOKEN")
     dry = exported(*again[2:])

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
 from drafters.base import Batch
+from drafters.checkpoint import io as hub
 from drafters.export.layout import Layout
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 4}
@@ -130,13 +131,21 @@ def test_scaled_positions_are_there_for_readers_of_any_version(made, tiny_target
 
 
 REFUSED = {
-    "vLLM's EAGLE has none; set to=sglang.*drafter.bias=false": ("eagle with a bias", {}, "vllm"),
-    "behind the final norm; train with layers alone": ("eagle3", {"taps": [1, "last"]}, "vllm"),
-    "has one twice": ("eagle3", {"taps": [1, 1]}, "sglang"),
-    "does not know norm_before_residual.*set to=vllm": ("eagle3", {"norm_before_residual": True}, "sglang"),
-    "does not know norm_before_fc": ("eagle3", {"norm_before_fc": True}, "sglang"),
+    "vLLM's EAGLE has none; train with drafter.bias=false, or set to=sglang or": (
+        "eagle with a bias",
+        {},
+        "vllm",
+    ),
+    r"behind the final norm.*drafter.taps=\[1,7\]": ("eagle3", {"taps": [1, "last"]}, "vllm"),
+    r"twice.*drafter.taps=\[1,7\], or set": ("eagle3", {"taps": [1, 1]}, "sglang"),
+    "passes over norm_before_residual.*set to=vllm": ("eagle3", {"norm_before_residual": True}, "sglang"),
     "2 layers.*drafter.layers=1": ("eagle3", {"layers": 2}, "sglang"),
-    "cannot tap the embedding": ("eagle3", {"taps": [0, 3]}, "sglang"),
+    r"tap 0 is the embedding.*drafter.taps=\[2,3\], or set to=vllm": (
+        "eagle3",
+        {"taps": [0, 2, 3]},
+        "sglang",
+    ),
+    r"a single tap .*drafter.taps=\[3,7\], or set to=vllm": ("eagle3", {"taps": [3]}, "sglang"),
 }
 
 
@@ -167,6 +176,7 @@ def test_the_targets_head_is_shared_as_far_as_it_goes(made):
 
 def test_a_vocabulary_that_is_not_counted_is_refused(made):
     target, drafter = made("eagle3")
+    target.model.config._name_or_path = target.model.name_or_path = "some/target"
     drafter.d2t.fill_(-1)
     for to in ("vllm", "speculators"):
         with pytest.raises(UserError, match="has not been counted"):
@@ -181,7 +191,10 @@ def test_a_confidence_head_stays_here(made):
     loaded_by(layout, "vllm", target)
 
 
-def test_a_bias_of_zeros_is_none(made):
-    target, drafter = made("eagle with a bias")
-    drafter.fc.bias.zero_()
-    assert "fc.bias" not in written(drafter, target, "vllm").tensors
+def test_a_bias_of_zeros_is_read_as_none(made, tmp_path):
+    """SGLang's files have one for every EAGLE; vLLM has none."""
+    target, drafter = made("eagle without")
+    written(drafter, target, "sglang").write(tmp_path)
+    back = hub.load(tmp_path, target)
+    assert not back.settings["bias"]
+    assert "fc.bias" not in written(back, target, "vllm").tensors

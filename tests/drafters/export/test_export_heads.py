@@ -367,11 +367,21 @@ def test_another_scale_is_put_into_the_heads(target, make_drafter, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "to", "reason"),
     [
-        ("medusa", {"token_info": "vanilla"}, "vllm", "no token_info=vanilla.*to=native"),
+        (
+            "medusa",
+            {"token_info": "vanilla"},
+            "vllm",
+            "no token_info=vanilla; train with drafter.token_info=none, or set to=native",
+        ),
         ("medusa", {}, "sglang", "sglang has no format for drafter 'medusa'; set to=vllm or native"),
-        ("hydra", {}, "vllm", "vllm has no format for drafter 'hydra'; set to=native"),
+        (
+            "hydra",
+            {},
+            "vllm",
+            "vllm has no format for drafter 'hydra'; no engine takes this drafter; set to=native",
+        ),
         ("lstm", {}, "vllm", "'lstm'; ArcticInference"),
-        ("bigram", {}, "vllm", "'bigram'; set to=native"),
+        ("bigram", {}, "vllm", "'bigram'; no engine takes this drafter; set to=native"),
         ("ngram", {}, "vllm", '\'ngram\'; it has prompt lookup of its own.*"method": "ngram"'),
         ("ngram", {}, "sglang", "--speculative-algorithm NGRAM"),
         ("suffix", {}, "vllm", '"method": "suffix"'),
@@ -390,7 +400,9 @@ def test_a_target_whose_head_has_a_bias_is_refused(target, make_drafter, tmp_pat
     drafter = make_drafter("medusa", target, own_head=own_head)
     folder, _ = exported(drafter, target, tmp_path)
     target.head = replace(target.head, bias=torch.zeros(V))
-    with pytest.raises(UserError, match="to=vllm: this target's head has a bias"):
+    with pytest.raises(
+        UserError, match=r"the target's head has a bias.*no engine takes this drafter; set to"
+    ):
         table.write_layout(hub.as_saved(drafter), target, "vllm")
     with pytest.raises(UserError, match="this target's head has a bias"):
         hub.load(folder, target)

@@ -1,0 +1,68 @@
+"""Exports of a run: decided before its work, recommended at its end, and a failure is no success."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+from workbench import Bench, foredraft
+
+from distill import export as exporting
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("export"))
+
+
+IMPOSSIBLE = {
+    r"drafter.taps=['last']: engines hand drafters no value": ("drafter=eagle3", "drafter.taps=[last]"),
+    "its fusion has a bias": ("drafter=eagle", "drafter.bias=true"),
+    "no format for drafter 'hydra'": ("drafter=hydra",),
+}
+
+
+@pytest.mark.parametrize("said", IMPOSSIBLE)
+def test_an_export_that_cannot_succeed_is_refused_before_any_work(bench, said):
+    before = bench.runs()
+    done = bench.train(*IMPOSSIBLE[said], "export.to=vllm")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"error: to=vllm: {said}" in done.err.replace("to=vllm: vllm has ", "to=vllm: ")
+    assert "set to=" in done.err
+    assert bench.runs() == before
+    assert not list((bench.root / "outputs").glob("rollouts/*"))
+
+
+def test_the_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
+    for more, program in ((["drafter.bias=true"], "sglang"), (["drafter.bias=false"], "vllm")):
+        done = bench.train(*more)
+        assert done.code == 0, done.err
+        line = next(line for line in done.out.splitlines() if "foredraft export" in line)
+        assert line.endswith(f"to={program}")
+        config = json.loads((done.folder / "checkpoints" / "best" / "config.json").read_text())
+        assert config["exports"][0] == program
+        tried = foredraft(*line.split()[1:])
+        assert tried.code == 0, tried.err
+
+
+def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "write", full)
+        done = bench.train("seed=5", "export.to=native")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "export: [Errno 28] No space left on device" in done.err
+    assert "try next:" in done.out
+    folder = bench.runs()[-1]
+    assert (folder / "report.html").exists()
+    again = done.err.partition("this exports it again: ")[2].split()
+    assert again[0] == "foredraft"
+    tried = foredraft(*again[1:])
+    assert tried.code == 0, tried.err
+    assert next((folder / "export").iterdir()).name.endswith("-native")
+    other = bench.train("seed=5", "export.to=native")  # the run has ended: the same command is a new one
+    assert other.code == 0, other.err
+    assert other.folder != folder
