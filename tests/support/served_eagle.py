@@ -1,4 +1,4 @@
-"""How vLLM and SGLang load an EAGLE and what they compute, restated in plain PyTorch from their source.
+"""How vLLM 0.32 and SGLang 0.5.23 load an EAGLE and what they compute, restated from their source.
 
 `Loaded` knows a folder's config.json and tensors alone: names are changed and shapes asked for as the
 loaders do, and what they would pass over in silence is an error here. `captured` is what such an
@@ -42,10 +42,9 @@ def expected(config: dict[str, Any], engine: str, eagle3: bool) -> dict[str, tup
         found |= {f"{at}mlp.{x}_proj.weight": (inner, size) for x in ("gate", "up")}
         found[f"{at}mlp.down_proj.weight"] = (size, inner)
         found[f"{at}post_attention_layernorm.weight"] = (size,)
-        if eagle3 or i:
-            found[f"{at}input_layernorm.weight"] = (size,)
-        if eagle3 and i == 0:
-            found[f"{at}hidden_norm.weight"] = (size,)
+        later = "hidden_norm" if eagle3 and engine == "sglang" else "input_layernorm"
+        norms = ([] if not eagle3 else ["input_layernorm", "hidden_norm"]) if i == 0 else [later]
+        found |= {f"{at}{norm}.weight": (size,) for norm in norms}
     if not eagle3:
         found["fc.weight"] = (size, 2 * size)
         if engine == "sglang":
@@ -88,8 +87,10 @@ class Loaded:
         if engine == "sglang" and self.eagle3:
             if "target_hidden_size" in self.config:
                 raise LoadError("target_hidden_size is used even where it is null")
-            if any(self.config.get(k) for k in ("norm_before_residual", "norm_before_fc")):
-                raise LoadError("norms that it passes over")
+            if self.config.get("norm_before_residual"):
+                raise LoadError("a norm that it passes over")
+            if number_of_taps(self.config) == 1:
+                raise LoadError("fc is left out: one tap is as wide as a feature that is fed back")
         self.ids: Tensor | None = None
         self.weights: dict[str, Tensor] = {}
         wanted = expected(self.config, engine, self.eagle3)
@@ -149,7 +150,8 @@ class Loaded:
             )
         for i in range(self.config["num_hidden_layers"]):
             at = f"layers.{i}."
-            x = x + self._attend(first if i == 0 else self._norm(x, f"{at}input_layernorm"), at)
+            later = "hidden_norm" if self.eagle3 and self.engine == "sglang" else "input_layernorm"
+            x = x + self._attend(first if i == 0 else self._norm(x, f"{at}{later}"), at)
             y = self._norm(x, f"{at}post_attention_layernorm")
             gate, up = (self._linear(y, f"{at}mlp.{part}_proj") for part in ("gate", "up"))
             x = x + self._linear(F.silu(gate) * up, f"{at}mlp.down_proj")

@@ -71,6 +71,23 @@ def _to_sglang(saved: Saved, target: Target) -> Layout:
     return _layout(saved, target, serve_sglang("EAGLE3", draft_length(saved)))
 
 
+def _note(settings: Mapping[str, Any], target: Target) -> str:
+    """What the authors' code would compute otherwise: it loads these files without their further tensors."""
+    names = [name for name in SWITCHES if settings[name]]
+    ways = [f"drafter.{name}=false" for name in names]
+    fixed = default_taps(len(target.layers))
+    if sorted(settings["taps"]) != fixed:
+        names, ways = [*names, "its taps"], [*ways, "drafter.taps=null"]
+    if settings["layers"] > 1:
+        names, ways = [*names, "further layers"], [*ways, "drafter.layers=1"]
+    if not names:
+        return ""
+    said = f"The authors' EAGLE code (SafeAILab) passes over {', '.join(names)}, and drafts wrongly"
+    apart = fixed == sorted(set(fixed))  # in a small target they are not three layers
+    cure = f"for it train with {' '.join(ways)}" if apart else "it cannot serve this target"
+    return f"{said} without an error; {cure}."
+
+
 def _layout(saved: Saved, target: Target, command: str) -> Layout:
     saved, taps = sort_taps(saved)
     settings, weights = saved.settings, without_confidence(saved)
@@ -87,7 +104,7 @@ def _layout(saved: Saved, target: Target, command: str) -> Layout:
     if taps != default_taps(len(target.layers)):
         config[IDS], config["num_aux_hidden_states"] = taps, len(taps)
         config["eagle_config"] = {"use_aux_hidden_state": True, IDS: [tap - 1 for tap in taps]}
-    return Layout(config, tensors, command)
+    return Layout(config, tensors, command, _note(settings, target))
 
 
 def _theirs(name: str) -> str:

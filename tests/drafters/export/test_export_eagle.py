@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -113,6 +114,34 @@ def test_a_broken_export_is_caught(made, engine):
     swapped = layout.tensors["fc.weight"].unflatten(1, (2, -1)).flip(1).flatten(1)
     swapped = layout._replace(tensors=layout.tensors | {"fc.weight": swapped})
     assert difference(target, drafter, swapped, engine, texts=2) > 1e-2
+
+
+def test_what_an_engine_does_not_load_is_not_loaded_here_either(made):
+    """A map of the whole vocabulary (vLLM), one tap and a further layer's norm by vLLM's name (SGLang)."""
+    target, drafter = made("eagle3, every token")
+    layout = written(drafter, target, "vllm")
+    maps = {"d2t": torch.zeros(V, dtype=torch.long), "t2d": torch.ones(V, dtype=torch.bool)}
+    with pytest.raises(LoadError, match="draft_id_to_target_id"):
+        loaded_by(layout._replace(tensors=layout.tensors | maps), "vllm", target)
+    loaded_by(layout._replace(tensors=layout.tensors | maps), "sglang", target)
+    for more, said in (({"taps": [3]}, "fc is left out"), ({"layers": 2}, "layers.1.input_layernorm")):
+        target, drafter = made("eagle3", **more)
+        layout = written(drafter, target, "vllm")
+        loaded_by(layout, "vllm", target)
+        with pytest.raises(LoadError, match=said):
+            loaded_by(layout, "sglang", target)
+
+
+def test_what_the_authors_code_passes_over_is_said(made):
+    for case, more, said in (
+        ("eagle3", {}, ""),
+        ("eagle3.1", {}, "fc_norm, norm_output, and.*drafter.fc_norm=false drafter.norm_output=false"),
+        ("eagle3, other taps", {}, "its taps, and drafts wrongly.*drafter.taps=null"),
+        ("eagle3", {"layers": 2}, "further layers.*drafter.layers=1"),
+    ):
+        target, drafter = made(case, **more)
+        note = written(drafter, target, "vllm").note
+        assert re.search(said, note) if said else not note
 
 
 def test_scaled_positions_are_there_for_readers_of_any_version(made, tiny_target, make_drafter):
