@@ -208,7 +208,10 @@ def test_fitting_again_gives_the_same(tiny_target):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"taps": None}, r"drafter\.taps: the target has 4 layers, too few .* drafter\.taps=\[2,last\]"),
+        (
+            {"taps": None},
+            r"drafter\.taps: the target has 4 layers, too few .*taps=\[1,2,3\]; engines have no last",
+        ),
         ({"taps": []}, "at least one of each"),
         ({"layers": 0}, "at least one of each"),
         ({"draft_vocab_size": 0}, "draft_vocab_size=0: give at least 1"),
