@@ -31,7 +31,8 @@ from distill.report import html as html_report
 from distill.report import terminal as summary
 from distill.rollouts.produce import produce
 from distill.scoring.scorer import Scorer
-from distill.training.checkpointing import STATE, ScoreCheckpoint, TrainingBar
+from distill.training import trainer_state
+from distill.training.checkpointing import ScoreCheckpoint, TrainingBar
 from distill.training.memory import MemoryWatch, Sizes, explain_out_of_memory
 from distill.training.module import DistillModule
 from distill.training.strategies import check_strategy, join_processes
@@ -78,7 +79,7 @@ def train(
     chat, prompts, held = read_run_inputs(options, folder)
     options = with_length(options, (len(prompts) + options.prompts.self) * options.rollout.samples)
     L.seed_everything(options.seed, verbose=False)
-    state = next((c / STATE for c in reversed(checkpoints(folder)) if (c / STATE).exists()), None)
+    state = trainer_state.newest(folder)
     begun = int(state.parents[1].name) if state else 0
     logging = loggers(options.logger, options.config, folder, begun)
     trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
@@ -97,7 +98,7 @@ def train(
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(options, target, chat, held, drafter) if options.score.enabled else None
     saver = _saver(options, folder, scorer, stop := Stop(), budget)
-    memory = _watch(trainer, options, saver, budget)
+    memory = _watch(trainer, options, saver, budget, begun)
     begin(trainer.loggers)
     has_counts = _warm_start(options, drafter, target)
     if not (drafter.trains or drafter.needs_fit):
@@ -146,7 +147,7 @@ def _saver(
 
 
 def _watch(
-    trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint, budget: Budget | None
+    trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint, budget: Budget | None, begun: int
 ) -> MemoryWatch:
     """Add the callbacks in order: the budget must run before the checkpoint callback."""
     meter = Throughput(memory := MemoryWatch(options.try_largest))
@@ -154,7 +155,7 @@ def _watch(
     trainer.callbacks += callbacks  # pyright: ignore[reportAttributeAccessIssue]
     if budget:
         saved = checkpoints(saver.root.parent)
-        budget.resume(trainer, int(saved[-1].name) if saved else 0)
+        budget.resume(trainer, begun or (int(saved[-1].name) if saved else 0))
     return memory
 
 

@@ -62,8 +62,9 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench):
     for checkpoint in checkpoints(folder):
         names = {p.name for p in checkpoint.iterdir()} - {"trainer"}
         assert names == {"model.safetensors", "config.json", "score.json"}
-    assert not (folder / "checkpoints" / "3" / "trainer").exists()
-    assert (folder / "checkpoints" / "6" / "trainer" / "state.ckpt").exists()
+    for step in ("3", "6"):
+        names = {p.name for p in (folder / "checkpoints" / step / "trainer").iterdir()}
+        assert names == {"state.ckpt", "state.json", "SHA256SUMS"}
     assert (folder / "checkpoints" / "last").readlink() == Path("6")
     cards = [json.loads((p / "score.json").read_text()) for p in checkpoints(folder)]
     assert 0 < cards[0]["train_seconds"] < cards[1]["train_seconds"]

@@ -126,6 +126,20 @@ def write_processes(trainer: L.Trainer, folder: Path) -> None:
         write_json(folder / PROCESSES_FILE, _processes(trainer))
 
 
+def read_processes(folder: Path) -> dict[str, Any]:
+    """What `write_processes` recorded beside a trainer state.
+
+    Raises:
+        FileNotFoundError: nothing is recorded.
+        ValueError: it is damaged.
+    """
+    values = json.loads((folder / PROCESSES_FILE).read_text())
+    kinds = {"processes": int, "strategy": str, "precision": str}
+    if not isinstance(values, dict) or any(not isinstance(values.get(k), t) for k, t in kinds.items()):
+        raise ValueError(f"{folder / PROCESSES_FILE}: no record of processes")
+    return values
+
+
 def check_processes(trainer: L.Trainer, state: Path) -> None:
     """Compare the processes that saved a trainer state with the current ones.
 
@@ -139,7 +153,7 @@ def check_processes(trainer: L.Trainer, state: Path) -> None:
     Raises:
         UserError: they differ.
     """
-    saved, current = json.loads((state.parent / PROCESSES_FILE).read_text()), _processes(trainer)
+    saved, current = read_processes(state.parent), _processes(trainer)
     if saved != current:
         checkpoint = state.parents[1]
         raise UserError(

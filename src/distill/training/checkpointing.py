@@ -25,9 +25,11 @@ from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_processes
 from distill.loggers.base import scalars, trackers
 from distill.report import html as html_report
+from distill.training import trainer_state
 from distill.training.module import DistillModule
 from distill.training.strategies import gather_weights
 from distill.training.time_budget import Budget
+from distill.training.trainer_state import STATE
 from distill.utils.atomic_files import clean, write_json
 from distill.utils.progress import bar, say
 from distill.utils.run_folder import checkpoints
@@ -38,7 +40,6 @@ from drafters.checkpoint.atomic import rename_into_place
 log = logging.getLogger(__name__)
 Scorer = Callable[[Path, int], Scorecard]
 REPORT_EVERY = 60.0  # seconds between updates of the report while training
-STATE = Path("trainer") / "state.ckpt"  # optimizer and schedule; only the newest checkpoint keeps it
 
 
 class ScoreCheckpoint(L.Callback):
@@ -53,7 +54,7 @@ class ScoreCheckpoint(L.Callback):
         scorer: (checkpoint folder, step) -> scorecard; None: save only.
         target_name: written into the checkpoint.
         stop: graceful shutdown. A step saved because of it, and not due, is not scored and is removed
-            once there is a newer checkpoint.
+            once two other checkpoints have a trainer state, or the last step is saved.
         budget: time budget, which asks for such early saves too.
     """
 
@@ -84,6 +85,14 @@ class ScoreCheckpoint(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_step = trainer.global_step
+        # Each rank has chosen a state by itself, and by now has loaded it.
+        if (first := trainer.strategy.broadcast(trainer.global_step)) != trainer.global_step:
+            raise UserError(
+                f"resume: rank {trainer.global_rank} has read the state of step {trainer.global_step}, and "
+                f"rank 0 that of step {first}; do all machines see the same files in {self.root}?"
+            )
+        if trainer.is_global_zero:
+            trainer_state.drop_newer(checkpoints(self.root.parent), trainer.global_step)
 
     @override
     def on_train_batch_start(
@@ -166,23 +175,23 @@ class ScoreCheckpoint(L.Callback):
         if drafter.trains:
             trainer.strategy.barrier()  # all ranks have written their shards
         if trainer.is_global_zero:
-            if final.exists():  # from a run that lost its trainer state and started again
-                _remove(final)
-            rename_into_place(temporary, final)
+            _place(temporary, final)
             self._link(trainer)
             self._score(trainer, final)
             if self._due(trainer, step):
                 self._track(trainer, final)
 
     def _link(self, trainer: L.Trainer) -> None:
-        """Point `last` to the newest checkpoint; remove the trainer state of older ones."""
+        """Point `last` to the newest checkpoint; remove early saves and all but two trainer states."""
         paths = checkpoints(self.root.parent)
         if paths:
             _link_to(self.root / "last", paths[-1])
-        for older in paths[:-1]:
-            shutil.rmtree(older / STATE.parent, ignore_errors=True)
-            if not self._due(trainer, int(older.name)):
-                _remove(older)
+        for path in [p for p in paths[:-1] if not self._due(trainer, int(p.name))]:
+            others = [p for p in paths if p != path and trainer_state.has_state(p)]
+            if len(others) >= trainer_state.KEPT or int(paths[-1].name) == trainer.max_steps:
+                _remove(path)
+                paths.remove(path)
+        trainer_state.keep_newest(paths)
 
     def _track(self, trainer: L.Trainer, path: Path) -> None:
         for tracker in trackers(trainer.loggers):
@@ -235,6 +244,15 @@ def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     drift = card.checkpoint.target_drift
     note = f"  target moved by KL {drift.kl:.2g}" if drift else ""
     return f"{text}  tau {card.headline.tau:.2f}  speedup {card.headline.speedup:.2f}x  audit {verdict}{note}"
+
+
+def _place(temporary: Path, final: Path) -> None:
+    """Give a complete checkpoint its name, its trainer state with hashes."""
+    if (temporary / STATE).exists():
+        trainer_state.seal(temporary / STATE.parent)
+    if final.exists():  # from a run that went on from an older trainer state
+        _remove(final)
+    rename_into_place(temporary, final)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -1,0 +1,141 @@
+"""Trainer states are hashed: a damaged one is named, and the one before it is taken."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from workbench import Bench, final, kill_in_training, same
+
+from decode.errors import UserError
+from distill.training import trainer_state
+from distill.training.trainer_state import STATE, SUMS
+from distill.utils.run_folder import checkpoints
+
+PROCESSES = {"processes": 1, "strategy": "SingleDeviceStrategy", "precision": "32-true"}
+
+
+def save(run: Path, step: int, sealed: bool = True, parts: bool = False) -> Path:
+    """A checkpoint with a trainer state: one file, or DeepSpeed's folder."""
+    state = run / "checkpoints" / str(step) / STATE
+    state.parent.mkdir(parents=True)
+    if parts:
+        (state / "checkpoint").mkdir(parents=True)
+        for rank in range(2):
+            torch.save({"step": step, "w": torch.randn(50)}, state / "checkpoint" / f"rank_{rank}.pt")
+    else:
+        torch.save({"step": step, "w": torch.randn(50)}, state)
+    (state.parent / "state.json").write_text(json.dumps(PROCESSES))
+    if sealed:
+        trainer_state.seal(state.parent)
+    return state
+
+
+def flip(path: Path, bit: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= bit
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_the_newest_state_is_taken(tmp_path, capsys):
+    assert trainer_state.newest(tmp_path) is None
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    assert trainer_state.newest(tmp_path) is None
+    save(tmp_path, 2)
+    state = save(tmp_path, 10)
+    assert trainer_state.newest(tmp_path) == state
+    assert capsys.readouterr().out == ""
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a bit of the state": lambda state: flip(state),
+    "half a state": truncate,
+    "no state": Path.unlink,
+    "half a note of the processes": lambda state: truncate(state.parent / "state.json"),
+    "another note of the processes": lambda state: (state.parent / "state.json").write_text("[]"),
+    "no note of the processes": lambda state: (state.parent / "state.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("sealed", [True, False])  # False: by an older version
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_state_is_named_and_the_older_one_taken(name, sealed, tmp_path, capsys):
+    older, state = save(tmp_path, 2, sealed), save(tmp_path, 4, sealed)
+    DAMAGE[name](state)
+    if name == "no state" and not sealed:  # as after its removal
+        assert trainer_state.newest(tmp_path) == older
+        return
+    assert trainer_state.newest(tmp_path) == older
+    (line,) = capsys.readouterr().out.splitlines()
+    assert str(state.parent) in line
+    assert line.endswith("; going on from step 2, whose trainer state is whole")
+
+
+@pytest.mark.parametrize("spoil", [truncate, flip, lambda sums: sums.write_bytes(b"\xff\0")])
+def test_damaged_hashes_are_damage(spoil, tmp_path, capsys):
+    older, state = save(tmp_path, 2), save(tmp_path, 4)
+    spoil(state.parent / SUMS)
+    assert trainer_state.newest(tmp_path) == older
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_state_in_parts_is_checked_part_by_part(sealed, tmp_path, capsys):
+    older, state = save(tmp_path, 2, sealed, parts=True), save(tmp_path, 4, sealed, parts=True)
+    assert trainer_state.newest(tmp_path) == state
+    flip(state / "checkpoint" / "rank_1.pt")
+    assert trainer_state.newest(tmp_path) == older
+    assert "rank_1.pt" in capsys.readouterr().out
+
+
+def test_without_an_undamaged_state_the_run_ends(tmp_path, capsys):
+    for step in (2, 4):
+        flip(save(tmp_path, step))
+    with pytest.raises(UserError) as refused:
+        trainer_state.newest(tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "4"
+    assert str(refused.value) == (
+        f"{checkpoint / STATE}: damaged (another sha256 than when it was written), and no other trainer "
+        f"state is whole; begin a new run from its weights with resume=never drafter.init_from={checkpoint}"
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_two_states_are_kept(tmp_path):
+    states = [save(tmp_path, step) for step in (2, 4, 6)]
+    (tmp_path / "checkpoints" / "8").mkdir()  # of another run that has lost its state
+    paths = [tmp_path / "checkpoints" / str(step) for step in (2, 4, 6, 8)]
+    trainer_state.keep_newest(paths)
+    assert [state.exists() for state in states] == [False, True, True]
+    assert not states[0].parent.exists()
+    trainer_state.drop_newer(paths, 4)
+    assert [state.exists() for state in states] == [False, True, False]
+    assert all(path.exists() for path in paths)
+
+
+def test_a_run_goes_on_from_the_older_state_and_ends_as_if_nothing_had_happened(tmp_path, monkeypatch):
+    bench = Bench(tmp_path)
+    options = ["score.every=1", "score.enabled=false"]
+    straight = bench.train(*options)
+    with monkeypatch.context() as spoilt:
+        kill_in_training(spoilt)  # between the step and its save point
+        assert bench.fork(*options) == 9
+    (run,) = [path for path in bench.runs() if not (path / "done").exists()]
+    newest = run / "checkpoints" / "2" / STATE
+    flip(newest, 1 << 4)
+    done = bench.train(*options)
+    assert done.code == 0, done.err
+    assert done.folder == run
+    lines = done.out.splitlines()
+    damaged = f"{newest}: damaged (another sha256 than when it was written)"
+    assert f"{damaged}; going on from step 1, whose trainer state is whole" in lines
+    assert "resuming from step 1" in lines
+    assert same(final(run), final(straight.folder))
+    states = [path.name for path in checkpoints(run) if trainer_state.has_state(path)]
+    assert states == ["5", "6"]
+    assert all(trainer_state.damage(run / "checkpoints" / step / "trainer") is None for step in states)
