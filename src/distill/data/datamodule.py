@@ -12,9 +12,9 @@ import lightning as L
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from decode.errors import UserError
 from decode.model.target import Target
 from distill.data.batches import MicroBatch, ResumeSampler, RolloutBatches
+from distill.data.rows import open_rows
 from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_gigabytes
 from distill.rollouts.store import RolloutStore
@@ -144,11 +144,7 @@ class RolloutData(L.LightningDataModule):
             self._open[2].remove()  # nobody reads these rows again
         self._open = None
         store = self.stores(phase)
-        files: Any = [str(store.path(i)) for i, s in enumerate(store.manifest()["shards"]) if s["rows"]]
-        if not files:
-            raise UserError(f"{store.folder}: no rows; the target gave no prompt an answer")
-        rows = datasets.Dataset.from_parquet(files, cache_dir=str(store.cache / "cache"))
-        assert isinstance(rows, datasets.Dataset)
+        rows = open_rows(store)
         steps = min(self.every, trainer.max_steps) if self.every else trainer.max_steps
         batches = steps * trainer.accumulate_grad_batches * trainer.world_size
         cache = self.keep(rows, store, self.max_tokens, batches * self.batch_size / len(rows))
