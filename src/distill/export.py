@@ -32,6 +32,7 @@ PARTS = ("drafter", "objective", "weights", "optimizer", "on_policy")
 TRAINER = ("max_steps", "accumulate_grad_batches", "gradient_clip_val", "precision", "devices", "strategy")
 PLAIN = ("batch_size", "max_tokens", "seed")
 ROLLOUTS = ("answers", "sampler", "max_prompt_tokens", "max_new_tokens", "self_prompts", "samples", "seed")
+ABOUT = "restore it, or remove it to export without what it says"
 
 
 def export(options: ExportCommandOptions) -> float:
@@ -191,7 +192,7 @@ def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
     found |= {name: config[name] for name in PLAIN if name in config}
     if template := config.get("prompts", {}).get("template"):
         found["template"] = template
-    if prompts := read_json(folder / RECORD):
+    if prompts := read_json(folder / RECORD, ABOUT):
         found["prompts"] = _plain(prompts)
     if rollouts := _rollouts(folder, config):
         found["rollouts"] = rollouts
@@ -200,11 +201,12 @@ def recipe_of(checkpoint: Path) -> dict[str, Any] | None:
 
 def _rollouts(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     """Sampling, counts and versions of the first store that it trained on."""
-    began = read_json(folder / "rollouts.json")
+    began = read_json(folder / "rollouts.json", ABOUT, store=str)
     named = config["rollout"].get("store")
     if not began or (named and "://" in named):
         return {"store": began["store"]} if began else None
-    manifest = read_json((Path(named) if named else _root(folder, config) / began["store"]) / MANIFEST)
+    path = (Path(named) if named else _root(folder, config) / began["store"]) / MANIFEST
+    manifest = read_json(path, ABOUT, plan=dict)
     if not manifest:
         return {"store": began["store"]}
     plan = {name: manifest["plan"][name] for name in ROLLOUTS if name in manifest["plan"]}

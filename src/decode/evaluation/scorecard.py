@@ -358,6 +358,8 @@ class Scorecard:
             card = _build(cls, values | parts, "")
             if not card.rows:
                 raise ValueError("rows: there are none")
+            for number, row in enumerate(card.rows):
+                _check_lengths(row, f"rows[{number}]")
         except ValueError as error:
             raise UserError(
                 f"{where}: its scorecard is damaged ({error}); score the checkpoint again"
@@ -373,7 +375,7 @@ def read_scorecard(path: Path) -> Scorecard:
     """
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         values = None
     return Scorecard.from_json(values, path)
 
@@ -389,7 +391,7 @@ def read_training(path: Path) -> Training:
     """What a score.json of any version, or half of one, says about training."""
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return Training()
     values = values if isinstance(values, dict) else {}
     step, seconds = values.get("step"), values.get("train_seconds")
@@ -408,6 +410,28 @@ def as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [as_json(part) for part in value]
     return value
+
+
+def _check_lengths(row: Row, where: str) -> None:
+    """Check that intervals are pairs, and that lists of the same prompts or batches are as long.
+
+    Raises:
+        ValueError: one that is not.
+    """
+    replay, timing = row.replay, row.timing
+    pairs = {"tau_interval": row.tau_interval}
+    if replay:
+        pairs["replay.tau_interval"] = replay.tau_interval
+        pairs["replay.difference_interval"] = replay.difference_interval or [0.0, 0.0]
+    for name, pair in pairs.items():
+        if len(pair) != 2:
+            raise ValueError(f"{where}.{name}: {len(pair)} numbers, not 2")
+    lists = {"replay.counts": list(replay.counts) if replay else [], "timing": []}
+    if timing:
+        lists["timing"] = [timing.seconds, timing.tokens, timing.plain_seconds, timing.plain_tokens]
+    for name, same in lists.items():
+        if len({len(one) for one in same}) > 1:
+            raise ValueError(f"{where}.{name}: lists of different lengths")
 
 
 def _renamed(value: Any) -> Any:
@@ -472,4 +496,6 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         name = getattr(kind, "__name__", "number")
         raise ValueError(f"{where.removeprefix('.')}: {value!r:.40} is no {name}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{where.removeprefix('.')}: too large a number")
     return value

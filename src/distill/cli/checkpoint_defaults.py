@@ -113,7 +113,8 @@ def _prompts(run: Path, settings: dict[str, Any] | None, target: bool) -> list[s
         line for line in map(str, recorded) if re.match(r"prompts[.=]", line) and "${oc." not in line
     ]
     # If held-out prompts were too long in training, leave out the same ones.
-    too_long = (read_json(run / "prompts.json") or {}).get("too_long", {})
+    advice = "give prompts.max_tokens, and remove the file"
+    too_long = (read_json(run / "prompts.json", advice) or {}).get("too_long", {})
     if (
         target
         and too_long.get("held_out")
@@ -127,8 +128,8 @@ def _prompts(run: Path, settings: dict[str, Any] | None, target: bool) -> list[s
 
 def _published_template(folder: Path) -> list[str]:
     """The override that a drafter of a base model needs, which has no chat template."""
-    recipe: Any = read_json(folder / RECIPE)
-    return ["prompts.template=none"] if isinstance(recipe, dict) and recipe.get("template") == "none" else []
+    recipe = read_json(folder / RECIPE, "download or export the checkpoint again, or remove the file") or {}
+    return ["prompts.template=none"] if recipe.get("template") == "none" else []
 
 
 def _writer(argv: Sequence[str], stores: str) -> dict[str, Any]:

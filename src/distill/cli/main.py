@@ -24,6 +24,7 @@ from distill.cli import sweep as multirun
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.config.compose import compose, configurations, options
 from distill.config.help import show_help
+from distill.config.recorded import settings
 from distill.config.validate import check_flags, check_paths, check_ranges
 from distill.utils.launcher import LostRankError, launch, watch_parent
 from distill.utils.redact import printable
@@ -125,7 +126,7 @@ def _with_folder(argv: list[str], config_dir: Path, config_name: str) -> tuple[l
         folder = join(Path(cfg.output_dir))
     else:
         resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-        run = claim(Path(cfg.output_dir), resolved, str(cfg.resume))
+        run = claim(Path(cfg.output_dir), resolved, str(cfg.resume), settings)
         folder = run.path
         print(f"{'resuming' if run.resumed else 'run folder'}: {folder}", flush=True)
     return [*argv, f"hydra.run.dir={_quote(str(folder))}"], run

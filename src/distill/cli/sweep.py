@@ -5,7 +5,6 @@ Slow imports such as torch are inside functions, since every command imports thi
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -28,8 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from decode.errors import UserError
 from distill.config.compose import configurations
+from distill.config.recorded import settings
 from distill.config.validate import processes
-from distill.utils.atomic_files import write_json
+from distill.utils.atomic_files import read_json, write_json
 from distill.utils.redact import printable
 from distill.utils.run_folder import occupy
 
@@ -224,7 +224,7 @@ def run_job(
             if "output_dir" not in cfg:
                 return task(cfg, folder)
             config: Any = OmegaConf.to_container(cfg, resolve=True)
-            with closing(occupy(folder, config, name)) as run:
+            with closing(occupy(folder, config, name, settings)) as run:
                 value = task(cfg, folder)
                 run.finish()
             return value
@@ -248,7 +248,9 @@ def summed_up(folder: Path) -> Iterator[None]:
         if summary:
             print(summary)
         print(folder, flush=True)
-    failed = [json.loads(path.read_text()) for path in _of_jobs(folder, ERROR)]
+    advice = "run the sweep again"
+    notes = [read_json(path, advice, code=int, error=str) for path in _of_jobs(folder, ERROR)]
+    failed = [note for note in notes if note]
     for one in failed:
         print(one["error"], file=sys.stderr, flush=True)
     if failed:
@@ -271,8 +273,11 @@ def table(folder: Path) -> str:
     for record in _of_jobs(folder, "run.json"):
         file = record.parent / "checkpoints" / "best" / "score.json"
         if file.exists():
-            job = json.loads(record.read_text()).get("job") or record.parent.name
-            scored.append(compare.Scored(job, read_scorecard(file)))
+            try:
+                job = (read_json(record, "it names the job") or {}).get("job") or record.parent.name
+                scored.append(compare.Scored(job, read_scorecard(file)))
+            except UserError as error:
+                print(f"left out of the table: {error}", file=sys.stderr)
     if not scored:
         return ""
     first, *others = (one.settings() for one in scored)

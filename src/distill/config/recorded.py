@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 import distill.config.resolvers  # noqa: F401  that a configuration uses
@@ -25,6 +26,15 @@ def read_config(run: Path) -> dict[str, Any] | None:
     if not (run / FILE).is_file():
         return None
     return OmegaConf.to_container(OmegaConf.load(run / FILE), resolve=False)  # pyright: ignore[reportReturnType]
+
+
+def settings(run: Path) -> dict[str, Any] | None:
+    """The configuration in a run's folder as it was resolved; None where that cannot be known."""
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(run / FILE), resolve=True)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        return None
+    return config if isinstance(config, dict) else None  # pyright: ignore[reportReturnType]
 
 
 def readable_config(run: Path) -> tuple[str, list[str]]:

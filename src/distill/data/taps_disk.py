@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from decode.errors import UserError
 from decode.model.target import LAST, Target, TargetOutput
 from distill.data.taps_memory import read_rows
-from distill.utils.atomic_files import sha256, write_json
+from distill.utils.atomic_files import read_json, sha256, write_json
 from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
@@ -158,7 +158,11 @@ class TapCache:
         return {"starts": [], "taps": []} | ({} if self._only_last else {"last": []})
 
     def _index(self) -> dict[str, Any]:
-        return json.loads((self.folder / "index.json").read_text())
+        advice = f"delete {self.folder} to have it made again"
+        index = read_json(self.folder / "index.json", advice, files=list, rows=list)
+        if index is None:
+            raise UserError(f"{self.folder}: has no index.json; {advice}")
+        return index
 
     def _check(self) -> None:
         for file in self._index()["files"]:

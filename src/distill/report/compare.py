@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -111,10 +112,24 @@ def read(paths: Sequence[str]) -> list[Scored]:
             drafter are told apart by their folders.
 
     Raises:
-        UserError: no scorecard there, or one of another version; a name that is given twice.
+        UserError: no scorecard there, none that can be read (others are left out with a line), or a name
+            that is given twice.
     """
-    pairs = [("", path) if Path(path).exists() else _name_and_path(path) for path in paths]
-    cards = [scorecard(Path(path)) for _, path in pairs]
+    pairs: list[tuple[str, str]] = []
+    cards: list[Scorecard] = []
+    damaged: list[UserError] = []
+    for argument in paths:
+        name, path = ("", argument) if Path(argument).exists() else _name_and_path(argument)
+        file = scorecard_file(Path(path))
+        try:
+            cards.append(read_scorecard(file))
+            pairs.append((name, path))
+        except UserError as error:
+            damaged.append(error)
+    if not cards:
+        raise damaged[0]
+    for error in damaged:
+        print(printable(f"left out: {error}"), file=sys.stderr)
     kinds = [card.checkpoint.drafter for card in cards]
     folders = [Path(path).name for _, path in pairs]
     names = []
@@ -135,13 +150,22 @@ def scorecard(path: Path) -> Scorecard:
     """The scorecard of a run's `best`, of a checkpoint, or of a file.
 
     Raises:
-        UserError: no scorecard there, or one of another version.
+        UserError: no scorecard there, or one that cannot be read.
+    """
+    return read_scorecard(scorecard_file(path))
+
+
+def scorecard_file(path: Path) -> Path:
+    """File of the scorecard of a run's `best`, of a checkpoint, or the file itself.
+
+    Raises:
+        UserError: no scorecard there.
     """
     candidates = [path, *(path / name for name in (*CARDS, f"checkpoints/best/{CARDS[0]}"))]
     file = next((p for p in candidates if p.is_file()), None)
     if file is None:
         raise UserError(f"{path}: no score.json there; give a run's folder, a checkpoint or a scorecard")
-    return read_scorecard(file)
+    return file
 
 
 def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:

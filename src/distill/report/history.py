@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.config.recorded import readable_config
 from distill.utils.atomic_files import read_json
+from distill.utils.redact import printable
 from distill.utils.run_folder import checkpoints
 
 WRITTEN = ("run.json", "checkpoints", "csv")  # a run's folder has one of these
@@ -61,8 +63,8 @@ def read(folder: Path) -> History:
     step = best.resolve().name
     config, overrides = readable_config(folder)
     started = None
-    with suppress(ValueError, AttributeError):  # the file is truncated, or another program's
-        started = (read_json(folder / "run.json") or {}).get("started")
+    with suppress(UserError):  # the page does without
+        started = (read_json(folder / "run.json", "", started=(int, float)) or {}).get("started")
     return History(
         folder,
         scorecards(folder),
@@ -75,13 +77,15 @@ def read(folder: Path) -> History:
 
 
 def scorecards(folder: Path) -> dict[int, Scorecard]:
-    """Scorecards of a run by the step of their checkpoint, oldest first.
-
-    Raises:
-        UserError: a score.json that cannot be read.
-    """
-    files = {int(c.name): c / "score.json" for c in checkpoints(folder)}
-    return {step: read_scorecard(file) for step, file in files.items() if file.exists()}
+    """Scorecards of a run by the step of their checkpoint, oldest first; one that is damaged is named."""
+    cards = {}
+    for checkpoint in checkpoints(folder):
+        if (file := checkpoint / "score.json").exists():
+            try:
+                cards[int(checkpoint.name)] = read_scorecard(file)
+            except UserError as error:
+                print(printable(f"left out: {error}"), file=sys.stderr, flush=True)
+    return cards
 
 
 def curves(folder: Path) -> dict[str, Curve]:

@@ -34,7 +34,8 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def families(run: History) -> Markup | None:
     """All families, rung by rung; None: no search."""
-    if not (record := read_json(run.folder / RECORD)):
+    advice = "resume=never starts another search; without the file, the report leaves the families out"
+    if not (record := read_json(run.folder / RECORD, advice, rows=list, result=dict)):
         return None
     caption = (
         "Training goes on for the faster half of each rung; speedups are predicted, over plain decoding. "

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from decode.errors import UserError
+from distill.utils.atomic_files import read_json
 from distill.utils.provenance import commit
 
 PLAN, MANIFEST = "plan.json", "manifest.json"
 LABELS = {"tokenizer": "tokenizer", "dtype": "dtype of the target", "sampler": "sampler"}
 HASHED = ("tokenizer", "prompts", "drafter")  # hashes, which error messages leave out
+
+
+REMADE = "remove it to have it written again, if the shards are of this plan"
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A store's manifest.
+
+    Raises:
+        UserError: it is damaged or not there.
+    """
+    advice = "remove it to have it written again from the shards"
+    stored = read_json(path, advice, plan=dict, counts=dict, shards=list)
+    if stored is None:
+        raise UserError(f"{path}: not there; this store is not finished")
+    if any(not isinstance(s, dict) or not {"rows", "sha256"} <= s.keys() for s in stored["shards"]):
+        raise UserError(f"{path}: damaged (no hashes); {advice}")
+    return stored
 
 
 def refuse_other(where: str, stored: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -31,7 +51,9 @@ def refuse_other(where: str, stored: dict[str, Any], expected: dict[str, Any]) -
     hint = "give another rollout.store"
     if stored.get("schema") != expected["schema"]:
         raise UserError(f"{where}: made with schema {stored.get('schema')}, not {expected['schema']}; {hint}")
-    old, new = stored["plan"], expected["plan"]
+    old, new = stored.get("plan"), expected["plan"]
+    if not (isinstance(old, dict) and "target" in old and isinstance(stored.get("origin"), dict)):
+        raise UserError(f"{where}: its {PLAN} is damaged; {REMADE}")
     if old["target"] != new["target"]:
         names = [
             f"{side['origin'].get('target', '?')} ({side['plan']['target']})" for side in (stored, expected)

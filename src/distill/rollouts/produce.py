@@ -140,7 +140,8 @@ def open_store(
 
 def _same_rollouts(folder: Path, plan: RolloutPlan) -> None:
     note = folder / "rollouts.json"
-    if not (began := read_json(note)):
+    advice = "remove it to go on with the rollouts as they are now; resume=never starts another run"
+    if not (began := read_json(note, advice, store=str)):
         if first_rank():
             write_json(note, {"store": plan.key})
     elif began["store"] != plan.key:

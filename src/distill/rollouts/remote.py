@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from contextlib import suppress
@@ -13,6 +12,7 @@ import fsspec
 
 from decode.errors import UserError
 from distill.rollouts.shard import is_whole
+from distill.utils.atomic_files import parse_json
 from drafters.checkpoint.atomic import publish
 
 # Object stores write atomically; elsewhere a file is written under a temporary name and renamed.
@@ -90,8 +90,17 @@ class Mirror:
                 )
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Content of a JSON file."""
-        return json.loads(self.fs.cat_file(self.path(name)))
+        """Content of plan.json or manifest.json.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        try:
+            return parse_json(self.fs.cat_file(self.path(name)))
+        except ValueError as error:
+            raise UserError(
+                f"{self.url}/{name}: damaged ({error}); remove it to have it written again"
+            ) from None
 
     def clean(self) -> None:
         """Remove temporary files of killed writers, once every file is there."""

@@ -51,6 +51,15 @@ def is_whole(path: Path, key: str, shard: int) -> bool:
     return table.schema.metadata == {k.encode(): v.encode() for k, v in _mark(table, key, shard).items()}
 
 
+def plan_key(path: Path) -> str | None:
+    """Key of the plan that a shard was made for; None if the file is no shard."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (pa.ArrowException, OSError):
+        return None
+    return metadata.get(b"plan", b"").decode(errors="replace")
+
+
 def _mark(table: pa.Table, key: str, shard: int) -> dict[str, str]:
     text = json.dumps(table.to_pylist(), sort_keys=True)
     return {"plan": key, "shard": str(shard), "sha256": hashlib.sha256(text.encode()).hexdigest()}

@@ -16,10 +16,18 @@ import pyarrow.parquet as pq
 
 from decode.errors import UserError
 from distill.prompts.prompt import Prompt
-from distill.rollouts.manifest import MANIFEST, PLAN, refuse_other, total, versions
+from distill.rollouts.manifest import (
+    MANIFEST,
+    PLAN,
+    REMADE,
+    read_manifest,
+    refuse_other,
+    total,
+    versions,
+)
 from distill.rollouts.remote import Mirror
-from distill.rollouts.shard import Row, count, write_shard
-from distill.utils.atomic_files import sha256, write_json
+from distill.rollouts.shard import Row, count, is_whole, plan_key, write_shard
+from distill.utils.atomic_files import read_json, sha256, write_json
 from distill.utils.progress import rank_and_world
 from distill.utils.provenance import digest
 from drafters.base import Text
@@ -163,13 +171,14 @@ class RolloutStore:
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder}: a file; rollout.store needs a folder or a url")
         if not plan_path.exists():
-            if next(self.folder.glob("shard-*.parquet"), None):
+            shards = sorted(self.folder.glob("shard-*.parquet"))
+            if any(plan_key(path) != self.plan.key for path in shards):
                 raise UserError(f"{self.folder}: shards without a {PLAN}; give another rollout.store")
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._lock("manifest", wait=True):
                 if not plan_path.exists():
                     write_json(plan_path, note)
-        refuse_other(str(self.folder), json.loads(plan_path.read_text()), note)
+        refuse_other(str(self.folder), read_json(plan_path, REMADE, schema=int) or note, note)
         if self.mirror:
             self.mirror.put(plan_path)
             refuse_other(self.mirror.url, self.mirror.read_json(PLAN), note)
@@ -270,6 +279,9 @@ class RolloutStore:
             if self.mirror and MANIFEST in self.mirror.names():
                 self.mirror.get(MANIFEST, self.folder / MANIFEST)
             elif anew or not self.complete:
+                for i in () if anew else range(self.shards):  # shards of a killed process, or a lost manifest
+                    if not is_whole(self.path(i), self.plan.key, i):
+                        raise _changed(self.path(i))
                 shards = [count(self.path(i)) for i in range(self.shards)]
                 record = {"versions": versions(), "counts": total(shards), "shards": shards}
                 write_json(self.folder / MANIFEST, self._note() | record)
@@ -281,7 +293,7 @@ class RolloutStore:
 
     def manifest(self) -> dict[str, Any]:
         """The manifest of a complete store: plan, counts and hashes."""
-        return json.loads((self.folder / MANIFEST).read_text())
+        return read_manifest(self.folder / MANIFEST)
 
     def content(self) -> str:
         """Hash of the rows; servers and rounding can make them differ under the same plan."""
@@ -301,7 +313,11 @@ class RolloutStore:
         """
         for i, shard in enumerate(self.manifest()["shards"]):
             if sha256(self.path(i)) != shard["sha256"]:
-                raise UserError(f"{self.path(i)}: changed since it was made; delete it to have it made again")
+                raise _changed(self.path(i))
+
+
+def _changed(shard: Path) -> UserError:
+    return UserError(f"{shard}: changed since it was made; delete it to have it made again")
 
 
 def find(store: str | None, root: str) -> Path:

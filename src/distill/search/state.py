@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from decode.errors import UserError
 from distill.report.search_panel import HEAD, lines
 from distill.report.tables import grid
 from distill.search.halving import Row, Verdict
@@ -41,13 +42,21 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path) -> Ledger:
-        """Read the state from its file, or start an empty one."""
-        values = read_json(path) or {}
-        rows = values.pop("rows", [])
-        for row in rows:
-            if row["verdict"]:
-                row["verdict"] = Verdict(**row["verdict"])
-        return cls(path, rows=[Row(**row) for row in rows], **values)
+        """Read the state from its file, or start an empty one.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        advice = "resume=never starts another search"
+        values = read_json(path, advice) or {}
+        try:
+            rows = values.pop("rows", [])
+            for row in rows:
+                if row["verdict"]:
+                    row["verdict"] = Verdict(**row["verdict"])
+            return cls(path, rows=[Row(**row) for row in rows], **values)
+        except (KeyError, TypeError):
+            raise UserError(f"{path}: damaged; {advice}") from None
 
     def write(self) -> None:
         """Write the file."""

@@ -187,7 +187,8 @@ class Jobs:
 
         None if the job is not done.
         """
-        return read_json(_note(self.folder(family), rung))
+        advice = "remove it to have this job done again"
+        return read_json(_note(self.folder(family), rung), advice, steps=int, seconds=(int, float))
 
     def checkpoint(self, family: str) -> Path:
         """The newest checkpoint of a family."""

@@ -112,6 +112,8 @@ class ScoreCheckpoint(L.Callback):
             # The process may have been killed after saving a checkpoint, before linking or scoring it.
             self._link(trainer)
             for path in checkpoints(self.root.parent):
+                if self.scorer and self._due(trainer, int(path.name)):
+                    _remove_damaged_score(path)
                 if self._score(trainer, path):
                     self._track(trainer, path)
         target.join()  # only rank 0 scores
@@ -218,8 +220,7 @@ class ScoreCheckpoint(L.Callback):
                     *(path.name, row.decode, row.temperature, row.replay.tau, row.tau),
                     "{:.3f} to {:.3f}".format(*row.replay.difference_interval or (math.nan, math.nan)),
                 )
-        scored = [p for p in checkpoints(self.root.parent) if (p / "score.json").exists()]
-        _link_to(self.root / "best", max(scored, key=_selection_tau))
+        _link_to(self.root / "best", max(checkpoints(self.root.parent), key=_selection_tau))
         for logger in trainer.loggers:
             logger.log_metrics(scalars(card), step=int(path.name))
             logger.save()  # flush what loggers buffer
@@ -230,9 +231,25 @@ class ScoreCheckpoint(L.Callback):
 
 
 def _selection_tau(checkpoint: Path) -> float:
-    """Acceptance length that selects `best`: on the selection prompts, where there are any."""
-    row = read_scorecard(checkpoint / "score.json").headline
+    """Acceptance length that selects `best`: on the selection prompts, where there are any.
+
+    Below all others where there is no scorecard, or a damaged one.
+    """
+    try:
+        row = read_scorecard(checkpoint / "score.json").headline
+    except UserError:
+        return -math.inf
     return row.replay.selection_tau if row.replay else row.tau
+
+
+def _remove_damaged_score(checkpoint: Path) -> None:
+    file = checkpoint / "score.json"
+    if file.exists():
+        try:
+            read_scorecard(file)
+        except UserError:
+            say(f"{file}: damaged; step {checkpoint.name} is scored again")
+            file.unlink()
 
 
 def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:

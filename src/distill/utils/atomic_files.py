@@ -40,12 +40,41 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Content of a JSON file; None if there is none, or it was just removed."""
+def read_json(path: Path, advice: str, **kinds: type | tuple[type, ...]) -> dict[str, Any] | None:
+    """Content of a JSON file that a run wrote; None if there is none, or it was just removed.
+
+    Args:
+        path: of the file.
+        advice: what to do about a damaged one, for the error.
+        **kinds: types of keys that the reader needs.
+
+    Raises:
+        UserError: half a file, no object, or one without those keys.
+    """
     try:
-        return json.loads(path.read_text())
+        return parse_json(path.read_text(), **kinds)
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); {advice}") from None
+
+
+def parse_json(text: str | bytes, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
+    """An object in JSON.
+
+    Raises:
+        ValueError: half of one, something else, or one without these keys of these types.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("no JSON") from None
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    for key, kind in kinds.items():
+        if not isinstance(value.get(key), kind):
+            raise ValueError(f"no {key}")
+    return value
 
 
 def sha256(path: Path) -> str:

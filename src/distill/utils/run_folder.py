@@ -8,19 +8,21 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from decode.errors import UserError
-from distill.utils.atomic_files import write_json
+from distill.utils.atomic_files import read_json, write_json
 from distill.utils.launcher import launch, process_age
 
 REPORT = "report.html"
 
 DONE = "done"
 FAILED = "failed"  # folder of batches whose loss or gradient was not finite
+Recorded = Callable[[Path], dict[str, Any] | None]  # folder of a run -> its configuration, if it can be read
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -108,24 +110,29 @@ class Run:
                 self.path.parent.rmdir()
 
 
-def claim(root: Path, config: dict[str, Any], resume: str) -> Run:
+def _unknown(folder: Path) -> dict[str, Any] | None:
+    del folder
+
+
+def claim(root: Path, config: dict[str, Any], resume: str, recorded: Recorded = _unknown) -> Run:
     """Continue the newest unfinished run of this configuration, or start one.
 
     Args:
         root: folder of all runs.
         config: resolved.
         resume: `auto`, `never`, or a run's folder.
+        recorded: the configuration in a run's folder, for one whose run.json is damaged.
 
     Raises:
         UserError: a named folder that is no run, belongs to another configuration, is finished
-            or is in use; a root that cannot be written to.
+            or is in use; a damaged run.json; a root that cannot be written to.
     """
     key = config_hash(config)
     try:
         if resume not in ("auto", "never"):
-            run = _claim_named(Path(resume), key)
+            run = _claim_named(Path(resume), key, recorded)
         else:
-            run = (_unfinished(root, key) if resume == "auto" else None) or _new(root, key)
+            run = (_unfinished(root, key, recorded) if resume == "auto" else None) or _new(root, key)
         _announce(root, run)
     except OSError as error:
         raise UserError(f"output_dir={root}: {error.strerror}") from None
@@ -142,24 +149,27 @@ def _announce(root: Path, run: Run | None) -> None:
         write_json(path, run and str(run.path))
 
 
-def occupy(folder: Path, config: dict[str, Any], job: str) -> Run:
+def occupy(folder: Path, config: dict[str, Any], job: str, recorded: Recorded = _unknown) -> Run:
     """Start or resume a job of a sweep in its folder.
 
     Args:
         folder: of the job.
         config: resolved.
         job: its name among the others, recorded.
+        recorded: see `claim`.
 
     Raises:
         UserError: the folder has a job of another configuration, or is in use.
     """
     key, record = config_hash(config), folder / "run.json"
     resumed = record.exists()
-    if resumed and _read(record).get("config") != key:
+    run = _read(record, recorded)
+    if resumed and run.get("config") != key:
         raise UserError(f"{folder}: has a job of another configuration; give hydra.sweep.dir another folder")
     lock = _Lock.take(folder)
     if not lock:
         raise UserError(f"{folder}: another process is working there")
+    _mend(record, run | {"job": job})
     if not resumed:
         write_json(record, {"config": key, "started": time.time(), "job": job})
     return Run(folder, resumed, lock)
@@ -198,30 +208,33 @@ def _launch_file(root: Path) -> Path | None:
     return root / f".launch-{hashlib.sha256(info[1].encode()).hexdigest()[:12]}.json" if info else None
 
 
-def _unfinished(root: Path, key: str) -> Run | None:
-    runs = [(_read(record), record.parent) for record in root.glob("*/*/run.json")]
-    same = [(run["started"], folder) for run, folder in runs if run.get("config") == key]
-    for _, folder in sorted(same, reverse=True):
-        lock = None if (folder / DONE).exists() else _Lock.take(folder)
+def _unfinished(root: Path, key: str, recorded: Recorded) -> Run | None:
+    records = [record for record in root.glob("*/*/run.json") if not (record.parent / DONE).exists()]
+    same = [(run, record) for record in records if (run := _read(record, recorded)).get("config") == key]
+    for run, record in sorted(same, key=lambda one: one[0]["started"], reverse=True):
+        folder = record.parent
+        lock = _Lock.take(folder)
         # Its owner may have finished or discarded it in the meantime.
-        if lock and (folder / "run.json").exists() and not (folder / DONE).exists():
+        if lock and record.exists() and not (folder / DONE).exists():
+            _mend(record, run)
             return Run(folder, True, lock)
         if lock:
             lock.close()
     return None
 
 
-def _claim_named(folder: Path, key: str) -> Run:
+def _claim_named(folder: Path, key: str, recorded: Recorded) -> Run:
     record = folder / "run.json"
     if not record.is_file():
         raise UserError(f"resume={folder}: no run there; give a run's folder, auto or never")
-    if _read(record).get("config") != key:
+    if (run := _read(record, recorded)).get("config") != key:
         raise UserError(f"resume={folder}: that run has another configuration; repeat its overrides")
     if (folder / DONE).exists():
         raise UserError(f"resume={folder}: that run is finished")
     lock = _Lock.take(folder)
     if not lock:
         raise UserError(f"resume={folder}: another process is working there")
+    _mend(record, run)
     return Run(folder, True, lock)
 
 
@@ -242,12 +255,29 @@ def _new(root: Path, key: str) -> Run:
             return Run(named, False, lock)
 
 
-def _read(record: Path) -> dict[str, Any]:
+def _read(record: Path, recorded: Recorded) -> dict[str, Any]:
+    """What a run.json says; of a damaged one, what the configuration in its folder does.
+
+    Raises:
+        UserError: that is not there, or cannot be read either.
+    """
     try:
-        run = json.loads(record.read_text())
-    except (OSError, ValueError):
-        return {}
-    return run if isinstance(run, dict) and "started" in run else {}
+        return read_json(record, "", started=(int, float)) or {}
+    except UserError:
+        config = recorded(record.parent)
+    if config is None:
+        raise UserError(
+            f"{record}: damaged, so that it is not known whether this command goes on there; "
+            f"remove {record.parent}, or start another run with resume=never"
+        )
+    return {"config": config_hash(config), "started": record.stat().st_mtime, "damaged": True}
+
+
+def _mend(record: Path, run: dict[str, Any]) -> None:
+    """Write a damaged run.json again."""
+    if run.pop("damaged", False):
+        print(f"{record}: damaged; written again from the configuration beside it", flush=True)
+        write_json(record, run)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -212,6 +212,47 @@ def test_what_is_wrong_is_said_in_a_line(runs, tmp_path):
         table(read(runs), Choice(against="medusa"))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '"text"',
+        "3",
+        "{",
+        "",
+        "[" * 100_000,
+        '{"schema": []}',
+        '{"schema": 4}',
+        '{"schema": 4, "rows": [3]}',
+    ],
+)
+def test_a_damaged_scorecard_is_named_and_left_out(text, runs, tmp_path, capsys):
+    (tmp_path / "bad").mkdir()
+    file = tmp_path / "bad" / "score.json"
+    file.write_text(text)
+    assert [one.name for one in read([runs[0], str(file), runs[1]])] == ["bigram", "eagle"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"left out: {file}: ")
+    with pytest.raises(UserError, match="score the checkpoint again"):
+        read([str(file)])
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        row(FAST, tau_interval=[2.0]),
+        row(FAST, replay={**row(FAST)["replay"], "tau_interval": []}),
+        row(FAST, replay={**row(FAST)["replay"], "difference_interval": [1.0]}),
+        row(FAST, replay={**row(FAST)["replay"], "counts": {"tokens": TOKENS, "rounds": FAST[:-1]}}),
+        row(FAST, timing={**timing(1, 1, 1, 1, 1), "tokens": []}),
+        {**row(FAST), "tokens": 10**400},
+    ],
+)
+def test_a_scorecard_of_other_lengths_is_left_out_too(spoilt, runs, tmp_path, capsys):
+    read([runs[0], card(tmp_path / "bad", [spoilt])])
+    assert "its scorecard is damaged (rows[0]." in capsys.readouterr().err
+
+
 def test_the_command_writes_what_it_prints_and_refuses_in_one_line(runs, tmp_path):
     out, kept, document = tmp_path / "table.txt", tmp_path / "results.json", tmp_path / "R.md"
     document.write_text("Above.\n<!-- results -->\nold\n<!-- /results -->\nBelow.\n")

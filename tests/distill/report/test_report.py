@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 from workbench import Bench, foredraft
 
 from decode.depth_policy import DepthPolicy
-from decode.errors import UserError
 from decode.evaluation.replay import Counts
 from decode.evaluation.scorecard import read_scorecard
 from decode.evaluation.traces import ACCEPTED, CORRECTED, PLAIN, trace_tokens
@@ -239,13 +238,20 @@ def test_texts_stay_with_the_run(run):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"schema": 2}'])
-def test_a_scorecard_that_cannot_be_read_does_not_spoil_a_run(tmp_path, text, caplog):
+def test_a_scorecard_that_cannot_be_read_is_named_and_left_out(tmp_path, text, capsys):
     (tmp_path / "run.json").write_text("{}")
-    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "1" / "score.json").write_text(text)
-    with pytest.raises(UserError, match=r"score.json: a scorecard of version (none|2), this one reads"):
-        html_report.write(tmp_path)
-    assert html_report.attempt(tmp_path) is None  # a run that is over stays over
+    for step, card in (("1", text), ("2", json.dumps(cards.scorecard()))):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "score.json").write_text(card)
+    assert html_report.write(tmp_path).read_text().count("Abacus 9000")
+    (line,) = capsys.readouterr().err.splitlines()
+    file = tmp_path / "checkpoints" / "1" / "score.json"
+    assert line.startswith(f"left out: {file}: a scorecard of version ")
+    assert list(read(tmp_path).cards) == [2]
+
+
+def test_a_report_that_cannot_be_written_does_not_spoil_a_run(tmp_path, caplog):
+    assert html_report.attempt(tmp_path / "nowhere") is None  # a run that is over stays over
     (line,) = caplog.records
     assert line.exc_info is None, "a traceback"
     assert "tries again" in line.getMessage()

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import datasets
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
@@ -168,6 +170,56 @@ def test_what_is_no_store_is_refused(parts, writer, tmp_path):
     fill(RolloutStore(tmp_path, PLAN, parts[2], str(mine)), writer)
     assert (mine / "notes" / "a.tmp").exists()
     assert (mine / "b.tmp").exists(), "a file that is not the store's was cleaned away"
+
+
+# -- damaged notes -------------------------------------------------------------------------------
+
+
+def reopen(store: RolloutStore) -> None:
+    fill(store, refuse)
+    store.check()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"text"', "{}", '{"plan": 3, "schema": 3}'])
+@pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
+def test_a_damaged_note_is_named_in_a_line_and_written_again_once_removed(
+    name, text, parts, writer, straight, tmp_path
+):
+    store = RolloutStore(tmp_path, PLAN, parts[2])
+    fill(store, writer)
+    path = store.folder / name
+    whole = path.read_text()
+    path.write_text(text)
+    with pytest.raises(UserError) as refused:
+        reopen(store)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(str(store.folder))
+    path.unlink()
+    fill(store, refuse)
+    store.check()
+    assert path.read_text() == whole
+    assert rows_of(store) == straight
+
+
+def test_a_manifest_is_written_again_for_unchanged_shards_only(parts, writer, tmp_path):
+    store = RolloutStore(tmp_path, PLAN, parts[2])
+    fill(store, writer)
+    (store.folder / "manifest.json").unlink()
+    table = pq.read_table(store.path(1))
+    rows = table.to_pylist()
+    rows[0]["tokens"][0] += 1
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), store.path(1))
+    with pytest.raises(UserError, match=r"shard-00001\.parquet: changed since it was made; delete it"):
+        fill(store, refuse)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
+def test_a_damaged_note_at_a_url_is_named(name, parts, writer, tmp_path):
+    url = f"file://{tmp_path / 'url'}"
+    fill(RolloutStore(tmp_path / "a", PLAN, parts[2], url), writer)
+    (tmp_path / "url" / name).write_text("{")
+    with pytest.raises(UserError, match=rf"{name}: damaged"):
+        reopen(RolloutStore(tmp_path / "b", PLAN, parts[2], url))
 
 
 # -- a url ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from workbench import fork, spawn
 
 from decode.errors import UserError
+from distill.config.recorded import settings
 from distill.utils import run_folder as runs
 from distill.utils.run_folder import claim, config_hash
 
@@ -121,13 +122,6 @@ def test_a_run_without_work_is_discarded_and_one_with_a_checkpoint_is_not(tmp_pa
     again = claim(tmp_path, CONFIG, "auto")
     again.discard_if_empty()
     assert again.path.exists(), "a resumed run was thrown away"
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '"text"', '{"config": 3}'])
-def test_a_record_that_is_no_record_is_passed_over(text, tmp_path):
-    (tmp_path / "day" / "time").mkdir(parents=True)
-    (tmp_path / "day" / "time" / "run.json").write_text(text)
-    assert not claim(tmp_path, CONFIG, "auto").resumed
 
 
 def test_a_folder_that_vanishes_is_passed_over(tmp_path):
@@ -275,3 +269,58 @@ def test_a_restarted_launch_resumes_while_its_other_ranks_look_for_rank_0(
 
     first = restart()
     assert {restart() for _ in range(restarts)} == {first}
+
+
+# -- a damaged run.json --------------------------------------------------------------------------
+
+
+def damaged_run(root, config=CONFIG, about=None):
+    """A run's folder with half a run.json, and perhaps with its configuration."""
+    folder = root / "2026-01-01" / "10-00-00"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"config": config_hash(config), "started": 7.0})[:20])
+    if about is not None:
+        (folder / ".hydra" / "config.yaml").write_text(about)
+    return folder
+
+
+def test_a_damaged_run_json_is_known_by_the_configuration_beside_it(tmp_path, capsys):
+    folder = damaged_run(tmp_path, about="a: 1\nresume: auto\n")
+    other = claim(tmp_path, {"a": 2, "resume": "auto"}, "auto", settings)
+    assert other.path != folder
+    assert capsys.readouterr().out == ""
+    run = claim(tmp_path, CONFIG, "auto", settings)
+    assert run.resumed
+    assert run.path == folder
+    record = folder / "run.json"
+    assert capsys.readouterr().out == (f"{record}: damaged; written again from the configuration beside it\n")
+    assert json.loads(record.read_text())["config"] == config_hash(CONFIG)
+
+
+@pytest.mark.parametrize("about", [None, "a: [", "- 1", "a: ${b}"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '"text"', '{"config": 3}'])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_damaged_run_json_without_a_configuration_ends_the_command(named, text, about, tmp_path):
+    folder = damaged_run(tmp_path, about=about)
+    (folder / "run.json").write_text(text)
+    with pytest.raises(UserError) as refused:
+        claim(tmp_path, CONFIG, str(folder) if named else "auto", settings)
+    assert str(refused.value) == (
+        f"{folder}/run.json: damaged, so that it is not known whether this command goes on there; remove "
+        f"{folder}, or start another run with resume=never"
+    )
+    assert not claim(tmp_path, CONFIG, "never").resumed
+
+
+def test_a_damaged_run_json_of_a_finished_run_is_left_alone(tmp_path):
+    folder = damaged_run(tmp_path)
+    (folder / runs.DONE).touch()
+    assert not claim(tmp_path, CONFIG, "auto", settings).resumed
+
+
+def test_a_damaged_run_json_of_a_job_is_written_again(tmp_path, capsys):
+    folder = damaged_run(tmp_path, about="a: 1\n")
+    run = runs.occupy(folder, CONFIG, "a=1", settings)
+    assert run.resumed
+    assert json.loads((folder / "run.json").read_text())["job"] == "a=1"
+    assert "damaged; written again" in capsys.readouterr().out

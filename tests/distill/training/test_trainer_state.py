@@ -9,6 +9,7 @@ import torch
 from workbench import Bench, final, kill_in_training, same
 
 from decode.errors import UserError
+from decode.evaluation.scorecard import read_scorecard
 from distill.training import trainer_state
 from distill.training.trainer_state import STATE, SUMS
 from distill.utils.run_folder import checkpoints
@@ -139,3 +140,29 @@ def test_a_run_goes_on_from_the_older_state_and_ends_as_if_nothing_had_happened(
     states = [path.name for path in checkpoints(run) if trainer_state.has_state(path)]
     assert states == ["5", "6"]
     assert all(trainer_state.damage(run / "checkpoints" / step / "trainer") is None for step in states)
+
+
+def test_a_damaged_score_is_made_again_and_other_notes_are_named(tmp_path):
+    """Of an old step and of the newest, where a run goes on."""
+    bench = Bench(tmp_path)
+    run = tmp_path / "run"
+    bench.run(run)
+    files = [run / "checkpoints" / step / "score.json" for step in ("3", "6")]
+    taus = [read_scorecard(file).headline.tau for file in files]
+    truncate(files[0])
+    files[1].write_text("[]")
+    said = bench.run(run)
+    for step, file, tau in zip((3, 6), files, taus, strict=True):
+        assert f"{file}: damaged; step {step} is scored again\n" in said
+        assert read_scorecard(file).headline.tau == tau
+    for name in ("prompts.json", "rollouts.json"):
+        whole = (run / name).read_text()
+        (run / name).write_text(whole[: len(whole) // 2])
+        with pytest.raises(UserError) as refused:
+            bench.run(run)
+        (line,) = str(refused.value).splitlines()
+        assert line.startswith(f"{run / name}: damaged (")
+        assert line.endswith("; resume=never starts another run")
+        (run / name).unlink()  # as it says
+        bench.run(run)
+        assert (run / name).read_text() == whole
