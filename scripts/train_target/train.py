@@ -20,6 +20,7 @@ from distill.config.read import read_options
 from distill.config.recorded import resolved
 from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop
+from distill.distributed.watchdog import Watchdog
 from distill.loggers.loggers import ending, loggers
 from distill.options import LoggerOptions, TrainerOptions
 from distill.training.checkpointing import STATE, TrainingBar
@@ -89,7 +90,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
         f"{len(train)} documents and {len(held)} held out, {data.tokens / 1e6:.2f} M tokens to train on; "
         f"{trainer.max_steps} steps are {sequences / len(data.rows):.2f} passes"
     )
-    fit(trainer, module, data, state, stop)
+    fit(trainer, module, data, state, stop, Watchdog(0, folder))
     trainer.loggers = []  # the last validation is not logged
     loss = trainer.validate(module, data, verbose=False)[0] if held else {}
     if trainer.is_global_zero:

@@ -320,6 +320,7 @@ class RunOptions(AnswerOptions):
     gradient_checkpointing: bool
     logits_rows: int  # 0: by the device and the vocabulary
     try_largest: bool
+    timeout_minutes: float  # without progress in training; 0: no limit
     max_tokens: int  # of a training row
     on_policy: OnPolicyOptions
     export: ExportOptions

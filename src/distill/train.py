@@ -21,6 +21,7 @@ from distill.data.datamodule import RolloutData, TapStorage
 from distill.data.on_policy import OnPolicy
 from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
+from distill.distributed.watchdog import Watchdog
 from distill.loggers.base import begin, trackers
 from distill.loggers.loggers import ending, loggers
 from distill.losses.objective import Objective
@@ -74,10 +75,8 @@ def train(
     Returns:
         See `run`, as for what is raised.
     """
-    quiet()
-    switch["on"] = options.trainer.enable_progress_bar
-    chat, prompts, held = read_run_inputs(options, folder)
-    options = with_length(options, (len(prompts) + options.prompts.self) * options.rollout.samples)
+    chat, prompts, held = _inputs(options, folder)
+    options = with_length(options, len(prompts))
     L.seed_everything(options.seed, verbose=False)
     state = trainer_state.newest(folder)
     begun = int(state.parents[1].name) if state else 0
@@ -97,7 +96,8 @@ def train(
         optimizer = build_optimizer(options.optimizer, trainer)
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(options, target, chat, held, drafter) if options.score.enabled else None
-    saver = _saver(options, folder, scorer, stop := Stop(), budget)
+    stop, watchdog = Stop(), Watchdog(options.timeout_minutes, folder)
+    saver = _saver(options, folder, scorer, stop, budget, watchdog)
     memory = _watch(trainer, options, saver, budget, begun)
     begin(trainer.loggers)
     has_counts = _warm_start(options, drafter, target)
@@ -120,15 +120,22 @@ def train(
         target.join()
     keep = TapStorage(target, options.taps, options.taps_gb, options.packing, shared.held if shared else None)
     again, longest = options.rollout.refresh_every, _longest(options, target)
-    data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed)
+    data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed, watchdog)
     data.open(begun, trainer)
     rates = (options.optimizer.warmup, options.optimizer.final_lr)
     module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
     if begun:
         say(f"resuming from step {begun}")
     with explain_out_of_memory(trainer, memory, module, _sizes(options)):
-        fit(trainer, module, data, state, stop)
+        fit(trainer, module, data, state, stop, watchdog)
     return _finish(trainer, options, folder, target)
+
+
+def _inputs(options: TrainOptions, folder: Path) -> tuple[Chat, list[Prompt], list[Prompt]]:
+    """See `read_run_inputs`; what is printed from here on is the run's own."""
+    quiet()
+    switch["on"] = options.trainer.enable_progress_bar
+    return read_run_inputs(options, folder)
 
 
 def _sizes(options: TrainOptions) -> Sizes:
@@ -140,10 +147,15 @@ def _load(options: TrainOptions, trainer: L.Trainer) -> Target:
 
 
 def _saver(
-    options: TrainOptions, folder: Path, scorer: Scorer | None, stop: Stop, budget: Budget | None
+    options: TrainOptions,
+    folder: Path,
+    scorer: Scorer | None,
+    stop: Stop,
+    budget: Budget | None,
+    watchdog: Watchdog,
 ) -> ScoreCheckpoint:
     assert options.score.every  # filled in by `with_length`
-    return ScoreCheckpoint(folder, options.score.every, scorer, options.target.name, stop, budget)
+    return ScoreCheckpoint(folder, options.score.every, scorer, options.target.name, stop, budget, watchdog)
 
 
 def _watch(

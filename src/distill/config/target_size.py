@@ -73,13 +73,14 @@ def _line(values: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-def with_length(options: TrainOptions, answers: int) -> TrainOptions:
+def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
     """Options with the number of steps, and of steps between save points, that fit the number of answers.
 
     Args:
         options: of the run; `trainer.max_steps` and `score.every` are kept where they are set.
-        answers: rows that are trained on.
+        prompts: to be answered, beside those that the target writes itself.
     """
+    answers = (prompts + options.prompts.self) * options.rollout.samples
     trainer, score = options.trainer, options.score
     world = processes(trainer.accelerator, trainer.devices, trainer.num_nodes)
     rows = options.batch_size * trainer.accumulate_grad_batches * world  # of an optimizer step

@@ -54,6 +54,7 @@ LEAST = {
     "score.threads": 0,
     "max_new_tokens": 1,
     "timeout": 0.001,
+    "timeout_minutes": 0,
     "retries": 0,
     "patience": 0,
     "concurrency": 1,

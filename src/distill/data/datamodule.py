@@ -17,6 +17,7 @@ from distill.data.batches import MicroBatch, ResumeSampler, RolloutBatches
 from distill.data.rows import open_rows
 from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_gigabytes
+from distill.distributed.watchdog import Watchdog
 from distill.rollouts.store import RolloutStore
 from distill.utils.progress import say
 
@@ -115,6 +116,7 @@ class RolloutData(L.LightningDataModule):
         batch_size: rows of one micro-batch.
         max_tokens: longer rows are cut.
         seed: of the order.
+        watchdog: is told of the work between two phases.
     """
 
     def __init__(
@@ -125,8 +127,10 @@ class RolloutData(L.LightningDataModule):
         batch_size: int,
         max_tokens: int,
         seed: int,
+        watchdog: Watchdog,
     ) -> None:
         super().__init__()
+        self.watchdog = watchdog
         self.stores, self.every, self.keep = stores, every, keep
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
         self._open: tuple[int, datasets.Dataset, TapMemory | TapCache | None] | None = None
@@ -158,7 +162,8 @@ class RolloutData(L.LightningDataModule):
         assert trainer is not None
 
         def load(step: int) -> RolloutBatches:
-            rows, cache = self.open(step, trainer)
+            with self.watchdog.working():  # rollouts may be made again, and taps read
+                rows, cache = self.open(step, trainer)
             batches = RolloutBatches(
                 rows,
                 self.batch_size,

@@ -1,1 +1,1 @@
-"""Ranks, and graceful shutdown at a signal."""
+"""Ranks, graceful shutdown at a signal, and a watchdog."""

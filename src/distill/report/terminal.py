@@ -83,5 +83,5 @@ def _example(folder: Path) -> str:
 
 def _program(checkpoint: Path) -> str:
     """A program that can serve the drafter, as was found when it was saved."""
-    config = read_json(checkpoint / FILES[0]) or {}
+    config = read_json(checkpoint / FILES[0], "score the checkpoint of another step") or {}
     return next(iter(config.get("exports", [])), NATIVE)

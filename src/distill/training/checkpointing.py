@@ -23,6 +23,7 @@ from decode.evaluation.scorecard import Scorecard, read_scorecard
 from decode.model.target import Target
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_processes
+from distill.distributed.watchdog import Watchdog
 from distill.loggers.base import scalars, trackers
 from distill.report import html as html_report
 from distill.training import trainer_state
@@ -56,6 +57,7 @@ class ScoreCheckpoint(L.Callback):
         stop: graceful shutdown. A step saved because of it, and not due, is not scored and is removed
             once two other checkpoints have a trainer state, or the last step is saved.
         budget: time budget, which asks for such early saves too.
+        watchdog: is told of the work at a save point, which takes longer than a step.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class ScoreCheckpoint(L.Callback):
         target_name: str,
         stop: Stop | None = None,
         budget: Budget | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
+        self.watchdog = watchdog or Watchdog(0, folder)
         self.root = folder / "checkpoints"
         self.every, self.scorer, self.target_name = every, scorer, target_name
         self.stop, self.budget = stop or Stop(), budget
@@ -103,7 +107,8 @@ class ScoreCheckpoint(L.Callback):
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, DistillModule)
-        self._score_unscored(trainer, pl_module.target)
+        with self.watchdog.working():
+            self._score_unscored(trainer, pl_module.target)
 
     def _score_unscored(self, trainer: L.Trainer, target: Target) -> None:
         if trainer.is_global_zero:
@@ -130,7 +135,8 @@ class ScoreCheckpoint(L.Callback):
         step = trainer.global_step
         # With gradient accumulation several micro-batches have the same step.
         if step > self._last_step and (self._due(trainer, step) or self._due_early()):
-            self.save(trainer, pl_module, step)
+            with self.watchdog.working():  # on every rank: others wait for rank 0 in it
+                self.save(trainer, pl_module, step)
         if self.stop.signal_name:
             trainer.should_stop = True
 

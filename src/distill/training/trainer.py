@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from distill.config.validate import refused
 from distill.distributed.graceful_shutdown import Stop, Stopped
 from distill.distributed.ranks import check_processes, check_world_size, explain_lost_ranks, watch_ranks
+from distill.distributed.watchdog import Watchdog
 from distill.options import OptimizerOptions, TrainerOptions
 from distill.training.strategies import check_optimizer
 
@@ -59,9 +60,10 @@ def fit(
     data: L.LightningDataModule,
     state: Path | None,
     stop: Stop,
+    watchdog: Watchdog,
 ) -> None:
     """Train; an interruption leaves as KeyboardInterrupt or SystemExit, whatever Lightning makes of it."""
-    trainer.callbacks.insert(0, stop)  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.callbacks[:0] = [stop, watchdog]  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with explain_lost_ranks(Path(trainer.default_root_dir)):
             trainer.fit(module, data, ckpt_path=state and str(state), weights_only=True)
@@ -70,6 +72,7 @@ def fit(
     except SystemExit:  # what Lightning makes of Ctrl-C
         raise KeyboardInterrupt from None
     finally:
+        watchdog.end()
         torch.set_flush_denormal(False)  # a backward pass that failed has left it on
     if stop.signal_name:
         stop.exit(trainer.global_step)

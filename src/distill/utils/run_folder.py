@@ -26,8 +26,8 @@ Recorded = Callable[[Path], dict[str, Any] | None]  # folder of a run -> its con
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Hash of the resolved configuration, without `resume` and `export`."""
-    settings = {k: v for k, v in config.items() if k not in ("resume", "export")}
+    """Hash of the resolved configuration, without what changes no step of the run."""
+    settings = {k: v for k, v in config.items() if k not in ("resume", "export", "timeout_minutes")}
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -58,7 +58,8 @@ def test_only_null_is_filled_in_and_one_line_says_so(tmp_path, capsys):
     ],
 )
 def test_steps_are_passes_over_the_answers(overrides, answers, steps, every, capsys):
-    options = with_length(options_of("trainer=ddp", "trainer.accelerator=cpu", *overrides), answers)
+    common = ("trainer=ddp", "trainer.accelerator=cpu", "prompts.self=0")
+    options = with_length(options_of(*common, *overrides), answers)
     said = capsys.readouterr().out
     assert (options.trainer.max_steps, options.score.every) == (steps, every)
     assert (options.config["trainer"]["max_steps"], options.config["score"]["every"]) == (steps, every)

@@ -1,0 +1,89 @@
+"""A process that hangs in training ends, and so do those that wait for it; long declared work is no hang."""
+
+import re
+import time
+
+import pytest
+from workbench import Bench, Outcome, ranks
+
+from distill.rollouts import store as rollouts
+from distill.scoring.scorer import Scorer
+from distill.training.module import DistillModule
+from distill.utils.run_folder import checkpoints
+
+MINUTES = 0.05  # 3 seconds
+TWO = ["trainer=ddp", "trainer.devices=2", "score.every=2"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    bench = Bench(tmp_path_factory.mktemp("watchdog"))
+    assert bench.train("trainer.max_steps=1", "score.enabled=false").code == 0  # the rollouts, once
+    return bench
+
+
+def train(bench: Bench, *more: str, before=lambda rank: None) -> list[Outcome]:
+    return ranks(2, [*bench.command, *TWO, f"timeout_minutes={MINUTES}", *more], before=before)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_hangs_ends_with_all_others_and_the_same_command_goes_on(which, bench):
+    step = DistillModule.training_step
+
+    def hang(rank: int) -> None:
+        def spoilt(self, batch, number):
+            if rank == which and number == 3:
+                time.sleep(600)
+            return step(self, batch, number)
+
+        DistillModule.training_step = spoilt
+
+    seed = f"seed={which + 3}"
+    begun = time.monotonic()
+    done = train(bench, seed, "score.enabled=false", before=hang)
+    assert time.monotonic() - begun < 60
+    assert [d.code for d in done] == [1, 1], done
+    hint = "; the same command goes on from checkpoints/2"
+    for rank, one in enumerate(done):
+        (line,) = one.err.splitlines()
+        own = (
+            rf"error: rank {rank} has made no progress for 0\.05 minutes in step 4, at \w+ \([\w<>. ]+:\d+\)"
+            + rf"{hint}; timeout_minutes= gives more time"
+        )
+        lost = rf"error: another process of this run has ended, or is out of reach \(.*\){hint}"
+        assert re.fullmatch(own if rank == which else f"{own}|{lost}", line), line
+    assert "at spoilt (test_watchdog.py:" in done[which].err
+    again = train(bench, seed, "score.enabled=false")
+    assert [d.code for d in again] == [0, 0], again
+    assert "resuming from step 2" in again[0].out
+
+
+def test_scores_of_rank_0_may_take_longer(bench):
+    """The other rank waits in a collective meanwhile."""
+    call = Scorer.__call__
+
+    def slow(self, *args):
+        time.sleep(2 * 60 * MINUTES)
+        return call(self, *args)
+
+    def patch(rank: int) -> None:
+        Scorer.__call__ = slow
+
+    done = train(bench, "seed=5", "score.every=6", before=patch)
+    assert [d.code for d in done] == [0, 0], done
+    assert [c.name for c in checkpoints(done[0].folder)] == ["6"]
+
+
+def test_rollouts_of_a_later_phase_may_take_longer(bench, monkeypatch):
+    opened = rollouts.RolloutStore.open
+    times = []
+
+    def slow(self):
+        times.append(self)
+        if len(times) > 1:
+            time.sleep(2 * 60 * MINUTES)
+        opened(self)
+
+    monkeypatch.setattr(rollouts.RolloutStore, "open", slow)
+    options = ["rollout.refresh_every=3", "score.enabled=false", f"timeout_minutes={MINUTES}"]
+    assert bench.fork(*options) == 0
