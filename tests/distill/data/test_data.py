@@ -73,20 +73,42 @@ def test_fewer_rows_than_a_batch_are_repeated():
 @pytest.mark.parametrize(("accumulate", "world"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_ranks_and_micro_batches_share_out_the_rows_of_a_step(accumulate, world):
     rows = store(64)
-    whole = RolloutBatches(rows, 8, steps=8)
+    whole = RolloutBatches(rows, 8, steps=8, max_tokens=16)
     size = 8 // (accumulate * world)
+    ranks = [RolloutBatches(rows, size, 8, accumulate, rank, world, max_tokens=16) for rank in range(world)]
     for step in range(8):
-        parts = [
-            RolloutBatches(rows, size, 8, accumulate, rank, world)[step * accumulate + micro]
-            for micro in range(accumulate)
-            for rank in range(world)
-        ]
+        parts = [ranks[rank][step * accumulate + m] for m in range(accumulate) for rank in range(world)]
+        for rank, mine in enumerate(ranks):
+            assert mine.rows_of(step) == [numbers(part) for part in parts[rank::world]]
+            tokens = sum(min(16, len(rows[n]["tokens"])) for n in numbers(whole[step]))
+            assert mine.tokens_of(step) == tokens, "of every rank's rows"
         seen = [n for part in parts for n in numbers(part)]
         assert len(set(seen)) == 8, "two ranks got the same row"
         assert sorted(seen) == sorted(numbers(whole[step]))
         assert {part.anchors for part in parts} == {whole[step].anchors}
         assert {part.step for part in parts} == {step}
-        assert len({part.seed for part in parts}) == accumulate * world, "two parts got the same noise"
+
+
+def test_noise_is_another_at_every_step_and_place_and_seed_whoever_has_the_place():
+    def seeds(accumulate, world, seed=0):
+        ranks = [RolloutBatches(store(64), 2, 8, accumulate, rank, world, seed) for rank in range(world)]
+        return [ranks[r][i].seed for i in range(8 * accumulate) for r in range(world)]
+
+    noise = seeds(4, 1)
+    assert noise == seeds(2, 2) == seeds(1, 4)
+    assert len({*noise, *seeds(4, 1, seed=1)}) == 2 * len(noise) == 64
+
+
+def test_the_largest_micro_batch_has_the_longest_row_that_is_still_to_come_in_the_epoch():
+    rows, steps = store(64), 13  # of 8 an epoch
+    ranks = [RolloutBatches(rows, 2, steps, 2, rank, world=2) for rank in (0, 1)]
+    for first in range(steps):
+        ahead = range(first, min(steps, first + 8 - first % 8))
+        places = [rank[2 * step + m] for step in ahead for m in (0, 1) for rank in ranks]
+        longest = max(part.tokens.shape[1] for part in places)
+        one, other = (rank.largest(first) for rank in ranks)
+        assert (one.step, one.seed) == (other.step, other.seed), "every rank tries the same"
+        assert [p.tokens.shape[1] for p in places if (p.step, p.seed) == (one.step, one.seed)] == [longest]
 
 
 def test_anchors_are_counted_as_the_drafters_count_them():
@@ -120,6 +142,8 @@ def test_rows_of_a_batch_are_of_similar_length():
     lengths = [len(row) for row in rows["tokens"]]
     spread = [np.ptp([lengths[i] for i in numbers(batches[step])]) for step in range(64)]
     assert np.mean(spread) < 5 < np.ptp(lengths)
+    bucket = [np.mean([lengths[i] for i in numbers(batches[step])]) for step in range(BUCKET)]
+    assert bucket != sorted(bucket), "short rows come first"
 
 
 def test_masks_that_train_nothing_raise():

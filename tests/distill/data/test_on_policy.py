@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,13 @@ from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.target import Target
 from decode.sampling import Sampler
+from distill.data import on_policy as on_policy_module
 from distill.data.batches import MicroBatch
 from distill.data.on_policy import OnPolicy, accepted_prefix
+from distill.losses.divergences import kl
+from distill.losses.objective import Objective
+from distill.losses.weights import constant
+from distill.training.module import DistillModule
 from drafters.base import supervised_anchors
 from drafters.models.lm import DraftLM
 
@@ -49,7 +55,9 @@ def policy(share=1.0, cut=0.0, **changes) -> OnPolicy:
 
 def test_the_answer_is_the_drafters_own_to_the_same_prompt(target, drafter):
     before = micro()
-    (after,) = policy()([before], drafter, target)
+    before = before._replace(target_states=target.read(before.tokens))
+    with torch.autocast("cpu", torch.bfloat16):  # as in training
+        (after,) = policy()([before], drafter, target)
     prompts = before.tokens[:, :PROMPT].tolist()
     options = {"max_new_tokens": ANSWER, "sampler": Sampler(1.0), "seed": before.seed}
     student = Target(drafter.requires_grad_(False).model)
@@ -115,26 +123,64 @@ def test_an_answer_ends_after_the_token_that_loses_the_target():
     assert accepted_prefix(p[:0], q[:0], 0.5).tolist() == []
 
 
-def test_rows_are_cut_by_the_laws_they_were_drawn_under(target, drafter):
+def test_rows_are_cut_by_the_laws_they_were_drawn_under(target, drafter, monkeypatch):
     sampler = Sampler(0.8, top_k=9)
-    before, cut = micro(), 0.2
+    monkeypatch.setattr(on_policy_module, "ROWS", 5)
+    before, cut = micro()._replace(lengths=list(range(14, 8, -1))), 0.2
     (whole,) = policy(sampler=sampler)([before], drafter, target)
     (short,) = policy(cut=cut, sampler=sampler)([before], drafter, target)
     with torch.no_grad():
         p, q = (m(input_ids=whole.tokens, use_cache=False).logits for m in (target.model, drafter.model))
-    lengths = set()
+    lengths = []
     for row in range(ROWS):
         chance, end = 1.0, PROMPT
         while end < PROMPT + ANSWER and chance >= cut:
             token = whole.tokens[row, end]
             law = [sampler.probs(x[row, end - 1 : end])[0, token] for x in (p, q)]
             chance, end = chance * min(1.0, (law[0] / law[1]).item()), end + 1
-        lengths.add(end)
+        lengths.append(end)
         assert short.loss_mask[row].nonzero()[:, 0].tolist() == list(range(PROMPT, end))
         assert torch.equal(short.tokens[row, :end], whole.tokens[row, :end])
-    assert len(lengths) > 1
+    assert len(set(lengths)) > 1
+    assert short.lengths == lengths, "a packed read would be of the rows that were replaced"
     assert max(lengths) == short.tokens.shape[1], "nothing is read that is not taught"
     assert short.on_policy < whole.on_policy
+
+
+def test_an_answer_ends_with_its_end_token_its_row_or_what_the_drafter_reads(target, drafter, tiny_target):
+    (whole,) = policy()([micro()], drafter, target)
+    for room in (PROMPT, PROMPT + 4):
+        (after,) = policy(max_tokens=room)([micro()], drafter, target)
+        assert torch.equal(
+            after.tokens, (micro() if room == PROMPT else whole).tokens[:, :14][:, : after.tokens.shape[1]]
+        )
+    reader = DraftLM.for_target(tiny_target(vocab=V, positions=PROMPT, dtype=torch.float32), layers=1)
+    before = micro()
+    assert policy()([before], reader, target)[0] is before, "its prompts fill what the drafter reads"
+    end = whole.tokens[0, PROMPT + 3].item()
+    (ended,) = policy(stop=[end])([micro()], drafter, target)
+    assert ended.loss_mask[0].sum() == 1 + whole.tokens[0, PROMPT:].tolist().index(end)
+
+
+def test_all_micro_batches_of_all_ranks_are_answered_and_counted_anew(target, drafter):
+    """Of answers that end early; a second rank has as many anchors."""
+    micros = [micro(seed) for seed in (1, 2)]
+    module = DistillModule(
+        target, drafter, Objective(kl, constant), torch.optim.SGD, 0.0, 1.0, policy(cut=0.2)
+    )
+    strategy = SimpleNamespace(
+        batch_to_device=lambda m: m, reduce=lambda t, reduce_op: {"sum": 2 * t}[reduce_op]
+    )
+    module._trainer = SimpleNamespace(
+        strategy=strategy, datamodule=SimpleNamespace(micros=lambda step: micros)
+    )
+    mixed = [module._mix(m, module.on_policy) for m in micros]
+    counts = [int(supervised_anchors(m.loss_mask, 1).sum()) for m in mixed]
+    assert [m.anchors for m in mixed] == 2 * [2 * sum(counts)]
+    assert sum(counts) < sum(m.anchors for m in micros), "no answer ended early"
+    assert [m.seed for m in mixed] == [1, 2]
+    for before, after in zip(micros, mixed, strict=True):
+        assert torch.equal(before.tokens[:, :PROMPT], after.tokens[:, :PROMPT])
 
 
 def test_the_target_as_its_own_drafter_is_never_cut(target):
@@ -212,18 +258,20 @@ def test_the_denominator_counts_what_is_trained_on(bench, tmp_path, monkeypatch)
     """Anchors of all micro-batches of the step, after the drafter has answered."""
     from distill.training import module as module_module
 
-    seen = []
+    seen, stored = [], []
     mix = module_module.DistillModule._mix
 
     def spy(self, batch, on_policy):
         mixed = mix(self, batch, on_policy)
+        stored.append(batch.anchors)
         seen.append((mixed.step, mixed.anchors, int(supervised_anchors(mixed.loss_mask, 1).sum())))
         return mixed
 
     monkeypatch.setattr(module_module.DistillModule, "_mix", spy)
-    done = train(quick(bench, *MORE, "trainer.accumulate_grad_batches=2", "seed=5"))
+    done = train(quick(bench, *MORE, "trainer.accumulate_grad_batches=2", "seed=5", "on_policy.cut=0.5"))
     assert done.code == 0, done.err
     assert len(seen) == 12
+    assert [anchors for _, anchors, _ in seen] != stored, "no answer ended early"
     for step in range(6):
         own = [(anchors, here) for s, anchors, here in seen if s == step]
         assert {anchors for anchors, _ in own} == {sum(here for _, here in own)}
