@@ -91,12 +91,15 @@ def read_rows(
 def _batches(rows: datasets.Dataset, max_tokens: int) -> list[list[list[int]]]:
     """Consecutive rows in batches of at most TOKENS padded tokens (a longer row is alone)."""
     batches: list[list[list[int]]] = []
+    width = 0  # of the newest batch
     for tokens in rows["tokens"]:
         row = tokens[:max_tokens]
-        if batches and max(len(row), len(batches[-1][0])) * (len(batches[-1]) + 1) <= TOKENS:
+        width = max(width, len(row))
+        if batches and width * (len(batches[-1]) + 1) <= TOKENS:
             batches[-1].append(row)
         else:
             batches.append([row])
+            width = len(row)
     return batches
 
 

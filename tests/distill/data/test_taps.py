@@ -15,6 +15,7 @@ from workbench import fork
 from decode.errors import UserError
 from decode.model.target import LAST, Target
 from distill.data import taps_disk as tap_cache
+from distill.data import taps_memory
 from distill.data.batches import RolloutBatches
 from distill.data.datamodule import TapStorage
 from distill.data.taps_disk import TapCache, tap_cache_gigabytes
@@ -75,11 +76,30 @@ def test_the_estimate_is_what_memory_holds(target, rows):
     target.tap((0, 2))
     memory = TapMemory(target, rows, 10)
     held = sum(last.nbytes + taps.nbytes for last, taps in memory._rows.values())
-    assert tap_memory_gigabytes(target, rows, 10) * 2**30 == held
+    assert tap_memory_gigabytes(target, rows, 10) * 2**30 == held == memory.bytes
     growing = GrowingTaps(target, rows, 10)
     assert not growing.bytes
     growing.batch(range(len(rows)))
     assert growing.bytes == memory.bytes
+
+
+@pytest.mark.parametrize("change", ["rows", "length", "packing"])
+def test_runs_share_no_taps_of_other_rows_lengths_or_reads(target, rows, change):
+    held = {}
+    for other in (False, True):
+        keep = TapStorage(target, "memory", 1.0, other and change == "packing", held)
+        store = SimpleNamespace(content=lambda other=other: str(other and change == "rows"))
+        keep(rows, store, 9 if other and change == "length" else 10, 9.0)
+    assert len(held) == 2
+
+
+def test_the_target_reads_no_more_tokens_at_once_than_it_may(target, rows, monkeypatch):
+    """Padding included; a longer row is alone."""
+    monkeypatch.setattr(taps_memory, "TOKENS", 20)
+    read, sizes = Target.read, []
+    monkeypatch.setattr(Target, "read", lambda self, t, n=None: sizes.append(t.shape) or read(self, t, n))
+    TapMemory(target, datasets.concatenate_datasets([rows, rows.select([1, 2, 2])]), 40)
+    assert [tuple(size) for size in sizes] == [(2, 9), (1, 3), (1, 12), (2, 9), (2, 3)]
 
 
 def test_what_runs_share_fits_into_the_limit_together(target, rows):
@@ -100,6 +120,9 @@ def test_auto_keeps_taps_only_where_they_fit_and_are_used_again():
     assert keeps_in_memory("auto", 1.0, 0.5, 2.0)
     assert not keeps_in_memory("auto", 1.0, 1.5, 2.0)
     assert not keeps_in_memory("auto", 1.0, 0.5, 0.9)
+    assert not keeps_in_memory("auto", 1.0, 0.5, 1.0), "one read each, either way"
+    assert keeps_in_memory("auto", 1.0, 1.0, 2.0)
+    assert keeps_in_memory("memory", 1.0, 1.0, 2.0)
     assert keeps_in_memory("memory", 1.0, 0.5, 0.1)
     assert not keeps_in_memory("online", 1.0, 0.1, 9.0)
     with pytest.raises(UserError, match="taps_gb"):
@@ -174,6 +197,8 @@ def test_a_cache_that_is_too_large_for_its_limit_or_the_disk_is_refused(
     need = tap_cache_gigabytes(target, rows, 11)
     held = 2 * 16 * (2 * (4 + 8 + 11 - 1 + 6) + (2 + 4 + 7 + 1))
     assert need * 2**30 == pytest.approx(held)
+    TapCache(target, rows, 11, tmp_path / "fits", "key", need)
+    capsys.readouterr()
     with pytest.raises(UserError, match="raise taps_gb"):
         TapCache(target, rows, 11, tmp_path, "key", need * 0.99)
     assert "GB of 2 layers" in capsys.readouterr().out, "its size is to be said before it is written"
