@@ -85,6 +85,17 @@ def test_top_p_keeps_as_many_of_tied_tokens_as_transformers():
                 assert law[a] >= law[b]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("law", "top_p"), [([2, 1, 1], 0.5), ([2, 1, 1], 0.75), ([1, 1, 1, 1], 0.25)])
+def test_a_mass_of_exactly_top_p_is_enough_as_in_transformers(law, top_p, dtype):
+    law = torch.tensor([law], dtype=dtype) / 4
+    assert torch.equal(law.log().softmax(-1), law), "rounding hides where the masses are equal"
+    sampler = Sampler(1.0, top_p=top_p)
+    got, want = sampler.probs(law.log()), reference(sampler, law.log(), torch.zeros(1, 0))
+    torch.testing.assert_close(got.sort(-1).values, want.sort(-1).values, rtol=0, atol=1e-6)
+    assert law[got > 0].sum() == top_p
+
+
 def test_temperature_zero_takes_the_lowest_index_of_a_tie():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0], [0.0, 1.0, 2.0, 2.0]])
     law = Sampler(0.0).probs(logits)

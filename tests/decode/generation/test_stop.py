@@ -78,6 +78,12 @@ def test_a_text_ends_at_its_first_stop_string(target, answers, shape):
     assert across > 5, "strings that began in an earlier round"
 
 
+def test_a_long_string_across_tokens_is_found_beside_a_short_one():
+    ends = StopStrings(pieces("a", "b", "c", "d"), ["abc", "d"])
+    for text, want in (([0, 1, 2], [False, False, True]), ([0, 1, 0, 3], [False, False, False, True])):
+        assert list(map(ends(), text)) == want
+
+
 def test_whichever_end_comes_first_counts(target, answers):
     """An end token, a stop string or the length."""
     answer = answers[0]

@@ -18,7 +18,7 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.utils.run_folder import checkpoints
-from drafters.families.lookup import heaviest_tree, pack_drafts
+from drafters.families.lookup import IndexedText, heaviest_tree, pack_drafts
 from drafters.models.ngram import Ngram
 
 STATIC = Plan(tree=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
@@ -76,6 +76,13 @@ def test_rows_of_a_batch_may_have_nothing(target):
     none = propose(Ngram(1, 3), target, feed(Ngram(1, 3), target, texts[::2]), Plan(2))
     assert none.tokens.shape == (2, 0)
     assert none.lengths().tolist() == [0, 0]
+
+
+def test_agreement_counts_equal_tokens_up_to_its_limit():
+    text = IndexedText([1])
+    text.extend([1, 2, 3] * 5)
+    assert [text.agreement(12, most) for most in (0, 1, 4, 12, 20)] == [0, 1, 4, 12, 12]
+    assert [text.agreement(place, 9) for place in (3, 6, 13)] == [3, 6, 0]
 
 
 @pytest.mark.parametrize("ns", [(0, 3), (3, 2)])

@@ -114,21 +114,21 @@ def test_a_sample_is_spread_over_what_follows():
     assert sorted(follow) == [[2], [2], [2], [3]]
 
 
-@given(several, st.lists(st.sampled_from([0, 1, 2]), min_size=2, max_size=20))
-def test_all_occurrences_vote_by_how_much_agrees(case, text):
+@given(several, st.lists(st.sampled_from([0, 1, 2]), min_size=2, max_size=20), st.sampled_from([2, 8]))
+def test_all_occurrences_vote_by_how_much_agrees(case, text, longest):
     """In the row's own text, where a match may overlap the end, and in the corpus."""
     rollouts = [r for r in case[0] if r and max(r) < 3]
-    drafter, pools = fitted(rollouts, longest=8, matches=1000, growth=3.0, factor=8.0), []
+    drafter, pools = fitted(rollouts, longest=longest, matches=1000, growth=3.0, factor=8.0), []
     flat, pool = joined(rollouts), []
     for place in range(1, len(text)):
         n = 0
-        while n < min(8, place) and text[place - 1 - n] == text[-1 - n]:
+        while n < min(longest, place) and text[place - 1 - n] == text[-1 - n]:
             n += 1
         if n:
             pool.append(([(text[place:] * 9)[i] for i in range(4)], 3.0**n))
     for place in everywhere(flat, text[-1:]):
         n = 0
-        while n < min(8, len(text), place) and flat[place - 1 - n] == text[-1 - n]:
+        while n < min(longest, len(text), place) and flat[place - 1 - n] == text[-1 - n]:
             n += 1
         line = [*flat[place : place + 4], PAD]
         pool.append((line[: line.index(PAD)], 3.0**n))
