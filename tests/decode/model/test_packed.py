@@ -17,7 +17,8 @@ from decode.sampling import Sampler
 from distill.config import build as loading
 from distill.data.batches import RolloutBatches
 from distill.data.on_policy import OnPolicy
-from distill.data.taps_memory import TapMemory
+from distill.data.taps_disk import TapCache
+from distill.data.taps_memory import GrowingTaps, TapMemory
 
 LENGTHS = [5, 1, 9, 3]
 ROUNDING = {"sdpa": 1e-12, "eager": 1e-5}  # transformers' eager softmax is in fp32
@@ -103,7 +104,7 @@ def rows() -> datasets.Dataset:
     return datasets.Dataset.from_dict({"tokens": tokens, "loss_mask": masks, "weight": [1.0] * 4})
 
 
-def test_taps_in_memory_are_read_packed(tiny_target, rows):
+def test_taps_are_read_packed_wherever_they_are_kept(tiny_target, rows, tmp_path):
     target = tiny_target(vocab=50, layers=3)
     target.tap((0, 2))
     given = []
@@ -113,6 +114,10 @@ def test_taps_in_memory_are_read_packed(tiny_target, rows):
     assert given == [[5, 4, 8, 3], None]
     for mine, want in zip(packed, padded, strict=True):
         torch.testing.assert_close(mine, want, rtol=0, atol=1e-12)
+    given.clear()
+    GrowingTaps(target, rows, 8, True).batch(range(4))
+    TapCache(target, rows, 8, tmp_path, "key", 1.0, True)
+    assert given == [[5, 4, 8, 3]] * 2
 
 
 def test_batches_say_how_long_their_rows_are(tiny_target, make_drafter, rows):

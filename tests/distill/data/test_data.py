@@ -1,5 +1,7 @@
 """Batches: a pure function of (seed, step, store), whoever asks, in whatever order."""
 
+from types import SimpleNamespace
+
 import datasets
 import numpy as np
 import pytest
@@ -7,6 +9,9 @@ import torch
 
 from decode.errors import UserError
 from distill.data.batches import BUCKET, ResumeSampler, RolloutBatches
+from distill.data.datamodule import RolloutData
+from distill.data.taps_disk import TapCache
+from distill.rollouts.shard import write_shard
 from drafters.base import supervised_anchors
 
 
@@ -187,3 +192,63 @@ def test_what_training_makes_no_use_of_is_said():
         "of 4 rows 4 are cut at max_tokens=9, 42.3% of all supervised tokens, 1 have no supervised token "
         "in reach and are left out"
     )
+
+
+# -- the data module -------------------------------------------------------------------------------
+
+
+class Kept(TapCache):
+    """A cache that holds nothing and notes its end."""
+
+    def __init__(self, phase: str, removed: list[str]) -> None:
+        self.phase, self.removed = phase, removed
+
+    def remove(self) -> None:
+        self.removed.append(self.phase)
+
+
+class Keep:
+    """Notes how often rows will be used."""
+
+    packing, target = False, SimpleNamespace(join=lambda: None)
+
+    def __init__(self) -> None:
+        self.epochs, self.removed = [], []
+
+    def __call__(self, rows, kept, max_tokens, epochs):
+        self.epochs.append(epochs)
+        return Kept(kept.cache.name, self.removed) if epochs < 1 else None
+
+
+def stored(folder) -> SimpleNamespace:
+    """A store of 40 rows, which are others in every folder."""
+    folder.mkdir()
+    plain = {"id": "", "finish_reason": "stop", "ids": "exact"}
+    write_shard(folder / "0.parquet", [row | plain for row in store(40, int(folder.name))], "key", 0)
+    path, shards = (lambda shard: folder / "0.parquet"), [{"rows": 40}]
+    return SimpleNamespace(cache=folder, path=path, manifest=lambda: {"shards": shards})
+
+
+def resumed(**changes) -> SimpleNamespace:
+    sizes = {"max_steps": 12, "accumulate_grad_batches": 2, "world_size": 2}
+    return SimpleNamespace(**sizes | {"global_rank": 1, "global_step": 5} | changes)
+
+
+def test_a_loader_goes_on_at_its_step_with_the_rows_of_its_rank(tmp_path):
+    data = RolloutData(lambda phase: stored(tmp_path / str(phase)), 0, Keep(), 2, max_tokens=9, seed=7)
+    data.trainer = resumed()
+    loaded = list(data.train_dataloader())
+    want = RolloutBatches(data.open(5, data.trainer)[0], 2, 12, 2, 1, 2, seed=7, max_tokens=9)
+    assert [m.seed for m in loaded] == [want[i].seed for i in range(10, 24)]
+    assert all(torch.equal(m.tokens, want[i].tokens) for i, m in enumerate(loaded, 10))
+    assert [m.seed for m in data.micros(6)] == [want[12].seed, want[13].seed]
+    assert data.keep.epochs == [12 * 2 * 2 * 2 / 40]
+
+
+def test_a_phase_has_its_own_rows_and_leaves_no_cache_behind(tmp_path):
+    keep = Keep()
+    data = RolloutData(lambda phase: stored(tmp_path / str(phase)), 3, keep, 2, max_tokens=9, seed=7)
+    rows = [data.open(step, resumed())[0]["tokens"][:] for step in (0, 2, 3, 5)]
+    assert rows == [[row["tokens"] for row in store(40, phase)] for phase in (0, 0, 1, 1)]
+    assert keep.epochs == [3 * 2 * 2 * 2 / 40] * 2, "of its own steps"
+    assert keep.removed == ["0"]

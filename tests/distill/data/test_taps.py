@@ -65,8 +65,9 @@ def test_memory_gives_what_a_plain_read_of_the_row_gives(target, rows, taps, kin
 
 def test_batches_carry_the_taps_of_their_own_rows(target, rows):
     target.tap((LAST,))
-    batches = RolloutBatches(rows, 2, 4, memory=TapMemory(target, rows, 12), max_tokens=12)
-    for micro in (batches[i] for i in range(4)):
+    memory = TapMemory(target, rows, 12)
+    ranks = [RolloutBatches(rows, 1, 4, 2, rank, 2, memory=memory, max_tokens=12) for rank in (0, 1)]
+    for micro in (batches[i] for i in range(8) for batches in ranks):
         want = target.read(micro.tokens).last
         real = micro.loss_mask
         torch.testing.assert_close(micro.target_states.last[real], want[real], atol=1e-12, rtol=0)
@@ -157,6 +158,7 @@ def test_a_cache_gives_what_training_looks_at_rounded_to_bf16(target, tmp_path, 
         read, second = cache.batch(chosen), again.batch(chosen)
         assert torch.equal(read.taps, second.taps)
         assert read.last.dtype == target.dtype
+        assert read.last.shape[1] == max(min(len(rows[row]["tokens"]), 11) for row in chosen)
         for place, row in enumerate(chosen):
             tokens, mask = rows[row]["tokens"][:11], rows[row]["loss_mask"][:11]
             want = target.read(torch.tensor([tokens]))
@@ -216,9 +218,10 @@ def test_a_changed_or_unfinished_cache_is_not_used(target, tmp_path, monkeypatch
     assert fork(lambda: TapCache(target, rows, 11, tmp_path, "key", 1.0) and 0) == 9
     assert list(tmp_path.glob("*.tmp")), "the kill came too early to prove anything"
     monkeypatch.undo()
+    monkeypatch.setattr(tap_cache, "FILE_BYTES", 200)  # several files
     cache = TapCache(target, rows, 11, tmp_path, "key", 1.0)
     assert not list(tmp_path.glob("*.tmp"))
-    (file,) = cache.folder.glob("*.safetensors")
+    *_, file = sorted(cache.folder.glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -226,12 +229,29 @@ def test_a_changed_or_unfinished_cache_is_not_used(target, tmp_path, monkeypatch
         TapCache(target, rows, 11, tmp_path, "key", 1.0)
 
 
-@pytest.mark.parametrize("change", ["taps", "length", "store"])
+def test_a_first_token_that_the_target_wrote_has_no_position_before_it():
+    assert tap_cache.tap_positions([1, 0, 1, 0, 1], 4) == (2, [1])
+
+
+def test_a_removed_cache_is_read_on_by_those_who_have_it_open(target, tmp_path):
+    target.tap((0, 2))
+    cache = TapCache(target, answered(), 11, tmp_path, "key", 1.0)
+    before = cache.batch([3])
+    cache.remove()
+    assert not cache.folder.exists()
+    assert torch.equal(cache.batch([3]).taps, before.taps)
+
+
+@pytest.mark.parametrize("change", ["taps", "length", "store", "target", "dtype", "packing"])
 def test_whatever_decides_a_cache_names_it(target, tmp_path, change):
     target.tap((LAST,))
     first = TapCache(target, answered(), 11, tmp_path, "key", 1.0)
     if change == "taps":
         target.tap((1,))
+    if change == "target":
+        target.head.weight.data.neg_()
+    if change == "dtype":
+        target.model.float()
     other = TapCache(
         target,
         answered(),
@@ -239,5 +259,6 @@ def test_whatever_decides_a_cache_names_it(target, tmp_path, change):
         tmp_path,
         "k2" if change == "store" else "key",
         1.0,
+        change == "packing",
     )
     assert other.folder != first.folder
