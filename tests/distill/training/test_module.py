@@ -3,6 +3,8 @@
 import csv
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,16 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from workbench import Bench, same, weights
 
 from decode.errors import UserError
+from decode.sampling import Sampler
+from distill.data.batches import MicroBatch
+from distill.data.on_policy import OnPolicy
+from distill.losses.divergences import kl
 from distill.losses.objective import Objective
-from distill.losses.weights import Streak
+from distill.losses.weights import Streak, constant
 from distill.scoring.scorer import Scorer
 from distill.training.checkpointing import ScoreCheckpoint
+from distill.training.grad_norm import UnusedParameters
+from distill.training.module import DistillModule
 from distill.utils.run_folder import checkpoints
 
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
@@ -171,3 +179,107 @@ def test_denormal_numbers_are_flushed_in_training_alone(bench, tmp_path, monkeyp
     bench.run(tmp_path, **{**PLAIN, "score__enabled": True})
     assert seen == {"forward": [True], "backward": [True], "score": [False]}
     assert not flushes()
+
+
+# -- a module without a run ------------------------------------------------------------------------
+
+
+def alone(target, drafter, on_policy=None, **sizes: int) -> Any:
+    """A module in the middle of a run of 8 steps; `logged` has what it logs."""
+    module: Any = DistillModule(
+        target, drafter, Objective(kl, constant), torch.optim.SGD, 0.0, 1.0, on_policy
+    )
+    micros = [micro(on_policy=3)]
+    module._trainer = SimpleNamespace(
+        **{"max_steps": 8, "accumulate_grad_batches": 1, "world_size": 1} | sizes,
+        precision="64-true",
+        datamodule=SimpleNamespace(micros=lambda step: micros),
+        strategy=SimpleNamespace(reduce=lambda t, reduce_op: t, batch_to_device=lambda m: m),
+    )
+    module.logged = {}
+    module.log_dict = module.logged.update
+    return module
+
+
+def micro(**changes) -> MicroBatch:
+    """Two rows of six anchors each, at step 6."""
+    tokens = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(0))
+    return MicroBatch(tokens, torch.arange(9).expand(2, -1) >= 3, 12, 6, 11)._replace(**changes)
+
+
+@pytest.fixture
+def models(tiny_target, make_drafter):
+    target = tiny_target(vocab=40)
+    return target, make_drafter("eagle", target)
+
+
+def test_a_loss_has_its_rows_weights_and_undoes_what_lightning_divides_by(models):
+    def loss(*weight: float, anchors=12, **sizes):
+        rows = torch.tensor(weight) if weight else None
+        return alone(*models, **sizes).training_step(micro(weight=rows, anchors=anchors), 0).item()
+
+    first, second = loss(1.0, 0.0), loss(0.0, 1.0)
+    assert loss(2.0, 0.5) == pytest.approx(2 * first + second / 2, rel=1e-12)
+    assert loss() == pytest.approx(first + second, rel=1e-12)
+    averaged = loss(anchors=24, accumulate_grad_batches=3, world_size=2)
+    assert averaged == pytest.approx(3 * loss(), rel=1e-12)
+
+
+def test_a_step_is_told_its_share_of_the_run_and_its_seed_and_reads_no_row_twice(models, monkeypatch):
+    (target, drafter), seen = models, []
+    unroll, states = type(drafter).unroll, target.read(micro().tokens)
+    told = lambda self, batch, t: seen.append((batch.seed, batch.progress)) or unroll(self, batch, t)  # noqa: E731
+    monkeypatch.setattr(type(drafter), "unroll", told)
+    monkeypatch.setattr(drafter, "aux_weights_at", lambda share: seen.append(share) or drafter.aux_weights)
+    monkeypatch.setattr(target, "read", lambda *args: pytest.fail("these states are cached"))
+    alone(target, drafter).training_step(micro(target_states=states), 0)
+    assert seen == [(11, 0.75), 0.75]
+    assert torch.initial_seed() == 11, "dropout would not be a function of the step"
+
+
+def test_what_is_logged_of_a_depth_is_a_mean_over_its_rows_or_over_all_anchors(models, monkeypatch):
+    target, drafter = models
+    drafter.add_confidence()
+    call, scores = Objective.__call__, []
+    spy = lambda *args: (scores.append(call(*args)), scores[-1])[1]  # noqa: E731
+    monkeypatch.setattr(Objective, "__call__", spy)
+    module = alone(target, drafter.double(), OnPolicy(0.0, 0.0, Sampler(1.0), 4, 9))
+    module.training_step(micro(), 0).backward()
+    module.on_before_optimizer_step(torch.optim.SGD(drafter.parameters()))
+    first, *_ = rows = scores[0][1]
+    assert first.rows > rows[-1].rows
+    for row in rows:
+        of_depth = {
+            name: module.logged[f"train/{name}_{row.depth}"] for name in ("alpha", "survival", "confidence")
+        }
+        want = {"alpha": row.alpha / row.rows, "survival": row.survival / first.rows}
+        want["confidence"] = row.confidence_loss / row.rows
+        assert of_depth == pytest.approx(want, rel=1e-6)
+    assert module.logged["train/on_policy"] == pytest.approx(3 / 12)
+
+
+def test_a_trial_leaves_no_micro_batch_behind(models):
+    """DeepSpeed would take it for one of the first step."""
+    module = alone(*models, accumulate_grad_batches=2)
+    module.training_step(micro(), 0)
+    module.forget()
+    for _ in range(2):
+        assert not module.logged
+        module.training_step(micro(), 0).backward()
+        module.on_before_optimizer_step(torch.optim.SGD(module.drafter.parameters()))
+    assert module.logged
+
+
+def test_a_weight_that_no_process_used_in_a_step_gets_no_gradient():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    unused = UnusedParameters(lambda: weights)
+    others = torch.tensor([0.0, 1.0, 0.0])  # another process has used the second
+    for mine in (0, 2):
+        for weight in weights:
+            weight.grad = None
+        loss = unused.attach(weights[mine].sum())
+        loss.backward()
+        assert loss.item() == 2.0
+        assert all(weight.grad is not None for weight in weights), "DDP would wait"
+        unused.drop_gradients(lambda counts: counts + others)
+        assert [weight.grad is not None for weight in weights] == [mine == 0, True, mine == 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from distill.losses.divergences import kl
 from distill.losses.objective import Objective
 from distill.losses.weights import constant
 from distill.training.module import DistillModule
-from distill.training.optim import hidden_matrices, muon
+from distill.training.optim import hidden_matrices, muon, warm_up_and_decay
 
 RATE = 0.01
 LLAMA = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -81,6 +82,33 @@ def test_a_group_keeps_its_own_rate(tiny_target, make_drafter):
             assert group["lr"] == pytest.approx(RATE * want[tuned](step / 8))
         optimizer.step()
         schedule.step()
+
+
+def test_a_rate_rises_in_equal_steps_and_falls_along_a_cosine():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule, rates = warm_up_and_decay(optimizer, 10, warmup=0.28, final_lr=0.2), []
+    for _ in range(12):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    fall = [0.2 + 0.4 * (1 + math.cos(math.pi * i / 7)) for i in range(8)]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, *fall, 0.2])
+
+
+def test_both_optimizers_have_their_settings_and_step_by_the_groups_they_were_loaded_with():
+    weights = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = muon([{"params": weights, "hidden": [True, False]}], RATE, 0.9, (0.8, 0.7), 0.1)
+    hidden, rest = (part.param_groups[0] for part in optimizer.parts)
+    assert (hidden["momentum"], hidden["weight_decay"]) == (0.9, 0.1)
+    assert (rest["betas"], rest["weight_decay"]) == ((0.8, 0.7), 0.1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for rate in (0.0, RATE):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for weight in weights:
+            weight.grad = torch.eye(4)
+        optimizer.step()
+        assert [bool((weight == 1).all()) for weight in weights] == [rate == 0.0] * 2
 
 
 def test_an_orthogonal_step_has_the_size_of_adamws():
