@@ -59,6 +59,7 @@ def test_what_is_logged_of_a_depth_is_summed_over_its_rows(name, vocabulary, rag
     given = steps(drafted(head, vocabulary), anchors, hidden)
     chunked, plain = PAIRS[name]
     _, scored = Objective(chunked, constant)(given, last, head, {}, tokens=TEXT)
+    alive: dict[int, float] = {}  # anchor -> chance to accept all depths so far
     for step, log in zip(given, scored, strict=True):
         rows = reference.distributions(step, last, head, TEXT)
         assert (log.depth, log.rows) == (step.depth, len(step.anchor))
@@ -66,6 +67,9 @@ def test_what_is_logged_of_a_depth_is_summed_over_its_rows(name, vocabulary, rag
         agreed = step.head.target_ids(step.head(step.hidden).argmax(-1)) == rows.p.argmax(-1)
         assert log.agreed == agreed.sum()
         assert log.alpha == pytest.approx(rows.overlap.sum().item(), abs=1e-12)
+        for anchor, alpha in zip(step.anchor.tolist(), rows.overlap.tolist(), strict=True):
+            alive[anchor] = alive.get(anchor, 1.0) * alpha
+        assert log.survival == pytest.approx(sum(alive[a] for a in step.anchor.tolist()), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

@@ -7,7 +7,7 @@ from dense import steps
 from decode.errors import UserError
 from distill.losses.divergences import lk, tv
 from distill.losses.objective import Objective
-from distill.losses.weights import DPace, Streak, constant, decay
+from distill.losses.weights import DPace, Streak, constant, decay, weighted
 
 EXACT = {"smoothing": 0.0, "warmup": 0.0}
 
@@ -89,6 +89,13 @@ def test_auxiliary_losses_take_their_rows_weight(ragged):
     by_depth = [[2, 3, 2, 1, 1, 2], [1, 2, 1, 1], [1]]
     want = 3 * sum(i * w for depth in by_depth for i, w in enumerate(depth))
     assert (total - plain).item() == pytest.approx(want, abs=1e-12)
+
+
+def test_a_rows_weight_is_a_factor_on_what_its_steps_have(ragged):
+    head, _, anchors, hidden = ragged
+    given = [step._replace(weight=0.5) for step in steps(head, anchors, hidden)]
+    found = [step.weight.tolist() for step in weighted(iter(given), torch.tensor([2.0, 3.0]), 7)]
+    assert found == [[1.0] * 4 + [1.5] * 2, [1.0] * 3 + [1.5], [1.0]]
 
 
 @pytest.mark.parametrize("kind", [Streak, DPace])
