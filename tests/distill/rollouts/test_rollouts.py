@@ -166,11 +166,11 @@ def test_given_answers_are_taken_as_they_are(parts):
     target, chat, _ = parts
     plan = replace(PLAN, answers="given", self_prompts=0)
     messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"})
-    (row,) = make_writer(target, chat, plan)(0, [Prompt("a", messages)], 0)
+    (row,) = make_writer(target, chat, plan)(0, [Prompt("a", messages, weight=0.5)], 0)
     text = chat.tokenizer.decode(row["tokens"])
     assert text == "{1}hi{2}hello{3}".format(*SPECIAL)
     assert sum(row["loss_mask"]) == len("hello") + 1
-    assert (row["finish_reason"], row["ids"]) == ("given", "reencoded")
+    assert (row["finish_reason"], row["ids"], row["weight"]) == ("given", "reencoded", 0.5)
 
 
 def test_self_written_prompts_that_cannot_be_are_refused(parts):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from stores import PLAN, make_writer
-from workbench import make_tokenizer
+from workbench import TEMPLATE, make_tokenizer
 
 from decode.plan import Plan
 from distill.engines import base as engines
@@ -34,13 +34,15 @@ class Parrot:
     context = None
     begins = True
 
-    def __init__(self, chat, *says: str, cut: bool = False) -> None:
-        self.chat, self.says, self.cut, self.asked = chat, list(says), cut, []
+    def __init__(self, chat, *says: str, cut: bool = False, exact: bool = True) -> None:
+        self.chat, self.says, self.cut, self.exact = chat, list(says), cut, exact
+        self.asked, self.params = [], []
 
     def __call__(self, requests, params):
         self.asked.append(list(requests))
+        self.params.append(params)
         ids = self.chat.tokenizer.encode(self.says[len(self.asked) - 1])
-        return [Answer(ids if self.cut else [*ids, END], not self.cut) for _ in requests]
+        return [Answer(ids if self.cut else [*ids, END], not self.cut, self.exact) for _ in requests]
 
 
 def user(*texts: str) -> tuple[dict, ...]:
@@ -104,6 +106,32 @@ def test_an_answer_that_was_cut_is_the_last_one():
     chat = Chat(make_tokenizer())
     (row,) = Writer(Parrot(chat, "one", cut=True), chat, TALK)(0, [Prompt("p", user("a", "b"))], 0)
     assert (answers(row), row["finish_reason"]) == (["one"], "length")
+
+
+def test_tools_are_in_every_turn_and_encoded_text_is_said_to_be_that():
+    chat, tools = Chat(make_tokenizer("{% if tools %}tools{% endif %}" + TEMPLATE)), ({"name": "f"},)
+    parrot = Parrot(chat, "one", "two", exact=False)
+    (row,) = Writer(parrot, chat, TALK)(0, [Prompt("p", user("a", "b"), tools=tools)], 0)
+    assert chat.tokenizer.decode(row["tokens"]).startswith("tools<|user|>a<|assistant|>one<|end|><|user|>b")
+    assert [request.tools for (request,) in parrot.asked] == [tools, tools]
+    assert row["ids"] == "reencoded"
+
+
+@pytest.mark.parametrize(("longest", "context"), [(8, None), (60, 9)])
+def test_a_self_written_prompt_has_its_own_sampler_and_room_and_loses_its_end(longest, context):
+    chat = Chat(make_tokenizer())
+    before, after = chat.user_turn()
+    plan = replace(PLAN, max_prompt_tokens=longest, max_new_tokens=50, prompt_sampler={"temperature": 0.7})
+    parrot = Parrot(chat, "why", "so")
+    parrot.context = context
+    one, two = Writer(parrot, chat, plan)(3, [], 2)
+    assert chat.tokenizer.decode(one["tokens"]) == "<|user|>why<|assistant|>so<|end|>"
+    assert (one["id"], two["id"], answers(two)) == ("self-3-0", "self-3-1", ["so<|end|>"])
+    room = 8 - len(before) - len(after)
+    assert parrot.params == [
+        SamplingParams({"temperature": 0.7}, room, [*PLAN.stop, after[0]]),
+        SamplingParams(PLAN.sampler, 50, PLAN.stop),
+    ]
 
 
 def test_a_turn_without_room_is_left_out():

@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -23,7 +24,7 @@ from distill.data.batches import MicroBatch
 from distill.losses.objective import Objective
 from distill.training import memory
 from distill.training.module import DistillModule
-from distill.training.nonfinite import load, save
+from distill.training.nonfinite import NonFiniteGuard, load, save
 from distill.utils.run_folder import checkpoints
 
 SGD = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.5}
@@ -132,6 +133,10 @@ def test_what_a_row_counts_is_saved_too(tmp_path):
     assert found.lengths == [6, 5], "rows would be read padded"
     assert "Infinity" not in path.with_suffix(".json").read_text(), "no JSON"
     assert set(load_file(path)) == {"0.tokens", "0.loss_mask", "0.weight"}
+
+
+def test_a_gradient_that_overflows_fp16_is_left_to_the_loss_scaler():
+    NonFiniteGuard().check(SimpleNamespace(precision="16-mixed"), 1.0, float("inf"))
 
 
 def test_a_run_folder_without_a_checkpoint_stays_for_its_batch(bench, tmp_path, monkeypatch):
