@@ -6,11 +6,13 @@ from pathlib import Path
 
 import datasets
 import pytest
-from workbench import Bench, final, fork, same
+from workbench import Bench, final, fork, options_of, same
 
 from decode.errors import UserError
+from decode.model.load import load_target, load_tokenizer
 from distill.data.datamodule import PhasedBatches
 from distill.engines import base as engine
+from distill.prompts.chat_template import Chat
 from distill.rollouts import produce
 from distill.training import checkpointing as callbacks
 
@@ -56,6 +58,13 @@ def test_the_prompts_are_answered_anew_with_the_newest_checkpoints_help(bench, t
     prompts = [[row[:5] for row in rows] for rows in texts]
     assert prompts[0] == prompts[1] == prompts[2]
     assert all(list(a) != list(b) for a, b in ((texts[0], texts[1]), (texts[1], texts[2])))
+
+
+def test_a_phase_has_a_seed_of_its_own_that_follows_from_the_runs(bench):
+    target, chat = load_target(str(bench.target)), Chat(load_tokenizer(str(bench.target)))
+    options = [options_of(*bench.command, f"rollout.seed={seed}") for seed in (0, 1)]
+    seeds = {produce.rollout_plan(o, target, chat, [], phase).seed for o in options for phase in (0, 1, 2)}
+    assert len(seeds) == 6
 
 
 @pytest.mark.proof

@@ -121,6 +121,15 @@ def test_the_manifest_counts_and_hashes(parts, writer, tmp_path):
     store.check()
 
 
+def test_other_rows_under_the_same_plan_are_another_content(parts, writer, tmp_path):
+    """Which names what is kept of them, the target's hidden states for example."""
+    whole, less = (RolloutStore(tmp_path / name, PLAN, parts[2]) for name in ("whole", "less"))
+    fill(whole, writer)
+    fill(less, lambda shard, *work: writer(shard, *work)[shard == 0 :])
+    assert whole.plan.key == less.plan.key
+    assert whole.content() != less.content()
+
+
 def test_a_shard_that_was_changed_is_noticed(parts, writer, tmp_path):
     store = RolloutStore(tmp_path, PLAN, parts[2])
     fill(store, writer)
