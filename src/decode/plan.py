@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from decode.depth_policy import DepthPolicy
 from decode.errors import UserError
@@ -11,6 +11,7 @@ from decode.errors import UserError
 Path = tuple[int, ...]  # child ranks from the root to a node
 # proposal -> the rule that `auto` selects for a chain, and for a tree
 AUTO_RULES = {
+    "auto": ("auto", "auto"),  # until `resolved`
     "fixed": ("match", "match"),
     "sampled": ("token", "recursive"),
     "hybrid": ("recursive", "recursive"),
@@ -30,6 +31,7 @@ class Plan:
         nodes: number of nodes verified, the best by draft probability; 0 means `depth`.
         proposal: `fixed` takes the most likely tokens; `sampled` draws them; `hybrid` gives a node one
             child drawn from the rest of the distribution, and the most likely tokens as its others.
+            `auto` is hybrid for trees above temperature 0 and fixed otherwise; see `resolved`.
         drafts: number of chains drawn side by side (SpecDiff-2, arXiv:2511.00606), of `depth` tokens each.
         draft_temperature: temperature that draft tokens are drawn at; None: the sampler's.
         min_confidence: end a row's chain before the product of its levels' confidences falls below
@@ -105,7 +107,7 @@ class Plan:
             )
         if self.draft_temperature is None:
             return
-        if self.draft_temperature < 0 or self.proposal == "fixed":
+        if self.draft_temperature < 0 or self.proposal in ("auto", "fixed"):
             raise UserError(
                 f"decode.draft_temperature={self.draft_temperature}: must be at least 0, and is for tokens "
                 "that are drawn: decode.proposal=sampled or hybrid"
@@ -127,7 +129,7 @@ class Plan:
     def _choose_rule(self) -> None:
         if self.rule == "auto":
             object.__setattr__(self, "rule", AUTO_RULES[self.proposal][self.has_siblings])
-        if self.rule not in LOSSLESS + LOSSY:
+        if self.rule not in LOSSLESS + LOSSY and self.rule != AUTO_RULES["auto"][0]:
             raise UserError(f"decode.rule={self.rule}: choose one of auto, {', '.join(LOSSLESS + LOSSY)}")
         if (self.rule in LOSSY) != self.lossy:
             raise UserError(
@@ -173,8 +175,22 @@ class Plan:
         """Whether a node may have several children."""
         return self.width > 1 or self.drafts > 1
 
+    def resolved(self, temperature: float, proposals: Sequence[str] = tuple(AUTO_RULES)) -> Plan:
+        """The plan with `auto` replaced, as the decoding loop runs it.
+
+        Args:
+            temperature: of the target.
+            proposals: that the drafter supports.
+        """
+        if self.proposal != "auto":
+            return self
+        weighed = self.rule in ("auto", "recursive")  # other rules have no use for a drawn child
+        draws = temperature > 0 and self.width > 1 and weighed and "hybrid" in proposals
+        return replace(self, proposal="hybrid" if draws else "fixed")
+
     def proposal_temperature(self, temperature: float) -> float | None:
         """Temperature that draft tokens are drawn at, given the target's; None if none are drawn."""
+        assert self.proposal != "auto", "call `resolved` first"
         drafted_at = temperature if self.draft_temperature is None else self.draft_temperature
         # At temperature 0 the fixed children of a hybrid node leave no mass to draw from.
         return (
@@ -191,7 +207,7 @@ class Plan:
         elif self.width == 1:
             text = f"chain-{self.depth}" + ("-sampled" if self.proposal == "sampled" else "")
         else:
-            kind = {"fixed": "tree", "sampled": "sampled-tree", "hybrid": "hybrid"}[self.proposal]
+            kind = {"sampled": "sampled-tree", "hybrid": "hybrid"}.get(self.proposal, "tree")
             kind = f"static-{kind}" if self.tree else kind
             text = f"{kind}-{self.nodes} (depth {self.depth}, width {self.width})"
         if self.min_confidence:

@@ -76,16 +76,19 @@ class TextGenerator:
     def generate(self, prompts: Sequence[Sequence[int]]) -> Generation:
         """Decode prompts, given as token ids, in one batch."""
         target = self.tapped_target()
-        return generate(target, self.drafter, prompts, plan=self._plan, **self._options(target))
+        return generate(target, self.drafter, prompts, plan=self.resolved_plan, **self._options(target))
 
     def stream(self, prompt: Sequence[int]) -> Iterator[Piece]:
         """Decode one prompt; yields what every round adds."""
         target = self.tapped_target()
-        return stream(target, self.drafter, prompt, plan=self._plan, **self._options(target))
+        return stream(target, self.drafter, prompt, plan=self.resolved_plan, **self._options(target))
 
     @property
-    def _plan(self) -> Plan:
-        return self.plan if self.drafter else Plan()
+    def resolved_plan(self) -> Plan:
+        """The plan as it is run: plain without a drafter, and without `auto`."""
+        if self.drafter is None:
+            return Plan()
+        return self.plan.resolved(self.sampler.temperature, self.drafter.proposals)
 
     def _options(self, target: Target) -> dict[str, Any]:
         return {

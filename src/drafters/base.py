@@ -293,11 +293,16 @@ class Drafter(nn.Module, ABC):
                 f"decode: a draft of depth {plan.depth}, but this drafter predicts {self.max_depth} tokens; "
                 f"set decode.depth={self.max_depth} or less, or train with drafter.depth={plan.depth}"
             )
-        if plan.depth and plan.proposal not in self.proposals:
+        if plan.depth and plan.proposal not in ("auto", *self.proposals):
             raise UserError(
                 f"decode.proposal={plan.proposal}: this drafter has no distribution to draw from; "
                 f"set decode.proposal={' or '.join(self.proposals)}"
             )
+
+    def remark(self, plan: Plan) -> str:
+        """A line on settings of this drafter that have no effect under a resolved plan; "" if all have."""
+        del plan
+        return ""
 
     def confidence_of(self, newest: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
         """The confidence head applied to `newest()`, (B, W, D) states of the last level, for `expand`."""

@@ -223,7 +223,11 @@ def score(
         target,
         drafter,
         HeldOut(ids, rollouts=rollouts),
-        [Setting(sampler, plan, batch_size) for sampler in samplers for plan in plans],
+        [
+            Setting(sampler, plan.resolved(sampler.temperature, drafter.proposals), batch_size)
+            for sampler in samplers
+            for plan in plans
+        ],
         ScoreOptions(max_new_tokens, stop_tokens(target), seed),
     )
 

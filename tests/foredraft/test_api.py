@@ -51,7 +51,7 @@ def test_a_drafter_changes_no_greedy_answer_and_streams_what_is_generated(folder
     assert card.audit_passed
     assert card.replay_agrees
     assert card.headline.replay
-    assert card.headline.replay.method == "exact"
+    assert card.headline.replay.method.startswith("estimate" if temperature else "exact")  # a hybrid tree
 
 
 def test_several_prompts_are_answered_in_one_batch(folders):

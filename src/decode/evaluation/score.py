@@ -89,7 +89,7 @@ def score(
         target: compared with itself without the drafter.
         drafter: what is scored.
         held_out: prompts and answers.
-        settings: rows; the first is the headline.
+        settings: rows, with resolved plans; the first is the headline.
         options: how to measure.
         progress: called with (steps done, steps in all).
 

@@ -17,7 +17,7 @@ from decode.draft import PAD, Draft
 from decode.draft_check import FAULTS, draft_fault
 from decode.errors import UserError
 from decode.generation.adaptive import adapt_depth
-from decode.generation.types import Output, Piece, Proposer, Round, Times, Until
+from decode.generation.types import Output, Piece, Proposer, Round, Times, Until, supported_proposals
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
@@ -64,6 +64,7 @@ class Loop:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         target.check_taps(drafter)
+        plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
         self.target, self.prompts, self.clock = target, prompts, clock
         self.drafter = None if drafter is None else adapt_depth(drafter, plan)
         self.proposer = type(drafter).__name__

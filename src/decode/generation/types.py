@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.model.target import Target
-from decode.plan import Plan
+from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.verify import VerificationResult
@@ -24,7 +24,7 @@ class Proposer(Protocol):
 
     Optional members: a method `depends_on_rounds(plan) -> bool` if drafts may depend on where earlier
     rounds began and not on the text alone; an attribute `depends_on_batch: bool` if they may depend on
-    the other rows of the batch.
+    the other rows of the batch; an attribute `proposals` if not all of `Plan.proposal` are supported.
     """
 
     def new_state(self, rows: int) -> Any:
@@ -53,6 +53,11 @@ class Proposer(Protocol):
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         """Draft below the root. Two calls in a row give the same draft."""
         ...
+
+
+def supported_proposals(drafter: Proposer | None) -> Sequence[str]:
+    """Values of `Plan.proposal` that a drafter supports."""
+    return getattr(drafter, "proposals", tuple(AUTO_RULES))
 
 
 def depends_on_rounds(drafter: Proposer, plan: Plan) -> bool:

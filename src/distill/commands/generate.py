@@ -55,7 +55,7 @@ def answer(options: GenerateOptions) -> float:
         for generator in [drafting, plain_generator] if compare_plain else [drafting]:  # warm-up
             replace(generator, max_new_tokens=min(WARM_UP, options.max_new_tokens)).generate([ids])
         last = show(drafting.stream(ids), chat.tokenizer, color)
-        line = summary(plan, last.output, last.times)
+        line = summary(drafting.resolved_plan, last.output, last.times)
         if compare_plain:
             plain = plain_generator.generate([ids])
             line += plain_comparison(speed(last.output, last.times), speed(plain.outputs[0], plain.times))

@@ -73,6 +73,9 @@ def in_process(
 def helping_plan(decode: DecodePlan, drafter: Drafter) -> Plan:
     """The plan with which a drafter speeds up rollouts.
 
+    Where the proposal is `auto`, nodes are fixed: then `match` verifies them, and the answers are those of
+    plain decoding but for rounding, whatever drafts.
+
     Raises:
         UserError: the plan is lossy, or the drafter does not support it.
     """
@@ -84,7 +87,7 @@ def helping_plan(decode: DecodePlan, drafter: Drafter) -> Plan:
     if type(drafter).verifier is not Drafter.verifier:
         raise UserError("rollout: a drafter that has tuned its target would change the answers it helps with")
     drafter.check(decode)
-    return decode
+    return decode.resolved(0.0)
 
 
 def from_server(

@@ -28,7 +28,7 @@ from distill.rollouts.manifest import versions
 from distill.scoring.sample_texts import sample_texts
 from distill.scoring.tap_control import ShuffledTaps
 from distill.scoring.target_drift import target_drift
-from distill.utils.progress import bar
+from distill.utils.progress import bar, say
 from distill.utils.provenance import commit, digest
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
@@ -86,6 +86,7 @@ class Scorer:
             check(self.ids, self.plans[0])
         self.samplers = options.samplers()
         self.rollouts: dict[Sampler, list[Rollout]] = {}
+        self._remarks = {""}  # printed once
 
     @property
     def candidates(self) -> list[Plan]:
@@ -133,6 +134,10 @@ class Scorer:
                 progress_bar.update(done - progress_bar.n)
 
             settings, choices = self._settings(target, drafter, answers)
+            for remark in (drafter.remark(setting.plan) for setting in settings):
+                if remark not in self._remarks:
+                    say(remark)
+                    self._remarks.add(remark)
             card = score(
                 target,
                 drafter,
@@ -209,6 +214,7 @@ class Scorer:
                                 curve=curve,
                             )
                         )
+                    plan = plan.resolved(sampler.temperature, drafter.proposals)
                     settings.append(Setting(sampler, plan, batch))
         return list(dict.fromkeys(settings)), choices
 

@@ -176,7 +176,7 @@ class Dllm(HFModelDrafter, TextDrafter):
 
     @override
     def check(self, plan: Plan) -> None:
-        if self.steps > 1 and plan.depth and plan.proposal != "fixed":
+        if self.steps > 1 and plan.depth and plan.proposal not in ("auto", "fixed"):
             raise UserError(
                 f"decode.proposal={plan.proposal}: with drafter.steps={self.steps} tokens depend on later "
                 "ones, so no row is the distribution of its token, and min(1, p/q) would not be lossless; "

@@ -125,6 +125,15 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         """Whether a draft depends on where the round before began."""
         return self.reuse.applies_to(plan)
 
+    @override
+    def remark(self, plan: Plan) -> str:
+        mode = self.reuse.mode
+        if mode == "none" or not plan.depth or self.reuse.applies_to(plan):
+            return ""
+        return f"drafter.reuse.mode={mode}: states are not reused by {plan.name}; it needs fixed nodes" + (
+            " in a dynamic tree (decode=dynamic decode.proposal=fixed)" if mode == "tree_merge" else ""
+        )
+
     @property
     def depends_on_batch(self) -> bool:
         """Whether it depends on the other rows of its batch: old states are verified alone in all or none."""

@@ -405,3 +405,13 @@ def test_it_comes_back_from_its_folder_with_its_hot_tokens_and_its_mode(tiny_tar
             follower.advance(counts)
             drafts.append(follower.propose(TREE).tokens)
     assert torch.equal(drafts[1], drafts[3])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_without_reuse_is_remarked_on(tiny_target, make_drafter, mode):
+    _, drafter = lyanna(tiny_target, make_drafter, mode)
+    auto = Plan(K, 3, 8, proposal="auto")
+    remarks = [drafter.remark(auto.resolved(temperature)) for temperature in (0.0, 1.0)]
+    assert remarks[0] == drafter.remark(Plan()) == ""
+    assert ("decode.proposal=fixed" in remarks[1]) == (mode == "tree_merge")
+    assert (remarks[1] != "") == (mode in ("tree_merge", "immediate"))

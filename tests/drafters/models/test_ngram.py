@@ -235,11 +235,12 @@ def test_confidence_is_refused_for_want_of_a_law():
         drafter.check(Plan(depth=2, min_confidence=0.3))
 
 
-@pytest.mark.parametrize("plan", ["decode.proposal=sampled", "decode=hybrid"])
+@pytest.mark.parametrize(
+    "plan", [["proposal=sampled"], ["width=2", "nodes=4", "proposal=hybrid"]], ids=["sampled", "hybrid"]
+)
 def test_a_plan_that_draws_is_refused_before_work_starts(bench, plan):
     before = bench.runs()
-    argv = quick(bench)
-    done = train([a for a in argv if plan != "decode=hybrid" or not a.startswith("decode")] + [plan])
+    done = train(quick(bench, *(f"decode.{setting}" for setting in plan)))
     assert done.code == 2
     (line,) = done.err.splitlines()
     assert "set decode.proposal=fixed" in line
