@@ -83,6 +83,7 @@ def test_what_a_run_says_is_short_and_in_order(bench):
     said = bench.train("seed=12").out.splitlines()
     patterns = [
         "run folder: .*",
+        "for a target of hidden size 32: max_tokens=256",
         "estimate: .*",
         "rollouts: 12 rows, .* supervised tokens in .*",
         "memory: .* at the most in the first step, .*",

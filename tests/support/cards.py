@@ -68,7 +68,7 @@ def audit(**more: Any) -> dict[str, Any]:
         "mismatches": 0,
         "margin": 0.01,
         "rescored_in": "float32",
-        "sampled": [{**run, "pit": {}, "surprisal_z": 0.5, "surprisal_p": 0.6}],
+        "sampled": [{**run, "pit": {}, "surprisal_z": 0.5, "surprisal_p": 0.6, "draft_tokens": 0}],
         "passed": True,
         "sampled_tokens": 320,
         "impossible": 0,

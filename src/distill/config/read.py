@@ -136,6 +136,8 @@ def _drafter(cfg: DictConfig) -> o.DrafterOptions:
 
 
 def _optimizer(cfg: DictConfig) -> o.OptimizerOptions:
+    _value(float, cfg.optimizer.lr, "optimizer.optimizer.lr")
+
     def build(groups: Any) -> Any:
         return instantiate(cfg.optimizer, _convert_="all")(groups)
 
@@ -151,7 +153,7 @@ def _trainer(cfg: DictConfig) -> o.TrainerOptions:
         num_nodes=cfg.get("num_nodes", 1),
         accumulate_grad_batches=cfg.accumulate_grad_batches,
         enable_progress_bar=cfg.enable_progress_bar,
-        max_steps=cfg.max_steps,
+        max_steps=_value(int | None, cfg.max_steps, "trainer.max_steps"),
     )
 
 

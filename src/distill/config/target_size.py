@@ -24,6 +24,7 @@ RATE, RATE_SIZE, RATE_POWER = 6e-3, 256, -1.5
 LENGTHS = {512: (192, 512), 1024: (512, 1024)}
 LONGEST = (1024, 2048)
 STEPS, PASSES = 800, 5  # least optimizer steps; passes over the answers
+_announced: set[str] = set()
 SAVES, SAVE_EVERY = 20, 200  # save points of a run; least steps between two
 
 
@@ -60,7 +61,7 @@ def fill_size_settings(cfg: DictConfig) -> None:
     values = size_settings(config.hidden_size, max_positions(config))
     for name in names:
         OmegaConf.update(cfg, name, values[name])
-    say(f"for a target of hidden size {config.hidden_size}: {_line({name: values[name] for name in names})}")
+    _announce(f"target of hidden size {config.hidden_size}", {name: values[name] for name in names})
 
 
 def _is_null(cfg: DictConfig, name: str) -> bool:
@@ -69,8 +70,11 @@ def _is_null(cfg: DictConfig, name: str) -> bool:
     return OmegaConf.is_dict(part) and key in part and part[key] is None
 
 
-def _line(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items())
+def _announce(what: str, values: Mapping[str, Any]) -> None:
+    line = f"for {what}: {' '.join(f'{name}={value}' for name, value in values.items())}"
+    if line not in _announced:  # a search reads the options of each of its families
+        say(line)
+        _announced.add(line)
 
 
 def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
@@ -89,7 +93,7 @@ def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
     given = {"trainer.max_steps": trainer.max_steps, "score.every": score.every}
     values = {"trainer.max_steps": steps, "score.every": every}
     if chosen := {name: value for name, value in values.items() if given[name] is None}:
-        say(f"for {answers:,} answers, {rows} in a step: {_line(chosen)}")
+        _announce(f"{answers:,} answers, {rows} in a step", chosen)
     config = dict(options.config)
     for name, value in values.items():
         group, _, key = name.partition(".")

@@ -121,7 +121,8 @@ def check_ranges(cfg: DictConfig) -> None:
     for key, least in LEAST.items():
         value = OmegaConf.select(cfg, key)
         values = value if OmegaConf.is_list(value) else [value]
-        if value is not None and any(v < least for v in values):
+        numbers = [v for v in values if isinstance(v, int | float)]  # `read_options` checks types
+        if any(v < least for v in numbers):
             raise UserError(f"{key}={value}: must be at least {least}")
     for key, names in CHOICES.items():
         group, _, name = key.rpartition(".")

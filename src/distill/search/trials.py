@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from decode.errors import FollowUpError, TooLargeError, UserError
 from decode.plan import Plan
 from distill.config.compose import compose, configurations
-from distill.config.read import checked_options, read_options
+from distill.config.read import checked_options
 from distill.options import TrainOptions
 from distill.search.halving import LAST, SCORE
 from distill.train import Shared, train
@@ -237,6 +237,6 @@ def job(cfg: DictConfig, time_slices: Mapping[str, TimeSlice], shared: Shared | 
 
 
 def family_options(context: JobContext, overrides: Sequence[str]) -> TrainOptions:
-    """Options of a family's run; value ranges are checked when it runs."""
+    """Options of a family's run."""
     settings = [o for o in overrides if not o.startswith("hydra.")]
-    return read_options(TrainOptions, compose(settings, context.conf, context.name))
+    return checked_options(TrainOptions, compose(settings, context.conf, context.name))

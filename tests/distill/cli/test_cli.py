@@ -132,7 +132,8 @@ def test_every_group_option_composes():
         chosen = [f"{name}={found[turn % len(found)]}" for name, found in groups.items() if found]
         url = ["rollout.url=http://a/v1"] * ("rollout=openai" in chosen)
         kind = SearchOptions if "drafter=auto" in chosen else TrainOptions
-        run = options_of(*chosen, *url, "target.path=a/b", "prompts.path=p.jsonl", cls=kind)
+        sizes = ["optimizer.optimizer.lr=1e-3", "rollout.max_new_tokens=8", "max_tokens=9"]  # reads no target
+        run = options_of(*chosen, *url, *sizes, "target.path=a/b", "prompts.path=p.jsonl", cls=kind)
         assert run.target.path == "a/b"
 
 
@@ -448,7 +449,7 @@ def shown(*words: str) -> str:
 
 def test_help_lists_the_settings_of_chosen_groups_and_explains_those_that_are_named():
     text = shown("--help")
-    for setting in ("trainer.max_steps=800", "optimizer.optimizer.lr=6.0e-3", "drafter.depth=2"):
+    for setting in ("trainer.max_steps=null", "batch_size=5", "drafter.depth=2"):
         assert setting in text
     assert "forward passes; the paper's code: 3" not in text
     text = shown("drafter=hass", "--help")

@@ -11,6 +11,7 @@ from decode.errors import UserError
 from distill.data.batches import BUCKET, ResumeSampler, RolloutBatches
 from distill.data.datamodule import RolloutData
 from distill.data.taps_disk import TapCache
+from distill.distributed.watchdog import Watchdog
 from distill.rollouts.shard import write_shard
 from drafters.base import supervised_anchors
 
@@ -235,7 +236,15 @@ def resumed(**changes) -> SimpleNamespace:
 
 
 def test_a_loader_goes_on_at_its_step_with_the_rows_of_its_rank(tmp_path):
-    data = RolloutData(lambda phase: stored(tmp_path / str(phase)), 0, Keep(), 2, max_tokens=9, seed=7)
+    data = RolloutData(
+        lambda phase: stored(tmp_path / str(phase)),
+        0,
+        Keep(),
+        2,
+        max_tokens=9,
+        seed=7,
+        watchdog=Watchdog(0, tmp_path),
+    )
     data.trainer = resumed()
     loaded = list(data.train_dataloader())
     want = RolloutBatches(data.open(5, data.trainer)[0], 2, 12, 2, 1, 2, seed=7, max_tokens=9)
@@ -247,7 +256,15 @@ def test_a_loader_goes_on_at_its_step_with_the_rows_of_its_rank(tmp_path):
 
 def test_a_phase_has_its_own_rows_and_leaves_no_cache_behind(tmp_path):
     keep = Keep()
-    data = RolloutData(lambda phase: stored(tmp_path / str(phase)), 3, keep, 2, max_tokens=9, seed=7)
+    data = RolloutData(
+        lambda phase: stored(tmp_path / str(phase)),
+        3,
+        keep,
+        2,
+        max_tokens=9,
+        seed=7,
+        watchdog=Watchdog(0, tmp_path),
+    )
     rows = [data.open(step, resumed())[0]["tokens"][:] for step in (0, 2, 3, 5)]
     assert rows == [[row["tokens"] for row in store(40, phase)] for phase in (0, 0, 1, 1)]
     assert keep.epochs == [3 * 2 * 2 * 2 / 40] * 2, "of its own steps"

@@ -280,8 +280,9 @@ def test_a_run_saves_and_scores_the_model_as_it_is(bench, tmp_path):
     assert done.code == 0, done.err
     assert done.err == ""
     said = done.out.splitlines()
-    assert said[1] == "drafter=lm: nothing is trained; checkpoints/0 is the drafter as it is"
-    assert said[2].startswith("headline: chain-2, T=0")
+    assert said[1].startswith("for a target of hidden size 32: max_tokens=")
+    assert said[2] == "drafter=lm: nothing is trained; checkpoints/0 is the drafter as it is"
+    assert said[3].startswith("headline: chain-2, T=0")
     folder = done.folder
     assert (folder / "done").exists()
     assert [p.name for p in checkpoints(folder)] == ["0"]
