@@ -359,7 +359,7 @@ class CommandOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreOptions(HeldOutInputs, CommandOptions):
+class ScoreCommandOptions(HeldOutInputs, CommandOptions):
     """conf/score_checkpoint.yaml."""
 
     score: ScoringOptions

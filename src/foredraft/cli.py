@@ -41,7 +41,9 @@ COMMANDS = {
     "generate": Command(
         "answer a prompt with a drafter", "commands.generate:answer", "generate", "GenerateOptions"
     ),
-    "score": Command("score a checkpoint again", "commands.score:score", "score_checkpoint", "ScoreOptions"),
+    "score": Command(
+        "score a checkpoint again", "commands.score:score", "score_checkpoint", "ScoreCommandOptions"
+    ),
     "export": Command(
         "write a checkpoint for vLLM, SGLang or the Hub", "export:export", "export", "ExportCommandOptions"
     ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distill.config.build import build_target, quiet, read_inputs
-from distill.options import ScoreOptions
+from distill.options import ScoreCommandOptions
 from distill.report.compare import earlier
 from distill.report.tables import settings_table
 from distill.scoring.scorer import Scorer
@@ -14,7 +14,7 @@ from distill.utils.atomic_files import write_json
 from drafters.checkpoint import io as hub
 
 
-def score(options: ScoreOptions) -> float:
+def score(options: ScoreCommandOptions) -> float:
     """Print a new scorecard; write it to `out`, if set.
 
     Raises:

@@ -23,7 +23,7 @@ COMMANDS = {
     "inspect_data": o.InspectOptions,
     "limit": o.LimitOptions,
     "rollout_alone": o.RolloutCommandOptions,
-    "score_checkpoint": o.ScoreOptions,
+    "score_checkpoint": o.ScoreCommandOptions,
     "verify_served": o.VerifyOptions,
 }
 # Their configurations are read by scripts/, beside what is in `benchmarks.common.Inputs`.

@@ -12,7 +12,7 @@ from workbench import options_of
 
 from decode.errors import UserError
 from distill.config.build import read_chat
-from distill.options import GenerateOptions, InspectOptions, ScoreOptions, TrainOptions
+from distill.options import GenerateOptions, InspectOptions, ScoreCommandOptions, TrainOptions
 from distill.prompts.chat_template import Chat
 
 ALL = [*FAMILIES, "pocket"]
@@ -349,7 +349,7 @@ def test_options_reach_the_template_and_tell_stores_apart():
 COMMANDS = {
     "config": TrainOptions,
     "generate": GenerateOptions,
-    "score_checkpoint": ScoreOptions,
+    "score_checkpoint": ScoreCommandOptions,
     "inspect_data": InspectOptions,
 }
 
