@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,11 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
-from benchmarks.common import conditions, load_inputs
+from benchmarks.common import conditions, encode, load_drafter, load_inputs, span
 from benchmarks.regret import spread
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -25,16 +23,12 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.config.build import quiet
 from distill.config.validate import check_ranges
 from distill.report.search_panel import RECORD
 from distill.report.tables import grid
-from distill.scoring.scorer import threads
-from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar, say
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 
@@ -74,22 +68,18 @@ def auto_regret(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input, or a run that failed.
     """
     del folder
-    quiet()
     check_ranges(cfg)
     names = [str(name) for name in cfg.families]
     runs = {name: _train(cfg, name, [name] if name != "auto" else names) for name in ["auto", *names]}
     target, chat, _, held = load_inputs(cfg)
     runners = [_runner(name, run, target) for name, run in runs.items()]
-    ids = [chat.encode(p.messages, p.tools) for p in held[: cfg.score.prompts]]
-    load = [os.getloadavg()[0]]
-    with threads(cfg.score.threads):
-        speeds = _race(cfg, target, runners, ids)
-        used = torch.get_num_threads()
-    load.append(os.getloadavg()[0])
-    card = summary(runners, speeds) | {"what": "auto", "budget_minutes": cfg.minutes}
+    ids = encode(chat, held[: cfg.score.prompts])
     with open_dict(cfg):
         cfg.checkpoint = str(runs["auto"] / "checkpoints" / "best")
-    card |= {"prompts": len(ids), "batch_size": cfg.batch_size} | conditions(cfg, target, used, load)
+    with conditions(cfg, target) as found:
+        speeds = _race(cfg, target, runners, ids)
+    card = summary(runners, speeds) | {"what": "auto", "budget_minutes": cfg.minutes}
+    card |= {"prompts": len(ids), "batch_size": cfg.batch_size, **found}
     write_json(Path(cfg.out), card)
     print(described(card))
     return card["regret"]
@@ -113,8 +103,7 @@ def _train(cfg: DictConfig, name: str, families: Sequence[str]) -> Path:
 
 def _runner(name: str, run: Path, target: Target) -> Runner:
     record = json.loads((run / RECORD).read_text())
-    drafter = hub.load(run / "checkpoints" / "best", target)
-    only_untuned(target, drafter.verifier(target), "checkpoint")
+    drafter = load_drafter(str(run / "checkpoints" / "best"), target)
     plan = Plan(**record["result"]["shape"])
     return Runner(name, drafter, plan, record["spent"] / 60, record["result"]["winner"])
 
@@ -186,9 +175,9 @@ def described(card: dict[str, Any]) -> str:
         for row in card["rows"]
     ]
     low, high = card["regret_interval"]
-    load = "..".join(f"{one:.2f}" for one in card["load_average"])
     return (
         f"{grid(head, lines)}\nregret against {card['best']} with all {card['budget_minutes']:g} min: "
         f"{card['regret']:.1%} ({low:.1%}..{high:.1%}); batch {card['batch_size']}, {card['prompts']} "
-        f"prompts, {card['repeats']} repeats, {card['hardware']}, load {load}"
+        f"prompts, {card['repeats']} repeats, {card['hardware']}, "
+        f"load {span(card['load_average'], 2)}"
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
-from benchmarks.common import conditions, load_inputs
+from benchmarks.common import conditions, encode, load_drafter, load_inputs, machine
 from decode.errors import UserError
 from decode.evaluation.acceptance import round_counts
 from decode.evaluation.timing_ab import DecodeTimings, time_interleaved
@@ -20,15 +18,10 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.config.build import quiet
-from distill.config.validate import check_ranges
 from distill.report.tables import grid
-from distill.scoring.scorer import threads
-from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
 
 Ids = list[int]
 
@@ -96,14 +89,11 @@ def context_lengths(cfg: DictConfig, folder: Path) -> float:
 
 
 def _read(cfg: DictConfig) -> tuple[Target, Drafter, list[Ids], list[Plan]]:
-    quiet()
-    check_ranges(cfg)
     plans = [Plan(**shape) for shape in cfg.plans.values()]
     target, chat, _, held = load_inputs(cfg)
-    drafter = hub.load(cfg.checkpoint, target)
-    only_untuned(target, drafter.verifier(target), "checkpoint")
+    drafter = load_drafter(cfg.checkpoint, target)
     target.tap(drafter.taps)
-    return target, drafter, [chat.encode(p.messages, p.tools) for p in held[: cfg.score.prompts]], plans
+    return target, drafter, encode(chat, held[: cfg.score.prompts]), plans
 
 
 def _race(
@@ -149,17 +139,12 @@ def _publish(
     count: int,
     measure: Callable[[Callable[[], None]], list[dict[str, Any]]],
 ) -> float:
-    load = [os.getloadavg()[0]]
-    with threads(cfg.score.threads), bar(count, f"{what} sweep", "settings", leave=False) as shown:
+    with (
+        conditions(cfg, target) as found,
+        bar(count, f"{what} sweep", "settings", leave=False) as shown,
+    ):
         rows = measure(lambda: (shown.update(), None)[1])
-        used = torch.get_num_threads()
-    load.append(os.getloadavg()[0])
-    card = {
-        "what": what,
-        "rows": rows,
-        "prompts": cfg.score.prompts,
-        **conditions(cfg, target, used, load),
-    }
+    card = {"what": what, "rows": rows, "prompts": cfg.score.prompts, **found}
     write_json(Path(cfg.out), card)
     head = [*columns, "decode", "tau", "tokens/s", "speedup", "with prefill", "draft", "verify"]
     lines = [
@@ -176,9 +161,6 @@ def _publish(
         for row in rows
     ]
     print(grid(head, lines))
-    print(
-        f"T={cfg.temperature:g}, {card['dtype']}, {card['hardware']}, {used} threads, "
-        f"load {load[0]:.2f}..{load[1]:.2f}"
-    )
+    print(f"T={cfg.temperature:g}, {card['dtype']}, {machine(card)}")
     last = [row for row in rows if all(row[name] == rows[-1][name] for name in columns)]
     return max(row["speedup"] for row in last)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
-from benchmarks.common import conditions, load_inputs
+from benchmarks.common import conditions, encode, load_drafter, load_inputs, machine, span
 from benchmarks.vs_transformers import Contender, hugging_face, ours, race
 from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.config.build import build_drafter, quiet
+from distill.config.build import build_drafter
 from distill.config.read import read_options
-from distill.config.validate import check_ranges, refused
+from distill.config.validate import refused
 from distill.options import DrafterOptions
 from distill.report.tables import grid
-from distill.scoring.scorer import threads
-from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
-from drafters.checkpoint import io as hub
 from drafters.models.lm import DraftLM
 from drafters.registry import short_name
 
@@ -45,15 +39,15 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input.
     """
     del folder
-    quiet()
-    check_ranges(cfg)
     options = cfg.score
     target, chat, _, held = load_inputs(cfg)
     with refused():
         contenders = _contenders(cfg, target)
-    prompts = [chat.encode(p.messages, p.tools) for p in held[: options.prompts]]
-    with threads(options.threads), bar(len(prompts) * options.repeats, "racing", "prompts") as shown:
-        load = [os.getloadavg()[0]]
+    prompts = encode(chat, held[: options.prompts])
+    with (
+        conditions(cfg, target) as found,
+        bar(len(prompts) * options.repeats, "racing", "prompts") as shown,
+    ):
         rows = race(
             contenders,
             prompts,
@@ -61,8 +55,6 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
             repeats=options.repeats,
             progress=shown.update,
         )
-        load.append(os.getloadavg()[0])
-        used = torch.get_num_threads()
     if cfg.temperature:  # everybody draws on their own
         for row in rows:
             row["differ"] = None
@@ -74,7 +66,7 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
         "ends": cfg.ends,
         "prompts": len(prompts),
         "draft_model": cfg.drafter.path,
-        **conditions(cfg, target, used, load),
+        **found,
     }
     write_json(Path(cfg.out), card)
     print(_table(card))
@@ -100,8 +92,7 @@ def _contenders(cfg: DictConfig, target: Target) -> list[Contender]:
         Contender("ours-lm-chain", ours(target, draft, chain, **law, seed=cfg.seed)),
     ]
     if cfg.checkpoint:
-        trained = hub.load(cfg.checkpoint, target)
-        only_untuned(target, trained.verifier(target), "checkpoint")
+        trained = load_drafter(cfg.checkpoint, target)
         for name, plan in plans.items():
             decode = ours(target, trained, plan, **law, taps=trained.taps, seed=cfg.seed)
             contenders.append(Contender(f"ours-{short_name(trained)}-{name}", decode))
@@ -109,9 +100,6 @@ def _contenders(cfg: DictConfig, target: Target) -> list[Contender]:
 
 
 def _table(card: dict[str, Any]) -> str:
-    def span(ends: Sequence[float], digits: int) -> str:
-        return "..".join(f"{end:.{digits}f}" for end in ends)
-
     lines = [
         [
             row["name"],
@@ -129,5 +117,5 @@ def _table(card: dict[str, Any]) -> str:
         f"{grid(head, lines)}\n"
         f"T={card['temperature']:g}, {card['dtype']}, draft of {card['depth']}, {card['prompts']} prompts, "
         f"up to {card['max_new_tokens']} tokens, {card['repeats']} repeats; {card['timed']}\n"
-        f"{card['hardware']}, {card['threads']} threads, load {span(card['load_average'], 2)}"
+        f"{machine(card)}"
     )

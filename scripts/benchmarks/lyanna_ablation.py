@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private API: torch has no public name
 from typing_extensions import override
 
-from benchmarks.common import conditions, load_inputs
+from benchmarks.common import conditions, load_drafter, load_inputs
 from decode.errors import UserError
 from decode.evaluation.replay import Counts, Rollout, agreement
 from decode.evaluation.stateful_replay import NO_COIN, Step, matched, walk
@@ -25,13 +24,11 @@ from decode.generation.types import Proposer
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from distill.config.build import quiet
-from distill.config.validate import check_ranges, refused
+from distill.config.validate import refused
 from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
 from distill.utils.atomic_files import write_json
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
 from drafters.models.lyanna import Lyanna
 
 HEAD_TOKENS = 16  # decoded to count head products
@@ -78,10 +75,8 @@ def lyanna(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input, another drafter, or a plan without merging of old states.
     """
     del folder
-    quiet()
-    check_ranges(cfg)
     target, chat, _, held = load_inputs(cfg)
-    drafter = hub.load(hub.fetch(cfg.checkpoint), target)
+    drafter = load_drafter(cfg.checkpoint, target)
     if not isinstance(drafter, Lyanna):
         raise UserError(f"checkpoint={cfg.checkpoint}: the ablation is of drafter=lyanna")
     target.tap(drafter.taps)
@@ -95,11 +90,11 @@ def lyanna(cfg: DictConfig, folder: Path) -> float:
     prompts = held[: cfg.score.replay_prompts]
     new, root = cfg.score.max_new_tokens, Path(cfg.answers)
     rollouts = held_out_answers(target, chat, prompts, sampler, new, cfg.seed, root)
-    result = reuse_ablation(target, drafter, rollouts, plan, sampler)
-    products = head_products(target, drafter, rollouts[0].prompt, plan)
+    with conditions(cfg, target) as found:
+        result = reuse_ablation(target, drafter, rollouts, plan, sampler)
+        products = head_products(target, drafter, rollouts[0].prompt, plan)
     card = {"what": "lyanna", **asdict(result), "head_products": products, "prompts": len(prompts)}
-    load = [os.getloadavg()[0]]
-    write_json(Path(cfg.out), card | conditions(cfg, target, torch.get_num_threads(), load))
+    write_json(Path(cfg.out), card | found)
     arms = {"equal nodes": result.equal_nodes, "equal passes": result.equal_forwards}
     arms |= {"as many fresh nodes": result.fresh_control}
     print(grid(["", "tau", "99 % interval"], [[name, *_cells(arm)] for name, arm in arms.items()]))

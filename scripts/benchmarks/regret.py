@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from omegaconf import DictConfig
 
-from benchmarks.common import conditions, load_inputs
+from benchmarks.common import conditions, load_drafter, load_inputs, machine
 from decode.errors import UserError
 from decode.evaluation.bootstrap import DRAWS
 from decode.evaluation.replay import Rollout
@@ -25,16 +23,12 @@ from decode.planning.auto import Auto
 from decode.planning.round_timing import clock_of
 from decode.sampling import Sampler
 from distill.commands.advise import candidates
-from distill.config.build import quiet
-from distill.config.validate import check_ranges, refused
+from distill.config.validate import refused
 from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
-from distill.scoring.scorer import threads
-from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from drafters.base import Drafter
-from drafters.checkpoint import io as hub
 
 Race = Callable[[Sequence[Plan], int, str], list[list[float]]]
 
@@ -55,12 +49,9 @@ def regrets(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input, or too few held-out prompts.
     """
     del folder
-    quiet()
-    check_ranges(cfg)
     options = cfg.score
     target, chat, _, held = load_inputs(cfg)
-    drafter = hub.load(hub.fetch(cfg.checkpoint), target)
-    only_untuned(target, drafter.verifier(target), "checkpoint")
+    drafter = load_drafter(cfg.checkpoint, target)
     target.tap(drafter.taps)
     if len(held) <= options.prompts:
         raise UserError(
@@ -77,15 +68,13 @@ def regrets(cfg: DictConfig, folder: Path) -> float:
     new, root = options.max_new_tokens, Path(cfg.answers)
     rollouts = held_out_answers(target, chat, held, sampler, new, cfg.seed, root)
     prompts = [r.prompt for r in rollouts[: options.prompts]]
-    load, rows = [os.getloadavg()[0]], []
-    with threads(options.threads):
+    rows = []
+    with conditions(cfg, target) as found:
         for batch in cfg.batch_sizes:
             race = _racer(cfg, target, drafter, prompts, sampler, batch)
             rows.append(_row(auto, target, drafter, rollouts[options.prompts :], sampler, batch, race, cfg))
-        used, clock = torch.get_num_threads(), clock_of(target).__name__
-    load.append(os.getloadavg()[0])
-    card = {"what": "regret", "rows": rows, "clock": clock, "prompts": len(prompts)}
-    card |= conditions(cfg, target, used, load)
+    clock = clock_of(target).__name__
+    card = {"what": "regret", "rows": rows, "clock": clock, "prompts": len(prompts), **found}
     write_json(Path(cfg.out), card)
     print(_described(card))
     return max(row["regret"] for row in rows)
@@ -181,12 +170,8 @@ def _described(card: dict[str, Any]) -> str:
             f"chosen: {row['choice']}. Speed of the sweep's two fastest over its: {against}",
             f"regret {row['regret']:.1%} ({low:.1%}..{high:.1%})\n",
         ]
-    load = "..".join(f"{one:.2f}" for one in card["load_average"])
-    return "\n".join(
-        [
-            *texts,
-            f"T={card['temperature']:g}, {card['dtype']}, {card['prompts']} prompts, {card['repeats']} "
-            f"repeats of the race, {card['clock']}; {card['hardware']}, {card['threads']} "
-            f"threads, load {load}",
-        ]
+    texts.append(
+        f"T={card['temperature']:g}, {card['dtype']}, {card['prompts']} prompts, {card['repeats']} "
+        f"repeats of the race, {card['clock']}; {machine(card)}"
     )
+    return "\n".join(texts)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from benchmarks.common import conditions, load_inputs
+from benchmarks.common import conditions, encode, load_drafter, load_inputs, machine
 from decode.model.load import stop_tokens
 from decode.model.target import Target
-from distill.config.build import quiet
-from distill.config.validate import check_ranges
 from distill.engines.base import InProcess, Request, SamplingParams
 from distill.report.tables import grid
-from distill.scoring.scorer import threads
-from distill.scoring.target_drift import only_untuned
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
-from drafters.checkpoint import io as hub
 from drafters.registry import short_name
 
 
@@ -40,37 +33,29 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
         UserError: bad input.
     """
     del folder
-    quiet()
-    check_ranges(cfg)
     target, chat, train, _ = load_inputs(cfg)
     chosen = train[:: max(1, len(train) // cfg.count)][: cfg.count]
-    requests = [Request(p.id, 0, chat.encode(p.messages, p.tools)) for p in chosen]
+    requests = [Request(p.id, 0, ids) for p, ids in zip(chosen, encode(chat, chosen), strict=True)]
     law = SamplingParams({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))
     engines = _engines(cfg, target)
-    load = [os.getloadavg()[0]]
     speeds: dict[tuple[str, int], list[float]] = {setting: [] for setting in engines}
     with (
-        threads(cfg.score.threads),
+        conditions(cfg, target) as found,
         bar(cfg.score.repeats * len(engines), "rollouts", "settings", leave=False) as shown,
     ):
-        used = torch.get_num_threads()
         for _ in range(cfg.score.repeats):
             for (name, size), engine in engines.items():
                 speeds[name, size].append(_speed(engine, requests, law))
                 shown.update()
-    load.append(os.getloadavg()[0])
     rows = _rows(speeds)
-    card = {"what": "rollout", "rows": rows, **conditions(cfg, target, used, load)}
+    card = {"what": "rollout", "rows": rows, **found}
     write_json(Path(cfg.out), card)
     table = [
         [r["drafter"], str(r["batch_size"]), f"{r['tokens_per_second']:.0f}", f"{r['ratio']:.2f}x"]
         for r in rows
     ]
     print(grid(["drafter", "batch size", "tokens/s", "over the first"], table))
-    print(
-        f"T={cfg.temperature:g}, {card['dtype']}, {card['hardware']}, {used} threads, "
-        f"load {load[0]:.2f}..{load[1]:.2f}"
-    )
+    print(f"T={cfg.temperature:g}, {card['dtype']}, {machine(card)}")
     plain = [row for row in rows if row["drafter"] == "none"]
     return plain[-1]["ratio"]
 
@@ -78,8 +63,7 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
 def _engines(cfg: DictConfig, target: Target) -> dict[tuple[str, int], InProcess]:
     engines = {("none", size): InProcess(target, size, cfg.seed) for size in cfg.batch_sizes}
     if cfg.checkpoint:
-        drafter, plan = hub.load(hub.fetch(cfg.checkpoint), target), instantiate(cfg.decode)
-        only_untuned(target, drafter.verifier(target), "checkpoint")
+        drafter, plan = load_drafter(cfg.checkpoint, target), instantiate(cfg.decode)
         name = short_name(drafter)
         engines |= {
             (name, size): InProcess(target, size, cfg.seed, drafter, plan) for size in cfg.batch_sizes

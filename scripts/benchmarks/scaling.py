@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from benchmarks.common import loads, span
 from decode.errors import UserError
 from decode.hardware import hardware
 from distill.config.validate import check_ranges
@@ -46,13 +47,11 @@ def scaling(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     settings = [(trainer, count) for trainer in cfg.trainers for count in cfg.processes]
     results: dict[tuple[str, int], list[dict[str, float]]] = {setting: [] for setting in settings}
-    load = [os.getloadavg()[0]]
-    with bar(cfg.repeats * len(settings), "scaling", "runs", leave=False) as progress:
+    with loads() as load, bar(cfg.repeats * len(settings), "scaling", "runs", leave=False) as progress:
         for _ in range(cfg.repeats):
             for trainer, count in settings:
                 results[trainer, count].append(_train(cfg, trainer, count))
                 progress.update()
-    load.append(os.getloadavg()[0])
     rows = [_row(setting, results) for setting in settings]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     conditions = {"hardware": hardware(device), "commit": commit(), "load": load}
@@ -65,7 +64,7 @@ def scaling(cfg: DictConfig, folder: Path) -> float:
             [_cells(row) for row in rows],
         )
     )
-    print(f"{conditions['hardware']}, load {load[0]:.2f}..{load[1]:.2f}, commit {conditions['commit']}")
+    print(f"{conditions['hardware']}, load {span(load, 2)}, commit {conditions['commit']}")
     return max(row["efficiency"] for row in rows if row["processes"] == max(cfg.processes))
 
 

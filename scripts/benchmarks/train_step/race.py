@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import statistics
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from benchmarks.common import loads, span
 from benchmarks.train_step.flops import products
 from benchmarks.train_step.workers import HERE, Contender, rates, started_workers
 from decode.errors import UserError
@@ -98,10 +98,8 @@ def _speed(cfg: DictConfig) -> float:
         for side, builder, interpreter in (("ours", OURS, None), ("speculators", THEIRS, python))
     ]
     contenders += [_product(cfg, "float32"), _product(cfg, "bfloat16")]
-    load = [os.getloadavg()[0]]
-    with started_workers(contenders) as ready, bar(cfg.repeats, "racing", "turns") as shown:
+    with loads() as load, started_workers(contenders) as ready, bar(cfg.repeats, "racing", "turns") as shown:
         results = rates([worker for worker, _ in ready], cfg.steps, cfg.repeats, shown.update)
-    load.append(os.getloadavg()[0])
     ceilings = {dtype: statistics.median(results[f"gemm_{dtype}"]) for dtype in ("float32", "bfloat16")}
     answers = {worker.contender.name: answer for worker, answer in ready}
     rows = []
@@ -145,11 +143,9 @@ def _over(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
 def _memory(cfg: DictConfig) -> float:
     large = OmegaConf.merge({k: v for k, v in cfg.items() if k != "memory"}, cfg.memory)
     assert isinstance(large, DictConfig)
-    load = [os.getloadavg()[0]]
     contender = Contender("ours", OURS, _case(large, [1] * large.tokens), large.tokens)
-    with started_workers([contender]) as [(_, answer)]:
+    with loads() as load, started_workers([contender]) as [(_, answer)]:
         pass
-    load.append(os.getloadavg()[0])
     peak, block = answer["peak_mib"], large.tokens * large.shape.vocab_size * 4 / 2**20
     rows = [{"name": "ours", "peak_mib": peak, "block_mib": block}]
     write_json(Path(cfg.out), _card(large, "train_memory", rows, load))
@@ -183,9 +179,9 @@ def _table(card: Mapping[str, Any]) -> str:
         [
             row["name"],
             f"{row['tokens_per_cpu_second']:.0f}",
-            f"{row['spread'][0]:.0f}..{row['spread'][1]:.0f}",
+            span(row["spread"], 0),
             f"{row['ratio']:.2f}x",
-            f"{row['ratio_spread'][0]:.2f}..{row['ratio_spread'][1]:.2f}",
+            span(row["ratio_spread"], 2),
             f"{row['peak_mib']:.0f}",
             f"{row['mflop']:.1f}",
             f"{row['ceiling_share']:.0%}",
@@ -194,11 +190,10 @@ def _table(card: Mapping[str, Any]) -> str:
     ]
     head = ["step", "tokens/CPU s", "min..max", "ratio", "min..max", "peak MiB", "MFLOP/token", "of ceiling"]
     ceiling = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in card["gemm_gflops"].items())
-    load = "..".join(f"{value:.2f}" for value in card["load_average"])
     return (
         f"{grid(head, lines)}\n"
         f"{card['tokens']} tokens, {card['shape']['depth']} unroll steps, fp32, AdamW included; memory above "
         f"weights, gradients and optimizer\n"
         f"ceiling: one thread's matrix product, {ceiling}\n"
-        f"{card['hardware']}, load {load}"
+        f"{card['hardware']}, load {span(card['load_average'], 2)}"
     )
