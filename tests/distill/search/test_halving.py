@@ -240,12 +240,10 @@ class Made:
         made, self.folder = self, folder
 
         class Known(Search):
-            def _prepare(self) -> None:
+            def _prepare(self) -> tuple[list[str], list[str]]:
                 made.clock.now += 60.0 * (not self.ledger.took)
                 self.judge = self.jobs = made
                 self._save(rollouts=60.0)
-
-            def _sort_families(self):
                 return [n for n in made.worth if n not in made.free], list(made.free)
 
         options = options_of("drafter=auto", "score.batch_sizes=[8]", cls=SearchOptions)
