@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import huggingface_hub
+import hypothesis
 import pytest
 import torch
 from ci_cases import mark_proofs
@@ -38,6 +39,8 @@ from drafters.models.dflash import DFlash
 from drafters.models.hf_dllm import Dllm
 
 pytest.register_assert_rewrite("contract")
+# Hypothesis' own profile, everywhere: the same cases in every run, and none fails for being slow.
+hypothesis.settings.load_profile("ci")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -556,9 +556,6 @@ class Bench:
         SEEN.clear()
         known = settings(
             max_examples=BLOCK,
-            derandomize=True,
-            deadline=None,
-            database=None,
             phases=phases or (Phase.generate, Phase.shrink),
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),

@@ -391,7 +391,7 @@ def expected(name: str, turns) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(turns=TURNS)
 def test_any_conversation_is_supervised_where_the_assistant_wrote(name, turns):
     chat = Chat(tokenizer_of(name))

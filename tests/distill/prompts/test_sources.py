@@ -8,7 +8,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from workbench import CONF, make_tokenizer
 
@@ -237,10 +237,9 @@ def gets_past_or_not(case, answers, tmp_path):
 CHAT = Chat(make_tokenizer())
 
 
-@pytest.mark.parametrize("cases", [200, pytest.param(1000, marks=pytest.mark.proof)])
 @pytest.mark.proof
-def test_nothing_malformed_gets_past_and_nothing_but_a_line_comes_of_it(cases, tmp_path):
-    @settings(max_examples=cases, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_nothing_malformed_gets_past_and_nothing_but_a_line_comes_of_it(tmp_path):
+    @settings(max_examples=1000)
     @given(case=CERTAINLY_BROKEN | POSSIBLY_BROKEN | BYTES, answers=st.sampled_from(["keep", "drop"]))
     def check(case, answers):
         gets_past_or_not(case, answers, tmp_path)
