@@ -257,10 +257,9 @@ class Places:
 def program(text: str) -> list[str]:
     """A command's script and arguments; none if it is not one of this repository's."""
     words = _words(text)
-    if words[:1] == ["foredraft"]:
-        return words
     for place, word in enumerate(words):
-        if word == "train.py" or re.fullmatch(r"scripts/\w+\.py", word):
+        installed = word == "foredraft" and words[:place][-1:] in ([], ["-m"])
+        if installed or word == "train.py" or re.fullmatch(r"scripts/\w+\.py", word):
             return words[place:]
     return []
 
