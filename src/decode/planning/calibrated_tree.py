@@ -1,4 +1,9 @@
-"""`decode=calibrated`: a static tree fitted to a drafter's accuracy on stored answers."""
+"""`decode=calibrated`: a static tree fitted to a drafter's accuracy on stored answers.
+
+After section 2.3.3 of Medusa (arXiv:2401.10774), but counting whole paths of ranks where rounds begin. Each
+position of an answer is a line of K ranks, where rank 0 is the drafter's likeliest token; a tree is a tuple
+of paths of ranks, as in `Plan.tree`. Its measure is the number of rounds that it needs on the answers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Weights of the loss at (anchor, depth): by depth alone, or by expected acceptance."""
+"""Weights of the loss at (anchor, depth): by depth alone, or by expected acceptance.
+
+`constant` and `decay` are functions of the depth, from 1. `Streak` (SpecDiff-2, arXiv:2511.00606) and `DPace`
+(arXiv:2605.18810) map the acceptance probabilities (A, K) of A anchors at K depths to weights (A, K), with
+no gradient. `weighted` scales whole rows of the batch, by (B,) weights.
+"""
 
 from __future__ import annotations
 

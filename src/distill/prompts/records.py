@@ -1,4 +1,9 @@
-"""Parse a record of a file or dataset, in any of the common formats, into a Prompt."""
+"""Parse a record of a file or dataset, in any of the common formats, into a Prompt.
+
+A record is one JSON object. Its format is the first key of `FORMS` that it has: OpenAI's `messages`,
+MT-Bench's `turns`, ShareGPT's `conversations`, Alpaca's `instruction` (and `input`), or a plain `prompt`,
+`question` or `text`, whose answer may stand under one of `ANSWERS`. docs/data.md has a line of each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Log training throughput: tokens per second, time per step, wait for data, memory, MFU."""
+"""Log training throughput over the steps since the last log line, as train/<name>.
+
+`tokens_per_second` and `supervised_per_second` (anchors) count all ranks and no padding; `step_seconds` is
+the time of a step, `data_wait` the share of it spent waiting for batches, `peak_gib` this rank's memory in
+GiB. `mfu` (PaLM, arXiv:2204.02311, appendix B) is the FLOP of matrix products, as torch's `FlopCounterMode`
+counts them in one step, target included, over the device's peak by Lightning's table; no peak, no `mfu`.
+"""
 
 from __future__ import annotations
 

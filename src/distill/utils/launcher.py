@@ -1,4 +1,9 @@
-"""Detect launchers (torchrun, SLURM), and exit when another process of the run has died."""
+"""Detect launchers (torchrun, SLURM), and exit when another process of the run has died.
+
+A launcher is known by its environment variables: `launch` says whether this process is the first, and what
+all processes of the launch have in common. `watch` polls once a second and ends a process that hangs in a
+collective, in which no signal handler of Python runs, `GRACE` seconds after another has died.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Drafting by lookup of the newest tokens in earlier text, without a model."""
+"""Drafting by lookup of the newest tokens in earlier text, without a model.
+
+As in prompt lookup decoding (Saxena 2023) and SuffixDecoding (arXiv:2411.04975): what followed an earlier
+occurrence of the newest n tokens is proposed again, as a chain or as the heaviest tree of several
+continuations. `IndexedText` is the state of one row; `LookupDrafter` the base of ngram and suffix.
+"""
 
 from __future__ import annotations
 

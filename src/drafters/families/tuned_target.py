@@ -1,4 +1,10 @@
-"""LoRA of the target, trained with a drafter: held by the drafter and applied to copies of the target."""
+"""LoRA of the target, trained with a drafter: held by the drafter and applied to copies of the target.
+
+LoRA (arXiv:2106.09685) adds alpha / r B A to a weight W (out, in), with A (r, in) and B (out, r). While
+training, `Lora.read` runs a copy that shares the target's weights and has the factors as adapters; for
+decoding, `Lora.merge` adds them to copies of the decoder layers, as a `TunedTarget` with a fingerprint of
+its own. The given target never changes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Unroll of decoder layers over their own output, computed for supervised anchors only."""
+"""Unroll of decoder layers over their own output, computed for supervised anchors only.
+
+This is the training-time test of EAGLE-3 (arXiv:2503.01840): the step of depth j reads the output of depth
+j - 1; an anchor sees the keys and values of depth 1 up to itself, and its own of every depth since. Rows are
+flat: at depth 1 all N positions up to the last anchor of their text, (N, D); later the M anchors that are
+still supervised, (M, D). `unroll_attention` has the attention, `AnchorIndex` the positions.
+"""
 
 from __future__ import annotations
 
