@@ -24,7 +24,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from workbench import ROOT, make_target, write_prompts
+from workbench import ROOT, Bench, make_target, write_prompts
 
 from decode.model.head import Head
 from decode.model.load import load_target, load_tokenizer
@@ -225,6 +225,12 @@ def ragged() -> tuple[Head, Tensor, list[Tensor], list[Tensor]]:
     head = Head(draw(vocab, width), draw(vocab), scale=0.7, softcap=5.0)
     anchors = [torch.tensor(a) for a in ([0, 1, 2, 3, 8, 9], [0, 1, 2, 9], [1])]
     return head, draw(rows, length, width), anchors, [draw(len(a), width) for a in anchors]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    """A target, prompts and a place for outputs, of a module's own."""
+    return Bench(tmp_path_factory.mktemp("bench"))
 
 
 @pytest.fixture(scope="module")

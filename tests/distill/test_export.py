@@ -6,15 +6,9 @@ import errno
 import json
 
 import pytest
-from workbench import Bench, foredraft
+from workbench import foredraft
 
 from distill import export as exporting
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("export"))
-
 
 IMPOSSIBLE = {
     r"drafter.taps=['last']: engines hand drafters no value": ("drafter=eagle3", "drafter.taps=[last]"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from faces import V, random_texts
 from safetensors.torch import load_file, save_file
-from workbench import CONF, Bench, command, weights
+from workbench import CONF, command, weights
 
 from decode.errors import UserError
 from distill.cli.main import main
@@ -78,11 +78,6 @@ def test_what_cannot_be_gone_on_from_is_refused(saved, make_drafter, tiny_target
 
 
 # -- a whole run ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("warm"))
 
 
 def test_a_run_goes_on_from_anothers_checkpoint(bench):

@@ -34,11 +34,6 @@ from drafters.checkpoint.atomic import publish
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("train"))
-
-
-@pytest.fixture(scope="module")
 def straight(bench, tmp_path_factory) -> Path:
     """An undisturbed run: six steps, a save point every two."""
     folder = tmp_path_factory.mktemp("straight")

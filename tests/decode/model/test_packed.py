@@ -6,7 +6,6 @@ import datasets
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
-from workbench import Bench
 
 from decode.errors import UserError
 from decode.model import target as target_module
@@ -133,11 +132,6 @@ def test_batches_say_how_long_their_rows_are(tiny_target, make_drafter, rows):
     assert mixed.on_policy
     assert mixed.tokens.shape[1] == max(mixed.lengths)
     assert [int(mask.nonzero().max()) + 1 for mask in mixed.loss_mask] == mixed.lengths
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("packed"))
 
 
 @pytest.mark.parametrize("taps", ["online", "memory"])

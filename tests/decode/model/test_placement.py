@@ -32,11 +32,6 @@ TEXT = torch.arange(4, 40)[None]
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("placement"))
-
-
-@pytest.fixture(scope="module")
 def whole(bench) -> Target:
     return load_target(str(bench.target))
 

@@ -10,7 +10,7 @@ from itertools import combinations, pairwise, product
 import pytest
 import torch
 from exact import Grown
-from workbench import Bench, train
+from workbench import train
 
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay
@@ -142,11 +142,6 @@ def test_a_tree_of_nothing_is_refused(changes):
 
 
 # -- a run ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("calibrate"))
 
 
 @pytest.mark.proof

@@ -15,11 +15,6 @@ from distill.utils import progress
 from distill.utils.progress import rank_and_world
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("roll_out"))
-
-
 def roll_out(bench: Bench, *more: str):
     """`foredraft rollout` in this process, with what the quick run says of rollouts."""
     given = [a for a in bench.command if a.startswith(("target=", "prompts", "rollout."))]

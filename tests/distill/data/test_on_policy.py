@@ -10,7 +10,7 @@ import pytest
 import torch
 from draft_models import quick
 from faces import V
-from workbench import Bench, final, fork, kill_in_training, same, train
+from workbench import final, fork, kill_in_training, same, train
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -214,11 +214,6 @@ def test_ids_that_only_pad_the_drafters_head_end_an_answer(target, tiny_target):
 
 
 # -- whole runs ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("on_policy"))
 
 
 MORE = ["drafter.layers=1", "on_policy.share=0.6", "score.every=2", "score.enabled=false"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from workbench import Bench, final, fork, options_of, same
+from workbench import final, fork, options_of, same
 
 from decode.errors import UserError
 from decode.model.load import load_target, load_tokenizer
@@ -15,11 +15,6 @@ from distill.engines import base as engine
 from distill.prompts.chat_template import Chat
 from distill.rollouts import produce
 from distill.training import checkpointing as callbacks
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("refresh"))
 
 
 def stores(root: Path) -> list[Path]:

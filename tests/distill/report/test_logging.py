@@ -158,11 +158,6 @@ def offline(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("bench"))
-
-
-@pytest.fixture(scope="module")
 def resumed(bench) -> Path:
     """Killed behind step 5, two steps behind its newest checkpoint; then made to its end."""
     words = ["logger=all", "logger.weights=always"]

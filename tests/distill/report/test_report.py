@@ -17,7 +17,7 @@ from cards import row_of
 from exact import Grown
 from faces import V
 from omegaconf import OmegaConf
-from workbench import Bench, foredraft
+from workbench import foredraft
 
 from decode.depth_policy import DepthPolicy
 from decode.evaluation.replay import Counts
@@ -45,11 +45,6 @@ from drafters.checkpoint.pretrained import scorecard
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 MORE = ("samples", "categories", "versions")  # fields that older scorecards have not
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("report"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from fake_server import CUT, FakeServer
 from stores import PLAN
-from workbench import Bench, make_tokenizer
+from workbench import make_tokenizer
 
 from decode.errors import UserError
 from distill.engines import http as patience
@@ -477,11 +477,6 @@ def test_without_the_library_the_extra_is_named(chat, start, monkeypatch):
 
 
 # -- the whole way -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("served"))
 
 
 def served(bench, fake, *more):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from stores import PLAN, fill, make_writer, rows_of
-from workbench import Bench, leftovers, options_of
+from workbench import leftovers, options_of
 
 from decode.errors import UserError
 from distill.config.build import build_target, read_chat
@@ -25,11 +25,6 @@ from distill.rollouts.store import RolloutStore
 
 pytest.importorskip("ray.data")
 CREW = FleetOptions(workers=2, address=None, cpus_per_worker=1, gpus_per_worker=0)
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("bench"))
 
 
 def begun(folder, prompts, plan=PLAN) -> RolloutStore:

@@ -22,11 +22,6 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("kills"))
-
-
-@pytest.fixture(scope="module")
 def straight(bench, tmp_path_factory) -> tuple[dict[str, bytes], float]:
     """Shards of an undisturbed run, and the seconds it spent on them."""
     store = tmp_path_factory.mktemp("straight")

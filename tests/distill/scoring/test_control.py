@@ -6,17 +6,12 @@ import json
 
 import pytest
 import torch
-from workbench import Bench, foredraft
+from workbench import foredraft
 
 from decode.errors import UserError
 from distill.scoring.tap_control import ShuffledTaps
 
 PROMPTS = [[5, 9, 2, 7], [4, 3, 3, 8, 1], [6, 6]]
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("control"))
 
 
 def score(bench, *more: str):

@@ -42,11 +42,6 @@ SMALL = (
 SECONDS, TICK = 9.0, 0.08
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("auto"))
-
-
 def timed(patch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by a tick whenever it is read: how busy the machine is decides nothing."""
     ticks = count()

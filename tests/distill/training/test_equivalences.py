@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from workbench import Bench, ranks, train, weights
+from workbench import ranks, train, weights
 
 STEPS = 5
 
@@ -54,11 +54,6 @@ WAYS = {
 def losses(folder: Path) -> list[float]:
     with (folder / "csv" / "metrics.csv").open() as file:
         return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("ways"))
 
 
 class Trained(NamedTuple):

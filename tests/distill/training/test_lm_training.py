@@ -10,7 +10,7 @@ import torch
 from draft_models import KINDS, LORA, adapted, draft_model, logits, quick
 from faces import CHAIN, SAMPLED, K, V, batch_of, random_texts, unrolled
 from transformers import AutoConfig, AutoModelForCausalLM
-from workbench import Bench, leftovers, train, weights
+from workbench import leftovers, train, weights
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -262,11 +262,6 @@ def test_nll_is_the_cross_entropy_to_the_text(target):
 
 
 # -- whole runs ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("lmtrain"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import datasets
 import pytest
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
-from workbench import Bench
 
 from benchmarks.train_step import ours as step_ours
 from benchmarks.train_step.flops import products
@@ -23,11 +22,6 @@ from distill.training.checkpointing import ScoreCheckpoint
 from distill.training.module import DistillModule
 
 READING, TRAINING, SAVING, MAKING = 2.0, 3.0, 1000.0, 500.0  # seconds by the clock of these tests
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("meter"))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from workbench import Bench, same, weights
+from workbench import same, weights
 
 from decode.errors import UserError
 from decode.sampling import Sampler
@@ -34,11 +34,6 @@ PLAIN = {
     "score__enabled": False,
     "taps": "online",
 }
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("module"))
 
 
 def logged(folder: Path, name: str) -> list[float]:

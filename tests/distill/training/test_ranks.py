@@ -22,11 +22,6 @@ from distill.utils.run_folder import checkpoints
 OPTIONS = ["trainer=ddp", "trainer.devices=2", "score.every=2"]
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("ranks"))
-
-
 def train(bench: Bench, *more: str, **options) -> list[Outcome]:
     return ranks(2, [*bench.command, *OPTIONS, *more], **options)
 

@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
-from workbench import Bench, final, fork, kill_in_training, leftovers, same, tau, write_prompts
+from workbench import final, fork, kill_in_training, leftovers, same, tau, write_prompts
 
 from distill.rollouts import store as rollouts
 from distill.rollouts import writer
 from distill.training import checkpointing as callbacks
 from distill.utils.run_folder import checkpoints
 from drafters.checkpoint import atomic as files
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("resume"))
 
 
 @pytest.fixture(scope="module")

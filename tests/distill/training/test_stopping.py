@@ -23,11 +23,6 @@ from drafters.models.eagle import Eagle
 OPTIONS = ["score.every=2", "trainer.accumulate_grad_batches=2"]
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("stopping"))
-
-
 def noisy(monkeypatch) -> None:
     """A drafter that draws from the global generator, as dropout does."""
     unroll = Eagle.unroll

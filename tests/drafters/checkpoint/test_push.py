@@ -11,7 +11,7 @@ import torch
 from cards import scorecard
 from faces import V
 from safetensors.torch import load_file
-from workbench import CONF, Bench, command, make_target
+from workbench import CONF, command, make_target
 
 from decode.errors import RemoteError, UserError
 from decode.model.load import load_target
@@ -228,11 +228,6 @@ def test_weights_are_fetched_beside_a_drafters_config_alone(made, fake_hub):
 
 
 # -- commands --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("push"))
 
 
 def exported(*arguments: str):

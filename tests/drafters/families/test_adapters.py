@@ -15,7 +15,7 @@ from fillers import adapted as adapted_filler
 from medusas import moved
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-from workbench import Bench, final, fork, kill_in_training, make_target, make_tokenizer, same, train, weights
+from workbench import final, fork, kill_in_training, make_target, make_tokenizer, same, train, weights
 
 from decode.errors import UserError
 from decode.model.load import load_model
@@ -314,11 +314,6 @@ def test_what_adapters_cannot_be_is_refused(target, tmp_path, lora, reason):
     with pytest.raises(UserError, match=reason) as error:
         DraftLM.for_target(target, path=draft_model(tmp_path / "draft"), lora=lora)
     assert "\n" not in str(error.value)
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.mark.proof

@@ -23,7 +23,7 @@ from faces import (
     random_texts,
     unrolled,
 )
-from workbench import Bench, final, fork, kill_in_training, same, train, weights
+from workbench import final, fork, kill_in_training, same, train, weights
 
 from decode.draft import PAD
 from decode.errors import UserError
@@ -262,11 +262,6 @@ def test_what_a_row_draws_where_it_drafts_nothing_is_its_own(tiny_target, make_d
 
 
 # -- runs ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("confidence"))
 
 
 CONFIDENT = {"drafter__confidence": True, "decode__min_confidence": 0.3}

@@ -116,11 +116,6 @@ def test_a_chain_follows_the_table(tiny_target):
 # -- runs of drafters that count -----------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("counted"))
-
-
 COUNTED = ["bigram", "suffix"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from faces import CHUNKS, ROUNDING, SAMPLED, Follower, K, V, batch_of, laws_below, random_texts, unrolled
 from torch import nn
-from workbench import Bench, final
+from workbench import final
 
 from decode.errors import UserError
 from decode.model.target import LAST
@@ -110,11 +110,6 @@ def test_and_learns_to_read_tokens(tiny_target):
 def test_a_drafter_of_nothing_is_refused(tiny_target, changes):
     with pytest.raises(UserError, match=f"drafter.{next(iter(changes))}=0 must be at least 1"):
         fresh(tiny_target, **changes)
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("hydra"))
 
 
 @pytest.mark.parametrize("own_head", [True, False])

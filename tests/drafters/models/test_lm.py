@@ -264,11 +264,6 @@ def test_a_configuration_that_gives_no_model_is_refused(target, tmp_path, change
 # -- a run that trains nothing ---------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("lm"))
-
-
 def quick(bench: Bench, *more: str) -> list[str]:
     """The quick run's overrides for a copy of the target as draft model."""
     kept = [a for a in bench.command if not a.startswith("drafter.depth")]

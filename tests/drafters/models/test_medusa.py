@@ -22,7 +22,7 @@ from faces import (
     unrolled,
 )
 from torch import nn
-from workbench import Bench, final, train
+from workbench import final, train
 
 from decode.errors import UserError
 from decode.model.head import Head
@@ -163,11 +163,6 @@ def test_a_drafter_of_nothing_is_refused(tiny_target, changes):
 
 
 # -- runs ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("medusa"))
 
 
 @pytest.mark.parametrize("own_head", [True, False])

@@ -14,7 +14,7 @@ import torch
 from faces import K, batch_of, random_texts
 from medusas import LORA, fresh, moved
 from torch import nn
-from workbench import CONF, Bench, changed, command, final
+from workbench import CONF, changed, command, final
 
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout
@@ -255,11 +255,6 @@ def test_heads_learn_alone_at_first_and_faster_than_the_target_after(tiny_target
 
 
 # -- runs ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("medusa2"))
 
 
 def test_a_run_tunes_the_target_and_leaves_its_folder_alone(bench):

@@ -10,7 +10,7 @@ import torch
 from faces import CHUNKS, ROUNDING, SAMPLED, Follower, K, V, batch_of, random_texts, unrolled
 from safetensors.torch import load_file
 from torch import nn
-from workbench import Bench, final
+from workbench import final
 
 from decode.errors import UserError
 from decode.model.target import LAST
@@ -143,11 +143,6 @@ def test_a_drafter_of_nothing_is_refused(tiny_target, changes):
     options = {"depth": 2, "tie_weights": True, "scale_input": True, "inner_size": 0} | changes
     with pytest.raises(UserError, match=f"drafter.{next(iter(changes))}="):
         made(tiny_target, Mlp, **options)
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("mlp"))
 
 
 @pytest.mark.parametrize("name", ["mlp", "lstm"])

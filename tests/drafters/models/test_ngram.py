@@ -10,7 +10,7 @@ from exact import check_lossless
 from faces import feed, paths, propose
 from hypothesis import given
 from hypothesis import strategies as st
-from workbench import Bench, train
+from workbench import train
 
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay
@@ -204,11 +204,6 @@ def test_prompts_of_one_token_and_empty_drafts_decode_and_replay(target):
 
 
 # -- a run -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("ngram"))
 
 
 def quick(bench, *more):

@@ -21,11 +21,6 @@ EVERYBODY = ["ours-plain", "hf-generate", "hf-assisted", "hf-prompt-lookup", "ou
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("race"))
-
-
-@pytest.fixture(scope="module")
 def checkpoint(bench):
     """An EAGLE nobody trained."""
     return bench.untrained_eagle()

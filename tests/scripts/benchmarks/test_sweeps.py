@@ -6,12 +6,7 @@ import json
 
 import pytest
 from scripts.benchmark import run
-from workbench import Bench, command
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("sweeps"))
+from workbench import command
 
 
 @pytest.fixture(scope="module")
