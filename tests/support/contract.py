@@ -22,6 +22,7 @@ from faces import (
     K,
     V,
     alike,
+    assert_faces_agree,
     batch_of,
     best_paths,
     equal,
@@ -60,20 +61,7 @@ def lawful(pair):
 
 def test_decoding_computes_the_laws_that_training_taught(pair):
     target, drafter = lawful(pair)
-    texts = random_texts()
-    laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
-    compared = 0
-    for counts in CHUNKS:
-        follower.advance(counts)
-        draft = follower.propose(SAMPLED)
-        assert draft.q.shape == (2, K, V)
-        assert draft.is_chain
-        for row, anchor in enumerate(follower.anchors):
-            for depth in range(1, K + 1):
-                want = laws[(row, anchor, depth)]
-                torch.testing.assert_close(draft.q[row, depth - 1], want, rtol=0, atol=ROUNDING)
-                compared += 1
-    assert compared == 2 * K * len(CHUNKS)
+    assert_faces_agree(drafter, target, random_texts())
 
 
 def test_the_laws_depend_on_the_context_and_the_depth(pair):

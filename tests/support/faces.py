@@ -150,6 +150,22 @@ def laws_below(drafter, target, prefix, path) -> list[torch.Tensor]:
     return [laws[(0, len(prefix) - 2, depth)] for depth in range(1, len(path) + 2)]
 
 
+def assert_faces_agree(drafter, target, texts, chunks=CHUNKS) -> Follower:
+    """A chain's laws are those of training wherever a round begins; returns the follower, at the end."""
+    laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
+    for counts in chunks:
+        follower.advance(counts)
+        draft = follower.propose(SAMPLED)
+        assert draft.q is not None
+        assert draft.q.shape == (len(texts), K, V)
+        assert draft.is_chain
+        for row, anchor in enumerate(follower.anchors):
+            for depth in range(1, K + 1):
+                want = laws[(row, anchor, depth)]
+                torch.testing.assert_close(draft.q[row, depth - 1], want, rtol=0, atol=ROUNDING)
+    return follower
+
+
 def plans_of(drafter) -> list[Plan]:
     """Those of a sampled chain, a chosen chain and a tree that a drafter can make."""
     return [plan for plan in (SAMPLED, CHAIN, TREE) if plan.proposal in drafter.proposals]

@@ -8,15 +8,12 @@ from faces import (
     CHAIN,
     CHUNKS,
     ROUNDING,
-    SAMPLED,
-    Follower,
-    K,
     V,
+    assert_faces_agree,
     both,
     laws_below,
     random_rollouts,
     random_texts,
-    unrolled,
 )
 
 from decode.errors import UserError
@@ -39,14 +36,8 @@ def informed(tiny_target, make_drafter, name, kind, hot=V):
 def test_decoding_computes_the_laws_that_training_taught(tiny_target, make_drafter, name, kind, hot):
     target, drafter = informed(tiny_target, make_drafter, name, kind, hot)
     texts = random_texts()
-    laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
-    for counts in CHUNKS[:4]:
-        follower.advance(counts)
-        draft = follower.propose(SAMPLED)
-        for row, anchor in enumerate(follower.anchors):
-            for depth in range(1, K + 1):
-                want = laws[(row, anchor, depth)]
-                torch.testing.assert_close(draft.q[row, depth - 1], want, rtol=0, atol=ROUNDING)
+    for rounds in range(1, 5):
+        follower = assert_faces_agree(drafter, target, texts, CHUNKS[:rounds])
         chain = follower.propose(CHAIN).tokens
         for row, end in enumerate(follower.settled):
             path = chain[row].tolist()

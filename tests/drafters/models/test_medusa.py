@@ -1,16 +1,13 @@
-"""Medusa: it begins as the target's own head, its drafts are products of depths, and a run trains it."""
+"""Medusa: its own heads, and drafts that are products of depths."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from faces import (
     CHAIN,
-    CHUNKS,
-    ROUNDING,
     SAMPLED,
     TREE,
     Follower,
@@ -19,51 +16,21 @@ from faces import (
     batch_of,
     paths,
     random_texts,
-    unrolled,
 )
-from torch import nn
-from workbench import final, train
+from heads import fresh, trained
+from workbench import train
 
-from decode.errors import UserError
 from decode.model.head import Head
-from decode.model.target import LAST
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.models.medusa import Medusa
 
 STATIC = Plan(tree=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 0, 0), (1, 0, 1)))
-FORMS = [{"own_head": True, "layers": 1}, {"own_head": False, "layers": 1}, {"own_head": True, "layers": 3}]
-
-
-def fresh(tiny_target, depth=K, layers=1, own_head=True):
-    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
-    target.tap([LAST])
-    return target, Medusa.for_target(target, depth=depth, layers=layers, own_head=own_head).eval()
-
-
-def trained(tiny_target, **options):
-    """As if: every weight is random and matters."""
-    target, drafter = fresh(tiny_target, **options)
-    for weight in drafter.parameters():
-        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    target.model.lm_head.weight.data.mul_(0.3)
-    return target, drafter
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_fresh_drafter_says_at_every_depth_what_the_target_says_next(tiny_target, form):
-    target, drafter = fresh(tiny_target, **form)
-    texts = random_texts()
-    rows = target.head(target.read(texts).last).softmax(-1)  # (B, T, V)
-    found = unrolled(drafter, target, texts)
-    assert {depth for _, _, depth in found} == set(range(1, K + 1))
-    for (row, t, _), law in found.items():
-        torch.testing.assert_close(law, rows[row, t], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("own_head", [True, False])
 def test_own_heads_are_copies_and_train(tiny_target, own_head):
-    target, drafter = fresh(tiny_target, own_head=own_head)
+    target, drafter = fresh(tiny_target, Medusa, own_head=own_head)
     names = dict(drafter.named_parameters())
     assert sorted(n for n in names if n.startswith("lm_heads")) == (
         [f"lm_heads.{i}.weight" for i in range(K)] if own_head else []
@@ -76,7 +43,7 @@ def test_own_heads_are_copies_and_train(tiny_target, own_head):
 
 
 def test_what_the_targets_family_puts_behind_its_head_stays(tiny_target):
-    target, drafter = trained(tiny_target)
+    target, drafter = trained(tiny_target, Medusa)
     target.head = replace(target.head, scale=0.5, softcap=3.0, bias=torch.randn(V))
     for step in drafter.unroll(batch_of(target, random_texts()), target):
         own = drafter.lm_heads[step.depth - 1].weight
@@ -84,23 +51,9 @@ def test_what_the_targets_family_puts_behind_its_head_stays(tiny_target):
         torch.testing.assert_close(step.head(step.hidden), want)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_both_faces_agree_in_every_form(tiny_target, form):
-    target, drafter = trained(tiny_target, **form)
-    texts = random_texts()
-    laws, follower = unrolled(drafter, target, texts), Follower(drafter, target, texts)
-    for counts in CHUNKS:
-        follower.advance(counts)
-        q = follower.propose(SAMPLED).q
-        for row, anchor in enumerate(follower.anchors):
-            for depth in range(1, K + 1):
-                want = laws[(row, anchor, depth)]
-                torch.testing.assert_close(q[row, depth - 1], want, rtol=0, atol=ROUNDING)
-
-
 @pytest.mark.parametrize("plan", [STATIC, replace(STATIC, proposal="hybrid")], ids=lambda p: p.proposal)
 def test_a_static_tree_is_made_of_each_depths_best_tokens(tiny_target, plan):
-    target, drafter = trained(tiny_target)
+    target, drafter = trained(tiny_target, Medusa)
     follower = Follower(drafter, target, random_texts())
     follower.advance((6, 4))
     laws = follower.propose(SAMPLED).q  # of every depth, whatever is above
@@ -124,7 +77,7 @@ def test_a_static_tree_is_made_of_each_depths_best_tokens(tiny_target, plan):
 
 
 def test_a_dynamic_tree_is_the_best_of_the_product(tiny_target):
-    target, drafter = trained(tiny_target)
+    target, drafter = trained(tiny_target, Medusa)
     follower = Follower(drafter, target, random_texts())
     follower.advance((6, 4))
     logs = follower.propose(SAMPLED).q.log()  # (B, K, V)
@@ -147,37 +100,13 @@ def test_a_dynamic_tree_is_the_best_of_the_product(tiny_target):
     ids=str,
 )
 def test_heads_are_read_once_a_draft(tiny_target, monkeypatch, own_head, plan, products):
-    target, drafter = trained(tiny_target, own_head=own_head)
+    target, drafter = trained(tiny_target, Medusa, own_head=own_head)
     follower = Follower(drafter, target, random_texts())
     follower.advance((6, 4))
     calls, product = [], Head.product
     monkeypatch.setattr(Head, "product", lambda self, states: calls.append(0) or product(self, states))
     follower.propose(plan)
     assert len(calls) == products
-
-
-@pytest.mark.parametrize("changes", [{"depth": 0}, {"layers": 0}], ids=str)
-def test_a_drafter_of_nothing_is_refused(tiny_target, changes):
-    with pytest.raises(UserError, match=f"drafter.{next(iter(changes))}=0 must be at least 1"):
-        fresh(tiny_target, **changes)
-
-
-# -- runs ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("own_head", [True, False])
-@pytest.mark.parametrize("objective", ["kl", "ce"])
-@pytest.mark.ci("ce-False", "kl-True")
-def test_a_run_trains_and_scores_it(bench, own_head, objective):
-    done = bench.train("drafter=medusa", f"drafter.own_head={own_head}", f"objective={objective}")
-    assert done.code == 0, done.err
-    moved = final(done.folder)
-    assert moved["blocks.0.layers.0.weight"].abs().max() > 0
-    assert ("lm_heads.0.weight" in moved) is own_head
-    card = json.loads((done.folder / "checkpoints" / "6" / "score.json").read_text())
-    assert card["audit_passed"]
-    assert card["replay_agrees"]
-    assert card["drafter"] == "medusa"
 
 
 def test_a_draft_deeper_than_the_heads_is_refused_before_work_starts(bench):
