@@ -30,8 +30,7 @@ def test_an_export_that_cannot_succeed_is_refused_before_any_work(bench, said):
 
 def test_the_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
     for more, program in ((["drafter.bias=true"], "sglang"), (["drafter.bias=false"], "vllm")):
-        done = bench.train(*more)
-        assert done.code == 0, done.err
+        done = bench.train(*more).succeeded()
         line = next(line for line in done.out.splitlines() if "foredraft export" in line)
         assert line.endswith(f"to={program}")
         config = json.loads((done.folder / "checkpoints" / "best" / "config.json").read_text())

@@ -140,8 +140,7 @@ def test_training_lowers_the_loss(bench, tmp_path):
 @pytest.mark.proof
 def test_a_base_model_trains_without_a_template(bench, tmp_path):
     target = make_target(tmp_path / "base", template=None)
-    done = bench.train(f"target={target}", "prompts.template=none", "prompts.self=3")
-    assert done.code == 0, done.err
+    done = bench.train(f"target={target}", "prompts.template=none", "prompts.self=3").succeeded()
     assert json.loads((done.folder / "checkpoints" / "best" / "score.json").read_text())["audit_passed"]
 
 
@@ -151,8 +150,7 @@ def test_given_answers_train_too(bench, tmp_path):
     file = tmp_path / "answered.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     held = ["prompts.heldout=null", "prompts.heldout_share=0.3"]
-    done = bench.train(f"prompts={file}", *held, "rollout=given")
-    assert done.code == 0, done.err
+    done = bench.train(f"prompts={file}", *held, "rollout=given").succeeded()
     assert "estimate: no rollouts to make" in done.out
 
 
@@ -165,8 +163,7 @@ def test_prompts_as_long_as_the_context_allows_are_answered_and_longer_ones_name
     for path, letter in ((file, "y"), (held, "z")):
         saga = {"messages": [{"role": "user", "content": letter * 300}]}
         path.write_text(path.read_text() + json.dumps(saga) + "\n")
-    done = bench.train(f"prompts={file}", f"prompts.heldout={held}", "rollout.max_new_tokens=4")
-    assert done.code == 0, done.err
+    done = bench.train(f"prompts={file}", f"prompts.heldout={held}", "rollout.max_new_tokens=4").succeeded()
     assert "rollouts: 20 rows" in done.out
     listed = done.folder / "quarantine.jsonl"
     said = done.out.splitlines()
@@ -203,8 +200,7 @@ def test_more_than_a_tenth_too_long_stops_before_any_work(bench, tmp_path, optio
     assert advice in line
     assert "prompts.max_left_out=0.17 " in line
     if "rollout=given" in options:
-        done = bench.train(f"prompts={file}", *options, "prompts.max_left_out=0.17")
-        assert done.code == 0, done.err
+        done = bench.train(f"prompts={file}", *options, "prompts.max_left_out=0.17").succeeded()
         assert "rollouts: 15 rows" in done.out
 
 
@@ -250,8 +246,7 @@ def test_a_full_audit_draws_every_scored_prompt_several_times(bench, straight, t
         f"answers={tmp_path / 'answers'}",
     ]
     argv += ["score.temperatures=[0.0,0.8]", "score.plans=[{depth: 2, proposal: sampled}]"]
-    done = foredraft("score", *argv, "audit=full")
-    assert done.code == 0, done.err
+    done = foredraft("score", *argv, "audit=full").succeeded()
     found = json.loads((tmp_path / "card.json").read_text())["audit"]
     assert found["passed"]
     assert [(r["temperature"], r["decode"]) for r in found["sampled"]] == [
@@ -273,8 +268,7 @@ def test_a_full_audit_draws_every_scored_prompt_several_times(bench, straight, t
 @pytest.mark.proof
 def test_a_sweep_runs_every_job(bench, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = train([*bench.command, "-m", "score.enabled=false", "seed=21,22"])
-    assert done.code == 0, done.err
+    done = train([*bench.command, "-m", "score.enabled=false", "seed=21,22"]).succeeded()
     folders = [p.parent for p in sorted(tmp_path.glob("multirun/*/*/*/checkpoints"))]
     assert [p.name for p in folders] == ["0", "1"]
     assert not same(*(final(p) for p in folders))

@@ -139,8 +139,7 @@ def chats() -> list[list[int]]:
 def drafters(tmp_path_factory) -> dict[str, tuple[Target, Drafter]]:
     """The default run's EAGLE (about four minutes) and the companion, each with a target of its own."""
     out = tmp_path_factory.mktemp("trained")
-    done = train(["drafter=eagle", "score.enabled=false", "logger=csv", f"output_dir={out}"])
-    assert done.code == 0, done.err
+    done = train(["drafter=eagle", "score.enabled=false", "logger=csv", f"output_dir={out}"]).succeeded()
     found = {}
     for name in ("eagle", "lm"):
         target = load_target(POCKET, "bfloat16")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -156,6 +156,17 @@ class Outcome:
     def folder(self) -> Path:
         """The run's folder, printed last."""
         return Path(self.out.strip().splitlines()[-1])
+
+    def succeeded(self) -> Self:
+        """Itself, if the exit code is 0."""
+        assert self.code == 0, self.err
+        return self
+
+    def refused(self, *said: str) -> None:
+        """A user's mistake: exit code 2 and one line, in which all this is said."""
+        assert (self.code, len(self.err.splitlines())) == (2, 1), self.out + self.err
+        assert self.err.startswith("error: ")
+        assert all(text in self.err for text in said), self.err
 
 
 @dataclass

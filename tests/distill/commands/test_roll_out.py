@@ -37,8 +37,7 @@ def test_a_store_is_made_once_and_training_finds_it(bench):
 def test_a_folder_of_ones_own_holds_the_store_and_the_malformed_records(bench, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(bench.prompts.read_bytes() + b"{\n")
-    done = roll_out(bench, f"prompts={bad}", f"rollout.store={tmp_path / 'mine'}")
-    assert done.code == 0, done.err
+    done = roll_out(bench, f"prompts={bad}", f"rollout.store={tmp_path / 'mine'}").succeeded()
     assert done.out.splitlines()[-1] == str(tmp_path / "mine")
     (line,) = (tmp_path / "mine" / "quarantine.jsonl").read_text().splitlines()
     assert json.loads(line)["line"] == 13
@@ -60,8 +59,7 @@ def test_answers_that_the_target_did_not_write_are_doubted(bench, tmp_path, monk
     path = tmp_path / "given.jsonl"
     path.write_text("".join(json.dumps({"messages": talk, "weight": i}) + "\n" for i in range(3)))
     path.write_text(path.read_text() + json.dumps({"messages": [talk[0] | {"content": "you?"}, talk[1]]}))
-    done = roll_out(bench, "rollout=given", f"prompts={path}")
-    assert done.code == 0, done.err
+    done = roll_out(bench, "rollout=given", f"prompts={path}").succeeded()
     assert "WARNING" in done.out.splitlines()
     ((count, plan),) = seen
     assert (count, plan["answers"]) == (2, "given")
@@ -98,8 +96,7 @@ def test_prompts_that_the_chat_template_refuses_are_set_aside_before_work(tmp_pa
     held.write_text(held.read_text() + json.dumps({"prompt": "hold"}) + "\n")
     quick = [f"target={target}", f"prompts={path}", f"prompts.heldout={held}", "rollout.max_new_tokens=4"]
     argv = [*quick, f"rollout.store={tmp_path / 'store'}"]
-    done = foredraft("rollout", *argv)
-    assert done.code == 0, done.err
+    done = foredraft("rollout", *argv).succeeded()
     assert "2 of 6 records" in done.out
     assert f"{held}:1: target: its chat template refuses" in done.out
     assert f"{path}:2: target: its chat template refuses the prompt 'be': no system role" in done.out
@@ -137,8 +134,7 @@ def test_ranks_are_known_whoever_launched_them(monkeypatch):
 def test_a_drafter_helps_and_changes_no_row(bench, tmp_path):
     def rows(*more: str) -> list[tuple[str, list[int]]]:
         store = tmp_path / str(len(list(tmp_path.iterdir())))
-        done = roll_out(bench, f"rollout.store={store}", "rollout.samples=2", *more)
-        assert done.code == 0, done.err
+        roll_out(bench, f"rollout.store={store}", "rollout.samples=2", *more).succeeded()
         table = pq.ParquetDataset(sorted(store.glob("*.parquet"))).read(["id", "tokens"]).to_pylist()
         return [(row["id"], row["tokens"]) for row in table]
 

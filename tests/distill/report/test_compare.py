@@ -257,8 +257,7 @@ def test_the_command_writes_what_it_prints_and_refuses_in_one_line(runs, tmp_pat
     out, kept, document = tmp_path / "table.txt", tmp_path / "results.json", tmp_path / "R.md"
     document.write_text("Above.\n<!-- results -->\nold\n<!-- /results -->\nBelow.\n")
     files = ["--out", str(out), "--results", str(kept), "--readme", str(document)]
-    done = foredraft("compare", *runs, *files, "--html", str(tmp_path / "page.html"))
-    assert done.code == 0, done.err
+    done = foredraft("compare", *runs, *files, "--html", str(tmp_path / "page.html")).succeeded()
     assert done.out == out.read_text() == table(read(runs), Choice()) + "\n"
     assert len(json.loads(kept.read_text())["runs"]) == 3
     assert "| bigram | " in document.read_text()

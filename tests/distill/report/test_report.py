@@ -56,8 +56,7 @@ def run(bench) -> Path:
     records[0]["messages"][0]["content"] = EVIL
     bench.heldout.write_text("".join(json.dumps(r) + "\n" for r in records))
     more = ("score.temperatures=[0.0,1.0]", "score.batch_sizes=[1,2]", "score.replay_prompts=4")
-    done = bench.train("drafter=eagle", *more)
-    assert done.code == 0, done.err
+    done = bench.train("drafter=eagle", *more).succeeded()
     assert f"report: {done.folder / 'report.html'}" in done.out
     return done.folder
 

@@ -25,8 +25,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 def straight(bench, tmp_path_factory) -> tuple[dict[str, bytes], float]:
     """Shards of an undisturbed run, and the seconds it spent on them."""
     store = tmp_path_factory.mktemp("straight")
-    done = bench.train(*SHORT, *LONG, f"rollout.store={store}")
-    assert done.code == 0, done.err
+    bench.train(*SHORT, *LONG, f"rollout.store={store}").succeeded()
     seconds = [(store / name).stat().st_mtime for name in ("plan.json", "manifest.json")]
     return shards(store), seconds[1] - seconds[0]
 
@@ -61,8 +60,7 @@ def ends_the_same(bench: Bench, store: Path, straight: dict[str, bytes], *option
         key = pq.read_schema(shard).metadata[b"plan"].decode()
         assert is_whole(shard, key, number), "half a shard has a whole one's name"
     whole = {p: p.stat().st_mtime_ns for p in store.glob("*.parquet")}
-    done = bench.train(*options)
-    assert done.code == 0, done.err
+    bench.train(*options).succeeded()
     assert shards(store) == straight
     assert len(set(ids(store))) == len(ids(store)) == 12
     assert {name: (store / name).stat().st_mtime_ns for name in whole} == whole, (

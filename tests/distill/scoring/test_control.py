@@ -51,8 +51,7 @@ def test_the_score_is_marked_and_output_is_still_the_targets(bench, tmp_path):
     cards = []
     for control in ("none", "shuffled_taps"):
         out = tmp_path / f"{control}.json"
-        done = score(bench, f"checkpoint={folder}", f"control={control}", f"out={out}")
-        assert done.code == 0, done.err
+        done = score(bench, f"checkpoint={folder}", f"control={control}", f"out={out}").succeeded()
         assert ("control=shuffled_taps: no real score" in done.out) == (control != "none")
         cards.append(json.loads(out.read_text()))
     assert [card["control"] for card in cards] == ["none", "shuffled_taps"]

@@ -72,8 +72,7 @@ def trained(bench) -> Callable[..., Trained]:
         quick = [option for option in bench.command if option != "drafter.depth=2" or drafter != "lm"]
         size = [] if any(option.startswith("batch_size=") for option in way) else ["batch_size=8"]
         argv = [*quick, f"drafter={drafter}", *COMMAND, *DRAFTERS[drafter], *size, *way]
-        done = ranks(2, argv)[0] if "trainer.devices=2" in way else train(argv)
-        assert done.code == 0, done.err
+        done = ranks(2, argv)[0] if "trainer.devices=2" in way else train(argv).succeeded()
         return Trained(losses(done.folder), weights(done.folder / "checkpoints" / "last"))
 
     return run

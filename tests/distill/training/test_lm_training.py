@@ -276,8 +276,7 @@ def test_nll_is_the_cross_entropy_to_the_text(target):
 @pytest.mark.ci("on policy", "lora, nll")
 def test_a_run_trains_saves_and_scores(bench, more):
 
-    done = train(quick(bench, *more))
-    assert done.code == 0, done.err
+    done = train(quick(bench, *more)).succeeded()
     card = json.loads((done.folder / "checkpoints" / "last" / "score.json").read_text())
     assert card["audit_passed"]
     assert card["step"] == 6

@@ -139,7 +139,5 @@ def test_a_killed_run_with_muon_ends_as_if_nothing_had_happened(tmp_path, tmp_pa
 def test_what_muon_refuses_is_found_before_any_work(tmp_path):
     bench = Bench(tmp_path)
     done = bench.train("optimizer=muon", "optimizer.optimizer.momentum=-1")
-    assert done.code == 2
-    assert done.err.count("\n") == 1
-    assert "momentum" in done.err
+    done.refused("momentum")
     assert not bench.runs()

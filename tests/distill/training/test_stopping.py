@@ -123,8 +123,7 @@ def test_a_stopped_run_ends_as_if_nothing_had_happened(moment, bench, straight, 
     assert [p.name for p in checkpoints(folder) if (p / "score.json").exists()] == [
         str(s) for s in range(2, step, 2)
     ]
-    done = bench.train(*OPTIONS)
-    assert done.code == 0, done.err
+    done = bench.train(*OPTIONS).succeeded()
     assert done.folder == folder
     assert f"resuming from step {step}" in done.out
     as_undisturbed(folder, straight)
@@ -207,8 +206,7 @@ def test_runs_interrupted_at_20_random_moments_end_as_if_nothing_had_happened(
         assert code == (143 if number == signal.SIGTERM else -number), said
         (folder,) = [p for p in bench.runs() if not (p / "done").exists()]
         interrupted[(tmp_path / "hit").read_text()] += 1
-        done = bench.train(*OPTIONS)
-        assert done.code == 0, done.err
+        done = bench.train(*OPTIONS).succeeded()
         assert done.folder == folder
         as_undisturbed(folder, straight)
     print(f"interrupted in {interrupted}")

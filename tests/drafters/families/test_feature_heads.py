@@ -76,8 +76,7 @@ MORE_RUNS = [
 @pytest.mark.parametrize("options", [*RUNS, *MORE_RUNS])
 @pytest.mark.ci(*RUNS)
 def test_a_run_trains_and_scores_it(bench, options):
-    done = bench.train(*options.split())
-    assert done.code == 0, done.err
+    done = bench.train(*options.split()).succeeded()
     moved = final(done.folder)
     assert all(weight.isfinite().all() for weight in moved.values())
     for name in ("blocks.0.layers.0.weight", "blocks.1.linear.weight"):  # Medusa's and Hydra's begin at 0

@@ -259,8 +259,7 @@ def test_heads_learn_alone_at_first_and_faster_than_the_target_after(tiny_target
 
 def test_a_run_tunes_the_target_and_leaves_its_folder_alone(bench):
     before = {p.name: p.read_bytes() for p in bench.target.iterdir()}
-    done = bench.train("drafter=medusa2", "drafter.lora.r=4", "score.enabled=false")
-    assert done.code == 0, done.err
+    done = bench.train("drafter=medusa2", "drafter.lora.r=4", "score.enabled=false").succeeded()
     assert {p.name: p.read_bytes() for p in bench.target.iterdir()} == before
     ups = [w for name, w in final(done.folder).items() if name.endswith(".up.weight")]
     assert len(ups) == 2 * 7
@@ -276,8 +275,7 @@ def test_a_run_tunes_the_target_and_leaves_its_folder_alone(bench):
 def scored(bench) -> Path:
     done = bench.train(
         "drafter=medusa2", "drafter.lora.r=4", "drafter.lora_lr=1", "score.temperatures=[0.0,1.0]"
-    )
-    assert done.code == 0, done.err
+    ).succeeded()
     (bench.root / "said.txt").write_text(done.out)
     return done.folder
 
@@ -319,8 +317,7 @@ def test_the_tuned_targets_answers_are_drawn_anew_at_every_save_point(bench, sco
 
 @pytest.mark.proof
 def test_while_the_heads_learn_alone_the_target_has_moved_by_exactly_nothing(bench):
-    done = bench.train("drafter=medusa2", "drafter.warmup=0.99", "score.replay_prompts=0")
-    assert done.code == 0, done.err
+    done = bench.train("drafter=medusa2", "drafter.warmup=0.99", "score.replay_prompts=0").succeeded()
     card = card_of(done.folder / "checkpoints" / "6")
     assert final(done.folder)["blocks.0.layers.0.weight"].abs().max() > 0
     far = card["target_drift"]
@@ -393,8 +390,7 @@ def test_an_answer_says_whose_it_is(bench, scored):
     done = command(
         lambda: main(lambda cfg, folder: say(checked_options(GenerateOptions, cfg)), CONF, "generate"),
         ["generate.py", *call, checkpoint],
-    )
-    assert done.code == 0, done.err
+    ).succeeded()
     assert "lossless to the tuned target" in done.err
 
 

@@ -235,8 +235,5 @@ def test_confidence_is_refused_for_want_of_a_law():
 )
 def test_a_plan_that_draws_is_refused_before_work_starts(bench, plan):
     before = bench.runs()
-    done = train(quick(bench, *(f"decode.{setting}" for setting in plan)))
-    assert done.code == 2
-    (line,) = done.err.splitlines()
-    assert "set decode.proposal=fixed" in line
+    train(quick(bench, *(f"decode.{setting}" for setting in plan))).refused("set decode.proposal=fixed")
     assert bench.runs() == before

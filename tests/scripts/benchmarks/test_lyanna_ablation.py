@@ -11,8 +11,7 @@ from workbench import command
 
 @pytest.fixture(scope="module")
 def checkpoint(bench):
-    done = bench.train("drafter=lyanna", "score.enabled=false")
-    assert done.code == 0, done.err
+    done = bench.train("drafter=lyanna", "score.enabled=false").succeeded()
     return done.folder / "checkpoints" / "last"
 
 
@@ -24,8 +23,7 @@ def ablate(bench, *more):
 
 
 def test_differences_shares_and_head_products_are_written(bench, checkpoint):
-    done = ablate(bench, f"checkpoint={checkpoint}", "temperature=1.0")
-    assert done.code == 0, done.err
+    done = ablate(bench, f"checkpoint={checkpoint}", "temperature=1.0").succeeded()
     card = json.loads((bench.root / "lyanna.json").read_text())
     for arm in ("equal_nodes", "equal_forwards", "fresh_control"):
         difference, (low, high) = card[arm]
