@@ -61,7 +61,7 @@ def fill_size_settings(cfg: DictConfig) -> None:
     values = size_settings(config.hidden_size, max_positions(config))
     for name in names:
         OmegaConf.update(cfg, name, values[name])
-    _announce(f"target of hidden size {config.hidden_size}", {name: values[name] for name in names})
+    _announce(f"a target of hidden size {config.hidden_size}", {name: values[name] for name in names})
 
 
 def _is_null(cfg: DictConfig, name: str) -> bool:

@@ -12,6 +12,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from decode.errors import UserError
+from distill.utils.paths import bundled
 from distill.utils.redact import PASSWORD
 
 LEAST = {
@@ -121,8 +122,9 @@ def check_ranges(cfg: DictConfig) -> None:
     for key, least in LEAST.items():
         value = OmegaConf.select(cfg, key)
         values = value if OmegaConf.is_list(value) else [value]
-        numbers = [v for v in values if isinstance(v, int | float)]  # `read_options` checks types
-        if any(v < least for v in numbers):
+        if any(not isinstance(v, int | float | None) for v in values):
+            raise UserError(f"{key}={value}: must be a number")
+        if any(v is not None and v < least for v in values):
             raise UserError(f"{key}={value}: must be at least {least}")
     for key, names in CHOICES.items():
         group, _, name = key.rpartition(".")
@@ -170,17 +172,18 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 
 def check_paths(cfg: DictConfig) -> None:
-    """Check that files and folders exist which are named by a path rather than by a hub id.
+    """Check that files and folders exist which are named by a path and cannot be a hub id (owner/name).
 
     Raises:
         UserError: the first that does not.
     """
     for key, advice in FILES.items():
         value = OmegaConf.select(cfg, key)
-        if isinstance(value, str) and value.startswith(("/", "./", "../", "~/")):
-            name = key.removesuffix(".path")
-            if not Path(value).expanduser().exists():
-                raise UserError(f"{name}={value}: no such {advice}")
+        if not isinstance(value, str) or not value or "://" in value:
+            continue
+        is_path = "hub id" not in advice or value.count("/") != 1 or value[0] in "/.~"
+        if is_path and not Path(bundled(value)).expanduser().exists():
+            raise UserError(f"{key.removesuffix('.path')}={value}: no such {advice}")
 
 
 def check_server(cfg: DictConfig) -> None:
