@@ -35,8 +35,7 @@ def test_the_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
         assert line.endswith(f"to={program}")
         config = json.loads((done.folder / "checkpoints" / "best" / "config.json").read_text())
         assert config["exports"][0] == program
-        tried = foredraft(*line.split()[1:])
-        assert tried.code == 0, tried.err
+        foredraft(*line.split()[1:]).succeeded()
 
 
 def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch):
@@ -53,8 +52,7 @@ def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch)
     assert (folder / "report.html").exists()
     again = done.err.partition("this exports it again: ")[2].split()
     assert again[0] == "foredraft"
-    tried = foredraft(*again[1:])
-    assert tried.code == 0, tried.err
+    foredraft(*again[1:]).succeeded()
     assert next((folder / "export").iterdir()).name.endswith("-native")
     other = bench.train("seed=5", "export.to=native")  # the run has ended: the same command is a new one
     assert other.code == 0, other.err

@@ -82,8 +82,7 @@ def test_the_laws_depend_on_the_context_and_the_depth(pair):
 
 def test_a_sampled_chains_laws_are_warped_as_the_sampler_says(pair):
     target, drafter = lawful(pair)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((6, 4))
+    follower = Follower(drafter, target, random_texts(), (6, 4))
     plain = follower.propose(SAMPLED).q
     for sampler in [Sampler(0.5), Sampler(1.0, top_k=3), Sampler(0.0), Sampler(0.7, top_p=0.8, min_p=0.05)]:
         want = sampler.probs(plain.flatten(0, 1).log()).view_as(plain)
@@ -92,8 +91,7 @@ def test_a_sampled_chains_laws_are_warped_as_the_sampler_says(pair):
 
 def test_a_sampled_chain_is_drawn_from_the_laws_it_carries(pair):
     target, drafter = lawful(pair)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((6, 4))
+    follower = Follower(drafter, target, random_texts(), (6, 4))
     coin, drawn = EnumeratingCoin([Script(0), Script(1)]), []
     draw = coin.draw
 
@@ -299,8 +297,7 @@ def test_a_plan_of_nodes_that_it_cannot_make_is_refused(pair, plan):
     if plan.proposal in drafter.proposals:
         drafter.check(plan)
         return
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((6, 4))
+    follower = Follower(drafter, target, random_texts(), (6, 4))
     with pytest.raises(UserError, match=r"set decode\.proposal=fixed"):
         follower.propose(plan)
 
@@ -309,8 +306,7 @@ def test_nothing_is_kept_on_the_module(pair):
     target, drafter = pair
     before = {k: v.clone() for k, v in drafter.state_dict().items()}
     names = set(vars(drafter))
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((4, 3))
+    follower = Follower(drafter, target, random_texts(), (4, 3))
     follower.propose(TREE)
     assert set(vars(drafter)) == names
     assert all(torch.equal(before[k], v) for k, v in drafter.state_dict().items())
@@ -562,7 +558,6 @@ def test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path):
     texts = random_texts()
     drafts = []
     for one in (drafter, loaded):
-        follower = Follower(one, target, texts)
-        follower.advance((5, 3))
+        follower = Follower(one, target, texts, (5, 3))
         drafts.append([follower.propose(plan) for plan in plans_of(drafter)])
     assert all(equal(*both) for both in zip(*drafts, strict=True))

@@ -105,13 +105,15 @@ class Dictate:
 
 
 class Follower:
-    """Feeds known texts to a drafter's decoding face, as the loop would."""
+    """Feeds known texts to a drafter's decoding face, as the loop would; `counts`: of a first round."""
 
-    def __init__(self, drafter, target, texts) -> None:
+    def __init__(self, drafter, target, texts, counts=None) -> None:
         self.drafter, self.target, self.texts = drafter, drafter.verifier(target), texts
         self.taps = self.target.read(texts).taps
         self.state = drafter.new_state(len(texts))
         self.settled = [0] * len(texts)
+        if counts:
+            self.advance(counts)
 
     @torch.no_grad()
     def advance(self, counts) -> None:

@@ -23,13 +23,11 @@ def roll_out(bench: Bench, *more: str):
 
 
 def test_a_store_is_made_once_and_training_finds_it(bench):
-    first = roll_out(bench)
-    assert first.code == 0, first.err
+    first = roll_out(bench).succeeded()
     folder = first.out.splitlines()[-1]
     assert json.loads((bench.root / folder / "manifest.json").read_text())["counts"]["rows"] == 12
     assert f"reusing all 3 shards in {folder}" in roll_out(bench).out
-    trained = bench.train("score.enabled=false")
-    assert trained.code == 0, trained.err
+    trained = bench.train("score.enabled=false").succeeded()
     assert f"reusing all 3 shards in {folder}" in trained.out
 
 

@@ -223,8 +223,7 @@ MORE = ["drafter.layers=1", "on_policy.share=0.6", "score.every=2", "score.enabl
 @pytest.mark.proof
 def test_a_killed_run_ends_with_the_same_bits(bench, monkeypatch, accumulate):
     argv = quick(bench, *MORE, f"trainer.accumulate_grad_batches={accumulate}")
-    straight = train([*argv, "resume=never"])
-    assert straight.code == 0, straight.err
+    straight = train([*argv, "resume=never"]).succeeded()
     with monkeypatch.context() as patch:
         kill_in_training(patch)
         status = fork(lambda: train(argv).code)

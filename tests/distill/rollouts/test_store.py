@@ -362,8 +362,7 @@ def test_the_command_fills_a_folder_and_reuses_it_and_refuses_another_targets(tm
     bench = Bench(tmp_path)
     mine = tmp_path / "it's (mine)"
     options = [f"rollout.store={mine}", "score.enabled=false", "trainer.max_steps=1", "score.every=1"]
-    first = bench.train(*options)
-    assert first.code == 0, first.err
+    first = bench.train(*options).succeeded()
     assert f"supervised tokens in {mine}" in first.out
     assert len(parquets(mine)) == 3
     assert json.loads((mine / "manifest.json").read_text())["origin"]["target"] == str(bench.target)

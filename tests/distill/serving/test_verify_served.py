@@ -674,8 +674,7 @@ class Decoder(Engine):
 def test_a_real_decoder_counts_what_its_scorecard_says(tmp_path, ask):
     """The pocket's draft model, scored; then served by our own decoder, whole and damaged."""
     drafter = ["drafter=lm_given", "decode=chain", "decode.depth=3", "logger=csv"]
-    outcome = train([*drafter, "score.temperatures=[0.0,1.0]", f"output_dir={tmp_path}"])
-    assert outcome.code == 0, outcome.err
+    outcome = train([*drafter, "score.temperatures=[0.0,1.0]", f"output_dir={tmp_path}"]).succeeded()
     checkpoint = outcome.folder / "checkpoints" / "0"
     target = load_target("data/pocket", "bfloat16")
     whole = load(checkpoint, target)

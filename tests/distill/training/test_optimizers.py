@@ -126,8 +126,7 @@ def test_an_orthogonal_step_has_the_size_of_adamws():
 def test_a_killed_run_with_muon_ends_as_if_nothing_had_happened(tmp_path, tmp_path_factory, monkeypatch):
     bench = Bench(tmp_path_factory.mktemp("muon"))
     more = ["optimizer=muon", "score.enabled=false", "score.every=2"]
-    straight = bench.train(*more, f"output_dir={tmp_path / 'a'}")
-    assert straight.code == 0, straight.err
+    straight = bench.train(*more, f"output_dir={tmp_path / 'a'}").succeeded()
     with monkeypatch.context() as spoilt:
         kill_in_training(spoilt)
         assert bench.fork(*more, f"output_dir={tmp_path / 'b'}") == 9

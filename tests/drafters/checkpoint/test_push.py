@@ -247,8 +247,7 @@ def test_a_run_ends_on_the_hub_and_is_whole_if_that_fails(bench, fake_hub, monke
     assert again[:2] == ["foredraft", "export"]
     assert not fake_hub.repos[REPO].files
     fake_hub.cut = ""
-    retried = exported(*again[2:])
-    assert retried.code == 0, retried.err
+    retried = exported(*again[2:]).succeeded()
     assert f"uploaded: {fake_hub.url}/{REPO}/commit/" in retried.out
     files = fake_hub.repos[REPO].files
     assert sorted(files) == sorted(
@@ -275,8 +274,7 @@ def test_a_run_ends_on_the_hub_and_is_whole_if_that_fails(bench, fake_hub, monke
     out = next((folder / "export").iterdir())
     (out / "README.md").write_text("---\nlicense: mit\n---\n")
     monkeypatch.delenv("HF_TOKEN")
-    dry = exported(*again[2:])
-    assert dry.code == 0, dry.err
+    dry = exported(*again[2:]).succeeded()
     assert "is there already and is uploaded as it is" in dry.out
     assert "would upload to" in dry.out
     assert "dry run: no token of the Hub is known here" in dry.out

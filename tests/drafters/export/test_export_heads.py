@@ -230,8 +230,7 @@ def alike(target, one, other) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     drafts = []
     for drafter in (one, other):
-        follower = Follower(drafter.requires_grad_(False), target, random_texts())
-        follower.advance((5, 3))
+        follower = Follower(drafter.requires_grad_(False), target, random_texts(), (5, 3))
         drafts.append([follower.propose(plan) for plan in plans_of(drafter)])
     assert all(equal(*pair) for pair in zip(*drafts, strict=True))
     assert tau(target, one) == tau(target, other)

@@ -321,8 +321,7 @@ def test_a_killed_run_ends_with_the_same_bits_and_its_state_is_small(bench, tmp_
     base = make_target(tmp_path / "base", seed=1)  # beside the target's own copy there is nothing to learn
     argv = quick(bench, f"drafter.path={base}", "drafter.lora={r: 2, alpha: 4}", "drafter.confidence=true")
     argv += ["score.enabled=false", "score.every=2", "objective=kl", "weights=constant"]
-    straight = train(argv)
-    assert straight.code == 0, straight.err
+    straight = train(argv).succeeded()
 
     def kill() -> None:
         with monkeypatch.context() as spoilt:

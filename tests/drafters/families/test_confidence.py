@@ -79,8 +79,7 @@ def test_a_head_changes_no_law_and_no_draft(pair):
     texts = random_texts()
 
     def drafts():
-        follower = Follower(drafter, target, texts)
-        follower.advance((5, 3))
+        follower = Follower(drafter, target, texts, (5, 3))
         return [follower.propose(plan) for plan in plans_of(drafter)]
 
     before = unrolled(drafter, target, texts), drafts()

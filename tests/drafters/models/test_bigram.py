@@ -104,8 +104,7 @@ def test_a_chain_follows_the_table(tiny_target):
     target = tiny_target(vocab=40, dtype=torch.float32)
     drafter = Bigram.for_target(target, successors=8, prior=0.5)
     drafter.fit(random_rollouts(40))
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((4, 7))
+    follower = Follower(drafter, target, random_texts(), (4, 7))
     q = follower.propose(SAMPLED, Sampler(1.0)).q
     for row, end in enumerate([4, 7]):
         for depth in range(3):
@@ -190,8 +189,7 @@ def test_a_run_that_was_stopped_goes_on_in_its_folder(bench, name, where, monkey
         patch.setattr(*point, stop)
         first = train(argv)
     assert first.code == 130
-    again = train(argv)
-    assert again.code == 0, again.err
+    again = train(argv).succeeded()
     assert again.out.startswith("resuming: ")
     assert str(again.folder) in first.err
     straight = train([*argv, "resume=never"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import contract
 import pytest
 import torch
 from exact import check_lossless
-from faces import CHAIN, TREE, Follower, K, V, batch_of, both, random_texts
+from faces import CHAIN, Follower, K, V, batch_of, both, random_texts
 
 from decode.errors import UserError
 from decode.model.head import Head
@@ -17,7 +18,6 @@ from distill.losses.divergences import hit, nll
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak
 from drafters.base import DraftStep, sample_anchors
-from drafters.checkpoint import io as hub
 
 # -- the drafter -----------------------------------------------------------------------------------
 
@@ -27,8 +27,7 @@ def test_a_draft_costs_one_pass_and_one_head_product_whatever_the_block(tiny_tar
     """SD5."""
     target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
     drafter = make_drafter("diffusion", target, depth=depth)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, random_texts(), (5, 3))
     passes, products = [], []
     run, product = drafter._pass, Head.product
     drafter._pass = lambda *a: passes.append(1) or run(*a)
@@ -41,8 +40,7 @@ def test_a_draft_costs_one_pass_and_one_head_product_whatever_the_block(tiny_tar
 
 def test_a_shallow_draft_is_a_deep_one_cut_off(tiny_target, make_drafter):
     target, drafter = both(tiny_target, make_drafter, "diffusion")
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, random_texts(), (5, 3))
     assert torch.equal(follower.propose(Plan(depth=1)).tokens, follower.propose(CHAIN).tokens[:, :1])
     with pytest.raises(UserError, match=f"this drafter predicts {K} tokens"):
         follower.propose(Plan(depth=K + 1))
@@ -50,8 +48,7 @@ def test_a_shallow_draft_is_a_deep_one_cut_off(tiny_target, make_drafter):
 
 def test_masks_see_one_another_both_ways(tiny_target, make_drafter):
     target, drafter = both(tiny_target, make_drafter, "diffusion")
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, random_texts(), (5, 3))
     before = follower.propose(Plan(depth=K, proposal="sampled")).q
     with torch.no_grad():
         drafter.mask[-1] += 1
@@ -123,8 +120,7 @@ def test_an_anchors_states_do_not_depend_on_which_others_are_taken(tiny_target, 
 
 def test_further_passes_fill_in_the_surest_and_keep_them(tiny_target, make_drafter):
     target, drafter = both(tiny_target, make_drafter, "diffusion", steps=K)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, random_texts(), (5, 3))
     seen, run = [], drafter._pass
     drafter._pass = lambda store, x: seen.append(x) or run(store, x)
     chain = follower.propose(CHAIN)
@@ -150,8 +146,7 @@ def test_further_passes_fill_in_the_surest_and_keep_them(tiny_target, make_draft
 )
 def test_nothing_is_drawn_after_a_second_pass(tiny_target, make_drafter, plan):
     target, drafter = both(tiny_target, make_drafter, "diffusion", steps=2)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, random_texts(), (5, 3))
     with pytest.raises(UserError, match=r"set decode\.proposal=fixed"):
         follower.propose(plan)
 
@@ -264,11 +259,5 @@ def test_a_drafter_of_nothing_is_refused(tiny_target, make_drafter, changes):
 
 
 def test_it_comes_back_from_its_folder(tiny_target, make_drafter, tmp_path):
-    target, drafter = both(tiny_target, make_drafter, "diffusion", token_info="gated", info_rank=4)
-    hub.save(drafter, target, tmp_path)
-    drafts = []
-    for one in (drafter, hub.load(tmp_path, target)):
-        follower = Follower(one, target, random_texts())
-        follower.advance((5, 3))
-        drafts.append(follower.propose(TREE).tokens)
-    assert torch.equal(*drafts)
+    pair = both(tiny_target, make_drafter, "diffusion", token_info="gated", info_rank=4)
+    contract.test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path)

@@ -128,8 +128,7 @@ def test_the_contract_holds_for_every_kind_of_model(target, tmp_path, monkeypatc
 
 def test_a_tree_is_the_product_of_the_depths(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model"))
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((6, 4))
+    follower = Follower(drafter, target, random_texts(), (6, 4))
     logs = follower.propose(SAMPLED).q.log()  # (B, K, V)
     draft = follower.propose(TREE)
     for row in range(2):
@@ -378,8 +377,7 @@ def test_it_is_loaded_in_the_targets_dtype(target, tmp_path):
     loaded = hub.load(tmp_path, target)
     assert {w.dtype for w in loaded.parameters()} == {torch.bfloat16}
     assert loaded.model.base_model.rotary_emb.inv_freq.dtype == torch.float32
-    follower = Follower(loaded, target, random_texts())
-    follower.advance((6, 4))
+    follower = Follower(loaded, target, random_texts(), (6, 4))
     assert follower.propose(SAMPLED).q.isfinite().all()
 
 
@@ -421,14 +419,12 @@ def test_a_head_padded_otherwise_is_cut_or_filled_with_nothing(target, tmp_path,
     folder = filler(tmp_path / "model", kind, vocab=vocab)
     drafter = drafter_for(target, folder, mask_token=mask)
     texts = random_texts()  # ids the model has not are among them
-    follower = Follower(drafter, target, texts)
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, texts, (5, 3))
     q = follower.propose(SAMPLED).q
     torch.testing.assert_close(q.sum(-1), torch.ones(2, K))
     assert not q[..., vocab:].any()
     for one in (drafter, drafter_for(target, folder, mask_token=mask, steps=2)):
-        follower = Follower(one, target, texts)
-        follower.advance((5, 3))
+        follower = Follower(one, target, texts, (5, 3))
         assert follower.propose(CHAIN).tokens.max() < min(vocab, V)
     laws = unrolled(drafter, target, texts)
     for row, anchor in enumerate(follower.anchors):

@@ -307,8 +307,7 @@ def test_its_checkpoint_is_scored_again_without_the_folder_it_came_from(bench, t
     kept = [a for a in kept if not a.startswith(("trainer.", "rollout", "logger", "try_largest"))]
     checkpoint = done.folder / "checkpoints" / "best"
     argv = [*kept, f"checkpoint={checkpoint}", f"out={tmp_path / 'card.json'}", f"answers={tmp_path / 'a'}"]
-    again = foredraft("score", *argv)
-    assert again.code == 0, again.err
+    foredraft("score", *argv).succeeded()
     assert json.loads((tmp_path / "card.json").read_text())["tau"] == tau(checkpoint) == 3.0
 
 
@@ -323,8 +322,7 @@ def test_a_run_that_was_stopped_while_scoring_goes_on(bench, monkeypatch):
         patch.setattr(Scorer, "__call__", stop)
         first = train(argv)
     assert first.code == 130
-    again = train(argv)
-    assert again.code == 0, again.err
+    again = train(argv).succeeded()
     assert again.out.startswith("resuming: ")
     assert tau(again.folder / "checkpoints" / "best") == 3.0
     assert str(again.folder) in first.err

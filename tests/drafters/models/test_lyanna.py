@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import contract
 import pytest
 import torch
 from exact import check_lossless
-from faces import CHUNKS, SAMPLED, Follower, K, V, batch_of, both, paths, random_texts
+from faces import SAMPLED, Follower, K, V, batch_of, both, paths, random_texts
 
 from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
 from decode.draft import PAD
@@ -17,7 +18,6 @@ from decode.evaluation.stateful_replay import walk
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.checkpoint import io as hub
 from drafters.drafting.tree import Beam
 from drafters.families.state_reuse import Reuse, merge_trees
 
@@ -80,8 +80,7 @@ def test_old_states_are_those_of_the_place_where_they_were_made(tiny_target, mak
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
     texts = random_texts()
     states = hidden(drafter, target, batch_of(target, texts))
-    follower = Follower(drafter, target, texts)
-    follower.advance((5, 7))
+    follower = Follower(drafter, target, texts, (5, 7))
     follower.propose(TREE)
     compared = 0
     for counts in [(1, 2), (2, 1), (3, 1), (1, 3)]:
@@ -101,8 +100,7 @@ def test_old_states_are_those_of_the_place_where_they_were_made(tiny_target, mak
 
 def test_old_states_are_used_once(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 7))
+    follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
     follower.advance((1, 1))
     assert follower.state.stale is not None
@@ -177,8 +175,7 @@ def test_two_trees_become_the_best_of_one_then_what_the_other_adds(seed):
 
 def test_a_row_without_old_states_drafts_as_if_there_were_no_reuse(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 7))
+    follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
     follower.advance((K, 1))  # all kept, and all rejected
     merged = follower.propose(TREE)
@@ -199,8 +196,7 @@ def test_the_sum_of_logits_adds_a_share_of_the_old_ones(tiny_target, make_drafte
 
 def test_immediate_verification_drafts_nothing_when_all_rows_have_enough(tiny_target, make_drafter):
     target, drafter = lyanna(tiny_target, make_drafter, "immediate")
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 7))
+    follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
     calls, before = [], drafter.run_layers
     drafter.run_layers = lambda *a: calls.append(1) or before(*a)
@@ -221,8 +217,7 @@ def test_immediate_verification_drafts_nothing_when_all_rows_have_enough(tiny_ta
 @pytest.mark.parametrize("mode", ["tree_merge", "immediate"])
 def test_where_tokens_are_drawn_old_states_are_left_alone(tiny_target, make_drafter, mode):
     target, drafter = lyanna(tiny_target, make_drafter, mode)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 7))
+    follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
     follower.advance((1, 2))
     draft = follower.propose(SAMPLED)
@@ -235,8 +230,7 @@ def test_where_tokens_are_drawn_old_states_are_left_alone(tiny_target, make_draf
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_a_draft_may_be_deeper_than_the_one_before(tiny_target, make_drafter, mode):
     target, drafter = lyanna(tiny_target, make_drafter, mode)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 7))
+    follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(Plan(2, 2, 6))
     follower.advance((1, 1))
     deep = follower.propose(Plan(4, 2, 14))
@@ -392,19 +386,8 @@ def test_an_option_that_is_none_is_refused(tiny_target, make_drafter, changes):
 
 
 def test_it_comes_back_from_its_folder_with_its_hot_tokens_and_its_mode(tiny_target, make_drafter, tmp_path):
-    target, drafter = lyanna(tiny_target, make_drafter, "logit_sum", hot_tokens=V // 2)
-    hub.save(drafter, target, tmp_path)
-    again = hub.load(tmp_path, target)
-    assert again.reuse == drafter.reuse
-    assert torch.equal(again.info.hot, drafter.info.hot)
-    texts = random_texts()
-    drafts = []
-    for one in (drafter, again):
-        follower = Follower(one, target, texts)
-        for counts in CHUNKS[:2]:
-            follower.advance(counts)
-            drafts.append(follower.propose(TREE).tokens)
-    assert torch.equal(drafts[1], drafts[3])
+    pair = lyanna(tiny_target, make_drafter, "logit_sum", hot_tokens=V // 2)
+    contract.test_a_saved_drafter_comes_back_bit_for_bit(pair, tmp_path)
 
 
 @pytest.mark.parametrize("mode", MODES)

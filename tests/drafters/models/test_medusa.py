@@ -54,8 +54,7 @@ def test_what_the_targets_family_puts_behind_its_head_stays(tiny_target):
 @pytest.mark.parametrize("plan", [STATIC, replace(STATIC, proposal="hybrid")], ids=lambda p: p.proposal)
 def test_a_static_tree_is_made_of_each_depths_best_tokens(tiny_target, plan):
     target, drafter = trained(tiny_target, Medusa)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((6, 4))
+    follower = Follower(drafter, target, random_texts(), (6, 4))
     laws = follower.propose(SAMPLED).q  # of every depth, whatever is above
     draft = follower.propose(plan) if plan.proposal == "fixed" else None
     if draft is None:  # rank 0 is drawn; the likeliest come after it
@@ -78,8 +77,7 @@ def test_a_static_tree_is_made_of_each_depths_best_tokens(tiny_target, plan):
 
 def test_a_dynamic_tree_is_the_best_of_the_product(tiny_target):
     target, drafter = trained(tiny_target, Medusa)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((6, 4))
+    follower = Follower(drafter, target, random_texts(), (6, 4))
     logs = follower.propose(SAMPLED).q.log()  # (B, K, V)
     draft = follower.propose(TREE)
     for row in range(2):
@@ -101,8 +99,7 @@ def test_a_dynamic_tree_is_the_best_of_the_product(tiny_target):
 )
 def test_heads_are_read_once_a_draft(tiny_target, monkeypatch, own_head, plan, products):
     target, drafter = trained(tiny_target, Medusa, own_head=own_head)
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((6, 4))
+    follower = Follower(drafter, target, random_texts(), (6, 4))
     calls, product = [], Head.product
     monkeypatch.setattr(Head, "product", lambda self, states: calls.append(0) or product(self, states))
     follower.propose(plan)

@@ -39,8 +39,7 @@ def states(drafter, target, batch) -> dict[tuple[int, int], torch.Tensor]:
 
 def drafted(drafter, target, plan):
     """A draft below two texts, as deep as it may be: `Follower` dictates K tokens and no more."""
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, random_texts(), (5, 3))
     with torch.no_grad():
         coin = EnumeratingCoin([Script(0), Script(1)])
         return drafter.propose(follower.state, target, Sampler(1.0), coin, plan)
@@ -150,8 +149,7 @@ def test_no_drafted_token_moves_a_bit_of_any_state(tiny_target, make_drafter):
 def test_drafted_tokens_change_no_law_of_a_draft(tiny_target, make_drafter):
     target, drafter = both(tiny_target, make_drafter, "p_eagle")
     texts = random_texts()
-    follower = Follower(drafter, target, texts)
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, texts, (5, 3))
     first = follower.propose(SAMPLED)
     for row, end in enumerate(follower.settled):
         follower.texts[row, end + 1 :] = (follower.texts[row, end + 1 :] + 1) % V
@@ -162,8 +160,7 @@ def test_drafted_tokens_change_no_law_of_a_draft(tiny_target, make_drafter):
 
 def test_a_draft_deeper_than_its_masks_were_trained_is_refused(tiny_target, make_drafter):
     target, drafter = both(tiny_target, make_drafter, "p_eagle")
-    follower = Follower(drafter, target, random_texts())
-    follower.advance((5, 3))
+    follower = Follower(drafter, target, random_texts(), (5, 3))
     with pytest.raises(UserError, match=rf"set decode\.depth={K} or less"):
         follower.propose(Plan(K + 1))
 
@@ -272,8 +269,7 @@ def test_more_modules_cost_weights_and_nothing_else(tiny_target, make_drafter):
     assert hub.count_parameters(prism) == 3 * hub.count_parameters(eagle)
     held = []
     for drafter in (eagle, prism):
-        follower = Follower(drafter, target, random_texts())
-        follower.advance((5, 3))
+        follower = Follower(drafter, target, random_texts(), (5, 3))
         held.append(drafter.kv_bytes_per_token(follower.state))
     assert held[0] == held[1] > 0
 
