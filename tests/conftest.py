@@ -228,6 +228,14 @@ def ragged() -> tuple[Head, Tensor, list[Tensor], list[Tensor]]:
 
 
 @pytest.fixture(scope="module")
+def own_cache(tmp_path_factory) -> Iterator[None]:
+    """No probe of a target is remembered from elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
 def bench(tmp_path_factory) -> Bench:
     """A target, prompts and a place for outputs, of a module's own."""
     return Bench(tmp_path_factory.mktemp("bench"))

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from exact import Node, Tape, struck
 
 Row = Sequence[float]
-POINT = None  # the law of a chosen token
 
 
 class Toss:

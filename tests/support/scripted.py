@@ -1,4 +1,4 @@
-"""Proposers whose drafts are known beforehand, and references that know nothing of drafts."""
+"""Proposers whose drafts are known beforehand, references that know nothing of drafts, and a fault."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import PAD, Draft
+from decode.model.cache import RowStore
 
 
 class Oracle:
@@ -121,3 +122,9 @@ def greedy(model, prompt: Sequence[int], count: int) -> list[int]:
     for _ in range(count):
         text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
     return text[len(prompt) :]
+
+
+def no_compaction(monkeypatch):
+    """A cache that keeps the first slots of a round, whichever were accepted."""
+    real = RowStore.keep
+    monkeypatch.setattr(RowStore, "keep", lambda self, counts, slots=None: real(self, counts))

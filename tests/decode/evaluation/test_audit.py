@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scripted import Oracle
+from scripted import Oracle, no_compaction
 from workbench import ROOT
 
 from decode import verify
@@ -46,11 +46,7 @@ class Bench:
         return audit(self.target, drafter or oracle, self.prompts, plan=plan, **options)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def memory(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +169,6 @@ def cousins_are_seen(monkeypatch):
         return real(self, block if block is None else torch.ones_like(block).tril(), tokens)
 
     monkeypatch.setattr(Target, "_mask", mask)
-
-
-def no_compaction(monkeypatch):
-    real = RowStore.keep
-    monkeypatch.setattr(RowStore, "keep", lambda self, counts, slots=None: real(self, counts))
 
 
 def rejected_stay(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from families import BASE, EXPERTS, LENGTH, NOBODY, PROMPTS, SMALL_GPT, VOCAB, WORKS, save
-from scripted import Oracle, Watch, greedy, rows_of
+from scripted import Oracle, Watch, greedy, no_compaction, rows_of
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -381,11 +381,6 @@ def no_window(monkeypatch):
         self._window = None
 
     monkeypatch.setattr(CausalLM, "__init__", init)
-
-
-def no_compaction(monkeypatch):
-    real = RowStore.keep
-    monkeypatch.setattr(RowStore, "keep", lambda self, counts, slots=None: real(self, counts))
 
 
 def values_left_behind(monkeypatch):

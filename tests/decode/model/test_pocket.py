@@ -19,11 +19,7 @@ CHAIN, TREE = Plan(depth=5), Plan(depth=4, width=3, nodes=9)
 GREEDY = Sampler(0.0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def memory(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture(scope="module")

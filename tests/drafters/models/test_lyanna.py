@@ -245,7 +245,7 @@ def test_a_reuse_that_is_none_is_refused(changes):
 
 # -- lossless (LY8) ------------------------------------------------------------------------------
 
-DYNAMIC, CHAIN = Plan(2, 2, 4), Plan(2)
+DYNAMIC = Plan(2, 2, 4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
