@@ -144,16 +144,6 @@ def test_a_base_model_trains_without_a_template(bench, tmp_path):
     assert json.loads((done.folder / "checkpoints" / "best" / "score.json").read_text())["audit_passed"]
 
 
-def test_given_answers_train_too(bench, tmp_path):
-    answer = {"role": "assistant", "content": "hello there"}
-    records = [{"messages": [{"role": "user", "content": f"q{i}"}, answer]} for i in range(12)]
-    file = tmp_path / "answered.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    held = ["prompts.heldout=null", "prompts.heldout_share=0.3"]
-    done = bench.train(f"prompts={file}", *held, "rollout=given").succeeded()
-    assert "estimate: no rollouts to make" in done.out
-
-
 @pytest.mark.proof
 def test_prompts_as_long_as_the_context_allows_are_answered_and_longer_ones_named(bench, tmp_path):
     """The default once was 160 tokens, and what was longer went without a word."""
@@ -202,6 +192,7 @@ def test_more_than_a_tenth_too_long_stops_before_any_work(bench, tmp_path, optio
     if "rollout=given" in options:
         done = bench.train(f"prompts={file}", *options, "prompts.max_left_out=0.17").succeeded()
         assert "rollouts: 15 rows" in done.out
+        assert "estimate: no rollouts to make" in done.out
 
 
 def test_the_only_held_out_prompt_being_too_long_is_one_line(bench, tmp_path):

@@ -18,7 +18,6 @@ from workbench import ROOT, Bench, foredraft, leftovers, make_target, make_token
 from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.load import load_target
-from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.scoring.scorer import Scorer
 from distill.utils.run_folder import checkpoints
@@ -341,11 +340,3 @@ def test_a_wrong_folder_is_one_line_and_leaves_nothing(bench, tmp_path):
         done = train(quick(bench, f"drafter.path={path}"))
         done.refused(reason, str(path))
     assert bench.runs() == before
-
-
-def test_a_plan_can_be_a_tree(own):
-    target, drafter = own
-    run = generate(target, drafter, [[7, 8, 9]], max_new_tokens=12, sampler=Sampler(0.0), plan=Plan(3, 2, 6))
-    plain = generate(target, None, [[7, 8, 9]], max_new_tokens=12, sampler=Sampler(0.0))
-    assert run.outputs[0].tokens == plain.outputs[0].tokens
-    assert sum(run.outputs[0].accepted) > 3
