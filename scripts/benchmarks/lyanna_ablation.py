@@ -81,7 +81,7 @@ def lyanna(cfg: DictConfig, folder: Path) -> float:
         raise UserError(f"checkpoint={cfg.checkpoint}: the ablation is of drafter=lyanna")
     target.tap(drafter.taps)
     with refused():
-        plan, sampler = instantiate(cfg.decode), Sampler(cfg.temperature)
+        plan, sampler = instantiate(cfg.decode).resolved(0.0), Sampler(cfg.temperature)
     if not drafter.reuse.merges(plan):
         raise UserError(
             "old states are merged only with drafter.reuse.mode=tree_merge and a dynamic tree of fixed "

@@ -688,7 +688,7 @@ REFUSED = {
     "a hybrid chain": ({"depth": 2, "proposal": "hybrid"}, "two children or more"),
     "a child without a parent": ({"tree": [[0], [1, 0]]}, r"\[1, 0\] has no \[1\]"),
     "a child without its elder": ({"tree": [[0], [2]]}, r"\[2\] has no \[1\]"),
-    "no such proposal": ({"depth": 2, "proposal": "drawn"}, "choose one of fixed, sampled, hybrid"),
+    "no such proposal": ({"depth": 2, "proposal": "drawn"}, "choose one of auto, fixed, sampled, hybrid"),
 }
 
 

@@ -278,8 +278,8 @@ def decode_overrides(plan: Plan) -> str:
     if not plan.depth:
         return "decode=chain decode.depth=0"
     if plan.width > 1:
-        group = "hybrid" if plan.proposal == "hybrid" else "dynamic"
-        return f"decode={group} decode.depth={plan.depth} decode.width={plan.width} decode.nodes={plan.nodes}"
+        shape = f"decode.depth={plan.depth} decode.width={plan.width} decode.nodes={plan.nodes}"
+        return f"decode=dynamic decode.proposal={plan.proposal} {shape}"
     text = f"decode=chain decode.depth={plan.depth}"
     if plan.proposal != "fixed":
         text += f" decode.proposal={plan.proposal}"

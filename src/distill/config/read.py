@@ -23,16 +23,16 @@ OF_ANY = ("init_from", "confidence")  # settings of every drafter
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list"}
 
 
-def checked_options(cls: type[Options], cfg: DictConfig) -> Options:
+def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) -> Options:
     """The options of a command, after a check of the ranges that no constructor checks.
 
-    Settings that follow the target's size are filled in.
+    Settings that follow the target's size are filled in, and printed if `announce`.
 
     Raises:
         UserError: a value out of range, and see `read_options`.
     """
     check_ranges(cfg)
-    fill_size_settings(cfg)
+    fill_size_settings(cfg, announce)
     return read_options(cls, cfg)
 
 

@@ -24,7 +24,6 @@ RATE, RATE_SIZE, RATE_POWER = 6e-3, 256, -1.5
 LENGTHS = {512: (192, 512), 1024: (512, 1024)}
 LONGEST = (1024, 2048)
 STEPS, PASSES = 800, 5  # least optimizer steps; passes over the answers
-_announced: set[str] = set()
 SAVES, SAVE_EVERY = 20, 200  # save points of a run; least steps between two
 
 
@@ -46,8 +45,12 @@ def size_settings(hidden_size: int, context: int | None) -> dict[str, Any]:
     }
 
 
-def fill_size_settings(cfg: DictConfig) -> None:
+def fill_size_settings(cfg: DictConfig, announce: bool = True) -> None:
     """Set those that are null in a configuration with a target, and print them in one line.
+
+    Args:
+        cfg: composed; changed in place.
+        announce: print them.
 
     Raises:
         UserError: see `load_config`.
@@ -61,7 +64,8 @@ def fill_size_settings(cfg: DictConfig) -> None:
     values = size_settings(config.hidden_size, max_positions(config))
     for name in names:
         OmegaConf.update(cfg, name, values[name])
-    _announce(f"a target of hidden size {config.hidden_size}", {name: values[name] for name in names})
+    if announce:
+        _announce(f"a target of hidden size {config.hidden_size}", {name: values[name] for name in names})
 
 
 def _is_null(cfg: DictConfig, name: str) -> bool:
@@ -71,10 +75,7 @@ def _is_null(cfg: DictConfig, name: str) -> bool:
 
 
 def _announce(what: str, values: Mapping[str, Any]) -> None:
-    line = f"for {what}: {' '.join(f'{name}={value}' for name, value in values.items())}"
-    if line not in _announced:  # a search reads the options of each of its families
-        say(line)
-        _announced.add(line)
+    say(f"for {what}: {' '.join(f'{name}={value}' for name, value in values.items())}")
 
 
 def with_length(options: TrainOptions, prompts: int) -> TrainOptions:

@@ -239,4 +239,4 @@ def job(cfg: DictConfig, time_slices: Mapping[str, TimeSlice], shared: Shared | 
 def family_options(context: JobContext, overrides: Sequence[str]) -> TrainOptions:
     """Options of a family's run."""
     settings = [o for o in overrides if not o.startswith("hydra.")]
-    return checked_options(TrainOptions, compose(settings, context.conf, context.name))
+    return checked_options(TrainOptions, compose(settings, context.conf, context.name), announce=False)

@@ -104,7 +104,7 @@ def test_settings_are_those_of_the_command_line(bench):
 def test_stop_strings_end_the_answer(bench):
     text = wanted(bench, "hello", sampler=Sampler(1.0))[1]
     letter = next(c for c in text[1:] if c.isascii() and c.isalnum())
-    options = ["sampling.temperature=1.0", f"stop=['{letter}', 'never mind', '\\n']"]
+    options = ["decode.proposal=fixed", "sampling.temperature=1.0", f"stop=['{letter}', 'never mind', '\\n']"]
     done = run(bench, "prompt=hello", *options)
     assert done.out == printable(text[: text.index(letter) + 1]) + "\n"
     cfg = compose(rewrite(["prompt=x", r'stop=["User:", "\n"]'], CONF), CONF, "generate")

@@ -227,7 +227,8 @@ def stored(folder) -> SimpleNamespace:
     plain = {"id": "", "finish_reason": "stop", "ids": "exact"}
     write_shard(folder / "0.parquet", [row | plain for row in store(40, int(folder.name))], "key", 0)
     path, shards = (lambda shard: folder / "0.parquet"), [{"rows": 40}]
-    return SimpleNamespace(cache=folder, path=path, manifest=lambda: {"shards": shards})
+    content, manifest = (lambda: f"of {folder.name}"), (lambda: {"shards": shards})
+    return SimpleNamespace(cache=folder, path=path, content=content, manifest=manifest)
 
 
 def resumed(**changes) -> SimpleNamespace:

@@ -261,11 +261,12 @@ def test_a_restarted_launch_resumes_while_its_other_ranks_look_for_rank_0(
 
         rank_0 = spawn(lead)
         assert [os.waitpid(follower, 0)[1] for follower in followers] == [0] * len(followers)
+        path = os.read(inside, 4096).decode()
         os.kill(rank_0, signal.SIGKILL)
         os.waitpid(rank_0, 0)
+        os.close(inside)
         os.close(outside)
-        with os.fdopen(inside) as answer:
-            return answer.read()
+        return path
 
     first = restart()
     assert {restart() for _ in range(restarts)} == {first}
