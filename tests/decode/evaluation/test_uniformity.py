@@ -449,6 +449,7 @@ def test_a_sum_that_is_1_but_for_rounding_is_accepted(dtype):
 
 
 @pytest.mark.parametrize(("rule", "temperature"), [("token", 1.2), ("block", 0.8)])
+@pytest.mark.ci("token-1.2")
 def test_an_audit_of_2560_tokens_finds_a_claimed_temperature(target, monkeypatch, rule, temperature):
     monkeypatch.setattr("decode.evaluation.audit.ROWS", 128)
     plan, found = replace(SAMPLED, rule=rule), []

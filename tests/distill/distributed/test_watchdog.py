@@ -27,6 +27,7 @@ def train(bench: Bench, *more: str, before=lambda rank: None) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.ci("0")
 def test_a_rank_that_hangs_ends_with_all_others_and_the_same_command_goes_on(which, bench):
     step = DistillModule.training_step
 
@@ -74,6 +75,7 @@ def test_scores_of_rank_0_may_take_longer(bench):
     assert [c.name for c in checkpoints(done[0].folder)] == ["6"]
 
 
+@pytest.mark.proof
 def test_rollouts_of_a_later_phase_may_take_longer(bench, monkeypatch):
     opened = rollouts.RolloutStore.open
     times = []

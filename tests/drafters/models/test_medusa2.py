@@ -123,6 +123,7 @@ def test_the_tuned_target_has_a_fingerprint_of_its_own(tiny_target):
     assert len(set(names)) == 3
 
 
+@pytest.mark.proof
 def test_a_compiled_target_is_tuned_into_a_compiled_one(tiny_target):
     target, drafter = moved(tiny_target)
     assert not drafter.verifier(target).compiled
