@@ -258,7 +258,8 @@ def program(text: str) -> list[str]:
     """A command's script and arguments; none if it is not one of this repository's."""
     words = _words(text)
     for place, word in enumerate(words):
-        installed = word == "foredraft" and words[:place][-1:] in ([], ["-m"])
+        before = words[place - 1] if place else "-m"
+        installed = word == "foredraft" and (before == "-m" or "=" in before)  # or behind a variable
         if installed or word == "train.py" or re.fullmatch(r"scripts/\w+\.py", word):
             return words[place:]
     return []
