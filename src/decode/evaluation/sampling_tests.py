@@ -120,7 +120,7 @@ class SamplingTests:
             self._see_draft(seen.draft)
 
     def _see_draft(self, draft: Draft) -> None:
-        """Test sampled nodes of a round under their q; rows of q take turns, whatever was drawn."""
+        """Test sampled nodes of a round under their q; rows of q take turns, independently of the draws."""
         drafted = draft.probs
         if drafted is None or drafted.selected:
             return

@@ -91,14 +91,13 @@ def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
     rows = options.batch_size * trainer.accumulate_grad_batches * world  # of an optimizer step
     steps = trainer.max_steps or max(STEPS, ceil(PASSES * answers / rows))
     every = score.every or max(SAVE_EVERY, ceil(steps / SAVES))
-    given = {"trainer.max_steps": trainer.max_steps, "score.every": score.every}
-    values = {"trainer.max_steps": steps, "score.every": every}
-    if chosen := {name: value for name, value in values.items() if given[name] is None}:
+    chosen = {"trainer.max_steps": steps} if trainer.max_steps is None else {}
+    chosen |= {"score.every": every} if score.every is None else {}
+    if chosen:
         _announce(f"{answers:,} answers, {rows} in a step", chosen)
-    config = dict(options.config)
-    for name, value in values.items():
-        group, _, key = name.partition(".")
-        config[group] = {**config[group], key: value}
+    config = dict(options.config)  # as loggers record it
+    config["trainer"] = {**config["trainer"], "max_steps": steps}
+    config["score"] = {**config["score"], "every": every}
     return replace(
         options,
         trainer=replace(trainer, max_steps=steps, build=partial(trainer.build, max_steps=steps)),

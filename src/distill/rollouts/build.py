@@ -74,7 +74,7 @@ def helping_plan(decode: DecodePlan, drafter: Drafter) -> Plan:
     """The plan with which a drafter speeds up rollouts.
 
     Where the proposal is `auto`, nodes are fixed: then `match` verifies them, and the answers are those of
-    plain decoding but for rounding, whatever drafts.
+    plain decoding but for rounding, with any drafter.
 
     Raises:
         UserError: the plan is lossy, or the drafter does not support it.

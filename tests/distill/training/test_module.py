@@ -223,7 +223,11 @@ def test_a_loss_has_its_rows_weights_and_undoes_what_lightning_divides_by(models
 def test_a_step_is_told_its_share_of_the_run_and_its_seed_and_reads_no_row_twice(models, monkeypatch):
     (target, drafter), seen = models, []
     unroll, states = type(drafter).unroll, target.read(micro().tokens)
-    told = lambda self, batch, t: seen.append((batch.seed, batch.progress)) or unroll(self, batch, t)  # noqa: E731
+
+    def told(self, batch, target):
+        seen.append((batch.seed, batch.progress))
+        return unroll(self, batch, target)
+
     monkeypatch.setattr(type(drafter), "unroll", told)
     monkeypatch.setattr(drafter, "aux_weights_at", lambda share: seen.append(share) or drafter.aux_weights)
     monkeypatch.setattr(target, "read", lambda *args: pytest.fail("these states are cached"))
@@ -236,7 +240,11 @@ def test_what_is_logged_of_a_depth_is_a_mean_over_its_rows_or_over_all_anchors(m
     target, drafter = models
     drafter.add_confidence()
     call, scores = Objective.__call__, []
-    spy = lambda *args: (scores.append(call(*args)), scores[-1])[1]  # noqa: E731
+
+    def spy(*args):
+        scores.append(call(*args))
+        return scores[-1]
+
     monkeypatch.setattr(Objective, "__call__", spy)
     module = alone(target, drafter.double(), OnPolicy(0.0, 0.0, Sampler(1.0), 4, 9))
     module.training_step(micro(), 0).backward()
