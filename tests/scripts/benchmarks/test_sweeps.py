@@ -31,7 +31,6 @@ def test_batches_are_filled_and_everybody_is_compared_with_plain_decoding(bench,
         assert 0 < row["verify_share"] < 1
         if row["decode"] == "plain":
             assert row["speedup"] == row["speedup_with_prefill"] == row["tau"] == 1
-            assert row["draft_share"] < 0.1
     assert {"hardware", "threads", "commit", "load_average", "dtype"} <= card.keys()
     assert done.out.splitlines()[0].split()[:3] == ["batch_size", "decode", "tau"]
 
