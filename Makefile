@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help install style check test docs-test proofs docs clean
+.PHONY: help install style check test docs-test proofs long-proofs docs clean
 
 help:  ## List the targets
-	@grep -E '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F':.*?## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F':.*?## ' '{printf "  %-11s %s\n", $$1, $$2}'
 
 install:  ## Editable install with development tools, and the commit hooks
 	python -m pip install -c constraints.txt -e '.[dev]'
@@ -24,8 +24,11 @@ test:  ## CI's second half
 docs-test:  ## Every documented command, run at a tiny size; the site and the reports in a browser (8 minutes)
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m docs
 
-proofs:  ## Minutes-long proofs; keeps their output and the commit in docs/proofs.md
+proofs:  ## Proofs of up to five minutes each (45 minutes); keeps their output and the commit in docs/proofs.md
 	python scripts/proofs.py
+
+long-proofs:  ## Mutants of whole modules, restarts of 32 processes (20 minutes); adds to docs/proofs.md
+	python scripts/proofs.py --long
 
 docs:  ## The site of these documents, into site/; open site/index.html
 	mkdocs build

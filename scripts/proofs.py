@@ -1,6 +1,6 @@
 """Run the tests marked `proof`, all or those of given files; write output and commit to docs/proofs.md.
 
-A run of all tests replaces the page; a run of some files is appended.
+A run of all tests replaces the page; one of some files, or of the tests marked `long`, is appended.
 """
 
 import os
@@ -16,26 +16,34 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "proofs.md"
 
 
-def main(files: list[str]) -> int:
-    """Run pytest; returns its exit code."""
+def main(files: list[str], long: bool) -> int:
+    """Run pytest, showing its output as it comes; returns its exit code."""
     import torch
 
-    command = [sys.executable, "-m", "pytest", "-m", "proof", "-v", "--durations=0", "-p", "no:cacheprovider"]
-    command += ["-n", "2", "--dist", "loadfile"]
+    chosen = "proof" if files else "proof and long" if long else "proof and not long"
+    command = [sys.executable, "-m", "pytest", "-m", chosen, "-v", "--durations=0", "-p", "no:cacheprovider"]
+    command += ["-n", "2", "--dist", "worksteal" if long else "loadfile"]
     command += ["--no-header", "--disable-warnings", *files]  # both would print paths of this machine
-    at = commit()
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
-    print(done.stdout)
-    where = f"at commit {at} on {hardware(torch.device('cpu'))}.\n\n```\n{done.stdout.strip()}\n```\n"
-    before = f"{PAGE.read_text()}\n" if files else "# Proofs\n\n"
-    called = " ".join(["python scripts/proofs.py", *files]) if files else "make proofs"
+    at, lines = commit(), []
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            print(line, end="", flush=True)
+            if not (line.startswith("tests/") and line.endswith(" \n")):  # a test that begins
+                lines.append(line)
+    where = f"at commit {at} on {hardware(torch.device('cpu'))}.\n\n```\n{''.join(lines).strip()}\n```\n"
+    before = f"{PAGE.read_text()}\n" if files or long else "# Proofs\n\n"
+    called = " ".join(["python scripts/proofs.py", *files])
+    if not files:
+        called = "make long-proofs" if long else "make proofs"
     PAGE.write_text(f"{before}Output of `{called}` {where}")
-    return done.returncode
+    return run.returncode
 
 
 if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", help="test files; none: all")
-    raise SystemExit(main(parser.parse_args().files))
+    parser.add_argument("--long", action="store_true", help="those of more than five minutes alone")
+    given = parser.parse_args()
+    raise SystemExit(main(given.files, given.long))

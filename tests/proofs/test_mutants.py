@@ -18,7 +18,7 @@ from types import FunctionType
 import pytest
 from workbench import ROOT
 
-pytestmark = pytest.mark.proof
+pytestmark = [pytest.mark.proof, pytest.mark.long]
 
 PER_FUNCTION = 4  # changes tried, spread over the function
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider"]

@@ -218,6 +218,9 @@ def test_ranks_do_not_wait_for_a_rank_0_that_has_ended(resume, tmp_path):
     assert fork(late) == 0
 
 
+LONG = [pytest.mark.proof, pytest.mark.long]
+
+
 def slow_locks(monkeypatch, latency: float) -> None:
     """Every lock is held for so many seconds longer, as on a network file system."""
     flock = runs.fcntl.flock
@@ -230,7 +233,7 @@ def slow_locks(monkeypatch, latency: float) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("ranks", "restarts"), [(8, 10), pytest.param(32, 200, marks=pytest.mark.proof)])
+@pytest.mark.parametrize(("ranks", "restarts"), [(8, 10), pytest.param(32, 200, marks=LONG)])
 def test_a_restarted_launch_resumes_while_its_other_ranks_look_for_rank_0(
     ranks, restarts, tmp_path, monkeypatch
 ):
