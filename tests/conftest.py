@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """CI runs a covering part of the cases; the rest are proofs."""
     mark_proofs(items)
+
+
+def pytest_collection_finish() -> None:
+    """Imports and collected tests stay to the end: the garbage collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def drafters() -> list[str]:
