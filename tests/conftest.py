@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -182,7 +183,7 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
     def make(name: str, target: Target, seed: int = 0, depth: int = 3, **options: Any) -> Drafter:
         if name not in known:
             with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-                drafter = compose("config", overrides=[f"drafter={name}"]).drafter
+                drafter = compose(f"drafter/{name}").drafter  # the whole configuration takes longer
             known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key not in OF_ANY])
         settings = _sizes(known[name], target, depth, draft_folder)
         torch.manual_seed(seed)
@@ -214,10 +215,18 @@ def fake_hub(monkeypatch, tmp_path) -> Iterator[FakeHub]:
         yield hub
 
 
+@pytest.fixture(scope="session")
+def _pairs() -> dict[str, tuple[Target, Drafter]]:
+    """What `pair` has made."""
+    return {}
+
+
 @pytest.fixture
-def pair(tiny_target, make_drafter, drafter_name) -> tuple[Target, Drafter]:
-    """A target and a drafter in fp32, for the contract every drafter keeps."""
-    return both(tiny_target, make_drafter, drafter_name)
+def pair(tiny_target, make_drafter, drafter_name, _pairs) -> tuple[Target, Drafter]:
+    """A target and a drafter in fp32, for the contract every drafter keeps; a test's own copy."""
+    if drafter_name not in _pairs:
+        _pairs[drafter_name] = both(tiny_target, make_drafter, drafter_name)
+    return copy.deepcopy(_pairs[drafter_name])
 
 
 @pytest.fixture

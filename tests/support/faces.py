@@ -133,6 +133,11 @@ class Follower:
         self.settled = [self.settled[r] for r in rows]
 
     @property
+    def known(self) -> list[list[int]]:
+        """The settled tokens and the root of every row."""
+        return [self.texts[row, : end + 1].tolist() for row, end in enumerate(self.settled)]
+
+    @property
     def anchors(self) -> list[int]:
         """Anchor t has read taps up to t, and x_{t+1} is the root."""
         return [n - 1 for n in self.settled]
@@ -143,6 +148,14 @@ class Follower:
         ahead = [self.texts[row, n + 1 : n + 1 + K] for row, n in enumerate(self.settled)]
         coin = Dictate(torch.stack(ahead))
         return self.drafter.propose(self.state, self.target, sampler, coin, plan)
+
+
+def laws_at(drafter, target, places) -> list[torch.Tensor]:
+    """The training face's law below every (prefix, path); all are read at once, and zeros follow."""
+    size = 1 + max(len(prefix) + len(path) for prefix, path in places)
+    texts = [([*prefix, *path] + [0] * size)[:size] for prefix, path in places]
+    laws = unrolled(drafter, target, torch.tensor(texts))
+    return [laws[row, len(prefix) - 2, len(path) + 1] for row, (prefix, path) in enumerate(places)]
 
 
 def laws_below(drafter, target, prefix, path) -> list[torch.Tensor]:
@@ -203,14 +216,14 @@ def paths(draft: Draft, row: int) -> dict[tuple[int, ...], int]:
     return found
 
 
-def best_paths(law, plan: Plan) -> list[tuple[int, ...]]:
-    """EAGLE-2's tree in plain Python: `law(path)` gives (V,) log-probabilities."""
+def best_paths(laws, plan: Plan) -> list[tuple[int, ...]]:
+    """EAGLE-2's tree in plain Python: `laws(paths)` gives (V,) log-probabilities below each."""
     looked: dict[tuple[int, ...], float] = {}
     beams: dict[tuple[int, ...], float] = {(): 0.0}
     for _ in range(plan.depth):
         level = {}
-        for path, score in beams.items():
-            top = law(path).topk(min(plan.width, len(law(path))))
+        for (path, score), law in zip(beams.items(), laws(list(beams)), strict=True):
+            top = law.topk(min(plan.width, len(law)))
             level |= {
                 (*path, t): score + v for t, v in zip(top.indices.tolist(), top.values.tolist(), strict=True)
             }

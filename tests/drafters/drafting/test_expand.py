@@ -62,10 +62,10 @@ def test_a_tree_is_the_best_of_eagle_2s_expansion(plan):
         draft = grow(seed, 3, plan)
         for row in range(3):
 
-            def law(path, seed=seed, row=row):
-                return table_logits(seed, row, path).log_softmax(-1)
+            def laws(found, seed=seed, row=row):
+                return [table_logits(seed, row, path).log_softmax(-1) for path in found]
 
-            assert set(paths(draft, row)) - {()} == set(best_paths(law, plan))
+            assert set(paths(draft, row)) - {()} == set(best_paths(laws, plan))
 
 
 @pytest.mark.parametrize("proposal", ["fixed", "sampled"])
