@@ -23,7 +23,7 @@ from decode.verify import match
 
 POCKET = str(ROOT / "data" / "pocket")
 TREE, CHAIN = Plan(depth=4, width=3, nodes=8), Plan(depth=4)
-LENGTH, ROWS = 24, 8
+LENGTH, ROWS = 16, 6
 OF_DRAWS = {"sampled_tokens", "impossible", "pit_p", "surprisal_p", "surprisal_z"}
 
 
