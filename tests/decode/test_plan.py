@@ -1,4 +1,4 @@
-"""decode.proposal=auto: what the decoding loop makes of it."""
+"""Plans: what is refused because it would not be lossless, and what becomes of decode.proposal=auto."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from workbench import CONF
 
 from decode.errors import UserError
 from decode.generation.generate import generate
-from decode.plan import Plan
+from decode.plan import LOSSY, Plan
 from decode.sampling import Sampler
 from distill.config.compose import compose
 from distill.config.read import read_options
@@ -16,6 +16,9 @@ from distill.rollouts.build import helping_plan
 
 AUTO = Plan(3, 2, 6, proposal="auto")
 FIXED, HYBRID = Plan(3, 2, 6), Plan(3, 2, 6, proposal="hybrid")
+
+
+# -- auto ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,3 +67,114 @@ def test_the_default_plan_suits_lookup_and_rollouts_stay_matched(tiny_target, ma
         drafter.check(plan)
         assert helping_plan(plan, drafter).rule == "match"
         generate(target, drafter, [[1, 0, 1, 0]], plan=plan, sampler=Sampler(1.0), max_new_tokens=8)
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", LOSSY)
+def test_a_lossy_plan_says_so_wherever_it_is_named(rule):
+    for shape in ({"depth": 2}, {"depth": 2, "width": 2, "nodes": 4}, {"tree": [[0], [1]]}):
+        assert "LOSSY" in Plan(**shape, rule=rule, lossy=True).name
+        assert "LOSSY" not in Plan(**shape).name
+
+
+TREE = [[0], [1], [0, 0]]
+REFUSED = {
+    "a drawn dynamic tree": (
+        {"depth": 2, "width": 2, "nodes": 4, "proposal": "sampled"},
+        "changes its distribution, which is not lossless",
+    ),
+    "token on chosen nodes": ({"depth": 2, "rule": "token"}, "a fixed token has no q"),
+    "block on chosen nodes": ({"depth": 2, "rule": "block"}, "a fixed token has no q"),
+    "token on a tree": (
+        {"tree": TREE, "proposal": "sampled", "rule": "token"},
+        "verifies a chain drawn from distributions q",
+    ),
+    "block on a tree": (
+        {"tree": TREE, "proposal": "sampled", "rule": "block"},
+        "verifies a chain drawn from distributions q",
+    ),
+    "token on a hybrid": (
+        {"tree": TREE, "proposal": "hybrid", "rule": "token"},
+        "verifies a chain drawn from distributions q",
+    ),
+    "block on a hybrid": (
+        {"tree": TREE, "proposal": "hybrid", "rule": "block"},
+        "verifies a chain drawn from distributions q",
+    ),
+    "traversal of a dynamic hybrid": (
+        {"depth": 3, "width": 2, "nodes": 4, "proposal": "hybrid", "rule": "traversal"},
+        "the tokens drawn in one decide which nodes of another are kept: not lossless.*rule=recursive",
+    ),
+    "typical without consent": (
+        {"depth": 2, "rule": "typical"},
+        "changes the target's distribution.*lossy=true",
+    ),
+    "threshold without consent": (
+        {"depth": 2, "rule": "threshold"},
+        "changes the target's distribution.*lossy=true",
+    ),
+    "consent without need": ({"depth": 2, "lossy": True}, "rule=match is lossless"),
+    "drafts that are chosen": ({"depth": 2, "drafts": 2}, "drawn side by side; set decode.proposal=sampled"),
+    "drafts of a tree": (
+        {"tree": TREE, "drafts": 2, "proposal": "sampled"},
+        "drawn side by side.*without a tree",
+    ),
+    "no draft": ({"depth": 2, "drafts": 0}, "decode.drafts=0 must be at least 1"),
+    "token on several drafts": (
+        {"depth": 2, "drafts": 2, "proposal": "sampled", "rule": "token"},
+        "verifies a chain drawn from distributions q",
+    ),
+    "block on several drafts": (
+        {"depth": 2, "drafts": 2, "proposal": "sampled", "rule": "block"},
+        "verifies a chain drawn from distributions q",
+    ),
+    "selection among one draft": (
+        {"depth": 2, "proposal": "sampled", "rule": "select"},
+        "set decode.drafts=2 or more",
+    ),
+    "confidence in a dynamic tree": (
+        {"depth": 2, "width": 2, "nodes": 4, "min_confidence": 0.5},
+        "for a single chain",
+    ),
+    "confidence in a static tree": ({"tree": TREE, "min_confidence": 0.5}, "for a single chain"),
+    "confidence in several drafts": (
+        {"depth": 2, "drafts": 2, "proposal": "sampled", "min_confidence": 0.5},
+        "for a single chain",
+    ),
+    "more than certainty": ({"depth": 2, "min_confidence": 1.0}, "from 0 to less than 1"),
+    "a temperature of chosen tokens": (
+        {"depth": 2, "draft_temperature": 1.0},
+        "for tokens that are drawn",
+    ),
+    "a negative draft temperature": (
+        {"depth": 2, "proposal": "sampled", "draft_temperature": -1.0},
+        "must be at least 0",
+    ),
+    "repeated siblings that are chosen": (
+        {"tree": TREE, "replacement": True},
+        "replacement is for sampled trees",
+    ),
+    "repeated siblings of a hybrid": (
+        {"tree": TREE, "proposal": "hybrid", "replacement": True},
+        "replacement is for sampled trees",
+    ),
+    "a hybrid chain": ({"depth": 2, "proposal": "hybrid"}, "two children or more"),
+    "a child without a parent": ({"tree": [[0], [1, 0]]}, r"\[1, 0\] has no \[1\]"),
+    "a child without its elder": ({"tree": [[0], [2]]}, r"\[2\] has no \[1\]"),
+    "no such proposal": ({"depth": 2, "proposal": "drawn"}, "choose one of auto, fixed, sampled, hybrid"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_be_lossless_is_refused_and_why(name):
+    options, reason = REFUSED[name]
+    with pytest.raises(UserError, match=reason):
+        Plan(**options)
+
+
+@pytest.mark.parametrize("name", ["greedy", "", "Match"])
+def test_an_unknown_rule_is_answered_with_the_known_ones(name):
+    with pytest.raises(UserError, match="auto, match, token"):
+        Plan(1, rule=name)

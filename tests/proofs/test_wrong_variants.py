@@ -2,12 +2,12 @@
 
 A way is a drafter's, written as a `Story`, and a rule of production that verifies what it tells:
 where the drafter lies about what it drew, or has a look before it draws, the rule is right and the
-output is wrong. What the rules and the plan can refuse, they refuse.
+output is wrong. What the rules and the plan can refuse, they refuse (tests/decode/test_plan.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -38,7 +38,7 @@ from decode.plan import LOSSY, Plan
 from decode.sampling import Sampler
 from decode.verify import TargetProbs, VerificationResult, best_path, verify
 
-V, LENGTH, SEEDS = 3, 3, range(3)
+V, LENGTH = 3, 3
 VISIBLE = 1e-3
 WARPED = Sampler(0.8, top_p=0.7)
 Law = Sequence[float]
@@ -55,16 +55,14 @@ class Way(NamedTuple):
     sampler: Sampler = Sampler(1.0)
 
 
-def errors(way: Way) -> list[float]:
-    """Of one round, continued by the target, with each of a few tables of laws."""
+def errors(way: Way, tables: int) -> Iterator[float]:
+    """Of one round, continued by the target, with each of so many tables of laws."""
     drawn, several = way.rule in ("token", "block", "select"), way.rule == "select"
     plan = Plan(1, proposal="sampled" if drawn else "fixed", drafts=1 + several, rule=way.rule)
-    found = []
-    for seed in SEEDS:
+    for seed in range(tables):
         table = Table(seed, way.sampler)
         got = table.round(lambda table=table: way.story(table), plan, way.judge, 256, **way.flags)
-        found.append(error(table.complete(got, LENGTH), table.law(LENGTH)))
-    return found
+        yield error(table.complete(got, LENGTH), table.law(LENGTH))
 
 
 # -- chains --------------------------------------------------------------------------------------
@@ -475,13 +473,13 @@ PAIRS: dict[str, tuple[Way, list[Way]]] = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_wrong_way_is_seen(name):
-    assert max(errors(PAIRS[name][0])) > VISIBLE
+    assert any(found > VISIBLE for found in errors(PAIRS[name][0], 3))
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_right_ways_are_lossless(name):
     for way in PAIRS[name][1]:
-        assert max(errors(way)) < EXACT, way
+        assert max(errors(way, 2)) < EXACT, way
 
 
 # -- rounds --------------------------------------------------------------------------------------
@@ -595,114 +593,7 @@ def test_a_lossy_rule_is_lossy_where_anything_is_drawn(tiny_target, rule, temper
     assert error(*found) > 0.01 if temperature else error(*found) < EXACT
 
 
-@pytest.mark.parametrize("rule", LOSSY)
-def test_a_lossy_plan_says_so_wherever_it_is_named(rule):
-    for shape in ({"depth": 2}, {"depth": 2, "width": 2, "nodes": 4}, {"tree": [[0], [1]]}):
-        assert "LOSSY" in Plan(**shape, rule=rule, lossy=True).name
-        assert "LOSSY" not in Plan(**shape).name
-
-
 # -- refusals ------------------------------------------------------------------------------------
-
-TREE = [[0], [1], [0, 0]]
-REFUSED = {
-    "a drawn dynamic tree": (
-        {"depth": 2, "width": 2, "nodes": 4, "proposal": "sampled"},
-        "changes its distribution, which is not lossless",
-    ),
-    "token on chosen nodes": ({"depth": 2, "rule": "token"}, "a fixed token has no q"),
-    "block on chosen nodes": ({"depth": 2, "rule": "block"}, "a fixed token has no q"),
-    "token on a tree": (
-        {"tree": TREE, "proposal": "sampled", "rule": "token"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "block on a tree": (
-        {"tree": TREE, "proposal": "sampled", "rule": "block"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "token on a hybrid": (
-        {"tree": TREE, "proposal": "hybrid", "rule": "token"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "block on a hybrid": (
-        {"tree": TREE, "proposal": "hybrid", "rule": "block"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "traversal of a dynamic hybrid": (
-        {"depth": 3, "width": 2, "nodes": 4, "proposal": "hybrid", "rule": "traversal"},
-        "the tokens drawn in one decide which nodes of another are kept: not lossless.*rule=recursive",
-    ),
-    "typical without consent": (
-        {"depth": 2, "rule": "typical"},
-        "changes the target's distribution.*lossy=true",
-    ),
-    "threshold without consent": (
-        {"depth": 2, "rule": "threshold"},
-        "changes the target's distribution.*lossy=true",
-    ),
-    "consent without need": ({"depth": 2, "lossy": True}, "rule=match is lossless"),
-    "drafts that are chosen": ({"depth": 2, "drafts": 2}, "drawn side by side; set decode.proposal=sampled"),
-    "drafts of a tree": (
-        {"tree": TREE, "drafts": 2, "proposal": "sampled"},
-        "drawn side by side.*without a tree",
-    ),
-    "no draft": ({"depth": 2, "drafts": 0}, "decode.drafts=0 must be at least 1"),
-    "token on several drafts": (
-        {"depth": 2, "drafts": 2, "proposal": "sampled", "rule": "token"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "block on several drafts": (
-        {"depth": 2, "drafts": 2, "proposal": "sampled", "rule": "block"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "selection among one draft": (
-        {"depth": 2, "proposal": "sampled", "rule": "select"},
-        "set decode.drafts=2 or more",
-    ),
-    "confidence in a dynamic tree": (
-        {"depth": 2, "width": 2, "nodes": 4, "min_confidence": 0.5},
-        "for a single chain",
-    ),
-    "confidence in a static tree": ({"tree": TREE, "min_confidence": 0.5}, "for a single chain"),
-    "confidence in several drafts": (
-        {"depth": 2, "drafts": 2, "proposal": "sampled", "min_confidence": 0.5},
-        "for a single chain",
-    ),
-    "more than certainty": ({"depth": 2, "min_confidence": 1.0}, "from 0 to less than 1"),
-    "a temperature of chosen tokens": (
-        {"depth": 2, "draft_temperature": 1.0},
-        "for tokens that are drawn",
-    ),
-    "a negative draft temperature": (
-        {"depth": 2, "proposal": "sampled", "draft_temperature": -1.0},
-        "must be at least 0",
-    ),
-    "repeated siblings that are chosen": (
-        {"tree": TREE, "replacement": True},
-        "replacement is for sampled trees",
-    ),
-    "repeated siblings of a hybrid": (
-        {"tree": TREE, "proposal": "hybrid", "replacement": True},
-        "replacement is for sampled trees",
-    ),
-    "a hybrid chain": ({"depth": 2, "proposal": "hybrid"}, "two children or more"),
-    "a child without a parent": ({"tree": [[0], [1, 0]]}, r"\[1, 0\] has no \[1\]"),
-    "a child without its elder": ({"tree": [[0], [2]]}, r"\[2\] has no \[1\]"),
-    "no such proposal": ({"depth": 2, "proposal": "drawn"}, "choose one of auto, fixed, sampled, hybrid"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_not_be_lossless_is_refused_and_why(name):
-    options, reason = REFUSED[name]
-    with pytest.raises(UserError, match=reason):
-        Plan(**options)
-
-
-@pytest.mark.parametrize("name", ["greedy", "", "Match"])
-def test_an_unknown_rule_is_answered_with_the_known_ones(name):
-    with pytest.raises(UserError, match="auto, match, token"):
-        Plan(1, rule=name)
 
 
 def test_what_ranks_tell_of_is_marked_so_that_traversal_refuses_it(tiny_target):
@@ -717,7 +608,7 @@ def test_what_ranks_tell_of_is_marked_so_that_traversal_refuses_it(tiny_target):
 
     check_lossless(tiny_target(), Kept(3), plan, Sampler(1.0), length=2, rows=[0])
     assert all(draft.probs.ranked for draft in drafts)
-    static = Plan(tree=TREE, proposal="hybrid", rule="traversal")
+    static = Plan(tree=[[0], [1], [0, 0]], proposal="hybrid", rule="traversal")
     row = TargetProbs(torch.zeros(drafts[0].tokens.shape[0], drafts[0].tokens.shape[1] + 1, V), Sampler(1.0))
     with pytest.raises(UserError, match="tokens drawn elsewhere"):
         verify(static, drafts[0], row, EnumeratingCoin([]))
