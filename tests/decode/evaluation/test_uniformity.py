@@ -209,16 +209,15 @@ def corrected(found):
 @pytest.mark.parametrize("sampler", [ONE, Sampler(0.7, top_p=0.9)], ids=["T=1", "T=0.7, top_p=0.9"])
 @pytest.mark.covering
 def test_what_is_lossless_passes(target, plan, sampler):
-    for seed in range(2):
-        found = watched(target, plan, sampler, seed=seed, stop=[4], length=16)
-        assert found.tokens > 1500
-        assert found.impossible == 0
-        assert set(found.pit) == {f"{p} by {o}" for p in ("free", "drafted") for o in ("p", "id")} | {
-            "drafted by draft"
-        } | ({"draft token by q", "draft token by id"} if plan.proposal in ("sampled", "hybrid") else set())
-        assert bool(found.draft_tokens) == (plan.proposal in ("sampled", "hybrid"))
-        assert min(corrected(found).values()) > 1e-3
-        assert abs(found.surprisal_z) < 4
+    found = watched(target, plan, sampler, stop=[4], length=16)
+    assert found.tokens > 1500
+    assert found.impossible == 0
+    assert set(found.pit) == {f"{p} by {o}" for p in ("free", "drafted") for o in ("p", "id")} | {
+        "drafted by draft"
+    } | ({"draft token by q", "draft token by id"} if plan.proposal in ("sampled", "hybrid") else set())
+    assert bool(found.draft_tokens) == (plan.proposal in ("sampled", "hybrid"))
+    assert min(corrected(found).values()) > 1e-3
+    assert abs(found.surprisal_z) < 4
 
 
 def test_the_tests_ask_for_the_laws_that_tokens_were_drawn_from(target, monkeypatch):
@@ -369,6 +368,10 @@ def test_the_plainest_token_rule_passes(target, broken):
 
 
 @pytest.mark.parametrize("bug", WRONG)
+@pytest.mark.ci(
+    *["bonus too hot", "p for the residual", "the row before, match", "a coin rejects and draws"],
+    *["unsure tokens dropped", "likeliest said to be drawn"],
+)
 def test_a_wrong_decoder_is_found(target, broken, bug):
     plan, rule, spoil, name = WRONG[bug]
     broken(rule)

@@ -179,6 +179,7 @@ SMALL = pieces("a", "ba", "b\xc3", "\xa9a")
     ],
     ids=["match", "token"],
 )
+@pytest.mark.covering
 def test_the_law_of_a_stopped_text_is_the_targets(tiny_target, drafter, plan, strings):
     """Every outcome of every coin: the target's law of whole texts, each cut where it stops."""
     target, length = tiny_target(vocab=4), 3

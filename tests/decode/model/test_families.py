@@ -115,9 +115,7 @@ def path_rows(target, seen, texts):
     "gpt_oss, sinks, window 6",
     "gemma3, window 6",
     "phi, biased head",
-    "falcon, rotary",
     "phi3, longrope",
-    "cohere, logit scale",
 )
 def test_greedy_is_the_models_own(name, tmp_path, wide_softmax):
     target = load_target(str(save(tmp_path / "model", *WORKS[name])), dtype="float64")

@@ -33,6 +33,7 @@ def informed(tiny_target, make_drafter, name, kind, hot=V):
 @pytest.mark.parametrize("hot", [V, V // 2])
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.covering
 def test_decoding_computes_the_laws_that_training_taught(tiny_target, make_drafter, name, kind, hot):
     target, drafter = informed(tiny_target, make_drafter, name, kind, hot)
     texts = random_texts()

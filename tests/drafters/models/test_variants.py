@@ -117,6 +117,7 @@ def test_an_unroll_with_masks_is_one_causal_pass(tiny_target, make_drafter, laye
 
 @pytest.mark.parametrize("layers", [1, 4])
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
+@pytest.mark.covering
 def test_a_draft_is_one_pass_and_one_head_product(tiny_target, make_drafter, depth, layers, monkeypatch):
     target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
     passes, finish = [], DecoderLayer.finish
