@@ -77,24 +77,6 @@ def test_an_end_token_inside_a_draft_ends_the_text(target, answers, plan):
     assert inside >= 3, "ends fell inside drafts"
 
 
-@SHAPES
-def test_any_of_several_end_tokens_ends_each_text(target, answers, plan):
-    stop = {answers[0][7], answers[2][4]}
-    outputs = run(target, oracle(answers, plan, right=0.7), plan=plan, stop=sorted(stop))
-    for output, answer in zip(outputs, answers, strict=True):
-        end = next((i for i, token in enumerate(answer) if token in stop), LENGTH - 1)
-        assert output.tokens == answer[: end + 1]
-        assert output.stopped == (answer[end] in stop)
-
-
-def test_the_first_token_may_be_the_end(target, answers):
-    outputs = run(target, oracle(answers, CHAIN), stop=[answers[1][0]])
-    assert outputs[1].tokens == [answers[1][0]]
-    assert outputs[1].stopped
-    assert outputs[1].emitted == []
-    assert len(outputs[0].tokens) > 1
-
-
 def test_a_rejected_end_token_ends_nothing(target, answers):
     stop = next(t for t in range(VOCAB) if not any(t in answer for answer in answers))
     outputs = run(target, Fixed([stop, stop]), stop=[stop])

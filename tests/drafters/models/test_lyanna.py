@@ -261,10 +261,10 @@ def test_a_tree_with_old_states_is_lossless(tiny_target, make_drafter, mode, tem
 @pytest.mark.parametrize("mode", ["logit_sum", "immediate"])
 @pytest.mark.covering
 def test_what_is_drawn_beside_old_states_is_lossless(tiny_target, make_drafter, mode, rule):
-    target = tiny_target()
+    target = tiny_target(vocab=2)
     drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "weight": 1.0})
     plan = Plan(2, proposal="sampled", rule=rule)
-    check_lossless(target, drafter, plan, Sampler(1.0), length=4, rows=[0])
+    check_lossless(target, drafter, plan, Sampler(1.0), length=5, prompts=[[1, 0, 0, 1]])
 
 
 def test_old_states_are_in_play_in_what_was_enumerated(tiny_target, make_drafter):
