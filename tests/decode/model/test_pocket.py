@@ -161,16 +161,6 @@ def test_a_batch_gives_what_each_row_gives_alone(single, prompts, plan):
         )
 
 
-@pytest.mark.proof
-def test_a_sampled_batch_gives_what_each_request_gives_alone(wide, prompts):
-    """Draws belong to a request's name, not to its place in the batch."""
-    rows, sampler, plan = prompts[3:11], Sampler(0.9), Plan(depth=3, proposal="sampled")
-    together = wide.run(wide.eagle, rows, sampler, plan, max_new_tokens=12)
-    for name, (row, output) in enumerate(zip(rows, together, strict=True)):
-        alone = wide.run(wide.eagle, [row], sampler, plan, requests=[name], max_new_tokens=12)[0]
-        assert output.tokens == alone.tokens
-
-
 @pytest.mark.parametrize(
     ("sampler", "plan"),
     [(GREEDY, TREE), (Sampler(0.9), TREE), (Sampler(0.9), Plan(depth=3, proposal="sampled"))],
