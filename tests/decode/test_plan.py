@@ -80,29 +80,30 @@ def test_a_lossy_plan_says_so_wherever_it_is_named(rule):
 
 
 TREE = [[0], [1], [0, 0]]
+DYNAMIC = {"depth": 2, "width": 2, "nodes": 4}
+DRAWN, SEVERAL = {"depth": 2, "proposal": "sampled"}, {"depth": 2, "proposal": "sampled", "drafts": 2}
+NO_CHAIN = {
+    "a tree": {"tree": TREE, "proposal": "sampled"},
+    "a hybrid": {"tree": TREE, "proposal": "hybrid"},
+    "several drafts": SEVERAL,
+}
+NO_SINGLE_CHAIN = {"a dynamic tree": DYNAMIC, "a static tree": {"tree": TREE}, "several drafts": SEVERAL}
 REFUSED = {
+    **{
+        f"{rule} on {what}": (options | {"rule": rule}, "verifies a chain drawn from distributions q")
+        for rule in ("token", "block")
+        for what, options in NO_CHAIN.items()
+    },
+    **{
+        f"confidence in {what}": (options | {"min_confidence": 0.5}, "for a single chain")
+        for what, options in NO_SINGLE_CHAIN.items()
+    },
     "a drawn dynamic tree": (
-        {"depth": 2, "width": 2, "nodes": 4, "proposal": "sampled"},
+        DYNAMIC | {"proposal": "sampled"},
         "changes its distribution, which is not lossless",
     ),
     "token on chosen nodes": ({"depth": 2, "rule": "token"}, "a fixed token has no q"),
     "block on chosen nodes": ({"depth": 2, "rule": "block"}, "a fixed token has no q"),
-    "token on a tree": (
-        {"tree": TREE, "proposal": "sampled", "rule": "token"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "block on a tree": (
-        {"tree": TREE, "proposal": "sampled", "rule": "block"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "token on a hybrid": (
-        {"tree": TREE, "proposal": "hybrid", "rule": "token"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "block on a hybrid": (
-        {"tree": TREE, "proposal": "hybrid", "rule": "block"},
-        "verifies a chain drawn from distributions q",
-    ),
     "traversal of a dynamic hybrid": (
         {"depth": 3, "width": 2, "nodes": 4, "proposal": "hybrid", "rule": "traversal"},
         "the tokens drawn in one decide which nodes of another are kept: not lossless.*rule=recursive",
@@ -117,47 +118,18 @@ REFUSED = {
     ),
     "consent without need": ({"depth": 2, "lossy": True}, "rule=match is lossless"),
     "drafts that are chosen": ({"depth": 2, "drafts": 2}, "drawn side by side; set decode.proposal=sampled"),
-    "drafts of a tree": (
-        {"tree": TREE, "drafts": 2, "proposal": "sampled"},
-        "drawn side by side.*without a tree",
-    ),
+    "drafts of a tree": (NO_CHAIN["a tree"] | {"drafts": 2}, "drawn side by side.*without a tree"),
     "no draft": ({"depth": 2, "drafts": 0}, "decode.drafts=0 must be at least 1"),
-    "token on several drafts": (
-        {"depth": 2, "drafts": 2, "proposal": "sampled", "rule": "token"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "block on several drafts": (
-        {"depth": 2, "drafts": 2, "proposal": "sampled", "rule": "block"},
-        "verifies a chain drawn from distributions q",
-    ),
-    "selection among one draft": (
-        {"depth": 2, "proposal": "sampled", "rule": "select"},
-        "set decode.drafts=2 or more",
-    ),
-    "confidence in a dynamic tree": (
-        {"depth": 2, "width": 2, "nodes": 4, "min_confidence": 0.5},
-        "for a single chain",
-    ),
-    "confidence in a static tree": ({"tree": TREE, "min_confidence": 0.5}, "for a single chain"),
-    "confidence in several drafts": (
-        {"depth": 2, "drafts": 2, "proposal": "sampled", "min_confidence": 0.5},
-        "for a single chain",
-    ),
+    "selection among one draft": (DRAWN | {"rule": "select"}, "set decode.drafts=2 or more"),
     "more than certainty": ({"depth": 2, "min_confidence": 1.0}, "from 0 to less than 1"),
-    "a temperature of chosen tokens": (
-        {"depth": 2, "draft_temperature": 1.0},
-        "for tokens that are drawn",
-    ),
-    "a negative draft temperature": (
-        {"depth": 2, "proposal": "sampled", "draft_temperature": -1.0},
-        "must be at least 0",
-    ),
+    "a temperature of chosen tokens": ({"depth": 2, "draft_temperature": 1.0}, "for tokens that are drawn"),
+    "a negative draft temperature": (DRAWN | {"draft_temperature": -1.0}, "must be at least 0"),
     "repeated siblings that are chosen": (
         {"tree": TREE, "replacement": True},
         "replacement is for sampled trees",
     ),
     "repeated siblings of a hybrid": (
-        {"tree": TREE, "proposal": "hybrid", "replacement": True},
+        NO_CHAIN["a hybrid"] | {"replacement": True},
         "replacement is for sampled trees",
     ),
     "a hybrid chain": ({"depth": 2, "proposal": "hybrid"}, "two children or more"),
