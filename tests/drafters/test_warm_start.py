@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+from draft_models import quick
 from faces import V, random_texts
 from safetensors.torch import load_file, save_file
-from workbench import CONF, command, weights
+from workbench import train, weights
 
 from decode.errors import UserError
-from distill.cli.main import main
-from distill.main import run
 from drafters.base import Text
 from drafters.checkpoint import io as hub
 
@@ -99,10 +98,7 @@ def test_a_wrong_start_is_one_line_and_leaves_nothing(bench, tmp_path):
 
 
 def test_a_drafter_that_is_counted_has_nothing_to_start_from(bench, tmp_path):
-    kept = [a for a in bench.command if not a.startswith("drafter.depth")]
-    done = command(
-        lambda: main(run, CONF), ["train.py", *kept, "drafter=bigram", f"drafter.init_from={tmp_path}"]
-    )
+    done = train(quick(bench, f"drafter.init_from={tmp_path}", drafter="bigram"))
     assert done.code == 2
     assert "this drafter has no weights to train" in done.err
 

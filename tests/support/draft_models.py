@@ -55,5 +55,6 @@ def logits(model, texts):
     return model(input_ids=texts, use_cache=False).logits
 
 
-def quick(bench: Bench, *more: str):
-    return [a for a in bench.command if not a.startswith("drafter.depth")] + ["drafter=lm", *more]
+def quick(bench: Bench, *more: str, drafter: str = "lm") -> list[str]:
+    """The quick run's overrides for a drafter without a depth."""
+    return [a for a in bench.command if not a.startswith("drafter.depth")] + [f"drafter={drafter}", *more]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draft_models import quick
 from exact import check_lossless
 from faces import (
     CHAIN,
@@ -299,6 +300,4 @@ def test_a_killed_run_goes_on_with_its_head(bench, tmp_path, monkeypatch):
 
 
 def test_a_table_of_tokens_refuses_a_head_in_one_line(bench):
-    kept = [a for a in bench.command if not a.startswith("drafter.depth")]
-    done = train([*kept, "drafter=bigram", "drafter.confidence=true"])
-    done.refused("drafter.confidence=true")
+    train(quick(bench, "drafter.confidence=true", drafter="bigram")).refused("drafter.confidence=true")

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from draft_models import quick
 from faces import SAMPLED, Follower, random_rollouts, random_texts
 from hypothesis import given
 from hypothesis import strategies as st
-from workbench import Bench, leftovers, make_tokenizer, same, train, weights
+from workbench import leftovers, make_tokenizer, same, train, weights
 
 from decode.errors import UserError
 from decode.sampling import Sampler
@@ -118,11 +119,6 @@ def test_a_chain_follows_the_table(tiny_target):
 COUNTED = ["bigram", "suffix"]
 
 
-def quick(bench: Bench, name: str, *more: str) -> list[str]:
-    kept = [a for a in bench.command if not a.startswith("drafter.depth")]
-    return [*kept, f"drafter={name}", *more]
-
-
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.ci("bigram")
 def test_a_run_counts_every_training_row_and_scores_checkpoint_0(bench, name, monkeypatch):
@@ -136,7 +132,7 @@ def test_a_run_counts_every_training_row_and_scores_checkpoint_0(bench, name, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(kind, "fit", watch)
-        done = train(quick(bench, name)).succeeded()
+        done = train(quick(bench, drafter=name)).succeeded()
     tokenizer = make_tokenizer()
     prompts = set()
     for text in seen:
@@ -162,7 +158,7 @@ def test_a_run_counts_every_training_row_and_scores_checkpoint_0(bench, name, mo
     assert any((value != 0).any() for value in weights(folder / "checkpoints" / "0").values())
     assert not leftovers(bench.root)
     # A second start of a finished run is another run, with the same table.
-    again = train(quick(bench, name))
+    again = train(quick(bench, drafter=name))
     assert again.folder != folder
     assert same(weights(again.folder / "checkpoints" / "0"), weights(folder / "checkpoints" / "0"))
 
@@ -171,7 +167,8 @@ def test_a_run_counts_every_training_row_and_scores_checkpoint_0(bench, name, mo
 @pytest.mark.parametrize("where", ["rollouts", "save", "score"])
 @pytest.mark.ci("save-bigram")
 def test_a_run_that_was_stopped_goes_on_in_its_folder(bench, name, where, monkeypatch):
-    argv = quick(bench, name, "seed=3", f"score.every={['rollouts', 'save', 'score'].index(where) + 1}")
+    every = ["rollouts", "save", "score"].index(where) + 1
+    argv = quick(bench, "seed=3", f"score.every={every}", drafter=name)
 
     def stop(*_, **__):
         raise KeyboardInterrupt

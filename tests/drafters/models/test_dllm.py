@@ -43,13 +43,9 @@ from drafters.families.masked_lm import MaskedModel, check_fills_masks
 DRAWN = Plan(K, 3, 8, proposal="hybrid")
 
 
-def small(tiny_target):
-    return tiny_target(vocab=V, layers=3, hidden=16, dtype=torch.float32)
-
-
 @pytest.fixture
 def target(tiny_target):
-    return small(tiny_target)
+    return tiny_target(vocab=V, layers=3, hidden=16, dtype=torch.float32)
 
 
 def refused(target, path: str, **options) -> str:
@@ -75,9 +71,8 @@ def both_ways(folder: str, kind: str):
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("kind", [k for k in KINDS if "window" not in k])  # the switch keeps windows
 @torch.no_grad()
-def test_every_law_is_that_of_one_plain_pass(tiny_target, tmp_path, kind, shift):
+def test_every_law_is_that_of_one_plain_pass(target, tmp_path, kind, shift):
     """Without padding, and not by our mask: both directions, the shift, and what an anchor is shown."""
-    target = small(tiny_target)
     folder = filler(tmp_path / "model", kind)
     drafter, plain = drafter_for(target, folder, shift=shift), both_ways(folder, kind)
     texts = random_texts(length=12)
@@ -95,8 +90,7 @@ def test_every_law_is_that_of_one_plain_pass(tiny_target, tmp_path, kind, shift)
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_every_place_reads_every_other_and_no_padding(tiny_target, tmp_path, kind):
-    target = small(tiny_target)
+def test_every_place_reads_every_other_and_no_padding(target, tmp_path, kind):
     masked = drafter_for(target, filler(tmp_path / "model", kind)).masked
     window = masked.window(random_texts(length=6), [6, 4])
     assert window.seen.tolist() == [[True] * 9, [True] * 7 + [False] * 2]
@@ -151,8 +145,7 @@ def count_passes(drafter) -> list[int]:
 
 @pytest.mark.parametrize("depth", [2, 5, 8])
 @pytest.mark.ci("5")
-def test_a_draft_costs_one_pass_however_deep(tiny_target, tmp_path, depth):
-    target = small(tiny_target)
+def test_a_draft_costs_one_pass_however_deep(target, tmp_path, depth):
     drafter = drafter_for(target, filler(tmp_path / "model"), depth=depth)
     widths = count_passes(drafter)
     for plan in (Plan(depth), Plan(depth, 3, 2 * depth), Plan(depth, proposal="sampled"), Plan(1)):
@@ -184,8 +177,7 @@ def filled(drafter, prefix: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("steps", [2, 3])
 @torch.no_grad()
-def test_with_more_passes_the_surest_masks_are_filled_first(tiny_target, tmp_path, steps):
-    target = small(tiny_target)
+def test_with_more_passes_the_surest_masks_are_filled_first(target, tmp_path, steps):
     folder = filler(tmp_path / "model", spread=5.0)
     drafter, once = drafter_for(target, folder, steps=steps), drafter_for(target, folder)
     texts = random_texts()
@@ -206,8 +198,7 @@ def test_with_more_passes_the_surest_masks_are_filled_first(tiny_target, tmp_pat
     assert differ, "later passes changed nothing, so this could not fail"
 
 
-def test_no_mask_is_filled_with_a_mask(tiny_target, tmp_path):
-    target = small(tiny_target)
+def test_no_mask_is_filled_with_a_mask(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model", "bert"), steps=3)
     drafter.model.cls.predictions.decoder.bias.data[MASK] = 100.0
     follower = Follower(drafter, target, random_texts())
@@ -218,8 +209,7 @@ def test_no_mask_is_filled_with_a_mask(tiny_target, tmp_path):
 
 
 @pytest.mark.parametrize("plan", [SAMPLED, DRAWN], ids=lambda p: p.name)
-def test_tokens_drawn_in_several_passes_are_refused(tiny_target, tmp_path, plan):
-    target = small(tiny_target)
+def test_tokens_drawn_in_several_passes_are_refused(target, tmp_path, plan):
     drafter = drafter_for(target, filler(tmp_path / "model"), steps=2)
     assert drafter.proposals == ("fixed",)
     drafter.check(CHAIN)
@@ -246,8 +236,7 @@ def test_the_output_is_the_targets_own(target, tmp_path, steps):
 
 
 @pytest.mark.proof
-def test_training_takes_a_sample_that_stands_for_all(tiny_target, tmp_path):
-    target = small(tiny_target)
+def test_training_takes_a_sample_that_stands_for_all(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model"))
     mask = torch.ones(3, 24, dtype=torch.bool)
     mask[1, :12] = False
@@ -286,8 +275,7 @@ def test_a_window_of_the_sample_is_that_of_all(target, tmp_path):
             torch.testing.assert_close(hidden, every[anchor, step.depth], rtol=0, atol=1e-4)
 
 
-def test_it_trains_without_dropout(tiny_target, tmp_path):
-    target = small(tiny_target)
+def test_it_trains_without_dropout(target, tmp_path):
     drafter = drafter_for(target, filler(tmp_path / "model", "bert", hidden_dropout_prob=0.5)).train()
     assert drafter.training
     assert not any(module.training for module in drafter.model.modules())
@@ -386,8 +374,7 @@ def test_it_is_loaded_in_the_targets_dtype(target, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "learned positions", "bert", "roberta"])
 @torch.no_grad()
-def test_of_a_long_text_it_reads_what_there_is_room_for(tiny_target, tmp_path, kind):
-    target = small(tiny_target)
+def test_of_a_long_text_it_reads_what_there_is_room_for(target, tmp_path, kind):
     more = {"n_positions": 12} if kind == "learned positions" else {}
     drafter = drafter_for(target, filler(tmp_path / "model", kind, max_position_embeddings=12, **more))
     room = 7 if kind == "roberta" else 9  # whose first two places are those of padding

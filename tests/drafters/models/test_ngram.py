@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from draft_models import quick
 from exact import check_lossless
 from faces import feed, paths, propose
 from hypothesis import given
@@ -206,13 +207,9 @@ def test_prompts_of_one_token_and_empty_drafts_decode_and_replay(target):
 # -- a run -----------------------------------------------------------------------------------------
 
 
-def quick(bench, *more):
-    kept = [a for a in bench.command if not a.startswith("drafter.depth")]
-    return [*kept, "drafter=ngram", *more]
-
-
 def test_a_run_makes_no_rollouts_and_scores_checkpoint_0(bench):
-    done = train(quick(bench, "score.temperatures=[0.0,0.7]", "score.plans=[{depth: 3, width: 2, nodes: 6}]"))
+    more = ["score.temperatures=[0.0,0.7]", "score.plans=[{depth: 3, width: 2, nodes: 6}]"]
+    done = train(quick(bench, *more, drafter="ngram"))
     assert done.code == 0, done.err
     assert not (bench.root / "outputs" / "rollouts").exists()
     (checkpoint,) = checkpoints(done.folder)
@@ -235,5 +232,6 @@ def test_confidence_is_refused_for_want_of_a_law():
 )
 def test_a_plan_that_draws_is_refused_before_work_starts(bench, plan):
     before = bench.runs()
-    train(quick(bench, *(f"decode.{setting}" for setting in plan))).refused("set decode.proposal=fixed")
+    options = [f"decode.{setting}" for setting in plan]
+    train(quick(bench, *options, drafter="ngram")).refused("set decode.proposal=fixed")
     assert bench.runs() == before
