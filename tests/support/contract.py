@@ -232,7 +232,7 @@ def test_a_text_may_come_in_any_pieces(pair):
         assert all(alike(drafts[0], row, drafts[1], row) for row in range(2))
 
 
-@pytest.mark.parametrize("rows", [[0, 2], [2, 0], [1], [2, 1, 0]], ids=str)
+@pytest.mark.parametrize("rows", [[2, 0], [2, 1, 0]], ids=str)
 @pytest.mark.covering
 def test_select_keeps_these_rows_in_this_order(pair, rows):
     target, drafter = pair
@@ -399,7 +399,7 @@ def check_golden(drafter, target, masks):
     assert depths == list(range(1, min(deepest, longest) + 1))
 
 
-@pytest.mark.parametrize("mask", ["answer", "short", "first", "none"])
+@pytest.mark.parametrize("mask", ["short", "none"])
 @pytest.mark.covering
 def test_anchors_depths_and_teacher_rows_are_where_the_conventions_say(pair, mask):
     target, drafter = taught(pair)

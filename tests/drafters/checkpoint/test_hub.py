@@ -110,12 +110,11 @@ def test_a_config_that_is_none_is_refused(eagle, tmp_path, text):
 
 
 @pytest.mark.parametrize("content", [b"", b"junk" * 100, None], ids=["empty", "junk", "missing"])
-@pytest.mark.covering
-def test_damaged_weights_are_refused(pair, drafter_name, folders, tmp_path, content):
-    copy = damaged(folders(drafter_name, pair), tmp_path / "copy")
+def test_damaged_weights_are_refused(eagle, tmp_path, content):
+    copy = damaged(eagle[1], tmp_path / "copy")
     path = copy / "model.safetensors"
     path.unlink() if content is None else path.write_bytes(content)
-    refused(copy, pair[0], "damaged checkpoint")
+    refused(copy, eagle[0], "damaged checkpoint")
 
 
 def test_a_folder_without_a_checkpoint_is_refused(eagle, tmp_path):
