@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
@@ -15,6 +16,8 @@ from ci_cases import mark_proofs
 from faces import both, random_rollouts
 from fake_hub import FakeHub
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from stores import PLAN, make_writer
@@ -72,6 +75,28 @@ def drafters() -> list[str]:
 def _reproducible():
     torch.set_num_threads(1)  # models are tiny: threads only contend
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _yaml_read_once():
+    """Hydra parses every yaml anew for every configuration: a third of the time it takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for source in (FileConfigSource, ImportlibResourcesConfigSource):
+            patch.setattr(source, "load_config", _remembering(source.load_config))
+        yield
+
+
+def _remembering(load: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    known: dict[tuple, Any] = {}
+
+    def remembered(source: Any, name: str) -> Any:
+        file = Path(source.path, source._normalize_file_name(name))
+        key = source.provider, source.path, name, file.stat().st_mtime_ns if file.is_file() else 0
+        if key not in known:
+            known[key] = load(source, name)
+        return copy.deepcopy(known[key])
+
+    return remembered
 
 
 @pytest.fixture(scope="session")

@@ -113,17 +113,44 @@ def test_it_runs_given_time(places, text):
     assert done.code == 0, done.err[-3000:]
 
 
-@pytest.mark.parametrize("text", COMPOSED, ids=str)
-def test_its_options_compose(text, tmp_path):
-    """Its options exist, and have values of the right kind."""
+def overrides(text: str) -> tuple[str, list[str]]:
+    """Name of a command's configuration and its options, the first value where a sweep has several."""
     text = text.replace("drafter=<...>", "drafter=eagle").replace("objective=<...>", "objective=kl")
-    text = text.replace("$depth", "2")
-    text = re.sub(r"<[^>]*>", "x", text)
+    text = re.sub(r"<[^>]*>", "x", text.replace("$depth", "2"))
     name, given = configuration(program(text))
     argv = [word for word in rewrite(given, CONF) if word not in ("-m", "--multirun")]
     # What a sweep chooses from, and Hydra's launchers, are checked choice by choice: distill.cli.sweep.
-    single = [re.sub(r"=([^,\[{']*),.*", r"=\1", w) for w in argv if not w.startswith(("hydra.", "hydra/"))]
-    assert compose(single, CONF, name)
+    return name, [
+        re.sub(r"=([^,\[{']*),.*", r"=\1", w) for w in argv if not w.startswith(("hydra.", "hydra/"))
+    ]
+
+
+def together(texts: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Options of all commands in as few configurations as have room for them.
+
+    Commands share one where both say the same of a group, or one of them nothing: no option of one is then
+    looked up in the other's choice, and none that must be given is given by the other.
+    """
+    found: list[tuple[str, dict[str, list[str]]]] = []
+    for text in texts:
+        name, given = overrides(text)
+        groups: dict[str, list[str]] = {"experiment": []}
+        for word in sorted(given):
+            groups.setdefault(re.split("[.=]", word.lstrip("+~"))[0], []).append(word)
+        for other, shared in found:
+            if other == name and all(shared.get(group, own) == own for group, own in groups.items()):
+                shared.update(groups)
+                break
+        else:
+            found.append((name, groups))
+    for name, groups in found:
+        yield name, [word for own in groups.values() for word in own]
+
+
+@pytest.mark.parametrize(("name", "given"), together(COMPOSED), ids=lambda part: " ".join([*part])[:80])
+def test_options_compose(name, given):
+    """They exist, and have values of the right kind."""
+    assert compose(given, CONF, name)
 
 
 def test_what_is_installed_and_made_exists():

@@ -1,5 +1,6 @@
 """The command line: what becomes of the overrides a person types, and what they are told of mistakes."""
 
+import copy
 import importlib.metadata
 import json
 import logging
@@ -9,17 +10,24 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
+import hydra
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from workbench import CONF, QUICK, ROOT, command, make_target, options_of, train, write_prompts
 
 from decode.errors import UserError
 from distill.cli.main import main, rewrite
 from distill.config.build import quiet, read_chat
-from distill.config.compose import compose, options
+from distill.config.compose import compose, configurations, options
+from distill.config.read import checked_options
+from distill.config.validate import check_ranges
+from distill.main import run
 from distill.options import SearchOptions, TrainOptions
 from distill.prompts import split as inputs
 from distill.prompts.length import Limit
@@ -128,13 +136,14 @@ def test_the_folder_that_lightning_repeats_for_its_ranks_is_dropped():
 
 def test_every_group_option_composes():
     groups = {p.name: options(CONF, p.name) for p in sorted(CONF.iterdir()) if p.is_dir()}
+    sizes = ["optimizer.optimizer.lr=1e-3", "rollout.max_new_tokens=8", "max_tokens=9"]  # reads no target
     for turn in range(max(map(len, groups.values()))):
         chosen = [f"{name}={found[turn % len(found)]}" for name, found in groups.items() if found]
         url = ["rollout.url=http://a/v1"] * ("rollout=openai" in chosen)
         kind = SearchOptions if "drafter=auto" in chosen else TrainOptions
-        sizes = ["optimizer.optimizer.lr=1e-3", "rollout.max_new_tokens=8", "max_tokens=9"]  # reads no target
-        run = options_of(*chosen, *url, *sizes, "target.path=a/b", "prompts.path=p.jsonl", cls=kind)
-        assert run.target.path == "a/b"
+        with configurations(CONF):
+            cfg = hydra.compose("config", [*chosen, *url, *sizes, "target.path=a/b", "prompts.path=p.jsonl"])
+        assert checked_options(kind, cfg).target.path == "a/b"
 
 
 @pytest.mark.parametrize(
@@ -164,10 +173,17 @@ def test_every_group_option_composes():
         ("prompts.path=${nothing}", ["nothing"]),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(override, said, tmp_path, monkeypatch):
+def test_a_mistake_is_named(override, said):
+    with pytest.raises(UserError) as refused:
+        check_ranges(compose(rewrite([override], CONF), CONF))
+    assert "\n" not in str(refused.value)
+    assert all(text in str(refused.value) for text in said), refused.value
+
+
+def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = train([override])
-    done.refused(*said)
+    done = train(["trainer.max_step=3"])
+    done.refused("trainer.max_step", "in trainer", "did you mean max_steps?")
     assert done.out == ""
     assert not list(tmp_path.iterdir())
 
@@ -180,6 +196,21 @@ def test_what_lightning_takes_in_several_kinds_is_free():
 @pytest.fixture(scope="module")
 def bench_target(tmp_path_factory) -> Path:
     return make_target(tmp_path_factory.mktemp("models") / "target")
+
+
+GROUPS = ("rollout=given", "prompts=mix")
+
+
+@pytest.fixture(scope="module")
+def ready(bench_target, tmp_path_factory) -> Callable[..., DictConfig]:
+    """Composes the configuration of a run that could begin, with these groups."""
+    root = tmp_path_factory.mktemp("ready")
+    files = [f"prompts={write_prompts(root / 'prompts.jsonl', 3)}", f"target={bench_target}", "logger=csv"]
+    files += [
+        f"prompts.heldout={write_prompts(root / 'held.jsonl', 1, first=50)}",
+        f"output_dir={root / 'out'}",
+    ]
+    return cache(lambda *groups: compose(rewrite([*files, *groups], CONF), CONF))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +228,6 @@ def bench_target(tmp_path_factory) -> Path:
         (["trainer.precision=17"], ["17"]),
         (["trainer.accelerator=abacus"], ["abacus"]),
         (["+trainer.colour=red"], ["colour"]),
-        (["prompts.heldout=nowhere.jsonl"], ["nowhere.jsonl", "no such file"]),
         (["prompts.heldout=null", "prompts.heldout_share=0"], ["held out", "prompts.heldout_share"]),
         (["rollout=given"], ["does not end with an answer"]),
         (["rollout=given", "prompts.self=2", "score.enabled=false"], ["does not end with an answer"]),
@@ -219,16 +249,36 @@ def bench_target(tmp_path_factory) -> Path:
         ),
         (["prompts.path=null", "prompts.sources=[{path: nowhere.jsonl}]"], ["nowhere.jsonl: no such file"]),
         (["prompts.path=null", "prompts.dataset=./nowhere"], ["prompts.dataset=./nowhere"]),
-        (["resume=/nowhere"], ["resume=/nowhere", "no run there"]),
     ],
 )
-def test_a_bad_value_is_found_before_any_work(overrides, said, bench_target, tmp_path):
-    prompts = write_prompts(tmp_path / "in" / "prompts.jsonl", 3)
-    heldout = write_prompts(tmp_path / "in" / "heldout.jsonl", 1, first=50)
-    out = tmp_path / "outputs"
-    files = [f"prompts={prompts}", f"prompts.heldout={heldout}", f"output_dir={out}"]
-    done = train([f"target={bench_target}", *files, "logger=csv", *overrides])
-    done.refused(*said)
+def test_a_bad_value_is_found_before_any_work(overrides, said, ready, tmp_path):
+    cfg = copy.deepcopy(ready(*(o for o in overrides if o in GROUPS)))
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if override not in GROUPS:
+            OmegaConf.update(cfg, key, yaml.safe_load(value), merge=False, force_add=True)
+    with pytest.raises(UserError) as refused:
+        run(cfg, tmp_path)
+    assert "\n" not in str(refused.value)
+    assert all(text in str(refused.value) for text in said), refused.value
+    assert not Path(cfg.output_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("batch_size=0", "batch_size=0"),
+        ("optimizer.optimizer.lr=-1", "Invalid learning rate"),
+        ("prompts.heldout=nowhere.jsonl", "no such file"),
+        ("resume=/nowhere", "no run there"),
+    ],
+)
+def test_a_command_with_a_bad_value_leaves_nothing(override, said, bench_target, tmp_path):
+    prompts, out = write_prompts(tmp_path / "prompts.jsonl", 20), tmp_path / "outputs"
+    done = train(
+        [f"target={bench_target}", f"prompts={prompts}", f"output_dir={out}", "logger=csv", override]
+    )
+    done.refused(said)
     assert not [p for p in out.rglob("*") if p.is_file()], "something was left behind"
     assert not list(out.glob("*/*"))
 
@@ -273,29 +323,12 @@ def test_what_is_wrong_with_a_target_is_one_line(kind, said, bench_target, tmp_p
     assert not list((tmp_path / "out").glob("*"))
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b"{", "not JSON"),
-        (b"[1]", "expected an object, got list"),
-        (b'{"messages": []}', "non-empty list 'messages'"),
-        (b'{"messages": "hello"}', "non-empty list 'messages'"),
-        (b'{"turns": []}', "non-empty list 'messages'"),
-        (b'{"messages": [{"role": "robot", "content": "hi"}]}', "role"),
-        (b'{"messages": [{"role": "user", "content": ""}]}', "content"),
-        (b'{"messages": [{"role": "user", "content": 3}]}', "content"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "content"),
-        (b'{"messages": ["hi"]}', "role"),
-        (b'{"messages": [{"role": "assistant", "content": "hi"}]}', "nothing to answer"),
-        (b"\xff\xfe", "not UTF-8"),
-    ],
-)
-def test_a_malformed_prompt_names_file_and_line(line, said, bench_target, tmp_path):
+def test_a_malformed_prompt_names_file_and_line(bench_target, tmp_path):
     file = write_prompts(tmp_path / "my, prompts.jsonl", 2)
-    file.write_bytes(file.read_bytes() + b"\n" + line + b"\n")
+    file.write_bytes(file.read_bytes() + b"\n{\n")
     out = f"output_dir={tmp_path / 'out'}"
     done = train([f"target={bench_target}", f"prompts={file}", out, "prompts.strict=true"])
-    done.refused(f"{file}:4: ", said)
+    done.refused(f"{file}:4: ", "not JSON")
     assert not list((tmp_path / "out").glob("*"))
 
 

@@ -96,6 +96,14 @@ def test_columns_rename_and_rule():
 
 
 MALFORMED = {
+    "no messages": ({"messages": []}, "needs a non-empty list 'messages'"),
+    "messages in a text": ({"messages": "hello"}, "needs a non-empty list 'messages'"),
+    "no turns": ({"turns": []}, "needs a non-empty list 'messages'"),
+    "messages of texts": ({"messages": ["hi"]}, "role"),
+    "an unknown role": ({"messages": [{"role": "robot", "content": "hi"}]}, "role"),
+    "an empty message": ({"messages": [user("")]}, "content"),
+    "a message that is a number": ({"messages": [{"role": "user", "content": 3}]}, "content"),
+    "half a surrogate": ({"messages": [user("\ud800")]}, "content"),
     "no form": ({"colour": "red"}, "needs a non-empty list 'messages'"),
     "empty prompt": ({"prompt": ""}, "content"),
     "blank turn": ({"turns": ["q", " \n"]}, "content"),
