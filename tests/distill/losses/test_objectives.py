@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -74,6 +75,7 @@ def test_what_is_logged_of_a_depth_is_summed_over_its_rows(name, vocabulary, rag
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.covering
 def test_chunks_do_not_change_the_result(name, weights, ragged):
     head, last, anchors, hidden = ragged
     results = []
@@ -105,6 +107,7 @@ def test_auxiliary_losses_and_row_weights_are_those_of_the_reference(ragged):
 @pytest.mark.parametrize("vocabulary", ["full", "reduced"])
 @pytest.mark.parametrize("heads", ["frozen", "shared", "own"])
 @pytest.mark.parametrize("chunk", [2, 0])
+@pytest.mark.covering(pairs=True)
 def test_value_and_gradients_are_those_of_the_reference(name, weights, vocabulary, heads, chunk, ragged):
     target, last, anchors, hidden = ragged
     torch.manual_seed(3)
@@ -185,15 +188,13 @@ def test_no_block_is_larger_than_a_chunk():
                     self.numel = max(self.numel, tensor.numel())
             return out
 
-    for name in DIVERGENCES:
-        for weights in WEIGHTS.values():
-            with Largest() as seen:
-                objective = Objective(DIVERGENCES[name], weights, chunk)
-                total, _ = objective(
-                    steps(own, anchors, hidden), torch.randn(1, tokens, width), target, {}, tokens=text
-                )
-                total.backward()
-            assert seen.numel == chunk * vocab, name
+    for name, weights in zip(DIVERGENCES, cycle(WEIGHTS.values()), strict=False):
+        with Largest() as seen:
+            total, _ = Objective(DIVERGENCES[name], weights, chunk)(
+                steps(own, anchors, hidden), torch.randn(1, tokens, width), target, {}, tokens=text
+            )
+            total.backward()
+        assert seen.numel == chunk * vocab, name
 
 
 def test_a_token_outside_the_draft_vocabulary_is_a_miss(ragged):

@@ -233,7 +233,7 @@ def slow_locks(monkeypatch, latency: float) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("ranks", "restarts"), [(8, 10), pytest.param(32, 200, marks=LONG)])
+@pytest.mark.parametrize(("ranks", "restarts"), [(6, 4), pytest.param(32, 200, marks=LONG)])
 def test_a_restarted_launch_resumes_while_its_other_ranks_look_for_rank_0(
     ranks, restarts, tmp_path, monkeypatch
 ):
