@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from workbench import (
     ROOT,
     Bench,
+    Outcome,
     final,
     foredraft,
     leftovers,
@@ -26,6 +27,7 @@ from workbench import (
     write_prompts,
 )
 
+from decode.errors import UserError
 from decode.model.load import load_target
 from distill import train as run
 from distill.utils.atomic_files import clean
@@ -44,9 +46,13 @@ def straight(bench, tmp_path_factory) -> Path:
 # -- what a run leaves ---------------------------------------------------------------------------
 
 
-def test_a_run_leaves_scored_checkpoints_and_says_where(bench):
-    done = bench.train("seed=11")
-    assert done.code == 0
+@pytest.fixture(scope="module")
+def done(bench) -> Outcome:
+    """The command, run for the first time."""
+    return bench.train("seed=11").succeeded()
+
+
+def test_a_run_leaves_scored_checkpoints_and_says_where(bench, done):
     assert done.err == ""
     folder = done.folder
     assert folder.parent.parent == bench.root / "outputs"
@@ -74,8 +80,8 @@ def test_a_run_leaves_scored_checkpoints_and_says_where(bench):
     assert not list(folder.glob("*.log"))
 
 
-def test_what_a_run_says_is_short_and_in_order(bench):
-    said = bench.train("seed=12").out.splitlines()
+def test_what_a_run_says_is_short_and_in_order(done):
+    said = done.out.splitlines()
     patterns = [
         "run folder: .*",
         "for a target of hidden size 32: max_tokens=256",
@@ -128,9 +134,9 @@ def test_best_follows_replay_on_the_other_prompts(bench, tmp_path, monkeypatch):
 
 
 def test_training_lowers_the_loss(bench, tmp_path):
-    bench.run(tmp_path, score__enabled=False, trainer__max_steps=60, optimizer__optimizer__lr=1e-2)
+    bench.run(tmp_path, score__enabled=False, trainer__max_steps=40, optimizer__optimizer__lr=1e-2)
     losses = _losses(tmp_path)
-    assert len(losses) == 60
+    assert len(losses) == 40
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
 
 
@@ -171,9 +177,9 @@ def test_prompts_as_long_as_the_context_allows_are_answered_and_longer_ones_name
 @pytest.mark.parametrize(
     ("options", "reason", "advice"),
     [
-        (["prompts.max_tokens=15"], "15 tokens (prompts.max_tokens=15)", "raise prompts.max_tokens to 64"),
-        (["max_tokens=32"], "31 tokens (max_tokens=32)", "raise max_tokens to 65"),
-        (["max_tokens=32", "rollout=given"], "31 tokens (max_tokens=32)", "raise max_tokens to 65"),
+        ({"prompts__max_tokens": 15}, "15 tokens (prompts.max_tokens=15)", "raise prompts.max_tokens to 64"),
+        ({"max_tokens": 32}, "31 tokens (max_tokens=32)", "raise max_tokens to 65"),
+        ({"max_tokens": 32, "rollout__answers": "given"}, "31 tokens (max_tokens=32)", "max_tokens to 65"),
     ],
 )
 def test_more_than_a_tenth_too_long_stops_before_any_work(bench, tmp_path, options, reason, advice):
@@ -182,17 +188,19 @@ def test_more_than_a_tenth_too_long_stops_before_any_work(bench, tmp_path, optio
     records = [{"messages": [{"role": "user", "content": text}, answer]} for text in texts]
     file = tmp_path / "p.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    done = bench.train(f"prompts={file}", *options)
-    assert done.code == 2
-    (line,) = done.err.splitlines()
-    assert line.startswith(f"error: prompts: 3 of 18 prompts have more than {reason}")
+    with pytest.raises(UserError) as refused:
+        bench.run(tmp_path / "stopped", prompts__path=str(file), **options)
+    line = str(refused.value)
+    assert line.startswith(f"prompts: 3 of 18 prompts have more than {reason}")
     assert f"{file}:18: 64 tokens" in line
     assert advice in line
     assert "prompts.max_left_out=0.17 " in line
-    if "rollout=given" in options:
-        done = bench.train(f"prompts={file}", *options, "prompts.max_left_out=0.17").succeeded()
-        assert "rollouts: 15 rows" in done.out
-        assert "estimate: no rollouts to make" in done.out
+    assert "\n" not in line
+    if "rollout__answers" in options:
+        less = {"prompts__max_left_out": 0.17, "score__enabled": False}
+        out = bench.run(tmp_path / "run", prompts__path=str(file), **options, **less)
+        assert "rollouts: 15 rows" in out
+        assert "estimate: no rollouts to make" in out
 
 
 def test_the_only_held_out_prompt_being_too_long_is_one_line(bench, tmp_path):
@@ -339,7 +347,7 @@ def _losses(folder: Path) -> list[float]:
 # -- promises about the source -------------------------------------------------------------------
 
 
-def test_lightning_reads_its_state_with_weights_only(bench, straight, tmp_path, monkeypatch):
+def test_lightning_reads_its_state_with_weights_only(bench, tmp_path, monkeypatch):
     seen = []
     fit = L.Trainer.fit
 
@@ -348,7 +356,7 @@ def test_lightning_reads_its_state_with_weights_only(bench, straight, tmp_path, 
         return fit(*args, **options)
 
     monkeypatch.setattr(L.Trainer, "fit", record)
-    bench.run(tmp_path, score__enabled=False)
+    bench.run(tmp_path, score__enabled=False, trainer__max_steps=1)
     assert seen[0]["weights_only"] is True
 
 

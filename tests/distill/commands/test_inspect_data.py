@@ -4,6 +4,8 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -382,18 +384,20 @@ def test_the_newest_finished_store_is_taken(tiny, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def pocket_stores(tmp_path_factory):
-    """Answers of the bundled target, drawn and greedy."""
+def pocket_store(tmp_path_factory) -> Callable[[float], Path]:
+    """The bundled target's answers at a temperature, made when they are asked for."""
     root = tmp_path_factory.mktemp("pocket")
     target = load_target(str(ROOT / "data" / "pocket"), "bfloat16")
     chat = Chat(load_tokenizer(str(ROOT / "data" / "pocket")))
     prompts = read_prompts(ROOT / "data" / "prompts" / "heldout.jsonl")[:32]
-    stores = {}
-    for temperature in (1.0, 0.7, 0.0):
+
+    @cache
+    def make(temperature: float) -> Path:
         folder = root / str(temperature)
         held_out_answers(target, chat, prompts, Sampler(temperature), 32, 0, folder)
-        stores[temperature] = next(folder.glob("*/manifest.json")).parent
-    return stores
+        return next(folder.glob("*/manifest.json")).parent
+
+    return make
 
 
 def numbers(done: Outcome) -> dict[str, float]:
@@ -406,8 +410,8 @@ def numbers(done: Outcome) -> dict[str, float]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.ci("0.7")
-def test_the_targets_own_draws_surprise_it_as_they_should(pocket_stores, temperature):
-    done = script(f"store={pocket_stores[temperature]}", "rows=1").succeeded()
+def test_the_targets_own_draws_surprise_it_as_they_should(pocket_store, temperature):
+    done = script(f"store={pocket_store(temperature)}", "rows=1").succeeded()
     found = numbers(done)
     assert abs(found["z"]) < 4
     assert "surprisal and entropy agree" in done.out
@@ -419,8 +423,8 @@ def test_the_targets_own_draws_surprise_it_as_they_should(pocket_stores, tempera
 
 
 @pytest.mark.proof
-def test_greedy_answers_are_below_the_entropy_and_doubted_if_said_to_be_draws(pocket_stores, tmp_path):
-    store = pocket_stores[0.0]
+def test_greedy_answers_are_below_the_entropy_and_doubted_if_said_to_be_draws(pocket_store, tmp_path):
+    store = pocket_store(0.0)
     done = script(f"store={store}", "rows=0")
     found = numbers(done)
     assert found["surprisal"] < found["entropy"] - 0.3
@@ -437,9 +441,9 @@ def test_greedy_answers_are_below_the_entropy_and_doubted_if_said_to_be_draws(po
 
 
 @pytest.mark.proof
-def test_another_targets_answers_are_found_out(pocket_stores, tmp_path):
+def test_another_targets_answers_are_found_out(pocket_store, tmp_path):
     """Here answers to other prompts."""
-    store = pocket_stores[1.0]
+    store = pocket_store(1.0)
     manifest = json.loads((store / "manifest.json").read_text())
     rows = pq.read_table(store / manifest["shards"][0]["file"]).to_pylist()
     swapped = []

@@ -481,7 +481,8 @@ def test_without_the_library_the_extra_is_named(chat, start, monkeypatch):
 
 def served(bench, fake, *more):
     fake.models = (str(bench.target),)
-    return bench.train("rollout=openai", f"rollout.url={fake.url}", "score.every=6", *more)
+    short = ["trainer.max_steps=2", "score.every=2"]
+    return bench.train("rollout=openai", f"rollout.url={fake.url}", *short, *more)
 
 
 def rows_of(bench, server: str) -> list[dict]:
@@ -512,12 +513,12 @@ def test_train_py_takes_a_servers_answers(bench, start, monkeypatch):
         assert not file.is_file() or b"very-secret" not in file.read_bytes(), file
     # The same store again, with nobody there.
     fake.kill()
-    again = served(bench, fake, "seed=0", "trainer.max_steps=7")
+    again = served(bench, fake, "seed=0", "trainer.max_steps=1", "score.enabled=false")
     assert again.code == 0
     assert "rollouts: reusing all 3 shards" in again.out
     # Another server's model, or none, has a store of its own.
     assert served(bench, start(), "rollout.patience=1.0", "score.enabled=false").code == 0
-    assert bench.train("score.enabled=false").code == 0
+    assert bench.train("score.enabled=false", "trainer.max_steps=1").code == 0
     assert len(list((bench.root / "outputs" / "rollouts").glob("*/manifest.json"))) == 2
 
 

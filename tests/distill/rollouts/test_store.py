@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
-from stores import PLAN, fill, rows_of
+from stores import PLAN, fill, make_writer, rows_of
 from workbench import Bench, fork, make_target, write_prompts
 
 from decode.errors import UserError
@@ -35,12 +36,25 @@ OTHERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def made(parts, tmp_path_factory) -> RolloutStore:
+    """An undisturbed store, which stays as it is."""
+    store = RolloutStore(tmp_path_factory.mktemp("made"), PLAN, parts[2])
+    fill(store, make_writer(parts[0], parts[1], PLAN))
+    return store
+
+
 @pytest.fixture
-def straight(parts, writer, tmp_path):
-    """Rows of an undisturbed store."""
-    store = RolloutStore(tmp_path / "straight", PLAN, parts[2])
-    fill(store, writer)
-    return rows_of(store)
+def straight(made) -> list[list[dict]]:
+    """Its rows."""
+    return rows_of(made)
+
+
+@pytest.fixture
+def store(made, parts, tmp_path) -> RolloutStore:
+    """A copy of it."""
+    shutil.copytree(made.folder, tmp_path / PLAN.key)
+    return RolloutStore(tmp_path, PLAN, parts[2])
 
 
 def refuse(*work):
@@ -76,17 +90,13 @@ def test_the_manifest_counts_what_there_is_and_says_who_made_it(parts, writer, t
     assert manifest["versions"]["foredraft"]
 
 
-def test_shards_are_read_by_datasets(parts, writer, straight, tmp_path):
-    store = RolloutStore(tmp_path, PLAN, parts[2])
-    fill(store, writer)
+def test_shards_are_read_by_datasets(store, straight, tmp_path):
     files = sorted(str(p) for p in store.folder.glob("*.parquet"))
     read = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "c"))
     assert read.to_list() == [row for shard in straight for row in shard]
 
 
-def test_a_shard_says_whose_it_is(parts, writer, tmp_path):
-    store = RolloutStore(tmp_path, PLAN, parts[2])
-    fill(store, writer)
+def test_a_shard_says_whose_it_is(store):
     assert is_whole(store.path(1), PLAN.key, 1)
     assert not is_whole(store.path(1), PLAN.key, 2)
     assert not is_whole(store.path(1), replace(PLAN, seed=1).key, 1)
@@ -136,8 +146,9 @@ def test_a_store_with_the_targets_older_fingerprint_is_reused(parts, writer, tmp
     assert stored_plan(new, ["new"], root, place) == stored_plan(new, ["new", "v"], root, place) == new
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("begun", ["just begun", "finished"])
+@pytest.mark.parametrize(
+    ("name", "begun"), [*((name, "finished") for name in OTHERS), ("target", "just begun")]
+)
 def test_a_store_of_another_plan_is_refused_and_told_why(name, begun, parts, writer, tmp_path):
     value, why = OTHERS[name]
     mine, origin = tmp_path / "mine", {"target": "/m/one", "revision": None}
@@ -182,11 +193,7 @@ def reopen(store: RolloutStore) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"text"', "{}", '{"plan": 3, "schema": 3}'])
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
-def test_a_damaged_note_is_named_in_a_line_and_written_again_once_removed(
-    name, text, parts, writer, straight, tmp_path
-):
-    store = RolloutStore(tmp_path, PLAN, parts[2])
-    fill(store, writer)
+def test_a_damaged_note_is_named_in_a_line_and_written_again_once_removed(name, text, store, straight):
     path = store.folder / name
     whole = path.read_text()
     path.write_text(text)
@@ -201,9 +208,7 @@ def test_a_damaged_note_is_named_in_a_line_and_written_again_once_removed(
     assert rows_of(store) == straight
 
 
-def test_a_manifest_is_written_again_for_unchanged_shards_only(parts, writer, tmp_path):
-    store = RolloutStore(tmp_path, PLAN, parts[2])
-    fill(store, writer)
+def test_a_manifest_is_written_again_for_unchanged_shards_only(store):
     (store.folder / "manifest.json").unlink()
     table = pq.read_table(store.path(1))
     rows = table.to_pylist()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from workbench import ranks, train, weights
 
-STEPS = 5
+STEPS = 3
 
 # All of a run is in fp64, where another order of sums changes the last of 16 digits. Weights are saved
 # so; losses are logged in fp32, and may fall to either side of a rounding.

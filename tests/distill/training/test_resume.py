@@ -67,7 +67,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("name", KILLS)
-@pytest.mark.ci("between save points", "half a checkpoint")
+@pytest.mark.ci("half a checkpoint")
 def test_a_killed_run_ends_as_if_nothing_had_happened(name, bench, straight, tmp_path, monkeypatch):
     arrange, kept = KILLS[name]
     with monkeypatch.context() as spoilt:

@@ -107,7 +107,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.ci("in a step", "in a save")
+@pytest.mark.ci("in a step")
 def test_a_stopped_run_ends_as_if_nothing_had_happened(moment, bench, straight, monkeypatch):
     arrange, name, step = MOMENTS[moment]
     noisy(monkeypatch)
