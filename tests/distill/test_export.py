@@ -10,6 +10,7 @@ from workbench import foredraft
 
 from distill import export as exporting
 
+SHORT = ("trainer.max_steps=1", "score.every=1")
 IMPOSSIBLE = {
     r"drafter.taps=['last']: engines hand drafters no value": ("drafter=eagle3", "drafter.taps=[last]"),
     "its fusion has a bias": ("drafter=eagle", "drafter.bias=true"),
@@ -30,7 +31,7 @@ def test_an_export_that_cannot_succeed_is_refused_before_any_work(bench, said):
 
 def test_the_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
     for more, program in ((["drafter.bias=true"], "sglang"), (["drafter.bias=false"], "vllm")):
-        done = bench.train(*more).succeeded()
+        done = bench.train(*more, *SHORT).succeeded()
         line = next(line for line in done.out.splitlines() if "foredraft export" in line)
         assert line.endswith(f"to={program}")
         config = json.loads((done.folder / "checkpoints" / "best" / "config.json").read_text())
@@ -44,7 +45,7 @@ def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "write", full)
-        done = bench.train("seed=5", "export.to=native")
+        done = bench.train("seed=5", "export.to=native", *SHORT)
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "export: [Errno 28] No space left on device" in done.err
     assert "try next:" in done.out
@@ -54,6 +55,8 @@ def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch)
     assert again[0] == "foredraft"
     foredraft(*again[1:]).succeeded()
     assert next((folder / "export").iterdir()).name.endswith("-native")
-    other = bench.train("seed=5", "export.to=native")  # the run has ended: the same command is a new one
+    other = bench.train(
+        "seed=5", "export.to=native", *SHORT
+    )  # the run has ended: the same command is a new one
     assert other.code == 0, other.err
     assert other.folder != folder

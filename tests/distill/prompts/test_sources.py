@@ -327,6 +327,10 @@ def source(name: str, *more: str) -> Source:
         ("jsonl", "train/tldr_pages_en.jsonl", 7425, 1),
         ("jsonl", "train/sgd_dialogues.train.jsonl", 12174, 4),
     ],
+    ids=lambda value: Path(value).name if isinstance(value, str) else "",
+)
+@pytest.mark.ci(
+    "gsm8k-gsm8k.test.jsonl--", "humaneval-HumanEval.jsonl--", "spec_bench-spec_bench.question.jsonl--"
 )
 def test_the_real_files_are_read_by_the_yaml_that_is_ready_for_them(name, file, count, turns):
     reading = source(name, f"prompts.path={DATA / file}").read(strict=False)

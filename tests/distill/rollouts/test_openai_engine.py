@@ -9,16 +9,20 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 from fake_server import CUT, FakeServer
+from omegaconf import OmegaConf
 from stores import PLAN
-from workbench import make_tokenizer
+from workbench import CONF, make_tokenizer
 
 from decode.errors import UserError
+from distill.cli.main import rewrite
+from distill.config.compose import compose
 from distill.engines import http as patience
 from distill.engines import openai_protocol as replies
 from distill.engines.base import Request, SamplingParams
 from distill.engines.http import Server, retry_after
 from distill.engines.openai import OpenAIEngine
 from distill.engines.openai_protocol import seed_of
+from distill.main import run
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.rollouts.writer import Writer
@@ -540,12 +544,8 @@ def test_a_killed_run_goes_on_with_its_shards(bench, start):
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["rollout.url=127.0.0.1:8000"], "rollout.url: not an address; write http"),
         (["rollout.url=http://me:pass@host/v1"], "rollout.url: has a secret in it"),
         (["rollout.store=s3://KEY:a/pass@bucket/x"], "rollout.store: has a secret in it"),
-        (["rollout.api_key_env=sk-123"], "rollout.api_key_env: is the name of the environment variable"),
-        (["rollout.concurrency=0"], "rollout.concurrency=0: must be at least 1"),
-        (["rollout.until=length"], "rollout=openai: a server ends its answers"),
         (["prompts.self=3"], "prompts.self: a chat server answers prompts but writes none"),
         (["rollout.model=other"], "rollout.model=other: "),
     ],
@@ -557,6 +557,29 @@ def test_what_cannot_be_is_one_line_before_any_work(bench, start, more, line):
     assert "pass@" not in done.err
     assert not any(b"pass@" in path.read_bytes() for path in bench.root.rglob("*") if path.is_file())
     assert not fake.asked
+
+
+@pytest.fixture(scope="module")
+def asking(bench):
+    server = ["rollout=openai", "rollout.url=http://127.0.0.1:9/v1"]
+    return compose(rewrite([*bench.command, *server], CONF), CONF)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"rollout__url": "127.0.0.1:8000"}, "rollout.url: not an address; write http"),
+        ({"rollout__api_key_env": "sk-123"}, "rollout.api_key_env: is the name of the environment variable"),
+        ({"rollout__concurrency": 0}, "rollout.concurrency=0: must be at least 1"),
+        ({"rollout__until": "length"}, "rollout=openai: a server ends its answers"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(asking, tmp_path, changes, line):
+    cfg = asking.copy()
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value)
+    with pytest.raises(UserError, match=f"^{line}"):
+        run(cfg, tmp_path)
 
 
 @pytest.mark.proof

@@ -69,8 +69,8 @@ def ends_the_same(bench: Bench, store: Path, straight: dict[str, bytes], *option
     assert not leftovers(store)
 
 
+@pytest.mark.proof  # CI kills one in test_resume.py, and ranks in test_store.py
 @pytest.mark.parametrize("count", [0, 5, 12])
-@pytest.mark.ci("5")
 def test_a_run_killed_with_so_many_shards_ends_with_the_same_rows(count, bench, straight, tmp_path):
     store = tmp_path / "store"
     options = [*SHORT, *LONG, f"rollout.store={store}", "resume=never"]

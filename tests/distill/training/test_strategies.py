@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from workbench import Bench, Outcome, ranks, same, torchrun, train, weights
 from distill.training import checkpointing as callbacks
 from distill.utils.run_folder import checkpoints
 
-SLOW = [pytest.param(t, marks=pytest.mark.proof) for t in ("ddp", "deepspeed_1", "deepspeed_3", "fsdp")]
+SLOW = ["ddp", "deepspeed_1", "deepspeed_3", "fsdp"]
 CUT = ["deepspeed_1", "deepspeed_2", "deepspeed_3", "fsdp"]
 # Small weights would stay whole on every rank.
 ALL_PARTS = {"deepspeed_3": ["+trainer.strategy.zero.stage3_param_persistence_threshold=0"]}
@@ -64,24 +66,45 @@ def assert_close(folder: Path, want: Path, step: int, tolerance: float) -> None:
         torch.testing.assert_close(found, value, rtol=0, atol=tolerance)
 
 
+SGD = ["optimizer.optimizer._target_=torch.optim.SGD", "~optimizer.optimizer.betas"]
+SINGLE = {
+    "32-true": ["trainer.precision=32-true"],
+    "bf16-mixed": ["trainer.precision=bf16-mixed"],
+    "sgd": [*SGD, "trainer.precision=32-true", "trainer.accumulate_grad_batches=2"],
+}
+# Sums in another order, then AdamW, whose first steps have no size but the learning rate's.
+CLOSE = {"32-true": 1e-5, "bf16-mixed": 2e-3}
+
+
 @pytest.fixture(scope="module")
-def single(bench) -> dict[str, Path]:
-    sgd = ["optimizer.optimizer._target_=torch.optim.SGD", "~optimizer.optimizer.betas"]
-    return {
-        "32-true": alone(bench, "trainer.precision=32-true"),
-        "bf16-mixed": alone(bench, "trainer.precision=bf16-mixed"),
-        "sgd": alone(bench, *sgd, "trainer.precision=32-true", "trainer.accumulate_grad_batches=2"),
-    }
+def single(bench) -> Callable[[str], Path]:
+    """A run of one process, made when it is asked for."""
+    return cache(lambda name: alone(bench, *SINGLE[name]))
 
 
-@pytest.mark.parametrize("trainer", ["ddp", *CUT])
-@pytest.mark.ci("ddp")
-def test_a_run_of_two_is_that_of_one_and_resumes_to_the_last_bit(trainer, bench, single):
-    exact = two(bench, trainer, "trainer.precision=32-true", "seed=0")
-    # Sums in another order, then AdamW, whose first steps have no size but the learning rate's.
-    assert_close(exact, single["32-true"], 6, 1e-5)
-    state = exact / "checkpoints" / "6" / "trainer"
+@pytest.fixture(scope="module")
+def exact(bench) -> Callable[[str, str], Path]:
+    """An undisturbed run of two ranks, made when it is asked for."""
+    return cache(lambda trainer, precision: two(bench, trainer, f"trainer.precision={precision}", "seed=0"))
+
+
+@pytest.mark.parametrize("trainer", CUT)
+@pytest.mark.parametrize("precision", CLOSE)
+@pytest.mark.ci("bf16-mixed-deepspeed_1")
+def test_a_run_of_two_is_that_of_one(trainer, precision, exact, single):
+    """DDP's is in test_equivalences.py."""
+    folder = exact(trainer, precision)
+    assert_close(folder, single(precision), 6, CLOSE[precision])
+    state = folder / "checkpoints" / "6" / "trainer"
     assert (state / "state.ckpt").is_dir() == trainer.startswith("deepspeed")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("trainer", CUT)
+def test_a_killed_run_resumes_to_the_last_bit(trainer, bench, exact):
+    """DDP's is in test_ranks.py."""
+    options = ["trainer.precision=32-true", "seed=0"]
+    straight = exact(trainer, "32-true")
 
     def kill(rank: int) -> None:
         end = callbacks.TrainingBar.on_train_batch_end
@@ -93,7 +116,7 @@ def test_a_run_of_two_is_that_of_one_and_resumes_to_the_last_bit(trainer, bench,
 
         callbacks.TrainingBar.on_train_batch_end = die
 
-    killed = _two(bench, trainer, "trainer.precision=32-true", "seed=0", before=kill)
+    killed = _two(bench, trainer, *options, before=kill)
     assert [outcome.code for outcome in killed] == [-9, -9]
 
     def refuse(rank: int) -> None:
@@ -102,26 +125,17 @@ def test_a_run_of_two_is_that_of_one_and_resumes_to_the_last_bit(trainer, bench,
 
         TorchCheckpointEngine.load = None
 
-    again = two(bench, trainer, "trainer.precision=32-true", "seed=0", before=refuse)
-    assert again != exact
+    again = two(bench, trainer, *options, before=refuse)
+    assert again != straight
     assert [c.name for c in checkpoints(again)] == ["2", "4", "6"]
-    assert same(weights(again / "checkpoints" / "6"), weights(exact / "checkpoints" / "6"))
-
-
-@pytest.mark.parametrize("trainer", ["deepspeed_1", "deepspeed_2", "deepspeed_3", SLOW[0], SLOW[-1]])
-@pytest.mark.ci("deepspeed_1")
-def test_bf16_products_are_the_same_wherever_weights_lie(trainer, bench, single):
-    mixed = two(bench, trainer, "trainer.precision=bf16-mixed")
-    assert_close(mixed, single["bf16-mixed"], 6, 2e-3)
+    assert same(weights(again / "checkpoints" / "6"), weights(straight / "checkpoints" / "6"))
 
 
 @pytest.mark.parametrize("trainer", ["deepspeed_2", *SLOW])
 @pytest.mark.proof
 def test_the_accumulation_is_divided_by_once(trainer, bench, single):
     """Under SGD: AdamW forgives a gradient of another scale."""
-    options = ["optimizer.optimizer._target_=torch.optim.SGD", "~optimizer.optimizer.betas"]
-    options += ["trainer.precision=32-true", "trainer.accumulate_grad_batches=2"]
-    assert_close(two(bench, trainer, *options), single["sgd"], 6, 1e-6)
+    assert_close(two(bench, trainer, *SINGLE["sgd"]), single("sgd"), 6, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -170,14 +184,14 @@ def test_two_machines_of_one_process_are_two_processes_of_one(trainer, bench, si
     launch = [f"trainer={trainer}", "trainer.devices=1", "trainer.num_nodes=2", "trainer.precision=32-true"]
     done = ranks(2, [*bench.command, *SCORELESS, *launch], launcher=nodes)
     assert [outcome.code for outcome in done] == [0, 0], [outcome.err for outcome in done]
-    assert_close(done[0].folder, single["32-true"], 6, 1e-5)
+    assert_close(done[0].folder, single("32-true"), 6, 1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("trainer", ["gpu", "ddp", *CUT])
 def test_a_gpu_trains_as_the_cpu_does(trainer, bench, single):
     launch = [f"trainer={trainer}", "trainer.accelerator=gpu", "trainer.devices=1"]
-    assert_close(alone(bench, *launch, "trainer.precision=32-true"), single["32-true"], 6, 1e-3)
+    assert_close(alone(bench, *launch, "trainer.precision=32-true"), single("32-true"), 6, 1e-3)
 
 
 @pytest.mark.proof
@@ -186,7 +200,7 @@ def test_optimizer_states_in_host_memory_are_the_same_run(bench, single):
 
     CPUAdamBuilder().load()  # minutes, once: ranks would both be waiting for it
     folder = two(bench, "deepspeed_offload", "trainer.precision=32-true")
-    assert_close(folder, single["32-true"], 6, 1e-5)
+    assert_close(folder, single("32-true"), 6, 1e-5)
 
 
 def test_an_optimizer_that_needs_whole_matrices_is_refused(bench):
@@ -207,7 +221,7 @@ def test_weights_in_two_bytes_have_masters_that_checkpoints_show(bench, single):
     assert {w.dtype for w in found.values() if w.is_floating_point()} == {torch.float32}
     rounded = [w.bfloat16().float() for w in found.values()]
     assert not all(torch.equal(a, b) for a, b in zip(found.values(), rounded, strict=True))
-    assert losses(folder) == pytest.approx(losses(single["32-true"]), rel=2e-2)
+    assert losses(folder) == pytest.approx(losses(single("32-true")), rel=2e-2)
 
 
 @pytest.mark.parametrize("trainer", ["fsdp", "deepspeed_3"])
