@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workbench import Bench, final, kill_in_training, same
+from workbench import Bench, final, fork, kill_in_training, same
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
@@ -120,23 +120,19 @@ def test_two_states_are_kept(tmp_path):
 
 
 def test_a_run_goes_on_from_the_older_state_and_ends_as_if_nothing_had_happened(tmp_path, monkeypatch):
-    bench = Bench(tmp_path)
-    options = ["score.every=1", "score.enabled=false"]
-    straight = bench.train(*options)
+    bench, run, straight = Bench(tmp_path), tmp_path / "run", tmp_path / "straight"
+    options = {"score__every": 1, "score__enabled": False}
+    bench.run(straight, **options)
     with monkeypatch.context() as spoilt:
         kill_in_training(spoilt)  # between the step and its save point
-        assert bench.fork(*options) == 9
-    (run,) = [path for path in bench.runs() if not (path / "done").exists()]
+        assert fork(lambda: bench.run(run, **options) and 0) == 9
     newest = run / "checkpoints" / "2" / STATE
     flip(newest, 1 << 4)
-    done = bench.train(*options)
-    assert done.code == 0, done.err
-    assert done.folder == run
-    lines = done.out.splitlines()
+    lines = bench.run(run, **options).splitlines()
     damaged = f"{newest}: damaged (another sha256 than when it was written)"
     assert f"{damaged}; going on from step 1, whose trainer state is whole" in lines
     assert "resuming from step 1" in lines
-    assert same(final(run), final(straight.folder))
+    assert same(final(run), final(straight))
     states = [path.name for path in checkpoints(run) if trainer_state.has_state(path)]
     assert states == ["5", "6"]
     assert all(trainer_state.damage(run / "checkpoints" / step / "trainer") is None for step in states)
