@@ -22,7 +22,6 @@ from workbench import (
     make_target,
     ranks,
     same,
-    train,
     weights,
     write_prompts,
 )
@@ -98,17 +97,6 @@ def test_what_a_run_says_is_short_and_in_order(done):
     for pattern, line in zip(patterns, said, strict=False):
         assert re.fullmatch(pattern, line), line
     assert Path(said[-1]).is_dir()
-
-
-@pytest.mark.proof
-def test_the_same_command_again_starts_anew_and_reuses_the_rollouts(bench):
-    first = bench.train("seed=13", "score.enabled=false")
-    again = bench.train("seed=13", "score.enabled=false")
-    assert first.folder != again.folder
-    assert "resum" not in again.out
-    assert "estimate" not in again.out
-    assert "rollouts: reusing all 3 shards" in again.out
-    assert same(final(first.folder), final(again.folder)), "the same command gave other weights"
 
 
 def test_scoring_changes_no_weight(bench, straight, tmp_path):
@@ -262,16 +250,6 @@ def test_a_full_audit_draws_every_scored_prompt_several_times(bench, straight, t
 
 
 # -- several at once -----------------------------------------------------------------------------
-
-
-@pytest.mark.proof
-def test_a_sweep_runs_every_job(bench, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = train([*bench.command, "-m", "score.enabled=false", "seed=21,22"]).succeeded()
-    folders = [p.parent for p in sorted(tmp_path.glob("multirun/*/*/*/checkpoints"))]
-    assert [p.name for p in folders] == ["0", "1"]
-    assert not same(*(final(p) for p in folders))
-    assert Path(done.out.splitlines()[-1]).absolute() == folders[0].parent
 
 
 @pytest.mark.proof

@@ -69,21 +69,6 @@ def ends_the_same(bench: Bench, store: Path, straight: dict[str, bytes], *option
     assert not leftovers(store)
 
 
-@pytest.mark.proof  # CI kills one in test_resume.py, and ranks in test_store.py
-@pytest.mark.parametrize("count", [0, 5, 12])
-def test_a_run_killed_with_so_many_shards_ends_with_the_same_rows(count, bench, straight, tmp_path):
-    store = tmp_path / "store"
-    options = [*SHORT, *LONG, f"rollout.store={store}", "resume=never"]
-
-    def reached():
-        begun = next(store.glob("shard-*.lock"), None) is not None
-        return begun and len(list(store.glob("*.parquet"))) >= count
-
-    assert kill(bench, reached, *options)
-    assert len(list(store.glob("*.parquet"))) in (count, count + 1)
-    ends_the_same(bench, store, straight[0], *options)
-
-
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
 def test_a_run_killed_at_20_random_moments_ends_with_the_same_rows(bench, straight, tmp_path):

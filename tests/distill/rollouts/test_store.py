@@ -1,6 +1,5 @@
 """Stores: in a folder of the user's own, at a url that machines share, and what they say of themselves."""
 
-import json
 import os
 import shutil
 import sys
@@ -15,7 +14,7 @@ import pytest
 import torch
 import transformers
 from stores import PLAN, fill, make_writer, rows_of
-from workbench import Bench, fork, make_target, write_prompts
+from workbench import fork
 
 from decode.errors import UserError
 from distill.rollouts.remote import Mirror
@@ -357,31 +356,3 @@ def test_a_url_that_cannot_be_used_is_one_line(parts, tmp_path, monkeypatch):
         with pytest.raises(UserError, match=rf"^rollout\.store={url}: .*{why}") as caught:
             RolloutStore(tmp_path, PLAN, parts[2], url)
         assert "\n" not in str(caught.value)
-
-
-# -- the command ---------------------------------------------------------------------------------
-
-
-@pytest.mark.proof
-def test_the_command_fills_a_folder_and_reuses_it_and_refuses_another_targets(tmp_path):
-    bench = Bench(tmp_path)
-    mine = tmp_path / "it's (mine)"
-    options = [f"rollout.store={mine}", "score.enabled=false", "trainer.max_steps=1", "score.every=1"]
-    first = bench.train(*options).succeeded()
-    assert f"supervised tokens in {mine}" in first.out
-    assert len(parquets(mine)) == 3
-    assert json.loads((mine / "manifest.json").read_text())["origin"]["target"] == str(bench.target)
-    other = tmp_path / "other"
-    again = bench.train(*options, f"output_dir={other}")
-    assert f"rollouts: reusing all 3 shards in {mine}" in again.out
-    url = bench.train(*options, f"rollout.store=file://{mine}", f"output_dir={tmp_path / 'c'}")
-    assert "estimate" not in url.out
-    assert "rollouts: reusing all 3 shards" in url.out
-    wrong = bench.train(*options, f"target={make_target(tmp_path / 'b', seed=1)}", "seed=2")
-    assert wrong.code == 2
-    assert len(wrong.err.splitlines()) == 1
-    assert f"{mine}: answers of another target, {bench.target} (" in wrong.err
-    prompts = write_prompts(tmp_path / "p.jsonl", 6)
-    wrong = bench.train(*options, f"prompts={prompts}", "seed=2")
-    assert wrong.code == 2
-    assert wrong.err == f"error: {mine}: made with other prompts; give another rollout.store\n"

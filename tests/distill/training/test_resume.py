@@ -56,7 +56,6 @@ def linked(args, step):
 
 
 KILLS = {
-    "between save points": (kill_in_training, 2),
     "half a checkpoint": (lambda m: kill_in(m, callbacks.hub, "save", saved, 4), 2),
     "before the links": (lambda m: kill_in(m, callbacks, "_link_to", linked, 4), 4),
     "before the score": (lambda m: kill_in(m, callbacks, "write_json", scored, 4), 4),
@@ -84,18 +83,6 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(name, bench, straight, tmp
     assert (tmp_path / "checkpoints" / "last").readlink() == Path("6")
     assert (tmp_path / "checkpoints" / "best").exists()
     assert not leftovers(tmp_path)
-
-
-@pytest.mark.proof
-def test_a_kill_costs_no_bit_with_accumulation_either(bench, tmp_path, monkeypatch):
-    options = {"trainer__accumulate_grad_batches": 3, "score__every": 2, "score__enabled": False}
-    bench.run(tmp_path / "a", **options)
-    with monkeypatch.context() as spoilt:
-        kill_in_training(spoilt)
-        assert fork(lambda: bench.run(tmp_path / "b", **options) and 0) == 9
-    assert [p.name for p in checkpoints(tmp_path / "b")] == ["2"], "a save point fell between micro-batches"
-    bench.run(tmp_path / "b", **options)
-    assert same(final(tmp_path / "a"), final(tmp_path / "b"))
 
 
 def test_the_same_command_resumes_a_killed_run_in_its_folder(bench, monkeypatch):

@@ -16,7 +16,6 @@ from workbench import Bench, Outcome, ranks, same, torchrun, train, weights
 from distill.training import checkpointing as callbacks
 from distill.utils.run_folder import checkpoints
 
-SLOW = ["ddp", "deepspeed_1", "deepspeed_3", "fsdp"]
 CUT = ["deepspeed_1", "deepspeed_2", "deepspeed_3", "fsdp"]
 # Small weights would stay whole on every rank.
 ALL_PARTS = {"deepspeed_3": ["+trainer.strategy.zero.stage3_param_persistence_threshold=0"]}
@@ -131,7 +130,7 @@ def test_a_killed_run_resumes_to_the_last_bit(trainer, bench, exact):
     assert same(weights(again / "checkpoints" / "6"), weights(straight / "checkpoints" / "6"))
 
 
-@pytest.mark.parametrize("trainer", ["deepspeed_2", *SLOW])
+@pytest.mark.parametrize("trainer", ["ddp", *CUT])
 @pytest.mark.proof
 def test_the_accumulation_is_divided_by_once(trainer, bench, single):
     """Under SGD: AdamW forgives a gradient of another scale."""
@@ -178,7 +177,7 @@ def nodes(rank: int, count: int, port: int) -> dict[str, str]:
     return torchrun(rank, count, port) | {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-@pytest.mark.parametrize("trainer", ["deepspeed_2", *SLOW])
+@pytest.mark.parametrize("trainer", ["ddp", "deepspeed_2", "fsdp"])
 @pytest.mark.proof
 def test_two_machines_of_one_process_are_two_processes_of_one(trainer, bench, single):
     launch = [f"trainer={trainer}", "trainer.devices=1", "trainer.num_nodes=2", "trainer.precision=32-true"]
