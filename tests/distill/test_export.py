@@ -55,8 +55,7 @@ def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch)
     assert again[0] == "foredraft"
     foredraft(*again[1:]).succeeded()
     assert next((folder / "export").iterdir()).name.endswith("-native")
-    other = bench.train(
-        "seed=5", "export.to=native", *SHORT
-    )  # the run has ended: the same command is a new one
+    # The run has ended: the same command is a new one.
+    other = bench.train("seed=5", "export.to=native", *SHORT)
     assert other.code == 0, other.err
     assert other.folder != folder
