@@ -147,7 +147,10 @@ def together(texts: list[str]) -> Iterator[tuple[str, list[str]]]:
         yield name, [word for own in groups.values() for word in own]
 
 
-@pytest.mark.parametrize(("name", "given"), together(COMPOSED), ids=lambda part: " ".join([*part])[:80])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [pytest.param(name, given, id=" ".join([name, *given])) for name, given in together(COMPOSED)],
+)
 def test_options_compose(name, given):
     """They exist, and have values of the right kind."""
     assert compose(given, CONF, name)
