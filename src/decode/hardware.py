@@ -1,12 +1,16 @@
-"""Name of the hardware, for reports of measurements."""
+"""Name and memory of the hardware."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import resource
 from pathlib import Path
 
 import torch
+
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # memory limit of the container
 
 
 def hardware(device: torch.device) -> str:
@@ -19,3 +23,19 @@ def hardware(device: torch.device) -> str:
     name = facts.get("model name") or platform.processor() or platform.machine()
     kind = f"family {facts.get('cpu family', '?')}, model {facts.get('model', '?')}"
     return f"{name} ({kind}), {os.cpu_count()} cores"
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of the device in bytes; on a CPU the least limit of machine, container and process."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, ValueError):  # no container, or "max"
+        limits.append(int(CGROUP.read_text()))
+    address = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return min(limits + [address] * (address != resource.RLIM_INFINITY))
+
+
+def cache_folder() -> Path:
+    """Where facts about models and this machine are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "foredraft"

@@ -15,6 +15,7 @@ from decode.errors import UserError
 from decode.model.cache import KVCache, attention_mask
 from decode.model.fused_forward import Fused
 from decode.model.head import Head
+from decode.model.packed_linear import is_packed
 
 
 class CausalLM:
@@ -64,6 +65,11 @@ class CausalLM:
     def device(self) -> torch.device:
         """Device of the head, of inputs and of outputs."""
         return self.head.weight.device
+
+    @property
+    def packed(self) -> bool:
+        """Whether passes over a few tokens read a packed copy of the head; known after the first."""
+        return is_packed(self.head.weight)
 
     @property
     def bytes(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decode.model.cache import RowStore
+from decode.model.packed_linear import ROWS, linear, linear_add
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # angles that do not depend on the sequence length
@@ -42,17 +43,21 @@ class _StackedLinear(NamedTuple):
         return cls(weight, None if layers[0].bias is None else _stack([m.bias for m in layers]))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Residual + output, in one call."""
+        return linear_add(residual, x, self.weight, self.bias)
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate parameters and turn them into views of the result."""
+    """Concatenate frozen parameters and turn them into views of the result."""
     if len(parts) == 1:
-        return parts[0].data
+        return parts[0]
     whole = torch.cat([p.data for p in parts])
     for part, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
         part.data = view
-    return whole
+    return nn.Parameter(whole, requires_grad=False)
 
 
 class _Layer:
@@ -65,42 +70,56 @@ class _Layer:
         self.gate_up = _StackedLinear.of(mlp.gate_proj, mlp.up_proj)
         self.down = _StackedLinear.of(mlp.down_proj)
         self.activation = mlp.act_fn
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.q_norm = getattr(attention, "q_norm", None)  # Qwen3
-        self.k_norm = getattr(attention, "k_norm", None)
+        self.input_norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self.qk_norm = None  # Qwen3
+        if hasattr(attention, "q_norm"):
+            self.qk_norm = _Norm(attention.q_norm), _Norm(attention.k_norm)
         self.dim, self.scale = attention.head_dim, attention.scaling
         self.heads = len(attention.q_proj.weight) // self.dim
         self.qk_heads = self.heads + len(attention.k_proj.weight) // self.dim
 
     def project(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, n, D) -> queries (B, heads, n, dim), keys and values (B, kv_heads, n, dim)."""
-        qkv = self.qkv(_norm(self.input_norm, x)).unflatten(-1, (-1, self.dim))
+        qkv = self.qkv(self.input_norm(x)).unflatten(-1, (-1, self.dim))
         qk, v = qkv[..., : self.qk_heads, :], qkv[..., self.qk_heads :, :]
-        if self.q_norm is not None:
-            q, k = qk[..., : self.heads, :], qk[..., self.heads :, :]
-            qk = torch.cat([_norm(self.q_norm, q), _norm(self.k_norm, k)], -2)
+        if self.qk_norm is not None:
+            q_norm, k_norm = self.qk_norm
+            qk = torch.cat([q_norm(qk[..., : self.heads, :]), k_norm(qk[..., self.heads :, :])], -2)
         qk = rotate(qk, angles).transpose(1, 2)
         return qk[:, : self.heads], qk[:, self.heads :], v.transpose(1, 2)
 
     def finish(self, x: Tensor, attention: Tensor) -> Tensor:
         """(B, n, D) input and (B, heads, n, dim) attention output -> (B, n, D)."""
-        x = x + self.out(attention.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(_norm(self.mlp_norm, x)).chunk(2, -1)
-        return x + self.down(self.activation(gate) * up)
+        x = self.out.add(x, attention.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        return self.down.add(x, self.activation(gate) * up)
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
+class _Norm:
     """RMS norm with the weights of a transformers or torch module."""
-    eps = module.eps if isinstance(module, nn.RMSNorm) else module.variance_epsilon
-    return F.rms_norm(x, module.weight.shape, module.weight, eps)
+
+    def __init__(self, module: Any) -> None:
+        self.weight = module.weight
+        self.eps: Any = module.eps if isinstance(module, nn.RMSNorm) else module.variance_epsilon
+        half = self.weight.dtype in (torch.bfloat16, torch.float16)
+        self.twice = torch.cat([self.weight.data] * 2) if half and self.weight.device.type == "cpu" else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        if self.twice is None or x.numel() > ROWS * size:
+            return F.rms_norm(x, (size,), self.weight, self.eps)
+        # On a CPU F.rms_norm is eight calls in half precision, F.layer_norm is one: (x, -x) has mean 0, and
+        # its variance is the mean square of x.
+        return F.layer_norm(torch.cat([x, -x], -1), (2 * size,), self.twice, None, self.eps)[..., :size]
 
 
 class Fused:
     """Decoder layers and final norm of a Llama, Mistral, Qwen2 or Qwen3 model; see `of`."""
 
     def __init__(self, base: Any) -> None:
-        self.embed, self.norm, self.rotary = base.embed_tokens, base.norm, base.rotary_emb
+        self.embed, self.norm, self.rotary = base.embed_tokens, _Norm(base.norm), base.rotary_emb
         self.layers = [_Layer(layer) for layer in base.layers]
+        self._versions = _versions(base)
         self._angles: Tensor | None = None  # (positions, 2, 1, dim)
 
     @classmethod
@@ -110,8 +129,10 @@ class Fused:
             return None
         fused = _CACHE.get(base)
         first = base.layers[0].self_attn.q_proj.weight
-        # Rebuild after a cast or move of the model, which gives its parameters separate storage.
-        if fused is None or fused.layers[0].qkv.weight.data_ptr() != first.data_ptr():
+        # Rebuild after a cast or move of the model, which gives its parameters separate storage, and after
+        # a change of weights, of which packed ones are copies.
+        moved = fused is None or fused.layers[0].qkv.weight.data_ptr() != first.data_ptr()
+        if fused is None or moved or fused._versions != _versions(base):
             with torch.inference_mode(False):  # autograd may use the weights later
                 fused = _CACHE[base] = cls(base)
         return fused
@@ -149,7 +170,7 @@ class Fused:
                 q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=is_grouped
             )
             x = layer.finish(x, attention)
-        return _norm(self.norm, x)
+        return self.norm(x)
 
     def _table(self, limit: int, like: Tensor) -> Tensor:
         """(positions, 2, 1, dim) cosine and sine of at least `limit` positions, cached."""
@@ -157,6 +178,12 @@ class Fused:
             positions = torch.arange(max(256, 2 * limit), device=like.device)[None]
             self._angles = torch.stack(self.rotary(like, positions), -2)[0, :, :, None]
         return self._angles
+
+
+def _versions(base: nn.Module) -> int:
+    """Number that every change in place of a parameter increases."""
+    # private API: torch has no public way to ask whether a tensor was changed.
+    return sum(p._version for p in base.parameters())
 
 
 _CACHE: WeakKeyDictionary[nn.Module, Fused] = WeakKeyDictionary()

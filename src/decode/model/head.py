@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from decode.model.packed_linear import linear
+
 
 class Side(NamedTuple):
     """A low-rank term added to the logits, with r columns of the hidden state as its input."""
@@ -57,7 +59,7 @@ class Head:
 
     def product(self, states: Tensor) -> Tensor:
         """(..., D) -> (..., V) output of the linear map, before scale and soft cap."""
-        return nn.functional.linear(states, self.weight, self.bias)
+        return linear(states, self.weight, self.bias)
 
     def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Split (..., D + r) into (..., D), the input of `weight`, and (..., r), the input of `side`."""

@@ -12,7 +12,6 @@ import copy
 import hashlib
 import inspect
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import transformers
 from decode import draft as draft_module
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.hardware import cache_folder
 from decode.model import cache as cache_module
 from decode.model import causal_lm as lm_module
 from decode.model import fused_forward as fused_module
@@ -198,5 +198,4 @@ def _marker(lm: CausalLM) -> Path:
     versions = (transformers.__version__, torch.__version__)
     facts = [type(lm.model).__qualname__, *versions, kernel, config, sources]
     key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return root / "foredraft" / "probed" / key
+    return cache_folder() / "probed" / key

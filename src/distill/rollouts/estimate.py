@@ -11,11 +11,11 @@ from torch import nn
 
 from decode.errors import UserError
 from decode.generation.generate import generate
+from decode.hardware import memory_bytes
 from decode.model.target import Target
 from decode.sampling import Sampler
 from distill.prompts.prompt import turns, unanswered
 from distill.rollouts.store import RolloutStore
-from distill.utils.device_memory import available
 
 STEPS = 4  # decoding steps that are timed
 
@@ -55,7 +55,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
         context = min(longest + plan.max_new_tokens, target.max_positions or sys.maxsize)
         memory += batch * context * target.cache.store.bytes_per_token
         duration, contents = f"up to {seconds / 60:.1f} min", "weights, cache"
-        if memory > (limit := available(target.device)):
+        if memory > (limit := memory_bytes(target.device)):
             raise UserError(
                 f"rollout: needs up to {memory / 2**30:.1f} GiB for {contents} and optimizer, and there are "
                 f"{limit / 2**30:.1f}; lower rollout.batch_size={plan.batch_size} or "
@@ -64,7 +64,7 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
     return (
         f"estimate: up to {tokens:,} rollout tokens in {rows:,} answers, {duration}, "
         f"{tokens * 3 / 2**20:.0f} MiB on disk; {memory / 2**20:.0f} MiB for {contents} and optimizer "
-        f"on {torch.get_num_threads()} threads"
+        f"on {torch.get_num_threads()} threads{', weights packed for decoding' * target.packed}"
     )
 
 

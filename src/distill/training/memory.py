@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from decode.errors import TooLargeError
+from decode.hardware import memory_bytes
 from distill.data.datamodule import rollout_data
 from distill.training.module import DistillModule
 from distill.training.strategies import shards_weights
-from distill.utils.device_memory import available
 from distill.utils.progress import say
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
@@ -92,7 +92,7 @@ class MemoryWatch(L.Callback):
         self.phase = ""
         gradients = num_bytes(weight for weight in pl_module.drafter.parameters() if weight.requires_grad)
         say(
-            f"memory: {readable(peak(device))} of {readable(available(device))} in a trial of the largest "
+            f"memory: {readable(peak(device))} of {readable(memory_bytes(device))} in a trial of the largest "
             f"micro-batch, {rows} x {self.longest} tokens; gradients ({readable(gradients)}) and the "
             "optimizer's state come on top"
         )
@@ -157,9 +157,9 @@ def explain_out_of_memory(
     more = f", {requested[1]} more wanted" if requested else ""
     advice = smaller_options(trainer, watch, module, sizes)
     raise TooLargeError(
-        f"out of memory in {watch.phase} of step {watch.step}: {readable(most)} in use at the most{more}, of "
-        f"{readable(available(device))} on {device}; lower it with {'; '.join(advice) or 'another machine'}; "
-        f"{resume}"
+        f"out of memory in {watch.phase} of step {watch.step}: {readable(most)} in use at the most{more}, "
+        f"of {readable(memory_bytes(device))} on {device}; "
+        f"lower it with {'; '.join(advice) or 'another machine'}; {resume}"
     )
 
 

@@ -16,6 +16,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.cache import RowStore, attention_mask
 from decode.model.head import Head
+from decode.model.packed_linear import Linear
 from decode.model.target import Tap, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
@@ -96,7 +97,7 @@ class BlockDrafter(TokenBiasDrafter):
         self.shape = shape = LayerShape(**sizes)
         hidden_size, eps = shape.hidden_size, shape.eps
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
-        self.fc = nn.Linear(len(taps) * hidden_size, hidden_size, bias=False)
+        self.fc = Linear(len(taps) * hidden_size, hidden_size, bias=False)
         self.context_norm = RMSNorm(hidden_size, eps=eps)
         self.layers = nn.ModuleList(DecoderLayer(shape, qk_norm=qk_norm) for _ in range(layers))
         self.norm = RMSNorm(hidden_size, eps=eps)

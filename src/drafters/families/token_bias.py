@@ -18,6 +18,7 @@ from typing_extensions import override
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.head import Head, Side
+from decode.model.packed_linear import Linear
 from decode.plan import Plan
 from decode.rng import Coin
 from decode.sampling import Sampler
@@ -67,12 +68,12 @@ class TokenInfoBias(nn.Module):
         place = torch.arange(vocab_size)
         self.register_buffer("place", torch.where(place < size, place, -1) if reduced else None)
         self.emb = nn.Embedding(size, rank)
-        self.out = nn.Linear(rank, size, bias=False)
+        self.out = Linear(rank, size, bias=False)
         nn.init.zeros_(self.out.weight)
         self.norm = RMSNorm(rank, eps=eps) if kind != "recurrent" else None
-        self.gate = nn.Linear(hidden_size + rank, 1) if kind == "gated" else None
+        self.gate = Linear(hidden_size + rank, 1) if kind == "gated" else None
         self.cell = nn.GRUCell(rank, rank) if kind == "recurrent" else None
-        self.mix = nn.Linear(hidden_size + rank, rank) if kind == "recurrent" else None
+        self.mix = Linear(hidden_size + rank, rank) if kind == "recurrent" else None
         self._table: tuple[Any, Tensor] | None = None
 
     def fit(self, texts: Iterable[Text]) -> str:

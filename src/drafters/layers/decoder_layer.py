@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.model.causal_lm import CausalLM
+from decode.model.packed_linear import Linear, linear_add
 from drafters.layers.fused_backward import rms_norm, rotate, swiglu
 from drafters.layers.rope import frequencies, rope_settings
 
@@ -120,14 +121,14 @@ class DecoderLayer(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
         # q, k, v are one product, and gate, up another: at draft sizes a call costs more than its work.
-        self.qkv_proj = nn.Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
+        self.qkv_proj = Linear(inputs * hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False)
         self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
         self.qk_norm = qk_norm
-        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+        self.o_proj = Linear(heads * head_dim, hidden_size, bias=False)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, hidden_size, bias=False)
+        self.gate_up_proj = Linear(hidden_size, 2 * shape.intermediate_size, bias=False)
+        self.down_proj = Linear(shape.intermediate_size, hidden_size, bias=False)
 
     @property
     def queries(self) -> int:
@@ -155,14 +156,9 @@ class DecoderLayer(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """(..., D) residual and (..., heads * dim) attention output -> (..., D) output of the layer."""
-        x = _add_product(x, attended, self.o_proj)
+        x = linear_add(x, attended, self.o_proj.weight)
         y = self.gate_up_proj(self.post_attention_layernorm(x))
-        return _add_product(x, swiglu(y), self.down_proj)
-
-
-def _add_product(x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-    """Compute x + linear(y) in one kernel."""
-    return torch.addmm(x.flatten(0, -2), y.flatten(0, -2), linear.weight.mT).view_as(x)
+        return linear_add(x, swiglu(y), self.down_proj.weight)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:

@@ -60,6 +60,9 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """(..., 2 I) -> (..., I) silu of the first half times the second (Shazeer, arXiv:2002.05202)."""
+    if not torch.is_grad_enabled():
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
     return _SwiGLU.apply(gate_up)
 
 
@@ -87,6 +90,6 @@ class _Rotate(torch.autograd.Function):
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate the first n elements of (..., heads, dim) by (..., 2, 1, n) cosines and sines."""
     turning = angles.shape[-1]
-    if turning == x.shape[-1]:
-        return _Rotate.apply(x, angles)
-    return torch.cat([_Rotate.apply(x[..., :turning], angles), x[..., turning:]], -1)
+    if turning < x.shape[-1]:
+        return torch.cat([rotate(x[..., :turning], angles), x[..., turning:]], -1)
+    return _Rotate.apply(x, angles) if torch.is_grad_enabled() else _turn(x, angles, 1)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.model.head import Head
+from decode.model.packed_linear import Linear
 from decode.model.target import Target
 
 
@@ -18,7 +19,7 @@ class ResBlock(nn.Module):
 
     def __init__(self, hidden_size: int, layers: int, bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(layers))
+        self.layers = nn.ModuleList(Linear(hidden_size, hidden_size, bias=bias) for _ in range(layers))
         for weight in self.parameters():
             nn.init.zeros_(weight)
 
@@ -43,9 +44,7 @@ class PerDepthHeads(nn.ModuleList):
     def __init__(self, hidden_size: int, vocab_size: int, count: int) -> None:
         # No random initialisation: `copy_head` or a checkpoint fills the weights in.
         super().__init__(
-            nn.utils.skip_init(
-                nn.Linear, hidden_size, vocab_size, bias=False, device=torch.get_default_device()
-            )
+            nn.utils.skip_init(Linear, hidden_size, vocab_size, bias=False, device=torch.get_default_device())
             for _ in range(count)
         )
 

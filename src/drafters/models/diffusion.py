@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Tap, Target
 from drafters.families.block import BlockDrafter
 from drafters.layers.decoder_layer import LayerShape, RMSNorm
@@ -36,7 +37,7 @@ class Diffusion(BlockDrafter):
         hidden_size, eps = self.shape.hidden_size, self.shape.eps
         self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
         self.mask = nn.Parameter(torch.zeros(depth, hidden_size))
-        self.feature_in = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.feature_in = Linear(hidden_size, hidden_size, bias=False)
 
     @override
     @classmethod

@@ -7,11 +7,12 @@ from dataclasses import asdict
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.model.head import Head
+from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Target
 from drafters.base import Batch, constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter, add_feature_noise
@@ -49,7 +50,7 @@ class Eagle(RecurrentDrafter):
         self.depth, self.detach, self.feature_noise = depth, detach, feature_noise
         self.aux_weights = {"feature": feature_weight}
         shape = LayerShape(**sizes)
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=bias)
+        self.fc = Linear(2 * shape.hidden_size, shape.hidden_size, bias=bias)
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.layer = DecoderLayer(shape, input_norm=False)
         self._initialise(shape.hidden_size)

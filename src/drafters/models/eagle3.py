@@ -15,6 +15,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.head import Head
 from decode.model.load import stop_tokens
+from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Tap, Target
 from drafters.base import Text, constructor_arguments
 from drafters.drafting.vocabulary import most_frequent
@@ -80,12 +81,12 @@ class Eagle3(RecurrentDrafter):
         fused = len(taps) * hidden_size
         self.input_norm = RMSNorm(fused, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps) if fc_norm else None
-        self.fc = nn.Linear(fused, hidden_size, bias=False)
+        self.fc = Linear(fused, hidden_size, bias=False)
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.hidden_norm = RMSNorm(hidden_size, eps=eps)
         self.layers = nn.ModuleList(DecoderLayer(shape, inputs=1 if i else 2) for i in range(layers))
         self.norm = RMSNorm(hidden_size, eps=eps)
-        self.lm_head = nn.Linear(hidden_size, draft_vocab_size, bias=False)
+        self.lm_head = Linear(hidden_size, draft_vocab_size, bias=False)
         reduced = draft_vocab_size < vocab_size
         # -1 until `fit` has chosen the vocabulary.
         self.register_buffer("d2t", torch.full((draft_vocab_size,), -1) if reduced else None)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.model.head import Head
+from decode.model.packed_linear import Linear
 from decode.model.target import Target
 from drafters.base import constructor_arguments
 from drafters.families.feature_heads import ChainedHeadsDrafter, check_positive
@@ -30,8 +31,8 @@ class HydraBlock(nn.Module):
     def __init__(self, hidden_size: int, tokens: int, layers: int) -> None:
         super().__init__()
         size = (1 + tokens) * hidden_size
-        self.skip = nn.Linear(size, hidden_size, bias=False)
-        self.linear = nn.Linear(size, hidden_size, bias=False)
+        self.skip = Linear(size, hidden_size, bias=False)
+        self.linear = Linear(size, hidden_size, bias=False)
         self.rest = ResBlock(hidden_size, layers - 1)
         nn.init.eye_(self.skip.weight)
         nn.init.zeros_(self.linear.weight)

@@ -18,6 +18,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.cache import RowStore
 from decode.model.head import Head
+from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
@@ -99,7 +100,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         self.reuse = Reuse(**reuse)
         add, shape = root_token == "add", LayerShape(**sizes)
         hidden_size = shape.hidden_size
-        self.in_proj = nn.Linear(hidden_size * (1 + add), hidden_size, bias=False)
+        self.in_proj = Linear(hidden_size * (1 + add), hidden_size, bias=False)
         self.no_token = nn.Parameter(torch.zeros(hidden_size)) if add else None
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(layers))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.model.head import Head
+from decode.model.packed_linear import Linear
 from decode.model.target import Target
 from drafters.base import constructor_arguments
 from drafters.families.feature_heads import ChainedHeadsDrafter, check_positive
@@ -70,7 +71,7 @@ class Speculator(ChainedHeadsDrafter):
         self.alike = 0 if tie_weights else depth - 1
         keep = 0.5 ** (0.5 / depth)  # s
         self.token_weight = math.sqrt((1 - keep**2) * size / 2) / keep
-        self.head = per_depth(depth, lambda _: nn.Linear(size, vocab_size, bias=False), self.alike)
+        self.head = per_depth(depth, lambda _: Linear(size, vocab_size, bias=False), self.alike)
 
     @torch.no_grad()
     def _initialise(self) -> None:
@@ -123,7 +124,7 @@ class Mlp(Speculator):
         size, alike = self.inner, self.alike
         self.emb = per_depth(depth, lambda _: nn.Embedding(vocab_size, size), alike)
         self.proj = per_depth(
-            depth, lambda i: nn.Linear(size if i else hidden_size, size, bias=False), max(alike, 1)
+            depth, lambda i: Linear(size if i else hidden_size, size, bias=False), max(alike, 1)
         )
         self.ln = per_depth(depth, lambda _: Norm(size), alike)
         self._initialise()
@@ -150,7 +151,7 @@ class Lstm(Speculator):
         size = self.inner
         self.emb = nn.Embedding(vocab_size, size)
         self.proj = per_depth(
-            min(depth, 2), lambda i: nn.Linear(size if i else hidden_size, 4 * size, bias=False), 1
+            min(depth, 2), lambda i: Linear(size if i else hidden_size, 4 * size, bias=False), 1
         )
         self.cell_ln, self.state_ln = Norm(size), Norm(size)
         self._initialise()

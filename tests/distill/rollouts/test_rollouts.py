@@ -339,7 +339,7 @@ def test_the_estimate_is_an_upper_bound_of_what_is_made(parts, writer, tmp_path)
 def test_more_memory_than_there_is_is_refused(parts, tmp_path, monkeypatch):
     target, _, prompts = parts
     store = RolloutStore(tmp_path, PLAN, prompts)
-    monkeypatch.setattr("distill.rollouts.estimate.available", lambda device: 1000)
+    monkeypatch.setattr("distill.rollouts.estimate.memory_bytes", lambda device: 1000)
     with pytest.raises(
         UserError, match=r"needs up to .* GiB .*; lower rollout.batch_size=\d+ or rollout.max"
     ):

@@ -1,0 +1,186 @@
+"""Linear layers with packed weights: values, the choice whether to pack, and changes of weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode.model import packed_linear
+from decode.model.causal_lm import CausalLM
+from decode.model.packed_linear import ROWS, Linear, is_packed, linear, linear_add, packing_gain
+
+TEXT = torch.tensor([[5, 9, 2, 7]])
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch, tmp_path):
+    """Nothing is remembered from elsewhere, in this process or on disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packing_gain.cache_clear()
+    yield
+    packing_gain.cache_clear()
+
+
+@pytest.fixture
+def gain(monkeypatch):
+    """Sets what a measurement finds; returns the shapes that were measured."""
+    measured = []
+
+    def set_gain(value: float) -> list:
+        monkeypatch.setattr(packed_linear, "_measure", lambda *shape: measured.append(shape) or value)
+        return measured
+
+    return set_gain
+
+
+def weight_of(rows=24, columns=16, dtype=torch.bfloat16) -> nn.Parameter:
+    with torch.inference_mode(False):
+        return nn.Parameter(torch.randn(rows, columns).to(dtype), requires_grad=False)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 16), (2, 17, 16), (ROWS, 16), (ROWS + 1, 16)])
+@torch.inference_mode()
+def test_a_packed_product_is_the_product(shape, bias, gain):
+    gain(2.0)
+    weight, offset = weight_of(), torch.randn(24).bfloat16() if bias else None
+    x, residual = torch.randn(shape).bfloat16(), torch.randn(*shape[:-1], 24).bfloat16()
+    exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    # Half a unit in the last place of bf16, and the rounding of a sum in fp32.
+    torch.testing.assert_close(linear(x, weight, offset).double(), exact, rtol=2**-8, atol=1e-5)
+    added = linear_add(residual, x, weight, offset).double()
+    # A sum may cancel: roundings are those of its terms.
+    torch.testing.assert_close(
+        added, exact + residual.double(), rtol=2**-8, atol=float(exact.abs().max()) / 256
+    )
+    assert is_packed(weight) == (x[..., 0].numel() <= ROWS)
+
+
+def test_torch_can_still_pack():
+    """The functions are private: a version without them would silently be slower."""
+    assert packing_gain(torch.bfloat16, 24, 16) > 0
+
+
+@torch.inference_mode()
+def test_without_them_the_plain_product_is_used(monkeypatch):
+    def gone(*args):
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(packed_linear, "_pack", gone)
+    weight, x = weight_of(), torch.ones(1, 16).bfloat16()
+    assert linear(x, weight).equal(F.linear(x, weight))
+    assert not is_packed(weight)
+
+
+@torch.inference_mode()
+def test_what_was_measured_is_remembered(gain):
+    measured = gain(1.5)
+    x = torch.ones(1, 16).bfloat16()
+    for _ in range(2):
+        packing_gain.cache_clear()  # as in another process
+        weights = [weight_of(), weight_of()]
+        for weight in weights:
+            linear(x, weight)
+        assert all(map(is_packed, weights))
+    assert measured == [(torch.bfloat16, 24, 16)]
+    linear(x, weight_of(rows=8))
+    assert measured[1:] == [(torch.bfloat16, 8, 16)], "another shape is measured by itself"
+
+
+@torch.inference_mode()
+def test_a_damaged_memory_is_measured_again(gain):
+    measured = gain(1.5)
+    packing_gain(torch.bfloat16, 24, 16)
+    (file,) = (packed_linear.cache_folder() / "packing").iterdir()
+    for damage in ("", "1.5, ", "{}"):
+        file.write_text(damage)
+        packing_gain.cache_clear()
+        assert packing_gain(torch.bfloat16, 24, 16) == 1.5
+    assert len(measured) == 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found", "memory"),
+    [(torch.float32, 2.0, 2**30), (torch.bfloat16, 1.05, 2**30), (torch.bfloat16, 2.0, 2000)],
+    ids=["fp32", "hardly faster", "no memory"],
+)
+@torch.inference_mode()
+def test_it_stays_plain(dtype, found, memory, gain, monkeypatch):
+    gain(found)
+    monkeypatch.setattr(packed_linear, "memory_bytes", lambda device: memory)
+    weight, x = weight_of(dtype=dtype), torch.ones(1, 16, dtype=dtype)
+    assert linear(x, weight).equal(F.linear(x, weight))
+    assert not is_packed(weight)
+
+
+def test_copies_of_weights_that_are_gone_make_room(gain, monkeypatch):
+    gain(2.0)
+    size = 24 * 16 * 2
+    held = sum(copy.size for copy in packed_linear._COPIES.values())
+    monkeypatch.setattr(packed_linear, "memory_bytes", lambda device: (held + 2 * size) / 0.25)
+    x = torch.ones(1, 16).bfloat16()
+    with torch.inference_mode():
+        for _ in range(3):
+            weights = [weight_of() for _ in range(3)]
+            assert all(linear(x, weight).shape == (1, 24) for weight in weights)
+            assert list(map(is_packed, weights)) == [True, True, False]
+            weights.clear()
+
+
+@pytest.mark.parametrize("trained", ["weight", "input"])
+def test_what_needs_a_gradient_has_one(trained, gain):
+    gain(2.0)
+    layer = Linear(16, 24, bias=False).bfloat16().requires_grad_(trained == "weight")
+    x = torch.ones(3, 16, dtype=torch.bfloat16, requires_grad=trained == "input")
+    layer(x).sum().backward()
+    assert (layer.weight.grad if trained == "weight" else x.grad) is not None
+    with torch.inference_mode():
+        layer(x)
+    assert is_packed(layer.weight) == (trained == "input"), "an optimizer may change it"
+
+
+def half_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, initializer_range=0.2)).bfloat16()
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def run(lm: CausalLM) -> torch.Tensor:
+    lm.start(1, 16)
+    return lm.head(lm.forward(TEXT)).float()
+
+
+def test_a_changed_weight_is_noticed(gain):
+    gain(2.0)
+    lm = CausalLM(half_llama())
+    first = run(lm)
+    assert lm.packed
+    parts = dict(lm.model.named_parameters())
+    for name in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.k_proj", "lm_head", "model.norm"):
+        with torch.no_grad():
+            parts[f"{name}.weight"].mul_(2)
+        changed = run(lm)
+        assert not changed.equal(first), name
+        with torch.inference_mode():
+            expected = lm.head(lm.base(input_ids=TEXT).last_hidden_state).float()
+        torch.testing.assert_close(changed, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+        first = changed
+
+
+def test_a_pass_rounds_no_worse_than_the_plain_one(gain, monkeypatch):
+    exact = run(CausalLM(half_llama().double()))
+    errors = []
+    for found in (2.0, 0.0):
+        packing_gain.cache_clear()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(packed_linear.cache_folder() / f"{found}"))
+        gain(found)
+        lm = CausalLM(half_llama())
+        errors.append(float((run(lm) - exact).abs().max()))
+        assert lm.packed == (found > 1)
+    assert errors[0] < 1.5 * errors[1]
