@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,8 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
 
     def make(name: str, target: Target, seed: int = 0, depth: int = 3, **options: Any) -> Drafter:
         if name not in known:
-            with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
+            config = initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3")
+            with config, warnings.catch_warnings(action="ignore"):  # a group's yaml alone has no `_self_`
                 drafter = compose(f"drafter/{name}").drafter  # the whole configuration takes longer
             known[name] = OmegaConf.masked_copy(drafter, [key for key in drafter if key not in OF_ANY])
         settings = _sizes(known[name], target, depth, draft_folder)

@@ -52,17 +52,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     optimizer changes would have to be packed again.
     """
     packed = _packed(x, weight)
-    if packed is None:
-        return F.linear(x, weight, bias)
-    # private API: what torch.compile emits for linear layers; no public function keeps a packed weight.
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return F.linear(x, weight, bias) if packed is None else _product(x, packed, bias)
 
 
 def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """(..., N) residual + `linear(x, weight, bias)`."""
     packed = _packed(x, weight)
     if packed is not None:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")  # as above
+        # private API: as in `_pack`.
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
     if bias is not None:
         return residual + F.linear(x, weight, bias)
     return torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.mT).view_as(residual)
@@ -110,7 +108,13 @@ def _make_copy(weight: Tensor) -> _Copy:
 
 
 def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), MEASURED_ROWS[-1])  # as in `linear`
+    # private API: what torch.compile emits for linear layers; no public function keeps a packed weight.
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), MEASURED_ROWS[-1])
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    # private API: as in `_pack`.
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 @lru_cache
@@ -152,7 +156,7 @@ def _measure(dtype: torch.dtype, rows: int, columns: int) -> float:
                 F.linear(x, weight)
             middle = time.perf_counter()
             for weight in packed:
-                torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+                _product(x, weight, None)
             ratios.append((middle - begin) / (time.perf_counter() - middle))
         gains.append(statistics.median(ratios))
     return min(gains)

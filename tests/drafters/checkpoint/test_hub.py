@@ -69,7 +69,7 @@ def damaged(folder, copy, **changes):
     return copy
 
 
-def refused(folder, target, match="") -> None:
+def refused(folder, target, match=".") -> None:
     with pytest.raises(UserError, match=match) as error:
         hub.load(folder, target)
     assert "\n" not in str(error.value)
