@@ -7,6 +7,7 @@ count, version and shape, and remembered on disk, so that later runs choose, and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -86,7 +87,7 @@ def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
         return None
     # Other kinds of tensors are views made anew in every call, or sharded, or hide their changes.
     frozen = type(weight) is nn.Parameter and not weight.requires_grad and not weight.is_inference()
-    if not frozen or not torch.is_inference_mode_enabled() or x.numel() > ROWS * x.shape[-1]:
+    if not frozen or not torch.is_inference_mode_enabled() or not 0 < x.numel() <= ROWS * x.shape[-1]:
         return None
     copy = _COPIES.get(id(weight))
     if copy is None or (copy.pointer, copy.version) != _state(weight) or copy.weight() is not weight:
@@ -134,10 +135,11 @@ def packing_gain(dtype: torch.dtype, rows: int, columns: int) -> float:
         gain = _measure(dtype, rows, columns)
     except (AttributeError, NotImplementedError, RuntimeError):
         gain = 0.0
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    whole = memory.with_suffix(f".{os.getpid()}")
-    whole.write_text(json.dumps(gain))
-    whole.replace(memory)
+    with contextlib.suppress(OSError):  # a home that cannot be written to: measured again in every process
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        whole = memory.with_suffix(f".{os.getpid()}")
+        whole.write_text(json.dumps(gain))
+        whole.replace(memory)
     return gain
 
 
