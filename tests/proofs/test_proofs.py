@@ -183,16 +183,17 @@ def decoded(target, drafter, chats, plan, sampler, new=64, samples=1) -> Counts:
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("name", ["eagle", "lm"])
 def test_replay_and_decoder_agree_on_the_pocket_target(drafters, chats, name, temperature):
+    """18 intervals, with 99 % for all together: a false alarm in one of a hundred runs, not of six."""
     target, drafter = drafters[name]
-    chats, sampler = chats[:48], Sampler(temperature)
+    chats, sampler = chats[:48] * (4 if temperature else 1), Sampler(temperature)
     rollouts = answers(target, chats, sampler)
     plans = [Plan(3), Plan(3, proposal="sampled"), Plan(4, 4, 16)]
     for plan, replayed in zip(plans, replay(target, drafter, rollouts, plans, sampler), strict=True):
         decoder = decoded(target, drafter, chats, plan, sampler)
-        low, high = agreement(decoder, replayed.counts)
+        low, high = agreement(decoder, replayed.counts, confidence=1 - 0.01 / 18)
         print(
             f"{name} T={temperature:g} {plan.name}: replay {replayed.counts.tau:.3f}, decoder "
-            f"{decoder.tau:.3f}, 99 % interval of the difference {low:+.3f}..{high:+.3f}"
+            f"{decoder.tau:.3f}, interval of the difference {low:+.3f}..{high:+.3f}"
         )
         assert low <= 0 <= high
 

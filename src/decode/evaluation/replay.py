@@ -264,8 +264,8 @@ class _Rounds:
         self.count = float(begins[:starts].sum())
 
 
-def agreement(decoder: Counts, replayed: Counts) -> list[float]:
-    """Confidence interval (`CONFIDENCE`) of the difference of tau between decoder and replay.
+def agreement(decoder: Counts, replayed: Counts, confidence: float = CONFIDENCE) -> list[float]:
+    """Confidence interval of the difference of tau between decoder and replay.
 
     Student's t over prompts, of the linearised difference of the two ratios; infinite for a single prompt.
     """
@@ -279,5 +279,5 @@ def agreement(decoder: Counts, replayed: Counts) -> list[float]:
         return [-math.inf, math.inf]
     error = (parts[0] - parts[1]).std(ddof=1) / math.sqrt(n)
     # Expected rounds are sums of probabilities: where nothing varies, their last bits must not decide.
-    half_width = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * error) + ROUND_OFF * decoder.tau
+    half_width = float(stats.t.ppf((1 + confidence) / 2, n - 1) * error) + ROUND_OFF * decoder.tau
     return [difference - half_width, difference + half_width]
