@@ -135,7 +135,8 @@ def test_replay_and_decoder_agree_for_every_drafter(
     (replayed,) = replay(target, drafter, rollouts, [plan], sampler)
     run = generate(target, drafter, prompts, requests=names, plan=plan, **options).outputs
     decoder = Counts([sum(o.emitted) for o in run], [float(len(o.emitted)) for o in run])
-    low, high = agreement(decoder, replayed.counts)
+    # About a hundred cases draw, each with other coins: 99 % for all of them together.
+    low, high = agreement(decoder, replayed.counts, confidence=1 - 1e-4)
     assert low <= 0 <= high
     if plan.rule == "match":  # the same text, so the same rounds
         assert decoder.rounds == pytest.approx(replayed.counts.rounds)
