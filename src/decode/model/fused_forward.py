@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from decode.model.cache import RowStore
-from decode.model.packed_linear import ROWS, linear, linear_add
+from decode.model.packed_linear import linear, linear_add
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+NORM_ROWS = 32  # up to which a norm's cost is that of its calls
 STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # angles that do not depend on the sequence length
 
 
@@ -106,7 +107,7 @@ class _Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         size = x.shape[-1]
-        if self.twice is None or x.numel() > ROWS * size:
+        if self.twice is None or x.numel() > NORM_ROWS * size:
             return F.rms_norm(x, (size,), self.weight, self.eps)
         # On a CPU F.rms_norm is eight calls in half precision, F.layer_norm is one: (x, -x) has mean 0, and
         # its variance is the mean square of x.

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from decode.hardware import cache_folder, hardware, memory_bytes
 
-ROWS = 64  # with more rows, rearranging is a small part of the product
+ROWS = 128  # with more rows, rearranging is a small part of the product
 MEASURED_ROWS = (1, 17)  # plain decoding, and a draft of 16 nodes
 MEASURED_BYTES = 2**26  # more than caches hold, so that weights come from memory as in a forward pass
 MEASURED_COPIES = 32
