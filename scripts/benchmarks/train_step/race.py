@@ -17,6 +17,7 @@ from benchmarks.train_step.flops import products
 from benchmarks.train_step.workers import HERE, Contender, rates, started_workers
 from decode.errors import UserError
 from decode.hardware import hardware
+from distill.config.target_size import size_settings
 from distill.config.validate import check_ranges
 from distill.report.tables import grid
 from distill.utils.atomic_files import write_json
@@ -71,6 +72,8 @@ def _case(cfg: DictConfig, loss_mask: Sequence[int]) -> dict[str, Any]:
     options = OmegaConf.to_container(cfg.optimizer.optimizer)
     assert isinstance(options, dict)
     options = {name: value for name, value in options.items() if not str(name).startswith("_")}
+    if options["lr"] is None:
+        options["lr"] = size_settings(cfg.shape.hidden_size, None)["optimizer.optimizer.lr"]
     return RECIPE | options_of_step | {"optimizer": options, "loss_mask": list(loss_mask)}
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from scripts.benchmark import run
 from torch.utils.flop_counter import FlopCounterMode
-from workbench import command
+from workbench import CONF, command
 
 from benchmarks.train_step.flops import products
 from benchmarks.train_step.ours import build
-from benchmarks.train_step.race import RECIPE, THEIRS, turns
+from benchmarks.train_step.race import RECIPE, THEIRS, _case, turns
 from benchmarks.train_step.workers import HERE, Contender, Worker, rates
 from decode.errors import UserError
+from distill.config.compose import compose
 
 SHAPE = {
     "hidden_size": 16,
@@ -81,6 +82,12 @@ def test_a_race_writes_a_row_for_everybody(tmp_path):
     # Both of the stub's cases took every turn, with their own masks.
     asked = (tmp_path / "log").read_text().split("\n")[:-1]
     assert sorted(asked) == sorted(["24 2", "12 2"] * 3)
+
+
+@pytest.mark.parametrize(("given", "rate"), [([], 6e-3), (["optimizer.optimizer.lr=1e-3"], 1e-3)], ids=str)
+def test_both_sides_step_with_the_rate_of_a_run_of_this_size(given, rate):
+    cfg = compose([*TINY, *given], CONF, "benchmark_train")
+    assert _case(cfg, [1])["optimizer"]["lr"] == rate
 
 
 def test_everybody_takes_turns_and_the_first_place_goes_round():
