@@ -48,7 +48,8 @@ def strictest(option: int | None, row: int | None, context: int | None) -> Limit
         limits.append(Limit(row - 1, "max_tokens", 1))
     if context is not None:
         limits.append(Limit(context - 1))
-    return min(limits, key=lambda limit: limit.tokens)
+    # Of equal ones the context's: raising the option would not help.
+    return min(limits, key=lambda limit: (limit.tokens, limit.option))
 
 
 @dataclass
