@@ -133,6 +133,7 @@ def packing_gain(dtype: torch.dtype, rows: int, columns: int) -> float:
         pass
     try:
         gain = _measure(dtype, rows, columns)
+    # In a torch without oneDNN, or without these private operators, or on a processor without the dtype.
     except (AttributeError, NotImplementedError, RuntimeError):
         gain = 0.0
     with contextlib.suppress(OSError):  # a home that cannot be written to: measured again in every process

@@ -291,7 +291,8 @@ def test_commands_refuse_in_one_line(bench, fake_hub, tmp_path):
     wrong = exported(*base, "to=native", "push_to=nobody")
     assert (wrong.code, wrong.err.count("\n")) == (2, 1)
     assert exported(*base, "to=llama.cpp").code == 2
-    early = exported(base[0], f"target={tmp_path / 'none'}", "to=hf")
+    (tmp_path / "empty").mkdir()  # a path that is not there is named before anything else
+    early = exported(base[0], f"target={tmp_path / 'empty'}", "to=hf")
     assert early.code == 2
     assert "hf has no format for drafter 'eagle'" in early.err  # and nothing of a target
     fake_hub.failing = {"/api/repos/create": 401}
