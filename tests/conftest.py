@@ -177,8 +177,9 @@ def _sizes(yaml: Any, target: Target, depth: int, draft_folder: Callable[[int], 
     sizes: dict[str, Any] = {"depth": depth} if "depth" in yaml else {}
     if "taps" in yaml and len(target.layers) < 7:
         sizes["taps"] = [0, 1, len(target.layers) - 1]
-    if "draft_vocab_size" in yaml:  # these targets have fewer tokens than the yaml's drafter
-        sizes["draft_vocab_size"] = max(1, target.vocab_size // 4)
+    if "draft_vocab_size" in yaml:  # a smaller one of any drafter is tested apart
+        always = "norm_before_fc" in yaml  # EAGLE-3's, which has rows of its own
+        sizes["draft_vocab_size"] = max(1, target.vocab_size // 4) if always else None
     if "reuse" in yaml:  # a draft with memory is tested apart
         sizes["reuse"] = {**yaml.reuse, "mode": "none"}
     if yaml.get("path") or "mask_token" in yaml:
@@ -218,7 +219,7 @@ def make_drafter(draft_folder) -> Callable[..., Drafter]:
         drafter = instantiate(known[name], **settings | options)(target).to(target.dtype).eval()
         target.tap(drafter.taps)
         if drafter.needs_fit:
-            drafter.fit(random_rollouts(target.vocab_size))
+            drafter.fit(random_rollouts(target.vocab_size), target)
         _scatter(drafter)
         return drafter
 

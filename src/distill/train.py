@@ -110,7 +110,7 @@ def train(
     target.tap(drafter.taps)
     # Counts taken over from another run, such as a draft vocabulary, belong to its weights.
     if drafter.needs_fit and not has_counts:
-        say(f"drafter={short_name(drafter)}: {drafter.fit(store.texts())}")
+        say(f"drafter={short_name(drafter)}: {drafter.fit(store.texts(), target)}")
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, options, folder, target)

@@ -13,11 +13,12 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.model.head import Head
+from decode.model.head import Head, HeadRows
 from decode.model.target import Tap, Target
 from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from drafters.drafting.vocabulary import TokenCounts
 
 
 class Batch(NamedTuple):
@@ -133,7 +134,11 @@ class Drafter(nn.Module, ABC):
     Constructors take plain values, which are kept in `settings` and written to config.json;
     `for_target` fills in sizes that follow from the target.
 
+    Args:
+        draft_vocab_size: V', size of a reduced draft vocabulary; None: the target's vocabulary.
+
     Attributes:
+        d2t: (V',) ids of a reduced draft vocabulary, ascending; -1 until `fit` has chosen them.
         taps: hidden states that the drafter reads: layer ids (inputs of decoder layers) or "last".
         aux_weights: weight of each auxiliary loss; see `aux_weights_at` for schedules.
         proposals: supported values of `Plan.proposal`.
@@ -154,10 +159,15 @@ class Drafter(nn.Module, ABC):
     warm_starts_from: str = ""
     origin: Origin | None = None
     settings: dict[str, Any]
+    d2t: Tensor | None
 
-    def __init__(self) -> None:
+    def __init__(self, draft_vocab_size: int | None = None) -> None:
         super().__init__()
         self.register_module("confidence", None)
+        if draft_vocab_size is not None and draft_vocab_size < 1:
+            raise UserError(f"drafter.draft_vocab_size={draft_vocab_size}: give at least 1")
+        self.register_buffer("d2t", None if draft_vocab_size is None else torch.full((draft_vocab_size,), -1))
+        self._head_rows = HeadRows()
 
     @classmethod
     @abstractmethod
@@ -257,7 +267,11 @@ class Drafter(nn.Module, ABC):
 
     # -- counting, before training -------------------------------------------------------------
 
-    def fit(self, texts: Iterable[Text]) -> str:
+    def output_head(self, head: Head) -> Head:
+        """A head over the draft vocabulary: the rows of the target's head, or the drafter's own V' rows."""
+        return head if self.d2t is None else self._head_rows.of(head, self.d2t)
+
+    def fit(self, texts: Iterable[Text], target: Target) -> str:
         """Fit what takes no gradient (counts, vocabularies) before the first training step.
 
         A function of the rollouts only: a resumed run fits again. Sizes that follow from it go into
@@ -265,16 +279,25 @@ class Drafter(nn.Module, ABC):
 
         Args:
             texts: the training rollouts, read once; held-out prompts are not among them.
+            target: of the drafter.
 
         Returns:
             One line that describes the result.
         """
-        raise NotImplementedError(f"{type(self).__name__} fits nothing without a gradient")
+        return self.choose_tokens(TokenCounts.of(texts, target), target)
+
+    @torch.no_grad()
+    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
+        """Choose the draft vocabulary, and what else follows from the counts alone; see `fit`."""
+        del target
+        assert self.d2t is not None
+        self.d2t.copy_(counts.most_frequent(len(self.d2t)))
+        return f"{len(self.d2t)} {counts.share(self.d2t.cpu())}"
 
     @property
     def needs_fit(self) -> bool:
         """Whether `fit` has to run before the first save point."""
-        return type(self).fit is not Drafter.fit
+        return type(self).fit is not Drafter.fit or self.d2t is not None
 
     # -- decoding: implements decode.generation.types.Proposer -----------------------------------
 

@@ -21,7 +21,7 @@ def saved(tiny_target, make_drafter, tmp_path):
         drafter = make_drafter(name, target, seed=1, **options)
         if drafter.needs_fit:
             texts = [row.tolist() for row in random_texts()]
-            drafter.fit([Text(text, [1] * len(text)) for text in texts])
+            drafter.fit([Text(text, [1] * len(text)) for text in texts], target)
         folder = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         hub.save(drafter, target, folder)

@@ -29,7 +29,8 @@ def both(tiny_target, make_drafter, name, **options):
     drafter = make_drafter(name, target, depth=K, **options)
     # A random drafter's hidden states are large: softer rows leave every token a visible mass. A
     # block's have passed a norm.
-    target.model.lm_head.weight.data.mul_(1.0 if name in ("diffusion", "dflash") else 0.3)
+    with torch.no_grad():
+        target.model.lm_head.weight.mul_(1.0 if name in ("diffusion", "dflash") else 0.3)
     return target, drafter
 
 

@@ -34,7 +34,7 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
         norm_output=False,
     )
     if drafter.needs_fit:
-        drafter.fit([Text(list(range(shape["vocab_size"])), [1] * shape["vocab_size"])])
+        drafter.fit([Text(list(range(shape["vocab_size"])), [1] * shape["vocab_size"])], target)
     drafter.lm_head.requires_grad_(case["train_head"])
     if case["gradient_checkpointing"]:
         drafter.checkpoint_gradients()

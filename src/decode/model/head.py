@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from decode.model.packed_linear import linear
+from decode.model.packed_linear import linear, weight_state
 
 
 class Side(NamedTuple):
@@ -81,3 +81,21 @@ class Head:
     def target_ids(self, ids: Tensor) -> Tensor:
         """Map ids of the head to target ids."""
         return ids if self.d2t is None else self.d2t[ids]
+
+
+class HeadRows:
+    """Rows of a frozen head that belong to a draft vocabulary, copied once while neither changes."""
+
+    def __init__(self) -> None:
+        self._copied: tuple[tuple[int, ...], nn.Parameter] | None = None
+
+    def of(self, head: Head, d2t: Tensor) -> Head:
+        """The head over (V',) ids of the target; one that has V' rows already has these."""
+        bias = None if head.bias is None else head.bias[d2t]
+        if len(head.weight) == len(d2t):
+            return replace(head, bias=bias, d2t=d2t)
+        key = (*weight_state(head.weight), *weight_state(d2t))
+        if self._copied is None or self._copied[0] != key:
+            with torch.inference_mode(False), torch.no_grad():  # training reads the copy, too
+                self._copied = key, nn.Parameter(head.weight[d2t], requires_grad=False)
+        return replace(head, weight=self._copied[1], bias=bias, d2t=d2t)

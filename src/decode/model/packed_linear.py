@@ -90,12 +90,13 @@ def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
     if not frozen or not torch.is_inference_mode_enabled() or not 0 < x.numel() <= ROWS * x.shape[-1]:
         return None
     copy = _COPIES.get(id(weight))
-    if copy is None or (copy.pointer, copy.version) != _state(weight) or copy.weight() is not weight:
+    if copy is None or (copy.pointer, copy.version) != weight_state(weight) or copy.weight() is not weight:
         copy = _COPIES[id(weight)] = _make_copy(weight)
     return copy.packed
 
 
-def _state(weight: Tensor) -> tuple[int, int]:
+def weight_state(weight: Tensor) -> tuple[int, int]:
+    """Changes whenever the tensor's memory is replaced or written to."""
     # private API: torch has no public way to ask whether a tensor was changed in place.
     return weight.data_ptr(), weight._version
 
@@ -105,7 +106,7 @@ def _make_copy(weight: Tensor) -> _Copy:
     room = MEMORY_SHARE * memory_bytes(weight.device) - sum(copy.size for copy in _COPIES.values())
     pays = size <= room and packing_gain(weight.dtype, *weight.shape) >= GAIN
     reference = weakref.ref(weight, lambda _: _COPIES.pop(key, None))
-    return _Copy(reference, *_state(weight), _pack(weight) if pays else None, size if pays else 0)
+    return _Copy(reference, *weight_state(weight), _pack(weight) if pays else None, size if pays else 0)
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from distill.config.recorded import resolved
 from distill.config.target_size import fill_size_settings
 from distill.config.validate import check_ranges, refused
 from distill.utils.paths import bundled
+from drafters.drafting.vocabulary import draft_vocab_size
 
 Options = TypeVar("Options")
 OF_ANY = ("init_from", "confidence")  # settings of every drafter
@@ -124,7 +125,10 @@ def _drafter(cfg: DictConfig) -> o.DrafterOptions:
     path = {"path": str(bundled(cfg.path))} if cfg.get("path") else {}
 
     def build(target: Any) -> Any:
-        return instantiate(settings, _convert_="all", **path)(target)
+        sizes = {}
+        if "draft_vocab_size" in cfg:
+            sizes["draft_vocab_size"] = draft_vocab_size(cfg.draft_vocab_size, target.vocab_size)
+        return instantiate(settings, _convert_="all", **path, **sizes)(target)
 
     return o.DrafterOptions(
         factory=cfg._target_,

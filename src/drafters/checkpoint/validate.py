@@ -28,7 +28,7 @@ from drafters.layers.decoder_layer import LayerShape
 MAX_INT = 2**24  # of an integer in settings: well above any vocabulary or context
 MAX_LENGTH = 2**16  # of a list or string in settings
 MAX_PARTS = 5_000  # modules, weights and buffers of a drafter without tensors on file
-TOKENS = ("d2t", "hot", "place", "tokens")  # buffers of token ids, or -1
+TOKENS = ("d2t", "hot", "place", "rows", "tokens")  # buffers of token ids, or -1
 RESERVED = re.compile(r"_.*_")  # keys such as `_target_` that other programs may execute
 
 

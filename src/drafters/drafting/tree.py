@@ -187,9 +187,11 @@ class Beam(NamedTuple):
     owner: Tensor
 
 
-def best_nodes(logits: Tensor, step: Step, coin: Coin, plan: Plan, limit: Tensor) -> Beam:
-    """`_beam` with fixed children in the target's vocabulary."""
-    return _beam(logits, step, _Grower(coin, None, plan), plan, limit)
+def best_nodes(
+    logits: Tensor, step: Step, coin: Coin, plan: Plan, limit: Tensor, vocabulary: Vocabulary | None = None
+) -> Beam:
+    """`_beam` with fixed children."""
+    return _beam(logits, step, _Grower(coin, None, plan, vocabulary), plan, limit)
 
 
 def _beam(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tensor | None = None) -> Beam:

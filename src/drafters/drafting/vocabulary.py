@@ -1,13 +1,15 @@
-"""Reduced draft vocabularies, and sampling distributions over them."""
+"""Reduced draft vocabularies (FR-Spec, arXiv:2502.14856), and sampling distributions over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from decode.errors import UserError
+from decode.model.head import Head
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
@@ -24,6 +26,41 @@ class Vocabulary(NamedTuple):
     ids: Tensor
     size: int
 
+    @classmethod
+    def of(cls, head: Head, target: Target) -> Self | None:
+        """Of a head's logits; None: the target's vocabulary."""
+        return None if head.d2t is None else cls(head.d2t, target.vocab_size)
+
+
+class TokenCounts(NamedTuple):
+    """How often the target wrote each token, for the choice of a draft vocabulary.
+
+    Attributes:
+        counts: (V,) of every token.
+        first: tokens that are included however rare they are: those that end an answer.
+    """
+
+    counts: Tensor
+    first: Sequence[int]
+
+    @classmethod
+    def of(cls, texts: Iterable[tuple[Sequence[int], Sequence[int]]], target: Target) -> Self:
+        """Count the tokens of texts whose mask is 1."""
+        counts = torch.zeros(target.vocab_size, dtype=torch.long)
+        for tokens, mask in texts:
+            written = torch.tensor(tokens)[torch.tensor(mask, dtype=torch.bool)]
+            counts += torch.bincount(written, minlength=len(counts))
+        return cls(counts, stop_tokens(target))
+
+    def most_frequent(self, size: int) -> Tensor:
+        """(V',) ids, ascending."""
+        return most_frequent(self.counts, size, self.first)
+
+    def share(self, ids: Tensor) -> str:
+        """Which share of the counted tokens is among (V',) ids, for users."""
+        share = float(self.counts[ids].sum() / self.counts.sum().clamp_min(1))
+        return f"of {len(self.counts)} tokens make {share:.2%} of the answers"
+
 
 def most_frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
     """A draft vocabulary of the most frequent tokens.
@@ -39,6 +76,23 @@ def most_frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
     rank = counts.clone()
     rank[list(first)] = int(counts.max()) + 1
     return rank.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def draft_vocab_size(setting: int | str | None, vocab_size: int) -> int | None:
+    """Size of a draft vocabulary as users write it; None: the target's vocabulary.
+
+    Args:
+        setting: a number of tokens; `auto`: a quarter of the target's, from 1024 to 32000; None.
+        vocab_size: V of the target.
+
+    Raises:
+        UserError: neither of these.
+    """
+    if setting == "auto":
+        setting = min(max(vocab_size // 4, 1024), 32000)
+    if setting is not None and (not isinstance(setting, int) or isinstance(setting, bool) or setting < 1):
+        raise UserError(f"drafter.draft_vocab_size={setting}: give a number of tokens, auto or null")
+    return setting if setting is not None and setting < vocab_size else None
 
 
 def unused_token(target: Target) -> int:

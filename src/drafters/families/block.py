@@ -22,6 +22,7 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
+from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary, attend
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, query_blocks
@@ -57,6 +58,7 @@ class BlockDrafter(TokenBiasDrafter):
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
         qk_norm: see `DecoderLayer`.
+        draft_vocab_size: see `Drafter`.
         **sizes: of `LayerShape`.
 
     Attributes:
@@ -80,9 +82,10 @@ class BlockDrafter(TokenBiasDrafter):
         info_rank: int = 0,
         hot_tokens: int = 0,
         qk_norm: bool = False,
+        draft_vocab_size: int | None = None,
         **sizes: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(draft_vocab_size)
         for name, number in (("layers", layers), ("depth", depth), ("steps", steps)):
             if not 1 <= number <= MAX_COUNT:
                 raise UserError(f"drafter.{name}={number} must be from 1 to {MAX_COUNT}")
@@ -138,7 +141,7 @@ class BlockDrafter(TokenBiasDrafter):
         return super().state_size if self.steps == 1 else None
 
     def head(self, target: Target) -> Head:
-        """The target's head, with the token bias if there is one."""
+        """The target's head over the draft vocabulary, with the token bias if there is one."""
         return self.biased_head(target.head)
 
     # -- training ----------------------------------------------------------------------------
@@ -248,9 +251,9 @@ class BlockDrafter(TokenBiasDrafter):
         assert state.newest is not None
         self.check(plan)
         logits, states = self._denoise(state, target)
-        levels = ParallelLogits(
-            logits[:, : plan.depth].unbind(1), states, target.head.shape, self.info, state.root
-        )
+        head = self.output_head(target.head)
+        raw, vocabulary = logits[:, : plan.depth].unbind(1), Vocabulary.of(head, target)
+        levels = ParallelLogits(raw, states, head, self.info, state.root, vocabulary)
         return self.expand_levels(levels, sampler, coin, plan)
 
     def _denoise(self, state: BlockState, target: Target) -> tuple[Tensor, Tensor]:
@@ -259,18 +262,19 @@ class BlockDrafter(TokenBiasDrafter):
         assert state.newest is not None
         x = self.inputs(target.embed(state.root).to(state.newest.dtype), state.newest)
         states = self._pass(state.store, x)
-        logits = target.head.product(states)
+        head = self.output_head(target.head)
+        logits = head.product(states)
         filled = torch.zeros_like(logits[..., 0], dtype=torch.bool)  # (B, K)
         for _ in range(self.steps - 1):
-            confidence = target.head.shape(logits).softmax(-1).amax(-1).masked_fill(filled, -1.0)
+            confidence = head.shape(logits).softmax(-1).amax(-1).masked_fill(filled, -1.0)
             surest = confidence.topk(-(-self.depth // self.steps), -1)
             new = torch.zeros_like(filled).scatter_(1, surest.indices, surest.values > 0)
-            token = target.embed(logits.max(-1).indices).to(x.dtype)
+            token = target.embed(head.target_ids(logits.max(-1).indices)).to(x.dtype)
             masks = x[:, 1:] + torch.where(new[..., None], token - self.mask, 0.0)
             x, filled = torch.cat([x[:, :1], masks], 1), filled | new
             fresh = self._pass(state.store, x)
             states = torch.where(filled[..., None], states, fresh)
-            logits = torch.where(filled[..., None], logits, target.head.product(fresh))
+            logits = torch.where(filled[..., None], logits, head.product(fresh))
         return logits, states
 
     def _pass(self, store: RowStore, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, Drafter, DraftStep, supervised_anchors
 from drafters.drafting.tree import expand
+from drafters.drafting.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)
@@ -132,7 +133,8 @@ class ChainedHeadsDrafter(FeatureHeadsDrafter):
 
         root = state.root[:, None]
         first = step(root, torch.zeros_like(root))[:, 0]
-        return expand(first, step, sampler, coin, plan, confidence=self.confidence_of(lambda: hidden))
+        vocabulary = Vocabulary.of(self.head_for(1, target), target)
+        return expand(first, step, sampler, coin, plan, vocabulary, self.confidence_of(lambda: hidden))
 
 
 def check_positive(**settings: Any) -> None:

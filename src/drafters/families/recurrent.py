@@ -22,7 +22,8 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, Drafter, DraftStep
-from drafters.drafting.tree import Vocabulary, expand
+from drafters.drafting.tree import expand
+from drafters.drafting.vocabulary import Vocabulary
 from drafters.layers.decoder_layer import DecoderLayer, Rotary, attend, tree_visibility
 from drafters.layers.unroll import AnchorIndex, FirstLayerInput, LayerUnroll
 
@@ -232,6 +233,5 @@ class RecurrentDrafter(Drafter):
             hidden, feature = self.emit(run(state.store, target.embed(token), parent_feature, reach))
             return head(hidden)
 
-        vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
-        confidence = self.confidence_of(lambda: hidden)
+        vocabulary, confidence = Vocabulary.of(head, target), self.confidence_of(lambda: hidden)
         return expand(head(hidden)[:, 0], step, sampler, coin, plan, vocabulary, confidence)

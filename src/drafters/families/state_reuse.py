@@ -78,7 +78,7 @@ class Reuse:
     def merged(self, both: ParallelLogits, left: Tensor, coin: Coin, plan: Plan) -> Draft:
         """Merge the trees grown from new levels, rows 0 to B, and old levels, rows B to 2 B."""
         limit = torch.cat([torch.full_like(left, plan.depth), left])
-        grown = best_nodes(both.first, both.step, coin, plan, limit)
+        grown = best_nodes(both.first, both.step, coin, plan, limit, both.vocabulary)
         fresh, old = (Beam(*half) for half in zip(*(t.chunk(2) for t in _rows(grown)), strict=True))
         return merge_trees(fresh, old, max(plan.nodes - self.nodes, 0), plan)
 
@@ -104,9 +104,9 @@ def truncated_draft(
 ) -> Draft:
     """A draft of fixed nodes from levels, the first (B,) `left` of which are valid."""
     if plan.width > 1 and not plan.tree:
-        best = best_nodes(levels.first, levels.step, coin, plan, left)
+        best = best_nodes(levels.first, levels.step, coin, plan, left, levels.vocabulary)
         return Draft(best.tokens, best.parents, plan.depth)
-    draft = expand(levels.first, levels.step, sampler, coin, plan, confidence=confidence)
+    draft = expand(levels.first, levels.step, sampler, coin, plan, levels.vocabulary, confidence)
     return replace(draft, tokens=draft.tokens.masked_fill(draft.levels[:, 1:] > left[:, None], PAD))
 
 

@@ -6,7 +6,7 @@ corrector (arXiv:2605.29707) are settings of one module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,13 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.head import Head, Side
 from decode.model.packed_linear import Linear
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import Coin
 from decode.sampling import Sampler
-from drafters.base import Drafter, Text
+from drafters.base import Drafter
 from drafters.drafting.tree import expand
+from drafters.drafting.vocabulary import TokenCounts, Vocabulary
 from drafters.layers.decoder_layer import RMSNorm
 
 KINDS = ("none", "vanilla", "gated", "recurrent")
@@ -43,6 +45,7 @@ class TokenInfoBias(nn.Module):
         vocab_size: V.
         rank: r.
         hot_tokens: number of hot tokens V_s; V or more: all tokens.
+        draft_vocab_size: V' of a reduced draft vocabulary, which hot tokens are chosen from; None: V.
         eps: of the norm.
 
     Raises:
@@ -51,9 +54,17 @@ class TokenInfoBias(nn.Module):
 
     hot: Tensor | None  # (V_s,) ids, ascending
     place: Tensor | None  # (V,) index of each token in `hot`, or -1
+    rows: Tensor | None  # (V_s,) hot tokens as draft ids, if the draft vocabulary has others
 
     def __init__(
-        self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int, eps: float = 1e-6
+        self,
+        kind: str,
+        hidden_size: int,
+        vocab_size: int,
+        rank: int,
+        hot_tokens: int,
+        eps: float = 1e-6,
+        draft_vocab_size: int | None = None,
     ) -> None:
         super().__init__()
         if kind not in KINDS[1:]:
@@ -61,12 +72,15 @@ class TokenInfoBias(nn.Module):
         if rank < 1 or hot_tokens < 1:
             raise UserError(f"drafter: info_rank={rank}, hot_tokens={hot_tokens}; both must be at least 1")
         self.kind, self.rank = kind, rank
-        size = min(hot_tokens, vocab_size)
+        size = min(hot_tokens, draft_vocab_size or vocab_size)
         reduced = size < vocab_size
+        self.all_targets = draft_vocab_size is None
         # Before `fit` the hot tokens are the first ids.
         self.register_buffer("hot", torch.arange(size) if reduced else None)
         place = torch.arange(vocab_size)
         self.register_buffer("place", torch.where(place < size, place, -1) if reduced else None)
+        fewer = draft_vocab_size is not None and size < draft_vocab_size
+        self.register_buffer("rows", torch.arange(size) if fewer else None)
         self.emb = nn.Embedding(size, rank)
         self.out = Linear(rank, size, bias=False)
         nn.init.zeros_(self.out.weight)
@@ -76,25 +90,22 @@ class TokenInfoBias(nn.Module):
         self.mix = Linear(hidden_size + rank, rank) if kind == "recurrent" else None
         self._table: tuple[Any, Tensor] | None = None
 
-    def fit(self, texts: Iterable[Text]) -> str:
-        """Choose the most frequent tokens of the answers as hot tokens."""
+    @torch.no_grad()
+    def choose(self, counts: TokenCounts, d2t: Tensor | None) -> str:
+        """Choose the most frequent tokens of the answers as hot tokens; `d2t` has these and more."""
         assert self.hot is not None
         assert self.place is not None
-        counts = torch.zeros(len(self.place), dtype=torch.long)
-        for text in texts:
-            written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]
-            counts += torch.bincount(written, minlength=len(counts))
-        ids = counts.sort(descending=True, stable=True).indices[: len(self.hot)].sort().values
-        self.hot.copy_(ids)
+        self.hot.copy_(counts.most_frequent(len(self.hot)))
         self.place.fill_(-1)
-        self.place[self.hot] = torch.arange(len(ids), device=self.place.device)
-        share = float(counts[ids].sum() / counts.sum().clamp_min(1))
-        return f"{len(ids)} hot of {len(counts)} tokens make {share:.2%} of the answers"
+        self.place[self.hot] = torch.arange(len(self.hot), device=self.place.device)
+        if self.rows is not None and d2t is not None:
+            self.rows.copy_(torch.searchsorted(d2t, self.hot))
+        return f"{len(self.hot)} hot {counts.share(self.hot.cpu())}"
 
     @property
     def side(self) -> Side:
         """The map from u to logits."""
-        return Side(self.out.weight, self.hot)
+        return Side(self.out.weight, self.hot if self.all_targets else self.rows)
 
     def low_rank_input(
         self, token: Tensor, state: Tensor, memory: Tensor | None
@@ -173,27 +184,31 @@ class TokenBiasDrafter(Drafter):
         self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int
     ) -> None:
         """Create the bias, unless `kind` is `none`."""
+        draft_vocab_size = None if self.d2t is None else len(self.d2t)
         sizes = (hidden_size, vocab_size, rank, hot_tokens)
-        self.info = None if kind == "none" else TokenInfoBias(kind, *sizes)
+        self.info = None if kind == "none" else TokenInfoBias(kind, *sizes, draft_vocab_size=draft_vocab_size)
 
     def biased_head(self, head: Head) -> Head:
-        """The head with the bias added to its logits."""
+        """The head over the draft vocabulary, with the bias added to its logits."""
+        head = self.output_head(head)
         return head if self.info is None else replace(head, side=self.info.side)
 
     def expand_levels(self, levels: ParallelLogits, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
         """Draft from the logits of all depths."""
         confidence = self.confidence_of(lambda: levels.newest)
-        return expand(levels.first, levels.step, sampler, coin, plan, confidence=confidence)
+        return expand(levels.first, levels.step, sampler, coin, plan, levels.vocabulary, confidence)
 
     @override
-    def fit(self, texts: Iterable[Text]) -> str:
-        assert self.info is not None
-        return self.info.fit(texts)
+    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
+        lines = [] if self.d2t is None else [super().choose_tokens(counts, target)]
+        if self.info is not None and self.info.hot is not None:
+            lines.append(self.info.choose(counts, self.d2t))
+        return "; ".join(lines)
 
     @property
     @override
     def needs_fit(self) -> bool:
-        return self.info is not None and self.info.hot is not None
+        return super().needs_fit or (self.info is not None and self.info.hot is not None)
 
 
 class TeacherForcedBias:
@@ -230,21 +245,24 @@ class ParallelLogits:
     Args:
         raw: K of (B, V): logits of each depth without bias, scale and soft cap, `Head.product`.
         states: (B, K, D) hidden states they were computed from.
-        shape: applies the head's scale and soft cap; None: already applied.
+        head: applies its scale and soft cap; None: already applied.
         info: the bias, or None.
         root: (B,) root tokens, for the bias.
+        vocabulary: reduced vocabulary of the logits; None: the target's.
     """
 
     def __init__(
         self,
         raw: Sequence[Tensor],
         states: Tensor,
-        shape: Callable[[Tensor], Tensor] | None = None,
+        head: Head | None = None,
         info: TokenInfoBias | None = None,
         root: Tensor | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self._raw, self._states, self._info = raw, states, info
-        self._shape = shape or (lambda logits: logits)
+        self._shape = head.shape if head else (lambda logits: logits)
+        self.vocabulary = vocabulary
         self._memory: Tensor | None = None
         self._depth = 0
         root = torch.zeros_like(states[:, :1, 0], dtype=torch.long) if root is None else root[:, None]

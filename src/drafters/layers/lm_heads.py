@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from decode.model.head import Head
 from decode.model.packed_linear import Linear
-from decode.model.target import Target
 
 
 class ResBlock(nn.Module):
@@ -37,7 +36,7 @@ class PerDepthHeads(nn.ModuleList):
 
     Args:
         hidden_size: D of the target.
-        vocab_size: V of the target.
+        vocab_size: V of the target, or V' of the draft vocabulary.
         count: number of heads.
     """
 
@@ -49,13 +48,11 @@ class PerDepthHeads(nn.ModuleList):
         )
 
     @torch.no_grad()
-    def copy_head(self, target: Target) -> None:
-        """Copy the target's head into every depth's."""
+    def copy_head(self, head: Head) -> None:
+        """Copy a head into every depth's."""
         for weight in self.parameters():
-            weight.copy_(target.head.weight)
+            weight.copy_(head.weight)
 
-    def head_for(self, depth: int, target: Target) -> Head:
-        """The head of `depth`, with the target's scale, bias and soft cap."""
-        if not self:
-            return target.head
-        return replace(target.head, weight=self.get_parameter(f"{depth - 1}.weight"))
+    def head_for(self, depth: int, head: Head) -> Head:
+        """The head of `depth`, with the scale, bias and soft cap of the target's."""
+        return replace(head, weight=self.get_parameter(f"{depth - 1}.weight")) if self else head

@@ -69,8 +69,9 @@ class Bigram(Drafter):
         return cls(target.vocab_size, **options)
 
     @override
-    def fit(self, texts: Iterable[Text]) -> str:
+    def fit(self, texts: Iterable[Text], target: Target | None = None) -> str:
         """Count pairs whose second token the target wrote."""
+        del target
         vocab = self.seen.shape[0]
         pairs, number = np.empty(0, np.int64), np.empty(0, np.int64)
         pending: list[np.ndarray] = []

@@ -31,6 +31,7 @@ class Eagle(RecurrentDrafter):
         feature_noise: half-width of the uniform noise on training features, scaled by 512 / T.
         feature_weight: weight of the Smooth-L1 feature regression; the divergence has weight 1.
         bias: whether the fusion `fc` has a bias; vLLM's EAGLE has none.
+        draft_vocab_size: see `Drafter`.
         **sizes: of `LayerShape`.
     """
 
@@ -43,9 +44,10 @@ class Eagle(RecurrentDrafter):
         feature_weight: float,
         detach: bool = False,  # defaults of older checkpoints
         bias: bool = True,
+        draft_vocab_size: int | None = None,
         **sizes: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(draft_vocab_size)
         self.settings = constructor_arguments(locals())
         self.depth, self.detach, self.feature_noise = depth, detach, feature_noise
         self.aux_weights = {"feature": feature_weight}
@@ -103,7 +105,7 @@ class Eagle(RecurrentDrafter):
 
     @override
     def head(self, target: Target) -> Head:
-        return target.head
+        return self.output_head(target.head)
 
     @override
     def training_taps(self, batch: Batch) -> Tensor:

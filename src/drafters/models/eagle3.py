@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Self, cast
 
@@ -14,11 +14,10 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.head import Head
-from decode.model.load import stop_tokens
 from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Tap, Target
-from drafters.base import Text, constructor_arguments
-from drafters.drafting.vocabulary import most_frequent
+from drafters.base import constructor_arguments
+from drafters.drafting.vocabulary import TokenCounts
 from drafters.families.recurrent import RecurrentDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll import FirstLayerInput
@@ -47,8 +46,6 @@ class Eagle3(RecurrentDrafter):
         UserError: no taps, no layers, an invalid vocabulary size, or both norms before `fc`.
     """
 
-    d2t: Tensor | None  # (V',) the target's ids, ascending
-
     def __init__(
         self,
         vocab_size: int,
@@ -62,7 +59,7 @@ class Eagle3(RecurrentDrafter):
         norm_output: bool,
         **sizes: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(draft_vocab_size if draft_vocab_size < vocab_size else None)
         self.settings = constructor_arguments(locals())
         self.settings["taps"] = list(taps)
         if not taps or layers < 1:
@@ -87,24 +84,20 @@ class Eagle3(RecurrentDrafter):
         self.layers = nn.ModuleList(DecoderLayer(shape, inputs=1 if i else 2) for i in range(layers))
         self.norm = RMSNorm(hidden_size, eps=eps)
         self.lm_head = Linear(hidden_size, draft_vocab_size, bias=False)
-        reduced = draft_vocab_size < vocab_size
-        # -1 until `fit` has chosen the vocabulary.
-        self.register_buffer("d2t", torch.full((draft_vocab_size,), -1) if reduced else None)
-        self._source: tuple[Target, ...] = ()  # the target, for `fit`; in a tuple, so no submodule
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         options["taps"] = _taps(options["taps"], len(target.layers))
-        options["draft_vocab_size"] = min(options["draft_vocab_size"], target.vocab_size)
+        size = options["draft_vocab_size"]  # None, too, is the target's
+        options["draft_vocab_size"] = target.vocab_size if size is None else min(size, target.vocab_size)
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
-        drafter._source = (target,)
-        drafter._begin()
+        drafter._initialise(target)
         return drafter
 
     @torch.no_grad()
-    def _begin(self) -> None:
+    def _initialise(self, target: Target) -> None:
         """Initialise: head rows of the target, `fc` mostly the highest tap, layers the identity."""
         for layer in self.stack:
             layer.o_proj.weight.zero_()
@@ -112,31 +105,15 @@ class Eagle3(RecurrentDrafter):
         size, highest = len(self.fc.weight), max(range(len(self.taps)), key=lambda i: _height(self.taps[i]))
         self.fc.weight.normal_(std=0.32 * size**-0.5)
         self.fc.weight[:, highest * size : (highest + 1) * size] += torch.eye(size)
-        (target,) = self._source
         if self.d2t is None:
             self.lm_head.weight.copy_(target.head.weight * target.head.scale)
 
     @override
     @torch.no_grad()
-    def fit(self, texts: Iterable[Text]) -> str:
-        """Choose the draft vocabulary: end tokens and the most frequent tokens of the answers."""
-        assert self.d2t is not None
-        (target,) = self._source
-        counts = torch.zeros(target.vocab_size, dtype=torch.long)
-        for text in texts:
-            written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask, dtype=torch.bool)]
-            counts += torch.bincount(written, minlength=len(counts))
-        ids = most_frequent(counts, len(self.d2t), stop_tokens(target))
-        self.d2t.copy_(ids)
-        rows = target.head.weight[ids.to(target.device)] * target.head.scale
-        self.lm_head.weight.copy_(rows)
-        share = float(counts[ids].sum() / counts.sum().clamp_min(1))
-        return f"{len(ids)} of {len(counts)} tokens make {share:.2%} of the answers"
-
-    @property
-    @override
-    def needs_fit(self) -> bool:
-        return self.d2t is not None
+    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
+        line = super().choose_tokens(counts, target)
+        self.lm_head.weight.copy_(self.output_head(target.head).weight * target.head.scale)
+        return line
 
     @property
     @override
@@ -183,7 +160,7 @@ class Eagle3(RecurrentDrafter):
 
     @override
     def head(self, target: Target) -> Head:
-        return Head(self.lm_head.weight, d2t=self.d2t)
+        return self.output_head(Head(self.lm_head.weight))
 
 
 def _height(tap: Tap) -> float:

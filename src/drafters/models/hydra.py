@@ -13,6 +13,7 @@ from decode.model.head import Head
 from decode.model.packed_linear import Linear
 from decode.model.target import Target
 from drafters.base import constructor_arguments
+from drafters.drafting.vocabulary import TokenCounts
 from drafters.families.feature_heads import ChainedHeadsDrafter, check_positive
 from drafters.layers.lm_heads import PerDepthHeads, ResBlock
 
@@ -54,25 +55,41 @@ class Hydra(ChainedHeadsDrafter):
         depth: number of heads K, the maximum draft length.
         layers: layers of a head; the first maps (1 + j) D to D.
         own_head: each depth has its own output head; see `PerDepthHeads`.
+        draft_vocab_size: see `Drafter`.
 
     Raises:
         UserError: no head, or a head without a layer.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, depth: int, layers: int, own_head: bool) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        depth: int,
+        layers: int,
+        own_head: bool,
+        draft_vocab_size: int | None = None,
+    ) -> None:
+        super().__init__(draft_vocab_size)
         self.settings = constructor_arguments(locals())
         check_positive(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(HydraBlock(hidden_size, j, layers) for j in range(1, depth + 1))
-        self.lm_heads = PerDepthHeads(hidden_size, vocab_size, depth if own_head else 0)
+        self.lm_heads = PerDepthHeads(hidden_size, draft_vocab_size or vocab_size, depth if own_head else 0)
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        drafter.lm_heads.copy_head(target)
+        if drafter.d2t is None:
+            drafter.lm_heads.copy_head(target.head)
         return drafter
+
+    @override
+    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
+        line = super().choose_tokens(counts, target)
+        self.lm_heads.copy_head(self.output_head(target.head))
+        return line
 
     @override
     def initial_state(self, feature: Tensor) -> Tensor:
@@ -88,4 +105,4 @@ class Hydra(ChainedHeadsDrafter):
 
     @override
     def head_for(self, depth: int, target: Target) -> Head:
-        return self.lm_heads.head_for(depth, target)
+        return self.output_head(self.lm_heads.head_for(depth, target.head))

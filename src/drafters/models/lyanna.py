@@ -24,6 +24,7 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, DraftStep, constructor_arguments
+from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.recurrent import RecurrentDrafter, RecurrentState, add_feature_noise
 from drafters.families.state_reuse import Reuse, resized, truncated_draft
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
@@ -62,6 +63,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         base_weight: initial weight of the divergence without the bias; decays to 0 over the run.
         warmup: share of the steps with weight 1 for the regression and 0.1 for each divergence.
         reuse: arguments of `Reuse`.
+        draft_vocab_size: see `Drafter`.
         **sizes: of `LayerShape`.
 
     Raises:
@@ -84,9 +86,10 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         base_weight: float,
         warmup: float,
         reuse: dict[str, Any],
+        draft_vocab_size: int | None = None,
         **sizes: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(draft_vocab_size)
         self.settings = constructor_arguments(locals())
         self.settings["reuse"] = dict(reuse)
         if root_token not in ("none", "add"):
@@ -217,7 +220,9 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
             hidden = teaching.with_bias_input(step.hidden, step.anchor, step.depth)
             yield step._replace(hidden=hidden, weight=divergence)
             if base and self.info is not None:
-                yield step._replace(head=target.head, aux={}, weight=base, training_only=True)
+                yield step._replace(
+                    head=self.output_head(target.head), aux={}, weight=base, training_only=True
+                )
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -261,29 +266,30 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         assert state.root is not None
         self.check(plan)
         root, left, mode = state.root, state.left, self.reuse.mode
+        head = self.output_head(target.head)
+        vocabulary = Vocabulary.of(head, target)
         stale = state.stale if self.reuse.applies_to(plan) else None
         if stale is not None and left is not None:
             stale = resized(stale, plan.depth)
             if mode == "immediate":
-                raw = target.head.product(stale).unbind(1)
-                if self.reuse.is_sufficient(target.head.shape(torch.stack(raw, 1)), left):
+                raw = head.product(stale).unbind(1)
+                if self.reuse.is_sufficient(head.shape(torch.stack(raw, 1)), left):
                     state.drafted = None  # reused only once
-                    levels = ParallelLogits(raw, stale, target.head.shape, self.info, root)
+                    levels = ParallelLogits(raw, stale, head, self.info, root, vocabulary)
                     return truncated_draft(
                         levels, left, sampler, coin, plan, self.confidence_of(lambda: levels.newest)
                     )
         states = state.drafted = self._states(state, plan.depth)
         if stale is None or left is None or mode == "immediate":
-            levels = ParallelLogits(
-                target.head.product(states).unbind(1), states, target.head.shape, self.info, root
-            )
+            raw = head.product(states).unbind(1)
+            levels = ParallelLogits(raw, states, head, self.info, root, vocabulary)
             return self.expand_levels(levels, sampler, coin, plan)
-        raw = target.head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
+        raw = head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
         if mode == "logit_sum":
             raw = self.reuse.summed(raw, left)
-            levels = ParallelLogits(raw, states, target.head.shape, self.info, root)
+            levels = ParallelLogits(raw, states, head, self.info, root, vocabulary)
             return self.expand_levels(levels, sampler, coin, plan)
-        both = ParallelLogits(raw, torch.cat([states, stale]), target.head.shape, self.info, root.repeat(2))
+        both = ParallelLogits(raw, torch.cat([states, stale]), head, self.info, root.repeat(2), vocabulary)
         return self.reuse.merged(both, left, coin, plan)
 
     def _states(self, state: LyannaState, depth: int) -> Tensor:

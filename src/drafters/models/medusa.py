@@ -20,6 +20,7 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, DraftStep, ParamGroup, constructor_arguments, supervised_anchors
+from drafters.drafting.vocabulary import TokenCounts, Vocabulary
 from drafters.families.feature_heads import FeatureHeadsDrafter, FeatureState, check_positive
 from drafters.families.hf_build import check_lora
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
@@ -45,6 +46,7 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
         bias: whether residual layers have a bias, as in the authors' checkpoints.
+        draft_vocab_size: see `Drafter`.
 
     Raises:
         UserError: no head, or a head without a layer.
@@ -61,21 +63,30 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
         info_rank: int = 1,
         hot_tokens: int = 1,
         bias: bool = False,
+        draft_vocab_size: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(draft_vocab_size)
         self.settings = constructor_arguments(locals())
         check_positive(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(ResBlock(hidden_size, layers, bias) for _ in range(depth))
-        self.lm_heads = PerDepthHeads(hidden_size, vocab_size, depth if own_head else 0)
+        self.lm_heads = PerDepthHeads(hidden_size, draft_vocab_size or vocab_size, depth if own_head else 0)
         self.add_token_bias(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        drafter.lm_heads.copy_head(target)
+        if drafter.d2t is None:
+            drafter.lm_heads.copy_head(target.head)
         return drafter
+
+    @override
+    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
+        line = super().choose_tokens(counts, target)
+        if self.d2t is not None:
+            self.lm_heads.copy_head(self.output_head(target.head))
+        return line
 
     # -- training ----------------------------------------------------------------------------
 
@@ -93,7 +104,7 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
                 return
             hidden = teaching.with_bias_input(block(features[anchor].to(self.dtype)), anchor, depth)
             yield DraftStep(
-                hidden, anchor, depth, self.biased_head(self.lm_heads.head_for(depth, target)), {}
+                hidden, anchor, depth, self.biased_head(self.lm_heads.head_for(depth, target.head)), {}
             )
 
     # -- decoding ----------------------------------------------------------------------------
@@ -107,13 +118,12 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
         self.check(plan)
         hidden = [block(state.feature) for block in self.blocks[: plan.depth]]  # K of (B, D)
         states = torch.stack(hidden, 1)
+        head = self.output_head(target.head)
         if self.lm_heads:
-            raw = [
-                self.lm_heads.head_for(j, target).product(h) for j, h in enumerate(hidden, 1)
-            ]  # K of (B, V)
+            raw = [self.lm_heads.head_for(j, head).product(h) for j, h in enumerate(hidden, 1)]  # K of (B, V)
         else:
-            raw = target.head.product(states).unbind(1)
-        levels = ParallelLogits(raw, states, target.head.shape, self.info, state.root)
+            raw = head.product(states).unbind(1)
+        levels = ParallelLogits(raw, states, head, self.info, state.root, Vocabulary.of(head, target))
         return self.expand_levels(levels, sampler, coin, plan)
 
 

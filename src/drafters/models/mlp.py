@@ -53,6 +53,7 @@ class Speculator(ChainedHeadsDrafter):
         depth: maximum draft length, K.
         tie_weights: all depths share embedding, head and norm; depths from 2 on share the projection.
         scale_input: whether the feature is divided by sqrt(2) times its rms.
+        draft_vocab_size: see `Drafter`.
     """
 
     def __init__(
@@ -63,15 +64,18 @@ class Speculator(ChainedHeadsDrafter):
         depth: int,
         tie_weights: bool,
         scale_input: bool,
+        draft_vocab_size: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(draft_vocab_size)
         check_positive(depth=depth, inner_size=inner_size or hidden_size)
         self.inner = size = inner_size or hidden_size
         self.depth, self.scale_input = depth, scale_input
         self.alike = 0 if tie_weights else depth - 1
         keep = 0.5 ** (0.5 / depth)  # s
         self.token_weight = math.sqrt((1 - keep**2) * size / 2) / keep
-        self.head = per_depth(depth, lambda _: Linear(size, vocab_size, bias=False), self.alike)
+        self.head = per_depth(
+            depth, lambda _: Linear(size, draft_vocab_size or vocab_size, bias=False), self.alike
+        )
 
     @torch.no_grad()
     def _initialise(self) -> None:
@@ -103,7 +107,7 @@ class Speculator(ChainedHeadsDrafter):
 
     @override
     def head_for(self, depth: int, target: Target) -> Head:
-        return Head(self.get_parameter(f"head.{depth - 1}.weight"))
+        return self.output_head(Head(self.get_parameter(f"head.{depth - 1}.weight")))
 
 
 class Mlp(Speculator):
@@ -117,6 +121,7 @@ class Mlp(Speculator):
         depth: int,
         tie_weights: bool,
         scale_input: bool,
+        draft_vocab_size: int | None = None,
     ) -> None:
         settings = constructor_arguments(locals())
         super().__init__(**settings)
@@ -143,7 +148,13 @@ class Lstm(Speculator):
     """
 
     def __init__(
-        self, hidden_size: int, vocab_size: int, inner_size: int, depth: int, scale_input: bool
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        inner_size: int,
+        depth: int,
+        scale_input: bool,
+        draft_vocab_size: int | None = None,
     ) -> None:
         settings = constructor_arguments(locals())
         super().__init__(**settings, tie_weights=True)

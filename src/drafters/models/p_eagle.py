@@ -66,10 +66,11 @@ class PEagle(Eagle3):
         self.check(plan)
         head = self.head(target)
         states = self._states(state, plan.depth)
-        levels = ParallelLogits(head.product(states).unbind(1), states, head.shape)
-        vocabulary = None if head.d2t is None else Vocabulary(head.d2t, target.vocab_size)
+        levels = ParallelLogits(
+            head.product(states).unbind(1), states, head, vocabulary=Vocabulary.of(head, target)
+        )
         confidence = self.confidence_of(lambda: levels.newest)
-        return expand(levels.first, levels.step, sampler, coin, plan, vocabulary, confidence)
+        return expand(levels.first, levels.step, sampler, coin, plan, levels.vocabulary, confidence)
 
     def _states(self, state: RecurrentState, depth: int) -> Tensor:
         """(B, K, D) states of all depths; keys and values of the masks stay in scratch slots."""

@@ -139,8 +139,9 @@ class Suffix(LookupDrafter):
         return cls(**options, vocab_size=target.vocab_size)
 
     @override
-    def fit(self, texts: Iterable[Text]) -> str:
+    def fit(self, texts: Iterable[Text], target: Target | None = None) -> str:
         """Store the newest rollouts: answers, with up to `longest` tokens of the prompt."""
+        del target
         texts_kept: deque[np.ndarray] = deque()
         size = total = rows = 0
         for text in texts:

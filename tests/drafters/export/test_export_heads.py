@@ -544,6 +544,7 @@ def test_medusa2_is_two_folders(target, make_drafter, tmp_path):
     theirs = served_heads.medusa(*files(heads), K)(features)
     with torch.no_grad():
         own = [
-            drafter.lm_heads.head_for(j, target)(block(features)) for j, block in enumerate(drafter.blocks, 1)
+            drafter.lm_heads.head_for(j, target.head)(block(features))
+            for j, block in enumerate(drafter.blocks, 1)
         ]
     assert gap(theirs, own) < 1e-5

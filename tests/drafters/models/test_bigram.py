@@ -126,9 +126,9 @@ def test_a_run_counts_every_training_row_and_scores_checkpoint_0(bench, name, mo
     kind = drafter_class(name)
     fit = kind.fit
 
-    def watch(self, texts):
+    def watch(self, texts, target):
         seen.extend(texts)
-        return fit(self, seen)
+        return fit(self, seen, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(kind, "fit", watch)

@@ -162,19 +162,18 @@ def test_the_vocabulary_is_what_the_target_wrote_most_and_its_end_tokens(tiny_ta
     drafter = Eagle3.for_target(target, **SETTINGS | {"draft_vocab_size": 5})
     assert drafter.needs_fit
     texts = [Text([9] * 50 + [3, 3, 3, 1, 1, 20, 39], [0] * 50 + [1] * 7), Text([20, 20, 8], [0, 1, 1])]
-    line = drafter.fit(texts)
+    line = drafter.fit(texts, target)
     assert drafter.d2t.tolist() == [1, 3, 7, 20, 39]
     assert line == "5 of 40 tokens make 88.89% of the answers"
     assert torch.equal(drafter.lm_head.weight, target.head.weight[[1, 3, 7, 20, 39]].float())
 
 
 def test_of_equally_frequent_tokens_the_first_are_taken(tiny_target):
-    drafter = Eagle3.for_target(
-        tiny_target(vocab=V, layers=4, hidden=16), **SETTINGS | {"draft_vocab_size": 4}
-    )
-    drafter.fit([Text([30, 20, 30, 10, 25], [1] * 5)])
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    drafter = Eagle3.for_target(target, **SETTINGS | {"draft_vocab_size": 4})
+    drafter.fit([Text([30, 20, 30, 10, 25], [1] * 5)], target)
     assert drafter.d2t.tolist() == [10, 20, 25, 30]
-    drafter.fit([Text([30], [1])])
+    drafter.fit([Text([30], [1])], target)
     assert drafter.d2t.tolist() == [0, 1, 2, 30]
 
 
@@ -197,8 +196,9 @@ def test_a_vocabulary_that_was_never_counted_is_no_vocabulary(tiny_target):
 
 
 def test_fitting_again_gives_the_same(tiny_target):
-    drafter = Eagle3.for_target(tiny_target(vocab=V, layers=4, hidden=16), **SETTINGS)
-    lines = [drafter.fit(random_rollouts(V)) for _ in range(2)]
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    drafter = Eagle3.for_target(target, **SETTINGS)
+    lines = [drafter.fit(random_rollouts(V), target) for _ in range(2)]
     assert lines[0] == lines[1]
 
 
