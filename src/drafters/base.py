@@ -135,7 +135,8 @@ class Drafter(nn.Module, ABC):
     `for_target` fills in sizes that follow from the target.
 
     Args:
-        draft_vocab_size: V', size of a reduced draft vocabulary; None: the target's vocabulary.
+        draft_vocab_size: V', number of tokens that it may propose (FR-Spec, arXiv:2502.14856); None: all.
+            It is trained over all, and in evaluation mode its distributions are those of these tokens.
 
     Attributes:
         d2t: (V',) ids of a reduced draft vocabulary, ascending; -1 until `fit` has chosen them.
@@ -268,8 +269,8 @@ class Drafter(nn.Module, ABC):
     # -- counting, before training -------------------------------------------------------------
 
     def output_head(self, head: Head) -> Head:
-        """A head over the draft vocabulary: the rows of the target's head, or the drafter's own V' rows."""
-        return head if self.d2t is None else self._head_rows.of(head, self.d2t)
+        """In evaluation mode, a head over the draft vocabulary alone."""
+        return head if self.d2t is None or self.training else self._head_rows.of(head, self.d2t)
 
     def fit(self, texts: Iterable[Text], target: Target) -> str:
         """Fit what takes no gradient (counts, vocabularies) before the first training step.

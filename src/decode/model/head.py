@@ -84,18 +84,17 @@ class Head:
 
 
 class HeadRows:
-    """Rows of a frozen head that belong to a draft vocabulary, copied once while neither changes."""
+    """Rows of frozen heads that belong to a draft vocabulary, copied once while neither changes."""
 
     def __init__(self) -> None:
-        self._copied: tuple[tuple[int, ...], nn.Parameter] | None = None
+        self._copies: dict[int, tuple[tuple[int, ...], nn.Parameter]] = {}
 
     def of(self, head: Head, d2t: Tensor) -> Head:
-        """The head over (V',) ids of the target; one that has V' rows already has these."""
-        bias = None if head.bias is None else head.bias[d2t]
-        if len(head.weight) == len(d2t):
-            return replace(head, bias=bias, d2t=d2t)
-        key = (*weight_state(head.weight), *weight_state(d2t))
-        if self._copied is None or self._copied[0] != key:
-            with torch.inference_mode(False), torch.no_grad():  # training reads the copy, too
-                self._copied = key, nn.Parameter(head.weight[d2t], requires_grad=False)
-        return replace(head, weight=self._copied[1], bias=bias, d2t=d2t)
+        """A head over the (V',) ids of the target in `d2t`."""
+        weight = head.weight
+        key = (*weight_state(weight), *weight_state(d2t))
+        copy = self._copies.get(id(weight))
+        if copy is None or copy[0] != key:
+            with torch.inference_mode(False), torch.no_grad():  # also read outside inference mode later
+                copy = self._copies[id(weight)] = key, nn.Parameter(weight[d2t], requires_grad=False)
+        return replace(head, weight=copy[1], bias=None if head.bias is None else head.bias[d2t], d2t=d2t)

@@ -14,6 +14,8 @@ from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.sampling import Sampler
 
+LARGE = 2**14  # tokens
+
 
 class Vocabulary(NamedTuple):
     """A reduced draft vocabulary.
@@ -82,14 +84,15 @@ def draft_vocab_size(setting: int | str | None, vocab_size: int) -> int | None:
     """Size of a draft vocabulary as users write it; None: the target's vocabulary.
 
     Args:
-        setting: a number of tokens; `auto`: a quarter of the target's, from 1024 to 32000; None.
+        setting: a number of tokens; `auto`: a quarter of the target's, at most 32000, where it has
+            `LARGE` or more, whose head is a large part of a draft; None: all.
         vocab_size: V of the target.
 
     Raises:
         UserError: neither of these.
     """
     if setting == "auto":
-        setting = min(max(vocab_size // 4, 1024), 32000)
+        setting = min(vocab_size // 4, 32000) if vocab_size >= LARGE else None
     if setting is not None and (not isinstance(setting, int) or isinstance(setting, bool) or setting < 1):
         raise UserError(f"drafter.draft_vocab_size={setting}: give a number of tokens, auto or null")
     return setting if setting is not None and setting < vocab_size else None

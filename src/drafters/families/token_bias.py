@@ -74,7 +74,7 @@ class TokenInfoBias(nn.Module):
         self.kind, self.rank = kind, rank
         size = min(hot_tokens, draft_vocab_size or vocab_size)
         reduced = size < vocab_size
-        self.all_targets = draft_vocab_size is None
+        self.reduced = draft_vocab_size is not None  # the vocabulary that is drafted from
         # Before `fit` the hot tokens are the first ids.
         self.register_buffer("hot", torch.arange(size) if reduced else None)
         place = torch.arange(vocab_size)
@@ -102,10 +102,9 @@ class TokenInfoBias(nn.Module):
             self.rows.copy_(torch.searchsorted(d2t, self.hot))
         return f"{len(self.hot)} hot {counts.share(self.hot.cpu())}"
 
-    @property
-    def side(self) -> Side:
-        """The map from u to logits."""
-        return Side(self.out.weight, self.hot if self.all_targets else self.rows)
+    def side(self, reduced: bool) -> Side:
+        """The map from u to logits, of the target's vocabulary or of the reduced one."""
+        return Side(self.out.weight, self.rows if reduced else self.hot)
 
     def low_rank_input(
         self, token: Tensor, state: Tensor, memory: Tensor | None
@@ -152,12 +151,12 @@ class TokenInfoBias(nn.Module):
         table = self._pairs()
         if table is None:
             low, memory = self.low_rank_input(token, state, memory)
-            return self.side.add(logits, low), memory
+            return self.side(self.reduced).add(logits, low), memory
         index = token if self.place is None else self.place[token]
         bias = table[index]  # index -1 is the last row, which is 0
         if self.gate is not None:
             bias = bias * self._gate(self._embed(token)[0], state)
-        return self.side.scatter(logits, bias), None
+        return self.side(self.reduced).scatter(logits, bias), None
 
     def _pairs(self) -> Tensor | None:
         """(V_s + 1, V_s) biases of all hot pairs and a row of 0; None while weights train. Cached."""
@@ -191,7 +190,7 @@ class TokenBiasDrafter(Drafter):
     def biased_head(self, head: Head) -> Head:
         """The head over the draft vocabulary, with the bias added to its logits."""
         head = self.output_head(head)
-        return head if self.info is None else replace(head, side=self.info.side)
+        return head if self.info is None else replace(head, side=self.info.side(head.d2t is not None))
 
     def expand_levels(self, levels: ParallelLogits, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
         """Draft from the logits of all depths."""

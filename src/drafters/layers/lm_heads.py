@@ -36,7 +36,7 @@ class PerDepthHeads(nn.ModuleList):
 
     Args:
         hidden_size: D of the target.
-        vocab_size: V of the target, or V' of the draft vocabulary.
+        vocab_size: V of the target.
         count: number of heads.
     """
 

@@ -35,7 +35,7 @@ class Eagle3(RecurrentDrafter):
         taps: layer ids (inputs of decoder layers) or "last".
         layers: number of decoder layers; only the first reads the embedding.
         depth: depths unrolled in training.
-        draft_vocab_size: V', size of the head's vocabulary.
+        draft_vocab_size: V', size of the head's vocabulary, in training, too.
         norm_before_residual: whether the first layer's residual is the normalised feature.
         norm_before_fc: whether the concatenated taps are normalised (gpt-oss).
         fc_norm: whether each tap is normalised separately (EAGLE 3.1).
@@ -111,8 +111,10 @@ class Eagle3(RecurrentDrafter):
     @override
     @torch.no_grad()
     def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
+        assert self.d2t is not None
         line = super().choose_tokens(counts, target)
-        self.lm_head.weight.copy_(self.output_head(target.head).weight * target.head.scale)
+        rows = target.head.weight[self.d2t.to(target.device)] * target.head.scale
+        self.lm_head.weight.copy_(rows)
         return line
 
     @property
@@ -160,7 +162,7 @@ class Eagle3(RecurrentDrafter):
 
     @override
     def head(self, target: Target) -> Head:
-        return self.output_head(Head(self.lm_head.weight))
+        return Head(self.lm_head.weight, d2t=self.d2t)
 
 
 def _height(tap: Tap) -> float:

@@ -13,7 +13,6 @@ from decode.model.head import Head
 from decode.model.packed_linear import Linear
 from decode.model.target import Target
 from drafters.base import constructor_arguments
-from drafters.drafting.vocabulary import TokenCounts
 from drafters.families.feature_heads import ChainedHeadsDrafter, check_positive
 from drafters.layers.lm_heads import PerDepthHeads, ResBlock
 
@@ -75,21 +74,14 @@ class Hydra(ChainedHeadsDrafter):
         check_positive(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(HydraBlock(hidden_size, j, layers) for j in range(1, depth + 1))
-        self.lm_heads = PerDepthHeads(hidden_size, draft_vocab_size or vocab_size, depth if own_head else 0)
+        self.lm_heads = PerDepthHeads(hidden_size, vocab_size, depth if own_head else 0)
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        if drafter.d2t is None:
-            drafter.lm_heads.copy_head(target.head)
+        drafter.lm_heads.copy_head(target.head)
         return drafter
-
-    @override
-    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
-        line = super().choose_tokens(counts, target)
-        self.lm_heads.copy_head(self.output_head(target.head))
-        return line
 
     @override
     def initial_state(self, feature: Tensor) -> Tensor:

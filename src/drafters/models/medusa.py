@@ -20,7 +20,7 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, DraftStep, ParamGroup, constructor_arguments, supervised_anchors
-from drafters.drafting.vocabulary import TokenCounts, Vocabulary
+from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.feature_heads import FeatureHeadsDrafter, FeatureState, check_positive
 from drafters.families.hf_build import check_lora
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
@@ -70,23 +70,15 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
         check_positive(depth=depth, layers=layers)
         self.depth = depth
         self.blocks = nn.ModuleList(ResBlock(hidden_size, layers, bias) for _ in range(depth))
-        self.lm_heads = PerDepthHeads(hidden_size, draft_vocab_size or vocab_size, depth if own_head else 0)
+        self.lm_heads = PerDepthHeads(hidden_size, vocab_size, depth if own_head else 0)
         self.add_token_bias(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @override
     @classmethod
     def for_target(cls, target: Target, **options: Any) -> Self:
         drafter = cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
-        if drafter.d2t is None:
-            drafter.lm_heads.copy_head(target.head)
+        drafter.lm_heads.copy_head(target.head)
         return drafter
-
-    @override
-    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
-        line = super().choose_tokens(counts, target)
-        if self.d2t is not None:
-            self.lm_heads.copy_head(self.output_head(target.head))
-        return line
 
     # -- training ----------------------------------------------------------------------------
 
@@ -120,7 +112,8 @@ class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):
         states = torch.stack(hidden, 1)
         head = self.output_head(target.head)
         if self.lm_heads:
-            raw = [self.lm_heads.head_for(j, head).product(h) for j, h in enumerate(hidden, 1)]  # K of (B, V)
+            heads = (self.output_head(self.lm_heads.head_for(j + 1, target.head)) for j in range(len(hidden)))
+            raw = [one.product(h) for one, h in zip(heads, hidden, strict=True)]  # K of (B, V)
         else:
             raw = head.product(states).unbind(1)
         levels = ParallelLogits(raw, states, head, self.info, state.root, Vocabulary.of(head, target))

@@ -73,9 +73,7 @@ class Speculator(ChainedHeadsDrafter):
         self.alike = 0 if tie_weights else depth - 1
         keep = 0.5 ** (0.5 / depth)  # s
         self.token_weight = math.sqrt((1 - keep**2) * size / 2) / keep
-        self.head = per_depth(
-            depth, lambda _: Linear(size, draft_vocab_size or vocab_size, bias=False), self.alike
-        )
+        self.head = per_depth(depth, lambda _: Linear(size, vocab_size, bias=False), self.alike)
 
     @torch.no_grad()
     def _initialise(self) -> None:

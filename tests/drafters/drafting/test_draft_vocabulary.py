@@ -71,16 +71,19 @@ def test_a_tree_has_tokens_of_the_vocabulary_alone(reduced):
         assert tokens <= set(drafter.d2t.tolist())
 
 
-def test_its_logits_are_those_rows_of_the_heads(reduced):
-    """And a gradient reaches the drafter's weights through them."""
+def test_its_logits_are_those_rows_of_the_heads_and_training_has_all(reduced):
     target, drafter = reduced
     drafter.requires_grad_(True).train()
     (step, *_) = list(drafter.unroll(batch_of(target, random_texts()), target))
     logits = step.head(step.hidden)
-    assert logits.shape == (len(step.hidden), SIZE)
-    assert torch.equal(step.head.target_ids(torch.arange(SIZE)), drafter.d2t)
+    assert logits.shape == (len(step.hidden), V)
     logits.logsumexp(-1).sum().backward()
     assert any(weight.grad is not None and weight.grad.any() for weight in drafter.parameters())
+    drafter.eval()
+    (few, *_) = list(drafter.unroll(batch_of(target, random_texts()), target))
+    if drafter.settings.get("feature_noise") or drafter.settings.get("anchors"):
+        return  # other inputs
+    torch.testing.assert_close(few.head(few.hidden), logits[:, drafter.d2t])
 
 
 def test_a_checkpoint_keeps_its_vocabulary(reduced, tmp_path):
@@ -121,10 +124,9 @@ def test_end_tokens_come_first_and_hot_tokens_are_in_the_vocabulary(tiny_target,
 @pytest.mark.parametrize(
     ("setting", "vocab", "size"),
     [
-        ("auto", 4096, 1024),
+        ("auto", 4096, None),
         ("auto", 49152, 12288),
         ("auto", 200000, 32000),
-        ("auto", 1000, None),
         (None, 4096, None),
         (4096, 4096, None),
         (10, 4096, 10),

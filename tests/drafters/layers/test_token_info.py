@@ -64,7 +64,7 @@ def test_a_fresh_bias_changes_nothing_and_can_learn(kind):
     info = TokenInfoBias(kind, 6, V, 4, V)
     state = torch.randn(5, 6)
     low, _ = info.low_rank_input(torch.arange(5), state, None)
-    bias = info.side.add(torch.zeros(5, V), low)
+    bias = info.side(False).add(torch.zeros(5, V), low)
     assert torch.equal(bias, torch.zeros(5, V))
     bias[:, 0].sum().backward()
     assert info.out.weight.grad.abs().max() > 0
