@@ -166,6 +166,8 @@ class ScoringOptions(TimedOptions):
     repetition_penalty: float
     batch_sizes: tuple[int, ...]  # the first is the headline's
     plans: tuple[Mapping[str, Any], ...]  # keyword arguments of `Plan`, for more rows
+    alternatives: tuple[Mapping[str, Any], ...]  # likewise, of which the fastest is named
+    early_prompts: int  # decoded at save points that are neither the best nor the last
     audit_prompts: int
     repeats: int  # timed runs
 

@@ -43,11 +43,13 @@ class HeldOut:
         prompts: token ids, decoded for the times.
         names: of the prompts; they key the random draws. Default 0, 1, ...
         rollouts: for each sampler the target's answers, to `prompts` first and then to any others.
+        reserved: number of first answers by which no checkpoint is selected; 0: those to `prompts`.
     """
 
     prompts: Prompts
     names: Sequence[int | str] | None = None
     rollouts: Mapping[Sampler, Sequence[Rollout]] = field(default_factory=dict)
+    reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def score(
     for sampler, rollouts in held_out.rollouts.items():
         members = [s for s in settings if s.sampler == sampler and not s.plan.lossy]
         for setting, result in _accept(target, drafter, rollouts, members, options).items():
-            replays[setting] = _replay(result, decoded[setting][1], len(held_out.prompts))
+            replays[setting] = _replay(result, decoded[setting][1], len(held_out.prompts), held_out.reserved)
         advance()
     report = audit(
         target,
@@ -289,14 +291,14 @@ def _row(setting: Setting, tally: DecodeTimings, plain: DecodeTimings) -> Row:
     )
 
 
-def _replay(result: Acceptance, decoded: Counts, shared: int) -> Replay:
+def _replay(result: Acceptance, decoded: Counts, shared: int, reserved: int) -> Replay:
     """Acceptance on all answers; on those to the first `shared` prompts the decoder must agree.
 
     What selects the best checkpoint must not be what it is then reported by, so `selection_tau` is taken
-    from the other answers.
+    from the answers after the first `shared` and `reserved` ones.
     """
     shared = min(shared, len(result.counts.tokens))
-    same, others = result.counts.part(0, shared), result.counts.part(shared)
+    same, others = result.counts.part(0, shared), result.counts.part(max(shared, reserved))
     low, high = (-math.inf, math.inf) if result.estimate else agreement(decoded.part(0, shared), same)
     return Replay(
         method=f"estimate ({result.estimate})" if result.estimate else "exact",

@@ -317,6 +317,13 @@ class Scorecard:
         return self.rows[0]
 
     @property
+    def fastest(self) -> Row:
+        """The lossless row of the headline's temperature and batch size with the highest speedup."""
+        head = self.headline
+        same = [r for r in self.rows if (r.temperature, r.batch_size) == (head.temperature, head.batch_size)]
+        return max([head, *(row for row in same if not row.lossy)], key=lambda row: row.speedup)
+
+    @property
     def audit_passed(self) -> bool:
         """Nothing speaks against losslessness."""
         return self.audit.passed

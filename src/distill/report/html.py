@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from distill.report import history, page, panels, search_panel, training_panels
 from distill.report import text_panels as texts_panel
+from distill.report.bottleneck import bottleneck
 from distill.report.history import History
 from distill.report.tables import target_label
 from distill.utils.atomic_files import put
@@ -44,6 +45,7 @@ def build(run: History) -> str:
     card = run.card
     parts: list[Markup | None] = []
     if card:
+        parts += [page.prose(line)] if (line := bottleneck(card)) else []
         parts += [panels.warnings(card), panels.headline(card), search_panel.families(run), *_measured(run)]
     for title, group in (("Training", training_panels.curves(run)), ("Setup", _origin(run))):
         if any(group):

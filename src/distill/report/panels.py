@@ -45,7 +45,7 @@ def warnings(card: Scorecard) -> Markup | None:
 
 def headline(card: Scorecard) -> Markup:
     """Acceptance length, speedup, verdict of the audit and size of the drafter."""
-    row = card.headline
+    row, fastest = card.headline, card.fastest
     acceptance, (low, high) = row.acceptance, row.acceptance.tau_interval
     method = "replayed exactly" if row.exact else "counted by the decoder"
     prompts = row.replay.prompts if row.replay else card.conditions.prompts
@@ -59,9 +59,9 @@ def headline(card: Scorecard) -> Markup:
             ),
             (
                 "speedup over plain decoding",
-                f"{row.speedup:.2f}×",
-                f"{row.tokens_per_second:.0f} against {row.plain_tokens_per_second:.0f} tokens/s, "
-                f"batch {row.batch_size}, T={row.temperature:g}",
+                f"{fastest.speedup:.2f}×",
+                f"{fastest.tokens_per_second:.0f} against {fastest.plain_tokens_per_second:.0f} tokens/s by "
+                f"{fastest.decode}, batch {row.batch_size}, T={row.temperature:g}",
             ),
             (
                 "losslessness audit",

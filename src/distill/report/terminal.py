@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from decode.evaluation.scorecard import Scorecard
 from distill.config.recorded import read_config
+from distill.report.bottleneck import bottleneck
 from distill.report.history import scorecards
 from distill.report.tables import by_setting, by_step, headline, table
 from distill.utils.atomic_files import read_json
@@ -26,15 +28,26 @@ OPTIONAL = ("other", "verify", "draft", "s_5", "s_4", "s_3", "s_2", "s_1", "batc
 
 def show(folder: Path) -> None:
     """Print the run's table: a rich one on a terminal, plain text elsewhere."""
-    cards = list(scorecards(folder).values())
+    by_checkpoint = scorecards(folder)
+    cards = list(by_checkpoint.values())
     if not (first_rank() and cards and bars_visible() and sys.stdout.isatty()):
         say(table(folder))
+        _say_bottleneck(folder, by_checkpoint)
         return
     console, last = Console(highlight=False, markup=False, emoji=False), cards[-1]
     console.print(Text(headline(last)), style="dim")
     console.print(fitted(*by_step(cards), width=console.width))
     if len(last.rows) > 1:
         console.print(fitted(*by_setting(last), width=console.width))
+    _say_bottleneck(folder, by_checkpoint)
+
+
+def _say_bottleneck(folder: Path, cards: Mapping[int, Scorecard]) -> None:
+    """One line on the best checkpoint."""
+    checkpoint = best(folder)
+    card = cards.get(int(checkpoint.name)) if checkpoint else None
+    if card and (line := bottleneck(card)):
+        say(line)
 
 
 def fitted(head: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Table:

@@ -17,7 +17,7 @@ from decode.evaluation.scorecard import Checkpoint, PlanChoice, Scorecard, Targe
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
-from decode.planning.auto import Auto
+from decode.planning.auto import Auto, supported_plans
 from decode.planning.calibrated_tree import Calibrated
 from decode.sampling import Sampler
 from distill.options import DecodePlan, ScoringOptions
@@ -77,6 +77,7 @@ class Scorer:
         self.ids = [chat.encode(p.messages, p.tools) for p in self.prompts]
         self.plans: list[Plan | Auto | Calibrated] = [decode]
         self.plans += [Plan(**plan) for plan in options.plans]
+        self.alternatives = [Plan(**plan) for plan in options.alternatives]
         if not isinstance(self.plans[0], Plan) and not self.replayed:
             raise UserError(
                 "decode=auto and decode=calibrated measure acceptance on replayed prompts; "
@@ -116,9 +117,17 @@ class Scorer:
         rollouts = self.rollouts.get(sampler) or self._answer(self.target, self.prompts, sampler)
         return target_drift(self.target, tuned, rollouts)
 
-    def __call__(self, folder: Path, step: int) -> Scorecard:
-        """Score one checkpoint: its verifying target with the drafter, against that target alone."""
+    def __call__(self, folder: Path, step: int, early: bool = False) -> Scorecard:
+        """Score one checkpoint: its verifying target with the drafter, against that target alone.
+
+        Args:
+            folder: of the checkpoint.
+            step: that it was saved at.
+            early: others follow: `score.early_prompts` are decoded, without alternative plans.
+        """
         options = self.options
+        count = min(options.early_prompts or len(self.ids), len(self.ids)) if early else len(self.ids)
+        ids, prompts = self.ids[:count], self.prompts[:count]
         drafter = hub.load(folder, self.target)
         target = drafter.verifier(self.target)
         target.tap(drafter.taps)
@@ -134,6 +143,8 @@ class Scorer:
                 progress_bar.update(done - progress_bar.n)
 
             settings, choices = self._settings(target, drafter, answers)
+            if not early:
+                settings = list(dict.fromkeys([*settings, *self._alternatives(drafter)]))
             for remark in (drafter.remark(setting.plan) for setting in settings):
                 if remark not in self._remarks:
                     say(remark)
@@ -141,12 +152,12 @@ class Scorer:
             card = score(
                 target,
                 drafter,
-                HeldOut(self.ids, [p.id for p in self.prompts], answers),
+                HeldOut(ids, [p.id for p in prompts], answers, reserved=len(self.ids)),
                 settings,
                 self._options(target),
                 progress,
             )
-        digest_of_ids = digest(json.dumps(self.ids))
+        digest_of_ids = digest(json.dumps(ids))
         return replace(
             card,
             conditions=replace(card.conditions, control=self.control, prompts_digest=digest_of_ids),
@@ -163,7 +174,7 @@ class Scorer:
             ),
             categories=[p.category for p in self.replayed],
             samples=sample_texts(
-                target, drafter, self.chat, self.prompts, settings, options.max_new_tokens, self.seed
+                target, drafter, self.chat, prompts, settings, options.max_new_tokens, self.seed
             ),
             plan_choices=choices,
         )
@@ -186,6 +197,13 @@ class Scorer:
         state = drafter.new_state(1)
         drafter.advance(state, target, token, target.read(token).taps, [1], token[:, 0])
         return drafter.kv_bytes_per_token(state)
+
+    def _alternatives(self, drafter: Drafter) -> list[Setting]:
+        """Rows of the headline's sampler and batch size, with other drafts that the drafter supports."""
+        sampler = self.samplers[0]
+        plans = supported_plans(drafter, self.alternatives)
+        resolved = [plan.resolved(sampler.temperature, drafter.proposals) for plan in plans]
+        return [Setting(sampler, plan, self.options.batch_sizes[0]) for plan in resolved]
 
     def _settings(
         self, target: Target, drafter: Drafter, rollouts: dict[Sampler, list[Rollout]]

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import Scorecard, read_scorecard
+from decode.evaluation.scorecard import Scorecard, read_scorecard, read_training
 from decode.model.target import Target
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_processes
@@ -39,7 +39,7 @@ from drafters.checkpoint import io as hub
 from drafters.checkpoint.atomic import rename_into_place
 
 log = logging.getLogger(__name__)
-Scorer = Callable[[Path, int], Scorecard]
+Scorer = Callable[[Path, int, bool], Scorecard]  # folder, step, whether others follow
 REPORT_EVERY = 60.0  # seconds between updates of the report while training
 
 
@@ -210,11 +210,22 @@ class ScoreCheckpoint(L.Callback):
         scorer, step = self.scorer, int(path.name)
         if scorer is None or (path / "score.json").exists() or not self._due(trainer, step):
             return False
+        last = step == trainer.max_steps or step == 0
+        if not self._write_score(trainer, path, scorer, early=not last):
+            return False
+        best = self.root / str(int((self.root / "best").resolve().name))
+        if last and best != path:  # is reported, too: with all prompts and plans
+            self._write_score(trainer, best, scorer, early=False)
+        return True
+
+    def _write_score(self, trainer: L.Trainer, path: Path, scorer: Scorer, early: bool) -> bool:
+        """Score a checkpoint and log it; False if the run was stopped meanwhile."""
+        step, seconds = int(path.name), read_training(path / "score.json").seconds or self.trained
         with torch.random.fork_rng():  # loading a drafter first initializes it at random
-            card = self.stop.run_unless_stopped(lambda: scorer(path, step))
+            card = self.stop.run_unless_stopped(lambda: scorer(path, step, early))
         if card is None:
             return False
-        card = replace(card, checkpoint=replace(card.checkpoint, train_seconds=self.trained))
+        card = replace(card, checkpoint=replace(card.checkpoint, train_seconds=seconds))
         write_json(path / "score.json", card.to_json())
         if not card.audit_passed:
             log.error("audit failed at step %s: %s", path.name, card.audit)
@@ -266,7 +277,9 @@ def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     verdict = "pass" if card.audit_passed else "FAIL"
     drift = card.checkpoint.target_drift
     note = f"  target moved by KL {drift.kl:.2g}" if drift else ""
-    return f"{text}  tau {card.headline.tau:.2f}  speedup {card.headline.speedup:.2f}x  audit {verdict}{note}"
+    fastest = card.fastest
+    by = "" if fastest is card.headline else f" ({fastest.decode}, tau {fastest.tau:.2f})"
+    return f"{text}  tau {card.headline.tau:.2f}  speedup {fastest.speedup:.2f}x{by}  audit {verdict}{note}"
 
 
 def _place(temporary: Path, final: Path) -> None:
