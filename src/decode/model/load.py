@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from decode.errors import UserError
+from decode.model import gguf
 from decode.model.offload import load_offloaded
 from decode.model.probe import probe
 from decode.model.sharded import load_sharded
@@ -46,6 +47,30 @@ TOKENIZER_FILES = (
 )
 
 
+def source_of(name: str, revision: str | None = None, what: str = "target") -> tuple[str | Path, str | None]:
+    """What transformers loads: the folder or hub id, a GGUF file being converted to a folder.
+
+    Args:
+        name: a folder, a hub id, a GGUF file, or `package/file.gguf` of an installed package.
+        revision: of a hub id; of a GGUF file its SHA-256, which is checked.
+        what: the option that names the model, for errors.
+
+    Returns:
+        The folder or hub id, and its revision.
+
+    Raises:
+        UserError: see `gguf.find` and `gguf.converted`; or the file is another one.
+    """
+    file = gguf.find(name, what)
+    if file is None:
+        folder = Path(name).expanduser()
+        return (folder if folder.is_dir() else name), revision
+    folder, sha = gguf.converted(file, what)
+    if revision not in (None, sha):
+        raise UserError(f"{what}={name}: its SHA-256 is {sha}, not {revision}; give the file that is meant")
+    return folder, sha
+
+
 def load_config(
     name: str,
     revision: str | None = None,
@@ -56,8 +81,8 @@ def load_config(
     """Load a model's configuration and check it before reading weights.
 
     Args:
-        name: folder or hub id.
-        revision: of a hub id.
+        name: folder, hub id or GGUF file; see `source_of`.
+        revision: of a hub id, or the SHA-256 of a GGUF file.
         trust_remote_code: run Python code that comes with the model.
         what: the option that names the model, for errors.
         masked: also accept a masked LM (bidirectional).
@@ -65,16 +90,16 @@ def load_config(
     Raises:
         UserError: no such model, not a language model, or a quantised model.
     """
-    folder = Path(name).expanduser()
-    local = folder.is_dir()
-    if not local and (folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1):
-        raise UserError(f"{what}={name}: no such folder; give a model folder or a hub id (owner/name)")
-    if local and not (folder / "config.json").is_file():
-        raise UserError(f"{what}={name}: no config.json in it, so this is no model folder")
-    try:
-        config = AutoConfig.from_pretrained(
-            folder if local else name, revision=revision, trust_remote_code=trust_remote_code
+    source, revision = source_of(name, revision, what)
+    if isinstance(source, Path):
+        if not (source / "config.json").is_file():
+            raise UserError(f"{what}={name}: no config.json in it, so this is no model folder")
+    elif Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"{what}={name}: no such folder; give a model folder, a GGUF file or a hub id (owner/name)"
         )
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{what}={name}: {_first_line(error)}") from None
     remote = trust_remote_code and hasattr(config, "auto_map")
@@ -122,10 +147,10 @@ def load_target(
     """Load, freeze and probe a causal LM.
 
     Args:
-        name: folder or hub id.
+        name: folder, hub id or GGUF file; see `source_of`.
         dtype: `auto` keeps that of the checkpoint.
         device: device to load to.
-        revision: of a hub id.
+        revision: of a hub id, or the SHA-256 of a GGUF file.
         trust_remote_code: run Python code that comes with the model.
         compiled: see `CausalLM.compile`.
         placement: `replicated`: all on one device; `sharded`: each layer sharded over processes;
@@ -174,10 +199,10 @@ def load_model(
     config = load_config(name, revision, trust_remote_code, what, masked)
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"{what}.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
-    folder = Path(name).expanduser()
+    source, revision = source_of(name, revision, what)
     try:
         loaded: Any = auto_class(config, masked).from_pretrained(
-            folder if folder.is_dir() else name,
+            source,
             revision=revision,
             trust_remote_code=trust_remote_code,
             dtype=DTYPES.get(dtype, "auto"),
@@ -197,6 +222,9 @@ def load_model(
             f"{what}={name}: its weights do not fit config.json ({len(missing)} missing or of another "
             f"shape, {missing[0]} first); is it a language model's checkpoint?"
         )
+    if gguf.find(name, what):
+        # private API: where transformers keeps a hub model's revision, which it has no public place for
+        model.config._commit_hash = revision
     return model
 
 
@@ -221,10 +249,10 @@ def load_tokenizer(
     Raises:
         UserError: the model has no tokenizer.
     """
-    folder = Path(name).expanduser()
+    source, revision = source_of(name, revision, what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            folder if folder.is_dir() else name,
+            source,
             revision=revision,
             trust_remote_code=trust_remote_code,
             local_files_only=not fetch,

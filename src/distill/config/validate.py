@@ -84,11 +84,11 @@ LEAST = {
     "trainer.accumulate_grad_batches": 1,
 }
 FILES = {
-    "target.path": "folder; give a model folder or a hub id (owner/name)",
+    "target.path": "folder; give a model folder, a GGUF file or a hub id (owner/name)",
     "prompts.path": "file; give a JSONL file, one of conf/prompts, or a dataset of the Hub (owner/name)",
     "prompts.heldout": "file",
     "checkpoint": "folder; give a checkpoint's folder or a hub id (owner/name)",
-    "drafter.path": "folder; give a model folder or a hub id (owner/name)",
+    "drafter.path": "folder; give a model folder, a GGUF file or a hub id (owner/name)",
     "drafter.init_from": "folder; give a checkpoint's folder or a hub id (owner/name)",
     "rollout.drafter": "folder; give a checkpoint's folder or a hub id (owner/name)",
 }

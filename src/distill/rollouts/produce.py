@@ -132,7 +132,9 @@ def open_store(
     place = options.rollout.store
     if place and phase:
         place = f"{place}/again-{phase}"
-    origin = {"target": options.target.path, "revision": options.target.revision}
+    # private API: the commit of a hub id or the SHA-256 of a GGUF file, which has no public place
+    revision = options.target.revision or getattr(target.model.config, "_commit_hash", None)
+    origin = {"target": options.target.path, "revision": revision}
     store = RolloutStore(root, stored_plan(plan, target.fingerprints(), root, place), prompts, place, origin)
     store.open()
     return store

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
 from decode.evaluation.scorecard import Row, Scorecard
+from decode.model import gguf
 from drafters.base import Drafter, Origin
 from drafters.export.layout import Layout
 from drafters.hub.untrusted_files import is_hub_id
@@ -223,7 +224,7 @@ def _serve(facts: Facts) -> str:
 
 def at_hub(origin: Origin) -> bool:
     """Whether the target is a hub repository at a known revision."""
-    return origin.revision is not None and is_hub_id(origin.name)
+    return origin.revision is not None and is_hub_id(origin.name) and not origin.name.endswith(gguf.SUFFIX)
 
 
 def portable(origin: Origin) -> Origin:
