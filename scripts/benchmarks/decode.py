@@ -20,9 +20,11 @@ from distill.config.validate import refused
 from distill.options import DrafterOptions
 from distill.report.tables import grid
 from distill.utils.atomic_files import write_json
-from distill.utils.progress import bar
+from distill.utils.progress import bar, say
 from drafters.models.lm import DraftLM
 from drafters.registry import short_name
+
+BUNDLED = "data/pocket-draft"  # the default of drafter.path
 
 
 def decoders(cfg: DictConfig, folder: Path) -> float:
@@ -33,7 +35,8 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
         folder: unused; nothing is written but `out`.
 
     Returns:
-        Speed of our chain with the draft model over assisted generation with the same.
+        Speed of our chain with the draft model over assisted generation with the same; without a draft model
+        that of our plain decoding over `generate`.
 
     Raises:
         UserError: bad input.
@@ -42,7 +45,8 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
     options = cfg.score
     target, chat, _, held = load_inputs(cfg)
     with refused():
-        contenders = _contenders(cfg, target)
+        draft = _draft_model(cfg.drafter, target)
+        contenders = _contenders(cfg, target, draft)
     prompts = encode(chat, held[: options.prompts])
     with (
         conditions(cfg, target) as found,
@@ -65,32 +69,46 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
         "depth": cfg.depth,
         "ends": cfg.ends,
         "prompts": len(prompts),
-        "draft_model": cfg.drafter.path,
+        "draft_model": cfg.drafter.path if draft else None,
         **found,
     }
     write_json(Path(cfg.out), card)
     print(_table(card))
     speed = {row["name"]: row["tokens_per_second"] for row in rows}
-    return speed["ours-lm-chain"] / speed["hf-assisted"]
+    if draft:
+        return speed["ours-lm-chain"] / speed["hf-assisted"]
+    return speed["ours-plain"] / speed["hf-generate"]
 
 
-def _contenders(cfg: DictConfig, target: Target) -> list[Contender]:
-    """Plain decoding first: the others are compared with it."""
-    sampler, stop = Sampler(cfg.temperature), stop_tokens(target) if cfg.ends else []
-    draft = build_drafter(read_options(DrafterOptions, cfg.drafter), target)
+def _draft_model(cfg: DictConfig, target: Target) -> DraftLM | None:
+    """The draft model; none where no path was given and the bundled one is of another vocabulary."""
+    try:
+        draft = build_drafter(read_options(DrafterOptions, cfg), target)
+    except UserError as error:
+        if cfg.get("path") != BUNDLED:
+            raise
+        say(f"without assisted generation and our chain with a draft model: {error}")
+        return None
     if not isinstance(draft, DraftLM):
         raise UserError("benchmark: Hugging Face can use drafter=lm_given too; give others as checkpoint=")
-    draft = draft.to(target.device, target.dtype).eval().requires_grad_(False)
+    return draft.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[Contender]:
+    """Plain decoding first: the others are compared with it."""
+    sampler, stop = Sampler(cfg.temperature), stop_tokens(target) if cfg.ends else []
     chain = Plan(depth=cfg.depth, proposal="sampled" if cfg.temperature else "fixed")
     plans = {str(name): Plan(**shape) for name, shape in cfg.plans.items()}
     law = {"sampler": sampler, "stop": stop}
     contenders = [
         Contender("ours-plain", ours(target, None, Plan(), **law, seed=cfg.seed)),
         Contender("hf-generate", hugging_face(target, **law)),
-        Contender("hf-assisted", hugging_face(target, **law, assistant=draft.model, depth=cfg.depth)),
         Contender("hf-prompt-lookup", hugging_face(target, **law, depth=cfg.depth)),
-        Contender("ours-lm-chain", ours(target, draft, chain, **law, seed=cfg.seed)),
     ]
+    if draft:
+        assisted = hugging_face(target, **law, assistant=draft.model, depth=cfg.depth)
+        contenders.insert(2, Contender("hf-assisted", assisted))
+        contenders.append(Contender("ours-lm-chain", ours(target, draft, chain, **law, seed=cfg.seed)))
     if cfg.checkpoint:
         trained = load_drafter(cfg.checkpoint, target)
         for name, plan in plans.items():

@@ -55,7 +55,7 @@ def with_run_settings(argv: Sequence[str], config_dir: Path, config_name: str) -
         origin = target_origin(folder)
         overrides = _target_overrides(origin.name, origin.revision) if target else []
         if prompts:
-            overrides += _prompts(folder.resolve().parent.parent, settings.get("prompts"), target)
+            overrides += _prompts(folder.resolve().parent.parent, settings.get("prompts"), target, config_dir)
         if target and "prompts.template" not in keys | {line.partition("=")[0] for line in overrides}:
             overrides += _published_template(folder)
     if overrides:
@@ -102,7 +102,7 @@ def _settings(config_dir: Path, name: str) -> tuple[dict[str, Any], set[str]]:
     return settings, groups
 
 
-def _prompts(run: Path, settings: dict[str, Any] | None, target: bool) -> list[str]:
+def _prompts(run: Path, settings: dict[str, Any] | None, target: bool, config_dir: Path) -> list[str]:
     """Overrides of prompts that a run was started with, restricted to `settings` if given.
 
     With the run's own `target`, its limit on prompt length is included.
@@ -112,6 +112,7 @@ def _prompts(run: Path, settings: dict[str, Any] | None, target: bool) -> list[s
     overrides = [
         line for line in map(str, recorded) if re.match(r"prompts[.=]", line) and "${oc." not in line
     ]
+    overrides = _of_experiment(recorded, config_dir) + overrides
     # If held-out prompts were too long in training, leave out the same ones.
     advice = "give prompts.max_tokens, and remove the file"
     too_long = (read_json(run / "prompts.json", advice) or {}).get("too_long", {})
@@ -124,6 +125,29 @@ def _prompts(run: Path, settings: dict[str, Any] | None, target: bool) -> list[s
     if settings is None:
         return overrides
     return [line for line in overrides if line[8:].partition("=")[0] in settings]
+
+
+def _of_experiment(recorded: Sequence[Any], config_dir: Path) -> list[str]:
+    """What the experiment among a run's overrides says of prompts, as overrides."""
+    names = [str(line).partition("=")[2] for line in recorded if str(line).startswith("experiment=")]
+    file = config_dir / "experiment" / f"{names[0] if names else ''}.yaml"
+    if not file.is_file():
+        return []
+    given: Any = OmegaConf.to_container(OmegaConf.load(file))
+    groups = [entry for entry in given.get("defaults", []) if isinstance(entry, dict)]
+    chosen = [f"prompts={entry[name]}" for entry in groups if (name := "override /prompts") in entry]
+    if any(str(line).startswith("prompts=") for line in recorded):
+        chosen = []
+    return chosen + [f"prompts.{key}={_written(value)}" for key, value in given.get("prompts", {}).items()]
+
+
+def _written(value: Any) -> str:
+    """A value in Hydra's grammar, whose keys have no quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_written(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    return json.dumps(value)
 
 
 def _published_template(folder: Path) -> list[str]:

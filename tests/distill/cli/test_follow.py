@@ -50,6 +50,21 @@ def test_what_is_not_named_is_as_in_training(best, capsys, name, given, found):
     assert ("as in training: " in capsys.readouterr().out) == bool(found)
 
 
+def test_prompts_of_an_experiment_are_followed_too(best):
+    record = best.parents[1] / ".hydra" / "overrides.yaml"
+    record.write_text("- experiment=smollm2\n- target=smollm2_gguf\n- prompts.heldout_share=0.2\n")
+    argv = [f"checkpoint={best}"]
+    found = rewrite(with_run_settings(argv, CONF, "score_checkpoint"), CONF)
+    prompts = compose(found, CONF, "score_checkpoint").prompts
+    run = compose(["experiment=smollm2", "prompts.heldout_share=0.2"], CONF).prompts
+    assert prompts == run
+    assert len(prompts.sources) == 2
+    record.write_text("- experiment=smollm2\n- prompts=jsonl\n- prompts.path=x\n- prompts.sources=null\n")
+    found = rewrite(with_run_settings(argv, CONF, "score_checkpoint"), CONF)
+    assert compose(found, CONF, "score_checkpoint").prompts.path == "x"
+    assert with_run_settings(argv, CONF, "generate")[1:] == argv
+
+
 def test_who_generates_alone_takes_the_template_and_no_file(best):
     (best.parents[1] / ".hydra" / "overrides.yaml").write_text(
         "- prompts=jsonl\n- prompts.path=x\n- prompts.template=none\n"

@@ -66,9 +66,18 @@ def test_at_a_temperature_everybody_draws_and_no_texts_are_compared(bench):
     assert rows[EVERYBODY.index("hf-assisted")]["tau"] > 2
 
 
+def test_without_a_draft_model_of_the_vocabulary_the_others_race(bench):
+    done = benchmark(bench, "drafter.path=data/pocket-draft", "score.repeats=1", "score.prompts=1").succeeded()
+    card = json.loads((bench.root / "race.json").read_text())
+    assert [row["name"] for row in card["rows"]] == ["ours-plain", "hf-generate", "hf-prompt-lookup"]
+    assert card["draft_model"] is None
+    assert "without assisted generation and our chain with a draft model: drafter.path=" in done.out
+
+
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
+        (["drafter.path=/nowhere"], "drafter=/nowhere: no such folder"),
         (["drafter=eagle"], "Hugging Face can use drafter=lm_given too"),
         (["checkpoint=/nowhere"], "no such folder"),
         (["plans.tree.width=0"], "must be >= 0 and >= 1"),
