@@ -52,6 +52,7 @@ UNRUN = {
     r"^torchrun |^srun |^scontrol ": "other machines, GPUs or a SLURM cluster",
     r"hydra/launcher=submitit_slurm": "a SLURM cluster",
     r"trainer=gpu|trainer\.accelerator=gpu|trainer\.devices=8": "GPUs",
+    r"smollm2": "a model of the Hub, or of a package of 98 MB",
     r"speculators=|check_speculators\.py": "an environment with the package speculators",
 }
 
