@@ -128,17 +128,16 @@ def _prompts(run: Path, settings: dict[str, Any] | None, target: bool, config_di
 
 
 def _of_experiment(recorded: Sequence[Any], config_dir: Path) -> list[str]:
-    """What the experiment among a run's overrides says of prompts, as overrides."""
-    names = [str(line).partition("=")[2] for line in recorded if str(line).startswith("experiment=")]
-    file = config_dir / "experiment" / f"{names[0] if names else ''}.yaml"
+    """What the experiment among a run's overrides says of prompts and they do not, as overrides."""
+    said = {key: value for key, _, value in (str(line).partition("=") for line in recorded)}
+    file = config_dir / "experiment" / f"{said.get('experiment', '')}.yaml"
     if not file.is_file():
         return []
     given: Any = OmegaConf.to_container(OmegaConf.load(file))
-    groups = [entry for entry in given.get("defaults", []) if isinstance(entry, dict)]
-    chosen = [f"prompts={entry[name]}" for entry in groups if (name := "override /prompts") in entry]
-    if any(str(line).startswith("prompts=") for line in recorded):
-        chosen = []
-    return chosen + [f"prompts.{key}={_written(value)}" for key, value in given.get("prompts", {}).items()]
+    choices = dict(entry.popitem() for entry in given.get("defaults", []) if isinstance(entry, dict))
+    values = {"prompts": choices["override /prompts"]} if "override /prompts" in choices else {}
+    values |= {f"prompts.{key}": _written(value) for key, value in given.get("prompts", {}).items()}
+    return [f"{key}={value}" for key, value in values.items() if key not in said]
 
 
 def _written(value: Any) -> str:
