@@ -55,6 +55,8 @@ class Draft:
         probs: distributions of sampled nodes. None: every node is fixed.
         is_chain: node i is the child of node i - 1 in every row.
         ancestor_mask: (1, S, S) result of `ancestors` for a static tree, shared by rows and rounds.
+        score: (B, N) what the drafter ranks its nodes by, highest first, none above its parent's; -inf where
+            a row has no such node. None: nodes are in that order already.
     """
 
     tokens: Tensor
@@ -63,6 +65,7 @@ class Draft:
     probs: DraftProbs | None = None
     is_chain: bool = False
     ancestor_mask: Tensor | None = None
+    score: Tensor | None = None
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> Draft:

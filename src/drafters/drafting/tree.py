@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -166,7 +166,8 @@ def _dynamic(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
     not depend on the token itself.
     """
     best = _beam(logits, step, grow, plan)
-    return grow.draft(best.tokens, best.parents, best.owner, best.rank, plan.depth)
+    draft = grow.draft(best.tokens, best.parents, best.owner, best.rank, plan.depth)
+    return replace(draft, score=best.score)
 
 
 class Beam(NamedTuple):

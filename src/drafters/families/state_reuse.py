@@ -17,10 +17,10 @@ from decode.errors import UserError
 from decode.plan import Plan
 from decode.rng import Coin
 from decode.sampling import Sampler
+from drafters.drafting.merge import merge_trees
 from drafters.drafting.tree import Beam, best_nodes, expand
 from drafters.families.token_bias import ParallelLogits
 
-PRIORITY = 1e6  # above any difference of log-probabilities
 MODES = ("none", "logit_sum", "tree_merge", "immediate")
 
 
@@ -80,7 +80,8 @@ class Reuse:
         limit = torch.cat([torch.full_like(left, plan.depth), left])
         grown = best_nodes(both.first, both.step, coin, plan, limit, both.vocabulary)
         fresh, old = (Beam(*half) for half in zip(*(t.chunk(2) for t in _rows(grown)), strict=True))
-        return merge_trees(fresh, old, max(plan.nodes - self.nodes, 0), plan)
+        trees = (Draft(b.tokens, b.parents, plan.depth, score=b.score) for b in (fresh, old))
+        return merge_trees(*trees, max(plan.nodes - self.nodes, 0), plan.nodes)
 
 
 def _rows(beam: Beam) -> list[Tensor]:
@@ -105,55 +106,6 @@ def truncated_draft(
     """A draft of fixed nodes from levels, the first (B,) `left` of which are valid."""
     if plan.width > 1 and not plan.tree:
         best = best_nodes(levels.first, levels.step, coin, plan, left, levels.vocabulary)
-        return Draft(best.tokens, best.parents, plan.depth)
+        return Draft(best.tokens, best.parents, plan.depth, score=best.score)
     draft = expand(levels.first, levels.step, sampler, coin, plan, levels.vocabulary, confidence)
     return replace(draft, tokens=draft.tokens.masked_fill(draft.levels[:, 1:] > left[:, None], PAD))
-
-
-def merge_trees(fresh: Beam, old: Beam, first: int, plan: Plan) -> Draft:
-    """The union of two trees below the same root, at most plan.nodes nodes.
-
-    Selects the best `first` nodes of the new tree, then nodes that only the old tree has, then the rest
-    of the new tree. Parents precede children in this order, so the selection is a tree.
-    """
-    rows, count = fresh.tokens.shape
-    twin = _twins(fresh, old, plan.depth)  # (B, N)
-    rank = _descending(_descending(fresh.score), ascending=True)  # (B, N) rank in the new tree
-    fresh_key = fresh.score.double() + 2 * PRIORITY * (rank < first)
-    old_key = old.score.double() + PRIORITY
-    # A node of both trees counts as the new tree's, with the higher of both priorities.
-    fresh_key = fresh_key.scatter_reduce(
-        1, twin.clamp_min(0), old_key.masked_fill(twin < 0, -torch.inf), "amax"
-    )
-    key = torch.cat([fresh_key, old_key.masked_fill(twin >= 0, -torch.inf)], 1)  # (B, 2 N)
-    selection = _descending(key)[:, : plan.nodes].sort(1).values  # parents before children
-    parent_twin = twin.gather(1, old.parents.clamp_min(0))  # the parent's twin
-    old_parents = torch.where(parent_twin >= 0, parent_twin, old.parents + count).masked_fill(
-        old.parents < 0, -1
-    )
-    parents = torch.cat([fresh.parents, old_parents], 1).gather(1, selection)
-    slot = torch.zeros(rows, 2 * count + 1, dtype=torch.long, device=selection.device)
-    slot.scatter_(
-        1,
-        selection + 1,
-        torch.arange(1, selection.shape[1] + 1, device=selection.device).expand_as(selection),
-    )
-    tokens = torch.cat([fresh.tokens, old.tokens], 1).masked_fill(key == -torch.inf, PAD)
-    return Draft(tokens.gather(1, selection), slot.gather(1, parents + 1) - 1, plan.depth)
-
-
-def _descending(values: Tensor, ascending: bool = False) -> Tensor:
-    """(B, n) indices that sort the values, stable."""
-    return values.sort(dim=1, descending=not ascending, stable=True).indices
-
-
-def _twins(fresh: Beam, old: Beam, depth: int) -> Tensor:
-    """(B, N) index of the new node with the same path as each old node, or -1."""
-    same = old.tokens[:, :, None] == fresh.tokens[:, None]  # (B, N old, N fresh)
-    twin = torch.full_like(old.tokens, -1)
-    for _ in range(depth):  # iteration d settles the nodes of level d
-        up = twin.gather(1, old.parents.clamp_min(0))
-        up = torch.where(old.parents < 0, -1, torch.where(up < 0, -2, up))
-        match = same & (up[:, :, None] == fresh.parents[:, None])
-        twin = torch.where(match.any(-1), match.int().argmax(-1), -1)
-    return twin

@@ -11,15 +11,13 @@ from exact import check_lossless
 from faces import SAMPLED, Follower, K, V, batch_of, both, paths, random_texts
 
 from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
-from decode.draft import PAD
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay, why_inexact
 from decode.evaluation.stateful_replay import walk
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.drafting.tree import Beam
-from drafters.families.state_reuse import Reuse, merge_trees
+from drafters.families.state_reuse import Reuse
 
 TREE = Plan(K, 3, 8)
 REUSE = {"mode": "tree_merge", "nodes": 3, "weight": 0.25, "least": 1, "tokens": 0.0}
@@ -125,52 +123,6 @@ def test_rows_take_their_old_states_along(tiny_target, make_drafter):
 
 
 # -- modes ---------------------------------------------------------------------------------------
-
-
-def union(fresh, old, first, nodes):
-    """`merge` in plain Python: {path: score} twice -> the paths that are kept."""
-    ranked = sorted(fresh, key=lambda p: -fresh[p])
-    kept = ranked[:first]
-    for path in [*sorted(old, key=lambda p: -old[p]), *ranked[first:]]:
-        if len(kept) < nodes and path not in kept:
-            kept.append(path)
-    return set(kept)
-
-
-def random_tree(dice, depth, nodes, limit):
-    """{path: score}, scores falling along a path, and no two alike."""
-    tree = {(): 0.0}
-    for _ in range(60):
-        above = dice.choice(list(tree))
-        path = (*above, dice.randrange(4))
-        if len(path) <= min(depth, limit) and len(tree) <= nodes:
-            tree.setdefault(path, tree[above] - dice.uniform(0.1, 2))
-    del tree[()]
-    return dict(sorted(tree.items(), key=lambda kv: (len(kv[0]), -kv[1])))
-
-
-def beam_of(trees, nodes):
-    tokens = torch.full((len(trees), nodes), PAD)
-    parents, score = tokens.clone(), torch.full((len(trees), nodes), -torch.inf, dtype=torch.float64)
-    for row, tree in enumerate(trees):
-        place = {(): -1} | {path: i for i, path in enumerate(tree)}
-        for path, i in place.items():
-            if path:
-                tokens[row, i], parents[row, i], score[row, i] = path[-1], place[path[:-1]], tree[path]
-    return Beam(tokens, parents, score, tokens, tokens)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_two_trees_become_the_best_of_one_then_what_the_other_adds(seed):
-    dice, depth, nodes = random.Random(seed), 3, 9
-    fresh = [random_tree(dice, depth, nodes, depth) for _ in range(4)]
-    old = [random_tree(dice, depth, nodes, limit) for limit in (0, 1, 2, 3)]
-    first = dice.choice([0, 4, 7, 9])
-    plan = Plan(depth, 4, nodes)
-    draft = merge_trees(beam_of(fresh, nodes), beam_of(old, nodes), first, plan)
-    assert draft.tokens.shape == (4, nodes)
-    for row in range(4):
-        assert set(paths(draft, row)) - {()} == union(fresh[row], old[row], first, nodes)
 
 
 def test_a_row_without_old_states_drafts_as_if_there_were_no_reuse(tiny_target, make_drafter):

@@ -1,0 +1,68 @@
+"""The union of two trees of fixed nodes below the same root, verified in one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decode.draft import PAD, Draft
+
+PRIORITY = 1e6  # above any difference of scores
+
+
+def merge_trees(first: Draft, second: Draft, kept: int, nodes: int) -> Draft:
+    """The best `kept` nodes of the first tree, then what only the second has, then the rest of the first.
+
+    At most `nodes` of each row; a path of both trees counts once. Parents precede children in this order,
+    so the selection is a tree. A row without nodes in the second tree keeps all of the first.
+
+    Args:
+        first: of fixed nodes.
+        second: of fixed nodes, for the same rows.
+        kept: nodes that the first has before the second.
+        nodes: maximum number of nodes of a row.
+    """
+    rows, count = first.tokens.shape
+    twin = _twins(first, second)  # (B, N2)
+    score, other = _score(first), _score(second) + PRIORITY
+    rank = _descending(_descending(score), ascending=True)  # (B, N1) in the first tree
+    key = score + 2 * PRIORITY * (rank < kept)
+    # A node of both trees counts as the first's, with the higher of both priorities.
+    key = key.scatter_reduce(1, twin.clamp_min(0), other.masked_fill(twin < 0, -torch.inf), "amax")
+    key = torch.cat([key, other.masked_fill(twin >= 0, -torch.inf)], 1)  # (B, N1 + N2)
+    selection = _descending(key)[:, :nodes].sort(1).values  # parents before children
+    parent_twin = twin.gather(1, second.parents.clamp_min(0))  # the parent's twin
+    parents = torch.where(parent_twin >= 0, parent_twin, second.parents + count)
+    parents = torch.cat([first.parents, parents.masked_fill(second.parents < 0, -1)], 1)
+    slot = torch.zeros(rows, key.shape[1] + 1, dtype=torch.long, device=key.device)
+    order = torch.arange(1, selection.shape[1] + 1, device=key.device).expand_as(selection)
+    slot.scatter_(1, selection + 1, order)
+    parents = slot.gather(1, parents.gather(1, selection) + 1) - 1
+    tokens = torch.cat([first.tokens, second.tokens], 1).masked_fill(key == -torch.inf, PAD)
+    depth = max(first.depth, second.depth)
+    return Draft(tokens.gather(1, selection), parents, depth, score=key.gather(1, selection))
+
+
+def _score(draft: Draft) -> Tensor:
+    """(B, N) what nodes are ranked by; -inf where a row has no such node."""
+    if draft.score is not None:
+        return draft.score.double()
+    place = torch.arange(draft.tokens.shape[1], device=draft.tokens.device)
+    return (-place.double()).expand(draft.tokens.shape).masked_fill(draft.tokens == PAD, -torch.inf)
+
+
+def _descending(values: Tensor, ascending: bool = False) -> Tensor:
+    """(B, n) indices that sort the values, stable."""
+    return values.sort(dim=1, descending=not ascending, stable=True).indices
+
+
+def _twins(first: Draft, second: Draft) -> Tensor:
+    """(B, N2) index of the first tree's node with the same path as each node of the second, or -1."""
+    same = second.tokens[:, :, None] == first.tokens[:, None]  # (B, N2, N1)
+    twin = torch.full_like(second.tokens, -1)
+    for _ in range(second.depth):  # iteration d settles the nodes of level d
+        up = twin.gather(1, second.parents.clamp_min(0))
+        up = torch.where(second.parents < 0, -1, torch.where(up < 0, -2, up))
+        match = same & (up[:, :, None] == first.parents[:, None])
+        twin = torch.where(match.any(-1), match.int().argmax(-1), -1)
+    return twin
