@@ -186,6 +186,8 @@ def _sizes(yaml: Any, target: Target, depth: int, draft_folder: Callable[[int], 
         sizes["path"] = draft_folder(target.vocab_size)
     if "mask_token" in yaml:  # the folder names none
         sizes["mask_token"] = target.vocab_size - 1
+    if "first" in yaml:
+        sizes["first"] = _sizes(yaml.first, target, depth, draft_folder)
     if "mask_id" in yaml:  # five layers test nothing that two do not
         sizes["layers"] = 2
     return sizes

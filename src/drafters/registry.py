@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from decode.errors import UserError
 from drafters.base import Drafter
@@ -26,6 +28,7 @@ CLASSES = {
     "p_eagle": "drafters.models.p_eagle:PEagle",
     "prism": "drafters.models.prism:Prism",
     "suffix": "drafters.models.suffix:Suffix",
+    "union": "drafters.models.union:Union",
 }
 
 
@@ -39,6 +42,22 @@ def drafter_class(name: str) -> type[Drafter]:
         raise UserError(f"drafter {name!r} is not known; known are {', '.join(sorted(CLASSES))}")
     module, _, attribute = CLASSES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Drafters inside a drafter: setting, short name and settings of each, from {drafter: ..., settings: ...}.
+
+    Raises:
+        UserError: one of another form, or a drafter that is not in the table.
+    """
+    for name, part in settings.items():
+        if not isinstance(part, Mapping) or "drafter" not in part:
+            continue
+        kinds = {"drafter": str, "settings": dict}
+        if part.keys() != kinds.keys() or not all(isinstance(part[key], kinds[key]) for key in kinds):
+            raise UserError(f"settings.{name}: must be the name of a drafter and its settings")
+        drafter_class(part["drafter"])
+        yield name, part["drafter"], part["settings"]
 
 
 def short_name(drafter: Drafter) -> str:

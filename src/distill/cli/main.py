@@ -33,9 +33,10 @@ from distill.utils.run_folder import Run, claim, join
 # group -> (the yaml that takes a path, the key the path goes to)
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
 DATASET = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.txt)")  # of the Hub
+NESTED = ("drafter.first", "drafter.second")  # settings that are a choice of conf/drafter themselves
 RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out", "store", "stores")
 PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
-DRAFTER_PATHS = ("drafter.path", "drafter.init_from", "rollout.drafter")
+DRAFTER_PATHS = ("drafter.path", "drafter.first", "drafter.init_from", "rollout.drafter")
 PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS)
 TEXTS = ("prompt", "row")  # free text; never split by a sweep
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -212,6 +213,8 @@ def rewrite(argv: Sequence[str], config_dir: Path) -> list[str]:
         elif key in PATH_GROUPS and not _is_choice(value, options(config_dir, key), sweep):
             name, where = PATH_GROUPS[key]
             result += [f"{key}={name}", f"{key}.{where}={_quote_path(value, sweep)}"]
+        elif key in NESTED and _is_choice(value, options(config_dir, "drafter"), sweep):
+            result.append(f"drafter@{argument}")
         elif key in TEXTS:
             result.append(f"{key}={_quote_text(value)}")
         elif value != "null" and (key in PATHS or value.startswith(("/", "~/", "./", "../"))):

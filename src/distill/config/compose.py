@@ -39,7 +39,7 @@ def compose(overrides: Sequence[str], config_dir: Path, config_name: str = "conf
     groups = [p.name for p in sorted(config_dir.iterdir()) if p.is_dir()]
     for override in overrides:
         _check_override(override, groups, config_dir)
-    chosen = tuple(o for o in overrides if o.lstrip("+~").partition("=")[0] in groups)
+    chosen = tuple(o for o in overrides if o.lstrip("+~").partition("=")[0].partition("@")[0] in groups)
     keys = [o.partition("=")[0] for o in overrides if o not in chosen]
     keys = [k for k in keys if k[:1] not in "+~" and not k.startswith(("hydra.", "hydra/"))]
     try:
@@ -84,9 +84,10 @@ def _check_override(override: str, groups: Sequence[str], config_dir: Path) -> N
         OverridesParser.create().parse_override(override)
     except HydraException as error:
         raise UserError(f"{override}: {str(error).splitlines()[0]}") from None
-    names = options(config_dir, key) + ["null"] * (key in EMPTY_GROUPS)
-    if key in groups and value not in names:
-        raise UserError(f"{key}={value}: {_nearest(value, names)}")
+    group, _, place = key.partition("@")
+    names = options(config_dir, group) + ["null"] * (group in EMPTY_GROUPS)
+    if group in groups and value not in names:
+        raise UserError(f"{place or key}={value}: {_nearest(value, names)}")
 
 
 def _check_key(cfg: DictConfig, key: str) -> None:
@@ -115,8 +116,12 @@ def _leaves(node: Any, name: str = "") -> Iterator[str]:
 
 
 def _check_kind(key: str, default: Any, value: Any) -> None:
-    """Reject a value of another type than the default's; null defaults and Lightning's are not checked."""
+    """Reject a value of another type than the default's; null defaults and Lightning's are not checked.
+
+    A folder may stand for settings that something is built from.
+    """
     free = default is None or key == "trainer.devices" or (value is None and key.startswith("trainer."))
+    free = free or (OmegaConf.is_dict(default) and "_target_" in default and isinstance(value, str))
     if not free and not _same_kind(default, value):
         kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
         expected = kinds.get(type(default), f"like {default}")

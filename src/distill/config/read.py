@@ -120,23 +120,37 @@ def _rollout(cfg: DictConfig) -> type[o.RolloutOptions]:
 
 
 def _drafter(cfg: DictConfig) -> o.DrafterOptions:
-    """A `path` in it is meant as the target's is."""
-    settings = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in OF_ANY])
-    path = {"path": str(bundled(cfg.path))} if cfg.get("path") else {}
+    """A `path` in it is meant as the target's is; a drafter inside it may be a checkpoint."""
+    given: dict[str, Any] = {"path": str(bundled(cfg.path))} if cfg.get("path") else {}
+    inner = {str(key): node for key, node in cfg.items() if OmegaConf.is_dict(node) and "_target_" in node}
+    parts = {key: _drafter(node) for key, node in inner.items()}
+    given |= {key: part.build for key, part in parts.items()}
+    if isinstance(first := cfg.get("first"), str):
+        given["first"] = partial(_trained, first)
+    left = [str(key) for key in cfg if key not in (*OF_ANY, *inner, "first")]
+    settings = OmegaConf.masked_copy(cfg, left)
 
     def build(target: Any) -> Any:
         sizes = {}
         if "draft_vocab_size" in cfg:
             sizes["draft_vocab_size"] = draft_vocab_size(cfg.draft_vocab_size, target.vocab_size)
-        return instantiate(settings, _convert_="all", **path, **sizes)(target)
+        return instantiate(settings, _convert_="all", **given, **sizes)(target)
 
     return o.DrafterOptions(
         factory=cfg._target_,
         build=build,
-        depth=cfg.get("depth"),
+        depth=cfg.get("depth", parts["first"].depth if "first" in parts else None),
         init_from=cfg.get("init_from"),
         confidence=bool(cfg.get("confidence")),
     )
+
+
+def _trained(source: str, target: Any) -> Any:
+    """The drafter of a checkpoint's folder or hub id, frozen."""
+    # Imported here, since it takes seconds that --help need not wait for.
+    from drafters.checkpoint import io as hub
+
+    return hub.load_as_saved(hub.fetch(source), target)
 
 
 def _optimizer(cfg: DictConfig) -> o.OptimizerOptions:

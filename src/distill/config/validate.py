@@ -89,6 +89,7 @@ FILES = {
     "prompts.heldout": "file",
     "checkpoint": "folder; give a checkpoint's folder or a hub id (owner/name)",
     "drafter.path": "folder; give a model folder, a GGUF file or a hub id (owner/name)",
+    "drafter.first": "drafter; give a name of conf/drafter, a checkpoint's folder or a hub id (owner/name)",
     "drafter.init_from": "folder; give a checkpoint's folder or a hub id (owner/name)",
     "rollout.drafter": "folder; give a checkpoint's folder or a hub id (owner/name)",
 }

@@ -142,6 +142,14 @@ def load(folder: str | Path, target: Target) -> Drafter:
     return drafter
 
 
+def load_as_saved(folder: Path, target: Target) -> Drafter:
+    """`load`, with the weights in their dtype on file, as a part of a drafter that will be saved."""
+    drafter = load(folder, target)
+    if weights := weights_on_file(folder, drafter, target):
+        drafter.load_state_dict(_named_twice(drafter, weights), assign=True)
+    return drafter
+
+
 def weight_hash(drafter: Drafter) -> str:
     """Hash of a sample of a drafter's weights and buffers, to detect changes."""
     return adapters.sample_hash(drafter.state_dict().items())

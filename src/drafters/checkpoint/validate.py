@@ -24,6 +24,7 @@ from drafters.base import Drafter
 from drafters.families.hf_build import BASE, DOWN, UP
 from drafters.hub.untrusted_files import Shape, brief, in_hub_cache, is_hub_id, shape_of
 from drafters.layers.decoder_layer import LayerShape
+from drafters.registry import drafter_class, nested
 
 MAX_INT = 2**24  # of an integer in settings: well above any vocabulary or context
 MAX_LENGTH = 2**16  # of a list or string in settings
@@ -48,6 +49,8 @@ def check_settings(kind: type[Drafter], settings: Mapping[str, Any]) -> None:
         if not _is(value, hints[name]):
             raise UserError(f"settings.{name}={brief(value)}: of the wrong type")
         _check_sizes(f"settings.{name}", value)
+    for _, part, options in nested(settings):
+        check_settings(drafter_class(part), options)
 
 
 def check_target(settings: Mapping[str, Any], target: Target) -> None:
@@ -58,6 +61,8 @@ def check_target(settings: Mapping[str, Any], target: Target) -> None:
     """
     if (size := settings.get("vocab_size", target.vocab_size)) != target.vocab_size:
         raise UserError(f"settings.vocab_size={size}: the target has {target.vocab_size} tokens")
+    for *_, options in nested(settings):
+        check_target(options, target)
 
 
 def check_base(folder: Path, settings: Mapping[str, Any]) -> None:

@@ -18,9 +18,12 @@ from drafters.export import medusa_mlp as heads
 from drafters.export import speculators_read as speculators_reader
 from drafters.export import speculators_write as speculators
 from drafters.export.layout import Format, Layout, Reader, Refusal, Saved
+from drafters.registry import nested
 
 ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
 NATIVE = "native"  # our own format, which every drafter has
+UNION = "union"  # of two drafters, the first of which is served
+LEFT_OUT = "left out: the second drafter of the union ({}); engines have an n-gram lookup of their own"
 
 # Program -> short name of the drafter -> format.
 FORMATS: Mapping[str, Mapping[str, Format]] = {
@@ -98,6 +101,7 @@ INSTEAD: Mapping[tuple[str, str], Instead] = {
 
 def accepting(drafter: str, settings: Mapping[str, Any], target: Target) -> list[str]:
     """Programs that can serve a drafter of these settings; every drafter also has the native format."""
+    drafter, settings = _served(drafter, settings)
     return [to for to in FORMATS if drafter in FORMATS[to] and not _refusals(drafter, settings, target, to)]
 
 
@@ -107,7 +111,7 @@ def check_format(drafter: str, to: str) -> None:
     Raises:
         UserError: it has none.
     """
-    if drafter not in FORMATS[to]:
+    if drafter != UNION and drafter not in FORMATS[to]:  # of a union, its settings say what is served
         known = INSTEAD.get((to, drafter))
         reason = f"; {known.reason}" if known else ""
         raise UserError(f"{_no_format(drafter, to)}{reason}; to={NATIVE} takes every drafter")
@@ -125,6 +129,7 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
     Raises:
         UserError: it cannot. Settings and programs that the message suggests pass this check.
     """
+    drafter, settings = _served(drafter, settings)
     if drafter not in FORMATS[to]:
         known = INSTEAD.get((to, drafter), Instead(""))
         ways, own = [], bool(known.reason) and not known.drafter  # a method of the engine itself
@@ -141,6 +146,14 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
         reasons.append("no engine takes this drafter")
     ways.append(f"set to={' or '.join([*others, NATIVE])}")
     raise UserError(f"{'; '.join(reasons)}; {', or '.join(ways)}")
+
+
+def _served(drafter: str, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Short name and settings of what a program is given: of a union, its first drafter."""
+    for name, part, options in nested(settings):
+        if name == "first":
+            return part, options
+    return drafter, settings
 
 
 def _no_format(drafter: str, to: str) -> str:
@@ -181,7 +194,17 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
         UserError: see `check`; weights that were not trained yet, or that the format cannot express.
     """
     check(saved.drafter, saved.settings, target, to)
-    return FORMATS[to][saved.drafter].write(saved, target)
+    if saved.drafter != UNION:
+        return FORMATS[to][saved.drafter].write(saved, target)
+    kind, settings = _served(saved.drafter, saved.settings)
+    weights = {
+        name.removeprefix("first."): value
+        for name, value in saved.weights.items()
+        if name.startswith("first.")
+    }
+    layout = write_layout(Saved(kind, settings, weights, saved.confidence), target, to)
+    left_out = LEFT_OUT.format(saved.settings["second"]["drafter"])
+    return layout._replace(note="\n\n".join(filter(None, [layout.note, left_out])))
 
 
 def find_reader(config: Mapping[str, Any]) -> Reader | None:

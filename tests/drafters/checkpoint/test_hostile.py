@@ -25,7 +25,7 @@ from drafters.families import lora_files as adapters
 from drafters.hub import untrusted_files as files
 
 HUGE = 10**9
-KINDS = ("eagle", "eagle3", "medusa", "medusa2", "lyanna", "mlp", "lm", "suffix")  # a family each
+KINDS = ("eagle", "eagle3", "medusa", "medusa2", "lyanna", "mlp", "lm", "suffix", "union")  # a family each
 
 
 def write(folder, config) -> None:
