@@ -45,7 +45,7 @@ def drafter_class(name: str) -> type[Drafter]:
 
 
 def nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Drafters inside a drafter: setting, short name and settings of each, from {drafter: ..., settings: ...}.
+    """Drafters inside a drafter, from {drafter: ..., settings: ...}: setting, short name, settings of each.
 
     Raises:
         UserError: one of another form, or a drafter that is not in the table.

@@ -20,6 +20,7 @@ from distill.utils.paths import bundled
 from drafters.drafting.vocabulary import draft_vocab_size
 
 Options = TypeVar("Options")
+PARTS = ("first", "second")  # of a drafter that is made of two
 OF_ANY = ("init_from", "confidence")  # settings of every drafter
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list"}
 
@@ -122,13 +123,9 @@ def _rollout(cfg: DictConfig) -> type[o.RolloutOptions]:
 def _drafter(cfg: DictConfig) -> o.DrafterOptions:
     """A `path` in it is meant as the target's is; a drafter inside it may be a checkpoint."""
     given: dict[str, Any] = {"path": str(bundled(cfg.path))} if cfg.get("path") else {}
-    inner = {str(key): node for key, node in cfg.items() if OmegaConf.is_dict(node) and "_target_" in node}
-    parts = {key: _drafter(node) for key, node in inner.items()}
+    parts = {key: _part(key, cfg[key]) for key in PARTS if key in cfg}
     given |= {key: part.build for key, part in parts.items()}
-    if isinstance(first := cfg.get("first"), str):
-        given["first"] = partial(_trained, first)
-    left = [str(key) for key in cfg if key not in (*OF_ANY, *inner, "first")]
-    settings = OmegaConf.masked_copy(cfg, left)
+    settings = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in (*OF_ANY, *PARTS)])
 
     def build(target: Any) -> Any:
         sizes = {}
@@ -143,6 +140,17 @@ def _drafter(cfg: DictConfig) -> o.DrafterOptions:
         init_from=cfg.get("init_from"),
         confidence=bool(cfg.get("confidence")),
     )
+
+
+def _part(key: str, node: Any) -> o.DrafterOptions:
+    """A drafter inside a drafter: settings of a new one or, of the first, a checkpoint."""
+    if key == "first" and isinstance(node, str):
+        return o.DrafterOptions(factory=node, build=partial(_trained, node))
+    if not OmegaConf.is_dict(node) or "_target_" not in node:
+        raise UserError(
+            f"drafter.{key}: give the name of one drafter of conf/drafter, as in drafter.{key}=ngram"
+        )
+    return _drafter(node)
 
 
 def _trained(source: str, target: Any) -> Any:

@@ -120,7 +120,9 @@ def check_ranges(cfg: DictConfig) -> None:
     Raises:
         UserError: the first that is out of range.
     """
-    for key, least in LEAST.items():
+    parts = {key.replace("drafter", "drafter.first"): n for key, n in LEAST.items() if key[:8] == "drafter."}
+    whole = OmegaConf.is_dict(OmegaConf.select(cfg, "drafter.first"))
+    for key, least in (LEAST | parts if whole else LEAST).items():
         value = OmegaConf.select(cfg, key)
         values = value if OmegaConf.is_list(value) else [value]
         if any(not isinstance(v, int | float | None) for v in values):

@@ -23,7 +23,7 @@ from drafters.registry import nested
 ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
 NATIVE = "native"  # our own format, which every drafter has
 UNION = "union"  # of two drafters, the first of which is served
-LEFT_OUT = "left out: the second drafter of the union ({}); engines have an n-gram lookup of their own"
+LEFT_OUT = "left out: the second drafter of the union ({}); engines look up n-grams themselves"
 
 # Program -> short name of the drafter -> format.
 FORMATS: Mapping[str, Mapping[str, Format]] = {
@@ -197,11 +197,8 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
     if saved.drafter != UNION:
         return FORMATS[to][saved.drafter].write(saved, target)
     kind, settings = _served(saved.drafter, saved.settings)
-    weights = {
-        name.removeprefix("first."): value
-        for name, value in saved.weights.items()
-        if name.startswith("first.")
-    }
+    stem = "first."
+    weights = {name.removeprefix(stem): w for name, w in saved.weights.items() if name.startswith(stem)}
     layout = write_layout(Saved(kind, settings, weights, saved.confidence), target, to)
     left_out = LEFT_OUT.format(saved.settings["second"]["drafter"])
     return layout._replace(note="\n\n".join(filter(None, [layout.note, left_out])))

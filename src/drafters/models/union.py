@@ -110,9 +110,7 @@ class Union(Drafter):
     def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
         if settings["first"]["drafter"] != (kind := short_name(self.first)):
             raise UserError(f"its first drafter is {settings['first']['drafter']!r}, not {kind!r}")
-        theirs = {
-            name.removeprefix(STEM): weight for name, weight in weights.items() if name.startswith(STEM)
-        }
+        theirs = {name.removeprefix(STEM): w for name, w in weights.items() if name.startswith(STEM)}
         converted = self.first.convert_weights(theirs, settings["first"]["settings"])
         return weights | self.adopt_weights(converted)
 
@@ -256,8 +254,8 @@ def _check(first: Drafter, second: Drafter, second_nodes: int) -> None:
         raise UserError(f"drafter.first={name}: a union has two drafters; choose one that is no union")
     if isinstance(first, HFModelDrafter) and first.settings.get("lora"):
         raise UserError(
-            f"drafter.first={name}: adapters are not kept inside a union; train with drafter.first.lora=null, "
-            "or give a model that they are merged into"
+            f"drafter.first={name}: a union keeps no adapters; set drafter.first.lora=null, or give "
+            "a model that they are merged into"
         )
     if second.taps or type(second).unroll is not Drafter.unroll:
         raise UserError(
