@@ -97,7 +97,10 @@ def drafter_options(name: str) -> dict:
     """Settings of conf/drafter/<name>.yaml and of those that it is based on."""
     options = yaml.safe_load((CONF / "drafter" / f"{name}.yaml").read_text())
     for base in options.pop("defaults", []):
-        options = drafter_options(base) | options
+        if isinstance(base, dict):  # a drafter inside
+            options |= {place.partition("@")[2]: choice for place, choice in base.items()}
+        elif base != "_self_":
+            options = drafter_options(base) | options
     return options
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 WIDTH = 100
 GROUP = re.compile(r"  - (\w+): (\S+)\s*(?:# (.*))?$")
 BASE = re.compile(r"^  - (\w+)$", re.MULTILINE)
+INNER = re.compile(r"  - /\w+@(\w+): (\S+)\s*(?:# (.*))?$", re.MULTILINE)  # a choice inside a choice
 OPTION = re.compile(r"(\w+):\s*([^#]*?)\s*(?:# (.*))?$")
 SETTING = re.compile(r"( *)(\w+):\s*([^#]*?)\s*(?:# (.*))?$")
 MORE = """\
@@ -80,6 +81,9 @@ def _settings(group: Path, choice: str) -> list[tuple[str, str, str]]:
     text = (group / f"{choice}.yaml").read_text()
     settings = {s[0]: s for base in BASE.findall(text) if base != "_self_" for s in _settings(group, base)}
     place = [] if text.startswith("# @package _global_") else [group.name]
+    for key, value, about in INNER.findall(text):
+        name = ".".join([*place, key])
+        settings[name] = (name, value, about)
     parents: list[str] = []
     for match in filter(None, map(SETTING.match, text.splitlines())):
         parents[len(match[1]) // 2 :] = [match[2]]

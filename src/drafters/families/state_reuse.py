@@ -80,8 +80,8 @@ class Reuse:
         limit = torch.cat([torch.full_like(left, plan.depth), left])
         grown = best_nodes(both.first, both.step, coin, plan, limit, both.vocabulary)
         fresh, old = (Beam(*half) for half in zip(*(t.chunk(2) for t in _rows(grown)), strict=True))
-        trees = (Draft(b.tokens, b.parents, plan.depth, score=b.score) for b in (fresh, old))
-        return merge_trees(*trees, max(plan.nodes - self.nodes, 0), plan.nodes)
+        new, left_over = (Draft(b.tokens, b.parents, plan.depth, score=b.score) for b in (fresh, old))
+        return merge_trees(new, left_over, max(plan.nodes - self.nodes, 0), plan.nodes)
 
 
 def _rows(beam: Beam) -> list[Tensor]:

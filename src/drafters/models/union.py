@@ -6,7 +6,7 @@ beside EAGLE-3 (`sa_config`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -75,21 +75,18 @@ class Union(Drafter):
 
     @override
     @classmethod
-    def for_target(
-        cls,
-        target: Target,
-        first: Callable[[Target], Drafter],
-        second: Callable[[Target], Drafter],
-        second_nodes: int,
-    ) -> Self:
-        return cls(first(target), second(target), second_nodes)
+    def for_target(cls, target: Target, **options: Any) -> Self:
+        """Both from functions of the target, `first` and `second`."""
+        return cls(options.pop("first")(target), options.pop("second")(target), **options)
 
     @override
     @classmethod
     def restore(cls, settings: dict[str, Any], target: Target) -> Self:
-        parts = (settings[name] for name in ("first", "second"))
-        drafters = [drafter_class(part["drafter"]).restore(dict(part["settings"]), target) for part in parts]
-        return cls(*drafters, settings["second_nodes"])
+        first, second = (
+            drafter_class(settings[name]["drafter"]).restore(dict(settings[name]["settings"]), target)
+            for name in ("first", "second")
+        )
+        return cls(first, second, settings["second_nodes"])
 
     # -- training: the first drafter's ---------------------------------------------------------
 

@@ -108,6 +108,12 @@ def test_a_hub_id_a_folder_and_a_group_option_are_told_apart():
     assert rewrite(["target=/a/folder"], CONF) == ["target=hf", "target.path='/a/folder'"]
     assert rewrite(["target=pocket"], CONF) == ["target=pocket"]
     assert rewrite(["prompts=self"], CONF) == ["prompts=self"]
+    assert rewrite(["drafter.first=medusa"], CONF) == ["drafter@drafter.first=medusa"]
+    assert rewrite(["-m", "drafter.second=ngram,suffix"], CONF) == [
+        "-m",
+        "drafter@drafter.second=ngram,suffix",
+    ]
+    assert rewrite(["drafter.first=owner/name"], CONF) == ["drafter.first='owner/name'"]
     assert rewrite(["prompts.heldout=null"], CONF) == ["prompts.heldout=null"]
 
 
@@ -477,6 +483,7 @@ def test_help_lists_the_settings_of_chosen_groups_and_explains_those_that_are_na
     assert "drafter: hass" in text
     assert re.search(r"drafter\.depth=3 +forward passes; the paper's code: 3", text)
     assert "drafter.feature_noise=0.1" in text, "hass is based on eagle"
+    assert re.search(r"drafter\.second=suffix +suffix \| ngram \| bigram", shown("drafter=union", "--help"))
 
 
 def test_every_group_can_be_explained():
