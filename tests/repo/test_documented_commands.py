@@ -137,7 +137,7 @@ def together(texts: list[str]) -> Iterator[tuple[str, list[str]]]:
         name, given = overrides(text)
         groups: dict[str, list[str]] = {"experiment": []}
         for word in sorted(given):
-            groups.setdefault(re.split("[.=]", word.lstrip("+~"))[0], []).append(word)
+            groups.setdefault(re.split("[.=@]", word.lstrip("+~"))[0], []).append(word)
         for other, shared in found:
             if other == name and all(shared.get(group, own) == own for group, own in groups.items()):
                 shared.update(groups)

@@ -181,7 +181,10 @@ class Union(Drafter):
 
     @override
     def check(self, plan: Plan) -> None:
-        self.first.check(plan)
+        try:
+            self.first.check(plan)
+        except UserError as error:
+            raise UserError(str(error).replace("drafter.", "drafter.first.")) from None
         if _merges(plan):
             self.second.check(plan)
 

@@ -138,6 +138,8 @@ def test_drafters_that_cannot_be_combined_are_refused(tiny_target, make_drafter,
         Union(union, Ngram(1, 3), 4)
     with pytest.raises(UserError, match=r"drafter\.second=eagle: choose one that reads the text alone"):
         Union(union.first, make_drafter("eagle", target), 4)
+    with pytest.raises(UserError, match=r"train with drafter\.first\.depth=4"):
+        Union(make_drafter("medusa", target, depth=3), Ngram(1, 3), 4).check(Plan(4, 2, 8))
     with pytest.raises(UserError, match=r"second_nodes=0: must be at least 1"):
         Union(union.first, Ngram(1, 3), 0)
     with pytest.raises(UserError, match=r"set drafter\.first\.lora=null"):
