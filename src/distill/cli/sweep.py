@@ -104,7 +104,9 @@ def prepare(argv: Sequence[str], config_dir: Path, config_name: str, compose: Co
     basic = settings.sweeper._target_.endswith("BasicSweeper")
     jobs = list(map(list, product(*choices))) if basic else list(_singly(choices))
     _check_jobs(jobs, {o.get_key_element() for o in every if o.is_sweep_override()}, compose)
-    return Sweep(_folder(settings), [str(o.key_or_group) for o in fixed])
+    # Hydra leaves names out by group, and a drafter inside a drafter is of the same group.
+    inner = {str(o.key_or_group) for o in every if o.is_sweep_override() and o.package}
+    return Sweep(_folder(settings), [key for o in fixed if (key := str(o.key_or_group)) not in inner])
 
 
 def _hydra(overrides: Sequence[str], config_dir: Path, config_name: str) -> Any:

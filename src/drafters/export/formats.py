@@ -23,7 +23,10 @@ from drafters.registry import nested
 ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
 NATIVE = "native"  # our own format, which every drafter has
 UNION = "union"  # of two drafters, the first of which is served
-LEFT_OUT = "left out: the second drafter of the union ({}); engines look up n-grams themselves"
+LEFT_OUT = (
+    "left out: the second drafter of the union ({}), which the scores are with; engines look up n-grams "
+    "themselves"
+)
 
 # Program -> short name of the drafter -> format.
 FORMATS: Mapping[str, Mapping[str, Format]] = {

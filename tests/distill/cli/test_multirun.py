@@ -107,6 +107,14 @@ def test_every_job_has_a_folder_of_its_own_and_a_name(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_drafter_inside_another_is_swept():
+    (SMALL / "drafter" / "union.yaml").write_text("defaults: [/drafter@first: eagle]\ndepth: 3\n")
+    done = sweep("-m", "drafter=union", "drafter.first=medusa,eagle")
+    assert (done.code, done.err) == (0, "")
+    names = [f"drafter=union,drafter@drafter.first={name}" for name in ("medusa", "eagle")]
+    assert sorted(name.replace(",drafter=union", "") for name in jobs(done)) == sorted(names)
+
+
 @pytest.mark.proof
 def test_paths_and_groups_are_swept(tmp_path, recorder):
     files = [tmp_path / name for name in ("a b.jsonl", "it's.jsonl")]
