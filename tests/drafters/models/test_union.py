@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from draft_models import adapted, quick
-from faces import CHAIN, SAMPLED, Follower, K, V, both, equal, paths, random_rollouts, random_texts
+from faces import CHAIN, SAMPLED, Follower, K, V, both, equal, paths, plans_of, random_rollouts, random_texts
 from workbench import Bench, foredraft, make_target, same, train, weights
 
 from decode.errors import UserError
@@ -161,6 +161,19 @@ def test_a_part_that_no_union_writes_is_refused(tiny_target, make_drafter, tmp_p
 
 
 # -- saved, gone on from, exported -----------------------------------------------------------------
+
+
+@pytest.mark.ci("dflash", "eagle3", "lm", "lyanna", "medusa2", "suffix")
+def test_every_drafter_may_be_the_first(tiny_target, make_drafter, drafter_name, tmp_path):
+    if drafter_name == "union":
+        pytest.skip("refused")
+    target, union = united(tiny_target, make_drafter, drafter_name)
+    hub.save(union.requires_grad_(False), target, tmp_path)
+    loaded = hub.load(tmp_path, target)
+    assert loaded.settings == union.settings
+    for plan in (*plans_of(union), TREE):
+        drafts = [Follower(one, target, random_texts(), (9, 7)).propose(plan) for one in (union, loaded)]
+        assert equal(*drafts)
 
 
 def test_an_engine_is_given_the_first_and_told_what_is_left_out(tiny_target, make_drafter):
