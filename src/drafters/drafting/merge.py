@@ -25,8 +25,8 @@ def merge_trees(first: Draft, second: Draft, kept: int, nodes: int) -> Draft:
     rows, count = first.tokens.shape
     twin = _twins(first, second)  # (B, N2)
     score, other = _score(first), _score(second) + PRIORITY
-    rank = _descending(_descending(score), ascending=True)  # (B, N1) in the first tree
-    key = score + 2 * PRIORITY * (rank < kept)
+    best = _descending(score)[:, :kept]
+    key = score.scatter_add(1, best, score.new_full((), 2 * PRIORITY).expand(best.shape))
     # A node of both trees counts as the first's, with the higher of both priorities.
     key = key.scatter_reduce(1, twin.clamp_min(0), other.masked_fill(twin < 0, -torch.inf), "amax")
     key = torch.cat([key, other.masked_fill(twin >= 0, -torch.inf)], 1)  # (B, N1 + N2)
@@ -51,18 +51,19 @@ def _score(draft: Draft) -> Tensor:
     return (-place.double()).expand(draft.tokens.shape).masked_fill(draft.tokens == PAD, -torch.inf)
 
 
-def _descending(values: Tensor, ascending: bool = False) -> Tensor:
+def _descending(values: Tensor) -> Tensor:
     """(B, n) indices that sort the values, stable."""
-    return values.sort(dim=1, descending=not ascending, stable=True).indices
+    return values.sort(dim=1, descending=True, stable=True).indices
 
 
 def _twins(first: Draft, second: Draft) -> Tensor:
-    """(B, N2) index of the first tree's node with the same path as each node of the second, or -1."""
+    """(B, N2) index of the first tree's node with the path of each node of the second; negative: none."""
     same = second.tokens[:, :, None] == first.tokens[:, None]  # (B, N2, N1)
-    twin = torch.full_like(second.tokens, -1)
+    above, roots = second.parents.clamp_min(0), second.parents < 0
+    twin = torch.full_like(second.tokens, -2)
     for _ in range(second.depth):  # iteration d settles the nodes of level d
-        up = twin.gather(1, second.parents.clamp_min(0))
-        up = torch.where(second.parents < 0, -1, torch.where(up < 0, -2, up))
+        up = twin.gather(1, above).masked_fill_(roots, -1)
         match = same & (up[:, :, None] == first.parents[:, None])
-        twin = torch.where(match.any(-1), match.int().argmax(-1), -1)
+        found, twin = match.byte().max(-1)  # a path is there once
+        twin = twin.masked_fill_(found == 0, -2)
     return twin

@@ -228,7 +228,8 @@ class Union(Drafter):
         if not _merges(plan):
             return draft
         other = self.second.propose(state.second, target, sampler, coin, plan)
-        return merge_trees(draft, other, plan.nodes - self.second_nodes, plan.nodes) if other.depth else draft
+        kept = max(plan.nodes - self.second_nodes, 0)
+        return merge_trees(draft, other, kept, plan.nodes) if other.depth else draft
 
     @override
     def kv_bytes_per_token(self, state: UnionState) -> int:

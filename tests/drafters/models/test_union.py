@@ -86,6 +86,15 @@ def test_the_seconds_nodes_take_the_place_of_the_firsts_weakest(tiny_target, mak
         assert set(want) != set(best), "the second adds something"
 
 
+def test_a_tree_of_fewer_nodes_than_the_seconds_is_the_seconds_first(tiny_target, make_drafter):
+    target, union = united(tiny_target, make_drafter, nodes=9)
+    plan = Plan(2, 2, 3)
+    follower = Follower(union, target, REPEATED, (9,))
+    (_, second), draft = parts(follower, plan), follower.propose(plan)
+    assert draft.tokens.shape == (1, 3)
+    assert paths(second, 0).keys() <= paths(draft, 0).keys()
+
+
 @pytest.mark.parametrize("plan", [CHAIN, SAMPLED, STATIC, HYBRID], ids=lambda p: p.name)
 def test_another_plan_is_the_firsts_own_and_says_so(tiny_target, make_drafter, plan):
     target, union = united(tiny_target, make_drafter)
