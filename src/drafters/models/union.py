@@ -159,10 +159,10 @@ class Union(Drafter):
         return bool(self._uncounted)
 
     @override
-    def fit(self, texts: Iterable[Text]) -> str:
+    def fit(self, texts: Iterable[Text], target: Target) -> str:
         parts = self._uncounted
         texts = list(texts) if len(parts) > 1 else texts
-        return "; ".join(f"{short_name(part)}: {part.fit(texts)}" for part in parts)
+        return "; ".join(f"{short_name(part)}: {part.fit(texts, target)}" for part in parts)
 
     # -- decoding ------------------------------------------------------------------------------
 
