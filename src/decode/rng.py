@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from decode.transfer import upload
 
 
 class Purpose(IntEnum):
@@ -42,6 +44,7 @@ class Key(NamedTuple):
 BLOCK = 32  # slots per block
 AHEAD = 8  # counter values (rounds or positions) per block
 _BlockKey = tuple[bool, int, int]  # (purpose is TARGET, slot // BLOCK, number)
+_NO_TABLE = np.empty(0, np.int64)
 
 
 class Coin(Protocol):
@@ -80,6 +83,27 @@ class _Block:
         return self._draws[self._rows, (counter - self._first).astype(np.int64)]
 
 
+_Keys = dict[_BlockKey, None]  # in the order of their first use
+
+
+class _Made:
+    """What the rounds of a coin share.
+
+    Attributes:
+        blocks: generated last.
+        newest: of the newest round, what it has drawn from. The next round will probably draw from the same
+            blocks, so these are copied to the device together, before the first draw.
+    """
+
+    def __init__(self, newest: _Keys | None = None) -> None:
+        self.blocks: dict[_BlockKey, _Block] = {}
+        self.newest: _Keys = {} if newest is None else newest
+
+    def without_blocks(self) -> _Made:
+        """For other rows."""
+        return _Made(self.newest)
+
+
 class KeyedCoin:
     """The production coin: Philox-4x32-10 (Salmon et al., SC 2011), 53 bits per draw.
 
@@ -100,13 +124,14 @@ class KeyedCoin:
         # Two 32-bit words per row: the Philox key.
         key = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2).astype(np.uint64)
         zero = np.zeros(len(requests), np.uint64)
-        self._set(key, zero, zero, {})
+        self._set(key, zero, zero, _Made())
 
-    def _set(
-        self, key: np.ndarray, position: np.ndarray, rounds: np.ndarray, blocks: dict[_BlockKey, _Block]
-    ) -> KeyedCoin:
-        self._key, self._position, self._round, self._blocks = key, position, rounds, blocks
-        self._current: dict[_BlockKey, np.ndarray] = {}  # (B, purposes, BLOCK) of this round
+    def _set(self, key: np.ndarray, position: np.ndarray, rounds: np.ndarray, made: _Made) -> KeyedCoin:
+        self._key, self._position, self._round, self._made = key, position, rounds, made
+        self._expected: _Keys = made.newest  # what the round before drew from
+        self._asked: _Keys = {}
+        # (B, purposes, BLOCK) draws of this round
+        self._current: dict[tuple[torch.device, _BlockKey], Tensor] = {}
         return self
 
     def at(self, position: np.ndarray, rounds: np.ndarray) -> KeyedCoin:
@@ -118,40 +143,63 @@ class KeyedCoin:
         """
         coin = object.__new__(KeyedCoin)
         # Draws are functions of their keys, so blocks generated earlier stay valid.
-        return coin._set(self._key, position.astype(np.uint64), rounds.astype(np.uint64), self._blocks)
+        coin._set(self._key, position.astype(np.uint64), rounds.astype(np.uint64), self._made)
+        self._made.newest = coin._asked
+        return coin
 
     def select(self, rows: Sequence[int]) -> KeyedCoin:
         """Keep these rows, in this order."""
         index = np.asarray(rows, dtype=np.int64)
         coin = object.__new__(KeyedCoin)
-        return coin._set(self._key[index], self._position[index], self._round[index], {})
+        return coin._set(
+            self._key[index], self._position[index], self._round[index], self._made.without_blocks()
+        )
 
     def uniform(self, key: Key) -> np.ndarray:
         """(B,) float64 draws in [0, 1)."""
-        return self._uniforms(key, 1)[:, 0]
+        return self._uniforms(key, 1, torch.device("cpu"))[:, 0].numpy()
 
-    def _uniforms(self, key: Key, count: int) -> np.ndarray:
+    def carry(self, table: np.ndarray, device: torch.device) -> Tensor:
+        """Copy a table of int64 to the device, in one with the draws that this round will probably make."""
+        return self._upload(list(self._expected), device, table)
+
+    def _uniforms(self, key: Key, count: int, device: torch.device) -> Tensor:
         """(B, count) draws of slots key.slot .. key.slot + count - 1."""
         block, place = divmod(key.slot, BLOCK)
         if place + count > BLOCK:  # spans two blocks or more
-            first = self._uniforms(key, BLOCK - place)
-            rest = self._uniforms(key._replace(slot=(block + 1) * BLOCK), count - first.shape[1])
-            return np.concatenate([first, rest], 1)
+            first = self._uniforms(key, BLOCK - place, device)
+            next_key = key._replace(slot=(block + 1) * BLOCK)
+            return torch.cat([first, self._uniforms(next_key, count - first.shape[1], device)], 1)
         is_target = key.purpose == Purpose.TARGET
         block_key = (is_target, block, key.number)
-        if block_key not in self._current:
-            self._current[block_key] = self._block(block_key)
+        self._asked[block_key] = None
+        if (device, block_key) not in self._current:
+            self._upload([*self._expected, block_key], device)
         purpose = 0 if is_target else key.purpose - 1  # TARGET has blocks of its own
-        return self._current[block_key][:, purpose, place : place + count]
+        return self._current[device, block_key].select(1, purpose).narrow(1, place, count)
+
+    def _upload(
+        self, keys: Sequence[_BlockKey], device: torch.device, table: np.ndarray = _NO_TABLE
+    ) -> Tensor:
+        """Copy blocks that the device does not have yet, and an int64 table; returns the table."""
+        keys = [key for key in dict.fromkeys(keys) if (device, key) not in self._current]
+        blocks = [self._block(key) for key in keys]  # (B, purposes, BLOCK) each
+        # Integers travel as bits of floats of the same size.
+        parts = [table.view(np.float64).ravel(), *(block.ravel() for block in blocks)]
+        head, *draws = upload(np.concatenate(parts), device).split([len(part) for part in parts])
+        for key, block, flat in zip(keys, blocks, draws, strict=True):
+            self._current[device, key] = flat.view(block.shape)
+        return head.view(torch.int64).view(table.shape)
 
     def _block(self, block_key: _BlockKey) -> np.ndarray:
         """(B, purposes, BLOCK) draws of this round, generated if no block covers them."""
         # Each position is drawn from the target once, so TARGET counts positions. A position may be
         # drafted again after a rejection, so the other purposes count rounds.
         counter = self._position if block_key[0] else self._round
-        if block_key not in self._blocks or not self._blocks[block_key].covers(counter):
-            self._blocks[block_key] = _Block(counter, self._draws(*block_key, counter))
-        return self._blocks[block_key].at(counter)
+        blocks = self._made.blocks
+        if block_key not in blocks or not blocks[block_key].covers(counter):
+            blocks[block_key] = _Block(counter, self._draws(*block_key, counter))
+        return blocks[block_key].at(counter)
 
     def _draws(self, is_target: bool, block: int, number: int, first: np.ndarray) -> np.ndarray:
         """(B, AHEAD, purposes, BLOCK) draws of counters first .. first + AHEAD - 1."""
@@ -176,14 +224,14 @@ class KeyedCoin:
     def flip(self, accept: Tensor, proposal: Tensor, key: Key, active: Tensor) -> Tensor:
         """See `Coin.flip`. The comparison is strict, so a token with p = 0 is never accepted."""
         del active
-        u = torch.from_numpy(self.uniform(key)).to(accept.device)
+        u = self._uniforms(key, 1, accept.device)[:, 0]
         return u * proposal.double() < accept.double()
 
     def draw(self, weights: Tensor, key: Key, active: Tensor) -> Tensor:
         """See `Coin.draw`. Inverse CDF in fp64; fp32 cannot reach a long tail."""
         cdf = weights.double().cumsum(-1)  # (B, V) or (B, n, V)
-        u = self._uniforms(key, 1 if active.ndim == 1 else active.shape[1])  # (B, n)
-        u = torch.from_numpy(u).to(weights.device).view(*active.shape, 1)
+        u = self._uniforms(key, 1 if active.ndim == 1 else active.shape[1], weights.device)  # (B, n)
+        u = u.reshape(*active.shape, 1)
         index = torch.searchsorted(cdf, u * cdf[..., -1:], right=True)[..., 0]  # skips weights of 0
         return index.clamp_max(weights.shape[-1] - 1)
 
@@ -203,3 +251,15 @@ def philox4x32(
         c0, c1, c2, c3 = (b >> _SHIFT) ^ c1 ^ k0, b & _LOW, (a >> _SHIFT) ^ c3 ^ k1, a & _LOW
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
+
+
+def to_device(values: Sequence[Any], device: torch.device, coin: Coin | None = None) -> Tensor:
+    """Copy integers to the device; those of a draft, in one with the draws that its round will make.
+
+    Args:
+        values: nested lists of equal lengths.
+        device: the device.
+        coin: of the round.
+    """
+    table = np.array(values, np.int64)
+    return coin.carry(table, device) if isinstance(coin, KeyedCoin) else upload(table, device)

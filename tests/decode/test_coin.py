@@ -100,7 +100,7 @@ def test_a_draw_is_the_same_alone_and_among_many(purpose, index):
     """Of one slot, of several at once, from any on, within a block and across its borders."""
     alone = np.stack([coins().uniform(Key(purpose, slot, index)) for slot in range(3 * BLOCK)], 1)  # (B, n)
     for first, count in [(0, 1), (0, 5), (3, BLOCK), (BLOCK - 1, 2), (BLOCK, BLOCK), (7, 2 * BLOCK + 9)]:
-        many = coins()._uniforms(Key(purpose, first, index), count)
+        many = coins()._uniforms(Key(purpose, first, index), count, torch.device("cpu")).numpy()
         assert many.tolist() == alone[:, first : first + count].tolist()
 
 
@@ -172,7 +172,11 @@ def test_the_largest_word_is_below_one_and_53_bits_wide(monkeypatch):
 
 def fixed(monkeypatch, value: float) -> KeyedCoin:
     """A coin whose every uniform is `value`."""
-    monkeypatch.setattr(KeyedCoin, "_uniforms", lambda self, key, n: np.full((len(self._key), n), value))
+    monkeypatch.setattr(
+        KeyedCoin,
+        "_uniforms",
+        lambda self, key, n, device: torch.full((len(self._key), n), value, dtype=torch.float64),
+    )
     return coins()
 
 

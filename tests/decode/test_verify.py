@@ -403,7 +403,7 @@ def test_padding_after_an_accepted_token_ends_the_draft(rule):
 def test_a_token_without_mass_is_never_accepted(monkeypatch, rule, value):
     """Not even by the production coin at its smallest or largest value."""
     monkeypatch.setattr(
-        KeyedCoin, "_uniforms", lambda self, key, n: torch.full((1, n), value, dtype=torch.float64).numpy()
+        KeyedCoin, "_uniforms", lambda self, key, n, device: torch.full((1, n), value, dtype=torch.float64)
     )
     q = torch.tensor([[[1.0, 0.0, 0.0]]], dtype=torch.float64) if RULES[rule].reads_probs else None
     draft = Draft.chain(torch.tensor([[0]]), q)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -175,7 +176,9 @@ def _decode(
     sampler, batch_size = settings[0].sampler, settings[0].batch_size
     names = list(range(len(held_out.prompts))) if held_out.names is None else held_out.names
     plain, *tallies = time_interleaved(
-        partial(generate, target, sampler=sampler, seed=options.seed, stop=options.stop),
+        partial(
+            generate, target, sampler=sampler, seed=options.seed, stop=options.stop, clock=time.perf_counter
+        ),
         drafter,
         [Plan(), *(s.plan for s in settings)],
         held_out.prompts,

@@ -15,8 +15,9 @@ from decode.draft import PAD, Draft, DraftProbs
 from decode.generation.types import Proposer
 from decode.model.target import Target
 from decode.plan import Plan
-from decode.rng import KeyedCoin
+from decode.rng import KeyedCoin, to_device
 from decode.sampling import Sampler
+from decode.transfer import RowInts, Settled
 
 
 def adapt_depth(drafter: Proposer, plan: Plan) -> Proposer:
@@ -60,7 +61,8 @@ class AdaptiveDepth:
         """See `Proposer.advance`; after a round, `counts` also gives the number of accepted tokens."""
         if state.lengths is not None:
             accepted = [count - 1 for count in counts]
-            state.counts = self.policy.update(state.counts, accepted, state.lengths.tolist())
+            lengths = counts.draft_lengths if isinstance(counts, Settled) else state.lengths.tolist()
+            state.counts = self.policy.update(state.counts, accepted, lengths)
             state.lengths = None
         self.drafter.advance(state.inner, target, tokens, taps, counts, root)
 
@@ -69,7 +71,7 @@ class AdaptiveDepth:
         self.drafter.select(state.inner, rows)
         state.counts = state.counts[:, list(rows)]
         if state.lengths is not None:
-            state.lengths = state.lengths[list(rows)]
+            state.lengths = state.lengths[RowInts.of(rows).on(state.lengths.device)]
 
     def propose(self, state: _State, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         """Draft below the root, with the length that the policy chooses."""
@@ -90,10 +92,13 @@ class AdaptiveDepth:
             # With empty `probs` the rule uses the same random keys as for an empty row of a mixed batch.
             q = torch.zeros(len(depths), 0, target.vocab_size, device=device)
             return replace(empty, probs=DraftProbs(q, empty.tokens, (), empty.tokens.bool()))
-        draft = self.drafter.propose(state.inner, target, sampler, coin, self.plans[max(depths)])
-        if min(depths) == max(depths) or not draft.depth:
+        plan = self.plans[max(depths)]
+        if min(depths) == max(depths):
+            return self.drafter.propose(state.inner, target, sampler, coin, plan)
+        end = to_device(depths, device, coin)[:, None]  # before any draw, so that draws come with it
+        draft = self.drafter.propose(state.inner, target, sampler, coin, plan)
+        if not draft.depth:
             return draft
         # Cut each row at its own length; the cut does not depend on the tokens removed.
-        end = torch.tensor(depths).to(device)[:, None]
         level = torch.arange(draft.tokens.shape[1], device=device)
         return replace(draft, tokens=draft.tokens.masked_fill(level >= end, PAD))

@@ -5,7 +5,6 @@ Both run the loop of `decode.generation.loop`. Plain decoding is the same loop w
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ def generate(
     until: Until | None = None,
     coin: Any = None,
     on_round: Callable[[Round], None] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> Generation:
     """Decode all prompts in one batch, with exactly the target's distribution.
 
@@ -51,7 +50,8 @@ def generate(
         until: factory of a stop test per request, such as `StopStrings`.
         coin: replaces the keyed coin (tests).
         on_round: called after the prefill and after every round.
-        clock: time source of `Generation.times`.
+        clock: time source of `Generation.times`, which also waits for the device at every reading. None: wall
+            time without waiting; on a GPU only prefill and total are then exact.
 
     Raises:
         UserError: an empty prompt, or one that leaves no room in the target's context.

@@ -22,6 +22,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from decode.transfer import RowInts, Settled, upload
 from decode.verify import RULES, TargetProbs, VerificationResult, match, verify
 
 
@@ -61,7 +62,7 @@ class Loop:
         stop: Sequence[int],
         until: Until | None,
         on_round: Callable[[Round], None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         target.check_taps(drafter)
         plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
@@ -92,7 +93,9 @@ class Loop:
             yield Piece(tokens, [i < accepted for i in range(len(tokens))], self.outputs[0], self.times)
 
     def now(self) -> float:
-        """Current time in seconds, after synchronising with the device."""
+        """Current time in seconds; by the caller's clock, after synchronising with the device."""
+        if self.clock is None:
+            return time.perf_counter()
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return self.clock()
@@ -103,18 +106,18 @@ class Loop:
         begin = self.now()
         target, batch, prompts = self.target, self.batch, self.prompts
         device = target.device
-        counts = [len(p) for p in prompts]
-        tokens = torch.zeros(len(prompts), max(counts), dtype=torch.long)  # (B, T) right-padded
+        counts = RowInts([len(p) for p in prompts])
+        padded = np.zeros((len(prompts), max(counts)), np.int64)  # (B, T) right-padded
         for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.as_tensor(prompt)
-        tokens = tokens.to(device)
+            padded[row, : len(prompt)] = prompt
+        tokens = upload(padded, device)
         # Cache capacity: prompt, new tokens, and the slots of one draft that are read but not kept.
         slack = 1 + (self.plan.nodes if self.drafter else 0)
         target.start(len(prompts), max(c + n for c, n in zip(counts, batch.remaining, strict=True)) + slack)
         self.cache = target.cache
         forward = target.extend(tokens)
         target.keep(counts)
-        end = torch.tensor(counts).to(device) - 1  # (B,) last position of each prompt
+        end = counts.on(device) - 1  # (B,) last position of each prompt
         rows = torch.arange(len(prompts), device=device)
         self.seen = None  # (B, V) tokens of each text, for the repetition penalty
         if self.sampler.needs_history:
@@ -129,7 +132,8 @@ class Loop:
         self.state = self.drafter.new_state(len(prompts)) if self.drafter else None
         running = self._settle(result)
         self._observe(logits, draft, result)
-        self._advance(running, tokens, forward.taps, counts, result)
+        texts = [[*prompt, *new] for prompt, new in zip(prompts, self._settled, strict=True)]
+        self._advance(running, tokens, forward.taps, Settled(counts, end + 1, texts, ()), result)
         seconds = self.now() - begin
         self.times.prefill, self.times.draft = seconds, 0.0  # drafter time so far belongs to the prefill
         for output in self.outputs:
@@ -164,7 +168,8 @@ class Loop:
 
         # Keep the root and the accepted nodes in the cache. Emitted token i was drawn at slots[i], so
         # slots[0 .. accepted] are the root and the accepted path.
-        counts = [a + 1 for a in self._accepted]
+        lengths = [output.draft_lengths[-1] for output in map(self.outputs.__getitem__, self._requests)]
+        counts = Settled([a + 1 for a in self._accepted], result.accepted + 1, self._settled, lengths)
         target.keep(counts, None if draft.is_chain else result.slots)
         path = result.slots  # (B, K + 1)
         tokens = torch.cat([self.root[:, None], draft.tokens], 1).gather(1, path)  # (B, K + 1)
@@ -202,11 +207,13 @@ class Loop:
                 "lossless: correct its `propose` (docs/adding.md)"
             )
         width = result.tokens.shape[1]
-        self._requests, self._accepted, self._emitted = batch.request, [], []
+        self._requests, self._accepted = batch.request, []
+        self._settled, self._emitted = [], []  # before and after the cut at the end of a request
         running = []
         for row, line in enumerate(table):
             accepted = line[0]
-            tokens = line[1 : 2 + accepted][: batch.remaining[row]]
+            self._settled.append(line[1 : 2 + accepted])
+            tokens = self._settled[-1][: batch.remaining[row]]
             request = batch.request[row]
             end = next((i for i, t in enumerate(tokens) if self._is_end(t, request)), None)
             output = self.outputs[request]
@@ -231,7 +238,7 @@ class Loop:
         return token in self.stop or (self.stop_tests is not None and self.stop_tests[request](token))
 
     def _advance(
-        self, running: list[int], tokens: Tensor, taps: Tensor, counts: list[int], result: VerificationResult
+        self, running: list[int], tokens: Tensor, taps: Tensor, counts: Settled, result: VerificationResult
     ) -> None:
         """Drop finished rows, set the new roots, and advance the drafter by the settled tokens."""
         root = result.tokens.gather(1, result.accepted[:, None])[:, 0]  # (B,) last emitted token
@@ -241,14 +248,16 @@ class Loop:
             self.batch.select(running)
             if not running:
                 return
-            self.target.select(running)
-            self.coin = self.coin.select(running)
-            tokens, taps, root = tokens[running], taps[running], root[running]
-            counts = [counts[r] for r in running]
+            rows = RowInts(running)
+            index = rows.on(root.device)
+            self.target.select(rows)
+            self.coin = self.coin.select(rows)
+            tokens, taps, root = tokens[index], taps[index], root[index]
+            counts = counts.select(rows)
             if self.seen is not None:
-                self.seen = self.seen[running]
+                self.seen = self.seen[index]
             if self.drafter:
-                self.drafter.select(self.state, running)
+                self.drafter.select(self.state, rows)
         self.root = root
         if self.drafter:
             width = max(counts)

@@ -101,6 +101,8 @@ class Output:
 class Times:
     """Seconds spent. `total` covers the rounds: draft, verify and `other`; prefill is separate.
 
+    On a GPU `draft` and `verify` need a clock, see `generate`: without one the host runs ahead of the device.
+
     Time that a consumer of `stream` spends between two pieces is not counted.
     """
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.transfer import RowInts
 
 
 class RowStore:
@@ -29,13 +30,13 @@ class RowStore:
         capacity: slots to allocate; grows by doubling when a row needs more.
 
     Attributes:
-        lengths: number of settled slots per row; on the host, so reading it needs no synchronisation.
+        lengths: number of settled slots per row, known to the host and to the device.
         width: number of slots that attention reads in the current forward pass.
     """
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         self.layers, self.capacity = layers, capacity
-        self.lengths = [0] * rows
+        self.lengths = RowInts([0] * rows)
         self.width = 0
         self._data: Tensor | None = None
         self._new = self._scratch = 0
@@ -106,10 +107,13 @@ class RowStore:
     def _flat_index(self, device: torch.device) -> Tensor:
         """(B * n,) indices of the new slots in a (B * capacity) view."""
         if self._index is None:
-            start = torch.tensor(self.lengths) + torch.arange(len(self.lengths)) * self.capacity
-            steps = self._scratch + torch.arange(self._new)
-            self._index = (start[:, None] + steps).flatten().to(device)
+            steps = torch.arange(self._scratch, self._scratch + self._new, device=device)
+            self._index = (self._starts(device)[:, None] + steps).flatten()
         return self._index
+
+    def _starts(self, device: torch.device) -> Tensor:
+        """(B,) index of each row's first unsettled slot in a (B * capacity) view."""
+        return self.lengths.on(device) + torch.arange(len(self.lengths), device=device) * self.capacity
 
     def keep(self, counts: Sequence[int], slots: Tensor | None = None) -> None:
         """Settle `counts[b]` of the slots written last.
@@ -124,21 +128,20 @@ class RowStore:
             device = self._data.device
             slots = slots[:, :longest].to(device)
             rows, num_slots = slots.shape
-            start = torch.tensor(self.lengths) + torch.arange(rows) * self.capacity
-            start = start[:, None].to(device)  # (B, 1) flat index of each row's first unsettled slot
+            start = self._starts(device)[:, None]  # (B, 1)
             flat = self._data.view(self.layers * 2, rows * self.capacity, -1)
             # Indexing copies, so source and destination may overlap.
             moved = flat[:, (start + slots).flatten()]
             flat[:, (start + torch.arange(num_slots, device=device)).flatten()] = moved
-        self.lengths = [n + c for n, c in zip(self.lengths, counts, strict=True)]
+        self.lengths = self.lengths.plus(counts)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
-        self.lengths = [self.lengths[r] for r in rows]
+        self.lengths = self.lengths.select(rows)
         if self._data is None:
             return
         if any(a >= b for a, b in pairwise(rows)):
-            self._data = self._data[:, :, list(rows)]
+            self._data = self._data[:, :, RowInts.of(rows).on(self._data.device)]
             return
         # Order is kept: move later rows up in place, settled slots only.
         used = max(self.lengths, default=0)
@@ -214,7 +217,7 @@ def attention_mask(
     if equal_lengths and window is None:
         return nn.functional.pad(block, (lengths[0], 0), value=True)
     slot = torch.arange(width, device=device)
-    settled = torch.tensor(lengths).to(device)  # (B,)
+    settled = RowInts.of(lengths).on(device)  # (B,)
     index = settled[:, None] + torch.arange(unsettled, device=device)  # (B, m)
     if equal_lengths:
         mask = nn.functional.pad(block, (lengths[0], 0), value=True)
@@ -264,7 +267,7 @@ class _Layer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Empty the cache."""
-        self._store.lengths = [0] * len(self._store.lengths)
+        self._store.lengths = RowInts([0] * len(self._store.lengths))
 
 
 class KVCache(Cache):

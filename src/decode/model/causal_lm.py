@@ -130,7 +130,7 @@ class CausalLM:
         """
         store, new, device = self.cache.store, tokens.shape[1], tokens.device
         store.begin(new, scratch)
-        settled = torch.tensor(store.lengths).to(device)[:, None]  # (B, 1)
+        settled = store.lengths.on(device)[:, None]  # (B, 1)
         # The position of a tree node is its depth on its path, not its slot: count what it sees.
         offset = torch.arange(scratch, scratch + new, device=device) if block is None else block.sum(-1) - 1
         positions = settled + offset  # (B, n)

@@ -118,9 +118,7 @@ class _Grower:
         Its score is the mass that the top tokens leave over.
         """
         top_probs, token = probs.topk(count - 1)
-        is_child = torch.tensor(fans, device=probs.device)[:, None] - 1 > torch.arange(
-            count - 1, device=probs.device
-        )
+        is_child = _fixed_children(fans, probs.device)[:, : count - 1]
         rest = probs.scatter(-1, token, top_probs.masked_fill(is_child, 0.0))
         mass = rest.sum(-1, keepdim=True)  # (B, W, 1)
         drawn = self._draw(rest / mass.clamp_min(torch.finfo(probs.dtype).tiny), 1)
@@ -157,6 +155,14 @@ class _Grower:
         ranked = not self.plan.tree
         laws = DraftProbs(q, owner, levels, sampled, self.drawn, self.plan.replacement, ranked=ranked)
         return Draft(token, parent, depth, laws, ancestor_mask=reach)
+
+
+@lru_cache(maxsize=64)
+def _fixed_children(fans: tuple[int, ...], device: torch.device) -> Tensor:
+    """(W, C - 1) bool: ranks that are children of each node, where one more child is drawn."""
+    with torch.inference_mode(False):  # cached tensors are also used outside inference mode
+        rank = torch.arange(max(fans) - 1, device=device)
+        return torch.tensor(fans, device=device)[:, None] - 1 > rank
 
 
 def _dynamic(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:

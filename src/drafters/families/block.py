@@ -21,6 +21,7 @@ from decode.model.target import Tap, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
 from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
@@ -221,15 +222,13 @@ class BlockDrafter(TokenBiasDrafter):
         store, device = state.store, taps.device
         feature = self.fuse(taps)
         store.begin(taps.shape[1])
-        positions = torch.tensor(store.lengths).to(device)[:, None] + torch.arange(
-            taps.shape[1], device=device
-        )
+        positions = store.lengths.on(device)[:, None] + torch.arange(taps.shape[1], device=device)
         angles = self.rotary.table(store.width, feature)[positions]
         for i, layer in enumerate(self.stack):
             k, v = self.context(layer, feature, angles)
             store.write(i, k.transpose(1, 2), v.transpose(1, 2))
         store.keep(counts)
-        end = torch.tensor(counts).to(device) - 1
+        end = RowInts.of(counts).on(device) - 1
         state.newest = taps[torch.arange(len(end), device=device), end, -1]
         state.root = root
 
@@ -237,7 +236,8 @@ class BlockDrafter(TokenBiasDrafter):
     def select(self, state: BlockState, rows: Sequence[int]) -> None:
         state.store.select(rows)
         if state.newest is not None and state.root is not None:
-            state.newest, state.root = state.newest[list(rows)], state.root[list(rows)]
+            index = RowInts.of(rows).on(state.root.device)
+            state.newest, state.root = state.newest[index], state.root[index]
 
     @override
     def kv_bytes_per_token(self, state: BlockState) -> int:
@@ -282,7 +282,7 @@ class BlockDrafter(TokenBiasDrafter):
         rows, width = x.shape[:2]
         store.begin(width)
         block = torch.ones(rows, width, width, dtype=torch.bool, device=x.device)
-        positions = torch.tensor(store.lengths).to(x.device)[:, None] + torch.arange(width, device=x.device)
+        positions = store.lengths.on(x.device)[:, None] + torch.arange(width, device=x.device)
         angles = self.rotary.table(store.width, x)[positions]
         mask = attention_mask(store.lengths, block, store.width)
         for i, layer in enumerate(self.stack):

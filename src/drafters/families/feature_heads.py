@@ -18,6 +18,7 @@ from decode.model.target import LAST, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from decode.transfer import RowInts
 from drafters.base import Batch, Drafter, DraftStep, supervised_anchors
 from drafters.drafting.tree import expand
 from drafters.drafting.vocabulary import Vocabulary
@@ -65,14 +66,15 @@ class FeatureHeadsDrafter(Drafter):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        end = torch.tensor(counts).to(taps.device) - 1  # (B,)
+        end = RowInts.of(counts).on(taps.device) - 1  # (B,)
         state.feature = taps[torch.arange(len(end), device=taps.device), end, 0]
         state.root = root
 
     @override
     def select(self, state: FeatureState, rows: Sequence[int]) -> None:
         if state.feature is not None and state.root is not None:
-            state.feature, state.root = state.feature[list(rows)], state.root[list(rows)]
+            index = RowInts.of(rows).on(state.root.device)
+            state.feature, state.root = state.feature[index], state.root[index]
 
 
 class ChainedHeadsDrafter(FeatureHeadsDrafter):

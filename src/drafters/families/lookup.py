@@ -20,8 +20,9 @@ from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.model.target import Target
 from decode.plan import Path, Plan
-from decode.rng import KeyedCoin
+from decode.rng import Coin, KeyedCoin, to_device
 from decode.sampling import Sampler
+from decode.transfer import Settled
 from drafters.base import Drafter
 
 Node = tuple[int, int]  # token, index of the parent
@@ -121,14 +122,17 @@ def heaviest_tree(
     return nodes
 
 
-def pack_drafts(rows: Sequence[Sequence[Node]], device: torch.device) -> Draft:
-    """Pack rows of fixed nodes into one draft; rows may differ in number of nodes."""
+def pack_drafts(rows: Sequence[Sequence[Node]], device: torch.device, coin: Coin | None = None) -> Draft:
+    """Pack rows of fixed nodes into one draft; rows may differ in number of nodes.
+
+    `coin` is that of the round, see `to_device`.
+    """
     width = max(map(len, rows))
     if not width:
         return Draft.empty(len(rows), device)
     chain = all(parent == i - 1 for nodes in rows for i, (_, parent) in enumerate(nodes))
     full = [[*nodes, *((PAD, -1) for _ in range(len(nodes), width))] for nodes in rows]
-    tokens, parents = torch.tensor(full).to(device).unbind(-1)  # (B, N)
+    tokens, parents = to_device(full, device, coin).unbind(-1)  # (B, N)
     if chain:
         return Draft.chain(tokens)
     return Draft(tokens, parents, depth=max(map(_depth, rows)))
@@ -164,9 +168,14 @@ class TextDrafter(Drafter):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        for history, row, n, end in zip(state, tokens.tolist(), counts, root.tolist(), strict=True):
-            # After the first call row[0] is the previous root, which is in the text already.
-            history.extend([*row[bool(history.tokens) : n], end])
+        if isinstance(counts, Settled):
+            texts = counts.texts
+        else:  # after the first call row[0] is the previous root, which is in the text already
+            first = bool(state[0].tokens)
+            rows = zip(tokens.tolist(), counts, root.tolist(), strict=True)
+            texts = [[*row[first:n], end] for row, n, end in rows]
+        for history, text in zip(state, texts, strict=True):
+            history.extend(text)
 
     @override
     def select(self, state: list[IndexedText], rows: Sequence[int]) -> None:
@@ -206,4 +215,4 @@ class LookupDrafter(TextDrafter):
         self, state: list[IndexedText], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
     ) -> Draft:
         self.check(plan)
-        return pack_drafts([self.nodes(history, plan) for history in state], target.device)
+        return pack_drafts([self.nodes(history, plan) for history in state], target.device, coin)

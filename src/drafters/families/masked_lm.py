@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.model.causal_lm import CausalLM
 from decode.model.load import is_masked, load_tokenizer
+from decode.transfer import RowInts
 from drafters.families.hf_model import OPTION
 
 
@@ -57,9 +58,10 @@ class MaskedModel:
 
     def window(self, texts: Tensor, lengths: Sequence[int]) -> Window:
         """The window of (B, T) right-padded texts of these lengths; too long texts lose their beginning."""
-        sizes = [n if self.room is None else min(n, self.room) for n in lengths]
-        size, end = (torch.tensor(n).to(texts.device)[:, None] for n in (sizes, lengths))  # (B, 1)
-        place = torch.arange(max(sizes) + self.masks, device=texts.device)
+        most = max(lengths) if self.room is None else self.room
+        end = RowInts.of(lengths).on(texts.device)[:, None]  # (B, 1)
+        size = end.clamp_max(most)
+        place = torch.arange(min(max(lengths), most) + self.masks, device=texts.device)
         tokens = texts.gather(1, (end - size + place).clamp_max(texts.shape[1] - 1))
         tokens = tokens.clamp_max(self.vocab_size - 1).masked_fill(place >= size, self.mask_token)
         return Window(tokens, place < size + self.masks, size + place[: self.masks])

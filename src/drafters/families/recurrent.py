@@ -21,6 +21,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from decode.transfer import RowInts
 from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.tree import expand
 from drafters.drafting.vocabulary import Vocabulary
@@ -173,7 +174,7 @@ class RecurrentDrafter(Drafter):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        end = torch.tensor(counts).to(tokens.device)[:, None] - 1  # (B, 1)
+        end = RowInts.of(counts).on(tokens.device)[:, None] - 1  # (B, 1)
         # Pair i needs token i + 1; for the last pair of each row that is the root.
         following = tokens.roll(-1, 1).scatter(1, end, root[:, None])
         n = tokens.shape[1]
@@ -187,7 +188,7 @@ class RecurrentDrafter(Drafter):
     def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
         state.store.select(rows)
         if state.newest is not None:
-            state.newest = state.newest[list(rows)]
+            state.newest = state.newest[RowInts.of(rows).on(state.newest.device)]
 
     @override
     def kv_bytes_per_token(self, state: RecurrentState) -> int:
@@ -201,8 +202,7 @@ class RecurrentDrafter(Drafter):
         """
         x, qkv = self.pair(embedded.to(feature.dtype), feature)
         store.begin(block.shape[1], block.shape[2] - block.shape[1])
-        settled = torch.tensor(store.lengths).to(x.device)
-        positions = settled[:, None] + block.sum(-1) - 1  # (B, n)
+        positions = store.lengths.on(x.device)[:, None] + block.sum(-1) - 1  # (B, n)
         angles = self.rotary.table(store.width, x)[positions]
         mask = attention_mask(store.lengths, block, store.width)
         for i, layer in enumerate(self.stack):

@@ -20,8 +20,9 @@ from decode.errors import UserError
 from decode.model.load import load_model
 from decode.model.target import Target
 from decode.plan import Plan
-from decode.rng import KeyedCoin
+from decode.rng import KeyedCoin, to_device
 from decode.sampling import Sampler
+from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
 from drafters.drafting.tree import expand
 from drafters.families.feature_heads import check_positive
@@ -190,8 +191,11 @@ class Dllm(HFModelDrafter, TextDrafter):
     ) -> Draft:
         self.check(plan)
         lengths, masked = [len(history.tokens) for history in state], self.masked
-        texts = [history.tokens + [0] * (max(lengths) - len(history.tokens)) for history in state]
-        window = masked.window(torch.tensor(texts).to(target.device), lengths)
+        padded = [
+            [n, *history.tokens, *[0] * (max(lengths) - n)] for n, history in zip(lengths, state, strict=True)
+        ]
+        table = to_device(padded, target.device, coin)  # (B, 1 + T) length and text
+        window = masked.window(table[:, 1:], RowInts(lengths, table[:, 0]))
         if self.steps > 1:  # logits stand in for states, which a filled mask does not have
             logits = states = self._denoise(masked, window, target)[:, : plan.depth]
         else:
@@ -205,6 +209,7 @@ class Dllm(HFModelDrafter, TextDrafter):
         """(B, K, V) logits of every mask, from the pass after which it was filled, or else the last."""
         levels: Tensor | None = None
         unfilled = torch.ones_like(window.masks, dtype=torch.bool)  # not filled yet
+        remaining = window.masks.shape[1]  # of each row
         for passes_left in range(self.steps, 0, -1):  # passes, this one included
             logits = fit_vocabulary(masked.head(masked.read(window)), target)
             if masked.mask_token < target.vocab_size:  # the mask token itself is no prediction
@@ -212,7 +217,8 @@ class Dllm(HFModelDrafter, TextDrafter):
             levels = logits if levels is None else torch.where(unfilled[..., None], logits, levels)
             if passes_left > 1:
                 chance, token = levels.softmax(-1).max(-1)  # (B, K)
-                count = -(-int(unfilled[0].sum()) // passes_left)
+                count = -(-remaining // passes_left)
+                remaining -= count
                 chosen = chance.masked_fill(~unfilled, -1).topk(count).indices
                 filled = window.tokens.scatter(1, window.masks.gather(1, chosen), token.gather(1, chosen))
                 window, unfilled = window._replace(tokens=filled), unfilled.scatter(1, chosen, False)

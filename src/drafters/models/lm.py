@@ -25,6 +25,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, supervised_anchors
 from drafters.drafting.tree import expand
 from drafters.families.hf_build import build, cut_target, portable_config
@@ -165,13 +166,13 @@ class DraftLM(HFModelDrafter):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        lm = state.lm
+        lm, read = state.lm, RowInts.of(counts)
         if lm.lengths[0]:  # tokens[:, 0] is the previous root, which is in the cache
-            tokens, counts = tokens[:, 1:], [n - 1 for n in counts]
-        end = torch.tensor(counts).to(root.device)[:, None]  # (B, 1)
+            tokens, read = tokens[:, 1:], read.plus(-1)
+        end = read.on(root.device)[:, None]  # (B, 1)
         text = torch.cat([tokens, root[:, None]], 1).scatter(1, end, root[:, None])
         last = _read(lm, text)
-        lm.keep([n + 1 for n in counts])
+        lm.keep(read.plus(1))
         state.last = last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]
         state.logits = fit_vocabulary(lm.head(state.last), target)
 
@@ -179,7 +180,8 @@ class DraftLM(HFModelDrafter):
     def select(self, state: LMState, rows: Sequence[int]) -> None:
         state.lm.select(rows)
         if state.last is not None and state.logits is not None:
-            state.last, state.logits = state.last[list(rows)], state.logits[list(rows)]
+            index = RowInts.of(rows).on(state.last.device)
+            state.last, state.logits = state.last[index], state.logits[index]
 
     @override
     def propose(self, state: LMState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:

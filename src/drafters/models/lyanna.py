@@ -23,6 +23,7 @@ from decode.model.target import LAST, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, constructor_arguments
 from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.recurrent import RecurrentDrafter, RecurrentState, add_feature_noise
@@ -246,7 +247,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         if drafted is None or self.reuse.mode == "none":
             return
         # With a accepted tokens, the new root is at depth a + 1 = counts of the previous draft.
-        depth, num_settled = drafted.shape[1], torch.tensor(counts).to(root.device)
+        depth, num_settled = drafted.shape[1], RowInts.of(counts).on(root.device)
         index = torch.arange(depth, device=root.device) + num_settled[:, None]  # (B, K)
         index = index.clamp_max(depth - 1)[..., None].expand(-1, -1, drafted.shape[-1])
         state.stale, state.left = drafted.gather(1, index), (depth - num_settled).clamp_min(0)
@@ -256,7 +257,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         super().select(state, rows)
         for name in ("root", "drafted", "stale", "left"):
             if (value := getattr(state, name)) is not None:
-                setattr(state, name, value[list(rows)])
+                setattr(state, name, value[RowInts.of(rows).on(value.device)])
 
     @override
     def propose(

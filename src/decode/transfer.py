@@ -1,0 +1,87 @@
+"""Numbers that both the host and the device know, and copies to the device that nothing waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to a device; from pinned memory, so that the host goes on meanwhile."""
+    host = torch.from_numpy(values)
+    if device.type == "cuda":
+        host = host.pin_memory()  # freed by torch once the copy is done
+    return host.to(device, non_blocking=True)
+
+
+class RowInts(list[int]):
+    """An integer per row, with a copy on the device; not to be changed in place.
+
+    What is computed from such numbers is computed in both places, so that only the first are uploaded.
+
+    Args:
+        values: (B,) on the host.
+        copy: (B,) the same on a device; None: uploaded when it is needed.
+    """
+
+    def __init__(self, values: Sequence[int], copy: Tensor | None = None) -> None:
+        super().__init__(values)
+        self._copy = copy
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> RowInts:
+        """The values as they are, if they have a copy already."""
+        return values if isinstance(values, RowInts) else RowInts(values)
+
+    def on(self, device: torch.device) -> Tensor:
+        """(B,) on the device; not to be changed in place."""
+        if self._copy is None:
+            self._copy = upload(np.array(self, np.int64), device)
+        return self._copy if self._copy.device == device else self._copy.to(device)
+
+    def plus(self, other: Sequence[int] | int) -> RowInts:
+        """The sums, row by row; uploaded again if neither the device knows `other`."""
+        if isinstance(other, int):
+            return RowInts([a + other for a in self], None if self._copy is None else self._copy + other)
+        copy = None
+        if self._copy is not None and isinstance(other, RowInts) and other._copy is not None:
+            copy = self._copy + other.on(self._copy.device)
+        return RowInts([a + b for a, b in zip(self, other, strict=True)], copy)
+
+    def select(self, rows: Sequence[int]) -> RowInts:
+        """These rows, in this order."""
+        return RowInts([self[r] for r in rows], self._select_copy(rows))
+
+    def _select_copy(self, rows: Sequence[int]) -> Tensor | None:
+        return None if self._copy is None else self._copy[RowInts.of(rows).on(self._copy.device)]
+
+
+class Settled(RowInts):
+    """Number of tokens that each row settled, and what else the loop has read of the round, for drafters.
+
+    Args:
+        values: (B,) as in `RowInts`.
+        copy: as in `RowInts`.
+        texts: tokens by which each row's text has grown, the new root included and the old one not.
+        draft_lengths: (B,) of the round's draft; empty after the prefill.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[int],
+        copy: Tensor | None,
+        texts: Sequence[Sequence[int]],
+        draft_lengths: Sequence[int],
+    ) -> None:
+        super().__init__(values, copy)
+        self.texts, self.draft_lengths = texts, draft_lengths
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """These rows, in this order."""
+        lengths = [self.draft_lengths[r] for r in rows] if self.draft_lengths else ()
+        texts = [self.texts[r] for r in rows]
+        return type(self)([self[r] for r in rows], self._select_copy(rows), texts, lengths)

@@ -1,0 +1,135 @@
+"""A steady round waits for the device once: one upload, one read, no synchronisation, whatever drafts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from device_traffic import READ, SYNCHRONISATION, UPLOAD, Traffic
+
+from decode.depth_policy import DepthPolicy
+from decode.generation.loop import Loop
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+
+VOCAB = 24
+PROMPTS = [[5, 9, 2, 7, 3, 5, 9, 2], [4, 6, 10], [17, 4, 21, 6, 12, 17, 4]]
+LEARNING, STEADY = 2, 4  # rounds; the first find out which random numbers a round draws
+TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+PACE = DepthPolicy(prior=0.5, costs=((1, (1.0, 1.1, 1.2, 1.3)),))
+PLANS = {
+    "chain": Plan(3),
+    "tree": Plan(3, 3, 7),
+    "sampled chain": Plan(3, proposal="sampled"),
+    "block": Plan(3, proposal="sampled", rule="block"),
+    "adaptive chain": Plan(3, proposal="sampled", adapt=PACE),
+    "hybrid tree": Plan(3, 3, 7, "hybrid"),
+    "static tree": Plan(tree=TREE, proposal="hybrid"),
+    "sampled tree": Plan(tree=TREE, proposal="sampled"),
+    "traversal": Plan(tree=TREE, proposal="sampled", rule="traversal"),
+    "side by side": Plan(3, proposal="sampled", drafts=3),
+    "selected": Plan(3, proposal="sampled", drafts=3, rule="select"),
+}
+
+
+def rounds_of(target, drafter, plan, temperature, **options) -> list[Counter]:
+    """Traffic of the first rounds of a ragged batch, none of whose rows ends."""
+    coin, limits = KeyedCoin(1, range(len(PROMPTS))), [60] * len(PROMPTS)
+    with Traffic() as traffic:
+        loop = Loop(target, drafter, PROMPTS, limits, Sampler(temperature), plan, coin, (), None, **options)
+        loop.prefill()
+        found = []
+        for _ in range(LEARNING + STEADY):
+            traffic.take()
+            loop.round()
+            found.append(traffic.take())
+    assert len(loop.batch.request) == len(PROMPTS)
+    assert len(set(loop.target.lengths)) > 1
+    return found
+
+
+def totals(sites: Counter) -> dict[str, int]:
+    kinds = {UPLOAD: 0, READ: 0, SYNCHRONISATION: 0}
+    for (kind, _), number in sites.items():
+        kinds[kind] += number
+    return kinds
+
+
+def assert_waits_once(target, drafter, plan, temperature):
+    for sites in rounds_of(target, drafter, plan, temperature)[LEARNING:]:
+        kinds = totals(sites)
+        assert kinds[UPLOAD] <= 1, sites
+        assert kinds[READ] == 1, sites
+        assert not kinds[SYNCHRONISATION], sites
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab=VOCAB, layers=3, hidden=16, positions=512)
+
+
+@pytest.mark.parametrize("plan", ["chain", "tree"])
+def test_a_round_of_every_drafter_waits_for_the_device_once(target, make_drafter, drafter_name, plan):
+    drafter = make_drafter(drafter_name, target)
+    for temperature in (0.0, 1.0):
+        assert_waits_once(drafter.verifier(target), drafter, PLANS[plan], temperature)
+
+
+@pytest.mark.parametrize("plan", list(PLANS)[2:])
+def test_a_round_of_every_plan_waits_for_the_device_once(target, make_drafter, plan):
+    for name in ("eagle", "medusa"):
+        drafter = make_drafter(name, target)
+        assert_waits_once(target, drafter, PLANS[plan], 1.0)
+
+
+def test_plain_decoding_and_a_window_wait_for_the_device_once(tiny_target, make_drafter):
+    windowed = tiny_target(vocab=VOCAB, layers=3, hidden=16, positions=512, window=6)
+    for temperature in (0.0, 1.0):
+        assert_waits_once(windowed, None, Plan(), temperature)
+        assert_waits_once(windowed, make_drafter("eagle", windowed), PLANS["tree"], temperature)
+
+
+def test_the_device_is_synchronised_where_a_clock_was_asked_for(target, make_drafter):
+    rounds = rounds_of(
+        target, make_drafter("eagle", target), PLANS["chain"], 0.0, clock=iter(range(99)).__next__
+    )
+    assert all(totals(sites)[SYNCHRONISATION] >= 3 for sites in rounds)
+
+
+def test_the_counter_counts_by_call_site(target):
+    """A drafter of this test is no call site, so what it does is counted where src calls it."""
+    values = torch.arange(4)
+    with Traffic() as traffic:
+        counted = []
+        traffic.count = counted.append  # every frame is outside src
+        assert values.device.type == "cuda"
+        for use in (
+            lambda: torch.tensor([1, 2], device=values.device),
+            lambda: torch.tensor([1, 2]).to(values.device),
+            lambda: values[[0, 1]],
+        ):
+            use()
+            assert counted == [UPLOAD]
+            counted.clear()
+        for use in (
+            lambda: values.tolist(),
+            lambda: bool(values[0]),
+            lambda: values[values > 1],
+            lambda: values.nonzero(),
+            lambda: values.masked_select(values > 1),
+            lambda: values.unique(),
+            lambda: list(values),
+            lambda: values.cpu(),
+        ):
+            use()
+            assert counted == [READ]
+            counted.clear()
+        torch.arange(3, device=values.device).add(1)[values[:2]]
+        values.cpu()
+        counted.clear()
+        torch.arange(4).tolist()
+        assert not counted
+        with pytest.raises(AssertionError, match="on the host"):
+            values + torch.arange(4)
