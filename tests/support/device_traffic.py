@@ -90,19 +90,19 @@ class Traffic(TorchFunctionMode):
         if on_device and name not in _MOVES:
             stray = [t for t in tensors if _on_host(t) and t.dim()]
             assert not stray, f"{name}: an operand is on the host and another on the device"
-        place = _place(args, kwargs)
+        place = torch.device("cpu") if name == "cpu" else CUDA if name == "cuda" else _place(args, kwargs)
         self._observe(name, args, kwargs, on_device, place)
         result = func(*map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
-        if name == "cpu":
-            host = True
-        elif name in _FACTORIES or name in _FROM_DATA or name == "to":
-            host = (not on_device) if place is None else place.type == "cpu"
-        else:
-            host = bool(tensors) and not on_device
         if name == "copy_":
             return result
+        by_name = name in _FACTORIES or name in _FROM_DATA or name in ("to", "cpu", "cuda")
+        host = (
+            place.type == "cpu"
+            if by_name and place is not None
+            else bool(tensors or by_name) and not on_device
+        )
         if tensors and result is tensors[0] and host != _on_host(result):
-            result = result.view(result.shape)  # a move that copies nothing on a CPU leaves its input as it is
+            result = result.view(result.shape)  # a move that copies nothing on a CPU leaves its input alone
         for tensor in _flat(result):
             if isinstance(tensor, Tensor):
                 _mark(tensor, host)

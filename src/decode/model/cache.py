@@ -202,22 +202,22 @@ def attention_mask(
     positions: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """(B, n, width) bool: the stored slots that each new slot attends to.
+    """(B, n, width) bool: the stored slots that each new slot attends to; (1, n, width) if rows are alike.
 
     Args:
         lengths: settled slots per row; visible to all new slots.
-        block: (B, n, m) bool, which of the m unsettled slots each new slot sees.
+        block: (B, n, m) or (1, n, m) bool, which of the m unsettled slots each new slot sees.
         width: number of slots in the mask.
         positions: (B, m) positions of the unsettled slots; needed for a window.
         window: sliding window: a key is visible if it is fewer than this many positions back.
     """
-    rows, new, unsettled = block.shape
-    device = block.device
+    rows, (new, unsettled), device = len(lengths), block.shape[1:], block.device
     equal_lengths = len(set(lengths)) == 1
     if equal_lengths and window is None:
         return nn.functional.pad(block, (lengths[0], 0), value=True)
     slot = torch.arange(width, device=device)
     settled = RowInts.of(lengths).on(device)  # (B,)
+    block = block.expand(rows, -1, -1)
     index = settled[:, None] + torch.arange(unsettled, device=device)  # (B, m)
     if equal_lengths:
         mask = nn.functional.pad(block, (lengths[0], 0), value=True)

@@ -27,6 +27,7 @@ class CausalLM:
     Attributes:
         max_positions: maximum sequence length of the model, in tokens; None: unlimited.
         compiled: see `compile`.
+        chunk: tokens of a text that `read_text` reads in one pass.
         movable: whether all weights are on one device, so they can be moved, copied and changed.
 
     Raises:
@@ -34,6 +35,7 @@ class CausalLM:
     """
 
     movable = True
+    chunk = 2048  # tokens of a text read in one pass; its mask has (chunk, width) entries
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -142,6 +144,20 @@ class CausalLM:
             self._unsettled = torch.cat([*earlier, positions], 1)
         return self._body(tokens, positions, self._mask(block, tokens), {} if inputs is None else inputs)
 
+    def read_text(self, tokens: Tensor, inputs: dict[int, Tensor] | None = None) -> Tensor:
+        """`forward` for (B, n) tokens of a text, in chunks, so that masks do not grow as n * n."""
+        inputs, length = {} if inputs is None else inputs, tokens.shape[1]
+        if length <= self.chunk:
+            return self.forward(tokens, inputs=inputs)
+        last, parts = [], {layer: [] for layer in inputs}
+        for start in range(0, length, self.chunk):
+            read = dict.fromkeys(inputs, tokens[:, :0])
+            last.append(self.forward(tokens[:, start : start + self.chunk], None, start, read))
+            for layer, part in read.items():
+                parts[layer].append(part)
+        inputs |= {layer: torch.cat(part, 1) for layer, part in parts.items()}
+        return torch.cat(last, 1)
+
     def _body(
         self,
         tokens: Tensor,
@@ -180,14 +196,15 @@ class CausalLM:
             if self._sdpa and simple and (window is None or store.width < window):
                 return None
             unsettled = store.width - max(store.lengths)
-            block = torch.ones(new, unsettled, dtype=torch.bool, device=tokens.device).tril(unsettled - new)
-            block = block.expand(rows, -1, -1)
+            block = torch.ones(1, new, unsettled, dtype=torch.bool, device=tokens.device)
+            block = block.tril(unsettled - new)
 
         def build(window: int | None) -> Tensor:
             allow = attention_mask(store.lengths, block, store.width, self._unsettled, window)[:, None]
             # Additive, since every layer would convert a boolean mask again.
             bias = torch.zeros(allow.shape, dtype=self.dtype, device=allow.device)
-            return bias.masked_fill_(~allow, torch.finfo(self.dtype).min)
+            bias = bias.masked_fill_(~allow, torch.finfo(self.dtype).min)
+            return bias.expand(rows, -1, -1, -1)
 
         if "sliding_attention" in self._kinds:
             named = {"full_attention": None, "sliding_attention": window}

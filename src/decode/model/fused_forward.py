@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from decode.model.attention import attend
 from decode.model.cache import RowStore
 from decode.model.packed_linear import linear, linear_add
 
@@ -166,11 +167,7 @@ class Fused:
                 inputs[index] = x
             q, k, v = layer.project(x, angles)
             k, v = store.write(index, k, v)
-            is_grouped = layer.qk_heads < 2 * layer.heads
-            attention = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=is_grouped
-            )
-            x = layer.finish(x, attention)
+            x = layer.finish(x, attend(q, k, v, mask, causal, layer.scale))
         return self.norm(x)
 
     def _table(self, limit: int, like: Tensor) -> Tensor:

@@ -144,7 +144,10 @@ class Target(CausalLM):
             tokens = torch.cat([tokens, draft.tokens.clamp_min(0)], 1)  # (B, S)
             block = draft.ancestors()  # (B, S, S)
         layer_inputs = self._tap_inputs()
-        last = self.forward(tokens, block, inputs=layer_inputs)
+        if block is None:
+            last = self.read_text(tokens, layer_inputs)
+        else:
+            last = self.forward(tokens, block, inputs=layer_inputs)
         return self._output(last, layer_inputs)
 
     # -- internals ---------------------------------------------------------------------------

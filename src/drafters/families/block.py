@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.model.attention import attend
 from decode.model.cache import RowStore, attention_mask
 from decode.model.head import Head
 from decode.model.packed_linear import Linear
@@ -25,7 +26,7 @@ from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
 from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
-from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary, attend
+from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, query_blocks
 
 MAX_COUNT = 1024  # layers, masks or passes: far beyond what any has, and an end to what a file may ask for
@@ -289,5 +290,5 @@ class BlockDrafter(TokenBiasDrafter):
             qkv = layer.qkv_proj(layer.input_layernorm(x))
             q, k, v = (t.transpose(1, 2) for t in layer.split(qkv, angles))
             k, v = store.write(i, k, v)
-            x = layer.finish(x, attend(q, k, v, mask).transpose(1, 2).flatten(2))
+            x = layer.finish(x, attend(q, k, v, mask[:, None]).transpose(1, 2).flatten(2))
         return self.norm(x)[:, 1:]

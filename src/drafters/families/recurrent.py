@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from decode.draft import Draft
+from decode.model.attention import attend
 from decode.model.cache import RowStore, attention_mask
 from decode.model.head import Head
 from decode.model.target import Target
@@ -25,7 +26,7 @@ from decode.transfer import RowInts
 from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.tree import expand
 from drafters.drafting.vocabulary import Vocabulary
-from drafters.layers.decoder_layer import DecoderLayer, Rotary, attend, tree_visibility
+from drafters.layers.decoder_layer import DecoderLayer, Rotary, tree_visibility
 from drafters.layers.unroll import AnchorIndex, FirstLayerInput, LayerUnroll
 
 
@@ -177,10 +178,14 @@ class RecurrentDrafter(Drafter):
         end = RowInts.of(counts).on(tokens.device)[:, None] - 1  # (B, 1)
         # Pair i needs token i + 1; for the last pair of each row that is the root.
         following = tokens.roll(-1, 1).scatter(1, end, root[:, None])
-        n = tokens.shape[1]
-        step = torch.arange(n, device=tokens.device)
-        block = (step[:, None] >= step)[None].expand(len(counts), -1, -1)
-        x = self.run_layers(state.store, target.embed(following), self.fuse(taps), block)
+        outputs = []
+        for start in range(0, tokens.shape[1], target.chunk):
+            stop = min(start + target.chunk, tokens.shape[1])
+            step = torch.arange(stop, device=tokens.device)
+            block = (step[start:, None] >= step)[None]  # (1, n, start + n)
+            embedded, feature = target.embed(following[:, start:stop]), self.fuse(taps[:, start:stop])
+            outputs.append(self.run_layers(state.store, embedded, feature, block))
+        x = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
         state.store.keep(counts)
         state.newest = x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))
 
@@ -197,8 +202,8 @@ class RecurrentDrafter(Drafter):
     def run_layers(self, store: RowStore, embedded: Tensor, feature: Tensor, block: Tensor) -> Tensor:
         """Run (B, n, D) embeddings and features after the settled pairs; returns (B, n, D).
 
-        `block` (B, n, m) is the mask over the m newest cache slots: these n, and before them m - n
-        scratch slots of earlier calls.
+        `block` (B, n, m), or (1, n, m) for all rows, is the mask over the m newest cache slots: these n, and
+        before them m - n scratch slots of earlier calls.
         """
         x, qkv = self.pair(embedded.to(feature.dtype), feature)
         store.begin(block.shape[1], block.shape[2] - block.shape[1])
@@ -210,7 +215,7 @@ class RecurrentDrafter(Drafter):
                 qkv = layer.qkv_proj(layer.input_layernorm(x))
             q, k, v = (t.transpose(1, 2) for t in layer.split(qkv, angles))
             k, v = store.write(i, k, v)
-            x = layer.finish(x, attend(q, k, v, mask).transpose(1, 2).flatten(2))
+            x = layer.finish(x, attend(q, k, v, mask[:, None]).transpose(1, 2).flatten(2))
         return x
 
     @override

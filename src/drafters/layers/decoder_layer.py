@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.model.causal_lm import CausalLM
@@ -159,13 +158,6 @@ class DecoderLayer(nn.Module):
         x = linear_add(x, attended, self.o_proj.weight)
         y = self.gate_up_proj(self.post_attention_layernorm(x))
         return linear_add(x, swiglu(y), self.down_proj.weight)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Grouped-query attention of (B, heads, n, dim) queries; mask (B, n, width) bool."""
-    groups = q.shape[1] // k.shape[1]
-    mask = None if mask is None else mask[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
 
 
 def tree_visibility(reach: Tensor, parent: Tensor) -> Tensor:

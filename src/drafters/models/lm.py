@@ -171,7 +171,7 @@ class DraftLM(HFModelDrafter):
             tokens, read = tokens[:, 1:], read.plus(-1)
         end = read.on(root.device)[:, None]  # (B, 1)
         text = torch.cat([tokens, root[:, None]], 1).scatter(1, end, root[:, None])
-        last = _read(lm, text)
+        last = lm.read_text(_known(lm, text))
         lm.keep(read.plus(1))
         state.last = last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]
         state.logits = fit_vocabulary(lm.head(state.last), target)
@@ -198,7 +198,7 @@ class DraftLM(HFModelDrafter):
                 reach = torch.ones(rows, 1, scratch, dtype=torch.bool, device=token.device)
             if reach is not None:
                 reach = tree_visibility(reach, parent)
-            last = _read(state.lm, token, reach, scratch)
+            last = state.lm.forward(_known(state.lm, token), reach, scratch)
             scratch += width
             return fit_vocabulary(state.lm.head(last), target)
 
@@ -209,6 +209,6 @@ class DraftLM(HFModelDrafter):
         return state.lm.cache.store.bytes_per_token
 
 
-def _read(lm: CausalLM, tokens: Tensor, *where: Any) -> Tensor:
-    """`CausalLM.forward`; ids beyond the draft model's vocabulary are read as its last id."""
-    return lm.forward(tokens.clamp_max(lm.vocab_size - 1), *where)
+def _known(lm: CausalLM, tokens: Tensor) -> Tensor:
+    """The tokens; ids beyond the draft model's vocabulary are read as its last id."""
+    return tokens.clamp_max(lm.vocab_size - 1)
