@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -106,7 +107,12 @@ def _race(
     max_new_tokens: int,
 ) -> list[DecodeTimings]:
     decode = partial(
-        generate, target, sampler=Sampler(cfg.temperature), seed=cfg.seed, stop=stop_tokens(target)
+        generate,
+        target,
+        sampler=Sampler(cfg.temperature),
+        seed=cfg.seed,
+        stop=stop_tokens(target),
+        clock=time.perf_counter,
     )
     names = list(range(len(prompts)))
     repeats, every = cfg.score.repeats, [Plan(), *plans]

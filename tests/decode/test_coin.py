@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.rng import AHEAD, BLOCK, Key, KeyedCoin, Purpose, philox4x32
+from decode.rng import AHEAD, BLOCK, Key, KeyedCoin, Purpose, philox4x32, to_device
 
 ALL = torch.ones(3, dtype=torch.bool)
 
@@ -221,3 +221,14 @@ def test_the_far_tail_of_a_large_vocabulary_is_reachable(monkeypatch):
     weights[:, 0] = 1.0
     drawn = fixed(monkeypatch, 1 - 1e-10).draw(weights, Key(Purpose.TARGET, 0), ALL)
     assert (drawn > 199_990).all()
+
+
+def test_a_table_travels_with_the_draws_and_changes_none():
+    here, table = torch.device("cpu"), np.array([[3, -1, 2**62], [0, 7, -(2**63)]])
+    alone = [coins().uniform(key).tolist() for key in KEYS]
+    coin = coins()
+    for _ in range(2):  # the second knows what the first drew from
+        assert coin.carry(table, here).tolist() == table.tolist()
+        assert [coin.uniform(key).tolist() for key in KEYS] == alone
+        coin = coin.at(np.array((5, 9, 0)), np.array((2, 0, 7)))
+    assert to_device([[1, 2]], here, coin).tolist() == to_device([[1, 2]], here).tolist() == [[1, 2]]

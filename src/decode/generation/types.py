@@ -41,7 +41,7 @@ class Proposer(Protocol):
             target: provides the embedding.
             tokens: (B, M) right-padded; entries past `counts` are ignored.
             taps: (B, M, L, D) of these tokens.
-            counts: tokens per row, at least 1.
+            counts: tokens per row, at least 1; from the loop a `Settled`, which is on the device too.
             root: (B,) the token after them, which the target has not read.
         """
         ...

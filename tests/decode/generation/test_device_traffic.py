@@ -91,6 +91,21 @@ def test_plain_decoding_and_a_window_wait_for_the_device_once(tiny_target, make_
         assert_waits_once(windowed, make_drafter("eagle", windowed), PLANS["tree"], temperature)
 
 
+def test_a_round_in_which_a_row_ends_uploads_the_rows_that_stay(target, make_drafter):
+    drafter = make_drafter("eagle", target)
+    with Traffic() as traffic:
+        coin = KeyedCoin(1, range(len(PROMPTS)))
+        loop = Loop(
+            target, drafter, PROMPTS, [12, 40, 20], Sampler(1.0), PLANS["hybrid tree"], coin, (), None
+        )
+        found = [(len(loop.batch.request), totals(traffic.take())) for _ in loop.rounds()][LEARNING + 1 :]
+    ended = {rows for rows, _ in found}
+    assert ended >= {0, 1, 2}
+    for _, kinds in found:
+        assert kinds[UPLOAD] <= 2
+        assert kinds[READ] == 1
+
+
 def test_the_device_is_synchronised_where_a_clock_was_asked_for(target, make_drafter):
     rounds = rounds_of(
         target, make_drafter("eagle", target), PLANS["chain"], 0.0, clock=iter(range(99)).__next__

@@ -206,7 +206,7 @@ def test_a_draft_vocabulary_belongs_to_the_weights_that_are_taken_over(tiny_targ
     union = Union(make_drafter("eagle3", target, seed=2, **options), suffix, 4)
     union.first.d2t.fill_(3)
     assert hub.warm_start(union, tmp_path, target) == ["second.corpus (not there)"]
-    assert union.fit(random_rollouts(V)).startswith("suffix: ")
+    assert union.fit(random_rollouts(V), target).startswith("suffix: ")
     assert all(value.equal(old.state_dict()[name]) for name, value in union.first.state_dict().items())
     (again := tmp_path / "union").mkdir()
     hub.save(union, target, again)
@@ -216,7 +216,7 @@ def test_a_draft_vocabulary_belongs_to_the_weights_that_are_taken_over(tiny_targ
     (left,) = hub.warm_start(fresh, again, target)
     assert left.startswith("second.corpus (")
     assert fresh.needs_fit
-    assert fresh.fit(random_rollouts(V)).startswith("suffix: ")
+    assert fresh.fit(random_rollouts(V), target).startswith("suffix: ")
     assert same(fresh.state_dict(), union.state_dict())
     unlike = Union(make_drafter("eagle", target), Ngram(1, 3), 4)
     with pytest.raises(UserError, match="its first drafter is 'eagle3', not 'eagle'"):
