@@ -18,7 +18,7 @@ from decode.model.target import Tap, Target
 from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.drafting.vocabulary import TokenCounts
+from drafters.vocabulary import TokenCounts
 
 
 class Batch(NamedTuple):

@@ -17,7 +17,7 @@ from distill.config.recorded import resolved
 from distill.config.target_size import fill_size_settings
 from distill.config.validate import check_ranges, refused
 from distill.utils.paths import bundled
-from drafters.drafting.vocabulary import draft_vocab_size
+from drafters.vocabulary import draft_vocab_size
 
 Options = TypeVar("Options")
 PARTS = ("first", "second")  # of a drafter that is made of two

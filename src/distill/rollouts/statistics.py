@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from decode.errors import UserError
-from drafters.drafting.vocabulary import most_frequent
+from drafters.vocabulary import most_frequent
 
 PERCENTILES = (0, 50, 90, 99, 100)
 SHARES = (16, 8, 4, 2)  # draft vocabularies: V / 16 ... V / 2

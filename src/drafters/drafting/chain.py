@@ -12,7 +12,7 @@ from decode.draft import PAD, Draft, DraftProbs
 from decode.plan import Plan
 from decode.rng import Coin, Key, Purpose
 from decode.sampling import Sampler
-from drafters.drafting.vocabulary import Vocabulary, probs_of, target_ids
+from drafters.vocabulary import Vocabulary, probs_of, target_ids
 
 Step = Callable[[Tensor, Tensor], Tensor]  # see `expand`
 

@@ -16,7 +16,7 @@ from decode.plan import Path, Plan
 from decode.rng import Coin, Key, Purpose
 from decode.sampling import Sampler
 from drafters.drafting.chain import Step, draft_chain, draft_parallel_chains
-from drafters.drafting.vocabulary import Vocabulary, probs_of, target_ids
+from drafters.vocabulary import Vocabulary, probs_of, target_ids
 
 
 def expand(

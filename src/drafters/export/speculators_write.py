@@ -14,7 +14,6 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.drafting.vocabulary import unused_token
 from drafters.export.layout import Format, Layout, Refusal, Saved, split_projections, without_confidence
 from drafters.export.llama_config import check_embedding, check_head
 from drafters.export.shapes import (
@@ -27,6 +26,7 @@ from drafters.export.shapes import (
     target_path,
     vocab_maps,
 )
+from drafters.vocabulary import unused_token
 
 STEPS = 200  # limit for Newton's method
 CLOSE = 1e-9  # tolerance of mean squares

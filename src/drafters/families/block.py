@@ -24,10 +24,10 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
-from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, query_blocks
+from drafters.vocabulary import Vocabulary
 
 MAX_COUNT = 1024  # layers, masks or passes: far beyond what any has, and an end to what a file may ask for
 

@@ -21,7 +21,7 @@ from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, Drafter, DraftStep, supervised_anchors
 from drafters.drafting.tree import expand
-from drafters.drafting.vocabulary import Vocabulary
+from drafters.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)

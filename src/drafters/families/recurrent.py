@@ -25,9 +25,9 @@ from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.tree import expand
-from drafters.drafting.vocabulary import Vocabulary
 from drafters.layers.decoder_layer import DecoderLayer, Rotary, tree_visibility
 from drafters.layers.unroll import AnchorIndex, FirstLayerInput, LayerUnroll
+from drafters.vocabulary import Vocabulary
 
 
 def add_feature_noise(batch: Batch, width: float) -> Tensor:

@@ -25,8 +25,8 @@ from decode.rng import Coin
 from decode.sampling import Sampler
 from drafters.base import Drafter
 from drafters.drafting.tree import expand
-from drafters.drafting.vocabulary import TokenCounts, Vocabulary
 from drafters.layers.decoder_layer import RMSNorm
+from drafters.vocabulary import TokenCounts, Vocabulary
 
 KINDS = ("none", "vanilla", "gated", "recurrent")
 TABLE_BYTES = 2**28  # limit for a table of all hot token pairs; 8000 tokens in 16 bits take 128 MB

@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import Tap, Target
-from drafters.drafting.vocabulary import token_embedding, unused_token
 from drafters.families.block import BlockDrafter
 from drafters.layers.decoder_layer import LayerShape
+from drafters.vocabulary import token_embedding, unused_token
 
 
 class DFlash(BlockDrafter):

@@ -17,10 +17,10 @@ from decode.model.head import Head
 from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Tap, Target
 from drafters.base import constructor_arguments
-from drafters.drafting.vocabulary import TokenCounts
 from drafters.families.recurrent import RecurrentDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll import FirstLayerInput
+from drafters.vocabulary import TokenCounts
 
 LEAST_LAYERS = 7  # with fewer, two of the three default taps coincide
 

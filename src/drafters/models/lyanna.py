@@ -25,12 +25,12 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, constructor_arguments
-from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.recurrent import RecurrentDrafter, RecurrentState, add_feature_noise
 from drafters.families.state_reuse import Reuse, resized, truncated_draft
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll import FirstLayerInput
+from drafters.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)

@@ -20,12 +20,12 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, DraftStep, ParamGroup, constructor_arguments, supervised_anchors
-from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.feature_heads import FeatureHeadsDrafter, FeatureState, check_positive
 from drafters.families.hf_build import check_lora
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.families.tuned_target import Lora
 from drafters.layers.lm_heads import PerDepthHeads, ResBlock
+from drafters.vocabulary import Vocabulary
 
 
 class Medusa(TokenBiasDrafter, FeatureHeadsDrafter):

@@ -15,10 +15,10 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.drafting.tree import expand
-from drafters.drafting.vocabulary import Vocabulary
 from drafters.families.recurrent import RecurrentState
 from drafters.families.token_bias import ParallelLogits
 from drafters.models.eagle3 import Eagle3
+from drafters.vocabulary import Vocabulary
 
 
 class PEagle(Eagle3):

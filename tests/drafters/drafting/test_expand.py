@@ -16,8 +16,8 @@ from decode.draft import PAD, Draft
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.drafting.tree import expand
-from drafters.drafting.vocabulary import Vocabulary
-from drafters.drafting.vocabulary import probs_of as distribution
+from drafters.vocabulary import Vocabulary
+from drafters.vocabulary import probs_of as distribution
 
 V = 6
 PROPOSALS = ("fixed", "sampled", "hybrid")

@@ -19,8 +19,8 @@ from faces import (
 from decode.errors import UserError
 from decode.model.head import Head, Side
 from drafters.base import Text
-from drafters.drafting.vocabulary import TokenCounts
 from drafters.families.token_bias import KINDS, TokenInfoBias
+from drafters.vocabulary import TokenCounts
 
 DRAFTERS = ["lyanna", "medusa", "diffusion"]
 

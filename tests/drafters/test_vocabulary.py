@@ -20,7 +20,7 @@ from faces import (
 from decode.errors import UserError
 from decode.plan import Plan
 from drafters.checkpoint import io as hub
-from drafters.drafting.vocabulary import TokenCounts, draft_vocab_size
+from drafters.vocabulary import TokenCounts, draft_vocab_size
 
 SIZE = 7
 SHARED = {"own_head": False}
