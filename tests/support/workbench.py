@@ -61,6 +61,7 @@ QUICK = (
     "trainer.max_steps=6",
     "trainer.log_every_n_steps=1",
     "score.every=3",
+    "score.alternatives=[]",
     "score.prompts=2",
     "score.audit_prompts=1",
     "score.max_new_tokens=6",

@@ -121,6 +121,7 @@ class ScoreCheckpoint(L.Callback):
                     _remove_damaged_score(path)
                 if self._score(trainer, path):
                     self._track(trainer, path)
+                    self._rescore_best(trainer, path)
         target.join()  # only rank 0 scores
         trainer.strategy.barrier()
 
@@ -185,9 +186,11 @@ class ScoreCheckpoint(L.Callback):
         if trainer.is_global_zero:
             _place(temporary, final)
             self._link(trainer)
-            self._score(trainer, final)
+            scored = self._score(trainer, final)
             if self._due(trainer, step):
                 self._track(trainer, final)
+            if scored:
+                self._rescore_best(trainer, final)
 
     def _link(self, trainer: L.Trainer) -> None:
         """Point `last` to the newest checkpoint; remove early saves and all but two trainer states."""
@@ -210,21 +213,33 @@ class ScoreCheckpoint(L.Callback):
         scorer, step = self.scorer, int(path.name)
         if scorer is None or (path / "score.json").exists() or not self._due(trainer, step):
             return False
-        last = step == trainer.max_steps or step == 0
-        if not self._write_score(trainer, path, scorer, early=not last):
+        card = self._write_score(path, scorer, early=step not in (0, trainer.max_steps))
+        if card is None:
             return False
-        best = self.root / str(int((self.root / "best").resolve().name))
-        if last and best != path:  # is reported, too: with all prompts and plans
-            self._write_score(trainer, best, scorer, early=False)
+        _link_to(self.root / "best", max(checkpoints(self.root.parent), key=_selection_tau))
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars(card), step=step)
+            logger.save()  # flush what loggers buffer
+        if time.monotonic() - self._reported > REPORT_EVERY:
+            html_report.attempt(self.root.parent)
+            self._reported = time.monotonic()
         return True
 
-    def _write_score(self, trainer: L.Trainer, path: Path, scorer: Scorer, early: bool) -> bool:
-        """Score a checkpoint and log it; False if the run was stopped meanwhile."""
+    def _rescore_best(self, trainer: L.Trainer, newest: Path) -> None:
+        """Once the last checkpoint is scored, score the best as fully, since it is reported."""
+        if self.scorer is None or int(newest.name) != trainer.max_steps or not (self.root / "best").exists():
+            return
+        best = self.root / (self.root / "best").readlink()
+        if best != newest and self._write_score(best, self.scorer, early=False):
+            self._track(trainer, best)
+
+    def _write_score(self, path: Path, scorer: Scorer, early: bool) -> Scorecard | None:
+        """Score a checkpoint, and log what speaks against it; None if the run was stopped meanwhile."""
         step, seconds = int(path.name), read_training(path / "score.json").seconds or self.trained
         with torch.random.fork_rng():  # loading a drafter first initializes it at random
             card = self.stop.run_unless_stopped(lambda: scorer(path, step, early))
         if card is None:
-            return False
+            return None
         card = replace(card, checkpoint=replace(card.checkpoint, train_seconds=seconds))
         write_json(path / "score.json", card.to_json())
         if not card.audit_passed:
@@ -237,14 +252,7 @@ class ScoreCheckpoint(L.Callback):
                     *(path.name, row.decode, row.temperature, row.replay.tau, row.tau),
                     "{:.3f} to {:.3f}".format(*row.replay.difference_interval or (math.nan, math.nan)),
                 )
-        _link_to(self.root / "best", max(checkpoints(self.root.parent), key=_selection_tau))
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars(card), step=int(path.name))
-            logger.save()  # flush what loggers buffer
-        if time.monotonic() - self._reported > REPORT_EVERY:
-            html_report.attempt(self.root.parent)
-            self._reported = time.monotonic()
-        return True
+        return card
 
 
 def _selection_tau(checkpoint: Path) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from types import SimpleNamespace
 
 import cards
 import pytest
@@ -14,6 +15,7 @@ from decode.errors import UserError
 from decode.evaluation.acceptance import acceptance
 from decode.evaluation.replay import Rollout
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, score
+from decode.evaluation.scorecard import read_scorecard
 from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.planning import auto as module
@@ -96,8 +98,8 @@ def test_a_disagreement_is_an_error_in_the_log(tmp_path, caplog):
         20: cards.row(0.7, tau=9.0, replay=cards.replay(3.0, selection_tau=2.0)),
     }
     by_step = {step: cards.card_of([one]) for step, one in rows.items()}
-    saver = ScoreCheckpoint(tmp_path, 10, lambda folder, step: by_step[step], "")
-    trainer = type("Trainer", (), {"loggers": []})()
+    saver = ScoreCheckpoint(tmp_path, 10, lambda folder, step, early: by_step[step], "")
+    trainer = SimpleNamespace(loggers=[], max_steps=30)
     with caplog.at_level(logging.ERROR):
         for step in (10, 20):
             (saver.root / str(step)).mkdir(parents=True)
@@ -107,6 +109,27 @@ def test_a_disagreement_is_an_error_in_the_log(tmp_path, caplog):
     assert "step 10, chain-2, T=0.7: replay and decoder disagree, tau 3.000 and 3.200" in line
     assert "0.100 to 0.400" in line
     assert (saver.root / "best").resolve().name == "10"
+
+
+def test_the_last_and_the_best_checkpoint_are_scored_on_all_prompts(tmp_path):
+    taus, calls = {10: 2.0, 20: 2.5, 30: 2.2}, []
+
+    def scorer(folder, step, early):
+        calls.append((step, early))
+        return cards.card_of([cards.row(0.0, replay=cards.replay(taus[step], selection_tau=taus[step]))])
+
+    saver = ScoreCheckpoint(tmp_path, 10, scorer, "")
+    for step in taus:
+        saver.trained = float(step)
+        (saver.root / str(step)).mkdir(parents=True)
+        (saver.root / str(step) / "config.json").write_text("{}")
+        trainer = SimpleNamespace(loggers=[], max_steps=30)
+        assert saver._score(trainer, saver.root / str(step))
+        saver._rescore_best(trainer, saver.root / str(step))
+    assert calls == [(10, True), (20, True), (30, False), (20, False)]
+    assert (saver.root / "best").resolve().name == "20"
+    best = read_scorecard(saver.root / "20" / "score.json")
+    assert best.checkpoint.train_seconds == 20.0  # when it was saved, not when it was scored again
 
 
 def test_a_lossy_plan_is_labelled_and_never_heads_the_table(target):

@@ -381,11 +381,21 @@ def test_fewer_answers_may_be_replayed_than_prompts_are_decoded():
     """score.replay_prompts below score.prompts: the two are compared on the prompts that both have."""
     decoded = Counts([9, 9, 4, 8], [4.0, 3.0, 2.0, 4.0])
     both = Counts([9, 9], [4.2, 3.1])
-    replay = module._replay(Acceptance(both, [0.5], "", None), decoded, 4)
+    replay = module._replay(Acceptance(both, [0.5], "", None), decoded, shared=4, reserved=0)
     assert replay.prompts == 2
     assert replay.agrees
     assert replay.difference_interval == agreement(decoded.part(0, 2), both)
     assert replay.selection_tau == both.tau
+
+
+def test_reserved_answers_select_no_checkpoint_though_fewer_prompts_are_decoded():
+    """Save points that decode few prompts and many are compared on the same answers."""
+    counts = Counts([9, 9, 4, 8], [4.0, 3.0, 2.0, 4.0])
+    few, many = (
+        module._replay(Acceptance(counts, [0.5], "", None), counts.part(0, shared), shared, reserved=3)
+        for shared in (1, 3)
+    )
+    assert few.selection_tau == many.selection_tau == counts.part(3).tau
 
 
 def test_nothing_to_score_on_is_one_line(target, oracle):
