@@ -22,6 +22,7 @@ from drafters.registry import nested
 
 ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
 NATIVE = "native"  # our own format, which every drafter has
+SMALLER_HEADS = ("eagle3", "p_eagle")  # whose draft vocabulary is part of the format
 UNION = "union"  # of two drafters, the first of which is served
 LEFT_OUT = (
     "left out: the second drafter of the union ({}), which the scores are with; engines look up n-grams "
@@ -197,6 +198,8 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
         UserError: see `check`; weights that were not trained yet, or that the format cannot express.
     """
     check(saved.drafter, saved.settings, target, to)
+    if saved.drafter not in SMALLER_HEADS:  # it was trained over all tokens, of which engines draft any
+        saved = saved._replace(weights={name: w for name, w in saved.weights.items() if name != "d2t"})
     if saved.drafter != UNION:
         return FORMATS[to][saved.drafter].write(saved, target)
     kind, settings = _served(saved.drafter, saved.settings)

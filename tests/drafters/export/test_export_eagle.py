@@ -220,6 +220,21 @@ def test_a_confidence_head_stays_here(made):
     loaded_by(layout, "vllm", target)
 
 
+@pytest.mark.parametrize(
+    ("name", "to"), [("eagle", "vllm"), ("eagle", "sglang"), ("medusa", "vllm"), ("dflash", "vllm")]
+)
+def test_tokens_that_are_not_drafted_here_are_by_an_engine(tiny_target, make_drafter, name, to):
+    """All were trained: the file is that of the same drafter without a draft vocabulary."""
+    target = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
+    layouts = [
+        written(make_drafter(name, target, depth=K, draft_vocab_size=size), target, to) for size in (None, 7)
+    ]
+    whole, reduced = (layout.tensors for layout in layouts)
+    assert layouts[0].config == layouts[1].config
+    assert whole.keys() == reduced.keys()
+    assert all(value.equal(reduced[key]) for key, value in whole.items())
+
+
 def test_a_bias_of_zeros_is_read_as_none(made, tmp_path):
     """SGLang's files have one for every EAGLE; vLLM has none."""
     target, drafter = made("eagle without")
