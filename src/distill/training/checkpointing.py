@@ -120,8 +120,8 @@ class ScoreCheckpoint(L.Callback):
                 if self.scorer and self._due(trainer, int(path.name)):
                     _remove_damaged_score(path)
                 if self._score(trainer, path):
-                    self._track(trainer, path)
                     self._rescore_best(trainer, path)
+                    self._track(trainer, path)
         target.join()  # only rank 0 scores
         trainer.strategy.barrier()
 
@@ -186,11 +186,10 @@ class ScoreCheckpoint(L.Callback):
         if trainer.is_global_zero:
             _place(temporary, final)
             self._link(trainer)
-            scored = self._score(trainer, final)
+            if self._score(trainer, final):
+                self._rescore_best(trainer, final)
             if self._due(trainer, step):
                 self._track(trainer, final)
-            if scored:
-                self._rescore_best(trainer, final)
 
     def _link(self, trainer: L.Trainer) -> None:
         """Point `last` to the newest checkpoint; remove early saves and all but two trainer states."""
@@ -230,8 +229,8 @@ class ScoreCheckpoint(L.Callback):
         if self.scorer is None or int(newest.name) != trainer.max_steps or not (self.root / "best").exists():
             return
         best = self.root / (self.root / "best").readlink()
-        if best != newest and self._write_score(best, self.scorer, early=False):
-            self._track(trainer, best)
+        if best != newest:
+            self._write_score(best, self.scorer, early=False)
 
     def _write_score(self, path: Path, scorer: Scorer, early: bool) -> Scorecard | None:
         """Score a checkpoint, and log what speaks against it; None if the run was stopped meanwhile."""
