@@ -123,7 +123,7 @@ class Scorer:
         Args:
             folder: of the checkpoint.
             step: that it was saved at.
-            early: others follow: `score.early_prompts` are decoded, without alternative plans.
+            early: others follow: only `score.early_prompts` are decoded.
         """
         options = self.options
         count = min(options.early_prompts or len(self.ids), len(self.ids)) if early else len(self.ids)
@@ -143,8 +143,7 @@ class Scorer:
                 progress_bar.update(done - progress_bar.n)
 
             settings, choices = self._settings(target, drafter, answers)
-            if not early:
-                settings = list(dict.fromkeys([*settings, *self._alternatives(drafter)]))
+            settings = list(dict.fromkeys([*settings, *self._alternatives(drafter)]))
             for remark in (drafter.remark(setting.plan) for setting in settings):
                 if remark not in self._remarks:
                     say(remark)
