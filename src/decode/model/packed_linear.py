@@ -97,8 +97,9 @@ def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
 
 def weight_state(weight: Tensor) -> tuple[int, int]:
     """Changes whenever the tensor's memory is replaced or written to."""
-    # private API: torch has no public way to ask whether a tensor was changed in place.
-    return weight.data_ptr(), weight._version
+    # private API: torch has no public way to ask whether a tensor was changed in place. Inference tensors
+    # have no count of changes.
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def _make_copy(weight: Tensor) -> _Copy:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.head import Head, Side
-from decode.model.packed_linear import Linear
+from decode.model.packed_linear import Linear, weight_state
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import Coin
@@ -165,8 +165,7 @@ class TokenInfoBias(nn.Module):
         if self.norm is None or large or weight.requires_grad:
             return None
         weights = (weight, self.emb.weight, self.norm.weight)
-        # private API: torch has no public counter of in-place changes.
-        version = [(w.data_ptr(), w.device, w.dtype, 0 if w.is_inference() else w._version) for w in weights]
+        version = [(w.device, w.dtype, *weight_state(w)) for w in weights]
         if self._table is None or self._table[0] != version:
             with torch.inference_mode(False), torch.no_grad():  # also used outside inference mode later
                 rows = F.linear(self.norm(self.emb.weight), weight)
