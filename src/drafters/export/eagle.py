@@ -8,6 +8,7 @@ the target's.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ from drafters.export.llama_config import (
 )
 
 LAYER = "layers.0."
+TOKEN_MAP = "token_map.pt"  # tokens that SGLang may draft, a list of ids
 OWN = {
     "fc.weight",
     *(
@@ -72,12 +74,17 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
 
 
 def _to_sglang(saved: Saved, target: Target) -> Layout:
-    """Files of `LlamaForCausalLMEagle`."""
-    tensors = _tensors(saved)
+    """Files of `LlamaForCausalLMEagle`; a draft vocabulary is a list of ids in a file of its own."""
+    tensors, serve = _tensors(saved), serve_sglang("EAGLE", draft_length(saved))
+    ids, files = tensors.pop("d2t", None), {}
+    if ids is not None:
+        torch.save(ids.tolist(), buffer := io.BytesIO())
+        serve += f" --speculative-token-map {{drafter}}/{TOKEN_MAP}"
+        files = {TOKEN_MAP: buffer.getvalue()}
     if "fc.bias" not in tensors:  # SGLang's `fc` has a bias that would stay uninitialised
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLMEagle"]}
-    return Layout(config, tensors, serve_sglang("EAGLE", draft_length(saved)))
+    return Layout(config, tensors, serve, files=files)
 
 
 def _tensors(saved: Saved) -> dict[str, Tensor]:

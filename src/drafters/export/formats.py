@@ -22,7 +22,6 @@ from drafters.registry import nested
 
 ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
 NATIVE = "native"  # our own format, which every drafter has
-SMALLER_HEADS = ("eagle3", "p_eagle")  # whose draft vocabulary is part of the format
 UNION = "union"  # of two drafters, the first of which is served
 LEFT_OUT = (
     "left out: the second drafter of the union ({}), which the scores are with; engines look up n-grams "
@@ -198,7 +197,7 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
         UserError: see `check`; weights that were not trained yet, or that the format cannot express.
     """
     check(saved.drafter, saved.settings, target, to)
-    if saved.drafter not in SMALLER_HEADS:  # it was trained over all tokens, of which engines draft any
+    if not _has_vocabulary(saved.drafter, to):  # all tokens were trained, and the engine drafts any
         saved = saved._replace(weights={name: w for name, w in saved.weights.items() if name != "d2t"})
     if saved.drafter != UNION:
         return FORMATS[to][saved.drafter].write(saved, target)
@@ -208,6 +207,11 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
     layout = write_layout(Saved(kind, settings, weights, saved.confidence), target, to)
     left_out = LEFT_OUT.format(saved.settings["second"]["drafter"])
     return layout._replace(note="\n\n".join(filter(None, [layout.note, left_out])))
+
+
+def _has_vocabulary(drafter: str, to: str) -> bool:
+    """Whether the program's format can name the tokens that a drafter may propose."""
+    return drafter in ("eagle3", "p_eagle") or FORMATS[to].get(drafter) is eagle.SGLANG
 
 
 def find_reader(config: Mapping[str, Any]) -> Reader | None:

@@ -220,9 +220,7 @@ def test_a_confidence_head_stays_here(made):
     loaded_by(layout, "vllm", target)
 
 
-@pytest.mark.parametrize(
-    ("name", "to"), [("eagle", "vllm"), ("eagle", "sglang"), ("medusa", "vllm"), ("dflash", "vllm")]
-)
+@pytest.mark.parametrize(("name", "to"), [("eagle", "vllm"), ("medusa", "vllm"), ("dflash", "vllm")])
 def test_tokens_that_are_not_drafted_here_are_by_an_engine(tiny_target, make_drafter, name, to):
     """All were trained: the file is that of the same drafter without a draft vocabulary."""
     target = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
@@ -233,6 +231,18 @@ def test_tokens_that_are_not_drafted_here_are_by_an_engine(tiny_target, make_dra
     assert layouts[0].config == layouts[1].config
     assert whole.keys() == reduced.keys()
     assert all(value.equal(reduced[key]) for key, value in whole.items())
+
+
+def test_sglang_is_told_which_tokens_to_draft(tiny_target, make_drafter, tmp_path):
+    """Its `load_token_map` reads a list of ids with `weights_only`."""
+    target = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
+    drafter = make_drafter("eagle", target, depth=K, draft_vocab_size=7)
+    layout = written(drafter, target, "sglang")
+    assert "d2t" not in layout.tensors
+    layout.write(tmp_path)
+    ids = torch.load(tmp_path / "token_map.pt", weights_only=True)  # noqa: TID251
+    assert ids == drafter.d2t.tolist()
+    assert "--speculative-token-map /a/drafter/token_map.pt" in layout.command("t", "/a/drafter")
 
 
 def test_a_bias_of_zeros_is_read_as_none(made, tmp_path):
