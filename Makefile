@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install style check test docs-test proofs long-proofs docs clean
+.PHONY: help install style check test docs-test proofs long-proofs gpu docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F':.*?## ' '{printf "  %-11s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ proofs:  ## Proofs of up to five minutes each (45 minutes); keeps their output a
 
 long-proofs:  ## Mutants of whole modules, restarts of 32 processes (20 minutes); adds to docs/proofs.md
 	python scripts/proofs.py --long
+
+gpu:  ## What is to be measured on a GPU; without one it says what that is
+	python scripts/gpu.py
 
 docs:  ## The site of these documents, into site/; open site/index.html
 	mkdocs build

@@ -1,0 +1,39 @@
+"""The script of everything that is to be measured on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from workbench import ROOT
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
+
+
+def test_without_a_gpu_it_says_what_it_would_run(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import gpu
+
+    assert gpu.main("gpu", ["score.prompts=4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("no GPU here")
+    commands = [step.command for step in gpu.steps("gpu", ["score.prompts=4"])]
+    assert said.count("\n    python") == len(commands)
+    assert all("score.prompts=4" in command for command in commands[1:])
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_its_commands_run_on_a_cpu():
+    """With a run of a minute, in this clone's outputs/gpu."""
+    words = ["--accelerator", "cpu", "score.prompts=2", "score.max_new_tokens=8"]
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu.py", *words], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, last = done.stdout.splitlines()
+    text = (ROOT / last.removeprefix("written: ")).read_text()
+    assert text.count("## ") == 5
+    assert "speedup" in text
