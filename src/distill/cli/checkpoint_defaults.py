@@ -136,7 +136,9 @@ def _of_experiment(recorded: Sequence[Any], config_dir: Path) -> list[str]:
     given: Any = OmegaConf.to_container(OmegaConf.load(file))
     choices = dict(entry.popitem() for entry in given.get("defaults", []) if isinstance(entry, dict))
     values = {"prompts": choices["override /prompts"]} if "override /prompts" in choices else {}
-    values |= {f"prompts.{key}": _written(value) for key, value in given.get("prompts", {}).items()}
+    # null takes a default away, which no override can
+    stated = {key: value for key, value in given.get("prompts", {}).items() if value is not None}
+    values |= {f"prompts.{key}": _written(value) for key, value in stated.items()}
     return [f"{key}={value}" for key, value in values.items() if key not in said]
 
 
