@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from workbench import CONF
+from workbench import CONF, ROOT
 
 from decode.errors import UserError
+from distill.cli import checkpoint_defaults
 from distill.cli.checkpoint_defaults import with_run_settings
 from distill.cli.main import rewrite
 from distill.config.compose import compose
@@ -154,3 +155,9 @@ def test_a_published_drafter_of_a_base_model_needs_no_template(best, tmp_path, t
         assert with_run_settings(argv, CONF, name) == ["target=/a/target", *more, *argv]
     own = [*argv, "prompts.template=chat"]
     assert with_run_settings(own, CONF, "generate") == ["target=/a/target", *own]
+
+
+def test_a_default_that_the_runs_experiment_takes_away_is_no_override():
+    """`prompts.path: null` of experiment=quick: text cannot be set to null on a command line."""
+    lines = checkpoint_defaults._of_experiment(["experiment=quick"], ROOT / "conf")
+    assert lines == ["prompts.self=128"]
