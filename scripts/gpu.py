@@ -34,8 +34,9 @@ def steps(accelerator: str, overrides: list[str]) -> list[Step]:
     benchmark = [sys.executable, "scripts/benchmark.py"]
     short = ["experiment=quick"] if accelerator == "cpu" else []
     checkpoint = [f"checkpoint={BEST}", device, *overrides]
+    tests = [Step("tests marked gpu", [sys.executable, "-m", "pytest", "-q", "-m", "gpu"])]
     return [
-        Step("tests marked gpu", [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]),
+        *(tests if accelerator == "gpu" else []),
         Step(
             "rollouts, training steps and the scores of every save point",
             [sys.executable, "train.py", "drafter=eagle", device, f"output_dir={out}", *short, *overrides],
@@ -78,8 +79,7 @@ def main(accelerator: str, overrides: list[str]) -> int:
         print(f"-- {step.shows}", flush=True)
         done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
         print(done.stdout, end="", flush=True)
-        no_tests = "pytest" in command and done.returncode == 5  # none is chosen
-        failed += done.returncode != 0 and not no_tests
+        failed += done.returncode != 0
         parts.append(f"## {step.shows}\n\n```\n{done.stdout.strip()}\n```\n")
     page = ROOT / "outputs" / "gpu" / f"{name.replace('/', '-').replace(' ', '_')}.md"
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -35,5 +35,5 @@ def test_its_commands_run_on_a_cpu():
     assert done.returncode == 0, done.stdout + done.stderr
     *_, last = done.stdout.splitlines()
     text = (ROOT / last.removeprefix("written: ")).read_text()
-    assert text.count("## ") == 5
+    assert text.count("## ") == 4
     assert "speedup" in text

@@ -40,7 +40,7 @@ class Union(Drafter):
     """Both draft a tree below the same root, and the best nodes of both are verified in one pass: the first
     drafter's best, then up to `second_nodes` that only the second has, then more of the first's.
 
-    Every node is fixed, so `match` is lossless whatever is proposed. A row in which the second finds
+    Every node is fixed, so `match` is lossless for any of them. A row in which the second finds
     nothing is drafted by the first alone, with all nodes. So is every plan but a dynamic tree of fixed
     nodes: a chain has no room for two, and a drawn node's q is the first's.
 

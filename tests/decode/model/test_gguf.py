@@ -6,7 +6,6 @@ import errno
 import importlib.util
 import json
 import multiprocessing
-import os
 import shutil
 import sys
 import types
@@ -184,6 +183,6 @@ def test_a_missing_file_or_package_is_named(tmp_path, monkeypatch):
     for name in (f"{tmp_path}/m.gguf", "m.gguf", "./m.gguf"):
         with pytest.raises(UserError, match=r"m\.gguf: no such file; give a"):
             load_config(name)
-    os.mkdir("folder.gguf")  # noqa: PTH102
+    Path("folder.gguf").mkdir()
     with pytest.raises(UserError, match=r"no config\.json in it"):
         load_config("folder.gguf")

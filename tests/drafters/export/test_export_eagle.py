@@ -240,7 +240,7 @@ def test_sglang_is_told_which_tokens_to_draft(tiny_target, make_drafter, tmp_pat
     layout = written(drafter, target, "sglang")
     assert "d2t" not in layout.tensors
     layout.write(tmp_path)
-    ids = torch.load(tmp_path / "token_map.pt", weights_only=True)  # noqa: TID251
+    ids = torch.load(tmp_path / "token_map.pt", weights_only=True)  # noqa: TID251  (as SGLang reads it)
     assert ids == drafter.d2t.tolist()
     assert "--speculative-token-map /a/drafter/token_map.pt" in layout.command("t", "/a/drafter")
 
