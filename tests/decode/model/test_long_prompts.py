@@ -9,7 +9,8 @@ from families import VOCAB, WORKS, save
 from torch.nn import functional as F
 
 from decode.generation.generate import generate
-from decode.model.attention import attend, repeats_keys
+from decode.model import attention
+from decode.model.attention import FOLDED_ROWS, attend, repeats_keys
 from decode.model.causal_lm import CausalLM
 from decode.model.load import load_target
 from decode.plan import Plan
@@ -60,14 +61,15 @@ def test_long_prompts_in_chunks_give_the_same_text(
     torch.testing.assert_close(found.last, expected.last, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.taps, expected.taps, rtol=0, atol=1e-12)
     assert answers(target, drafter) == whole
-    slots = TREE.nodes + 1
+    slots, groups = TREE.nodes + 1, 2  # queries of a group are rows of one mask
     assert masks
     for mask in masks:
-        assert mask.shape[-2] <= max(CHUNK, slots)
+        assert mask.shape[-2] <= groups * max(CHUNK, slots)
     if window is None:  # rows that are alike share a mask
-        prefill = [mask for mask in masks if mask.shape[-2] == CHUNK and mask.shape[-1] <= longest]
+        rows = groups * CHUNK
+        prefill = [mask for mask in masks if mask.shape[-2] == rows and mask.shape[-1] <= longest]
         assert prefill
-        assert all(mask.untyped_storage().nbytes() <= CHUNK * longest * 8 for mask in prefill[:3])
+        assert all(mask.untyped_storage().nbytes() <= rows * longest * 8 for mask in prefill[:3])
 
 
 @pytest.mark.parametrize("name", WORKS)
@@ -84,6 +86,23 @@ def test_every_class_reads_a_prompt_in_chunks(name, tmp_path, monkeypatch):
         target.start(2, 18)
         # transformers computes norms and softmax in fp32
         torch.testing.assert_close(target.read_text(tokens), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 3, FOLDED_ROWS // 2, FOLDED_ROWS // 2 + 1])
+@pytest.mark.parametrize("masked", ["no", "bool", "additive", "shared"])
+def test_folded_queries_attend_as_queries_of_their_own(slots, masked):
+    dice = torch.Generator().manual_seed(0)
+    width = slots + 2
+    q = torch.randn(2, 4, slots, 8, generator=dice, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, width, 8, generator=dice, dtype=torch.float64)
+    allow = torch.rand(1 if masked == "shared" else 2, 1, slots, width, generator=dice) < 0.7
+    allow[..., 0] = True
+    bias = torch.zeros(allow.shape, dtype=q.dtype).masked_fill(~allow, torch.finfo(q.dtype).min)
+    mask = {"no": None, "bool": allow}.get(masked, bias)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(attend(q, k, v, mask, scale=0.3), expected, rtol=0, atol=1e-12)
+    causal = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attend(q, k, v, causal=True), causal, rtol=0, atol=1e-12)
 
 
 def test_grouped_queries_with_a_mask_never_reach_the_plain_products_of_cuda():
@@ -111,6 +130,7 @@ def test_no_call_has_a_mask_and_groups_on_cuda(tiny_target, make_drafter, monkey
         return real(q, k, v, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(attention, "FOLDED_ROWS", 0)
     expected = answers(target, drafter)
     assert (True, True) in calls, "a CPU's kernel takes both"
     calls.clear()
