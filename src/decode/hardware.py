@@ -1,11 +1,13 @@
-"""Name and memory of the hardware."""
+"""Name and memory of the hardware, and the cache of facts about it."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -39,3 +41,11 @@ def memory_bytes(device: torch.device) -> int:
 def cache_folder() -> Path:
     """Where facts about models and this machine are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "foredraft"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock, which ends with the process."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -92,6 +92,16 @@ def test_match_on_trees_is_lossless(tiny_target, temperature, seed):
     check_lossless(tiny_target(), FixedTrees(3, seed), TREE, Sampler(temperature), length=4)
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_compiled_target_is_lossless(tiny_target, temperature):
+    target, sampler = tiny_target(), Sampler(temperature)
+    assert target.compile() == ""
+    check_lossless(target, FixedTrees(3, 0), TREE, sampler, length=4)
+    check_lossless(target, SampledChains(3), SAMPLED, sampler)
+    check_lossless(target, Grown(3, 1), DRAWN["hybrid"], sampler, rows=[0])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 def test_token_on_sampled_chains_is_lossless(tiny_target, temperature):
     check_lossless(tiny_target(), SampledChains(3), SAMPLED, Sampler(temperature))

@@ -12,6 +12,7 @@ from scripted import Oracle
 from workbench import ROOT
 
 from decode.generation.generate import generate
+from decode.model.fused_forward import Fused
 from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.plan import Plan
 from decode.rng import Key, KeyedCoin, Purpose
@@ -125,7 +126,9 @@ def test_a_compiled_target_decodes_the_same_text():
     heldout = list(read_prompts(ROOT / "data" / "prompts" / "heldout.jsonl"))[:4]
     chats = [chat.encode(p.messages) for p in heldout]
     plain, compiled = load_target(POCKET, "float32"), load_target(POCKET, "float32", compiled=True)
-    assert compiled.layers[0]._compiled_call_impl is not None
+    fused = Fused.of(compiled.base, compiled.layers, compiled.config)
+    assert fused is not None
+    assert fused.compiled is not None
     want = [o.tokens for o in generate(plain, None, chats, **options).outputs]
     oracle = Oracle([p + w for p, w in zip(chats, want, strict=False)], plain.vocab_size)
     for drafter, plan in [(None, Plan()), (oracle, Plan(depth=4, width=3, nodes=12))]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
 FOLDED_ROWS = 64  # queries of a key head; with more, the kernel's products are large enough on their own
 
 
@@ -39,21 +38,21 @@ def attend(
     groups = q.shape[1] // k.shape[1]
     if repeats_keys(q.device, groups, mask is not None):
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-    if q.device.type == "cpu" and 1 < groups and groups * q.shape[2] <= FOLDED_ROWS and not causal:
-        return _attend_folded(q, k, v, mask, scale)
+    if q.device.type == "cpu" and groups > 1 and groups * q.shape[2] <= FOLDED_ROWS and not causal:
+        return attend_folded(q, k, v, mask, scale)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
     )
 
 
-def _attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """Attention with the queries of a key head as one block of rows.
 
     A CPU's kernel reads the keys once a head: of a single token, one row at a time. Folded, it reads them
     once for all heads of a group.
     """
     groups = q.shape[1] // k.shape[1]
-    rows = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, kv_heads, groups * n, dim)
+    rows = q.unflatten(1, (-1, groups)).contiguous().flatten(2, 3)  # (B, kv_heads, groups * n, dim)
     if mask is not None:
         mask = mask.repeat(1, 1, groups, 1)  # (B, 1, groups * n, width)
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)

@@ -8,7 +8,7 @@ path with one gather over all layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +39,8 @@ class RowStore:
         self.lengths = RowInts([0] * rows)
         self.width = 0
         self._data: Tensor | None = None
+        self._parts_of: Tensor | None = None  # that `_parts` are of
+        self._parts: Sequence[Tensor] = ()
         self._new = self._scratch = 0
         # State of the current forward pass:
         self._index: Tensor | None = None  # (B * n,) flat slots to write, if rows differ in length
@@ -66,6 +68,25 @@ class RowStore:
                 old = self._data
                 self._data = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
                 self._data[:, :, :, : old.shape[3]] = old
+
+    def parts(self, size: int, like: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        """The whole store, for code that writes and reads it on its own.
+
+        Args:
+            size: heads * dim.
+            like: tensor of the store's dtype and device.
+
+        Returns:
+            Keys 0, values 0, keys 1, ...: (B, capacity, size) each, in the store's memory; and (B * n,)
+            indices of the new slots in their (B * capacity, size) views.
+        """
+        if self._data is None:
+            self._data = like.new_zeros(self.layers, 2, len(self.lengths), self.capacity, size)
+        if self._parts_of is not self._data:
+            # A compiler takes tensors of one storage for one another's copies, and would copy all of them.
+            parts = self._data.flatten(0, 1).unbind()
+            self._parts_of, self._parts = self._data, [torch.from_dlpack(part) for part in parts]
+        return self._parts, self._flat_index(like.device)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new (B, heads, n, dim) keys and values of one layer.
@@ -237,9 +258,9 @@ class _Layer(CacheLayerMixin):
 
     is_sliding = False  # the mask applies windows; slots outside may be needed again after a rejection
 
-    def __init__(self, store: RowStore, index: int, write: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, store: RowStore, index: int) -> None:
         super().__init__()
-        self._store, self._layer, self._write = store, index, write
+        self._store, self._layer = store, index
         self.is_initialized = True
 
     @override
@@ -247,7 +268,7 @@ class _Layer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; return all to attend to."""
-        return self._write(self._layer, key_states, value_states)
+        return self._store.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> int:
         """Slots before the new tokens, in the longest row."""
@@ -280,15 +301,12 @@ class KVCache(Cache):
         places: index of the device of every layer; see `MultiDeviceStore`.
         rows: B.
         capacity: as in `RowStore`.
-        compiled: whether the layers are compiled.
     """
 
-    def __init__(self, places: Sequence[int], rows: int, capacity: int, compiled: bool = False) -> None:
+    def __init__(self, places: Sequence[int], rows: int, capacity: int) -> None:
         layers = len(places)
         multi_device = len(set(places)) > 1
         self.store = (
             MultiDeviceStore(places, rows, capacity) if multi_device else RowStore(layers, rows, capacity)
         )
-        # Lengths change every round, so the store is kept out of compiled graphs.
-        write: Any = torch.compiler.disable(self.store.write) if compiled else self.store.write
-        super().__init__(layers=[_Layer(self.store, i, write) for i in range(layers)])
+        super().__init__(layers=[_Layer(self.store, i) for i in range(layers)])

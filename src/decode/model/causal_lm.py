@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import config as compiler
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.model.cache import KVCache, attention_mask
+from decode.model.compiled_forward import compiled_pass
 from decode.model.fused_forward import Fused
 from decode.model.head import Head
 from decode.model.packed_linear import is_packed
@@ -26,7 +26,6 @@ class CausalLM:
 
     Attributes:
         max_positions: maximum sequence length of the model, in tokens; None: unlimited.
-        compiled: see `compile`.
         chunk: tokens of a text that `read_text` reads in one pass.
         movable: whether all weights are on one device, so they can be moved, copied and changed.
 
@@ -53,7 +52,6 @@ class CausalLM:
         self._places = [0] * len(self.layers)  # device index per layer, see `MultiDeviceStore`
         self._fused: Fused | None = None
         self._cache: KVCache | None = None
-        self.compiled = False
         self._unsettled: Tensor | None = (
             None  # (B, scratch + n) positions of the unsettled slots, for a window
         )
@@ -84,21 +82,23 @@ class CausalLM:
 
     def start(self, rows: int, capacity: int) -> None:
         """Start new texts: an empty cache with room for `capacity` tokens in each of `rows` rows."""
-        self._cache = KVCache(self._places, rows, capacity, self.compiled)
-        self._fused = None if self.compiled else Fused.of(self.base, self.layers, self.config)
+        self._cache = KVCache(self._places, rows, capacity)
+        self._fused = Fused.of(self.base, self.layers, self.config)
 
-    def compile(self) -> None:
-        """Compile the decoder layers (torch.compile), for all batch sizes and lengths.
+    def compile(self) -> str:
+        """Compile passes over a few tokens, or find their code in the cache; see `compiled_forward`.
 
-        The first passes take a minute or more. Outputs change by rounding, in plain decoding and in
-        verification alike. CUDA graphs are not used, because the number of slots changes every round.
+        Outputs change by rounding, in plain decoding and in verification alike. A later change of weights
+        ends it.
+
+        Returns:
+            Why passes stay as they are; "" if they are compiled.
         """
-        # The compiler makes a graph per layer index and per kind of mask.
-        limit = 4 * len(self.layers)
-        compiler.recompile_limit = max(compiler.recompile_limit, limit)
-        for layer in self.layers:
-            layer.compile(dynamic=True)
-        self.compiled = True
+        fused = Fused.of(self.base, self.layers, self.config)
+        if fused is None:
+            return f"{type(self.model).__name__} has no forward pass that can be compiled"
+        fused.compiled, reason = compiled_pass(fused)
+        return reason
 
     @property
     def lengths(self) -> list[int]:

@@ -9,7 +9,7 @@ model may decode. Training and rescoring (`Target.read`, the audit) always run t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from decode.model.cache import RowStore
 from decode.model.packed_linear import linear, linear_add
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+COMPILED_SLOTS = 64  # with more, products are large and calls do not matter
 NORM_ROWS = 32  # up to which a norm's cost is that of its calls
 STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # angles that do not depend on the sequence length
 
@@ -32,7 +33,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.addcmul(x * angles[..., 0, :, :], rotated, angles[..., 1, :, :])
 
 
-class _StackedLinear(NamedTuple):
+class StackedLinear(NamedTuple):
     """Several linear layers with the same input, as one product."""
 
     weight: Tensor
@@ -45,6 +46,7 @@ class _StackedLinear(NamedTuple):
         return cls(weight, None if layers[0].bias is None else _stack([m.bias for m in layers]))
 
     def __call__(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
         return linear(x, self.weight, self.bias)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -62,23 +64,36 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
     return nn.Parameter(whole, requires_grad=False)
 
 
-class _Layer:
-    """Weights and sizes of one decoder layer."""
+class LayerSteps:
+    """What a decoder layer computes before and after attention.
 
-    def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _StackedLinear.of(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = _StackedLinear.of(attention.o_proj)
-        self.gate_up = _StackedLinear.of(mlp.gate_proj, mlp.up_proj)
-        self.down = _StackedLinear.of(mlp.down_proj)
-        self.activation = mlp.act_fn
-        self.input_norm, self.mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self.qk_norm = None  # Qwen3
-        if hasattr(attention, "q_norm"):
-            self.qk_norm = _Norm(attention.q_norm), _Norm(attention.k_norm)
-        self.dim, self.scale = attention.head_dim, attention.scaling
-        self.heads = len(attention.q_proj.weight) // self.dim
-        self.qk_heads = self.heads + len(attention.k_proj.weight) // self.dim
+    Attributes:
+        qkv: (..., D) -> (..., (heads + 2 kv_heads) * dim).
+        out: its `add` maps a residual and attention's output to their sum.
+        gate_up: the two halves of the MLP's input.
+        down: like `out`, for the MLP.
+        activation: of the gate.
+        input_norm: before attention.
+        mlp_norm: before the MLP.
+        qk_norm: of queries and of keys (Qwen3), or None.
+        dim: size of a head.
+        scale: of the attention scores.
+        heads: number of query heads.
+        qk_heads: number of query and key heads.
+    """
+
+    qkv: Any
+    out: Any
+    gate_up: Any
+    down: Any
+    activation: Any
+    input_norm: Any
+    mlp_norm: Any
+    qk_norm: Any
+    dim: int
+    scale: float
+    heads: int
+    qk_heads: int
 
     def project(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, n, D) -> queries (B, heads, n, dim), keys and values (B, kv_heads, n, dim)."""
@@ -92,12 +107,31 @@ class _Layer:
 
     def finish(self, x: Tensor, attention: Tensor) -> Tensor:
         """(B, n, D) input and (B, heads, n, dim) attention output -> (B, n, D)."""
-        x = self.out.add(x, attention.transpose(1, 2).flatten(2))
+        x = self.out.add(x, attention.transpose(1, 2).contiguous().flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         return self.down.add(x, self.activation(gate) * up)
 
 
-class _Norm:
+class FusedLayer(LayerSteps):
+    """Weights and sizes of one decoder layer of transformers."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = StackedLinear.of(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = StackedLinear.of(attention.o_proj)
+        self.gate_up = StackedLinear.of(mlp.gate_proj, mlp.up_proj)
+        self.down = StackedLinear.of(mlp.down_proj)
+        self.activation = mlp.act_fn
+        self.input_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.qk_norm = None
+        if hasattr(attention, "q_norm"):
+            self.qk_norm = Norm(attention.q_norm), Norm(attention.k_norm)
+        self.dim, self.scale = attention.head_dim, attention.scaling
+        self.heads = len(attention.q_proj.weight) // self.dim
+        self.qk_heads = self.heads + len(attention.k_proj.weight) // self.dim
+
+
+class Norm:
     """RMS norm with the weights of a transformers or torch module."""
 
     def __init__(self, module: Any) -> None:
@@ -107,6 +141,7 @@ class _Norm:
         self.twice = torch.cat([self.weight.data] * 2) if half and self.weight.device.type == "cpu" else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
         size = x.shape[-1]
         if self.twice is None or x.numel() > NORM_ROWS * size:
             return F.rms_norm(x, (size,), self.weight, self.eps)
@@ -115,12 +150,23 @@ class _Norm:
         return F.layer_norm(torch.cat([x, -x], -1), (2 * size,), self.twice, None, self.eps)[..., :size]
 
 
+class CompiledPass(Protocol):
+    """Decoder layers and final norm as one call; see `compiled_forward`."""
+
+    def __call__(
+        self, x: Tensor, angles: Tensor, mask: Tensor | None, store: RowStore, inputs: dict[int, Tensor]
+    ) -> Tensor:
+        """(B, n, D) embeddings, (B, n, 2, 1, dim) angles -> (B, n, D); the others as in `Fused`."""
+        ...
+
+
 class Fused:
     """Decoder layers and final norm of a Llama, Mistral, Qwen2 or Qwen3 model; see `of`."""
 
     def __init__(self, base: Any) -> None:
-        self.embed, self.norm, self.rotary = base.embed_tokens, _Norm(base.norm), base.rotary_emb
-        self.layers = [_Layer(layer) for layer in base.layers]
+        self.embed, self.norm, self.rotary = base.embed_tokens, Norm(base.norm), base.rotary_emb
+        self.layers = [FusedLayer(layer) for layer in base.layers]
+        self.compiled: CompiledPass | None = None  # for passes of up to `COMPILED_SLOTS`
         self._versions = _versions(base)
         self._angles: Tensor | None = None  # (positions, 2, 1, dim)
 
@@ -162,6 +208,8 @@ class Fused:
         x = self.embed(tokens)
         angles = self._table(store.width, x)[positions]  # (B, n, 2, 1, dim)
         causal = mask is None and tokens.shape[1] > 1
+        if self.compiled is not None and tokens.shape[1] <= COMPILED_SLOTS and not causal:
+            return self.compiled(x, angles, mask, store, inputs)
         for index, layer in enumerate(self.layers):
             if index in inputs:
                 inputs[index] = x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode.errors import UserError
-from decode.hardware import cache_folder
+from decode.hardware import cache_folder, locked
 
 SUFFIX = ".gguf"
 FORMAT = 1  # of converted folders; raised where the same file would be converted otherwise
@@ -104,7 +103,7 @@ def converted(path: Path, what: str = "target") -> tuple[Path, str]:
     sha = _sha256(path, cache)
     folder = cache / f"{sha[:24]}-{FORMAT}"
     if not folder.is_dir():
-        with _lock(folder.with_suffix(".lock")):
+        with locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _convert(path, folder, what, sha)
     return folder, sha
@@ -130,14 +129,6 @@ def _sha256(path: Path, cache: Path) -> str:
     whole.write_text(digest.hexdigest())
     whole.replace(memory)
     return digest.hexdigest()
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a file's lock, which ends with the process."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(path: Path, folder: Path, what: str, sha: str) -> None:

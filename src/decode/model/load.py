@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,9 @@ def load_target(
         target = Target(load().to(device))
     probe(target)
     if compiled:
-        target.compile()
+        reason = target.compile()
+        if reason:
+            print(f"target.compile=true: not compiled; {reason}", file=sys.stderr, flush=True)
     return target
 
 

@@ -153,8 +153,6 @@ def check_packing(target: Target) -> None:
     Raises:
         UserError: they differ.
     """
-    if target.compiled:
-        raise UserError("packing=true: not with target.compile=true, which compiles for padded rows")
     try:
         same = _packing_error(Target(_small_copy(target).model)) <= TOLERANCE
         same = same and _packing_error(target) <= (TOLERANCE if target.dtype.itemsize >= 4 else 5e-2)

@@ -157,8 +157,6 @@ class TunedTarget(Target):
         super().__init__(model, source.taps)
         names = [f"{name} {weight_hash}" for name in source.fingerprints()]
         self._names = [hashlib.sha256(name.encode()).hexdigest()[:16] for name in names]
-        if source.compiled:
-            self.compile()
 
     @override
     def fingerprints(self) -> list[str]:

@@ -10,6 +10,7 @@ from families import BASE, PROMPTS, WORKS, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.draft import Draft
+from decode.model import compiled_forward
 from decode.model.causal_lm import CausalLM
 from decode.model.fused_forward import Fused
 from decode.model.load import load_model
@@ -188,3 +189,56 @@ def test_it_loads_fused(tmp_path):
     lm = CausalLM(load_model(str(save(tmp_path / "model", *WORKS["llama"]))).requires_grad_(False))
     lm.start(1, 8)
     assert lm._fused is not None
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.ci("fp32-qwen3")
+def test_a_compiled_pass_computes_what_the_fused_one_does(name, dtype, monkeypatch):
+    """One compiled graph for one and several rows and slots, ragged rows, trees, scratch reads and taps."""
+    lm = CausalLM(frozen(name).to(dtype))
+    plain = passes(lm)
+    assert lm.compile() == ""
+    again = passes(lm)
+    assert body(lm).compiled is not None
+    for number, (got, want) in enumerate(zip(again, plain, strict=True)):
+        if number == 0:
+            got, want = got[:, 1, :3], want[:, 1, :3]  # the rest is padding
+        scale = want.float().abs().amax()
+        atol = ROUNDING if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(got.float() / scale, want.float() / scale, rtol=0, atol=atol)
+    # The code is found again, for the same weights alone; a damaged file is written anew.
+    written = []
+    monkeypatch.setattr(compiled_forward, "_write", lambda _, file: written.append(file))
+    same = CausalLM(frozen(name).to(dtype))
+    assert same.compile() == ""
+    assert written == []
+    next(same.base.parameters()).mul_(2)
+    body(same).layers[0].down.weight.mul_(2)
+    assert "cannot be read" in same.compile()
+    assert body(same).compiled is None
+    assert len(written) == 1
+    for file in written[0].parent.glob("*.pt2"):
+        file.write_bytes(file.read_bytes()[:1000])
+    assert "cannot be read" in CausalLM(frozen(name).to(dtype)).compile()
+    assert len(written) == 2
+
+
+def test_what_cannot_be_compiled_decodes_as_it_is(monkeypatch):
+    lm = CausalLM(frozen("llama"))
+    plain = passes(lm)
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert lm.compile() == "no C++ compiler (/nowhere/g++); install one or set CXX"
+
+    def wrong(x, angles, mask, index, parts):
+        del angles, mask, index, parts
+        return [x] * 3
+
+    monkeypatch.setattr(compiled_forward, "_read", lambda _: wrong)
+    assert "passes differ by" in lm.compile()
+    monkeypatch.setattr(compiled_forward, "_read", lambda _: 1 / 0)
+    assert lm.compile() == "the compiler failed (division by zero)"
+    for got, want in zip(passes(lm), plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    trainable(lm.model)
+    assert "no forward pass that can be compiled" in lm.compile()

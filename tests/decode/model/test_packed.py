@@ -90,10 +90,6 @@ def test_models_that_cannot_are_refused(tiny_target):
             UserError, match=r"packing=true: .* cannot read rows packed \(.*\); use packing=false"
         ):
             check_packing(target)
-    compiled = make_gpt2()
-    compiled.compiled = True
-    with pytest.raises(UserError, match=r"target\.compile"):
-        check_packing(compiled)
 
 
 @pytest.fixture

@@ -123,16 +123,6 @@ def test_the_tuned_target_has_a_fingerprint_of_its_own(tiny_target):
     assert len(set(names)) == 3
 
 
-@pytest.mark.proof
-def test_a_compiled_target_is_tuned_into_a_compiled_one(tiny_target):
-    target, drafter = moved(tiny_target)
-    assert not drafter.verifier(target).compiled
-    target.compile()
-    verifier = drafter.verifier(target)
-    assert verifier.compiled
-    assert all(layer._compiled_call_impl is not None for layer in verifier.layers)
-
-
 def test_other_drafters_leave_the_target_alone(pair):
     target, drafter = pair
     assert (drafter.verifier(target) is target) is not isinstance(drafter, Medusa2)
