@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from benchmarks.common import conditions, encode, load_drafter, load_inputs, machine, span
+from benchmarks.near_ties import Differences
 from benchmarks.vs_transformers import Contender, hugging_face, ours, race
 from decode.errors import UserError
 from decode.model.load import stop_tokens
@@ -21,6 +25,7 @@ from distill.options import DrafterOptions
 from distill.report.tables import grid
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar, say
+from drafters.checkpoint.folder import first_line
 from drafters.models.lm import DraftLM
 from drafters.registry import short_name
 
@@ -48,20 +53,19 @@ def decoders(cfg: DictConfig, folder: Path) -> float:
         draft = _draft_model(cfg.drafter, target)
         contenders = _contenders(cfg, target, draft)
     prompts = encode(chat, held[: options.prompts])
-    with (
-        conditions(cfg, target) as found,
-        bar(len(prompts) * options.repeats, "racing", "prompts") as shown,
-    ):
-        rows = race(
-            contenders,
-            prompts,
-            max_new_tokens=options.max_new_tokens,
-            repeats=options.repeats,
-            progress=shown.update,
-        )
-    if cfg.temperature:  # everybody draws on their own
-        for row in rows:
-            row["differ"] = None
+    with conditions(cfg, target) as found:
+        if cfg.compiled:
+            contenders[2:2] = _compiled(cfg, target, prompts)
+        with bar(len(prompts) * options.repeats, "racing", "prompts") as shown:
+            results = race(
+                contenders,
+                prompts,
+                max_new_tokens=options.max_new_tokens,
+                repeats=options.repeats,
+                progress=shown.update,
+            )
+    differences = Differences(target, prompts, results[0].texts)
+    rows = [result.row | _differing(cfg, differences, result.texts) for result in results]
     card = {
         "what": "decode",
         "timed": "whole calls, the pass over the prompt included, batch 1",
@@ -94,12 +98,16 @@ def _draft_model(cfg: DictConfig, target: Target) -> DraftLM | None:
     return draft.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
+def _law(cfg: DictConfig, target: Target) -> dict[str, Any]:
+    """What all contenders have to obey."""
+    return {"sampler": Sampler(cfg.temperature), "stop": stop_tokens(target) if cfg.ends else []}
+
+
 def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[Contender]:
     """Plain decoding first: the others are compared with it."""
-    sampler, stop = Sampler(cfg.temperature), stop_tokens(target) if cfg.ends else []
     chain = Plan(depth=cfg.depth, proposal="sampled" if cfg.temperature else "fixed")
     plans = {str(name): Plan(**shape) for name, shape in cfg.plans.items()}
-    law = {"sampler": sampler, "stop": stop}
+    law = _law(cfg, target)
     contenders = [
         Contender("ours-plain", ours(target, None, Plan(), **law, seed=cfg.seed)),
         Contender("hf-generate", hugging_face(target, **law)),
@@ -117,6 +125,39 @@ def _contenders(cfg: DictConfig, target: Target, draft: DraftLM | None) -> list[
     return contenders
 
 
+def _compiled(cfg: DictConfig, target: Target, prompts: Sequence[Sequence[int]]) -> list[Contender]:
+    """Hugging Face's compiled loop, after a run over all prompts; nothing where it cannot be compiled.
+
+    To be called with as many threads as are timed, for which the compiler writes its code.
+    """
+    room = min(max(map(len, prompts)) + cfg.score.max_new_tokens, target.max_positions or sys.maxsize)
+    decode, begin = hugging_face(target, **_law(cfg, target), static=room), time.perf_counter()
+    try:
+        for prompt in prompts:  # all, since a sliding window that fills up compiles again
+            decode(prompt, cfg.score.max_new_tokens)
+    except RuntimeError as error:  # of the compiler, all of whose errors are such: no g++, say
+        say(f"without the compiled loop: {first_line(error)}")
+        return []
+    seconds = time.perf_counter() - begin
+    say(f"compiled Hugging Face's plain loop and ran it once in {seconds:.0f} s, which are not timed")
+    return [Contender("hf-compiled", decode)]
+
+
+def _differing(cfg: DictConfig, differences: Differences, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    if cfg.temperature:  # everybody draws on their own
+        return {"differ": None, "near_ties": None, "largest_gap": None}
+    return differences(texts)
+
+
+def differing_column(row: dict[str, Any]) -> str:
+    """The column of texts that differ: `3 (2 near ties)`."""
+    if row["differ"] is None:
+        return "-"
+    if not row["differ"] or row["near_ties"] is None:
+        return str(row["differ"])
+    return f"{row['differ']} ({row['near_ties']} near tie{'s' * (row['near_ties'] != 1)})"
+
+
 def _table(card: dict[str, Any]) -> str:
     lines = [
         [
@@ -126,7 +167,7 @@ def _table(card: dict[str, Any]) -> str:
             f"{row['ratio']:.2f}x",
             span(row["ratio_spread"], 2),
             f"{row['tau']:.2f}",
-            "-" if row["differ"] is None else str(row["differ"]),
+            differing_column(row),
         ]
         for row in card["rows"]
     ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
@@ -70,6 +73,7 @@ def hugging_face(
     assistant: PreTrainedModel | None = None,
     depth: int = 0,
     stop: Sequence[int] = (),
+    static: int = 0,
 ) -> Callable[[Sequence[int], int], Text]:
     """`generate` of transformers on the module of the target.
 
@@ -80,6 +84,8 @@ def hugging_face(
         depth: without an assistant, the largest number of tokens copied from the context (prompt lookup);
             0: no drafts.
         stop: end tokens.
+        static: tokens that a static cache holds, with which passes over one token run compiled, the way of
+            gpt-fast; the first of them compile. 0: a growing cache and no compiler.
     """
     options: dict[str, Any] = {"do_sample": sampler.temperature > 0, "repetition_penalty": 1.0}
     if options["do_sample"]:
@@ -96,6 +102,12 @@ def hugging_face(
         config.assistant_confidence_threshold = 0.0  # else drafts may end early
     elif depth:
         options["prompt_lookup_num_tokens"] = depth
+    model: Any = target.model
+    cache = StaticCache(config=target.config, max_cache_len=static) if static else None
+    if cache is not None:
+        arguments["past_key_values"] = cache
+        if target.device.type == "cpu":  # where transformers does not compile by itself
+            model = _with_compiled_steps(model)
 
     @torch.inference_mode()
     def decode(prompt: Sequence[int], length: int) -> Text:
@@ -103,17 +115,49 @@ def hugging_face(
             length = min(length, target.max_positions - len(prompt))
         tokens = torch.tensor([list(prompt)], device=target.device)
         rounds = _Rounds()
-        model: Any = target.model
-        out = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            generation_config=GenerationConfig(**options, max_new_tokens=length),
-            streamer=rounds,
-            **arguments,
-        )
+        if cache is not None:
+            cache.reset()
+        with nullcontext() if cache is None else _constant_weights():
+            out = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                generation_config=GenerationConfig(**options, max_new_tokens=length),
+                streamer=rounds,
+                **arguments,
+            )
         return Text(out[0, len(prompt) :].tolist(), rounds.sizes[2:])
 
     return decode
+
+
+def _with_compiled_steps(model: PreTrainedModel) -> PreTrainedModel:
+    """The same modules and weights, with passes over one token compiled.
+
+    Passes over prompts are not, since each length would compile again.
+    """
+    plain, compiled = model.forward, torch.compile(model.forward)
+
+    @functools.wraps(plain)  # `generate` reads the names of its arguments
+    def forward(input_ids: Tensor, **options: Any) -> Any:
+        return (compiled if input_ids.shape[1] == 1 else plain)(input_ids=input_ids, **options)
+
+    twin = copy.copy(model)
+    twin.forward = forward
+    return twin
+
+
+def _constant_weights() -> AbstractContextManager[Any]:
+    """Context in which the compiler takes weights for constants, and so packs them for the processor.
+
+    Tensors of the cache become constants too: it has to be the same one in all calls.
+    """
+    try:
+        # private API: with the public `options` of torch.compile the tracer still makes weights inputs.
+        from torch._inductor import config
+
+        return config.patch(freezing=True)
+    except (AttributeError, ImportError):  # slower, and as correct
+        return nullcontext()
 
 
 class _Rounds(BaseStreamer):
@@ -129,6 +173,13 @@ class _Rounds(BaseStreamer):
     @override
     def end(self) -> None:
         pass
+
+
+class Result(NamedTuple):
+    """What `race` measured of one contender."""
+
+    row: dict[str, Any]
+    texts: list[list[int]]  # new tokens of each prompt
 
 
 @dataclass(slots=True)
@@ -149,7 +200,7 @@ def race(
     max_new_tokens: int,
     repeats: int,
     progress: Callable[[], Any] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Result]:
     """Time all contenders on every prompt in turn, rotating who goes first.
 
     Times include the prefill, which Hugging Face's `generate` cannot exclude.
@@ -164,8 +215,8 @@ def race(
     Returns:
         For each contender `name`, `tokens_per_second` (median over the repeats), its `spread`
         (slowest, fastest), `ratio` to the first contender (median over the ratios of repeats), its
-        `ratio_spread`, `tau` (see `decode.evaluation.scorecard`), `tokens`, and `differ`: prompts whose
-        text in the first repeat is not the first contender's.
+        `ratio_spread`, `tau` (see `decode.evaluation.scorecard`) and `tokens`; and its texts of the first
+        repeat.
     """
     tallies = [_Tally() for _ in contenders]
     for contender in contenders:
@@ -185,7 +236,10 @@ def race(
                     tally.texts.append(text)
             if progress:
                 progress()
-    return [_row(c.name, tally, tallies[0]) for c, tally in zip(contenders, tallies, strict=True)]
+    return [
+        Result(_row(contender.name, tally, tallies[0]), [text.tokens for text in tally.texts])
+        for contender, tally in zip(contenders, tallies, strict=True)
+    ]
 
 
 def _row(name: str, tally: _Tally, first: _Tally) -> dict[str, Any]:
@@ -200,5 +254,4 @@ def _row(name: str, tally: _Tally, first: _Tally) -> dict[str, Any]:
         "ratio_spread": [min(ratios), max(ratios)],
         "tau": sum(passes) / len(passes) if passes else 0.0,
         "tokens": tally.counts[0],
-        "differ": sum(a.tokens != b.tokens for a, b in zip(tally.texts, first.texts, strict=True)),
     }

@@ -143,6 +143,7 @@ SIZES = {
     "max_new_tokens": "6",
     "starts": "4",
     "nodes": "[4,8]",
+    "compiled": "false",
     "repeats": "1",
     "count": "8",
     "sample": "2",
