@@ -14,15 +14,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from decode.model.attention import attend
 from decode.model.cache import RowStore
+from decode.model.norm import HALF, rms_norm
 from decode.model.packed_linear import linear, linear_add
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 COMPILED_SLOTS = 64  # with more, products are large and calls do not matter
-NORM_ROWS = 32  # up to which a norm's cost is that of its calls
 STATIC_ROTARY = {"default", "linear", "llama3", "yarn"}  # angles that do not depend on the sequence length
 
 
@@ -137,17 +136,12 @@ class Norm:
     def __init__(self, module: Any) -> None:
         self.weight = module.weight
         self.eps: Any = module.eps if isinstance(module, nn.RMSNorm) else module.variance_epsilon
-        half = self.weight.dtype in (torch.bfloat16, torch.float16)
+        half = self.weight.dtype in HALF
         self.twice = torch.cat([self.weight.data] * 2) if half and self.weight.device.type == "cpu" else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        size = x.shape[-1]
-        if self.twice is None or x.numel() > NORM_ROWS * size:
-            return F.rms_norm(x, (size,), self.weight, self.eps)
-        # On a CPU F.rms_norm is eight calls in half precision, F.layer_norm is one: (x, -x) has mean 0, and
-        # its variance is the mean square of x.
-        return F.layer_norm(torch.cat([x, -x], -1), (2 * size,), self.twice, None, self.eps)[..., :size]
+        return rms_norm(x, self.weight, self.eps, self.twice)
 
 
 class CompiledPass(Protocol):

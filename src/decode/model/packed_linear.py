@@ -74,6 +74,10 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Residual + output, in one call."""
+        return linear_add(residual, x, self.weight, self.bias)
+
 
 def is_packed(weight: Tensor) -> bool:
     """Whether `linear` has a packed copy of this weight."""
@@ -85,14 +89,19 @@ def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
     """The packed copy for this product; None: use the plain weight."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
         return None
-    # Other kinds of tensors are views made anew in every call, or sharded, or hide their changes.
-    frozen = type(weight) is nn.Parameter and not weight.requires_grad and not weight.is_inference()
-    if not frozen or not torch.is_inference_mode_enabled() or not 0 < x.numel() <= ROWS * x.shape[-1]:
+    if not may_copy(weight) or not 0 < x.numel() <= ROWS * x.shape[-1]:
         return None
     copy = _COPIES.get(id(weight))
     if copy is None or (copy.pointer, copy.version) != weight_state(weight) or copy.weight() is not weight:
         copy = _COPIES[id(weight)] = _make_copy(weight)
     return copy.packed
+
+
+def may_copy(weight: Tensor) -> bool:
+    """Whether decoding may keep a copy of this weight: it is frozen and shows changes."""
+    # Other kinds of tensors are views made anew in every call, or sharded, or hide their changes.
+    frozen = type(weight) is nn.Parameter and not weight.requires_grad and not weight.is_inference()
+    return frozen and torch.is_inference_mode_enabled()
 
 
 def weight_state(weight: Tensor) -> tuple[int, int]:

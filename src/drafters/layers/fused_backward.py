@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from decode.model.norm import rms_norm as few_rows_norm
+
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
@@ -36,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight = weight.to(x.dtype)  # under autocast the input is bf16 and the weight fp32
     # torch's own is one kernel on a GPU, and wide inside where its input is narrow.
     if x.device.type != "cpu" or x.dtype.itemsize < 4 or not torch.is_grad_enabled():
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return few_rows_norm(x, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
 
 

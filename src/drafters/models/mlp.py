@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.model.head import Head
+from decode.model.norm import rms_norm
 from decode.model.packed_linear import Linear
 from decode.model.target import Target
 from drafters.base import constructor_arguments
@@ -30,7 +31,7 @@ class Norm(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], eps=EPS) * self.weight + self.bias
+        return rms_norm(x, None, EPS) * self.weight + self.bias
 
 
 def per_depth(depth: int, make: Callable[[int], nn.Module], alike: int) -> nn.ModuleList:
@@ -97,7 +98,7 @@ class Speculator(ChainedHeadsDrafter):
         feature = feature.to(self.dtype)
         if not self.scale_input:
             return feature
-        return F.rms_norm(feature, feature.shape[-1:], eps=EPS) / math.sqrt(2)
+        return rms_norm(feature, None, EPS) / math.sqrt(2)
 
     @override
     def head_input(self, state: Tensor, index: int) -> Tensor:
@@ -134,7 +135,7 @@ class Mlp(Speculator):
 
     @override
     def cell(self, state: Tensor, token: Tensor, index: int, target: Target) -> Tensor:
-        state = self.proj[index](state) + self.token_weight * self.emb[index](token)
+        state = cast("Linear", self.proj[index]).add(self.token_weight * self.emb[index](token), state)
         return F.gelu(self.ln[index](state))
 
 
