@@ -15,7 +15,7 @@ from faces import ONE, best_paths, paths
 from decode.draft import PAD, Draft
 from decode.plan import Plan
 from decode.sampling import Sampler
-from drafters.drafting.tree import expand
+from drafters.drafting.tree import expand, largest
 from drafters.vocabulary import Vocabulary
 from drafters.vocabulary import probs_of as distribution
 
@@ -486,3 +486,15 @@ def test_a_chain_ends_before_logits_that_are_not_finite(plan):
     there = (draft.tokens != PAD).reshape(2, 3, plan.drafts).all(-1)
     assert there.tolist() == [[True, False, False], [True, True, False]]
     assert draft.q.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [64, 2**13, 2**15, 2**15 + 1])
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_largest_of_many_are_those_of_topk(size, count):
+    x = torch.randperm(3 * size).view(1, 3, size).float()
+    x[0, 1] = -torch.inf
+    x[0, 1, 5] = 0.0  # fewer finite values than are asked for
+    value, index = largest(x, count)
+    assert value.equal(x.topk(count).values)
+    assert x.gather(-1, index).equal(value)
+    assert all(len(set(row)) == count for row in index[0].tolist())
