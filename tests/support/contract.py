@@ -58,6 +58,19 @@ def lawful(pair):
     return pair
 
 
+@pytest.fixture(params=[False, True], ids=["trainable", "frozen"])
+def frozen(request, pair):
+    """Frozen weights in inference mode, as they are decoded with: copies of them may stand for them."""
+    if request.param:
+        trained = pair[1].trains
+        pair[1].requires_grad_(False)
+        if pair[1].trains != trained:
+            pytest.skip("frozen, it has no training face to compare with")
+    with torch.inference_mode(request.param):
+        yield request.param
+
+
+@pytest.mark.usefixtures("frozen")
 def test_decoding_computes_the_laws_that_training_taught(pair):
     target, drafter = lawful(pair)
     assert_faces_agree(drafter, target, random_texts())
@@ -107,6 +120,7 @@ def test_a_sampled_chain_is_drawn_from_the_laws_it_carries(pair):
         assert draft.tokens[:, slot].tolist() == token.tolist()
 
 
+@pytest.mark.usefixtures("frozen")
 def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monkeypatch):
     """Drive the step of `expand` along arbitrary beams, which scores would seldom choose."""
     target, drafter = lawful(pair)
@@ -164,6 +178,7 @@ def test_drafts_side_by_side_carry_the_laws_that_training_taught(pair):
     torch.testing.assert_close(torch.stack(got), want, rtol=0, atol=10 * ROUNDING)
 
 
+@pytest.mark.usefixtures("frozen")
 def test_a_chosen_chain_holds_the_likeliest_token_of_every_law(pair):
     target, drafter = lawful(pair)
     follower, places, chosen = Follower(drafter, target, random_texts()), [], []

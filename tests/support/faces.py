@@ -120,7 +120,7 @@ class Follower:
     def advance(self, counts) -> None:
         width = max(counts) + 1  # one more than needed: padding must be ignored
         tokens = torch.randint(V, (len(counts), width))
-        taps = torch.randn(len(counts), width, *self.taps.shape[2:])
+        taps = torch.randn(len(counts), width, *self.taps.shape[2:], dtype=self.taps.dtype)
         root = torch.empty(len(counts), dtype=torch.long)
         for row, count in enumerate(counts):
             start, end = self.settled[row], self.settled[row] + count

@@ -17,6 +17,16 @@ def repeats_keys(device: torch.device, groups: int, masked: bool) -> bool:
     return device.type == "cuda" and groups > 1 and masked
 
 
+def fast_dtype(like: Tensor) -> torch.dtype:
+    """The dtype in which attention of a few queries is fastest, for a model with the dtype of `like`.
+
+    On a CPU torch's kernel takes several times as long in half precision: eight times for one query and
+    4,000 keys (docs/speed.md).
+    """
+    half = like.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if half and like.device.type == "cpu" else like.dtype
+
+
 def attend(
     q: Tensor,
     k: Tensor,

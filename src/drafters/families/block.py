@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.model.attention import attend
-from decode.model.cache import RowStore, attention_mask
+from decode.model.attention import fast_dtype
+from decode.model.cache import RowStore
 from decode.model.head import Head
 from decode.model.packed_linear import Linear
 from decode.model.target import Tap, Target
@@ -25,6 +25,7 @@ from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
+from drafters.layers.decode_step import run_after
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, query_blocks
 from drafters.vocabulary import Vocabulary
@@ -223,11 +224,11 @@ class BlockDrafter(TokenBiasDrafter):
         store, device = state.store, taps.device
         feature = self.fuse(taps)
         store.begin(taps.shape[1])
+        dtype = fast_dtype(feature)
         positions = store.lengths.on(device)[:, None] + torch.arange(taps.shape[1], device=device)
         angles = self.rotary.table(store.width, feature)[positions]
         for i, layer in enumerate(self.stack):
-            k, v = self.context(layer, feature, angles)
-            store.write(i, k.transpose(1, 2), v.transpose(1, 2))
+            store.write(i, *(t.transpose(1, 2).to(dtype) for t in self.context(layer, feature, angles)))
         store.keep(counts)
         end = RowInts.of(counts).on(device) - 1
         state.newest = taps[torch.arange(len(end), device=device), end, -1]
@@ -281,14 +282,6 @@ class BlockDrafter(TokenBiasDrafter):
     def _pass(self, store: RowStore, x: Tensor) -> Tensor:
         """(B, K + 1, D) input of blocks -> (B, K, D) final states of the masks; the cache is not extended."""
         rows, width = x.shape[:2]
-        store.begin(width)
         block = torch.ones(rows, width, width, dtype=torch.bool, device=x.device)
-        positions = store.lengths.on(x.device)[:, None] + torch.arange(width, device=x.device)
-        angles = self.rotary.table(store.width, x)[positions]
-        mask = attention_mask(store.lengths, block, store.width)
-        for i, layer in enumerate(self.stack):
-            qkv = layer.qkv_proj(layer.input_layernorm(x))
-            q, k, v = (t.transpose(1, 2) for t in layer.split(qkv, angles))
-            k, v = store.write(i, k, v)
-            x = layer.finish(x, attend(q, k, v, mask[:, None]).transpose(1, 2).flatten(2))
+        x = run_after(store, self.stack, self.rotary, x, block, torch.arange(width, device=x.device))
         return self.norm(x)[:, 1:]

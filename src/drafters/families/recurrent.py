@@ -7,16 +7,16 @@ it. Settled pairs contain features of the target, drafted pairs the drafter's ow
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from decode.draft import Draft
-from decode.model.attention import attend
-from decode.model.cache import RowStore, attention_mask
+from decode.model.cache import RowStore
 from decode.model.head import Head
 from decode.model.target import Target
 from decode.plan import Plan
@@ -25,6 +25,7 @@ from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.tree import expand
+from drafters.layers.decode_step import SharesCache, TokenShares, run_after
 from drafters.layers.decoder_layer import DecoderLayer, Rotary, tree_visibility
 from drafters.layers.unroll import AnchorIndex, FirstLayerInput, LayerUnroll
 from drafters.vocabulary import Vocabulary
@@ -58,6 +59,10 @@ class RecurrentDrafter(Drafter):
     checkpointing = False
     rotary: Rotary
 
+    def __init__(self, draft_vocab_size: int | None = None) -> None:
+        super().__init__(draft_vocab_size)
+        self._shares = SharesCache()
+
     @property
     @abstractmethod
     def stack(self) -> Sequence[DecoderLayer]:
@@ -70,6 +75,15 @@ class RecurrentDrafter(Drafter):
     @abstractmethod
     def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """(B, n, D) embeddings and features -> the first layer's residual and its fused q, k, v."""
+
+    def token_shares(self, target: Target) -> TokenShares | None:
+        """What `pair_by_lookup` reads; None: there is no such product, or it may not be made now."""
+        del target
+        return None
+
+    def pair_by_lookup(self, shares: TokenShares, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """`pair` of (B, n) tokens and (B, n, D) features by one product and a table."""
+        raise NotImplementedError
 
     @abstractmethod
     def token_projection(self, embedded: Tensor) -> Tensor:
@@ -178,13 +192,14 @@ class RecurrentDrafter(Drafter):
         end = RowInts.of(counts).on(tokens.device)[:, None] - 1  # (B, 1)
         # Pair i needs token i + 1; for the last pair of each row that is the root.
         following = tokens.roll(-1, 1).scatter(1, end, root[:, None])
-        outputs = []
+        outputs, enter = [], self.input_maker(target)
         for start in range(0, tokens.shape[1], target.chunk):
             stop = min(start + target.chunk, tokens.shape[1])
             step = torch.arange(stop, device=tokens.device)
             block = (step[start:, None] >= step)[None]  # (1, n, start + n)
-            embedded, feature = target.embed(following[:, start:stop]), self.fuse(taps[:, start:stop])
-            outputs.append(self.run_layers(state.store, embedded, feature, block))
+            feature = self.fuse(taps[:, start:stop])
+            first = enter(following[:, start:stop], feature)
+            outputs.append(self.run_layers(state.store, first, block, step[start:]))
         x = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
         state.store.keep(counts)
         state.newest = x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))
@@ -199,24 +214,18 @@ class RecurrentDrafter(Drafter):
     def kv_bytes_per_token(self, state: RecurrentState) -> int:
         return state.store.bytes_per_token
 
-    def run_layers(self, store: RowStore, embedded: Tensor, feature: Tensor, block: Tensor) -> Tensor:
-        """Run (B, n, D) embeddings and features after the settled pairs; returns (B, n, D).
+    def input_maker(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(B, n) tokens, (B, n, D) features -> the first layer's residual and its q, k, v."""
+        if not self.training and (shares := self.token_shares(target)) is not None:
+            return partial(self.pair_by_lookup, shares)
+        return lambda tokens, feature: self.pair(target.embed(tokens).to(feature.dtype), feature)
 
-        `block` (B, n, m), or (1, n, m) for all rows, is the mask over the m newest cache slots: these n, and
-        before them m - n scratch slots of earlier calls.
-        """
-        x, qkv = self.pair(embedded.to(feature.dtype), feature)
-        store.begin(block.shape[1], block.shape[2] - block.shape[1])
-        positions = store.lengths.on(x.device)[:, None] + block.sum(-1) - 1  # (B, n)
-        angles = self.rotary.table(store.width, x)[positions]
-        mask = attention_mask(store.lengths, block, store.width)
-        for i, layer in enumerate(self.stack):
-            if i:
-                qkv = layer.qkv_proj(layer.input_layernorm(x))
-            q, k, v = (t.transpose(1, 2) for t in layer.split(qkv, angles))
-            k, v = store.write(i, k, v)
-            x = layer.finish(x, attend(q, k, v, mask[:, None]).transpose(1, 2).flatten(2))
-        return x
+    def run_layers(
+        self, store: RowStore, first: tuple[Tensor, Tensor], block: Tensor, offsets: Tensor | int
+    ) -> Tensor:
+        """`run_after` of the first layer's residual (B, n, D) and q, k, v (B, n, P): (B, n, D)."""
+        x, qkv = first
+        return run_after(store, self.stack, self.rotary, x, block, offsets, qkv)
 
     @override
     def propose(
@@ -226,16 +235,18 @@ class RecurrentDrafter(Drafter):
         head = self.head(target)
         hidden, feature = self.emit(state.newest)  # (B, 1, D), then (B, W, D): of the last level
         reach = torch.ones(feature.shape[0], 1, 0, dtype=torch.bool, device=feature.device)
-        depth = 1
+        depth, active, enter = 1, self, self.input_maker(target)
 
         # Levels are written to scratch slots after the settled pairs; the next round overwrites them.
         def step(token: Tensor, parent: Tensor) -> Tensor:
-            nonlocal depth, hidden, feature, reach
+            nonlocal depth, hidden, feature, reach, active, enter
             depth += 1
+            if (module := self.module_at(depth)) is not active:
+                active, enter = module, module.input_maker(target)
             parent_feature = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
             reach = tree_visibility(reach, parent)  # (B, W, m) mask over scratch slots
-            run = self.module_at(depth).run_layers
-            hidden, feature = self.emit(run(state.store, target.embed(token), parent_feature, reach))
+            x = active.run_layers(state.store, enter(token, parent_feature), reach, depth - 2)
+            hidden, feature = self.emit(x)
             return head(hidden)
 
         vocabulary, confidence = Vocabulary.of(head, target), self.confidence_of(lambda: hidden)

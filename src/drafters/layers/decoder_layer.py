@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from decode.model.causal_lm import CausalLM
-from decode.model.packed_linear import Linear, linear_add
+from decode.model.packed_linear import Linear
 from drafters.layers.fused_backward import rms_norm, rotate, swiglu
 from drafters.layers.rope import frequencies, rope_settings
 
@@ -73,13 +73,14 @@ class Rotary(nn.Module):
         frequencies(dim, theta, rope, torch.empty(0))  # validates the arguments
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def table(self, limit: int, like: Tensor) -> Tensor:
-        """(positions >= limit, 2, 1, n) cosines and sines in the dtype and on the device of `like`.
+    def table(self, limit: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """(positions >= limit, 2, 1, n) cosines and sines on the device of `like`, in its dtype or `dtype`.
 
         They rotate the first n <= dim elements of a head (partial rotary embedding).
         """
         # A plain attribute, not a buffer: casting the module to bf16 must not round the angles.
-        key = (like.device, like.dtype)
+        dtype = dtype or like.dtype
+        key = (like.device, dtype)
         table = self._tables.get(key)
         if table is None or table.shape[0] < limit:
             with torch.inference_mode(False):
@@ -87,7 +88,7 @@ class Rotary(nn.Module):
                 positions = torch.arange(max(256, 2 * limit), device=like.device)
                 angles = positions[:, None] * inverse_frequencies
                 angles = torch.cat([angles, angles], -1)[:, None]
-                table = (torch.stack([angles.cos(), angles.sin()], 1) * scale).to(like.dtype)
+                table = (torch.stack([angles.cos(), angles.sin()], 1) * scale).to(dtype)
             self._tables[key] = table
         return table
 
@@ -155,9 +156,9 @@ class DecoderLayer(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """(..., D) residual and (..., heads * dim) attention output -> (..., D) output of the layer."""
-        x = linear_add(x, attended, self.o_proj.weight)
+        x = self.o_proj.add(x, attended)
         y = self.gate_up_proj(self.post_attention_layernorm(x))
-        return linear_add(x, swiglu(y), self.down_proj.weight)
+        return self.down_proj.add(x, swiglu(y))
 
 
 def tree_visibility(reach: Tensor, parent: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Target
 from drafters.base import Batch, constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter, add_feature_noise
+from drafters.layers.decode_step import TokenShares
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
 from drafters.layers.unroll import FirstLayerInput
 
@@ -85,6 +86,23 @@ class Eagle(RecurrentDrafter):
     def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         x = self.fc(torch.cat([embedded, feature], -1))
         return x, self.layer.qkv_proj(x)
+
+    @override
+    def token_shares(self, target: Target) -> TokenShares | None:
+        qkv = self.layer.qkv_proj.weight
+        weights = [w for w in (self.fc.weight, self.fc.bias, qkv) if w is not None]
+        return self._shares.of(target, weights, len(self.fc.weight) + len(qkv), self._merged)
+
+    @override
+    def pair_by_lookup(self, shares: TokenShares, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        x = shares(tokens, feature)
+        return x[..., : feature.shape[-1]], x[..., feature.shape[-1] :]
+
+    def _merged(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """No norm stands between `fc` and the q, k, v product, so the two are one: (V, D + P), (D + P, D)."""
+        share, qkv = self.token_projection(embedded), self.layer.qkv_proj.weight
+        weight = self.fc.weight[:, embedded.shape[-1] :]
+        return torch.cat([share, F.linear(share, qkv)], -1), torch.cat([weight, qkv @ weight])
 
     @override
     def token_projection(self, embedded: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Tap, Target
 from drafters.base import constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter
+from drafters.layers.decode_step import TokenShares
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll import FirstLayerInput
 from drafters.vocabulary import TokenCounts
@@ -136,6 +137,19 @@ class Eagle3(RecurrentDrafter):
         first, normed = self.stack[0], self.hidden_norm(feature)
         qkv = first.qkv_proj(torch.cat([first.input_layernorm(embedded), normed], -1))
         return normed if self.norm_before_residual else feature, qkv
+
+    @override
+    def token_shares(self, target: Target) -> TokenShares | None:
+        first = self.stack[0]
+        weights, rows = [first.qkv_proj.weight, first.input_layernorm.weight], len(first.qkv_proj.weight)
+        return self._shares.of(
+            target, weights, rows, lambda embedded: (self.token_projection(embedded), self.first_weight())
+        )
+
+    @override
+    def pair_by_lookup(self, shares: TokenShares, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.hidden_norm(feature)
+        return normed if self.norm_before_residual else feature, shares(tokens, normed)
 
     @override
     def token_projection(self, embedded: Tensor) -> Tensor:

@@ -78,7 +78,8 @@ class PEagle(Eagle3):
         x, rows = state.newest, len(state.newest)
         if depth > 1:
             token, feature = (m.expand(rows, depth - 1, -1) for m in (self.mask_token, self.mask_hidden))
-            block = torch.ones(depth - 1, depth - 1, dtype=torch.bool, device=x.device).tril()
-            masks = self.run_layers(state.store, token, feature, block.expand(rows, -1, -1))
+            step = torch.arange(depth - 1, device=x.device)
+            block = (step[:, None] >= step).expand(rows, -1, -1)
+            masks = self.run_layers(state.store, self.pair(token, feature), block, step)
             x = torch.cat([x, masks], 1)
         return self.emit(x)[0]

@@ -1,0 +1,99 @@
+"""One decoding pass of a drafter's layers over a few new slots of its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from decode.model.attention import attend, fast_dtype
+from decode.model.cache import RowStore, attention_mask
+from decode.model.packed_linear import linear_add, may_copy, weight_state
+from decode.model.target import Target
+from drafters.layers.decoder_layer import DecoderLayer, Rotary
+
+TABLE_BYTES = 2**26  # limit for a table of token shares; 4,096 tokens of 768 entries in 16 bits take 6 MB
+
+
+class TokenShares(NamedTuple):
+    """A product of token and feature, the token's part of which is looked up."""
+
+    table: Tensor  # (V, P)
+    weight: nn.Parameter  # (P, D) of the feature
+
+    def __call__(self, tokens: Tensor, feature: Tensor) -> Tensor:
+        """(B, n) tokens and (B, n, D) features -> (B, n, P)."""
+        return linear_add(self.table[tokens], feature, self.weight)
+
+
+class SharesCache:
+    """Token shares of a drafter, made when it decodes; made again when a weight has changed."""
+
+    def __init__(self) -> None:
+        self._made: tuple[tuple[object, ...], TokenShares] | None = None
+
+    def of(
+        self,
+        target: Target,
+        weights: Sequence[Tensor],
+        size: int,
+        make: Callable[[Tensor], tuple[Tensor, Tensor]],
+    ) -> TokenShares | None:
+        """The shares; None while weights train, outside inference mode, or if the table is too large.
+
+        Args:
+            target: its embedding is shared.
+            weights: those of the drafter that they are made from.
+            size: P.
+            make: (V, D) embeddings of all tokens -> table and weight.
+        """
+        embed = cast("Any", target.embed)
+        sources = [embed.weight, *weights]
+        count, dtype, device = len(embed.weight), weights[0].dtype, embed.weight.device
+        large = count * size * dtype.itemsize > TABLE_BYTES
+        if large or not all(map(may_copy, sources)):
+            return None
+        key = tuple((w.device, w.dtype, *weight_state(w)) for w in sources)
+        if self._made is None or self._made[0] != key:
+            with torch.inference_mode(False), torch.no_grad():  # a copy is read like any other weight
+                table, weight = make(embed(torch.arange(count, device=device)).to(dtype))
+                self._made = key, TokenShares(table, nn.Parameter(weight.contiguous(), requires_grad=False))
+        return self._made[1]
+
+
+def run_after(
+    store: RowStore,
+    stack: Sequence[DecoderLayer],
+    rotary: Rotary,
+    x: Tensor,
+    block: Tensor,
+    offsets: Tensor | int,
+    qkv: Tensor | None = None,
+) -> Tensor:
+    """Run decoder layers over (B, n, D) new slots after the settled ones; returns (B, n, D).
+
+    Args:
+        store: keys and values; the new ones are written to it and not settled.
+        stack: the layers.
+        rotary: positions.
+        x: residual of the first layer.
+        block: (B, n, m) or (1, n, m) bool, which of the m newest slots each new slot sees: these n, and
+            before them m - n scratch slots of earlier calls.
+        offsets: number of positions between the settled slots and each new one, broadcast to (B, n).
+        qkv: (B, n, P) of the first layer; None: its product with the normalised x.
+    """
+    store.begin(block.shape[1], block.shape[2] - block.shape[1])
+    dtype = fast_dtype(x)
+    positions = store.lengths.on(x.device)[:, None] + offsets
+    angles = rotary.table(store.width, x, dtype)[positions]
+    mask = attention_mask(store.lengths, block, store.width)[:, None]
+    for i, layer in enumerate(stack):
+        if qkv is None:
+            qkv = layer.qkv_proj(layer.input_layernorm(x))
+        q, k, v = (t.transpose(1, 2) for t in layer.split(qkv.to(dtype), angles))
+        k, v = store.write(i, k, v)
+        attended = attend(q, k, v, mask).transpose(1, 2).flatten(2)
+        x, qkv = layer.finish(x, attended.to(x.dtype)), None
+    return x

@@ -1,0 +1,107 @@
+"""Token shares of a drafter: when they are made, that they follow the weights, and how they round."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from faces import Follower, K, assert_faces_agree, both, random_texts, unrolled
+
+from decode.plan import Plan
+from drafters.layers import decode_step
+
+KINDS = ["eagle", "hass", "prism", "eagle3", "p_eagle"]
+CHUNKS = [(5, 3), (1, 4), (3, 1)]
+TREE = Plan(K, 3, 8)
+
+
+def frozen(tiny_target, make_drafter, kind):
+    target, drafter = both(tiny_target, make_drafter, kind)
+    return target, drafter.eval().requires_grad_(False)
+
+
+def made(drafter):
+    """The shares that it has made."""
+    return drafter._shares._made
+
+
+@torch.inference_mode()
+def agree(drafter, target):
+    """Decode, and compare with the unroll."""
+    assert_faces_agree(drafter, target, random_texts(), CHUNKS)
+    return made(drafter)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_follow_every_change_of_a_weight(kind, tiny_target, make_drafter):
+    target, drafter = frozen(tiny_target, make_drafter, kind)
+    last = agree(drafter, target)
+    assert agree(drafter, target) is last, "they are made once"
+    weights = [*drafter.named_parameters(), ("embedding", target.embed.weight)]
+    for name, weight in weights:
+        with torch.no_grad():
+            weight.mul_(1.0 + 0.1 * torch.rand(weight.shape))
+        agree(drafter, target)
+        weight.data = weight.data * 1.1  # other memory
+        agree(drafter, target)
+        if name in ("embedding", "fc.weight", "layer.qkv_proj.weight", "layers.0.qkv_proj.weight"):
+            assert made(drafter) is not last or (name == "fc.weight" and kind in ("eagle3", "p_eagle"))
+        last = made(drafter)
+
+
+def test_a_cast_or_a_copy_of_the_drafter_makes_its_own(tiny_target, make_drafter):
+    target, drafter = frozen(tiny_target, make_drafter, "eagle")
+    agree(drafter, target)
+    twin = copy.deepcopy(drafter)
+    with torch.no_grad():
+        twin.fc.weight.mul_(2)
+    agree(twin, target)
+    agree(drafter, target)
+    target.model.double()
+    drafter.double()
+    with torch.inference_mode():
+        Follower(drafter, target, random_texts(), (5, 3))
+    assert made(drafter)[1].table.dtype == torch.float64
+    assert all(name.split(".")[0] in ("fc", "layer") for name in drafter.state_dict())
+
+
+@pytest.mark.parametrize(
+    "when", ["weights train", "a gradient may be asked for", "the table is large", "training"]
+)
+def test_no_shares_are_made(when, tiny_target, make_drafter, monkeypatch):
+    target, drafter = frozen(tiny_target, make_drafter, "eagle")
+    if when == "weights train":
+        drafter.requires_grad_(True)
+    if when == "the table is large":
+        monkeypatch.setattr(decode_step, "TABLE_BYTES", 1000)
+    if when == "training":
+        drafter.train()
+    with torch.inference_mode(when != "a gradient may be asked for"):
+        follower = Follower(drafter, target, random_texts(), (5, 3))
+        follower.propose(TREE)
+    assert made(drafter) is None
+
+
+@torch.inference_mode()
+def test_they_round_no_worse_in_half_precision(tiny_target, make_drafter, monkeypatch):
+    """Of many rows: the error of each is a sum of roundings, and either may be lucky."""
+    errors = {}
+    for limit in (0, decode_step.TABLE_BYTES):
+        monkeypatch.setattr(decode_step, "TABLE_BYTES", limit)
+        target, drafter = frozen(tiny_target, make_drafter, "eagle")
+        exact = unrolled(drafter, target, random_texts())
+        target.model.bfloat16()
+        drafter.bfloat16()
+        follower, found = Follower(drafter, target, random_texts()), []
+        for counts in CHUNKS:
+            follower.advance(counts)
+            q = follower.propose(Plan(K, proposal="sampled")).q
+            found += [
+                (q[row, d] - exact[row, anchor, d + 1]).square().mean()
+                for row, anchor in enumerate(follower.anchors)
+                for d in range(K)
+            ]
+        errors[limit] = float(torch.stack(found).mean().sqrt())
+    small, large = errors.values()
+    assert large < 1.5 * small
