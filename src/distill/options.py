@@ -170,6 +170,7 @@ class ScoringOptions(TimedOptions):
     early_prompts: int  # decoded at save points that are neither the best nor the last
     audit_prompts: int
     repeats: int  # timed runs
+    quantize: str  # none | int8: weights that the drafter is scored with
 
     def samplers(self) -> list[Sampler]:
         """One for each temperature."""

@@ -14,6 +14,8 @@ from typing_extensions import override
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.head import Head, HeadRows
+from decode.model.int8_linear import round_rows
+from decode.model.packed_linear import Linear
 from decode.model.target import Tap, Target
 from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin
@@ -149,6 +151,7 @@ class Drafter(nn.Module, ABC):
         confidence: head that predicts from a state whether its token will be accepted; None: no head.
         warm_starts_from: short name of another drafter whose checkpoints may initialise this one, or "".
         origin: set when the drafter is saved or loaded.
+        int8: whether its weights are rounded to int8.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -159,6 +162,7 @@ class Drafter(nn.Module, ABC):
     confidence: Confidence | None
     warm_starts_from: str = ""
     origin: Origin | None = None
+    int8 = False
     settings: dict[str, Any]
     d2t: Tensor | None
 
@@ -269,8 +273,25 @@ class Drafter(nn.Module, ABC):
     # -- counting, before training -------------------------------------------------------------
 
     def output_head(self, head: Head) -> Head:
-        """In evaluation mode, a head over the draft vocabulary alone."""
-        return head if self.d2t is None or self.training else self._head_rows.of(head, self.d2t)
+        """In evaluation mode, a head over the draft vocabulary alone, rounded if the drafter is."""
+        return head if self.training else self._head_rows.of(head, self.d2t, self.int8)
+
+    def round_to_int8(self) -> None:
+        """Round the weights of all products to int8, and in decoding also the output head.
+
+        Training and decoding face stay one model. For a loaded drafter: its checkpoint stays as it is.
+
+        Raises:
+            UserError: it has no such weights.
+        """
+        layers = [module for module in self.modules() if isinstance(module, Linear)]
+        if not layers:
+            raise UserError("score.quantize=int8: this drafter has no layers to round; leave it none")
+        for layer in layers:
+            round_rows(layer.weight)
+        for module in self.modules():
+            if isinstance(module, Drafter):
+                module.int8 = True
 
     def fit(self, texts: Iterable[Text], target: Target) -> str:
         """Fit what takes no gradient (counts, vocabularies) before the first training step.

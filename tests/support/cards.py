@@ -107,6 +107,7 @@ def scorecard(rows: Any = None, **more: Any) -> dict[str, Any]:
         "versions": {"torch": "2.13.0"},
         "parameters": 1_500_000,
         "drafter_kv_bytes_per_token": 512,
+        "quantize": "none",
         "lossless_to": "target",
         "target_drift": None,
         "train_seconds": None,

@@ -218,6 +218,7 @@ class Checkpoint:
         versions: of the libraries, by name.
         parameters: number of the drafter's parameters.
         drafter_kv_bytes_per_token: bytes of the drafter's cache for a token.
+        quantize: int8 where the drafter's weights were rounded for decoding; else none.
         lossless_to: "target", or "tuned target" where the drafter comes with one.
         target_drift: how far a tuned target is from the original; None for others.
         train_seconds: s of training; None where it is not known.
@@ -230,6 +231,7 @@ class Checkpoint:
     versions: dict[str, str] = field(default_factory=dict)
     parameters: int = 0
     drafter_kv_bytes_per_token: int = 0
+    quantize: str = "none"
     lossless_to: str = "target"
     target_drift: TargetDrift | None = None
     train_seconds: float | None = None

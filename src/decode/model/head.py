@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decode.model.packed_linear import linear, weight_state
+from decode.model.int8_linear import round_rows, rounded
+from decode.model.packed_linear import linear
+from decode.model.weight_state import weight_state
 
 
 class Side(NamedTuple):
@@ -84,17 +86,24 @@ class Head:
 
 
 class HeadRows:
-    """Rows of frozen heads that belong to a draft vocabulary, copied once while neither changes."""
+    """Rows of frozen heads that a drafter reads, copied once while neither they nor the choice changes."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[tuple[int, ...], nn.Parameter]] = {}
 
-    def of(self, head: Head, d2t: Tensor) -> Head:
-        """A head over the (V',) ids of the target in `d2t`."""
+    def of(self, head: Head, d2t: Tensor | None, int8: bool = False) -> Head:
+        """A head over the (V',) ids of the target in `d2t`, or over all; `int8`: with rounded weights."""
         weight = head.weight
-        key = (*weight_state(weight), *weight_state(d2t))
+        if d2t is None and (not int8 or rounded(weight) is not None):
+            return head
+        key = (int8, *weight_state(weight), *(() if d2t is None else weight_state(d2t)))
         copy = self._copies.get(id(weight))
         if copy is None or copy[0] != key:
             with torch.inference_mode(False), torch.no_grad():  # also read outside inference mode later
-                copy = self._copies[id(weight)] = key, nn.Parameter(weight[d2t], requires_grad=False)
+                rows = nn.Parameter(weight.clone() if d2t is None else weight[d2t], requires_grad=False)
+                if int8:
+                    round_rows(rows)
+            copy = self._copies[id(weight)] = key, rows
+        if d2t is None:
+            return replace(head, weight=copy[1])
         return replace(head, weight=copy[1], bias=None if head.bias is None else head.bias[d2t], d2t=d2t)

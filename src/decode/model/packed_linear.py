@@ -14,7 +14,8 @@ import os
 import statistics
 import time
 import weakref
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -23,9 +24,13 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.hardware import cache_folder, hardware, memory_bytes
+from decode.model import int8_linear
+from decode.model.weight_state import may_copy, weight_state
 
+HALF = (torch.bfloat16, torch.float16)
 ROWS = 128  # with more rows, rearranging is a small part of the product
 MEASURED_ROWS = (1, 17)  # plain decoding, and a draft of 16 nodes
+INT8_ROWS = (1, 4)  # a chain's pass, and that of a level of the default tree
 MEASURED_BYTES = 2**26  # more than caches hold, so that weights come from memory as in a forward pass
 MEASURED_COPIES = 32
 REPEATS = 7
@@ -52,12 +57,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Only in inference mode and with a frozen parameter: packed products have no gradient, and what an
     optimizer changes would have to be packed again.
     """
+    if (int8 := _rounded(x, weight)) is not None:
+        product = int8_linear.product(x, int8)
+        return product if bias is None else product + bias
     packed = _packed(x, weight)
     return F.linear(x, weight, bias) if packed is None else _product(x, packed, bias)
 
 
 def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """(..., N) residual + `linear(x, weight, bias)`."""
+    if _rounded(x, weight) is not None:
+        return residual + linear(x, weight, bias)
     packed = _packed(x, weight)
     if packed is not None:
         # private API: as in `_pack`.
@@ -85,9 +95,18 @@ def is_packed(weight: Tensor) -> bool:
     return copy is not None and copy.weight() is weight and copy.packed is not None
 
 
+def _rounded(x: Tensor, weight: Tensor) -> int8_linear.Rounded | None:
+    """The int8 numbers for this product; None: use others."""
+    found = int8_linear.rounded(weight)
+    if found is None or not may_copy(weight) or x.dtype != weight.dtype or weight.device.type != "cpu":
+        return None
+    fits = 0 < x.numel() <= INT8_ROWS[-1] * x.shape[-1]
+    return found if fits and x.numel() <= int8_rows(weight.dtype, *weight.shape) * x.shape[-1] else None
+
+
 def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
     """The packed copy for this product; None: use the plain weight."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
+    if weight.device.type != "cpu" or weight.dtype not in HALF:
         return None
     if not may_copy(weight) or not 0 < x.numel() <= ROWS * x.shape[-1]:
         return None
@@ -95,20 +114,6 @@ def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
     if copy is None or (copy.pointer, copy.version) != weight_state(weight) or copy.weight() is not weight:
         copy = _COPIES[id(weight)] = _make_copy(weight)
     return copy.packed
-
-
-def may_copy(weight: Tensor) -> bool:
-    """Whether decoding may keep a copy of this weight: it is frozen and shows changes."""
-    # Other kinds of tensors are views made anew in every call, or sharded, or hide their changes.
-    frozen = type(weight) is nn.Parameter and not weight.requires_grad and not weight.is_inference()
-    return frozen and torch.is_inference_mode_enabled()
-
-
-def weight_state(weight: Tensor) -> tuple[int, int]:
-    """Changes whenever the tensor's memory is replaced or written to."""
-    # private API: torch has no public way to ask whether a tensor was changed in place. Inference tensors
-    # have no count of changes.
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def _make_copy(weight: Tensor) -> _Copy:
@@ -135,42 +140,80 @@ def packing_gain(dtype: torch.dtype, rows: int, columns: int) -> float:
 
     The least over `MEASURED_ROWS`, measured or remembered.
     """
+    return _remembered("packing", _measure, dtype, rows, columns)
+
+
+@lru_cache
+def int8_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
+    """Number of rows up to which products with int8 numbers are the fastest; measured or remembered."""
+    return int(_remembered("int8", _measure_int8, dtype, rows, columns))
+
+
+def _remembered(
+    kind: str, measure: Callable[[torch.dtype, int, int], float], dtype: torch.dtype, rows: int, columns: int
+) -> float:
+    """What `measure` finds on this machine; 0 where torch lacks what it needs."""
     facts = [hardware(torch.device("cpu")), torch.get_num_threads(), torch.__version__, str(dtype)]
     key = hashlib.sha256(json.dumps([*facts, rows, columns, os.environ.get("ONEDNN_MAX_CPU_ISA")]).encode())
-    memory = cache_folder() / "packing" / f"{key.hexdigest()[:24]}.json"
+    memory = cache_folder() / kind / f"{key.hexdigest()[:24]}.json"
     try:
         return float(json.loads(memory.read_text()))
     except (OSError, TypeError, ValueError):  # not measured yet, or damaged
         pass
     try:
-        gain = _measure(dtype, rows, columns)
+        found = measure(dtype, rows, columns)
     # In a torch without oneDNN, or without these private operators, or on a processor without the dtype.
     except (AttributeError, NotImplementedError, RuntimeError):
-        gain = 0.0
+        found = 0.0
     with contextlib.suppress(OSError):  # a home that cannot be written to: measured again in every process
         memory.parent.mkdir(parents=True, exist_ok=True)
         whole = memory.with_suffix(f".{os.getpid()}")
-        whole.write_text(json.dumps(gain))
+        whole.write_text(json.dumps(found))
         whole.replace(memory)
-    return gain
+    return found
 
 
 @torch.inference_mode()
 def _measure(dtype: torch.dtype, rows: int, columns: int) -> float:
-    count = max(1, min(MEASURED_COPIES, MEASURED_BYTES // (rows * columns * dtype.itemsize)))
-    plain = [torch.zeros(rows, columns, dtype=dtype) for _ in range(count)]
+    plain = _zeros(dtype, rows, columns)
     packed = [_pack(weight) for weight in plain]
-    gains = []
-    for size in MEASURED_ROWS:
+    inputs = [torch.zeros(size, columns, dtype=dtype) for size in MEASURED_ROWS]
+    return min(
+        _ratio([partial(F.linear, x, w) for w in plain], [partial(_product, x, w, None) for w in packed])
+        for x in inputs
+    )
+
+
+@torch.inference_mode()
+def _measure_int8(dtype: torch.dtype, rows: int, columns: int) -> float:
+    weights, most = _zeros(dtype, rows, columns), 0
+    numbers = [(w.to(torch.int8), w.new_ones(rows)) for w in weights]
+    packs = dtype in HALF and packing_gain(dtype, rows, columns) >= GAIN
+    packed = [_pack(weight) for weight in weights] if packs else []
+    for size in INT8_ROWS:
         x = torch.zeros(size, columns, dtype=dtype)
-        ratios = []
-        for _ in range(REPEATS):  # one after the other, so that other load slows both
-            begin = time.perf_counter()
-            for weight in plain:
-                F.linear(x, weight)
-            middle = time.perf_counter()
-            for weight in packed:
-                _product(x, weight, None)
-            ratios.append((middle - begin) / (time.perf_counter() - middle))
-        gains.append(statistics.median(ratios))
-    return min(gains)
+        best = [partial(_product, x, w, None) for w in packed] or [partial(F.linear, x, w) for w in weights]
+        if _ratio(best, [partial(int8_linear.multiply, x, *pair) for pair in numbers]) < GAIN:
+            break
+        most = size
+    return most
+
+
+def _zeros(dtype: torch.dtype, rows: int, columns: int) -> list[Tensor]:
+    """As many weights as do not fit a cache together."""
+    count = max(1, min(MEASURED_COPIES, MEASURED_BYTES // (rows * columns * dtype.itemsize)))
+    return [torch.zeros(rows, columns, dtype=dtype) for _ in range(count)]
+
+
+def _ratio(one: Sequence[Callable[[], Tensor]], other: Sequence[Callable[[], Tensor]]) -> float:
+    """Time of one kind of products over that of another."""
+    ratios = []
+    for _ in range(REPEATS):  # one after the other, so that other load slows both
+        begin = time.thread_time()  # without the time that other processes had
+        for call in one:
+            call()
+        middle = time.thread_time()
+        for call in other:
+            call()
+        ratios.append((middle - begin) / (time.thread_time() - middle))
+    return statistics.median(ratios)

@@ -109,6 +109,7 @@ CHOICES = {
     "taps": ("auto", "online", "memory", "cache"),
     "audit": ("quick", "full"),
     "control": ("none", "shuffled_taps"),
+    "score.quantize": ("none", "int8"),
     "case": ("speed", "memory"),
 }
 FREE_TEXT = ("prompt", "row", "stop")

@@ -304,6 +304,7 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
         about = [
             *other_plans,
             *([f"control={control}: no real score"] if control != "none" else []),
+            *(["drafted with int8 weights"] if scored.card.checkpoint.quantize == "int8" else []),
             describe(scored.card.checkpoint),
         ]
         notes += [f"{scored.name}: {one}" for one in about if one]

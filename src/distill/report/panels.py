@@ -78,7 +78,9 @@ def headline(card: Scorecard) -> Markup:
             (
                 "drafter",
                 _count(card.checkpoint.parameters),
-                "parameters" + (f", trained for {_duration(trained)}" if trained else ""),
+                "parameters"
+                + (f", trained for {_duration(trained)}" if trained else "")
+                + (", scored with int8 weights" if card.checkpoint.quantize == "int8" else ""),
             ),
         ]
     )

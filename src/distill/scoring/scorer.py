@@ -129,6 +129,8 @@ class Scorer:
         count = min(options.early_prompts or len(self.ids), len(self.ids)) if early else len(self.ids)
         ids, prompts = self.ids[:count], self.prompts[:count]
         drafter = hub.load(folder, self.target)
+        if options.quantize == "int8":
+            drafter.round_to_int8()
         target = drafter.verifier(self.target)
         target.tap(drafter.taps)
         if self.control == "shuffled_taps":
@@ -168,6 +170,7 @@ class Scorer:
                 versions=versions(),
                 parameters=hub.count_parameters(drafter),
                 drafter_kv_bytes_per_token=self._kv_bytes(target, drafter),
+                quantize=options.quantize,
                 lossless_to="tuned target" if tuned else "target",
                 target_drift=self._drift(target) if tuned else None,
             ),

@@ -18,7 +18,7 @@ from decode.sampling import Sampler
 from drafters.drafting.chain import Step, draft_chain, draft_parallel_chains
 from drafters.vocabulary import Vocabulary, probs_of, target_ids
 
-MANY = 2**15  # numbers from which on `largest` takes two steps
+MANY = 20_000  # numbers from which on `largest` takes two steps
 BLOCK = 64
 
 

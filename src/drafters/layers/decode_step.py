@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from decode.model.attention import attend, fast_dtype
 from decode.model.cache import RowStore, attention_mask
-from decode.model.packed_linear import linear_add, may_copy, weight_state
+from decode.model.packed_linear import linear_add
 from decode.model.target import Target
+from decode.model.weight_state import may_copy, weight_state
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
 
 TABLE_BYTES = 2**26  # limit for a table of token shares; 4,096 tokens of 768 entries in 16 bits take 6 MB
@@ -58,7 +59,8 @@ class SharesCache:
         key = tuple((w.device, w.dtype, *weight_state(w)) for w in sources)
         if self._made is None or self._made[0] != key:
             with torch.inference_mode(False), torch.no_grad():  # a copy is read like any other weight
-                table, weight = make(embed(torch.arange(count, device=device)).to(dtype))
+                embedded: Tensor = embed(torch.arange(count, device=device))
+                table, weight = make(embedded.to(dtype))
                 self._made = key, TokenShares(table, nn.Parameter(weight.contiguous(), requires_grad=False))
         return self._made[1]
 
@@ -90,9 +92,8 @@ def run_after(
     angles = rotary.table(store.width, x, dtype)[positions]
     mask = attention_mask(store.lengths, block, store.width)[:, None]
     for i, layer in enumerate(stack):
-        if qkv is None:
-            qkv = layer.qkv_proj(layer.input_layernorm(x))
-        q, k, v = (t.transpose(1, 2) for t in layer.split(qkv.to(dtype), angles))
+        projected: Tensor = layer.qkv_proj(layer.input_layernorm(x)) if qkv is None else qkv
+        q, k, v = (t.transpose(1, 2) for t in layer.split(projected.to(dtype), angles))
         k, v = store.write(i, k, v)
         attended = attend(q, k, v, mask).transpose(1, 2).flatten(2)
         x, qkv = layer.finish(x, attended.to(x.dtype)), None

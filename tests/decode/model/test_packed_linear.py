@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decode.model import packed_linear
+from decode.model import int8_linear, packed_linear
 from decode.model.causal_lm import CausalLM
-from decode.model.packed_linear import ROWS, Linear, is_packed, linear, linear_add, packing_gain
+from decode.model.int8_linear import round_rows, rounded
+from decode.model.packed_linear import ROWS, Linear, int8_rows, is_packed, linear, linear_add, packing_gain
 
 TEXT = torch.tensor([[5, 9, 2, 7]])
 
@@ -190,3 +191,69 @@ def test_a_pass_rounds_no_worse_than_the_plain_one(gain, monkeypatch):
         errors.append(float((run(lm) - exact).abs().max()))
         assert lm.packed == (found > 1)
     assert errors[0] < 1.5 * errors[1]
+
+
+# -- weights rounded to int8 --------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Sets up to how many rows int8 products are found to be faster."""
+
+    def set_rows(most: int) -> None:
+        monkeypatch.setattr(packed_linear, "int8_rows", lambda *shape: most)
+
+    return set_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 64), (2, 2, 64), (5, 64)])
+@torch.inference_mode()
+def test_a_product_of_int8_numbers_is_that_of_the_rounded_weight(shape, dtype, rows):
+    rows(4)
+    weight = weight_of(48, 64, dtype)
+    whole = weight.clone()
+    round_rows(weight)
+    assert (weight - whole).abs().max() <= whole.abs().max() / 127
+    x, residual, bias = (
+        torch.randn(shape).to(dtype),
+        torch.randn(*shape[:-1], 48).to(dtype),
+        torch.ones(48).to(dtype),
+    )
+    exact = F.linear(x.double(), weight.double())
+    atol = 4 * torch.finfo(dtype).eps * float(exact.abs().max())
+    torch.testing.assert_close(linear(x, weight).double(), exact, rtol=0, atol=atol)
+    added = linear_add(residual, x, weight, bias).double()
+    torch.testing.assert_close(added, exact + residual.double() + 1, rtol=0, atol=2 * atol)
+
+
+def test_torch_can_still_multiply_int8_weights():
+    """The function is private: a version without it would silently be slower."""
+    x, numbers = torch.randn(2, 64).bfloat16(), torch.randint(-127, 128, (48, 64), dtype=torch.int8)
+    found = int8_linear.multiply(x, numbers, torch.ones(48).bfloat16())
+    torch.testing.assert_close(found.float(), x.float() @ numbers.float().T, rtol=2**-7, atol=1.0)
+
+
+@torch.inference_mode()
+def test_without_it_the_rounded_weights_are_multiplied(monkeypatch):
+    def gone(*args):
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(int8_linear, "multiply", gone)
+    int8_rows.cache_clear()
+    weight, x = weight_of(), torch.ones(1, 16).bfloat16()
+    round_rows(weight)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    int8_rows.cache_clear()
+
+
+@torch.inference_mode()
+def test_a_weight_that_was_changed_since_is_read_as_it_is(rows):
+    rows(4)
+    weight, x = weight_of(dtype=torch.float32), torch.ones(1, 16)
+    round_rows(weight)
+    assert rounded(weight) is not None
+    with torch.inference_mode(False), torch.no_grad():
+        weight.mul_(2)
+    assert rounded(weight) is None
+    assert linear(x, weight).equal(F.linear(x, weight))
