@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from decode.kernels.norm import HALF, rms_norm
 from decode.model.attention import attend
 from decode.model.cache import RowStore
-from decode.model.norm import HALF, rms_norm
 from decode.model.packed_linear import linear, linear_add
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}

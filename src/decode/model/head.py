@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decode.model.int8_linear import round_rows, rounded
+from decode.kernels.int8_linear import round_rows, rounded
+from decode.kernels.weight_state import weight_state
 from decode.model.packed_linear import linear
-from decode.model.weight_state import weight_state
 
 
 class Side(NamedTuple):

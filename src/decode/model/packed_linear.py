@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.hardware import cache_folder, hardware, memory_bytes
-from decode.model import int8_linear
-from decode.model.weight_state import may_copy, weight_state
+from decode.kernels import int8_linear
+from decode.kernels.weight_state import may_copy, weight_state
 
 HALF = (torch.bfloat16, torch.float16)
 ROWS = 128  # with more rows, rearranging is a small part of the product

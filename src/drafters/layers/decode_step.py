@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from decode.kernels.weight_state import may_copy, weight_state
 from decode.model.attention import attend, fast_dtype
 from decode.model.cache import RowStore, attention_mask
 from decode.model.packed_linear import linear_add
 from decode.model.target import Target
-from decode.model.weight_state import may_copy, weight_state
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
 
 TABLE_BYTES = 2**26  # limit for a table of token shares; 4,096 tokens of 768 entries in 16 bits take 6 MB

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decode.model.norm import rms_norm as few_rows_norm
+from decode.kernels.norm import rms_norm as few_rows_norm
 
 
 class _RMSNorm(torch.autograd.Function):

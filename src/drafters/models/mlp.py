@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from decode.kernels.norm import rms_norm
 from decode.model.head import Head
-from decode.model.norm import rms_norm
 from decode.model.packed_linear import Linear
 from decode.model.target import Target
 from drafters.base import constructor_arguments

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from decode.model.norm import ROWS, rms_norm
+from decode.kernels.norm import ROWS, rms_norm
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 96), (ROWS, 16), (ROWS + 1, 16), (2, 0, 16)])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decode.model.weight_state import weight_state
+from decode.kernels.weight_state import weight_state
 
 LARGEST = 127
 

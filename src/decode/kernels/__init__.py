@@ -1,0 +1,1 @@
+"""Products and norms of few rows, and copies of weights that they read."""
