@@ -42,7 +42,7 @@ class SharesCache:
         size: int,
         make: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> TokenShares | None:
-        """The shares; None while weights train, outside inference mode, or if the table is too large.
+        """The shares; None while weights train, outside inference mode, or where a table is large or far.
 
         Args:
             target: its embedding is shared.
@@ -54,7 +54,8 @@ class SharesCache:
         sources = [embed.weight, *weights]
         count, dtype, device = len(embed.weight), weights[0].dtype, embed.weight.device
         large = count * size * dtype.itemsize > TABLE_BYTES
-        if large or not all(map(may_copy, sources)):
+        # The embedding of an offloaded target is elsewhere, or on no device at all.
+        if large or device != weights[0].device or not all(map(may_copy, sources)):
             return None
         key = tuple((w.device, w.dtype, *weight_state(w)) for w in sources)
         if self._made is None or self._made[0] != key:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from faces import SAMPLED, Follower, K, assert_faces_agree, both, random_texts, unrolled
+from torch import nn
 
 from decode.plan import Plan
 from drafters.layers import decode_step
+from drafters.layers.decode_step import SharesCache
 
 KINDS = ["eagle", "hass", "prism", "eagle3", "p_eagle"]
 CHUNKS = [(5, 3), (1, 4), (3, 1)]
@@ -82,6 +85,14 @@ def test_no_shares_are_made(when, tiny_target, make_drafter, monkeypatch):
         follower = Follower(drafter, target, random_texts(), (5, 3))
         follower.propose(TREE)
     assert made(drafter) is None
+
+
+@torch.inference_mode()
+def test_an_embedding_on_another_device_is_asked_for_each_token():
+    with torch.inference_mode(False):
+        target = SimpleNamespace(embed=nn.Embedding(4, 2, device="meta").requires_grad_(False))
+        weight = nn.Parameter(torch.ones(3, 2), requires_grad=False)
+    assert SharesCache().of(target, [weight], 3, lambda embedded: (embedded, weight)) is None
 
 
 def test_they_round_no_worse_in_half_precision(tiny_target, make_drafter, monkeypatch):
