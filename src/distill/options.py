@@ -322,6 +322,7 @@ class RunOptions(AnswerOptions):
     packing: bool
     gradient_checkpointing: bool
     logits_rows: int  # 0: by the device and the vocabulary
+    compile_objective: str  # auto | always | never
     try_largest: bool
     timeout_minutes: float  # without progress in training; 0: no limit
     max_tokens: int  # of a training row

@@ -25,6 +25,7 @@ from distill.distributed.watchdog import Watchdog
 from distill.loggers.base import begin, trackers
 from distill.loggers.loggers import ending, loggers
 from distill.losses.objective import Objective
+from distill.losses.row_scores import Kernels
 from distill.options import TrainOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
@@ -45,6 +46,8 @@ from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.registry import short_name
+
+COMPILED_STEPS = 500  # of a run, from which compiling saves more than it costs (docs/training_speed.md)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,9 @@ def train(
         exporting.check(options.export, drafter, target)
         if options.gradient_checkpointing:
             drafter.checkpoint_gradients()
-        objective = Objective(options.objective, options.weights, options.logits_rows)
+        objective = Objective(
+            options.objective, options.weights, options.logits_rows, _kernels(options, trainer, budget)
+        )
         objective.check(drafter)
         on_policy = _on_policy(options, target, drafter)
         optimizer = build_optimizer(options.optimizer, trainer)
@@ -189,6 +194,13 @@ def _scorer(
     for candidate in scorer.candidates:
         drafter.check(candidate)
     return scorer
+
+
+def _kernels(options: TrainOptions, trainer: L.Trainer, budget: Budget | None) -> Kernels | None:
+    """Compiled passes of the objective where they are asked for, or pay; see conf/config.yaml."""
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    pays = on_cpu and budget is None and trainer.max_steps >= COMPILED_STEPS
+    return Kernels() if {"auto": pays, "always": True, "never": False}[options.compile_objective] else None
 
 
 def _longest(options: TrainOptions, target: Target) -> int:

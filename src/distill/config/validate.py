@@ -107,6 +107,7 @@ CHOICES = {
     "prompts.answers": ("keep", "drop"),
     "rollout.until": ("answer", "length"),
     "taps": ("auto", "online", "memory", "cache"),
+    "compile_objective": ("auto", "always", "never"),
     "audit": ("quick", "full"),
     "control": ("none", "shuffled_taps"),
     "score.quantize": ("none", "int8"),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +39,10 @@ class TargetProbs:
         text_ids: Tensor | None = None,
     ) -> None:
         self._logits, self._log_z, self._d2t, self.full_vocabulary = logits, log_z, d2t, d2t is None
+        # Kept by hand: torch.compile cannot trace a cached_property.
         self._tops: dict[int, tuple[Tensor, Tensor]] = {}
+        self._log_p: Tensor | None = None
+        self._negentropy: Tensor | None = None
         # Selecting columns is slow: once, of the logits, from which both p and log p follow.
         self.p = p if d2t is None else self.log_p.exp()  # (R, V')
         self.mass = self.p.sum(-1)  # (R,)
@@ -48,26 +50,27 @@ class TargetProbs:
         self.text_ids = None if text_ids is None else self._draft_ids(text_ids)
 
     def _draft_ids(self, ids: Tensor) -> Tensor:
-        """(R, ...) target ids -> draft ids; -1 for tokens outside the draft vocabulary (misses)."""
-        if self._d2t is None:
-            return ids
-        t2d = ids.new_full((self._logits.shape[1],), -1)
-        t2d[self._d2t] = torch.arange(len(self._d2t), device=ids.device)
-        return t2d[ids]
+        return draft_ids(ids, self._d2t, self._logits.shape[1])
 
-    @cached_property
+    @property
     def log_p(self) -> Tensor:
         """(R, V') from the logits, so that it is finite where p underflows to 0."""
-        logits = self._logits if self._d2t is None else self._logits.index_select(1, self._d2t)
-        return (logits - self._log_z[:, None]).clamp_min_(MIN_LOG_PROB)
+        if self._log_p is None:
+            logits = self._logits if self._d2t is None else self._logits.index_select(1, self._d2t)
+            self._log_p = (logits - self._log_z[:, None]).clamp_min_(MIN_LOG_PROB)
+        return self._log_p
 
-    @cached_property
+    @property
     def negentropy(self) -> Tensor:
         """(R,) sum of p log p over the draft's tokens."""
-        if self._d2t is not None:
-            return (self.p * self.log_p).sum(-1)
-        # sum p log p = sum p z - log_z sum p: one (R, V) block fewer than with log p.
-        return self._logits.clamp_min(MIN_LOG_PROB).mul_(self.p).sum(-1) - self._log_z * self.mass
+        if self._negentropy is None:
+            if self._d2t is not None:
+                self._negentropy = (self.p * self.log_p).sum(-1)
+            else:
+                # sum p log p = sum p z - log_z sum p: one (R, V) block fewer than with log p.
+                total = self._logits.clamp_min(MIN_LOG_PROB).mul_(self.p).sum(-1)
+                self._negentropy = total - self._log_z * self.mass
+        return self._negentropy
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """(R, k) probabilities and draft ids of the target's k likeliest tokens."""
@@ -86,11 +89,7 @@ class Teacher:
 
     def __init__(self, probs: TargetProbs, rows: RowIndex) -> None:
         self._probs, self._rows, self.full_vocabulary = probs, rows, probs.full_vocabulary
-
-    @cached_property
-    def p(self) -> Tensor:
-        """(M, V') probabilities."""
-        return self._probs.p[self._rows]
+        self.p = probs.p[rows] if isinstance(rows, slice) else probs.p.index_select(0, rows)  # (M, V')
 
     @property
     def log_p(self) -> Tensor:
@@ -134,14 +133,57 @@ class Student(NamedTuple):
     alpha: Tensor  # (M,) sum of min(p, q): acceptance probability of the token rule
 
 
-class Piece(NamedTuple):
+class Scores(NamedTuple):
+    """What the loss needs of M rows of a depth."""
+
+    values: Tensor  # (4, M) divergence, top-1 agreement, alpha, acceptance probability that weights read
+    slope: Tensor  # (M, V') gradient with respect to the head's product, in the dtype of that
+
+
+class RowScorer(Protocol):
+    """Turns products of heads into `Scores`; `row_scores` has the two that there are.
+
+    A block has as many rows as a chunk, of which the first `count` are there. A scorer may overwrite it.
+    """
+
+    def target(self, head: Head, block: Tensor, count: int, text_ids: Tensor | None) -> Any:
+        """Take the target's (R, V) rows of a chunk; what comes back is given to `draft`."""
+        ...
+
+    def draft(self, target: Any, head: Head, block: Tensor, count: int, place: RowIndex) -> Scores:
+        """Score the draft's (M, V') rows, row i against the target's row `place[i]`."""
+        ...
+
+    def chances(self, target: Any, head: Head, block: Tensor, count: int, place: RowIndex) -> Tensor:
+        """(M,) `Scores.values[3]` alone."""
+        ...
+
+
+Scored = TypeVar("Scored")
+
+
+class Piece(NamedTuple, Generic[Scored]):
     """The rows of one depth that predict the tokens of one chunk of target rows."""
 
     step: int  # index of the depth's `DraftStep`
     rows: slice  # of that step
     hidden: Tensor  # (M, D') in the dtype of the matrix products
-    student: Student
-    teacher: Teacher
+    scored: Scored
+
+
+class Buffers:
+    """Reused blocks: allocating a large one costs more than a pass over it."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._blocks: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    def block(self, name: str, like: Tensor, width: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+        """A whole (rows, width) block, uninitialised; width and dtype are those of `like` unless given."""
+        key = (name, width or like.shape[1], dtype or like.dtype)
+        if key not in self._blocks:
+            self._blocks[key] = like.new_empty(self._rows, key[1], dtype=key[2])
+        return self._blocks[key]
 
 
 class Sweep:
@@ -153,8 +195,9 @@ class Sweep:
         steps: depths to score.
         last: (B * T, D) the target head's input.
         head: the target's.
-        dtype: of the distributions.
         size: target rows of a chunk.
+        buffers: of `size` rows, shared with the scorer.
+        scorer: what is made of the logits.
         next_tokens: (B * T,) the text's token after each position; None if the text is not given.
     """
 
@@ -163,19 +206,20 @@ class Sweep:
         steps: Sequence[DraftStep],
         last: Tensor,
         head: Head,
-        dtype: torch.dtype,
         size: int,
+        buffers: Buffers,
+        scorer: RowScorer,
         next_tokens: Tensor | None = None,
     ) -> None:
-        self._steps, self._last, self._head, self._dtype, self._size = steps, last, head, dtype, size
-        self._next_tokens = next_tokens
+        self._steps, self._last, self._head, self._size = steps, last, head, size
+        self._buffers, self._scorer, self._next_tokens = buffers, scorer, next_tokens
         self._weights: dict[int, Tensor] = {}  # by id, cast to the dtype of the products
-        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
         # Autocast would cast the head again for every chunk; here it is cast once.
         device = last.device.type
         self._product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
-    def __iter__(self) -> Iterator[Piece]:
+    def pieces(self, score: Callable[[Any, Head, Tensor, int, RowIndex], Scored]) -> Iterator[Piece[Scored]]:
+        """Every piece, with what `score`, a method of the scorer, makes of it."""
         # Planned on the host, so that no chunk waits for the device. Depth j at anchor a is scored against
         # target row a + j; `places` are indices into the sorted unique target rows.
         positions_of_steps = [(step.anchor + step.depth).cpu() for step in self._steps]
@@ -186,40 +230,27 @@ class Sweep:
         bounds = torch.tensor([*starts, len(positions)])
         cuts = [torch.searchsorted(place, bounds).tolist() for place in places]
         for n, start in enumerate(starts):
-            target_rows = self._rows_of(positions[start : start + self._size])
-            chunk = self._target_chunk(target_rows)
-            text_ids = None if self._next_tokens is None else self._next_tokens[target_rows]
-            probs: dict[int, TargetProbs] = {}  # by draft vocabulary
+            target = self._target_chunk(self._rows_of(positions[start : start + self._size]))
             for i, (step, place) in enumerate(zip(self._steps, places, strict=True)):
                 rows = slice(cuts[i][n], cuts[i][n + 1])
                 if rows.start == rows.stop:
                     continue
-                if id(step.head.d2t) not in probs:
-                    probs[id(step.head.d2t)] = TargetProbs(*chunk, step.head.d2t, text_ids)
-                teacher = Teacher(probs[id(step.head.d2t)], self._rows_of(place[rows] - start))
                 hidden = step.hidden[rows].to(self.weight(step.head).dtype)
-                yield Piece(i, rows, hidden, self._draft_rows(step.head, hidden, teacher), teacher)
+                block = self._logits("draft", step.head, hidden)
+                at = self._rows_of(place[rows] - start)
+                yield Piece(i, rows, hidden, score(target, step.head, block, len(hidden), at))
 
     def _rows_of(self, rows: Tensor) -> RowIndex:
         """(N,) ascending indices; as a slice where they are contiguous, which copies nothing."""
         first, last = int(rows[0]), int(rows[-1])
         return slice(first, last + 1) if last - first + 1 == len(rows) else rows.to(self._last.device)
 
-    def _target_chunk(self, target_rows: RowIndex) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(R, V) logits and probabilities of the target, (R,) logsumexp and likeliest token."""
-        hidden = self._last[target_rows].to(self.weight(self._head).dtype)
-        logits = self._logits("target", self._head, hidden)
-        p = torch.softmax(logits, -1, out=self._buffer("p", logits))
-        top1 = argmax(logits)
-        return logits, p, _log_z(logits, p, top1), top1
-
-    def _draft_rows(self, head: Head, hidden: Tensor, teacher: Teacher) -> Student:
-        """The draft's distribution from (M, D') hidden states."""
-        logits = self._logits("draft", head, hidden)
-        q = torch.softmax(logits, -1, out=self._buffer("q", logits))
-        top1 = argmax(logits)
-        alpha = torch.minimum(teacher.p, q, out=self._buffer("min", logits)).sum(-1)
-        return Student(logits, q, _log_z(logits, q, top1), top1, alpha)
+    def _target_chunk(self, rows: RowIndex) -> Any:
+        """What the scorer makes of the target's rows."""
+        hidden = self._last[rows].to(self.weight(self._head).dtype)
+        text_ids = None if self._next_tokens is None else self._next_tokens[rows]
+        block = self._logits("target", self._head, hidden)
+        return self._scorer.target(self._head, block, len(hidden), text_ids)
 
     def weight(self, head: Head) -> Tensor:
         """A head's weight in the dtype of the products."""
@@ -244,9 +275,11 @@ class Sweep:
         low.copy_(columns(slope, head.side.ids) @ self.side(head, head.side))
 
     def _logits(self, name: str, head: Head, hidden: Tensor) -> Tensor:
+        """A block whose first M rows are a head's product with (M, D' + r) hidden states."""
         weight = self.weight(head)
         states, low = head.parts(hidden)
-        out = self._buffer(name, hidden, len(weight))
+        block = self._buffers.block(name, hidden, len(weight))
+        out = block[: len(hidden)]
         if head.bias is None:
             torch.mm(states, weight.mT, out=out)
         else:
@@ -257,15 +290,7 @@ class Sweep:
                 out.addmm_(low, side)
             else:
                 out.index_add_(1, head.side.ids, low @ side)
-        return head.shape(out).to(self._dtype)
-
-    def _buffer(self, name: str, like: Tensor, width: int = 0) -> Tensor:
-        """A reused (len(like), width) block: allocating a large one costs more than a pass over it."""
-        width = width or like.shape[1]
-        key = (name, width, like.dtype)
-        if key not in self._buffers:
-            self._buffers[key] = like.new_empty(self._size, width)
-        return self._buffers[key][: len(like)]
+        return block
 
 
 def argmax(rows: Tensor) -> Tensor:
@@ -280,12 +305,15 @@ def argmax(rows: Tensor) -> Tensor:
     return inside.gather(1, rows.gather(1, inside).argmax(-1, keepdim=True))[:, 0]
 
 
+def draft_ids(ids: Tensor, d2t: Tensor | None, vocab: int) -> Tensor:
+    """(R, ...) target ids -> draft ids; -1 for tokens outside the draft vocabulary (misses)."""
+    if d2t is None:
+        return ids
+    t2d = ids.new_full((vocab,), -1)
+    t2d[d2t] = torch.arange(len(d2t), device=ids.device)
+    return t2d[ids]
+
+
 def columns(block: Tensor, ids: Tensor | None) -> Tensor:
     """(M, V') -> (M, V_s): the columns of a `Side`."""
     return block if ids is None else block.index_select(1, ids)
-
-
-def _log_z(logits: Tensor, probs: Tensor, top1: Tensor) -> Tensor:
-    """(M,) logsumexp as z - log p at the likeliest token, without another pass over the block."""
-    at = top1[:, None]
-    return (logits.gather(1, at) - probs.gather(1, at).log())[:, 0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ from torch.nn import functional as F
 
 from decode.errors import UserError
 from decode.model.head import Head
-from distill.losses.chunked_logits import Student, Sweep, Teacher, columns
+from distill.losses.chunked_logits import Buffers, RowScorer, Sweep, columns
 from distill.losses.divergences import Divergence
+from distill.losses.row_scores import CompiledRows, EagerRows, Kernels
 from distill.losses.weights import RowWeights, Weights
 from drafters.base import Drafter, DraftStep
 
@@ -49,11 +51,13 @@ class Objective:
         divergence: value and gradient per row.
         weights: of the rows.
         chunk: target rows whose logits exist at one time; 0: from `CHUNK_BYTES`.
+        kernels: compiled passes over the logits; None: torch's own operations.
     """
 
     divergence: Divergence
     weights: Weights
     chunk: int = 0
+    kernels: Kernels | None = None
 
     def __call__(
         self,
@@ -216,42 +220,16 @@ class _Chunked(torch.autograd.Function):
         progress: float,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        last, head, next_tokens = targets
-        count, wide = len(steps), torch.promote_types(inputs[0].dtype, torch.float32)
-        hidden, trainable = inputs[:count], inputs[count:]
-        hidden_grads = [torch.empty_like(h) if h.requires_grad else None for h in hidden]
-        head_grads = {
-            id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in trainable
-        }
-        # Per row: divergence, top-1 agreement, alpha, and the acceptance probability that weights read.
-        rows = [torch.zeros(4, len(h), dtype=wide, device=h.device) for h in hidden]
-        chances = [r[3] for r in rows]
-        sweep = Sweep(steps, last, head, wide, objective.rows(head), next_tokens)
-        weights_need_alphas = isinstance(objective.weights, RowWeights)
-        # The sweep casts the operands of matrix products itself.
-        with torch.autocast(last.device.type, enabled=False):
-            if weights_need_alphas and trainable:
-                for piece in sweep:
-                    chances[piece.step][piece.rows] = _chance(objective, piece.student, piece.teacher)
-            late = weights_need_alphas and not trainable  # weights come after the gradients
-            weights = [] if late else objective.weigh(steps, chances, progress)
-            for i, part, states, student, teacher in sweep:
-                draft_head, agreed = steps[i].head, student.top1 == teacher.top1
-                # Both before the divergence, which overwrites the student's blocks.
-                shape_slope, chance = draft_head.slope(student.logits), _chance(objective, student, teacher)
-                value, slope = objective.divergence(student, teacher)
-                rows[i][:, part] = torch.stack([value, agreed.to(wide), student.alpha, chance])
-                if shape_slope is not None:
-                    slope *= shape_slope
-                slope = slope.to(states.dtype)
-                if (gradient := hidden_grads[i]) is not None:
-                    sweep.back(draft_head, slope, gradient[part])
-                if trainable:
-                    _add_to_head(head_grads, draft_head, slope, states, weights[i][part, None])
-            weights = weights or objective.weigh(steps, chances, progress)
-        for gradient, weight in zip(hidden_grads, weights, strict=True):
-            if gradient is not None:
-                gradient.mul_(weight[:, None])
+        hidden, trainable = inputs[: len(steps)], inputs[len(steps) :]
+        by = partial(_differentiate, objective, steps, targets, progress, hidden, trainable)
+        kernels = objective.kernels
+        if kernels and kernels.take(objective.divergence):
+            scorer = partial(CompiledRows, kernels)
+            hidden_grads, head_grads, weights, rows = kernels.attempt(
+                lambda: by(scorer), lambda: by(EagerRows)
+            )
+        else:
+            hidden_grads, head_grads, weights, rows = by(EagerRows)
         ctx.gradients = [*hidden_grads, *(head_grads[id(w)].to(w.dtype) for w in trainable)]
         ctx.mark_non_differentiable(*weights, *rows)
         # An elementwise product and a sum: autocast would round a dot product to bfloat16.
@@ -267,12 +245,57 @@ class _Chunked(torch.autograd.Function):
         return None, None, None, None, *scaled
 
 
-def _chance(objective: Objective, student: Student, teacher: Teacher) -> Tensor:
-    """(M,) acceptance probability as the weights define it."""
-    if not objective.by_token:
-        return student.alpha
-    at = teacher.text_ids[:, None]
-    return student.q.gather(1, at.clamp_min(0))[:, 0] * (at[:, 0] >= 0)
+class _Gradients(NamedTuple):
+    """Of the weighted sum, with what it is made of, by step."""
+
+    hidden: list[Tensor | None]  # (M, D' + r)
+    heads: dict[int, Tensor]  # by id of the weight
+    weights: list[Tensor]  # (M,)
+    rows: list[Tensor]  # (4, M), `Scores.values`
+
+
+def _differentiate(
+    objective: Objective,
+    steps: Sequence[DraftStep],
+    targets: _Targets,
+    progress: float,
+    hidden: Sequence[Tensor],
+    trainable: Sequence[Tensor],
+    make_scorer: Callable[[Divergence, bool, torch.dtype, Buffers], RowScorer],
+) -> _Gradients:
+    """Forward and backward over all chunks."""
+    last, head, next_tokens = targets
+    wide = torch.promote_types(hidden[0].dtype, torch.float32)  # of the distributions
+    hidden_grads = [torch.empty_like(h) if h.requires_grad else None for h in hidden]
+    head_grads = {
+        id(w): torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in trainable
+    }
+    # Per row, `Scores.values`.
+    rows = [torch.zeros(4, len(h), dtype=wide, device=h.device) for h in hidden]
+    chances = [r[3] for r in rows]
+    buffers = Buffers(size := objective.rows(head))
+    scorer = make_scorer(objective.divergence, objective.by_token, wide, buffers)
+    sweep = Sweep(steps, last, head, size, buffers, scorer, next_tokens)
+    weights_need_alphas = isinstance(objective.weights, RowWeights)
+    # The sweep casts the operands of matrix products itself.
+    with torch.autocast(last.device.type, enabled=False):
+        if weights_need_alphas and trainable:
+            for i, part, _, chance in sweep.pieces(scorer.chances):
+                chances[i][part] = chance
+        late = weights_need_alphas and not trainable  # weights come after the gradients
+        weights = [] if late else objective.weigh(steps, chances, progress)
+        for i, part, states, scores in sweep.pieces(scorer.draft):
+            draft_head = steps[i].head
+            rows[i][:, part] = scores.values
+            if (gradient := hidden_grads[i]) is not None:
+                sweep.back(draft_head, scores.slope, gradient[part])
+            if trainable:
+                _add_to_head(head_grads, draft_head, scores.slope, states, weights[i][part, None])
+        weights = weights or objective.weigh(steps, chances, progress)
+    for gradient, weight in zip(hidden_grads, weights, strict=True):
+        if gradient is not None:
+            gradient.mul_(weight[:, None])
+    return _Gradients(hidden_grads, head_grads, weights, rows)
 
 
 def _add_to_head(

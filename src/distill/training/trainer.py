@@ -63,6 +63,7 @@ def fit(
     watchdog: Watchdog,
 ) -> None:
     """Train; an interruption leaves as KeyboardInterrupt or SystemExit, whatever Lightning makes of it."""
+    keep_freed_memory()
     trainer.callbacks[:0] = [stop, watchdog]  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with explain_lost_ranks(Path(trainer.default_root_dir)):

@@ -144,7 +144,9 @@ class RecurrentDrafter(Drafter):
             return
         places = index.places.to(batch.tokens.device)
         dtype = next(self.parameters()).dtype
-        feature = self.fuse(self.training_taps(batch).flatten(0, 1)[places].to(dtype))  # (N, D)
+        feature = self.fuse(
+            self.training_taps(batch).flatten(0, 1).index_select(0, places).to(dtype)
+        )  # (N, D)
         # Depth d at anchor t reads token t + d; `places` has t + d - 1, which is an anchor of depth 1.
         tokens = batch.tokens.flatten()[places + 1]
         active, projections = self, self.token_projection(target.embed(tokens).to(dtype))
@@ -171,7 +173,9 @@ class RecurrentDrafter(Drafter):
                 layers.step(depth, active.first_input(projection, feature), positions)
             )
             anchor = anchors.to(places.device)
-            yield DraftStep(hidden, anchor, depth, head, self.losses(hidden, last[anchor + depth]))
+            yield DraftStep(
+                hidden, anchor, depth, head, self.losses(hidden, last.index_select(0, anchor + depth))
+            )
 
     # -- decoding ----------------------------------------------------------------------------
 

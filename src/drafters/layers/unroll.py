@@ -128,7 +128,7 @@ class LayerUnroll:
         """
         x, y, rest = first
         anchors = self._index.slots(depth)
-        angles = self._rotary.table(self._index.longest, x)[positions]
+        angles = self._rotary.table(self._index.longest, x).index_select(0, positions)
         visibility = None
         for i, (layer, weight) in enumerate(zip(self._stack, self._weights, strict=True)):
             if i:
@@ -170,7 +170,9 @@ class LayerUnroll:
         if rest_q is not None:
             rest_q = rest_q.index_select(0, query_rows)
         _, k, v = layer.split(_product(y, to_kv, rest_kv), angles)
-        q = layer.turn(_product(y.index_select(0, query_rows), to_q, rest_q), angles[query_rows])
+        q = layer.turn(
+            _product(y.index_select(0, query_rows), to_q, rest_q), angles.index_select(0, query_rows)
+        )
         return q, k, v
 
 
