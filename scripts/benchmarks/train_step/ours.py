@@ -12,7 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from decode.model.target import Target
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective
+from distill.losses.row_scores import Kernels
 from distill.losses.weights import decay
+from distill.utils.heap import keep_freed_memory
 from drafters.base import Batch, Text
 from drafters.models.eagle3 import Eagle3
 
@@ -38,7 +40,9 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
     drafter.lm_head.requires_grad_(case["train_head"])
     if case["gradient_checkpointing"]:
         drafter.checkpoint_gradients()
-    objective = Objective(kl, partial(decay, rate=case["decay"]))
+    kernels = Kernels() if case["compiled"] else None
+    objective = Objective(kl, partial(decay, rate=case["decay"]), kernels=kernels)
+    keep_freed_memory()  # as `distill.training.trainer.fit` does
     parameters = [p for p in drafter.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, **case["optimizer"])
 
@@ -51,7 +55,8 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
         def step() -> float:
             optimizer.zero_grad()  # first, as `DistillModule` frees gradients after use
             batch = Batch(tokens, mask, taps, last)
-            total, scored = objective(drafter.unroll(batch, target), last, target.head, {})
+            with torch.autocast("cpu", torch.bfloat16, enabled=case["precision"] == "bfloat16"):
+                total, scored = objective(drafter.unroll(batch, target), last, target.head, {})
             loss = total / scored[0].rows
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, case["clip"])

@@ -6,6 +6,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ OURS, THEIRS, GEMM = HERE / "ours.py", HERE / "speculators.py", HERE / "gemm.py"
 HOW = "python -m venv spec && spec/bin/pip install speculators, then speculators=spec/bin/python"
 # Hyperparameters of both sides; none changes the work of a step.
 RECIPE = {"decay": 0.8, "clip": 0.5}
+PRECISIONS = {
+    "float32": "",
+    "bfloat16": "_bf16",
+}  # of a step, and what its name ends in; bfloat16 is autocast
 
 
 def training(cfg: DictConfig, folder: Path) -> float:
@@ -61,11 +66,13 @@ def turns(tokens: int, turn: int) -> list[int]:
     return [i // turn % 2 for i in range(tokens)]
 
 
-def _case(cfg: DictConfig, loss_mask: Sequence[int]) -> dict[str, Any]:
+def _case(cfg: DictConfig, loss_mask: Sequence[int], precision: str = "float32") -> dict[str, Any]:
     options_of_step = {
         "shape": OmegaConf.to_container(cfg.shape),
         "train_head": cfg.train_head,
         "gradient_checkpointing": cfg.gradient_checkpointing,
+        "compiled": cfg.compiled,
+        "precision": precision,
         "seed": cfg.seed,
         "peak": True,
     }
@@ -96,23 +103,25 @@ def _speed(cfg: DictConfig) -> float:
     masks = {"all": [1] * cfg.tokens, "half": turns(cfg.tokens, cfg.turn)}
     needed = {share: products(cfg.shape, mask, cfg.train_head) for share, mask in masks.items()}
     contenders = [
-        Contender(f"{side}_{share}", builder, _case(cfg, mask), cfg.tokens, interpreter)
+        Contender(f"{side}_{share}{ending}", builder, _case(cfg, mask, precision), cfg.tokens, interpreter)
+        for precision, ending in PRECISIONS.items()
         for share, mask in masks.items()
         for side, builder, interpreter in (("ours", OURS, None), ("speculators", THEIRS, python))
     ]
-    contenders += [_product(cfg, "float32"), _product(cfg, "bfloat16")]
+    contenders += [_product(cfg, precision) for precision in PRECISIONS]
     with loads() as load, started_workers(contenders) as ready, bar(cfg.repeats, "racing", "turns") as shown:
         results = rates([worker for worker, _ in ready], cfg.steps, cfg.repeats, shown.update)
-    ceilings = {dtype: statistics.median(results[f"gemm_{dtype}"]) for dtype in ("float32", "bfloat16")}
+    ceilings = {precision: statistics.median(results[f"gemm_{precision}"]) for precision in PRECISIONS}
     answers = {worker.contender.name: answer for worker, answer in ready}
     rows = []
-    for share in masks:
-        for side in ("ours", "speculators"):
-            row = _row(f"{side}_{share}", results, answers) | {"share": share, "mflop": needed[share] / 1e6}
-            row["mflop"] /= cfg.tokens
-            row["ceiling_share"] = row["tokens_per_cpu_second"] * row["mflop"] * 1e6 / ceilings["float32"]
-            row |= _over(results[row["name"]], results[f"speculators_{share}"])
-            rows.append(row)
+    for precision, share, side in product(PRECISIONS, masks, ("ours", "speculators")):
+        ending = f"{share}{PRECISIONS[precision]}"
+        row = _row(f"{side}_{ending}", results, answers) | {"share": share, "precision": precision}
+        row["mflop"] = needed[share] / 1e6 / cfg.tokens
+        work = row["tokens_per_cpu_second"] * row["mflop"] * 1e6
+        row["ceiling_share"] = {dtype: work / ceiling for dtype, ceiling in ceilings.items()}
+        row |= _over(results[row["name"]], results[f"speculators_{ending}"])
+        rows.append(row)
     card = _card(cfg, "train", rows, load) | {
         "gemm_gflops": {dtype: rate / 1e9 for dtype, rate in ceilings.items()},
         "torch": {"ours": answers["ours_all"]["torch"], "speculators": answers["speculators_all"]["torch"]},
@@ -167,7 +176,7 @@ def _card(cfg: DictConfig, what: str, rows: list[dict[str, Any]], load: list[flo
         "tokens": cfg.tokens,
         "train_head": cfg.train_head,
         "gradient_checkpointing": cfg.gradient_checkpointing,
-        "dtype": "float32",
+        "compiled": cfg.compiled,
         "threads": 1,
         "python": sys.version.split()[0],
         "hardware": hardware(torch.device("cpu")),
@@ -187,16 +196,17 @@ def _table(card: Mapping[str, Any]) -> str:
             span(row["ratio_spread"], 2),
             f"{row['peak_mib']:.0f}",
             f"{row['mflop']:.1f}",
-            f"{row['ceiling_share']:.0%}",
+            *(f"{share:.0%}" for share in row["ceiling_share"].values()),
         ]
         for row in card["rows"]
     ]
-    head = ["step", "tokens/CPU s", "min..max", "ratio", "min..max", "peak MiB", "MFLOP/token", "of ceiling"]
+    head = ["step", "tokens/CPU s", "min..max", "ratio", "min..max", "peak MiB", "MFLOP/token"]
+    head += [f"of {precision}" for precision in PRECISIONS]
     ceiling = ", ".join(f"{rate:.0f} GFLOP/s {dtype}" for dtype, rate in card["gemm_gflops"].items())
     return (
         f"{grid(head, lines)}\n"
-        f"{card['tokens']} tokens, {card['shape']['depth']} unroll steps, fp32, AdamW included; memory above "
-        f"weights, gradients and optimizer\n"
+        f"{card['tokens']} tokens, {card['shape']['depth']} unroll steps, AdamW included; _bf16: under "
+        f"autocast; memory above weights, gradients and optimizer\n"
         f"ceiling: one thread's matrix product, {ceiling}\n"
         f"{card['hardware']}, load {span(card['load_average'], 2)}"
     )

@@ -1,9 +1,9 @@
 """The EAGLE-3 training step of `speculators`, for `worker` in that package's own environment.
 
-What its `Trainer.train_epoch` does with a batch, in fp32: forward with the losses, backward,
-clipping, AdamW as its `build_optimizers` makes it. Flex attention, its default, has no backward on a
-CPU, and its fused losses are Triton kernels: sdpa attention and the eager losses stand in for them.
-Nothing of foredraft may be imported here.
+What its `Trainer.train_epoch` does with a batch, in fp32 or under bf16 autocast: forward with the
+losses, backward, clipping, AdamW as its `build_optimizers` makes it. Flex attention, its default, has no
+backward on a CPU, and its fused losses are Triton kernels: sdpa attention and the eager losses stand in
+for them. Nothing of foredraft may be imported here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
         shifted["document_ids"] = torch.zeros(1, size - 1, dtype=torch.long)
 
         def step() -> float:
-            _, loss, _ = model(**shifted, **options)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case["precision"] == "bfloat16"):
+                _, loss, _ = model(**shifted, **options)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), case["clip"])

@@ -222,14 +222,12 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         hidden, trainable = inputs[: len(steps)], inputs[len(steps) :]
         by = partial(_differentiate, objective, steps, targets, progress, hidden, trainable)
-        kernels = objective.kernels
+        kernels, eager = objective.kernels, partial(by, EagerRows)
         if kernels and kernels.take(objective.divergence):
-            scorer = partial(CompiledRows, kernels)
-            hidden_grads, head_grads, weights, rows = kernels.attempt(
-                lambda: by(scorer), lambda: by(EagerRows)
-            )
+            compiled = partial(by, partial(CompiledRows, kernels))
+            hidden_grads, head_grads, weights, rows = kernels.attempt(compiled, eager)
         else:
-            hidden_grads, head_grads, weights, rows = by(EagerRows)
+            hidden_grads, head_grads, weights, rows = eager()
         ctx.gradients = [*hidden_grads, *(head_grads[id(w)].to(w.dtype) for w in trainable)]
         ctx.mark_non_differentiable(*weights, *rows)
         # An elementwise product and a sum: autocast would round a dot product to bfloat16.

@@ -16,6 +16,7 @@ from distill.distributed.ranks import check_processes, check_world_size, explain
 from distill.distributed.watchdog import Watchdog
 from distill.options import OptimizerOptions, TrainerOptions
 from distill.training.strategies import check_optimizer
+from distill.utils.heap import keep_freed_memory
 
 
 def build_trainer(

@@ -44,7 +44,7 @@ for number, line in enumerate(sys.stdin):
     print(json.dumps({{"cpu_seconds": 2.0}}), flush=True)
 """
 TINY = [f"shape.{k}={v}" for k, v in SHAPE.items()]
-QUICK = ["tokens=24", "turn=4", "steps=2", "repeats=3", "gemm=16"]
+QUICK = ["tokens=24", "turn=4", "steps=2", "repeats=3", "gemm=16", "compiled=false"]
 
 
 def stub(folder, misbehave="pass"):
@@ -63,8 +63,9 @@ def test_a_race_writes_a_row_for_everybody(tmp_path):
     done = benchmark(tmp_path, f"speculators={stub(tmp_path)}").succeeded()
     card = json.loads((tmp_path / "train.json").read_text())
     rows = {row["name"]: row for row in card["rows"]}
-    assert list(rows) == ["ours_all", "speculators_all", "ours_half", "speculators_half"]
-    for share in ("all", "half"):
+    shares = ("all", "half", "all_bf16", "half_bf16")
+    assert list(rows) == [f"{side}_{share}" for share in shares for side in ("ours", "speculators")]
+    for share in shares:
         mine, theirs = rows[f"ours_{share}"], rows[f"speculators_{share}"]
         assert theirs["tokens_per_cpu_second"] == 2 * 24 / 2.0  # steps x tokens / the stub's seconds
         assert theirs["peak_mib"] == 7.5
@@ -72,16 +73,16 @@ def test_a_race_writes_a_row_for_everybody(tmp_path):
         assert mine["spread"][0] <= mine["tokens_per_cpu_second"] <= mine["spread"][1]
         assert mine["ratio"] == pytest.approx(mine["tokens_per_cpu_second"] / 24)
         assert mine["mflop"] == theirs["mflop"] > 0
-        ceiling = card["gemm_gflops"]["float32"] * 1e9
-        assert mine["ceiling_share"] == pytest.approx(
-            mine["tokens_per_cpu_second"] * mine["mflop"] * 1e6 / ceiling
-        )
+        work = mine["tokens_per_cpu_second"] * mine["mflop"] * 1e6
+        ceilings = {dtype: work / (rate * 1e9) for dtype, rate in card["gemm_gflops"].items()}
+        assert mine["ceiling_share"] == pytest.approx(ceilings)
+        assert list(ceilings) == ["float32", "bfloat16"]
     assert rows["ours_half"]["mflop"] < rows["ours_all"]["mflop"]
     assert card["torch"] == {"ours": torch.__version__, "speculators": "stub"}
     assert "ours_half" in done.out
-    # Both of the stub's cases took every turn, with their own masks.
+    # All of the stub's cases took every turn, with their own masks.
     asked = (tmp_path / "log").read_text().split("\n")[:-1]
-    assert sorted(asked) == sorted(["24 2", "12 2"] * 3)
+    assert sorted(asked) == sorted(["24 2", "12 2"] * 2 * 3)
 
 
 @pytest.mark.parametrize(("given", "rate"), [([], 6e-3), (["optimizer.optimizer.lr=1e-3"], 1e-3)], ids=str)
@@ -162,6 +163,8 @@ def test_products_are_those_that_a_step_makes(layers, train_head, turn):
         "shape": shape,
         "train_head": train_head,
         "gradient_checkpointing": False,
+        "compiled": False,
+        "precision": "float32",
         "optimizer": {"lr": 1e-3},
     }
     step = build(RECIPE | case)(mask)
