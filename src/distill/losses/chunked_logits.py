@@ -27,6 +27,7 @@ class TargetProbs:
         top1: (R,) likeliest token.
         d2t: (V',) the target's id of each draft token; None if draft and target share a vocabulary.
         text_ids: (R,) the text's own token; None if the text is not given.
+        negentropy: see the property; None: computed when it is read.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class TargetProbs:
         top1: Tensor,
         d2t: Tensor | None,
         text_ids: Tensor | None = None,
+        negentropy: Tensor | None = None,
     ) -> None:
         self._logits, self._log_z, self._d2t, self.full_vocabulary = logits, log_z, d2t, d2t is None
         # Kept by hand: torch.compile cannot trace a cached_property.
         self._tops: dict[int, tuple[Tensor, Tensor]] = {}
         self._log_p: Tensor | None = None
-        self._negentropy: Tensor | None = None
+        self._negentropy = negentropy
         # Selecting columns is slow: once, of the logits, from which both p and log p follow.
         self.p = p if d2t is None else self.log_p.exp()  # (R, V')
         self.mass = self.p.sum(-1)  # (R,)

@@ -204,10 +204,10 @@ class CompiledRows:
         assert self._target_head is not None
         block, head = target.block, self._target_head
         p = self._buffers.block(f"p {id(d2t)}", block, 0 if d2t is None else len(d2t), self._dtype)
-        log_z, top1, *reshaped = self._kernels.target(head)(block, p, d2t)
+        log_z, top1, negentropy, *reshaped = self._kernels.target(head)(block, p, d2t)
         vocab = block.shape[1]
         text = None if target.text_ids is None else draft_ids(target.text_ids, d2t, vocab)
-        return p, *(reshaped or [block]), log_z, draft_ids(top1, d2t, vocab), text
+        return p, *(reshaped or [block]), log_z, draft_ids(top1, d2t, vocab), negentropy, text
 
 
 def _target_pass(head: Head, block: Tensor, p: Tensor, d2t: Tensor | None) -> tuple[Tensor, ...]:
@@ -220,7 +220,8 @@ def _target_pass(head: Head, block: Tensor, p: Tensor, d2t: Tensor | None) -> tu
         d2t: (V',) the target's id of each draft token; None: all.
 
     Returns:
-        (R,) logsumexp of all logits, (R,) likeliest token, and (R, V') logits unless they are the block.
+        (R,) logsumexp of all logits, (R,) likeliest token, (R,) negentropy over the draft vocabulary, and
+        (R, V') logits unless they are the block.
     """
     wide = block.to(p.dtype)
     logits = head.shape(wide)
@@ -229,7 +230,8 @@ def _target_pass(head: Head, block: Tensor, p: Tensor, d2t: Tensor | None) -> tu
         logits = logits[:, d2t]
         probs = (logits - log_z[:, None]).exp()
     p.copy_(probs)
-    return (log_z, top1) if logits is wide and d2t is None else (log_z, top1, logits)
+    found = log_z, top1, TargetProbs(logits, probs, log_z, top1, None).negentropy
+    return found if logits is wide and d2t is None else (*found, logits)
 
 
 def _draft_pass(
@@ -243,6 +245,7 @@ def _draft_pass(
     target_logits: Tensor,
     log_z: Tensor,
     top1: Tensor,
+    negentropy: Tensor,
     text_ids: Tensor | None,
 ) -> Tensor:
     """Score the draft's rows; `block` (R, V'), the product of its head, becomes the gradient.
@@ -258,13 +261,15 @@ def _draft_pass(
         target_logits: (R, V').
         log_z: (R,).
         top1: (R,) in draft ids.
+        negentropy: (R,).
         text_ids: (R,) in draft ids.
 
     Returns:
         (4, R), `Scores.values`.
     """
     texts = None if text_ids is None else text_ids[rows]
-    probs = TargetProbs(target_logits[rows].to(p.dtype), p[rows], log_z[rows], top1[rows], None, texts)
+    chunk = target_logits[rows].to(p.dtype), p[rows], log_z[rows], top1[rows]
+    probs = TargetProbs(*chunk, None, texts, negentropy[rows])
     probs.full_vocabulary = full_vocabulary
     teacher = Teacher(probs, slice(None))
     logits = head.shape(block.to(p.dtype))
@@ -283,7 +288,8 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = powers.sum(-1, keepdim=True)
     # A search for the smallest index in floating point: the compiler does not vectorise argmax.
     index = torch.arange(logits.shape[1], dtype=logits.dtype, device=logits.device)
-    first = torch.where(logits == most, index, float(logits.shape[1])).amin(-1)
+    # The last where there is none, in rows of NaN.
+    first = torch.where(logits == most, index, float(logits.shape[1] - 1)).amin(-1)
     return powers * (1 / total), (most + total.log())[:, 0], first.long()
 
 
