@@ -76,7 +76,7 @@ def test_a_race_writes_a_row_for_everybody(tmp_path):
         work = mine["tokens_per_cpu_second"] * mine["mflop"] * 1e6
         ceilings = {dtype: work / (rate * 1e9) for dtype, rate in card["gemm_gflops"].items()}
         assert mine["ceiling_share"] == pytest.approx(ceilings)
-        assert list(ceilings) == ["float32", "bfloat16"]
+        assert set(ceilings) == {"float32", "bfloat16"}
     assert rows["ours_half"]["mflop"] < rows["ours_all"]["mflop"]
     assert card["torch"] == {"ours": torch.__version__, "speculators": "stub"}
     assert "ours_half" in done.out
