@@ -120,7 +120,9 @@ def _check_kind(key: str, default: Any, value: Any) -> None:
 
     A folder may stand for settings that something is built from.
     """
-    free = default is None or key == "trainer.devices" or (value is None and key.startswith("trainer."))
+    free = default is None or key == "trainer.devices"
+    # Here null is a value of its own: every token is drafted.
+    free = free or (value is None and (key.startswith("trainer.") or key.endswith("draft_vocab_size")))
     free = free or (isinstance(default, DictConfig) and "_target_" in default and isinstance(value, str))
     if not free and not _same_kind(default, value):
         kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -88,6 +88,13 @@ def test_a_value_of_another_type_is_named(key, value):
         read_options(Sizes, OmegaConf.create(SIZES | {key: value}))
 
 
+def test_a_draft_of_all_tokens_is_null():
+    overrides = ["drafter=eagle", "drafter.draft_vocab_size=null"]
+    assert compose(overrides, CONF, "config").drafter.draft_vocab_size is None
+    with pytest.raises(UserError, match=r"target\.dtype=null: must be text"):
+        compose(["target.dtype=null"], CONF, "config")
+
+
 @pytest.mark.parametrize("engine", ["hf", "given", "openai", "ray"])
 def test_each_engine_has_its_own_settings(engine):
     url = ["rollout.url=http://a/v1"] * (engine == "openai")
