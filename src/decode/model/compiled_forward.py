@@ -15,7 +15,9 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,8 +33,11 @@ from decode.model.attention import attend_folded
 from decode.model.cache import RowStore
 from decode.model.fused_forward import CompiledPass, Fused, LayerSteps, Norm, StackedLinear
 
-# Packed weights are constants of the file; the number of threads is that of the time of a call.
-OPTIONS = {"freezing": True, "cpp.dynamic_threads": True}
+OPTIONS = {
+    "freezing": True,  # packed weights are constants of the file
+    "cpp.dynamic_threads": True,  # the number of threads is that of the time of a call
+    "aot_inductor.precompile_headers": False,  # they pay from the second compilation on
+}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative error of outputs
 HALF_TOLERANCE = 0.1  # in half precision
 
@@ -209,7 +214,7 @@ def _read(file: Path) -> Run | None:
 
 
 def _write(fused: Fused, file: Path) -> None:
-    print(f"compiling the target's forward pass, once, into {file}", file=sys.stderr, flush=True)
+    print(f"compiling the target's forward pass, once, for minutes, into {file}", file=sys.stderr, flush=True)
     rows, slots, width, capacity = Dim("rows"), Dim("slots"), Dim("width"), Dim("capacity")
     x, angles, mask, index, parts = _example(fused, 2, 5)
     sizes = {0: rows, 1: slots}
@@ -221,12 +226,27 @@ def _write(fused: Fused, file: Path) -> None:
         [{0: rows, 1: capacity}] * len(parts),
     )
     temporary = file.with_suffix(f".{os.getpid()}.pt2")
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), _no_traces():
         graph = export(
             _Layers(fused).eval(), (x, angles, mask, index, parts), dynamic_shapes=dynamic, strict=False
         )
         _inductor.aoti_compile_and_package(graph, package_path=str(temporary), inductor_configs=OPTIONS)
     temporary.replace(file)
+
+
+@contextmanager
+def _no_traces() -> Iterator[None]:
+    """Let the compiler leave its own files, which hold the weights too, in a folder that is removed."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    with TemporaryDirectory(prefix="foredraft-") as folder:
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
 
 
 def _example(fused: Fused, rows: int, new: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
