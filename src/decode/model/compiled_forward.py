@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-# Documented (AOTInductor), though its name says private.
+# private API: documented as AOTInductor's, which has no other name.
 from torch import Tensor, _inductor, nn
 from torch.export import Dim, export
 from typing_extensions import override

@@ -147,7 +147,15 @@ def test_the_count_of_operations_is_that_of_step_cost():
     """EAGLE-3's training step as it is benchmarked: no more is multiplied than it cannot do without."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "heads": 4, "kv_heads": 4, "head_dim": 16}
     shape |= {"vocab_size": 512, "draft_vocab_size": 128, "taps": 3, "layers": 1, "depth": 3}
-    case = {"shape": shape, "train_head": False, "gradient_checkpointing": False, "decay": 0.8, "clip": 1.0}
+    case = {
+        "shape": shape,
+        "train_head": False,
+        "gradient_checkpointing": False,
+        "compiled": False,
+        "precision": "fp32",
+        "decay": 0.8,
+        "clip": 1.0,
+    }
     step = step_ours.build(case | {"optimizer": {"lr": 1e-3}})([1] * 128)
     step()
     with FlopCounterMode(display=False) as counter:
