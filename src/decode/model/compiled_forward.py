@@ -225,24 +225,24 @@ def _write(fused: Fused, file: Path) -> None:
         {0: Dim.AUTO},
         [{0: rows, 1: capacity}] * len(parts),
     )
-    temporary = file.with_suffix(f".{os.getpid()}.pt2")
-    with torch.inference_mode(False), torch.no_grad(), _no_traces():
+    with torch.inference_mode(False), torch.no_grad(), _compiler_folder(file.parent) as folder:
         graph = export(
             _Layers(fused).eval(), (x, angles, mask, index, parts), dynamic_shapes=dynamic, strict=False
         )
-        _inductor.aoti_compile_and_package(graph, package_path=str(temporary), inductor_configs=OPTIONS)
-    temporary.replace(file)
+        whole = str(folder / file.name)
+        _inductor.aoti_compile_and_package(graph, package_path=whole, inductor_configs=OPTIONS)
+        Path(whole).replace(file)
 
 
 @contextmanager
-def _no_traces() -> Iterator[None]:
+def _compiler_folder(parent: Path) -> Iterator[Path]:
     """Let the compiler leave its own files, which hold the weights too, in a folder that is removed."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
-    with TemporaryDirectory(prefix="foredraft-") as folder:
+    with TemporaryDirectory(prefix="compiling-", dir=parent) as folder:
         os.environ[name] = folder
         try:
-            yield
+            yield Path(folder)
         finally:
             os.environ.pop(name)
             if before is not None:

@@ -200,6 +200,10 @@ def test_a_compiled_pass_computes_what_the_fused_one_does(name, dtype, monkeypat
     lm = CausalLM(frozen(name).to(dtype))
     plain = passes(lm)
     assert lm.compile() == ""
+    assert sorted(file.suffix for file in (tmp_path / "foredraft" / "compiled").iterdir()) == [
+        ".lock",
+        ".pt2",
+    ]
     again = passes(lm)
     assert body(lm).compiled is not None
     for number, (got, want) in enumerate(zip(again, plain, strict=True)):
