@@ -115,7 +115,7 @@ class Kernels:
         """The result of `compiled`, or of `eager` for good where the first attempt fails."""
         try:
             result = compiled()
-        except Exception as error:  # whatever a compiler that is not there, or is broken, raises
+        except Exception as error:  # compilers that are missing or broken raise any type
             if self._works:
                 raise
             self._works = False
@@ -143,7 +143,7 @@ class Kernels:
             def run(*tensors: Tensor | None) -> object:
                 return function(head, *options, *tensors)
 
-            # Blocks have as many rows as a chunk, whatever is in them, so that shapes never change.
+            # Blocks have as many rows as a chunk, full or not, so that shapes never change.
             self._made[key] = torch.compile(run, fullgraph=True, dynamic=False)
         return self._made[key]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.tree import expand
-from drafters.layers.decode_step import SharesCache, TokenShares, run_after
+from drafters.layers.decode_step import SharesCache, run_after
 from drafters.layers.decoder_layer import DecoderLayer, Rotary, tree_visibility
 from drafters.layers.unroll import AnchorIndex, FirstLayerInput, LayerUnroll
 from drafters.vocabulary import Vocabulary
@@ -76,14 +75,13 @@ class RecurrentDrafter(Drafter):
     def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """(B, n, D) embeddings and features -> the first layer's residual and its fused q, k, v."""
 
-    def token_shares(self, target: Target) -> TokenShares | None:
-        """What `pair_by_lookup` reads; None: there is no such product, or it may not be made now."""
+    def pair_by_lookup(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """`pair` of (B, n) tokens and (B, n, D) features by one product and a table of the tokens' shares.
+
+        None: there is no such product, or the table may not be made now.
+        """
         del target
         return None
-
-    def pair_by_lookup(self, shares: TokenShares, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """`pair` of (B, n) tokens and (B, n, D) features by one product and a table."""
-        raise NotImplementedError
 
     @abstractmethod
     def token_projection(self, embedded: Tensor) -> Tensor:
@@ -220,8 +218,8 @@ class RecurrentDrafter(Drafter):
 
     def input_maker(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(B, n) tokens, (B, n, D) features -> the first layer's residual and its q, k, v."""
-        if not self.training and (shares := self.token_shares(target)) is not None:
-            return partial(self.pair_by_lookup, shares)
+        if not self.training and (by_lookup := self.pair_by_lookup(target)) is not None:
+            return by_lookup
         return lambda tokens, feature: self.pair(target.embed(tokens).to(feature.dtype), feature)
 
     def run_layers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -16,7 +16,6 @@ from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Target
 from drafters.base import Batch, constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter, add_feature_noise
-from drafters.layers.decode_step import TokenShares
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
 from drafters.layers.unroll import FirstLayerInput
 
@@ -88,15 +87,18 @@ class Eagle(RecurrentDrafter):
         return x, self.layer.qkv_proj(x)
 
     @override
-    def token_shares(self, target: Target) -> TokenShares | None:
+    def pair_by_lookup(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
         qkv = self.layer.qkv_proj.weight
         weights = [w for w in (self.fc.weight, self.fc.bias, qkv) if w is not None]
-        return self._shares.of(target, weights, len(self.fc.weight) + len(qkv), self._merged)
+        shares = self._shares.of(target, weights, len(self.fc.weight) + len(qkv), self._merged)
+        if shares is None:
+            return None
 
-    @override
-    def pair_by_lookup(self, shares: TokenShares, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        x = shares(tokens, feature)
-        return x[..., : feature.shape[-1]], x[..., feature.shape[-1] :]
+        def pair(tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+            x = shares(tokens, feature)
+            return x[..., : feature.shape[-1]], x[..., feature.shape[-1] :]
+
+        return pair
 
     def _merged(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """No norm stands between `fc` and the q, k, v product, so the two are one: (V, D + P), (D + P, D)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Self, cast
 
@@ -18,7 +18,6 @@ from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Tap, Target
 from drafters.base import constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter
-from drafters.layers.decode_step import TokenShares
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll import FirstLayerInput
 from drafters.vocabulary import TokenCounts
@@ -139,17 +138,20 @@ class Eagle3(RecurrentDrafter):
         return normed if self.norm_before_residual else feature, qkv
 
     @override
-    def token_shares(self, target: Target) -> TokenShares | None:
+    def pair_by_lookup(self, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
         first = self.stack[0]
         weights, rows = [first.qkv_proj.weight, first.input_layernorm.weight], len(first.qkv_proj.weight)
-        return self._shares.of(
+        shares = self._shares.of(
             target, weights, rows, lambda embedded: (self.token_projection(embedded), self.first_weight())
         )
+        if shares is None:
+            return None
 
-    @override
-    def pair_by_lookup(self, shares: TokenShares, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.hidden_norm(feature)
-        return normed if self.norm_before_residual else feature, shares(tokens, normed)
+        def pair(tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+            normed = self.hidden_norm(feature)
+            return normed if self.norm_before_residual else feature, shares(tokens, normed)
+
+        return pair
 
     @override
     def token_projection(self, embedded: Tensor) -> Tensor:
