@@ -34,6 +34,7 @@ INT8_ROWS = (1, 4)  # a chain's pass, and that of a level of the default tree
 MEASURED_BYTES = 2**26  # more than caches hold, so that weights come from memory as in a forward pass
 MEASURED_COPIES = 32
 REPEATS = 7
+ATTEMPTS = 3  # programs that fill the memory's bandwidth hide a gain for a while, and none make one
 GAIN = 1.1  # a smaller gain is not worth the memory
 MEMORY_SHARE = 0.25  # of the machine's memory, at most, for all copies
 
@@ -178,10 +179,16 @@ def _measure(dtype: torch.dtype, rows: int, columns: int) -> float:
     plain = _zeros(dtype, rows, columns)
     packed = [_pack(weight) for weight in plain]
     inputs = [torch.zeros(size, columns, dtype=dtype) for size in MEASURED_ROWS]
-    return min(
-        _ratio([partial(F.linear, x, w) for w in plain], [partial(_product, x, w, None) for w in packed])
-        for x in inputs
-    )
+    most = 0.0
+    for _ in range(ATTEMPTS):
+        ratios = (
+            _ratio([partial(F.linear, x, w) for w in plain], [partial(_product, x, w, None) for w in packed])
+            for x in inputs
+        )
+        most = max(most, min(ratios))
+        if most >= GAIN:
+            break
+    return most
 
 
 @torch.inference_mode()
