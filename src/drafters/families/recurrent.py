@@ -198,7 +198,7 @@ class RecurrentDrafter(Drafter):
         for start in range(0, tokens.shape[1], target.chunk):
             stop = min(start + target.chunk, tokens.shape[1])
             step = torch.arange(stop, device=tokens.device)
-            block = (step[start:, None] >= step)[None]  # (1, n, start + n)
+            block = 1 if stop == 1 else (step[start:, None] >= step)[None]  # (1, n, start + n)
             feature = self.fuse(taps[:, start:stop])
             first = enter(following[:, start:stop], feature)
             outputs.append(self.run_layers(state.store, first, block, step[start:]))
@@ -223,7 +223,7 @@ class RecurrentDrafter(Drafter):
         return lambda tokens, feature: self.pair(target.embed(tokens).to(feature.dtype), feature)
 
     def run_layers(
-        self, store: RowStore, first: tuple[Tensor, Tensor], block: Tensor, offsets: Tensor | int
+        self, store: RowStore, first: tuple[Tensor, Tensor], block: Tensor | int, offsets: Tensor | int
     ) -> Tensor:
         """`run_after` of the first layer's residual (B, n, D) and q, k, v (B, n, P): (B, n, D)."""
         x, qkv = first
@@ -236,7 +236,8 @@ class RecurrentDrafter(Drafter):
         assert state.newest is not None
         head = self.head(target)
         hidden, feature = self.emit(state.newest)  # (B, 1, D), then (B, W, D): of the last level
-        reach = torch.ones(feature.shape[0], 1, 0, dtype=torch.bool, device=feature.device)
+        # Scratch slots that each node of the last level sees: (B, W, m) mask, or m while it is a chain.
+        reach: Tensor | int = 0
         depth, active, enter = 1, self, self.input_maker(target)
 
         # Levels are written to scratch slots after the settled pairs; the next round overwrites them.
@@ -245,8 +246,13 @@ class RecurrentDrafter(Drafter):
             depth += 1
             if (module := self.module_at(depth)) is not active:
                 active, enter = module, module.input_maker(target)
-            parent_feature = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
-            reach = tree_visibility(reach, parent)  # (B, W, m) mask over scratch slots
+            if isinstance(reach, int) and token.shape[1] == 1:
+                reach, parent_feature = reach + 1, feature
+            else:
+                if isinstance(reach, int):
+                    reach = torch.ones(len(token), 1, reach, dtype=torch.bool, device=token.device)
+                reach = tree_visibility(reach, parent)
+                parent_feature = feature.gather(1, parent[..., None].expand(-1, -1, feature.shape[-1]))
             x = active.run_layers(state.store, enter(token, parent_feature), reach, depth - 2)
             hidden, feature = self.emit(x)
             return head(hidden)

@@ -71,7 +71,7 @@ def run_after(
     stack: Sequence[DecoderLayer],
     rotary: Rotary,
     x: Tensor,
-    block: Tensor,
+    block: Tensor | int,
     offsets: Tensor | int,
     qkv: Tensor | None = None,
 ) -> Tensor:
@@ -83,15 +83,16 @@ def run_after(
         rotary: positions.
         x: residual of the first layer.
         block: (B, n, m) or (1, n, m) bool, which of the m newest slots each new slot sees: these n, and
-            before them m - n scratch slots of earlier calls.
+            before them m - n scratch slots of earlier calls; or m, if n is 1 and it sees all.
         offsets: number of positions between the settled slots and each new one, broadcast to (B, n).
         qkv: (B, n, P) of the first layer; None: its product with the normalised x.
     """
-    store.begin(block.shape[1], block.shape[2] - block.shape[1])
+    new, newest = (1, block) if isinstance(block, int) else block.shape[1:]
+    store.begin(new, newest - new)
     dtype = fast_dtype(x)
     positions = store.lengths.on(x.device)[:, None] + offsets
     angles = rotary.table(store.width, x, dtype)[positions]
-    mask = attention_mask(store.lengths, block, store.width)[:, None]
+    mask = _mask(store, block, x.device)
     for i, layer in enumerate(stack):
         projected: Tensor = layer.qkv_proj(layer.input_layernorm(x)) if qkv is None else qkv
         q, k, v = (t.transpose(1, 2) for t in layer.split(projected.to(dtype), angles))
@@ -99,3 +100,12 @@ def run_after(
         attended = attend(q, k, v, mask).transpose(1, 2).flatten(2)
         x, qkv = layer.finish(x, attended.to(x.dtype)), None
     return x
+
+
+def _mask(store: RowStore, block: Tensor | int, device: torch.device) -> Tensor | None:
+    """(B or 1, 1, n, width) mask of `run_after`; None where a slot sees all of them, which costs less."""
+    if isinstance(block, int):
+        if len(set(store.lengths)) == 1:
+            return None
+        block = torch.ones(1, 1, block, dtype=torch.bool, device=device)
+    return attention_mask(store.lengths, block, store.width)[:, None]

@@ -301,7 +301,6 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         token_input = newest.new_zeros(1) if self.no_token is None else self.no_token
         token_input = token_input.expand(rows, 1, -1)
         for k in range(1, depth):
-            visible = torch.ones(rows, 1, k, dtype=torch.bool, device=newest.device)
-            x = self.run_layers(state.store, self.pair(token_input, states[-1]), visible, k - 1)
+            x = self.run_layers(state.store, self.pair(token_input, states[-1]), k, k - 1)
             states.append(self.emit(x)[1])
         return torch.cat(states, 1)
