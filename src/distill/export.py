@@ -115,6 +115,12 @@ def write(checkpoint: Path, target: Target, to: str, out: Path, repo: str | None
         weights = None if theirs else hub.weights_on_file(checkpoint, drafter, target)
         pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
     say(f"{out}\n\n{_served(theirs, drafter, out)}")
+    if (card := pretrained.scorecard(checkpoint)) and card.fastest.nodes and not card.pays:
+        say(
+            "where it was scored, no draft was faster than plain decoding (the fastest, "
+            f"{card.fastest.decode}, {card.fastest.speedup:.2f}x); the command drafts as deep as the drafter "
+            "was trained all the same: foredraft advise measures what pays on the machine that serves"
+        )
 
 
 def push(out: Path, repo: str, private: bool, dry_run: bool) -> None:

@@ -6,8 +6,10 @@ import errno
 import json
 
 import pytest
-from workbench import foredraft
+from workbench import foredraft, train
 
+from decode.evaluation.scorecard import Scorecard
+from decode.planning import auto
 from distill import export as exporting
 
 SHORT = ("trainer.max_steps=1", "score.every=1")
@@ -37,6 +39,30 @@ def test_the_end_of_a_run_recommends_a_program_that_takes_its_drafter(bench):
         config = json.loads((done.folder / "checkpoints" / "best" / "config.json").read_text())
         assert config["exports"][0] == program
         foredraft(*line.split()[1:]).succeeded()
+
+
+def test_a_run_for_which_plain_decoding_is_chosen_decodes_plainly_and_is_no_speedup(bench, monkeypatch):
+    """From training to the exported folder."""
+    monkeypatch.setattr(auto, "best_forecast", lambda rows: rows[0])
+    monkeypatch.setattr(Scorecard, "pays", property(lambda self: False))
+    plans = "decode.plans=[{depth: 1}]", "score.alternatives=[{depth: 2}]"
+    command = [word for word in bench.command if not word.startswith("decode")]
+    done = train([*command, "decode=auto", *plans, "export.to=native", *SHORT]).succeeded()
+    card = json.loads((done.folder / "checkpoints" / "best" / "score.json").read_text())
+    assert [row["decode"] for row in card["rows"]] == ["plain", "chain-2"]
+    assert (card["rows"][0]["nodes"], card["rows"][0]["tau"]) == (0, 1)
+    assert "  no draft faster than plain (chain-2 " in done.out
+    assert "headline: chain-2 (plain was chosen), T=0" in done.out
+    assert (
+        "do not draft: none is faster than plain decoding on this machine; the fastest, chain-2" in done.out
+    )
+    assert "where it was scored, no draft was faster than plain decoding (the fastest, chain-2" in done.out
+    assert "do not draft" in (done.folder / "report.html").read_text()
+    checkpoint = f"checkpoint={done.folder / 'checkpoints' / 'best'}"
+    scored = foredraft("score", checkpoint, "decode=chain", "decode.depth=2").succeeded()
+    assert scored.out.rstrip().splitlines()[-1].startswith("do not draft: none is faster")
+    said = foredraft("generate", checkpoint, "prompt=x", "decode=chain", "decode.depth=0", "max_new_tokens=4")
+    assert "plain: 4 tokens, " in said.succeeded().err
 
 
 def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch):

@@ -319,11 +319,26 @@ class Scorecard:
         return self.rows[0]
 
     @property
-    def fastest(self) -> Row:
-        """The lossless row of the headline's temperature and batch size with the highest speedup."""
+    def drafts(self) -> list[Row]:
+        """Lossless rows that draft, with the headline's temperature and batch size; at least the headline."""
         head = self.headline
         same = [r for r in self.rows if (r.temperature, r.batch_size) == (head.temperature, head.batch_size)]
-        return max([head, *(row for row in same if not row.lossy)], key=lambda row: row.speedup)
+        return [row for row in same if row.nodes and not row.lossy] or [head]
+
+    @property
+    def compared(self) -> Row:
+        """What checkpoints are compared by: the headline, or the first draft where that is plain decoding."""
+        return self.drafts[0]
+
+    @property
+    def fastest(self) -> Row:
+        """The draft with the highest speedup."""
+        return max(self.drafts, key=lambda row: row.speedup)
+
+    @property
+    def pays(self) -> bool:
+        """A draft is faster than plain decoding on this machine; else do not draft."""
+        return self.fastest.nodes > 0 and self.fastest.speedup > 1
 
     @property
     def audit_passed(self) -> bool:

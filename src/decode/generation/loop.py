@@ -67,7 +67,7 @@ class Loop:
         target.check_taps(drafter)
         plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
         self.target, self.prompts, self.clock = target, prompts, clock
-        self.drafter = None if drafter is None else adapt_depth(drafter, plan)
+        self.drafter = adapt_depth(drafter, plan) if drafter and plan.depth else None
         self.proposer = type(drafter).__name__
         self.sampler, self.plan, self.coin = sampler, plan, coin
         self.stop = frozenset(stop)
@@ -147,7 +147,7 @@ class Loop:
             raise UserError("stream: the target has started another text; finish one stream before the next")
         coin = self.coin.at(batch.position, batch.rounds)
         begin = self.now()
-        if self.drafter is None or self.plan.depth == 0:
+        if self.drafter is None or self.plan.depth == 0:  # a timer changes the plan between rounds
             draft = Draft.empty(len(batch.request), target.device)
         else:
             draft = self.drafter.propose(self.state, target, self.sampler, coin, self.plan)

@@ -37,7 +37,7 @@ def answer(options: GenerateOptions) -> float:
     if not isinstance(plan, Plan):
         raise UserError(
             "decode=auto and decode=calibrated choose a plan when a checkpoint is scored and record it in "
-            "score.json; name that plan here"
+            "score.json; name that plan here, plain as decode=chain decode.depth=0"
         )
     target = build_target(options.target)
     model = Model(target, chat)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from distill.config.build import build_target, quiet, read_inputs
 from distill.options import ScoreCommandOptions
+from distill.report.bottleneck import bottleneck
 from distill.report.compare import earlier
 from distill.report.tables import settings_table
 from distill.scoring.scorer import Scorer
@@ -41,4 +42,6 @@ def score(options: ScoreCommandOptions) -> float:
     if options.out:
         write_json(Path(options.out), card.to_json())
     print(settings_table(card))
-    return card.headline.tau
+    if line := bottleneck(card):
+        print(line)
+    return card.compared.tau

@@ -186,7 +186,8 @@ class Wandb(FailSafe, Logger):
             values = {**histograms, "scorecard": wandb.Table(columns=["step", *COLUMNS], data=lines)}
             self._later("scorecards", lambda: run.log({**values, STEP: card.checkpoint.step}))
         if top := cards.get(int(best_checkpoint.name)) if best_checkpoint else None:
-            summary = {"step": top.checkpoint.step, "tau": top.headline.tau, "speedup": top.headline.speedup}
+            row = top.compared
+            summary = {"step": top.checkpoint.step, "tau": row.tau, "speedup": row.speedup}
             run.summary.update({f"best/{name}": value for name, value in summary.items()})
         if self.weights == "always":
             self._upload(checkpoint, ["last"] + ["best"] * (checkpoint == best_checkpoint))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decode.evaluation.scorecard import Row, Scorecard
+from distill.scoring.paired import speedup
 
 LOW_TAU = 1.8  # tokens a round; below, no round is cheap enough for much of a speedup
 TRY = {
@@ -14,9 +15,12 @@ TRY = {
 
 
 def bottleneck(card: Scorecard) -> str:
-    """One line: what a round of the fastest row costs and gives, what limits it, and what to try."""
+    """One line: what a round of the fastest draft costs and gives, what limits it, and what to try.
+
+    Where plain decoding is faster, it says so first.
+    """
     row = card.fastest
-    if not row.speedup or not row.tau:
+    if not (row.nodes and row.speedup and row.tau):
         return ""
     cost = row.tau / row.speedup  # of a round, in passes of plain decoding
     drafting, verifying = row.draft_share * cost, row.verify_share * cost
@@ -27,9 +31,20 @@ def bottleneck(card: Scorecard) -> str:
         "verifying": f"; if verifying cost one pass: {row.tau / (1 + drafting + rest):.2f}x",
     }
     return (
-        f"{row.speedup:.2f}x by {row.decode}: a round writes {row.tau:.2f} tokens for the time of {cost:.2f} "
+        f"{verdict(card)}: a round writes {row.tau:.2f} tokens for the time of {cost:.2f} "
         f"plain ones (verifying {verifying:.2f}, drafting {drafting:.2f}, the rest {rest:.2f}); its limit "
         f"is {limit}{free.get(limit, '')}; try {TRY[limit]}"
+    )
+
+
+def verdict(card: Scorecard) -> str:
+    """The fastest draft and its speedup, or that plain decoding is faster than all of them."""
+    row = card.fastest
+    if card.pays:
+        return f"{row.speedup:.2f}x by {row.decode}"
+    return (
+        "do not draft: none is faster than plain decoding on this machine; the fastest, "
+        f"{row.decode}, is {speedup(row).text('{:.2f}x')}"
     )
 
 

@@ -63,7 +63,7 @@ class Scored(NamedTuple):
         return [(row.temperature, row.batch_size) for row in self.card.rows if not row.lossy]
 
     def at(self, temperature: float, batch: int, decode: str = "") -> list[Row]:
-        """At least one lossless row at a setting, of all plans or of one.
+        """At least one lossless row at a setting, of all drafts or of one plan.
 
         Raises:
             UserError: there is none.
@@ -76,7 +76,7 @@ class Scored(NamedTuple):
                 f"{self.name}: not scored at T={temperature:g}, batch {batch}; it was at "
                 f"{', '.join(settings)}: choose among these, or score it again with foredraft score out=..."
             )
-        rows_of_plan = [row for row in rows if decode in ("", row.decode, short(row.decode))]
+        rows_of_plan = _of_plan(rows, decode)
         if not rows_of_plan:
             raise UserError(
                 f"decode={decode}: {self.name} was not scored with it at T={temperature:g}, batch {batch}; "
@@ -85,13 +85,20 @@ class Scored(NamedTuple):
         return rows_of_plan
 
     def by_batch(self, temperature: float, decode: str = "") -> dict[int, Row]:
-        """The fastest lossless row at each batch size that was scored, of one plan or of any."""
+        """The fastest lossless row at each batch size that was scored, of one plan or of any draft."""
         by_size: dict[int, list[Row]] = {}
         for row in self.card.rows:
-            matches = decode in ("", row.decode, short(row.decode))
-            if matches and not row.lossy and row.temperature == temperature:
+            if not row.lossy and row.temperature == temperature:
                 by_size.setdefault(row.batch_size, []).append(row)
-        return {size: fastest(rows) for size, rows in sorted(by_size.items())}
+        found = {size: _of_plan(rows, decode) for size, rows in sorted(by_size.items())}
+        return {size: fastest(rows) for size, rows in found.items() if rows}
+
+
+def _of_plan(rows: Sequence[Row], decode: str) -> list[Row]:
+    """Rows of one plan, or of every draft: plain decoding has no speedup. All, where nothing drafts."""
+    if decode:
+        return [row for row in rows if decode in (row.decode, short(row.decode))]
+    return [row for row in rows if row.nodes] or list(rows)
 
 
 def fastest(rows: Sequence[Row]) -> Row:

@@ -45,7 +45,7 @@ def warnings(card: Scorecard) -> Markup | None:
 
 def headline(card: Scorecard) -> Markup:
     """Acceptance length, speedup, verdict of the audit and size of the drafter."""
-    row, fastest = card.headline, card.fastest
+    row, fastest = card.compared, card.fastest
     acceptance, (low, high) = row.acceptance, row.acceptance.tau_interval
     method = "replayed exactly" if row.exact else "counted by the decoder"
     prompts = row.replay.prompts if row.replay else card.conditions.prompts
@@ -59,7 +59,8 @@ def headline(card: Scorecard) -> Markup:
             ),
             (
                 "speedup over plain decoding",
-                f"{fastest.speedup:.2f}×",
+                f"{fastest.speedup:.2f}×" if card.pays else "none",
+                f"{'' if card.pays else f'do not draft here; the fastest is {fastest.speedup:.2f}×: '}"
                 f"{fastest.tokens_per_second:.0f} against {fastest.plain_tokens_per_second:.0f} tokens/s by "
                 f"{fastest.decode}, batch {row.batch_size}, T={row.temperature:g}",
             ),
@@ -95,7 +96,7 @@ def _audited(audit: Audit) -> str:
 
 def positions(card: Scorecard) -> Markup | None:
     """Survival and conditional acceptance."""
-    row = card.headline
+    row = card.compared
     survival = row.acceptance.survival
     if not survival:
         return None
@@ -138,7 +139,7 @@ def length_shares(survival: Sequence[float]) -> list[float]:
 
 def lengths(card: Scorecard) -> Markup | None:
     """The histogram of accepted tokens a round."""
-    row = card.headline
+    row = card.compared
     if not row.acceptance.survival:
         return None
     share = length_shares(row.acceptance.survival)
@@ -198,14 +199,14 @@ def by_category(card: Scorecard, row: Row) -> list[Category]:
 
 def categories(card: Scorecard) -> Markup | None:
     """Acceptance by kind of prompt."""
-    kinds = by_category(card, card.headline)
+    kinds = by_category(card, card.compared)
     if not kinds:
         return None
     figure = go.Figure()
     value = [kind.tau for kind in kinds]
     low, high = zip(*(kind.interval or (kind.tau, kind.tau) for kind in kinds), strict=True)
     figure.add_vline(
-        x=card.headline.acceptance.tau, line={"color": paint("grey"), "width": 1, "dash": "dash"}
+        x=card.compared.acceptance.tau, line={"color": paint("grey"), "width": 1, "dash": "dash"}
     )
     figure.add_scatter(
         x=value,
@@ -309,11 +310,11 @@ def shares(card: Scorecard) -> Markup | None:
         "settles. The upper bar has to be the shorter one; its parts say what to make cheaper."
     )
     height = 130 + 62 * len(rows)
-    split = ", ".join(f"{name} {100 * share:.0f} %" for name, share in _time_shares(card.headline).items())
+    split = ", ".join(f"{name} {100 * share:.0f} %" for name, share in _time_shares(card.compared).items())
     return page.section(
         "Time of a round",
         page.plot(figure, caption, max(height, 200)),
-        Markup('<p class="note">{}</p>').format(f"Headline: {split} of decoding time."),
+        Markup('<p class="note">{}</p>').format(f"{card.compared.decode}: {split} of decoding time."),
         caption=caption,
     )
 

@@ -33,10 +33,10 @@ def target_label(target: str) -> str:
 
 
 def by_step(cards: Sequence[Scorecard]) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of a table with the headline of every scorecard."""
+    """Head and lines of a table with the headline of every scorecard, or the draft in its place."""
     head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other", "audit"]
     return head, [
-        [str(c.checkpoint.step), *_cells(c.headline), "pass" if c.audit_passed else "FAIL"] for c in cards
+        [str(c.checkpoint.step), *_cells(c.compared), "pass" if c.audit_passed else "FAIL"] for c in cards
     ]
 
 
@@ -75,10 +75,11 @@ def _audit(audit: Audit) -> str:
 
 
 def headline(card: Scorecard) -> str:
-    """Plan and conditions of the first row."""
-    row, conditions = card.headline, card.conditions
+    """Plan and conditions of the row that checkpoints are compared by."""
+    row, conditions = card.compared, card.conditions
+    chosen = "" if row is card.headline else f" ({card.headline.decode} was chosen)"
     return (
-        f"{row.decode}, T={row.temperature:g}, batch {row.batch_size}, {conditions.dtype}, "
+        f"{row.decode}{chosen}, T={row.temperature:g}, batch {row.batch_size}, {conditions.dtype}, "
         f"{conditions.prompts} held-out prompts, {conditions.hardware}"
     )
 

@@ -25,7 +25,7 @@ def tau(run: History) -> Markup | None:
     steps = sorted(run.cards)
     if len(steps) < 2:
         return None
-    rows = [run.cards[s].headline for s in steps]
+    rows = [run.cards[s].compared for s in steps]
     figure = go.Figure()
     replays = [(s, r.replay) for s, r in zip(steps, rows, strict=True) if r.replay]
     if replays:

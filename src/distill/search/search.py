@@ -328,7 +328,7 @@ class Search:
         with publish(folder / ledger.PAGE) as temporary:
             temporary.write_text(ledger.markdown(rows, [took, "", reason]))
         html_report.attempt(folder)
-        return read_scorecard(folder / "checkpoints" / "best" / "score.json").headline.tau
+        return read_scorecard(folder / "checkpoints" / "best" / "score.json").compared.tau
 
 
 def _link(folder: Path, family: str) -> None:

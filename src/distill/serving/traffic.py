@@ -93,7 +93,7 @@ def _prepare(
     """The engine and its requests: the replayed prompts, or the decoded ones if none was replayed."""
     if options.score.min_p or options.score.repetition_penalty != 1:
         raise UserError("score.min_p, score.repetition_penalty: not sent to servers; use send=false")
-    replay = card.headline.replay
+    replay = card.compared.replay
     count = options.count or (replay.prompts if replay else card.conditions.prompts)
     score = replace(options.score, prompts=count, replay_prompts=0)
     target = replace(options.target, path=options.target.path or card.checkpoint.target)

@@ -215,7 +215,7 @@ class ScoreCheckpoint(L.Callback):
         card = self._write_score(path, scorer, early=step not in (0, trainer.max_steps))
         if card is None:
             return False
-        _link_to(self.root / "best", max(checkpoints(self.root.parent), key=_selection_tau))
+        _link_to(self.root / "best", max(checkpoints(self.root.parent), key=_rank))
         for logger in trainer.loggers:
             logger.log_metrics(scalars(card), step=step)
             logger.save()  # flush what loggers buffer
@@ -254,16 +254,18 @@ class ScoreCheckpoint(L.Callback):
         return card
 
 
-def _selection_tau(checkpoint: Path) -> float:
-    """Acceptance length that selects `best`: on the selection prompts, where there are any.
+def _rank(checkpoint: Path) -> tuple[bool, float]:
+    """What selects `best`: acceptance length, on the selection prompts, where there are any.
 
-    Below all others where there is no scorecard, or a damaged one.
+    First come checkpoints whose headline drafts: where decode=auto found plain decoding the fastest, the
+    acceptance length is another draft's. Last come those without a scorecard, or with a damaged one.
     """
     try:
-        row = read_scorecard(checkpoint / "score.json").headline
+        card = read_scorecard(checkpoint / "score.json")
     except UserError:
-        return -math.inf
-    return row.replay.selection_tau if row.replay else row.tau
+        return False, -math.inf
+    row = card.compared
+    return row is card.headline, row.replay.selection_tau if row.replay else row.tau
 
 
 def _remove_damaged_score(checkpoint: Path) -> None:
@@ -284,9 +286,12 @@ def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     verdict = "pass" if card.audit_passed else "FAIL"
     drift = card.checkpoint.target_drift
     note = f"  target moved by KL {drift.kl:.2g}" if drift else ""
-    fastest = card.fastest
-    by = "" if fastest is card.headline else f" ({fastest.decode}, tau {fastest.tau:.2f})"
-    return f"{text}  tau {card.headline.tau:.2f}  speedup {fastest.speedup:.2f}x{by}  audit {verdict}{note}"
+    fastest, compared = card.fastest, card.compared
+    by = "" if fastest is compared else f" ({fastest.decode}, tau {fastest.tau:.2f})"
+    speed = f"speedup {fastest.speedup:.2f}x{by}"
+    if not card.pays:
+        speed = f"no draft faster than plain ({fastest.decode} {fastest.speedup:.2f}x)"
+    return f"{text}  tau {compared.tau:.2f}  {speed}  audit {verdict}{note}"
 
 
 def _place(temporary: Path, final: Path) -> None:

@@ -130,6 +130,8 @@ def _score(score: Scorecard | None) -> str:
         "",
         f"Measured with: {measured_with}.",
     ]
+    if not score.pays:
+        notes += ["", "**No draft was faster than plain decoding on the machine that scored it.**"]
     if score.conditions.control != "none":
         notes += ["", f"control={_line(score.conditions.control)}: this is a control, no real score."]
     if drift := score.checkpoint.target_drift:

@@ -267,6 +267,7 @@ def test_an_interrupted_run_leaves_nothing(target, answers):
 
 def test_a_drafter_with_nothing_to_draft_is_plain_decoding(target, answers):
     drafter = Fixed([1])
+    drafter.new_state = drafter.advance = None  # called nowhere
     outputs = run(target, drafter, plan=Plan())
     assert tokens(outputs) == answers
     assert drafter.calls == 0

@@ -143,6 +143,17 @@ def test_a_difference_is_paired_by_prompt(runs):
     assert "best" not in table(scored[:1], Choice()).splitlines()[0], "one run is beside nobody"
 
 
+def test_plain_decoding_is_no_drafts_speedup(tmp_path):
+    """decode=auto may have chosen it; it is shown where it is asked for."""
+    plain = row([1.0] * 6, speedup=1.05, decode="plain", nodes=0)
+    card(tmp_path / "a", [plain, row(SLOW, speedup=0.8), plain | {"batch_size": 8}])
+    (scored,) = read([str(tmp_path / "a")])
+    assert column([scored], Choice(), "speedup") == {"eagle": "0.80x"}
+    assert column([scored], Choice(by="tau"), "speedup") == {"eagle": "0.80x"}
+    assert column([scored], Choice(decode="plain"), "speedup") == {"eagle": "1.05x"}
+    assert {size: one.decode for size, one in scored.by_batch(0.0).items()} == {1: "chain-2", 8: "plain"}
+
+
 def test_speedups_are_divided_where_that_is_fair(tmp_path):
     """Each was measured over plain decoding in its own process: one machine, the same texts."""
     one = row(FAST, speedup=1.5, timing=timing(1.4, 1.5, 1.6, 1.5, 1.5))

@@ -57,6 +57,12 @@ def test_every_measured_number_is_in_the_table_with_where_it_was_measured(facts)
     assert "revision cccc" in text
 
 
+@pytest.mark.parametrize("speedup", [0.8, 1.43])
+def test_it_says_that_plain_decoding_was_faster(facts, speedup):
+    text = model_card(facts._replace(score=card_of([row(speedup=speedup)])))
+    assert ("No draft was faster than plain decoding on the machine that scored it" in text) == (speedup < 1)
+
+
 def test_no_number_is_made_up(facts):
     """Without scorecard and recipe no measurement is left, and the card says that none is known."""
     text = model_card(facts._replace(score=None, recipe=None))
