@@ -20,7 +20,7 @@ from decode.model.target import Tap, Target
 from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.vocabulary import TokenCounts
+from drafters.vocabulary import FEWEST, TokenCounts
 
 
 class Batch(NamedTuple):
@@ -152,6 +152,7 @@ class Drafter(nn.Module, ABC):
         warm_starts_from: short name of another drafter whose checkpoints may initialise this one, or "".
         origin: set when the drafter is saved or loaded.
         int8: whether its weights are rounded to int8.
+        sizes_vocabulary: `fit` chooses the size of the draft vocabulary, too, in place of `draft_vocab_size`.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -163,6 +164,7 @@ class Drafter(nn.Module, ABC):
     warm_starts_from: str = ""
     origin: Origin | None = None
     int8 = False
+    sizes_vocabulary = False
     settings: dict[str, Any]
     d2t: Tensor | None
 
@@ -313,8 +315,23 @@ class Drafter(nn.Module, ABC):
         """Choose the draft vocabulary, and what else follows from the counts alone; see `fit`."""
         del target
         assert self.d2t is not None
+        new = ""
+        if self.sizes_vocabulary:
+            self.resize_vocabulary(counts.enough(self.fewest_tokens))
+            new = f", and about {counts.coverage()[len(self.d2t) - 1]:.2%} of new ones"
         self.d2t.copy_(counts.most_frequent(len(self.d2t)))
-        return f"{len(self.d2t)} {counts.share(self.d2t.cpu())}"
+        return f"{len(self.d2t)} {counts.share(self.d2t.cpu())}{new}"
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Minimum size of a draft vocabulary that `fit` chooses."""
+        return FEWEST
+
+    def resize_vocabulary(self, size: int) -> None:
+        """Give the draft vocabulary another size, before its tokens are chosen or loaded."""
+        assert self.d2t is not None
+        self.d2t = self.d2t.new_full((size,), -1)
+        self.settings["draft_vocab_size"] = size
 
     @property
     def needs_fit(self) -> bool:

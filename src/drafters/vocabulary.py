@@ -15,6 +15,11 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 
 LARGE = 2**14  # tokens
+CEILING = 32000  # tokens that `auto` chooses at most; EAGLE-3's number
+SPARED = 0.02  # share of new answers that `auto` gives up against its ceiling; docs/drafters.md has a table
+FEWEST = 2048  # tokens, whatever the answers: others may be written later
+STEP = 256  # tokens
+FOLDS = 10  # of the answers, for the estimate of that share
 
 
 class Vocabulary(NamedTuple):
@@ -38,25 +43,52 @@ class TokenCounts(NamedTuple):
     """How often the target wrote each token, for the choice of a draft vocabulary.
 
     Attributes:
-        counts: (V,) of every token.
+        folds: (F, V) of every token, in each F-th of the answers.
         first: tokens that are included however rare they are: those that end an answer.
     """
 
-    counts: Tensor
+    folds: Tensor
     first: Sequence[int]
 
     @classmethod
     def of(cls, texts: Iterable[tuple[Sequence[int], Sequence[int]]], target: Target) -> Self:
         """Count the tokens of texts whose mask is 1."""
-        counts = torch.zeros(target.vocab_size, dtype=torch.long)
-        for tokens, mask in texts:
+        folds = torch.zeros(FOLDS, target.vocab_size, dtype=torch.long)
+        for number, (tokens, mask) in enumerate(texts):
             written = torch.tensor(tokens)[torch.tensor(mask, dtype=torch.bool)]
-            counts += torch.bincount(written, minlength=len(counts))
-        return cls(counts, stop_tokens(target))
+            folds[number % FOLDS] += torch.bincount(written, minlength=target.vocab_size)
+        return cls(folds, stop_tokens(target))
+
+    @property
+    def counts(self) -> Tensor:
+        """(V,) of every token, in all answers."""
+        return self.folds.sum(0)
 
     def most_frequent(self, size: int) -> Tensor:
         """(V',) ids, ascending."""
-        return most_frequent(self.counts, size, self.first)
+        return by_frequency(self.counts, self.first)[:size].sort().values
+
+    def coverage(self) -> Tensor:
+        """(V,) estimated share of new answers that is among the 1, 2, ... most frequent tokens.
+
+        By cross-validation over answers: each F-th is covered by what the others wrote most. An answer
+        repeats its rare tokens, so that the tokens which occur once (Good and Turing's estimate) would
+        promise too much: 0.7 % of new answers unseen where it is 3.6 %.
+        """
+        counts, covered = self.counts, torch.zeros(self.folds.shape[1], dtype=torch.long)
+        for fold in self.folds:
+            covered += fold[by_frequency(counts - fold, self.first)].cumsum(0)
+        return covered.double() / counts.sum().clamp_min(1)
+
+    def enough(self, least: int) -> int:
+        """Size of the draft vocabulary that `auto` means.
+
+        The smallest multiple of `STEP`, at least `least`, whose estimated coverage is `SPARED` below that of
+        the `ceiling`, or better. Few answers say little of the rare tokens and have a larger vocabulary.
+        """
+        coverage, most = self.coverage(), ceiling(self.folds.shape[1])
+        wanted, sizes = coverage[most - 1] - SPARED, [*range(STEP, most, STEP), most]
+        return next(size for size in sizes if size >= min(least, most) and coverage[size - 1] >= wanted)
 
     def share(self, ids: Tensor) -> str:
         """Which share of the counted tokens is among (V',) ids, for users."""
@@ -64,35 +96,34 @@ class TokenCounts(NamedTuple):
         return f"of {len(self.counts)} tokens make {share:.2%} of the answers"
 
 
-def most_frequent(counts: Tensor, size: int, first: Sequence[int]) -> Tensor:
-    """A draft vocabulary of the most frequent tokens.
+def by_frequency(counts: Tensor, first: Sequence[int]) -> Tensor:
+    """(V,) ids by their (V,) counts, the highest first, after those that are included however rare they are.
 
-    Args:
-        counts: (V,) of every token.
-        size: V' of the vocabulary.
-        first: tokens that are included however rare they are.
-
-    Returns:
-        (V',) ids, ascending.
+    Equals are in the order of ids: tokenizers number what is frequent before what is rare.
     """
     rank = counts.clone()
     rank[list(first)] = int(counts.max()) + 1
-    return rank.sort(descending=True, stable=True).indices[:size].sort().values
+    return rank.sort(descending=True, stable=True).indices
+
+
+def ceiling(vocab_size: int) -> int:
+    """Maximum size that `auto` means for a target with V tokens: a quarter, at most `CEILING`."""
+    return min(vocab_size // 4, CEILING)
 
 
 def draft_vocab_size(setting: int | str | None, vocab_size: int) -> int | None:
     """Size of a draft vocabulary as users write it; None: the target's vocabulary.
 
     Args:
-        setting: a number of tokens; `auto`: a quarter of the target's, at most 32000, where it has
-            `LARGE` or more, whose head is a large part of a draft; None: all.
+        setting: a number of tokens; `auto`: the `ceiling` of a target that has `LARGE` tokens or more, whose
+            head is a large part of a draft, until `fit` knows how many are enough; None: all.
         vocab_size: V of the target.
 
     Raises:
         UserError: neither of these.
     """
     if setting == "auto":
-        setting = min(vocab_size // 4, 32000) if vocab_size >= LARGE else None
+        setting = ceiling(vocab_size) if vocab_size >= LARGE else None
     if setting is not None and (not isinstance(setting, int) or isinstance(setting, bool) or setting < 1):
         raise UserError(f"drafter.draft_vocab_size={setting}: give a number of tokens, auto or null")
     return setting if setting is not None and setting < vocab_size else None

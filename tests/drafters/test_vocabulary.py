@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from faces import (
@@ -16,11 +18,13 @@ from faces import (
     random_rollouts,
     random_texts,
 )
+from workbench import options_of
 
 from decode.errors import UserError
 from decode.plan import Plan
+from drafters.base import Text
 from drafters.checkpoint import io as hub
-from drafters.vocabulary import TokenCounts, draft_vocab_size
+from drafters.vocabulary import FEWEST, STEP, TokenCounts, ceiling, draft_vocab_size
 
 SIZE = 7
 SHARED = {"own_head": False}
@@ -132,8 +136,100 @@ def test_end_tokens_come_first_and_hot_tokens_are_in_the_vocabulary(tiny_target,
         (10, 4096, 10),
     ],
 )
-def test_a_quarter_of_the_vocabulary_is_chosen(setting, vocab, size):
+def test_a_quarter_of_the_vocabulary_is_the_most_that_auto_means(setting, vocab, size):
     assert draft_vocab_size(setting, vocab) == size
+
+
+# -- auto: the size is chosen by the answers -----------------------------------------------------
+
+LARGE_V = 2**14
+
+
+def written(answers, rare=30, common=900, repeats=4):
+    """Answers of common tokens (Zipf's law), and of rare ones that each repeats."""
+    draw = random.Random(0)
+    weights = [1 / (rank + 1) for rank in range(common)]
+    draw.shuffle(weights)  # ids say which tokens are written, and not how often
+    for _ in range(answers):
+        tokens = draw.choices(range(common), weights, k=300)
+        tokens += [draw.randrange(LARGE_V) for _ in range(rare)] * repeats
+        yield Text(tokens, [1] * len(tokens))
+
+
+def counted(texts):
+    folds = torch.zeros(10, LARGE_V, dtype=torch.long)
+    for number, text in enumerate(texts):
+        folds[number % 10] += torch.bincount(torch.tensor(text.tokens), minlength=LARGE_V)
+    return TokenCounts(folds, [5])
+
+
+def test_the_estimated_coverage_is_that_of_new_answers():
+    """Though every answer repeats its rare tokens, so that few of all occur once."""
+    texts = list(written(400, rare=10))
+    old, new = counted(texts[:300]), counted(texts[300:])
+    coverage = old.coverage()
+    for size in (200, 1000, 4096):
+        share = new.counts[old.most_frequent(size)].sum() / new.counts.sum()
+        assert coverage[size - 1] == pytest.approx(float(share), abs=0.02)
+    assert coverage[-1] == 1
+    assert (coverage.diff() >= 0).all()
+    once = (old.counts == 1).sum() / old.counts.sum()
+    assert once < 0.001
+    assert 1 - new.counts[old.counts > 0].sum() / new.counts.sum() > 0.05, "what it would have promised"
+
+
+def test_fewer_answers_and_rarer_tokens_need_more():
+    few, many = (counted(written(n, rare=0, common=4000)).enough(0) for n in (20, 400))
+    assert many < few <= ceiling(LARGE_V)
+    assert counted(written(100, rare=0, common=300)).enough(0) == 512
+    assert counted(written(100, rare=0, common=300)).enough(700) == 768
+    assert counted(written(100, rare=0, common=300)).enough(10**6) == ceiling(LARGE_V)
+    assert few % STEP == many % STEP == 0
+
+
+def auto(make_drafter, target, name, **options):
+    drafter = make_drafter(name, target, draft_vocab_size=draft_vocab_size("auto", LARGE_V), **options)
+    drafter.sizes_vocabulary = True
+    return drafter
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "lyanna"])
+def test_the_size_is_known_after_fit_and_a_checkpoint_has_it(tiny_target, make_drafter, name, tmp_path):
+    target, hot = tiny_target(vocab=LARGE_V), 3000
+    more = {"hot_tokens": hot} if name == "lyanna" else {}
+    drafter = auto(make_drafter, target, name, **more)
+    said = drafter.fit(written(100, rare=0, common=300), target)
+    size = -(-(hot + 1) // STEP) * STEP if more else FEWEST
+    assert len(drafter.d2t) == drafter.settings["draft_vocab_size"] == size
+    assert said.startswith(
+        f"{size} of {LARGE_V} tokens make 100.00% of the answers, and about 100.00% of new"
+    )
+    hub.save(drafter, target, tmp_path)
+    loaded = hub.load(tmp_path, target)
+    assert loaded.d2t.equal(drafter.d2t)
+    assert {k: w.shape for k, w in loaded.state_dict().items()} == {
+        k: w.shape for k, w in drafter.state_dict().items()
+    }
+    again = auto(make_drafter, target, name, **more)
+    again.fit(written(100, rare=0, common=300), target)
+    assert again.d2t.equal(drafter.d2t), "a resumed run, or another rank"
+    again.fit(written(100, rare=0, common=300), target)
+    assert again.d2t.equal(drafter.d2t)
+    new = auto(make_drafter, target, name, seed=2, **more)
+    assert hub.warm_start(new, tmp_path, target) == []
+    assert new.d2t.equal(drafter.d2t)
+    if more:
+        assert torch.equal(drafter.d2t[drafter.info.rows], drafter.info.hot)
+
+
+@pytest.mark.parametrize(("setting", "sizes"), [("auto", True), (9, False), (None, False)])
+def test_only_auto_sizes_the_vocabulary(tiny_target, setting, sizes):
+    options = options_of(
+        "drafter=eagle", f"drafter.draft_vocab_size={'null' if setting is None else setting}"
+    )
+    drafter = options.drafter.build(tiny_target(vocab=LARGE_V))
+    assert drafter.sizes_vocabulary == sizes
+    assert not options.drafter.build(tiny_target(vocab=V)).sizes_vocabulary
 
 
 @pytest.mark.parametrize("setting", ["half", 0, -1, 0.5, True])

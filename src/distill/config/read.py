@@ -131,7 +131,9 @@ def _drafter(cfg: DictConfig) -> o.DrafterOptions:
         sizes = {}
         if "draft_vocab_size" in cfg:
             sizes["draft_vocab_size"] = draft_vocab_size(cfg.draft_vocab_size, target.vocab_size)
-        return instantiate(settings, _convert_="all", **given, **sizes)(target)
+        drafter = instantiate(settings, _convert_="all", **given, **sizes)(target)
+        drafter.sizes_vocabulary = cfg.get("draft_vocab_size") == "auto" and drafter.d2t is not None
+        return drafter
 
     return o.DrafterOptions(
         factory=cfg._target_,

@@ -220,6 +220,10 @@ def warm_start(drafter: Drafter, folder: Path, target: Target) -> list[str]:
             raise UserError(f"drafter.init_from={folder}: {error}") from None
         except (KeyError, TypeError) as error:
             raise UserError(f"{folder}: damaged checkpoint ({first_line(error)})") from None
+    for name, module in drafter.named_modules():
+        saved_ids = tensors.get(f"{name}.d2t".removeprefix("."))
+        if isinstance(module, Drafter) and module.sizes_vocabulary and saved_ids is not None:
+            module.resize_vocabulary(len(saved_ids))  # its tokens belong to its weights
     state = {name: value for name, value in drafter.state_dict().items() if name not in drafter.unsaved_names}
     matching = {
         name: tensors[name]

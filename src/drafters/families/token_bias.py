@@ -206,6 +206,13 @@ class TokenBiasDrafter(Drafter):
 
     @property
     @override
+    def fewest_tokens(self) -> int:
+        # Hot tokens are drafted, and have places among the drafted ones (`rows`) where those are more.
+        hot = None if self.info is None else self.info.hot
+        return super().fewest_tokens if hot is None else max(super().fewest_tokens, len(hot) + 1)
+
+    @property
+    @override
     def needs_fit(self) -> bool:
         return super().needs_fit or (self.info is not None and self.info.hot is not None)
 

@@ -117,6 +117,12 @@ class Eagle3(RecurrentDrafter):
         self.lm_head.weight.copy_(rows)
         return line
 
+    @override
+    def resize_vocabulary(self, size: int) -> None:
+        super().resize_vocabulary(size)
+        weight = self.lm_head.weight
+        self.lm_head = Linear(weight.shape[1], size, bias=False).to(weight)
+
     @property
     @override
     def stack(self) -> Sequence[DecoderLayer]:

@@ -79,7 +79,7 @@ def test_cold_tokens_have_no_bias_and_get_none(kind, hot):
     texts = random_rollouts(V)
     if info.hot is not None:
         counts = torch.bincount(torch.tensor([t for text in texts for t in text.tokens[5:]]), minlength=V)
-        said = info.choose(TokenCounts(counts, ()), None)
+        said = info.choose(TokenCounts(counts[None], ()), None)
         assert sorted(info.hot.tolist()) == info.hot.tolist()
         assert counts[info.hot].sum() == counts.topk(hot).values.sum()
         share = float(counts[info.hot].sum() / counts.sum())
