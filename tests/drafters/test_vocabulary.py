@@ -222,6 +222,16 @@ def test_the_size_is_known_after_fit_and_a_checkpoint_has_it(tiny_target, make_d
         assert torch.equal(drafter.d2t[drafter.info.rows], drafter.info.hot)
 
 
+def test_a_drafter_inside_a_union_is_sized_too(tiny_target, tmp_path):
+    target = tiny_target(vocab=LARGE_V)
+    union = options_of("drafter=union", "drafter.first=eagle").drafter.build(target)
+    assert union.first.sizes_vocabulary
+    union.fit(list(written(100, rare=0, common=300)), target)
+    assert len(union.first.d2t) == union.settings["first"]["settings"]["draft_vocab_size"] == FEWEST
+    hub.save(union, target, tmp_path)
+    assert hub.load(tmp_path, target).first.d2t.equal(union.first.d2t)
+
+
 @pytest.mark.parametrize(("setting", "sizes"), [("auto", True), (9, False), (None, False)])
 def test_only_auto_sizes_the_vocabulary(tiny_target, setting, sizes):
     options = options_of(

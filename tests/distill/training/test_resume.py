@@ -1,5 +1,6 @@
 """Kills, interruptions and full disks: the same command goes on, and ends as if nothing had happened."""
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from distill.rollouts import writer
 from distill.training import checkpointing as callbacks
 from distill.utils.run_folder import checkpoints
 from drafters.checkpoint import atomic as files
+from drafters.vocabulary import ceiling
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,23 @@ KILLS = {
     "before the last links": (lambda m: kill_in(m, callbacks, "_link_to", linked, 6), 6),
     "before the last score": (lambda m: kill_in(m, callbacks, "write_json", scored, 6), 6),
 }
+
+
+def test_a_resumed_run_chooses_a_draft_vocabulary_of_the_same_size(bench, tmp_path, monkeypatch):
+    """`fit` runs again, before the trainer's state is read."""
+    for name, value in {"vocabulary.LARGE": 16, "vocabulary.STEP": 1, "base.FEWEST": 1}.items():
+        monkeypatch.setattr(f"drafters.{name}", value)
+    options = {"drafter__draft_vocab_size": "auto", "score__every": 2}
+    said = bench.run(tmp_path / "straight", **options)
+    config = json.loads((tmp_path / "straight" / "checkpoints" / "last" / "config.json").read_text())
+    size = config["settings"]["draft_vocab_size"]
+    assert f"drafter=eagle: {size} of " in said
+    assert size < ceiling(260)  # bytes and special tokens
+    with monkeypatch.context() as spoilt:
+        kill_in(spoilt, callbacks.hub, "save", saved, 4)
+        assert fork(lambda: bench.run(tmp_path / "killed", **options) and 0) == 9
+    assert "resuming from step 2" in bench.run(tmp_path / "killed", **options)
+    assert same(final(tmp_path / "killed"), final(tmp_path / "straight"))
 
 
 @pytest.mark.parametrize("name", KILLS)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
-from drafters.base import Batch
+from drafters.base import Batch, Text
 from drafters.checkpoint import io as hub
 from drafters.export.layout import Layout
 
@@ -231,6 +231,26 @@ def test_tokens_that_are_not_drafted_here_are_by_an_engine(tiny_target, make_dra
     assert layouts[0].config == layouts[1].config
     assert whole.keys() == reduced.keys()
     assert all(value.equal(reduced[key]) for key, value in whole.items())
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_a_vocabulary_whose_size_was_chosen_is_written_as_any_other(
+    tiny_target, make_drafter, name, to, monkeypatch
+):
+    monkeypatch.setattr("drafters.base.FEWEST", 1)
+    monkeypatch.setattr("drafters.vocabulary.STEP", 1)
+    monkeypatch.setattr("drafters.vocabulary.SPARED", 0.3)
+    target = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
+    drafter = make_drafter(name, target, depth=K, draft_vocab_size=V // 4)
+    drafter.sizes_vocabulary = True
+    drafter.fit([Text([1, 2, 2, 3], [1, 1, 1, 1])] * 20, target)
+    size = len(drafter.d2t)
+    assert size == drafter.settings["draft_vocab_size"] < V // 4
+    layout = written(drafter, target, to)
+    loaded_by(layout, to, target)
+    if name == "eagle3":
+        assert layout.config["draft_vocab_size"] == len(layout.tensors["lm_head.weight"]) == size
 
 
 def test_sglang_is_told_which_tokens_to_draft(tiny_target, make_drafter, tmp_path):
