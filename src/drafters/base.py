@@ -138,10 +138,12 @@ class Drafter(nn.Module, ABC):
 
     Args:
         draft_vocab_size: V', number of tokens that it may propose (FR-Spec, arXiv:2502.14856); None: all.
-            It is trained over all, and in evaluation mode its distributions are those of these tokens.
+            It is trained over these and the other tokens that the target writes, and in evaluation mode its
+            distributions are those of these tokens.
 
     Attributes:
         d2t: (V',) ids of a reduced draft vocabulary, ascending; -1 until `fit` has chosen them.
+        scored: (V_t,) ids of the tokens that training scores, ascending; None: all.
         taps: hidden states that the drafter reads: layer ids (inputs of decoder layers) or "last".
         aux_weights: weight of each auxiliary loss; see `aux_weights_at` for schedules.
         proposals: supported values of `Plan.proposal`.
@@ -167,6 +169,7 @@ class Drafter(nn.Module, ABC):
     sizes_vocabulary = False
     settings: dict[str, Any]
     d2t: Tensor | None
+    scored: Tensor | None
 
     def __init__(self, draft_vocab_size: int | None = None) -> None:
         super().__init__()
@@ -174,6 +177,7 @@ class Drafter(nn.Module, ABC):
         if draft_vocab_size is not None and draft_vocab_size < 1:
             raise UserError(f"drafter.draft_vocab_size={draft_vocab_size}: give at least 1")
         self.register_buffer("d2t", None if draft_vocab_size is None else torch.full((draft_vocab_size,), -1))
+        self.register_buffer("scored", None, persistent=False)
         self._head_rows = HeadRows()
 
     @classmethod
@@ -275,8 +279,13 @@ class Drafter(nn.Module, ABC):
     # -- counting, before training -------------------------------------------------------------
 
     def output_head(self, head: Head) -> Head:
-        """In evaluation mode, a head over the draft vocabulary alone, rounded if the drafter is."""
-        return head if self.training else self._head_rows.of(head, self.d2t, self.int8)
+        """A head over the draft vocabulary alone, rounded if the drafter is; in training over `scored`.
+
+        A head that trains keeps its rows.
+        """
+        if not self.training:
+            return self._head_rows.of(head, self.d2t, self.int8)
+        return head if head.weight.requires_grad else self._head_rows.of(head, self.scored)
 
     def round_to_int8(self) -> None:
         """Round the weights of all products to int8, and in decoding also the output head.
@@ -320,6 +329,8 @@ class Drafter(nn.Module, ABC):
             self.resize_vocabulary(counts.enough(self.fewest_tokens))
             new = f", and about {counts.coverage()[len(self.d2t) - 1]:.2%} of new ones"
         self.d2t.copy_(counts.most_frequent(len(self.d2t)))
+        scored = counts.scored(len(self.d2t))
+        self.scored = None if scored is None else scored.to(self.d2t.device)
         return f"{len(self.d2t)} {counts.share(self.d2t.cpu())}{new}"
 
     @property

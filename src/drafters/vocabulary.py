@@ -20,6 +20,7 @@ SPARED = 0.02  # share of new answers that `auto` gives up against its ceiling; 
 FEWEST = 2048  # tokens, whatever the answers: others may be written later
 STEP = 256  # tokens
 FOLDS = 10  # of the answers, for the estimate of that share
+SCORED = 0.999  # share of the answers that the tokens which training scores make
 
 
 class Vocabulary(NamedTuple):
@@ -89,6 +90,20 @@ class TokenCounts(NamedTuple):
         coverage, most = self.coverage(), ceiling(self.folds.shape[1])
         wanted, sizes = coverage[most - 1] - SPARED, [*range(STEP, most, STEP), most]
         return next(size for size in sizes if size >= min(least, most) and coverage[size - 1] >= wanted)
+
+    def scored(self, least: int) -> Tensor | None:
+        """(V_t,) ids of the tokens that training scores, ascending; None: all, where half would not do.
+
+        A product with a whole head is most of a training step, and most of its rows are of tokens that no
+        answer has.
+
+        Args:
+            least: minimum V_t, the draft vocabulary.
+        """
+        written = self.counts[by_frequency(self.counts, self.first)].cumsum(0)
+        enough = int((written < SCORED * written[-1]).sum()) + 1
+        size = max(least, -(-enough // STEP) * STEP)
+        return self.most_frequent(size) if size <= len(written) // 2 else None
 
     def share(self, ids: Tensor) -> str:
         """Which share of the counted tokens is among (V',) ids, for users."""

@@ -22,6 +22,7 @@ from workbench import options_of
 
 from decode.errors import UserError
 from decode.plan import Plan
+from drafters import vocabulary
 from drafters.base import Text
 from drafters.checkpoint import io as hub
 from drafters.vocabulary import FEWEST, STEP, TokenCounts, ceiling, draft_vocab_size
@@ -123,6 +124,41 @@ def test_end_tokens_come_first_and_hot_tokens_are_in_the_vocabulary(tiny_target,
     assert torch.equal(drafter.d2t, counts.most_frequent(5))
     assert torch.equal(drafter.d2t[drafter.info.rows], drafter.info.hot)
     assert said == f"5 {counts.share(drafter.d2t)}; 3 hot {counts.share(drafter.info.hot)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "common", "size"),
+    [
+        ("eagle", 12, 12),
+        ("lyanna", 12, 12),
+        ("dflash", 12, 12),
+        ("eagle", 3, SIZE),  # at least what it drafts
+        ("eagle", 25, V),  # half of the tokens would not do
+        ("mlp", 12, V),  # its heads train, and engines read all of their rows
+    ],
+)
+def test_training_scores_the_tokens_that_the_target_writes(
+    name, common, size, tiny_target, make_drafter, monkeypatch
+):
+    monkeypatch.setattr(vocabulary, "STEP", 1)
+    target = tiny_target(vocab=V)
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", [2])
+    options = {"hot_tokens": 4} if name == "lyanna" else {}
+    drafter = make_drafter(name, target, draft_vocab_size=SIZE, **options)
+    tokens = [2 + i % common for i in range(1100)] + [V - 1]  # one of them once
+    drafter.fit([Text(tokens, [1] * len(tokens))], target)
+    drafter.requires_grad_(True).train()
+    batch = batch_of(target, random_texts())
+    steps = list(drafter.unroll(batch, target))
+    logits = [step.head(step.hidden) for step in steps]
+    assert {block.shape[-1] for block in logits} == {size}
+    sum(block.logsumexp(-1).sum() for block in logits).backward()
+    assert any(weight.grad is not None and weight.grad.any() for weight in drafter.parameters())
+    drafter.scored = None
+    every = list(drafter.unroll(batch, target))
+    for step, whole, block in zip(steps, every, logits, strict=True):
+        ids = torch.arange(V) if step.head.d2t is None else step.head.d2t
+        torch.testing.assert_close(whole.head(whole.hidden)[:, ids], block)
 
 
 @pytest.mark.parametrize(

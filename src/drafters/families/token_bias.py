@@ -190,7 +190,12 @@ class TokenBiasDrafter(Drafter):
     def biased_head(self, head: Head) -> Head:
         """The head over the draft vocabulary, with the bias added to its logits."""
         head = self.output_head(head)
-        return head if self.info is None else replace(head, side=self.info.side(head.d2t is not None))
+        if self.info is None:
+            return head
+        side = self.info.side(head.d2t is not None)
+        if self.training and head.d2t is not None and self.info.hot is not None:
+            side = side._replace(ids=torch.searchsorted(head.d2t, self.info.hot))
+        return replace(head, side=side)
 
     def expand_levels(self, levels: ParallelLogits, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
         """Draft from the logits of all depths."""
