@@ -11,6 +11,7 @@ import heapq
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import count, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,13 @@ from decode.sampling import Sampler
 from decode.transfer import Settled
 from drafters.base import Drafter
 
-Node = tuple[int, int]  # token, index of the parent
+
+class Node(NamedTuple):
+    """A fixed node."""
+
+    token: int
+    parent: int  # index among the row's nodes, -1 for the root
+    chance: float = 1.0  # estimated probability that the text goes on along the path to the node
 
 
 class IndexedText:
@@ -49,6 +56,18 @@ class IndexedText:
                 if n > end:
                     break
                 self._after.setdefault(tuple(self.tokens[end - n :]), []).append(end)
+
+    def retract(self, count: int) -> None:
+        """Take the newest tokens off again."""
+        for end in range(len(self.tokens), len(self.tokens) - count, -1):
+            for n in self.orders:
+                if n > end:
+                    break
+                places = self._after[tuple(self.tokens[end - n :])]
+                places.pop()
+                if not places:
+                    del self._after[tuple(self.tokens[end - n :])]
+            self.tokens.pop()
 
     def matches(self, limit: int) -> list[int]:
         """Places that follow an earlier occurrence of the newest n tokens.
@@ -84,7 +103,11 @@ class IndexedText:
 
 
 def heaviest_tree(
-    continuations: Sequence[Sequence[int]], weights: Sequence[float], plan: Plan, floor: float = 0.0
+    continuations: Sequence[Sequence[int]],
+    weights: Sequence[float],
+    plan: Plan,
+    floor: float = 0.0,
+    fade: float = 1.0,
 ) -> list[Node]:
     """The heaviest tree that fits a plan, from the prefix tree of weighted continuations, best node first.
 
@@ -95,11 +118,13 @@ def heaviest_tree(
         weights: one per continuation.
         plan: depth, width and nodes, or a static tree, whose rank 0 is the heaviest child.
         floor: minimum share of the total weight of a node.
+        fade: a node's estimated probability is its share times this for every level.
     """
     nodes: list[Node] = []
     queue: list[tuple[float, int, int, int, list[int], Path]] = []
     order = count()
-    least = floor * sum(weights)
+    total = sum(weights)
+    least = floor * total
 
     def push_children(members: Sequence[int], parent: int, path: Path) -> None:
         below: dict[int, list[int]] = {}
@@ -116,8 +141,8 @@ def heaviest_tree(
 
     push_children(range(len(continuations)), -1, ())
     while queue and len(nodes) < plan.nodes:
-        _, _, token, parent, members, path = heapq.heappop(queue)
-        nodes.append((token, parent))
+        mass, _, token, parent, members, path = heapq.heappop(queue)
+        nodes.append(Node(token, parent, -mass / total * fade ** len(path)))
         push_children(members, len(nodes) - 1, path)
     return nodes
 
@@ -130,8 +155,8 @@ def pack_drafts(rows: Sequence[Sequence[Node]], device: torch.device, coin: Coin
     width = max(map(len, rows))
     if not width:
         return Draft.empty(len(rows), device)
-    chain = all(parent == i - 1 for nodes in rows for i, (_, parent) in enumerate(nodes))
-    full = [[*nodes, *((PAD, -1) for _ in range(len(nodes), width))] for nodes in rows]
+    chain = all(parent == i - 1 for nodes in rows for i, (_, parent, _) in enumerate(nodes))
+    full = [[*(n[:2] for n in nodes), *((PAD, -1) for _ in range(len(nodes), width))] for nodes in rows]
     tokens, parents = to_device(full, device, coin).unbind(-1)  # (B, N)
     if chain:
         return Draft.chain(tokens)
@@ -140,7 +165,7 @@ def pack_drafts(rows: Sequence[Sequence[Node]], device: torch.device, coin: Coin
 
 def _depth(nodes: Sequence[Node]) -> int:
     levels = [0]
-    for _, parent in nodes:
+    for _, parent, _ in nodes:
         levels.append(levels[parent + 1] + 1)
     return max(levels)
 
@@ -209,6 +234,18 @@ class LookupDrafter(TextDrafter):
     @abstractmethod
     def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
         """The draft of one row."""
+
+    def chain_after(self, history: IndexedText, drafted: Sequence[int], plan: Plan) -> list[Node]:
+        """A chain of the drafted tokens and of what is found behind them, `plan.depth` tokens together."""
+        chain = [Node(token, i - 1) for i, token in enumerate(drafted)]
+        if rest := plan.depth - len(chain):
+            history.extend(drafted)
+            try:
+                found = self.nodes(history, Plan(rest))
+            finally:
+                history.retract(len(chain))
+            chain += [Node(token, len(chain) + parent, chance) for token, parent, chance in found]
+        return chain
 
     @override
     def propose(

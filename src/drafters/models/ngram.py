@@ -19,7 +19,8 @@ class Ngram(LookupDrafter):
 
     Of equally long matches the most recent is copied (transformers and vLLM take the first), and a copy
     that reaches the end of the text repeats periodically (theirs ends). In a tree each match outweighs
-    all later ones, so whole matches are added one by one until the plan's nodes are used up.
+    all later ones, so whole matches are added one by one until the plan's nodes are used up. After a match
+    of n tokens a copy is taken to go on with probability n / (n + 2) for every token.
 
     Args:
         min_n: minimum number of matching tokens.
@@ -44,4 +45,5 @@ class Ngram(LookupDrafter):
     def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
         places = history.matches(1 if plan.width == 1 else MATCHES)
         copies = [history.after(place, plan.depth) for place in places]
-        return heaviest_tree(copies, [0.5**i for i in range(len(copies))], plan)
+        n = max((history.agreement(place, self.orders[-1]) for place in places[:1]), default=0)
+        return heaviest_tree(copies, [0.5**i for i in range(len(copies))], plan, fade=n / (n + 2))

@@ -1,0 +1,253 @@
+"""Which of a union's two drafters drafts in a round, and what the first is spared."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from faces import CHAIN, ROUNDING, SAMPLED, Follower, K, V, both, equal, paths, random_texts
+
+from decode.draft import PAD, Draft
+from decode.errors import UserError
+from decode.evaluation.replay import Rollout, replay
+from decode.generation.generate import generate
+from decode.plan import Plan
+from decode.sampling import Sampler
+from drafters.checkpoint import io as hub
+from drafters.drafting.deferred import Deferred
+from drafters.drafting.merge import choose_rows
+from drafters.families.lookup import heaviest_tree
+from drafters.models import union as union_module
+from drafters.models.bigram import Bigram
+from drafters.models.ngram import Ngram
+from drafters.models.union import Union
+
+TREE = Plan(depth=K, width=3, nodes=8)
+UNLIKE = torch.arange(V)[None]  # no token twice: nothing to look up
+REPEATED = torch.tensor([[5, 1, 2, 3, 9, 1, 2, 4] * 5])
+RAGGED = [(9, 12), (3, 1), (1, 4), (2, 2)]
+OFTEN = 0.2  # tokens, which any match of Ngram(1, 3) is expected to bring
+
+
+def united(tiny_target, make_drafter, alone=OFTEN, depth=None, second=None, first="eagle"):
+    target, drafter = both(tiny_target, make_drafter, first)
+    return target, Union(drafter, second or Ngram(1, 3), 3, alone, depth)
+
+
+def calls_of(monkeypatch, drafter) -> list[str]:
+    """Names of the calls that a drafter gets from now on."""
+    calls = []
+    for name in ("propose", "advance"):
+        method = getattr(drafter, name)
+        spy = lambda *args, name=name, method=method: calls.append(name) or method(*args)  # noqa: E731
+        monkeypatch.setattr(drafter, name, spy)
+    return calls
+
+
+def own(part, target, texts, counts) -> Follower:
+    """One of the two by itself, at the same place of the texts."""
+    follower = Follower(part, target, texts)
+    for count in counts:
+        follower.advance(count)
+    return follower
+
+
+# -- who drafts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+def test_a_second_that_expects_enough_drafts_alone_and_the_first_does_not_run(
+    tiny_target, make_drafter, monkeypatch, plan
+):
+    target, union = united(tiny_target, make_drafter)
+    texts, calls = REPEATED.repeat(2, 1), calls_of(monkeypatch, union.first)
+    follower = Follower(union, target, texts)
+    for place, counts in enumerate(RAGGED):
+        follower.advance(counts)
+        draft = follower.propose(plan)
+        assert draft.depth
+        assert equal(draft, own(union.second, target, texts, RAGGED[: place + 1]).propose(plan))
+    assert calls == ["advance"]  # of the prompt
+
+
+@pytest.mark.parametrize("alone", [None, 99.0], ids=["never", "more than it expects"])
+def test_a_second_that_expects_too_little_leaves_the_round_to_the_first(tiny_target, make_drafter, alone):
+    target, union = united(tiny_target, make_drafter, alone)
+    follower = Follower(union, target, REPEATED, (9,))
+    assert equal(follower.propose(CHAIN), own(union.first, target, REPEATED, [(9,)]).propose(CHAIN))
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+def test_every_row_decides_for_itself(tiny_target, make_drafter, plan):
+    target, union = united(tiny_target, make_drafter)
+    texts = torch.cat([UNLIKE, REPEATED[:, :V]])
+    draft = Follower(union, target, texts, (9, 9)).propose(plan)
+    for row, part in enumerate((union.first, union.second)):
+        alone = own(part, target, texts[row : row + 1], [(9,)]).propose(plan)
+        assert paths(draft, row).keys() == paths(alone, 0).keys()
+
+
+def test_a_second_without_estimates_never_drafts_alone(tiny_target, make_drafter):
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    second = make_drafter("bigram", target)
+    assert isinstance(second, Bigram)
+    target, union = united(tiny_target, make_drafter, 0.0, 1, second)
+    follower = Follower(union, target, REPEATED, (9,))
+    assert equal(follower.propose(CHAIN), own(union.first, target, REPEATED, [(9,)]).propose(CHAIN))
+    assert "bigram: adds nothing to chain" in union.remark(CHAIN)
+
+
+def test_a_first_that_builds_on_its_rounds_drafts_in_all_of_them(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "lyanna", reuse={"mode": "tree_merge"})
+    union = Union(drafter, Ngram(1, 3), 3, 0.0, 1)
+    follower, alone = (Follower(one, target, REPEATED, (9,)) for one in (union, union.first))
+    assert union.depends_on_rounds(TREE)
+    for count in (3, 5):
+        assert paths(alone.propose(TREE), 0).keys() & paths(follower.propose(TREE), 0).keys()
+        assert not follower.state.waiting.rounds
+        for one in (follower, alone):
+            one.advance((count,))
+
+
+def test_the_second_goes_on_where_the_first_ends(tiny_target, make_drafter):
+    plan = Plan(5)
+    target, union = united(tiny_target, make_drafter, None, 2)
+    for texts in random_texts(6, 24)[:, None]:
+        draft = Follower(union, target, texts, (14,)).propose(plan)
+        begin = own(union.first, target, texts, [(14,)]).propose(Plan(2)).tokens[0].tolist()
+        longer = torch.tensor([[*texts[0, :15].tolist(), *begin, 0]])
+        rest = own(union.second, target, longer, [(16,)]).propose(Plan(3)).tokens
+        assert draft.tokens.tolist() == [[*begin, *rest[0].tolist()]] if rest.numel() else [begin]
+        assert draft.is_chain
+
+
+# -- what the first reads later ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0]], ids=str)
+def test_what_is_read_later_gives_the_same_drafts(tiny_target, make_drafter, rows):
+    target, union = united(tiny_target, make_drafter)
+    texts = torch.cat([REPEATED, REPEATED.roll(3, 1), REPEATED.roll(-2, 1)])
+    late, at_once = Follower(union, target, texts), Follower(union.first, target, texts)
+    for follower in (late, at_once):
+        for counts in [(9, 10, 12), (3, 1, 2), (1, 4, 1)]:
+            follower.advance(counts)
+        follower.select(rows)
+        follower.advance([(2, 5, 1)[row] for row in rows])
+    assert len(late.state.waiting.rounds) == 3
+    assert equal(late.propose(SAMPLED), at_once.propose(SAMPLED), atol=ROUNDING)
+    assert not late.state.waiting.rounds
+    for follower in (late, at_once):
+        follower.advance([1] * len(rows))
+    assert equal(late.propose(SAMPLED), at_once.propose(SAMPLED), atol=ROUNDING)
+
+
+def test_no_more_than_a_bound_waits_for_the_first(tiny_target, make_drafter, monkeypatch):
+    monkeypatch.setattr(union_module, "DEFERRED", 7)
+    target, union = united(tiny_target, make_drafter)
+    follower = Follower(union, target, REPEATED, (9,))
+    calls, widths = calls_of(monkeypatch, union.first), []
+    for _ in range(6):
+        follower.advance((3,))
+        widths.append(follower.state.waiting.width)
+    assert widths == [3, 6, 0, 3, 6, 0]
+    assert calls == ["advance"] * 2
+    assert equal(
+        follower.propose(SAMPLED), own(union.first, target, REPEATED, [(27,)]).propose(SAMPLED), ROUNDING
+    )
+
+
+def test_rounds_that_wait_are_joined_without_gaps():
+    waiting, line = Deferred(), [[], []]
+    assert waiting.take() is None
+    dice = random.Random(1)
+    for _ in range(4):
+        counts = [dice.randint(1, 4), dice.randint(1, 4)]
+        tokens = torch.randint(1, 99, (2, 5))
+        waiting.add(tokens, tokens[..., None, None].double(), counts, tokens[:, 0])
+        for row, count in enumerate(counts):
+            line[row] += tokens[row, :count].tolist()
+    joined = waiting.take()
+    assert joined is not None
+    assert list(joined.counts) == [len(text) for text in line]
+    for row, text in enumerate(line):
+        assert joined.tokens[row, : len(text)].tolist() == text
+        assert joined.taps[row, : len(text), 0, 0].tolist() == text
+    assert joined.root.equal(tokens[:, 0])
+    assert not waiting.rounds
+
+
+# -- decoding -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(0.8)], ids=str)
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+@pytest.mark.parametrize("second", ["ngram", "suffix"])
+def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, second, plan, sampler):
+    target = tiny_target(vocab=5)
+    union = Union(make_drafter("eagle", target), make_drafter(second, target), 3, 0.9, 1)
+    target.tap(union.taps)
+    dice = random.Random(3)
+    prompts = [[dice.randrange(5) for _ in range(dice.randint(2, 7))] for _ in range(6)]
+    options = {"max_new_tokens": 14, "sampler": sampler, "seed": 2}
+    rollouts = [
+        Rollout(prompt, output.tokens)
+        for prompt, output in zip(prompts, generate(target, None, prompts, **options).outputs, strict=True)
+    ]
+    outputs = generate(target, union, prompts, plan=plan, **options).outputs
+    assert [output.tokens for output in outputs] == [rollout.answer for rollout in rollouts]
+    (one,) = replay(target, union, rollouts, [plan], sampler)
+    assert one.counts.rounds == [len(output.emitted) for output in outputs]
+    single = generate(target, union, prompts[1:2], plan=plan, requests=[1], **options).outputs[0]
+    assert (single.tokens, single.emitted) == (outputs[1].tokens, outputs[1].emitted)
+
+
+# -- options, and the parts it is made of -------------------------------------------------------------
+
+
+def test_options_out_of_range_are_refused(tiny_target, make_drafter):
+    with pytest.raises(UserError, match=r"second_alone=-1: must be at least 0"):
+        united(tiny_target, make_drafter, -1)
+    with pytest.raises(UserError, match=r"first_depth=0: must be at least 1"):
+        united(tiny_target, make_drafter, 1.0, 0)
+
+
+def test_an_older_checkpoint_drafts_as_it_did(tiny_target, make_drafter, tmp_path):
+    target, union = united(tiny_target, make_drafter, 0.5, 1)
+    hub.save(union, target, tmp_path)
+    loaded = hub.load(tmp_path, target)
+    assert (loaded.second_alone, loaded.first_depth) == (0.5, 1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["settings"]["second_alone"], config["settings"]["first_depth"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = hub.load(tmp_path, target)
+    assert (loaded.second_alone, loaded.first_depth) == (None, None)
+
+
+def test_a_text_is_as_it_was_once_tokens_are_taken_off_again():
+    dice = random.Random(5)
+    text = Ngram(1, 3).new_state(1)[0]
+    text.extend([dice.randrange(3) for _ in range(9)])
+    known, places = list(text.tokens), {key: list(value) for key, value in text._after.items()}
+    for count in (1, 4, 0):
+        text.extend([dice.randrange(3) for _ in range(count)])
+        text.retract(count)
+        assert (text.tokens, text._after) == (known, places)
+
+
+def test_estimates_are_shares_that_fade():
+    nodes = heaviest_tree([[1, 2], [1, 3], [4]], [2.0, 1.0, 1.0], Plan(2, 3, 9), fade=0.5)
+    chances = {(token, parent): chance for token, parent, chance in nodes}
+    assert chances == {(1, -1): 0.375, (2, 0): 0.125, (4, -1): 0.125, (3, 0): 0.0625}
+
+
+def test_rows_are_chosen_from_drafts_of_unlike_sizes():
+    short = Draft.chain(torch.tensor([[1], [2]]))
+    tree = Draft(torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[-1, -1, 0], [-1, 0, 0]]), depth=2)
+    for one, other, mask in ((short, tree, [True, False]), (tree, short, [False, True])):
+        draft = choose_rows(torch.tensor(mask), one, other)
+        assert draft.tokens.tolist() == [[1, PAD, PAD], [6, 7, 8]]
+        assert draft.parents.tolist() == [[-1, -1, -1], [-1, 0, 0]]
+        assert draft.depth == 2
