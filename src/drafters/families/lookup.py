@@ -147,6 +147,20 @@ def heaviest_tree(
     return nodes
 
 
+def fork(chain: Sequence[Node], other: Sequence[Node], nodes: int) -> list[Node]:
+    """A chain, and another from where they part, which has up to half of the `nodes`; no fork if none do."""
+    common = 0
+    while common < min(len(chain), len(other)) and chain[common].token == other[common].token:
+        common += 1
+    if common == len(chain):
+        return list(other)
+    branch = other[common:][: nodes // 2]
+    kept = list(chain[: max(nodes - len(branch), common)])
+    branch = branch[: nodes - len(kept)]
+    parents = [common - 1, *range(len(kept), len(kept) + len(branch))]
+    return kept + [node._replace(parent=above) for node, above in zip(branch, parents, strict=False)]
+
+
 def pack_drafts(rows: Sequence[Sequence[Node]], device: torch.device, coin: Coin | None = None) -> Draft:
     """Pack rows of fixed nodes into one draft; rows may differ in number of nodes.
 

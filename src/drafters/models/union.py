@@ -25,7 +25,7 @@ from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Text
 from drafters.drafting.deferred import Deferred
 from drafters.drafting.merge import choose_rows, merge_trees
 from drafters.families.hf_model import HFModelDrafter
-from drafters.families.lookup import LookupDrafter, Node, pack_drafts
+from drafters.families.lookup import LookupDrafter, Node, fork, pack_drafts
 from drafters.registry import drafter_class, short_name
 
 STEM = "first."  # prefix of the first drafter's weights
@@ -47,7 +47,8 @@ class Union(Drafter):
     row's draft is its own. If that is so in all rows, the first does not run, and reads what was settled
     later, in one pass. Otherwise a row has
 
-    - in a chain, `first_depth` tokens of the first, and behind them what the second finds after them;
+    - in a chain, `first_depth` tokens of the first, and behind them what the second finds after them; half
+      of the plan's nodes go to the second's own chain where that parts from it;
     - in a dynamic tree, the best nodes of both below the same root: the first's best, then up to
       `second_nodes` that only the second has, then more of the first's. Where the second finds nothing,
       it is the first's tree with all nodes.
@@ -286,8 +287,7 @@ class Union(Drafter):
                 return pack_drafts(found, target.device, coin)
         self._catch_up(state, target)
         if found is not None and plan.width == 1:
-            found = [nodes if own else None for nodes, own in zip(found, alone, strict=True)]
-            return self._chain(state, found, target, sampler, coin, plan)
+            return self._chain(state, found, alone, target, sampler, coin, plan)
         draft = self.first.propose(state.first, target, sampler, coin, plan)
         if not self._combines(plan):
             return draft
@@ -312,22 +312,27 @@ class Union(Drafter):
     def _chain(
         self,
         state: UnionState,
-        found: Sequence[list[Node] | None],
+        found: Sequence[list[Node]],
+        alone: Sequence[bool],
         target: Target,
         sampler: Sampler,
         coin: KeyedCoin,
         plan: Plan,
     ) -> Draft:
-        """Chains of the first's tokens and the second's behind them, in rows where `found` has none."""
+        """The draft of a plan of chains; `found` are the second's own."""
         assert isinstance(self.second, LookupDrafter)
         depth = min(self.first_depth or plan.depth, plan.depth)
         draft = self.first.propose(state.first, target, sampler, coin, _shorter(plan, depth))
         if depth == plan.depth and not any(found):
             return draft
         rows = []
-        for history, nodes, line in zip(state.second, found, draft.tokens.tolist(), strict=True):
+        for row, line in enumerate(draft.tokens.tolist()):
+            if alone[row]:
+                rows.append(found[row])
+                continue
             drafted = [token for token in line if token != PAD]
-            rows.append(self.second.chain_after(history, drafted, plan) if nodes is None else nodes)
+            chain = self.second.chain_after(state.second[row], drafted, plan)
+            rows.append(fork(chain, found[row], plan.nodes))
         return pack_drafts(rows, target.device, coin)
 
     @override

@@ -13,12 +13,14 @@ from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay
 from decode.generation.generate import generate
+from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.drafting.deferred import Deferred
 from drafters.drafting.merge import choose_rows
-from drafters.families.lookup import heaviest_tree
+from drafters.families.lookup import Node, fork, heaviest_tree
 from drafters.models import union as union_module
 from drafters.models.bigram import Bigram
 from drafters.models.ngram import Ngram
@@ -31,7 +33,14 @@ RAGGED = [(9, 12), (3, 1), (1, 4), (2, 2)]
 OFTEN = 0.2  # tokens, which any match of Ngram(1, 3) is expected to bring
 
 
-def united(tiny_target, make_drafter, alone=OFTEN, depth=None, second=None, first="eagle"):
+def united(
+    tiny_target,
+    make_drafter,
+    alone: float | None = OFTEN,
+    depth: int | None = None,
+    second: Drafter | None = None,
+    first: str = "eagle",
+) -> tuple[Target, Union]:
     target, drafter = both(tiny_target, make_drafter, first)
     return target, Union(drafter, second or Ngram(1, 3), 3, alone, depth)
 
@@ -73,10 +82,16 @@ def test_a_second_that_expects_enough_drafts_alone_and_the_first_does_not_run(
 
 
 @pytest.mark.parametrize("alone", [None, 99.0], ids=["never", "more than it expects"])
-def test_a_second_that_expects_too_little_leaves_the_round_to_the_first(tiny_target, make_drafter, alone):
+def test_a_second_that_expects_too_little_leaves_the_round_to_the_first(
+    tiny_target, make_drafter, monkeypatch, alone
+):
     target, union = united(tiny_target, make_drafter, alone)
-    follower = Follower(union, target, REPEATED, (9,))
-    assert equal(follower.propose(CHAIN), own(union.first, target, REPEATED, [(9,)]).propose(CHAIN))
+    calls = calls_of(monkeypatch, union.first)
+    found = paths(Follower(union, target, REPEATED, (9,)).propose(CHAIN), 0)
+    assert calls == ["advance", "propose"]
+    chain = own(union.first, target, REPEATED, [(9,)]).propose(CHAIN).tokens[0].tolist()
+    assert found.keys() >= {(), tuple(chain[:1]), tuple(chain[:2])}
+    assert ((2,) in found) == (alone is not None), "older checkpoints draft the first's chain alone"
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
@@ -111,16 +126,39 @@ def test_a_first_that_builds_on_its_rounds_drafts_in_all_of_them(tiny_target, ma
             one.advance((count,))
 
 
-def test_the_second_goes_on_where_the_first_ends(tiny_target, make_drafter):
-    plan = Plan(5)
+def test_the_second_goes_on_where_the_first_ends_and_both_share_the_nodes(tiny_target, make_drafter):
+    plan, shapes = Plan(4), set()
     target, union = united(tiny_target, make_drafter, None, 2)
-    for texts in random_texts(6, 24)[:, None]:
+    for texts in random_texts(30, 24)[:, None] % 7:
         draft = Follower(union, target, texts, (14,)).propose(plan)
         begin = own(union.first, target, texts, [(14,)]).propose(Plan(2)).tokens[0].tolist()
         longer = torch.tensor([[*texts[0, :15].tolist(), *begin, 0]])
-        rest = own(union.second, target, longer, [(16,)]).propose(Plan(3)).tokens
-        assert draft.tokens.tolist() == [[*begin, *rest[0].tolist()]] if rest.numel() else [begin]
-        assert draft.is_chain
+        chain = begin + own(union.second, target, longer, [(16,)]).propose(Plan(2)).tokens[0].tolist()
+        other = own(union.second, target, texts, [(14,)]).propose(plan).tokens[0].tolist()
+        found = {path for path in paths(draft, 0) if path}
+        assert len(found) <= plan.nodes
+        assert found == {tuple(line[: n + 1]) for line in (chain, other) for n in range(len(line))} & found
+        parted = next((i for i, (a, b) in enumerate(zip(chain, other, strict=False)) if a != b), 4)
+        shapes.add((len(chain), len(other), parted))
+        assert {tuple(begin[:1]), tuple(begin)} <= found
+        assert draft.is_chain == (not other or parted == 4 or len(chain) < parted)
+    assert len(shapes) > 2
+
+
+def test_two_chains_share_nodes_from_where_they_part():
+    def line(*tokens):
+        return [Node(token, i - 1) for i, token in enumerate(tokens)]
+
+    def forked(one, other):
+        return [(token, parent) for token, parent, _ in fork(line(*one), line(*other), 4)]
+
+    assert forked((1, 2, 3, 4), (5, 6, 7, 8)) == [(1, -1), (2, 0), (5, -1), (6, 2)]
+    assert forked((1, 2, 3, 4), (1, 6, 7, 8)) == [(1, -1), (2, 0), (6, 0), (7, 2)]
+    assert forked((1, 2, 3, 4), (1, 2, 3, 8)) == [(1, -1), (2, 0), (3, 1), (8, 2)]
+    assert forked((1, 2, 3, 4), (5,)) == [(1, -1), (2, 0), (3, 1), (5, -1)]
+    assert forked((1,), (5, 6, 7, 8)) == [(1, -1), (5, -1), (6, 1)]
+    for one, other in (((1, 2, 3, 4), ()), ((1, 2, 3, 4), (1, 2)), ((1, 2), (1, 2, 3, 4))):
+        assert forked(one, other) == [(t, i - 1) for i, t in enumerate(max(one, other, key=len))]
 
 
 # -- what the first reads later ----------------------------------------------------------------------
@@ -162,7 +200,7 @@ def test_no_more_than_a_bound_waits_for_the_first(tiny_target, make_drafter, mon
 def test_rounds_that_wait_are_joined_without_gaps():
     waiting, line = Deferred(), [[], []]
     assert waiting.take() is None
-    dice = random.Random(1)
+    dice, tokens = random.Random(1), torch.empty(0)
     for _ in range(4):
         counts = [dice.randint(1, 4), dice.randint(1, 4)]
         tokens = torch.randint(1, 99, (2, 5))
@@ -202,6 +240,19 @@ def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, second, plan
     assert one.counts.rounds == [len(output.emitted) for output in outputs]
     single = generate(target, union, prompts[1:2], plan=plan, requests=[1], **options).outputs[0]
     assert (single.tokens, single.emitted) == (outputs[1].tokens, outputs[1].emitted)
+
+
+@pytest.mark.ci("dflash", "eagle3", "lm", "lyanna", "medusa2", "suffix")
+def test_every_drafter_may_be_left_out_of_rounds(tiny_target, make_drafter, drafter_name):
+    if drafter_name == "union":
+        pytest.skip("a union of a union is refused")
+    target, union = united(tiny_target, make_drafter, 1.2, 1, first=drafter_name)
+    model, options = union.verifier(target), {"max_new_tokens": 40, "sampler": Sampler(0.0)}
+    prompts = [REPEATED[0, :9].tolist(), [7], list(range(12))]
+    plain = generate(model, None, prompts, **options)
+    for plan in (CHAIN, TREE, Plan(1)):
+        run = generate(model, union, prompts, plan=plan, **options)
+        assert [output.tokens for output in run.outputs] == [output.tokens for output in plain.outputs]
 
 
 # -- options, and the parts it is made of -------------------------------------------------------------
