@@ -53,7 +53,7 @@ class Deferred:
         rounds, self.rounds = self.rounds, []
         if len(rounds) < 2:
             return rounds[0] if rounds else None
-        tokens, taps = (torch.cat([part[i] for part in rounds], 1) for i in range(2))
+        tokens, taps = torch.cat([part.tokens for part in rounds], 1), torch.cat([p.taps for p in rounds], 1)
         counts = rounds[0].counts
         for part in rounds[1:]:
             counts = counts.plus(part.counts)
