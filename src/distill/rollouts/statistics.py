@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from decode.errors import UserError
-from drafters.vocabulary import most_frequent
+from drafters.vocabulary import by_frequency
 
 PERCENTILES = (0, 50, 90, 99, 100)
 SHARES = (16, 8, 4, 2)  # draft vocabularies: V / 16 ... V / 2
@@ -90,7 +90,7 @@ class RowCounts:
             None if the odd rows have no supervised token.
         """
         even, odd = self.halves
-        vocabulary = most_frequent(torch.from_numpy(even), size, first).numpy()
+        vocabulary = by_frequency(torch.from_numpy(even), first)[:size].numpy()
         return float(odd[vocabulary].sum() / odd.sum()) if odd.any() else None
 
     def lines(self, first: Sequence[int]) -> list[str]:
