@@ -326,8 +326,9 @@ class Drafter(nn.Module, ABC):
         assert self.d2t is not None
         new = ""
         if self.sizes_vocabulary:
-            self.resize_vocabulary(counts.enough(self.fewest_tokens))
-            new = f", and about {counts.coverage()[len(self.d2t) - 1]:.2%} of new ones"
+            size, coverage = counts.enough(self.fewest_tokens)
+            self.resize_vocabulary(size)
+            new = f", and about {coverage:.2%} of new ones"
         self.d2t.copy_(counts.most_frequent(len(self.d2t)))
         scored = counts.scored(len(self.d2t))
         self.scored = None if scored is None else scored.to(self.d2t.device)

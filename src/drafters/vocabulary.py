@@ -17,7 +17,7 @@ from decode.sampling import Sampler
 LARGE = 2**14  # tokens
 CEILING = 32000  # tokens that `auto` chooses at most; EAGLE-3's number
 SPARED = 0.02  # share of new answers that `auto` gives up against its ceiling; docs/drafters.md has a table
-FEWEST = 2048  # tokens, whatever the answers: others may be written later
+FEWEST = 2048  # tokens, however few the answers have: others may be written later
 STEP = 256  # tokens
 FOLDS = 10  # of the answers, for the estimate of that share
 SCORED = 0.999  # share of the answers that the tokens which training scores make
@@ -81,15 +81,16 @@ class TokenCounts(NamedTuple):
             covered += fold[by_frequency(counts - fold, self.first)].cumsum(0)
         return covered.double() / counts.sum().clamp_min(1)
 
-    def enough(self, least: int) -> int:
-        """Size of the draft vocabulary that `auto` means.
+    def enough(self, least: int) -> tuple[int, float]:
+        """Size of the draft vocabulary that `auto` means, and its estimated coverage.
 
         The smallest multiple of `STEP`, at least `least`, whose estimated coverage is `SPARED` below that of
         the `ceiling`, or better. Few answers say little of the rare tokens and have a larger vocabulary.
         """
         coverage, most = self.coverage(), ceiling(self.folds.shape[1])
         wanted, sizes = coverage[most - 1] - SPARED, [*range(STEP, most, STEP), most]
-        return next(size for size in sizes if size >= min(least, most) and coverage[size - 1] >= wanted)
+        size = next(size for size in sizes if size >= min(least, most) and coverage[size - 1] >= wanted)
+        return size, float(coverage[size - 1])
 
     def scored(self, least: int) -> Tensor | None:
         """(V_t,) ids of the tokens that training scores, ascending; None: all, where half would not do.
@@ -100,10 +101,12 @@ class TokenCounts(NamedTuple):
         Args:
             least: minimum V_t, the draft vocabulary.
         """
-        written = self.counts[by_frequency(self.counts, self.first)].cumsum(0)
+        counts = self.counts
+        order = by_frequency(counts, self.first)
+        written = counts[order].cumsum(0)
         enough = int((written < SCORED * written[-1]).sum()) + 1
         size = max(least, -(-enough // STEP) * STEP)
-        return self.most_frequent(size) if size <= len(written) // 2 else None
+        return order[:size].sort().values if size <= len(order) // 2 else None
 
     def share(self, ids: Tensor) -> str:
         """Which share of the counted tokens is among (V',) ids, for users."""

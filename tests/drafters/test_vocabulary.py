@@ -215,11 +215,11 @@ def test_the_estimated_coverage_is_that_of_new_answers():
 
 
 def test_fewer_answers_and_rarer_tokens_need_more():
-    few, many = (counted(written(n, rare=0, common=4000)).enough(0) for n in (20, 400))
+    few, many = (counted(written(n, rare=0, common=4000)).enough(0)[0] for n in (20, 400))
     assert many < few <= ceiling(LARGE_V)
-    assert counted(written(100, rare=0, common=300)).enough(0) == 512
-    assert counted(written(100, rare=0, common=300)).enough(700) == 768
-    assert counted(written(100, rare=0, common=300)).enough(10**6) == ceiling(LARGE_V)
+    assert counted(written(100, rare=0, common=300)).enough(0)[0] == 512
+    assert counted(written(100, rare=0, common=300)).enough(700)[0] == 768
+    assert counted(written(100, rare=0, common=300)).enough(10**6)[0] == ceiling(LARGE_V)
     assert few % STEP == many % STEP == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from faces import CHAIN, SAMPLED, Follower, K, V, both, equal, paths, plans_of, 
 from workbench import Bench, foredraft, make_target, same, train, weights
 
 from decode.errors import UserError
-from decode.evaluation.replay import Rollout, replay
 from decode.generation.generate import generate
 from decode.model.load import load_target
 from decode.plan import Plan
@@ -107,27 +105,6 @@ def test_another_plan_is_the_firsts_own_and_says_so(tiny_target, make_drafter, p
     union.check(plan)
     assert "drafter.second=ngram: adds nothing to" in union.remark(plan)
     assert not union.remark(TREE)
-
-
-@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(0.8)], ids=str)
-@pytest.mark.parametrize("second", ["ngram", "suffix", "bigram"])
-def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, second, sampler):
-    target = tiny_target(vocab=5)
-    union = Union(make_drafter("eagle", target), make_drafter(second, target), 3)
-    target.tap(union.taps)
-    dice = random.Random(3)
-    prompts = [[dice.randrange(5) for _ in range(dice.randint(2, 7))] for _ in range(6)]
-    options = {"max_new_tokens": 14, "sampler": sampler, "seed": 2}
-    rollouts = [
-        Rollout(prompt, output.tokens)
-        for prompt, output in zip(prompts, generate(target, None, prompts, **options).outputs, strict=True)
-    ]
-    outputs = generate(target, union, prompts, plan=TREE, **options).outputs
-    assert [output.tokens for output in outputs] == [rollout.answer for rollout in rollouts]
-    (one,) = replay(target, union, rollouts, [TREE], sampler)
-    assert one.counts.rounds == [len(output.emitted) for output in outputs]
-    (alone,) = replay(target, union.first, rollouts, [TREE], sampler)
-    assert one.counts != alone.counts
 
 
 def test_the_target_as_its_own_drafter_is_accepted_whole(tmp_path):

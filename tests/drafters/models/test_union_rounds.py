@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -49,10 +50,13 @@ def calls_of(monkeypatch, drafter) -> list[str]:
     """Names of the calls that a drafter gets from now on."""
     calls = []
     for name in ("propose", "advance"):
-        method = getattr(drafter, name)
-        spy = lambda *args, name=name, method=method: calls.append(name) or method(*args)  # noqa: E731
-        monkeypatch.setattr(drafter, name, spy)
+        monkeypatch.setattr(drafter, name, partial(_noted, calls, name, getattr(drafter, name)))
     return calls
+
+
+def _noted(calls, name, method, *args):
+    calls.append(name)
+    return method(*args)
 
 
 def own(part, target, texts, counts) -> Follower:
@@ -221,11 +225,14 @@ def test_rounds_that_wait_are_joined_without_gaps():
 
 
 @pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(0.8)], ids=str)
-@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
-@pytest.mark.parametrize("second", ["ngram", "suffix"])
-def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, second, plan, sampler):
+@pytest.mark.parametrize(
+    ("second", "plan", "rule"),
+    [(second, TREE, ()) for second in ("ngram", "suffix", "bigram")]  # both in every round
+    + [(second, plan, (0.9, 1)) for second in ("ngram", "suffix") for plan in (CHAIN, TREE)],
+)
+def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, second, plan, rule, sampler):
     target = tiny_target(vocab=5)
-    union = Union(make_drafter("eagle", target), make_drafter(second, target), 3, 0.9, 1)
+    union = Union(make_drafter("eagle", target), make_drafter(second, target), 3, *rule)
     target.tap(union.taps)
     dice = random.Random(3)
     prompts = [[dice.randrange(5) for _ in range(dice.randint(2, 7))] for _ in range(6)]
@@ -238,6 +245,8 @@ def test_replay_is_what_the_decoder_does(tiny_target, make_drafter, second, plan
     assert [output.tokens for output in outputs] == [rollout.answer for rollout in rollouts]
     (one,) = replay(target, union, rollouts, [plan], sampler)
     assert one.counts.rounds == [len(output.emitted) for output in outputs]
+    (alone,) = replay(target, union.first, rollouts, [plan], sampler)
+    assert one.counts != alone.counts
     single = generate(target, union, prompts[1:2], plan=plan, requests=[1], **options).outputs[0]
     assert (single.tokens, single.emitted) == (outputs[1].tokens, outputs[1].emitted)
 
