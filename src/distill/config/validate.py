@@ -169,7 +169,7 @@ def check_flags(arguments: Sequence[str]) -> None:
     Raises:
         UserError: with the way it is written.
     """
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, sign, value = word.partition("=")
         if word.startswith("-") and name not in FLAGS:
             value = value if sign else following

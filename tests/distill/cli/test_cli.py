@@ -491,6 +491,13 @@ def test_every_group_can_be_explained():
         shown(f"{path.parent.name}={path.stem}", "--help")
 
 
+def test_a_command_needs_no_argument(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run: list[int] = []
+    done = command(lambda: main(lambda cfg, folder: run.append(cfg.seed), CONF), ["train.py"])
+    assert (done.code, run) == (0, [0]), done.err
+
+
 def test_the_version_is_printed():
     assert shown("--version") == f"foredraft {importlib.metadata.version('foredraft')}\n"
 
