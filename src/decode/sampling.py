@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from decode.errors import UserError
+
+BLOCK = 1024  # values that `_argmax` compares at once
+MANY = 40_000  # values from which on it takes two steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +80,8 @@ class Sampler:
 
     def argmax(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """(R, V) logits -> (R,) the token with all mass at temperature 0."""
-        # A cast to fp32 would not change the order, so it is skipped. `max` returns the first of equal
-        # values, as `argmax` does, in less than half the time.
-        return (self._penalize(logits, seen) if self.needs_history else logits).max(-1).indices
+        # A cast to fp32 would not change the order, so it is skipped.
+        return _argmax(self._penalize(logits, seen) if self.needs_history else logits)
 
     def _penalize(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         """Cast to fp32 or wider and apply the repetition penalty."""
@@ -88,3 +91,17 @@ class Sampler:
         assert seen is not None
         penalty = self.repetition_penalty
         return torch.where(seen, torch.where(z > 0, z / penalty, z * penalty), z)
+
+
+def _argmax(x: Tensor) -> Tensor:
+    """(R, V) -> (R,) index of the first largest value.
+
+    `max` returns the first of equal values, as `argmax` does, in less than half the time. On a CPU the
+    largest value of each block is found without its index, many times faster; then the block's is.
+    """
+    block = math.gcd(x.shape[-1], BLOCK)
+    if x.device.type != "cpu" or x.numel() < MANY or block < BLOCK // 8:
+        return x.max(-1).indices
+    blocks = x.unflatten(-1, (-1, block))  # (R, V / block, block)
+    first = blocks.amax(-1).max(-1).indices  # (R,)
+    return first * block + blocks[torch.arange(len(x)), first].max(-1).indices

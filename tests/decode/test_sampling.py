@@ -153,3 +153,14 @@ def test_a_value_out_of_range_is_named(bad):
     (name,) = bad
     with pytest.raises(UserError, match=f"{name}="):
         Sampler(**bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [49_152, 50_000, 50_257, 7])
+def test_the_greedy_token_is_the_first_largest_however_many_there_are(size, dtype):
+    logits = torch.randn(6, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[1] = -3.0
+    logits[2, size // 2 :] = 9.0
+    logits[3, [1, size - 1]] = torch.inf
+    assert Sampler(0.0).argmax(logits).equal(logits.argmax(-1))
+    assert logits.argmax(-1)[1:4].tolist() == [0, size // 2, 1]
