@@ -154,6 +154,7 @@ class Drafter(nn.Module, ABC):
         warm_starts_from: short name of another drafter whose checkpoints may initialise this one, or "".
         origin: set when the drafter is saved or loaded.
         int8: whether its weights are rounded to int8.
+        former_settings: names in checkpoints of older versions, which have no meaning any more.
         sizes_vocabulary: `fit` chooses the size of the draft vocabulary, too, in place of `draft_vocab_size`.
     """
 
@@ -166,6 +167,7 @@ class Drafter(nn.Module, ABC):
     warm_starts_from: str = ""
     origin: Origin | None = None
     int8 = False
+    former_settings: tuple[str, ...] = ()
     sizes_vocabulary = False
     settings: dict[str, Any]
     d2t: Tensor | None

@@ -1,15 +1,15 @@
 """Drafting by lookup of the newest tokens in earlier text, without a model.
 
 As in prompt lookup decoding (Saxena 2023) and SuffixDecoding (arXiv:2411.04975): what followed an earlier
-occurrence of the newest n tokens is proposed again, as a chain or as the heaviest tree of several
-continuations. `IndexedText` is the state of one row; `LookupDrafter` the base of ngram and suffix.
+occurrence of the newest n tokens is proposed again. `IndexedText` is the state of one row, `best_tree` the
+search for the most probable nodes, `LookupDrafter` the base of ngram and suffix.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -85,6 +85,18 @@ class IndexedText:
                 matches[place] = None
         return list(matches)
 
+    def next_tokens(self, ngram: tuple[int, ...], limit: int) -> dict[int, int]:
+        """Token -> how often it followed an n-gram of indexed length, at its newest `limit` places."""
+        places = self._after.get(ngram)
+        counts: dict[int, int] = {}
+        if places is None:
+            return counts
+        for place in places[-limit:]:
+            if place < len(self.tokens):  # not the end of the text
+                token = self.tokens[place]
+                counts[token] = counts.get(token, 0) + 1
+        return counts
+
     def agreement(self, place: int, most: int) -> int:
         """Number of tokens before `place` that equal those before the end of the text, up to `most`."""
         tokens, back = self.tokens, len(self.tokens) - place
@@ -102,63 +114,39 @@ class IndexedText:
         return [self.tokens[place + i % period] for i in range(length)]
 
 
-def heaviest_tree(
-    continuations: Sequence[Sequence[int]],
-    weights: Sequence[float],
-    plan: Plan,
-    floor: float = 0.0,
-    fade: float = 1.0,
+def best_tree(
+    next_tokens: Callable[[Path], Sequence[tuple[int, float]]], plan: Plan, floor: float = 0.0
 ) -> list[Node]:
-    """The heaviest tree that fits a plan, from the prefix tree of weighted continuations, best node first.
-
-    The weight of a node is the sum over continuations through it; ties go to the earlier continuation.
+    """The most probable nodes that fit a plan, best first, so that parents precede children.
 
     Args:
-        continuations: token sequences of any lengths.
-        weights: one per continuation.
-        plan: depth, width and nodes, or a static tree, whose rank 0 is the heaviest child.
-        floor: minimum share of the total weight of a node.
-        fade: a node's estimated probability is its share times this for every level.
+        next_tokens: tokens of a path below the root -> tokens that may follow with their probabilities, the
+            most probable first, no token twice. At most `plan.width` of them are children.
+        plan: depth, width and nodes, or a static tree, whose rank 0 is the most probable child.
+        floor: minimum probability of a node's path.
     """
     nodes: list[Node] = []
-    queue: list[tuple[float, int, int, int, list[int], Path]] = []
+    queue: list[tuple[float, int, Path, Path, int]] = []
     order = count()
-    total = sum(weights)
-    least = floor * total
 
-    def push_children(members: Sequence[int], parent: int, path: Path) -> None:
-        below: dict[int, list[int]] = {}
-        for i in members:
-            if len(path) < min(len(continuations[i]), plan.depth):
-                below.setdefault(continuations[i][len(path)], []).append(i)
-        heaviest = sorted(
-            (-sum(weights[i] for i in indices), indices[0], token) for token, indices in below.items()
-        )
-        for rank, (mass, _, token) in enumerate(heaviest[: plan.width]):
-            child_path = (*path, rank)
-            if -mass >= least and (not plan.tree or child_path in plan.tree):
-                heapq.heappush(queue, (mass, next(order), token, parent, below[token], child_path))
+    def push_children(path: Path, ranks: Path, parent: int, chance: float) -> None:
+        if len(path) == plan.depth:
+            return
+        for rank, (token, share) in enumerate(next_tokens(path)[: plan.width]):
+            if plan.tree and (*ranks, rank) not in plan.tree:
+                break
+            if chance * share < floor or not share:
+                break
+            heapq.heappush(queue, (-chance * share, next(order), (*path, token), (*ranks, rank), parent))
 
-    push_children(range(len(continuations)), -1, ())
-    while queue and len(nodes) < plan.nodes:
-        mass, _, token, parent, members, path = heapq.heappop(queue)
-        nodes.append(Node(token, parent, -mass / total * fade ** len(path)))
-        push_children(members, len(nodes) - 1, path)
+    push_children((), (), -1, 1.0)
+    while queue:
+        chance, _, path, ranks, parent = heapq.heappop(queue)
+        nodes.append(Node(path[-1], parent, -chance))
+        if len(nodes) == plan.nodes:
+            break
+        push_children(path, ranks, len(nodes) - 1, -chance)
     return nodes
-
-
-def fork(chain: Sequence[Node], other: Sequence[Node], nodes: int) -> list[Node]:
-    """A chain, and another from where they part, which has up to half of the `nodes`; no fork if none do."""
-    common = 0
-    while common < min(len(chain), len(other)) and chain[common].token == other[common].token:
-        common += 1
-    if common == len(chain):
-        return list(other)
-    branch = other[common:][: nodes // 2]
-    kept = list(chain[: max(nodes - len(branch), common)])
-    branch = branch[: nodes - len(kept)]
-    parents = [common - 1, *range(len(kept), len(kept) + len(branch))]
-    return kept + [node._replace(parent=above) for node, above in zip(branch, parents, strict=False)]
 
 
 def pack_drafts(rows: Sequence[Sequence[Node]], device: torch.device, coin: Coin | None = None) -> Draft:
@@ -246,20 +234,12 @@ class LookupDrafter(TextDrafter):
             )
 
     @abstractmethod
+    def next_tokens(self, history: IndexedText, path: Path, count: int) -> list[tuple[int, float]]:
+        """The `count` most probable tokens after the text and a drafted path, with their probabilities."""
+
     def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
         """The draft of one row."""
-
-    def chain_after(self, history: IndexedText, drafted: Sequence[int], plan: Plan) -> list[Node]:
-        """A chain of the drafted tokens and of what is found behind them, `plan.depth` tokens together."""
-        chain = [Node(token, i - 1) for i, token in enumerate(drafted)]
-        if rest := plan.depth - len(chain):
-            history.extend(drafted)
-            try:
-                found = self.nodes(history, Plan(rest))
-            finally:
-                history.retract(len(chain))
-            chain += [Node(token, len(chain) + parent, chance) for token, parent, chance in found]
-        return chain
+        return best_tree(lambda path: self.next_tokens(history, path, plan.width), plan)
 
     @override
     def propose(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import Target
-from decode.plan import Plan
-from drafters.families.lookup import IndexedText, LookupDrafter, Node, heaviest_tree
+from decode.plan import Path, Plan
+from drafters.families.lookup import IndexedText, LookupDrafter, Node, best_tree
 
 MATCHES = 32  # maximum number of matches in a tree
 
@@ -45,5 +46,37 @@ class Ngram(LookupDrafter):
     def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
         places = history.matches(1 if plan.width == 1 else MATCHES)
         copies = [history.after(place, plan.depth) for place in places]
+        nodes, levels = best_tree(lambda path: _shares(copies, path), plan), [0]
+        for node in nodes:
+            levels.append(levels[node.parent + 1] + 1)
+        fade = self._fade(history, places)
+        return [
+            node._replace(chance=node.chance * fade**level)
+            for node, level in zip(nodes, levels[1:], strict=True)
+        ]
+
+    @override
+    def next_tokens(self, history: IndexedText, path: Path, count: int) -> list[tuple[int, float]]:
+        history.extend(path)
+        try:
+            places = history.matches(MATCHES)
+            copies, fade = [history.after(place, 1) for place in places], self._fade(history, places)
+        finally:
+            history.retract(len(path))
+        return [(token, share * fade) for token, share in _shares(copies, ())[:count]]
+
+    def _fade(self, history: IndexedText, places: Sequence[int]) -> float:
+        """Probability that a copy goes on for another token."""
         n = max((history.agreement(place, self.orders[-1]) for place in places[:1]), default=0)
-        return heaviest_tree(copies, [0.5**i for i in range(len(copies))], plan, fade=n / (n + 2))
+        return n / (n + 2)
+
+
+def _shares(copies: Sequence[Sequence[int]], path: Path) -> list[tuple[int, float]]:
+    """What follows a path in the copies that begin with it, the earliest copy first, and its share of their
+    weight, which halves from copy to copy."""
+    weights: dict[int, float] = {}
+    for i, copy in enumerate(copies):
+        if len(copy) > len(path) and tuple(copy[: len(path)]) == path:
+            weights[copy[len(path)]] = weights.get(copy[len(path)], 0.0) + 0.5**i
+    total = sum(weights.values())
+    return sorted(((token, weight / total) for token, weight in weights.items()), key=lambda pair: -pair[1])

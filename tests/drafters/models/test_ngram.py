@@ -19,7 +19,7 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.utils.run_folder import checkpoints
-from drafters.families.lookup import IndexedText, heaviest_tree, pack_drafts
+from drafters.families.lookup import IndexedText, best_tree, pack_drafts
 from drafters.models.ngram import Ngram
 
 STATIC = Plan(tree=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
@@ -151,14 +151,23 @@ weighted = st.lists(
 )
 
 
-@given(weighted, st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.sampled_from([0.0, 0.2, 0.5]))
+# No floor is a ratio of weights, which rounding would let through or not.
+@given(
+    weighted, st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.sampled_from([0.0, 0.2003, 0.4999])
+)
 def test_a_tree_is_the_heaviest_there_is(pool, depth, width, more, floor):
     plan = Plan(depth, width, depth + more)
-    nodes = heaviest_tree([c for c, _ in pool], [w for _, w in pool], plan, floor)
-    mass: dict[tuple[int, ...], int] = {}
+    mass = {(): sum(w for _, w in pool)}
     for line, weight in pool:
-        for n in range(1, min(len(line), depth) + 1):
+        for n in range(1, len(line) + 1):
             mass[tuple(line[:n])] = mass.get(tuple(line[:n]), 0) + weight
+
+    def next_tokens(path):
+        below = [(p[-1], m / mass[path]) for p, m in mass.items() if p and p[:-1] == path]
+        return sorted(below, key=lambda pair: -pair[1])
+
+    nodes = best_tree(next_tokens, plan, floor)
+    mass = {path: m for path, m in mass.items() if 0 < len(path) <= depth}
     found = paths(pack_drafts([nodes], torch.device("cpu")), 0)
     found.pop(())
     assert found.keys() <= mass.keys()
@@ -178,6 +187,25 @@ def test_a_tree_is_the_heaviest_there_is(pool, depth, width, more, floor):
         younger = [p for p in mass if p[:-1] == path[:-1] and p not in found]
         assert all(mass[path] >= mass[p] for p in younger)
     assert not open_ or len(found) == plan.nodes
+    total = sum(w for _, w in pool)
+    by_index = list(found)  # in the order of the nodes
+    assert [node.chance * total for node in nodes] == pytest.approx([mass[path] for path in by_index])
+
+
+def indexed(ns, text) -> IndexedText:
+    history = IndexedText(Ngram(*ns).orders)
+    history.extend(text)
+    return history
+
+
+@given(texts, bounds, st.lists(st.integers(0, 3), max_size=4).map(tuple), st.integers(2, 4))
+def test_next_tokens_are_the_first_level_of_a_tree_below_the_path(text, ns, path, width):
+    drafter, history, longer = Ngram(*ns), indexed(ns, text), indexed(ns, [*text, *path])
+    found = drafter.next_tokens(history, path, width)
+    tree = drafter.nodes(longer, Plan(1, width, width))
+    assert found == drafter.next_tokens(longer, (), width)
+    assert found == [(node.token, pytest.approx(node.chance)) for node in tree]
+    assert vars(history) == vars(indexed(ns, text))  # the path is taken off again
 
 
 # -- decoding --------------------------------------------------------------------------------------

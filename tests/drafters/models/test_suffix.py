@@ -1,13 +1,16 @@
-"""The corpus against a matcher that tries everything; what votes, how deep a draft is, what is kept."""
+"""The estimates against the formula written out; the trees they make, what is kept, older checkpoints."""
 
 from __future__ import annotations
 
-import numpy as np
+import json
+from collections import Counter
+from math import prod
+
 import pytest
 import torch
 from exact import check_lossless
 from faces import feed, paths, propose
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from decode.draft import PAD
@@ -16,18 +19,19 @@ from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.base import Text
 from drafters.checkpoint import io as hub
-from drafters.models import suffix as suffix_module
-from drafters.models.suffix import Corpus, Suffix
+from drafters.families.lookup import IndexedText
+from drafters.families.ngram_counts import KEPT, NgramCounts
+from drafters.models.suffix import NEGLIGIBLE, OCCURRENCES, Suffix
 
 OPTIONS = {
     "longest": 8,
-    "matches": 100,
-    "growth": 2.0,
-    "factor": 4.0,
+    "own_weight": 1000.0,
+    "escape": 4.0,
     "min_probability": 0.0,
-    "max_tokens": 1000,
+    "max_tokens": 100_000,
     "vocab_size": 30,
 }
+EVERYTHING = 30  # tokens, so that none is cut off
 
 
 @pytest.fixture(scope="module")
@@ -41,139 +45,165 @@ def fitted(rollouts, **changes) -> Suffix:
     return drafter
 
 
+def history_of(drafter, text) -> IndexedText:
+    (history,) = drafter.new_state(1)
+    history.extend(text)
+    return history
+
+
+def estimates(drafter, text, path=()) -> dict[int, float]:
+    return dict(drafter.next_tokens(history_of(drafter, text), path, EVERYTHING))
+
+
 def drafts(drafter, target, text, plan) -> dict:
     found = paths(propose(drafter, target, feed(drafter, target, [text]), plan), 0)
     found.pop(())
     return found
 
 
-def joined(rollouts) -> list[int]:
-    return [token for rollout in rollouts for token in [*rollout, PAD]]
+# -- against the formula ---------------------------------------------------------------------------
 
-
-def corpus(rollouts, length=8) -> Corpus:
-    return Corpus(np.array(joined(rollouts), np.int32), length)
-
-
-def words(tokens) -> bytes:
-    return np.array(tokens, ">i4").tobytes()
-
-
-# -- the corpus against a matcher that tries everything --------------------------------------------
-
-alphabets = st.sampled_from([(0, 1, 2), (3, 255, 256, 70_000)])  # bytes of words must not be mixed up
-several = alphabets.flatmap(
-    lambda letters: st.tuples(
-        st.lists(st.lists(st.sampled_from(letters), max_size=9), max_size=5),
-        st.lists(st.sampled_from(letters), min_size=1, max_size=8),
-    )
+small, wide = st.integers(0, 2), st.integers(0, 29)  # of the wide ones, more than KEPT may follow a token
+several = st.one_of(
+    st.lists(st.lists(small, max_size=9), max_size=6),
+    st.lists(st.tuples(small, wide).map(list), min_size=KEPT, max_size=3 * KEPT),
+)
+texts = st.lists(small, min_size=1, max_size=3 * OCCURRENCES)
+drafted = st.lists(small, max_size=4).map(tuple)
+settings = st.fixed_dictionaries(
+    {
+        "longest": st.sampled_from([1, 3, 8]),
+        "own_weight": st.sampled_from([0.0, 0.3, 1.0, 1000.0]),
+        "escape": st.sampled_from([0.0, 1.0, 4.0]),
+    }
 )
 
 
-def everywhere(flat, pattern) -> list[int]:
-    n = len(pattern)
-    return [i + n for i in range(len(flat) - n + 1) if flat[i : i + n] == pattern]
+def followers(text, ngram) -> list[int]:
+    """Tokens after the occurrences of an n-gram, the end of the text as PAD."""
+    n = len(ngram)
+    return [[*text, PAD][i] for i in range(n, len(text) + 1) if tuple(text[i - n : i]) == ngram]
 
 
-@given(several, st.integers(1, 8))
-def test_matches_are_all_occurrences_or_as_many_as_were_asked_for(case, limit):
-    rollouts, pattern = case
-    flat, index = joined(rollouts), corpus(rollouts)
-    want = everywhere(flat, pattern)
-    assert sorted(index.matches(words(pattern), 1000)) == want
-    some = index.matches(words(pattern), limit)
-    assert len(some) == len(set(some)) == min(limit, len(want))
-    assert set(some) <= set(want)
+def formula(rollouts, text, path, longest, own_weight, escape) -> dict[int, float]:
+    """p_n(t) = (w c + c' + E p_m(t)) / (w N + N' + E), E = w D + escape D', as its docstring has it."""
+
+    def p(lengths, left) -> dict[int, float]:
+        assume(abs(left - NEGLIGIBLE) > 1e-9)  # where rounding decides
+        if not lengths or left < NEGLIGIBLE:
+            return {}
+        ngram = (*text, *path)[-lengths[0] :]
+        own = Counter(t for t in followers(text, ngram)[-OCCURRENCES:] if t != PAD and own_weight)
+        past = Counter(t for rollout in rollouts for t in followers(rollout, ngram) if t != PAD)
+        total = own_weight * own.total() + past.total()
+        if not total:
+            return p(lengths[1:], left)
+        rest = own_weight * len(own) + escape * len(past)
+        shorter = p(lengths[1:], left * rest / (total + rest))
+        listed = dict(sorted(past.items(), key=lambda pair: (-pair[1], pair[0]))[:KEPT])
+        return {
+            t: (own_weight * own[t] + listed.get(t, 0) + rest * shorter.get(t, 0)) / (total + rest)
+            for t in {*own, *listed, *shorter}
+        }
+
+    size = len(text) + len(path)
+    return p([n for n in (8, 4, 2, 1) if n <= min(longest, size)], 1.0)
 
 
-@given(several)
-def test_suffixes_are_in_order(case):
-    flat = joined(case[0])
-    order = suffix_module._suffix_order(np.array(flat, np.int32), 4)
-    keys = [[t % 2**32 for t in flat[i : i + 4]] for i in order]
-    assert sorted(order.tolist()) == list(range(len(flat)))
-    assert keys == sorted(keys)
+@given(several, texts, drafted, settings)
+def test_estimates_are_those_of_the_formula(rollouts, text, path, options):
+    drafter = fitted(rollouts, **options)
+    want = formula(rollouts, text, path, **options)
+    history = history_of(drafter, text)
+    found = drafter.next_tokens(history, path, EVERYTHING)
+    assert dict(found) == pytest.approx(want, abs=1e-9)
+    assert len(dict(found)) == len(found)
+    assert [p for _, p in found] == sorted((p for _, p in found), reverse=True)
+    assert sum(p for _, p in found) <= 1 + 1e-9
+    assert drafter.next_tokens(history, path, 2) == found[:2]
+    assert history.tokens == text
 
 
-@given(several, st.integers(1, 6))
-def test_agreement_and_continuation_are_what_the_texts_say(case, length):
-    rollouts, pattern = case
-    flat, index = joined(rollouts), corpus(rollouts)
-    for place in everywhere(flat, pattern[-1:]):
-        want = 0
-        while want < min(len(pattern), place) and flat[place - 1 - want] == pattern[-1 - want]:
-            want += 1
-        assert index.agreement(place, words(pattern)) == want
-        line = flat[place : place + length]
-        assert index.after(place, length) == (line[: line.index(PAD)] if PAD in line else line)
-
-
-def test_a_sample_is_spread_over_what_follows():
-    index = corpus([[1, 2]] * 30 + [[1, 3]] * 10)
-    follow = [index.after(place, 1) for place in index.matches(words([1]), 4)]
-    assert sorted(follow) == [[2], [2], [2], [3]]
-
-
-@given(several, st.lists(st.sampled_from([0, 1, 2]), min_size=2, max_size=20), st.sampled_from([2, 8]))
-def test_all_occurrences_vote_by_how_much_agrees(case, text, longest):
-    """In the row's own text, where a match may overlap the end, and in the corpus."""
-    rollouts = [r for r in case[0] if r and max(r) < 3]
-    drafter, pools = fitted(rollouts, longest=longest, matches=1000, growth=3.0, factor=8.0), []
-    flat, pool = joined(rollouts), []
-    for place in range(1, len(text)):
-        n = 0
-        while n < min(longest, place) and text[place - 1 - n] == text[-1 - n]:
-            n += 1
-        if n:
-            pool.append(([(text[place:] * 9)[i] for i in range(4)], 3.0**n))
-    for place in everywhere(flat, text[-1:]):
-        n = 0
-        while n < min(longest, len(text), place) and flat[place - 1 - n] == text[-1 - n]:
-            n += 1
-        line = [*flat[place : place + 4], PAD]
-        pool.append((line[: line.index(PAD)], 3.0**n))
-
-    class Target:
-        device = torch.device("cpu")
-
-    with pytest.MonkeyPatch.context() as patch:
-        record = lambda lines, weights, *_: pools.append((lines, weights)) or []  # noqa: E731
-        patch.setattr(suffix_module, "heaviest_tree", record)
-        propose(drafter, Target, feed(drafter, Target, [text]), Plan(4))
-    assert sorted(zip(*pools[0], strict=True)) == sorted(pool)
+@given(
+    several,
+    texts,
+    settings,
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 8)),
+    st.sampled_from([0.0, 0.02, 0.3]),
+)
+def test_a_nodes_chance_is_the_product_along_its_path(rollouts, text, options, shape, floor):
+    drafter, (depth, width, more) = fitted(rollouts, min_probability=floor, **options), shape
+    plan, history = Plan(depth, width, depth + more), history_of(drafter, text)
+    nodes = drafter.nodes(history, plan)
+    lines: list[tuple[int, ...]] = []
+    for i, (token, parent, chance) in enumerate(nodes):
+        assert -1 <= parent < i  # parents precede children
+        lines.append((*(lines[parent] if parent >= 0 else ()), token))
+        steps = [
+            dict(drafter.next_tokens(history, lines[-1][:n], width))[lines[-1][n]]
+            for n in range(len(lines[-1]))
+        ]
+        assert chance == pytest.approx(prod(steps), abs=1e-12)
+        assert floor <= chance <= (nodes[parent].chance if parent >= 0 else 1) + 1e-12
+    assert len(set(lines)) == len(lines) <= plan.nodes
+    assert all(len(line) <= depth for line in lines)
+    assert max(Counter(node.parent for node in nodes).values(), default=0) <= width
+    chances = [node.chance for node in nodes]
+    assert chances == sorted(chances, reverse=True)
+    if len(nodes) < plan.nodes:  # then nothing above the floor was left out
+        for path in [line for line in [(), *lines] if len(line) < depth]:
+            above = nodes[lines.index(path)].chance if path else 1.0
+            for token, share in drafter.next_tokens(history, path, width):
+                assert (*path, token) in lines or above * share < floor or not share
 
 
 # -- by hand ---------------------------------------------------------------------------------------
 
 
+def test_an_estimate_worked_out_by_hand():
+    drafter = fitted([[2, 3], [2, 3], [2, 4]], longest=1, own_weight=10.0)
+    # w N = 10 and w D = 10 in the text; N' = 3 and escape D' = 8 in the rollouts.
+    assert estimates(drafter, [2, 5, 2]) == pytest.approx({5: 10 / 31, 3: 2 / 31, 4: 1 / 31})
+
+
 def test_past_rollouts_are_proposed_by_frequency(target):
     drafter = fitted([[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7], [2, 8]])
     assert list(drafts(drafter, target, [9, 1, 2], Plan(2))) == [(5,), (5, 6)]
-    # Shares of 4 + 4 + 4 + 2: below (1, 2) come 5 twice, 3 once; 8 agrees in one token only.
-    tree = drafts(drafter, target, [9, 1, 2], Plan(1, 3, 3))
-    assert list(tree) == [(5,), (3,), (8,)]
+    # 8 follows 2 alone, and as often as 3, which follows (1, 2) as well.
+    assert list(drafts(drafter, target, [9, 1, 2], Plan(1, 3, 3))) == [(5,), (3,), (8,)]
 
 
-def test_a_longer_agreement_outvotes_more_frequent_ones(target):
-    rollouts = [[4, 1, 2, 3]] + [[1, 2, 5]] * 3
-    assert next(iter(drafts(fitted(rollouts), target, [4, 1, 2], Plan(1)))) == (5,)  # 8 against 3 * 4
-    assert next(iter(drafts(fitted(rollouts, growth=4.0), target, [4, 1, 2], Plan(1)))) == (3,)  # 64, 3 * 16
+def test_the_more_escapes_the_more_a_frequent_token_counts_against_a_longer_match(target):
+    drafter = lambda escape: fitted([[7, 4, 1, 2, 3]] + [[1, 2, 5]] * 3, escape=escape)  # noqa: E731
+    assert list(drafts(drafter(1.0), target, [7, 4, 1, 2], Plan(1))) == [(3,)]
+    assert list(drafts(drafter(4.0), target, [7, 4, 1, 2], Plan(1))) == [(5,)]
 
 
-def test_the_rows_own_text_and_past_rollouts_vote_together(target):
-    drafter = fitted([[1, 2, 7]])
-    assert set(drafts(drafter, target, [1, 2, 5, 1, 2], Plan(1, 2, 2))) == {(5,), (7,)}
-    assert list(drafts(fitted([]), target, [1, 2, 5, 1, 2], Plan(1, 2, 2))) == [(5,)]
-    assert not drafts(fitted([]), target, [1, 2, 5], Plan(1, 2, 2))
+def test_the_rows_own_text_and_past_rollouts_count_together(target):
+    text, both = [1, 2, 5, 1, 2], Plan(1, 2, 2)
+    assert list(drafts(fitted([[1, 2, 7]]), target, text, both)) == [(5,), (7,)]
+    assert list(drafts(fitted([[1, 2, 7]], own_weight=0.5), target, text, both)) == [(7,), (5,)]
+    assert list(drafts(fitted([[1, 2, 7]], own_weight=0.0), target, text, both)) == [(7,)]
+    assert list(drafts(fitted([]), target, text, both)) == [(5,)]
+    assert not drafts(fitted([]), target, [1, 2, 5], both)
 
 
-def test_a_draft_is_as_deep_as_its_match_allows_and_its_probability(target):
-    rollouts = [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
-    for factor, depth in [(1.0, 2), (1.5, 3), (3.0, 6), (0.4, 0)]:
-        drafter = fitted(rollouts, factor=factor)
-        assert len(drafts(drafter, target, [20, 1, 2], Plan(6))) == depth
-    split = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7]]
-    for least, depth in [(0.3, 2), (0.5, 1), (0.7, 0)]:
+def test_the_newest_occurrences_in_the_text_count():
+    text = [1, 2] + [1, 3] * (OCCURRENCES - 2) + [1]
+    drafter = fitted([], longest=1)  # the end of the text is an occurrence too
+    assert estimates(drafter, text).keys() == {2, 3}
+    assert estimates(drafter, [*text, 3, 1]).keys() == {3}
+
+
+def test_shorter_matches_are_not_looked_up_behind_a_sure_one():
+    rollouts = [[9, 2, 4]] * 5
+    assert estimates(fitted(rollouts + [[1, 2, 3]] * 50), [1, 2]).keys() == {3, 4}
+    assert estimates(fitted(rollouts + [[1, 2, 3]] * 500), [1, 2]).keys() == {3}
+
+
+def test_a_draft_ends_where_it_becomes_improbable(target):
+    split = [[1, 2, 3, 4]] * 40 + [[1, 2, 3, 5]] * 40
+    for least, depth in [(0.3, 2), (0.5, 1), (0.999, 0)]:
         drafter = fitted(split, min_probability=least)
         assert len(drafts(drafter, target, [20, 1, 2], Plan(2))) == depth
 
@@ -227,10 +257,22 @@ def test_a_corpus_of_what_is_no_token_is_refused(target, tmp_path, token):
         hub.load(tmp_path, target).new_state(1)
 
 
-@pytest.mark.parametrize("name", ["longest", "matches", "growth", "factor", "min_probability", "max_tokens"])
+@pytest.mark.parametrize("name", ["longest", "own_weight", "escape", "min_probability", "max_tokens"])
 def test_an_option_out_of_range_is_refused(name):
     with pytest.raises(UserError, match=rf"drafter\.{name}=-1: must be at least"):
         Suffix(**OPTIONS | {name: -1})
+
+
+def test_a_checkpoint_from_before_the_blend_opens_and_drafts(target, tmp_path):
+    hub.save(fitted([[1, 2, 3]]), target, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["settings"] |= {"longest": 16, "matches": 16, "growth": 2.0, "factor": 4.0}
+    del config["settings"]["own_weight"], config["settings"]["escape"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = hub.load(tmp_path, target)
+    assert isinstance(loaded, Suffix)
+    assert loaded.settings == OPTIONS | {"longest": 16, "size": 4}
+    assert list(drafts(loaded, target, [9, 1], Plan(2))) == [(2,), (2, 3)]
 
 
 # -- work and law ----------------------------------------------------------------------------------
@@ -238,20 +280,19 @@ def test_an_option_out_of_range_is_refused(name):
 
 @pytest.mark.parametrize("size", [2_000, 60_000])
 def test_the_work_of_a_round_is_bounded_whatever_the_texts_length(target, monkeypatch, size):
-    """Every place is compared with the newest tokens; their number is the option's, not the text's."""
-    drafter = fitted([[1, 2] * (size // 8)], matches=16, max_tokens=size)
-    compared = []
-    for kind in (Corpus, suffix_module.IndexedText):
-        agreement = kind.agreement
-        monkeypatch.setattr(
-            kind,
-            "agreement",
-            lambda self, *place, agreement=agreement: compared.append(place) or agreement(self, *place),
-        )
-    state = feed(drafter, target, [[1, 2] * (size // 8)])
-    compared.clear()
-    propose(drafter, target, state, Plan(4))
-    assert len(compared) == 2 * 16
+    """An n-gram of every length is looked up once per node in either source; what it finds is limited."""
+    text = [1, 2, 3, 1, 2, 4] * (size // 6)
+    drafter = fitted([text], escape=1e9)  # shorter ones are never negligible
+    state, found = feed(drafter, target, [text]), []
+    for kind, name in ((NgramCounts, "after"), (IndexedText, "next_tokens")):
+        look_up = getattr(kind, name)
+        record = lambda self, *ngram, look_up=look_up: found.append(look_up(self, *ngram)) or found[-1]  # noqa: E731
+        monkeypatch.setattr(kind, name, record)
+    draft = propose(drafter, target, state, Plan(4))
+    assert draft.lengths().tolist() == [4]
+    assert len(found) == 4 * 2 * len(drafter.orders)
+    assert max(len(past.tokens) for past in found[::2]) <= KEPT
+    assert max(sum(own.values()) for own in found[1::2]) <= OCCURRENCES
 
 
 @pytest.mark.parametrize("plan", [Plan(3), Plan(2, 2, 5)], ids=lambda p: p.name)
