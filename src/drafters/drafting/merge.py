@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decode.draft import PAD, Draft
 
@@ -42,19 +41,6 @@ def merge_trees(first: Draft, second: Draft, kept: int, nodes: int) -> Draft:
     tokens = torch.cat([first.tokens, second.tokens], 1).masked_fill(key == -torch.inf, PAD)
     depth = max(first.depth, second.depth)
     return Draft(tokens.gather(1, selection), parents, depth, score=key.gather(1, selection))
-
-
-def choose_rows(chosen: Tensor, one: Draft, other: Draft) -> Draft:
-    """The rows of one draft where (B,) `chosen`, and those of the other elsewhere; fixed nodes."""
-    count = max(one.tokens.shape[1], other.tokens.shape[1])
-    tokens, parents = (
-        torch.where(
-            chosen[:, None],
-            *(F.pad(part, (0, count - part.shape[1]), value=filler) for part in parts),
-        )
-        for parts, filler in (((one.tokens, other.tokens), PAD), ((one.parents, other.parents), -1))
-    )
-    return Draft(tokens, parents, max(one.depth, other.depth))
 
 
 def _score(draft: Draft) -> Tensor:

@@ -6,11 +6,14 @@ beside EAGLE-3 (`sa_config`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -18,18 +21,18 @@ from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.generation.types import depends_on_rounds
 from decode.model.target import Target
-from decode.plan import Plan
-from decode.rng import KeyedCoin, to_device
+from decode.plan import Path, Plan
+from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Text
 from drafters.drafting.deferred import Deferred
-from drafters.drafting.merge import choose_rows, merge_trees
 from drafters.families.hf_model import HFModelDrafter
-from drafters.families.lookup import LookupDrafter, Node, fork, pack_drafts
+from drafters.families.lookup import IndexedText, LookupDrafter, Node, best_tree, pack_drafts
 from drafters.registry import drafter_class, short_name
 
 STEM = "first."  # prefix of the first drafter's weights
 DEFERRED = 64  # tokens of a row that may wait for the first drafter
+BRANCHES = 8  # tokens below the root that each of the two proposes
 
 
 @dataclass(slots=True)
@@ -43,52 +46,52 @@ class UnionState:
 
 
 class Union(Drafter):
-    """In every round the second drafts. Where it expects `second_alone` tokens or more to be accepted, a
-    row's draft is its own. If that is so in all rows, the first does not run, and reads what was settled
-    later, in one pass. Otherwise a row has
+    """In every round the second, a lookup, drafts. Where it expects `second_alone` tokens or more to be
+    accepted, a row's draft is its own. If that is so in all rows, the first does not run, and reads what
+    was settled later, in one pass. Elsewhere the first drafts a tree of `first_depth` levels, and the row's
+    draft is the chain or tree of the most probable nodes under the mixture of both,
 
-    - in a chain, `first_depth` tokens of the first, and behind them what the second finds after them; half
-      of the plan's nodes go to the second's own chain where that parts from it;
-    - in a dynamic tree, the best nodes of both below the same root: the first's best, then up to
-      `second_nodes` that only the second has, then more of the first's. Where the second finds nothing,
-      it is the first's tree with all nodes.
+        p(t | path) = w q(t | path) + (1 - w) (r(t | path) + left q(t | path)),    w = `first_weight`,
 
-    What is expected is the sum of the probabilities that the second estimates for its nodes, a function
-    of the settled text. Every node is fixed, so `match` is lossless for any of them. All other plans are
-    the first drafter's: a drawn node's q is its own.
+    of the first's distribution q and the second's estimate r, `left` being the probability that r leaves to
+    tokens it does not know. Below a path that the first has not looked at, p is r. What the second expects
+    is the sum of the estimated probabilities of its nodes, a function of the settled text. Every node is
+    fixed, so `match` is lossless for any of them. All other plans are the first drafter's: a drawn node's q
+    is its own.
 
     It is trained, and exported, as its first drafter is.
 
     Args:
         first: built, or its short name and the settings of its constructor, {drafter: ..., settings: ...}.
-        second: the same of a drafter that reads the text alone and is not trained.
-        second_nodes: of a tree's nodes.
-        second_alone: in tokens; None: the first drafts in every round. A second that is no lookup
-            (bigram) never drafts alone.
-        first_depth: in tokens; None: a whole chain.
+        second: the same of a lookup in text, ngram or suffix.
+        second_alone: in tokens; None: the first drafts in every round.
+        first_depth: in levels; None: as deep as the plan.
+        first_weight: from 0 to 1.
 
     Raises:
-        UserError: drafters that cannot be combined, or no nodes.
+        UserError: drafters that cannot be combined, or an option out of range.
     """
+
+    former_settings = ("second_nodes",)
 
     def __init__(
         self,
         first: Mapping[str, Any] | Drafter,
         second: Mapping[str, Any] | Drafter,
-        second_nodes: int,
-        second_alone: float | None = None,  # defaults of older checkpoints
-        first_depth: int | None = None,
+        second_alone: float | None = 1.5,
+        first_depth: int | None = 1,
+        first_weight: float = 0.8,
     ) -> None:
         super().__init__()
-        self.first, self.second = _built(first), _built(second)
-        self.second_nodes, self.second_alone, self.first_depth = second_nodes, second_alone, first_depth
-        _check(self.first, self.second, second_nodes, second_alone, first_depth)
+        self.first, self.second = _built(first), _lookup(_built(second))
+        self.second_alone, self.first_depth, self.first_weight = second_alone, first_depth, first_weight
+        _check(self.first, second_alone, first_depth, first_weight)
         self.settings = {  # the same objects: counting changes sizes
             "first": {"drafter": short_name(self.first), "settings": self.first.settings},
             "second": {"drafter": short_name(self.second), "settings": self.second.settings},
-            "second_nodes": second_nodes,
             "second_alone": second_alone,
             "first_depth": first_depth,
+            "first_weight": first_weight,
         }
         self.taps, self.proposals = self.first.taps, self.first.proposals
         self.depth_invariant, self.max_depth = self.first.depth_invariant, self.first.max_depth
@@ -189,15 +192,6 @@ class Union(Drafter):
 
     # -- decoding ------------------------------------------------------------------------------
 
-    def depends_on_rounds(self, plan: Plan) -> bool:
-        """Whether the first drafter's drafts do."""
-        return depends_on_rounds(self.first, plan)
-
-    @property
-    def depends_on_batch(self) -> bool:
-        """Whether the first drafter does."""
-        return getattr(self.first, "depends_on_batch", False)
-
     @override
     def verifier(self, target: Target) -> Target:
         return self.first.verifier(target)
@@ -205,11 +199,9 @@ class Union(Drafter):
     @override
     def check(self, plan: Plan) -> None:
         try:
-            self.first.check(plan)
+            self.first.check(self._tree_of_first(plan) if self._combines(plan) else plan)
         except UserError as error:
             raise UserError(str(error).replace("drafter.", "drafter.first.")) from None
-        if self._combines(plan):
-            self.second.check(plan)
 
     @override
     def remark(self, plan: Plan) -> str:
@@ -217,27 +209,18 @@ class Union(Drafter):
         if plan.depth and not self._combines(plan):
             remark += "; " * bool(remark) + (
                 f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which needs fixed "
-                "nodes in a dynamic tree or, beside a lookup, in a chain (decode.proposal=fixed)"
+                "nodes in a chain or a dynamic tree (decode.proposal=fixed)"
             )
         return remark
 
     def _combines(self, plan: Plan) -> bool:
         """Whether drafts of a plan have nodes of both."""
-        if not plan.depth or plan.proposal != "fixed" or plan.tree or plan.min_confidence:
-            return False
-        return plan.width > 1 or self._looks_up(plan)
+        return plan.depth > 0 and plan.proposal == "fixed" and not plan.tree and not plan.min_confidence
 
-    def _looks_up(self, plan: Plan) -> bool:
-        """Whether the second drafts before the first, with an estimate of what will be accepted."""
-        # A first that builds on its draft of the round before needs every round.
-        free = isinstance(self.second, LookupDrafter) and not depends_on_rounds(self.first, plan)
-        return free and not (self.second_alone is None and self.first_depth is None)
-
-    @property
-    def _defers(self) -> bool:
-        """Whether the first may read what was settled rounds later."""
-        lookup = isinstance(self.second, LookupDrafter)
-        return lookup and self.second_alone is not None and not hasattr(self.first, "depends_on_rounds")
+    def _tree_of_first(self, plan: Plan) -> Plan:
+        """What the first drafts for a plan, see `_shape`."""
+        depth = plan.depth if self.first_depth is None else min(self.first_depth, plan.depth)
+        return _shape(plan, min(depth, self.first.max_depth or depth))
 
     @override
     def new_state(self, rows: int) -> UnionState:
@@ -254,7 +237,7 @@ class Union(Drafter):
         root: Tensor,
     ) -> None:
         self.second.advance(state.second, target, tokens, taps[:, :, :0], counts, root)
-        if not (self._defers and state.begun):  # a prompt is read at once: its taps are large
+        if self.second_alone is None or not state.begun:  # a prompt is read at once: its taps are large
             state.begun = True
             self.first.advance(state.first, target, tokens, taps, counts, root)
             return
@@ -277,73 +260,73 @@ class Union(Drafter):
     def propose(
         self, state: UnionState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
     ) -> Draft:
-        found, alone = None, []
-        if self._combines(plan) and self._looks_up(plan):
-            assert isinstance(self.second, LookupDrafter)
-            self.second.check(plan)
-            found = [self.second.nodes(history, plan) for history in state.second]
-            alone = [self._suffices(nodes) for nodes in found]
-            if all(alone):
-                return pack_drafts(found, target.device, coin)
-        self._catch_up(state, target)
-        if found is not None and plan.width == 1:
-            return self._chain(state, found, alone, target, sampler, coin, plan)
-        draft = self.first.propose(state.first, target, sampler, coin, plan)
         if not self._combines(plan):
-            return draft
-        if found is None:
-            other = self.second.propose(state.second, target, sampler, coin, plan)
-        else:
-            other = pack_drafts(found, target.device, coin)
-        if not other.depth:
-            return draft
-        kept = max(plan.nodes - self.second_nodes, 0)
-        merged = merge_trees(draft, other, kept, plan.nodes)
-        if not any(alone):
-            return merged
-        return choose_rows(to_device(alone, target.device).bool(), other, merged)
+            self._catch_up(state, target)
+            return self.first.propose(state.first, target, sampler, coin, plan)
+        rows = [self.second.nodes(history, plan) for history in state.second]
+        mixed = [row for row, nodes in enumerate(rows) if not self._suffices(nodes)]
+        if mixed:
+            self._catch_up(state, target)
+            draft = self.first.propose(state.first, target, sampler, coin, self._tree_of_first(plan))
+            trees = _probabilities(draft)
+            for row in mixed:
+                rows[row] = self._mixture(trees[row], state.second[row], plan)
+        return pack_drafts(rows, target.device, coin)
 
     def _suffices(self, nodes: Sequence[Node]) -> bool:
         """Whether the second drafts a row alone."""
-        if self.second_alone is None or not nodes:
-            return False
-        return sum(node.chance for node in nodes) >= self.second_alone
+        return self.second_alone is not None and sum(node.chance for node in nodes) >= self.second_alone
 
-    def _chain(
-        self,
-        state: UnionState,
-        found: Sequence[list[Node]],
-        alone: Sequence[bool],
-        target: Target,
-        sampler: Sampler,
-        coin: KeyedCoin,
-        plan: Plan,
-    ) -> Draft:
-        """The draft of a plan of chains; `found` are the second's own."""
-        assert isinstance(self.second, LookupDrafter)
-        depth = min(self.first_depth or plan.depth, plan.depth)
-        draft = self.first.propose(state.first, target, sampler, coin, _shorter(plan, depth))
-        if depth == plan.depth and not any(found):
-            return draft
-        rows = []
-        for row, line in enumerate(draft.tokens.tolist()):
-            if alone[row]:
-                rows.append(found[row])
-                continue
-            drafted = [token for token in line if token != PAD]
-            chain = self.second.chain_after(state.second[row], drafted, plan)
-            rows.append(fork(chain, found[row], plan.nodes))
-        return pack_drafts(rows, target.device, coin)
+    def _mixture(self, tree: _Tree, history: IndexedText, plan: Plan) -> list[Node]:
+        """The most probable nodes of a row under the mixture of both."""
+
+        def next_tokens(path: Path) -> list[tuple[int, float]]:
+            looked_up = self.second.next_tokens(history, path, BRANCHES)
+            own = tree.get(path)
+            if own is None:
+                return looked_up
+            other = 1 - self.first_weight
+            mixed = {token: other * share for token, share in looked_up}
+            weight = 1 - other * sum(share for _, share in looked_up)
+            for token, q in own:
+                mixed[token] = mixed.get(token, 0.0) + weight * q
+            return sorted(mixed.items(), key=itemgetter(1), reverse=True)
+
+        return best_tree(next_tokens, plan)
 
     @override
     def kv_bytes_per_token(self, state: UnionState) -> int:
         return self.first.kv_bytes_per_token(state.first)
 
 
+_Tree = Mapping[Path, Sequence[tuple[int, float]]]  # path -> tokens below it with their q
+
+
+def _probabilities(draft: Draft) -> list[dict[Path, list[tuple[int, float]]]]:
+    """Each row's tree of fixed nodes, as q of the tokens below every path."""
+    if not draft.depth:
+        return [{} for _ in draft.tokens]
+    assert draft.score is not None  # as of every dynamic tree
+    nodes = torch.stack([draft.tokens.double(), draft.parents.double(), draft.score.double()], -1)
+    trees = []
+    for row in nodes.tolist():
+        tree: dict[Path, list[tuple[int, float]]] = {}
+        paths: list[tuple[Path, float]] = []
+        for token, parent, score in row:
+            above, reached = paths[int(parent)] if parent >= 0 else ((), 0.0)
+            paths.append(((*above, int(token)), score))
+            if token != PAD and score > -math.inf:
+                tree.setdefault(above, []).append((int(token), math.exp(score - reached)))
+        trees.append(tree)
+    return trees
+
+
 @lru_cache(maxsize=64)
-def _shorter(plan: Plan, depth: int) -> Plan:
-    """A chain of this depth; made once, since plans are checked."""
-    return replace(plan, depth=depth, nodes=0, adapt=None)
+def _shape(plan: Plan, depth: int) -> Plan:
+    """The tree that a first drafter grows for a plan; made once, since plans are checked."""
+    width = BRANCHES if depth == 1 else max(plan.width, 2)
+    whole = width + (depth - 1) * width * width  # all nodes that are scored
+    return replace(plan, depth=depth, width=width, nodes=whole, adapt=None)
 
 
 def _built(part: Mapping[str, Any] | Drafter) -> Drafter:
@@ -352,25 +335,33 @@ def _built(part: Mapping[str, Any] | Drafter) -> Drafter:
     return drafter_class(part["drafter"])(**part["settings"])
 
 
-def _check(
-    first: Drafter, second: Drafter, second_nodes: int, second_alone: float | None, first_depth: int | None
-) -> None:
-    if second_nodes < 1:
-        raise UserError(f"drafter.second_nodes={second_nodes}: must be at least 1")
-    if second_alone is not None and second_alone < 0:
-        raise UserError(f"drafter.second_alone={second_alone}: must be at least 0, or null")
-    if first_depth is not None and first_depth < 1:
-        raise UserError(f"drafter.first_depth={first_depth}: must be at least 1, or null")
+def _lookup(second: Drafter) -> LookupDrafter:
+    if not isinstance(second, LookupDrafter):
+        raise UserError(
+            f"drafter.second={short_name(second)}: choose one that looks tokens up in text: suffix or ngram"
+        )
+    return second
+
+
+def _check(first: Drafter, alone: float | None, depth: int | None, weight: float) -> None:
+    if alone is not None and alone < 0:
+        raise UserError(f"drafter.second_alone={alone}: must be at least 0, or null")
+    if depth is not None and depth < 1:
+        raise UserError(f"drafter.first_depth={depth}: must be at least 1, or null")
+    if not 0 <= weight <= 1:
+        raise UserError(f"drafter.first_weight={weight}: must be from 0 to 1")
     name = short_name(first)
     if isinstance(first, Union):
         raise UserError(f"drafter.first={name}: a union has two drafters; choose one that is no union")
+    if isinstance(first, LookupDrafter):
+        raise UserError(f"drafter.first={name}: a lookup has no distribution; choose a trained drafter")
+    if depends_on_rounds(first, Plan(2, 2, 4)):
+        raise UserError(
+            f"drafter.first={name}: a union mixes probabilities, and states of earlier rounds have none; "
+            "set drafter.first.reuse.mode=none"
+        )
     if isinstance(first, HFModelDrafter) and first.settings.get("lora"):
         raise UserError(
             f"drafter.first={name}: a union keeps no adapters; set drafter.first.lora=null, or give "
             "a model that they are merged into"
-        )
-    if second.taps or type(second).unroll is not Drafter.unroll:
-        raise UserError(
-            f"drafter.second={short_name(second)}: choose one that reads the text alone and is not trained: "
-            "suffix, ngram or bigram"
         )

@@ -59,13 +59,13 @@ def totals(sites: Counter) -> dict[str, int]:
 
 
 def assert_waits_once(target, drafter, plan, temperature):
-    # A union reads its first drafter's chain, which the second goes on from; what the first reads late may
-    # have gaps, whose places are uploaded, and so is which rows of a tree are the second's alone.
+    # A union reads its first drafter's probabilities, which it mixes; what the first reads late may have
+    # gaps, whose places are uploaded, and so is the mixture's draft.
     more = isinstance(drafter, Union)
     for sites in rounds_of(target, drafter, plan, temperature)[LEARNING:]:
         kinds = totals(sites)
         assert kinds[UPLOAD] <= 1 + 2 * more, sites
-        assert 1 <= kinds[READ] <= 1 + (more and plan.width == 1), sites
+        assert 1 <= kinds[READ] <= 1 + more, sites
         assert not kinds[SYNCHRONISATION], sites
 
 

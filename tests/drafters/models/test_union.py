@@ -1,8 +1,9 @@
-"""Two drafters in one tree: whose nodes are kept; the first is trained, saved and served as alone."""
+"""Two drafters in one draft: the nodes of their mixture; the first is trained, saved and served as alone."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -25,75 +26,95 @@ from drafters.models.union import Union
 
 TREE = Plan(depth=K, width=3, nodes=8)
 HYBRID = Plan(K, 3, 8, proposal="hybrid")
+HYBRID4 = Plan(4, 2, 8, proposal="hybrid")
+EVERY_ROUND = {"second_alone": None, "first_depth": None}
 STATIC = Plan(tree=((0,), (1,), (0, 0), (1, 0)))
 UNLIKE = torch.arange(V)[None]  # no token twice: nothing to look up
 REPEATED = torch.tensor([[5, 1, 2, 3, 9, 1, 2, 4] * 5])
 
 
-def united(tiny_target, make_drafter, first="eagle", nodes=3, second: Drafter | None = None):
+def united(tiny_target, make_drafter, first="eagle", second: Drafter | None = None, **options):
     target, drafter = both(tiny_target, make_drafter, first)
-    return target, Union(drafter, second or Ngram(1, 3), nodes)
+    return target, Union(drafter, second or Ngram(1, 3), **EVERY_ROUND | options)
 
 
 def parts(follower, plan):
-    """What the drafters propose by themselves."""
+    """What the first drafts by itself, and the second's text."""
     union, state = follower.drafter, follower.state
-    own = Follower(union, follower.target, follower.texts)
-    drafts = []
-    for part, part_state in ((union.first, state.first), (union.second, state.second)):
-        own.drafter, own.state, own.settled = part, part_state, follower.settled
-        drafts.append(own.propose(plan))
-    return drafts
+    own = Follower(union.first, follower.target, follower.texts)
+    own.state, own.settled = state.first, follower.settled
+    return own.propose(plan), state.second
 
 
-# -- the tree ------------------------------------------------------------------------------------
+# -- the mixture ---------------------------------------------------------------------------------
 
 
-def test_a_row_without_a_match_is_the_firsts_own_with_all_its_nodes(tiny_target, make_drafter):
-    target, union = united(tiny_target, make_drafter)
+def mixed(follower, plan, row) -> dict[tuple[int, ...], float]:
+    """Every path within a plan's depth and width -> its probability under the mixture, in plain Python."""
+    union, depth = follower.drafter, follower.drafter.first_depth or plan.depth
+    width = 8 if depth == 1 else max(plan.width, 2)
+    draft, texts = parts(follower, Plan(depth, width, width + (depth - 1) * width**2))
+    log_q = {path: float(draft.score[row, i]) for path, i in paths(draft, row).items() if path} | {(): 0.0}
+    q = {path: math.exp(score - log_q[path[:-1]]) for path, score in log_q.items() if path}
+    found, level = {}, {(): 1.0}
+    for _ in range(plan.depth):
+        below = {}
+        for path, chance in level.items():
+            r = dict(union.second.next_tokens(texts[row], path, 8))
+            own = {other[-1]: share for other, share in q.items() if other[:-1] == path}
+            weight = 1 - (1 - union.first_weight) * sum(r.values())
+            if own:
+                r = {
+                    token: (1 - union.first_weight) * r.get(token, 0.0) + weight * own.get(token, 0.0)
+                    for token in {*r, *own}
+                }
+            for token in sorted(r, key=lambda token: -r[token])[: plan.width]:
+                below[*path, token] = chance * r[token]
+        found |= below
+        level = below
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2, None])
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+@pytest.mark.parametrize("second", ["ngram", "suffix"])
+def test_a_draft_is_the_most_probable_nodes_of_the_mixture(tiny_target, make_drafter, second, plan, depth):
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    part = make_drafter(second, target)
+    target, union = united(tiny_target, make_drafter, "eagle", part, first_depth=depth, first_weight=0.4)
+    follower = Follower(union, target, torch.cat([UNLIKE, REPEATED[:, :V]]))
+    for count in (9, 2, 1):
+        follower.advance((count, count))
+        draft = follower.propose(plan)
+        for row in range(2):
+            want, drafted = mixed(follower, plan, row), [path for path in paths(draft, row) if path]
+            best = sorted(want.values(), reverse=True)[: plan.nodes]
+            assert [want[path] for path in drafted] == pytest.approx(best)
+
+
+@pytest.mark.parametrize("plan", [CHAIN, TREE], ids=lambda p: p.name)
+def test_a_row_without_a_match_is_the_firsts_own(tiny_target, make_drafter, plan):
+    target, union = united(tiny_target, make_drafter, second=Ngram(3, 3))
     follower = Follower(union, target, UNLIKE, (9,))
-    first, second = parts(follower, TREE)
-    assert not second.depth
-    assert equal(follower.propose(TREE), first)
+    assert paths(follower.propose(plan), 0).keys() == paths(parts(follower, plan)[0], 0).keys()
 
 
-def test_a_row_beside_one_with_a_match_is_the_firsts_own_as_well(tiny_target, make_drafter):
-    target, union = united(tiny_target, make_drafter)
-    follower = Follower(union, target, torch.cat([UNLIKE, REPEATED]), (9, 9))
-    (first, second), draft = parts(follower, TREE), follower.propose(TREE)
-    assert second.depth
-    assert draft.tokens[0].equal(first.tokens[0])
-    assert draft.parents[0].equal(first.parents[0])
-    assert paths(draft, 1).keys() != paths(first, 1).keys()
-
-
-def test_the_seconds_nodes_take_the_place_of_the_firsts_weakest(tiny_target, make_drafter):
-    target, union = united(tiny_target, make_drafter, nodes=3)
-    follower = Follower(union, target, REPEATED)
-    for count in (9, 3, 5):
+def test_below_what_the_first_has_looked_at_the_second_goes_on(tiny_target, make_drafter):
+    target, union = united(tiny_target, make_drafter, first_depth=1, first_weight=1.0)
+    follower, grown = Follower(union, target, REPEATED), 0
+    for count in (9, 3, 5, 2):
         follower.advance((count,))
-        (first, second), draft = parts(follower, TREE), follower.propose(TREE)
-        known = [path for path in paths(first, 0) if path]
-        rank = sorted(range(len(known)), key=lambda i: -float(first.score[0, i]))
-        best = [known[i] for i in rank]
-        want = best[: TREE.nodes - 3]
-        for path in [*filter(None, paths(second, 0)), *best[TREE.nodes - 3 :]]:
-            if path not in want and len(want) < TREE.nodes:
-                want.append(path)
-        assert set(paths(draft, 0)) - {()} == set(want)
-        assert set(want) != set(best), "the second adds something"
+        draft, texts = parts(follower, Plan(1))
+        (token,) = draft.tokens[0].tolist()
+        chain = follower.propose(CHAIN).tokens[0].tolist()
+        known = union.second.next_tokens(texts[0], (token,), 1)
+        assert chain[0] == token
+        assert chain[1:2] == [other for other, _ in known]
+        grown += len(chain) > 1
+    assert grown
 
 
-def test_a_tree_of_fewer_nodes_than_the_seconds_is_the_seconds_first(tiny_target, make_drafter):
-    target, union = united(tiny_target, make_drafter, nodes=9)
-    plan = Plan(2, 2, 3)
-    follower = Follower(union, target, REPEATED, (9,))
-    (_, second), draft = parts(follower, plan), follower.propose(plan)
-    assert draft.tokens.shape == (1, 3)
-    assert paths(second, 0).keys() <= paths(draft, 0).keys()
-
-
-@pytest.mark.parametrize("plan", [CHAIN, SAMPLED, STATIC, HYBRID], ids=lambda p: p.name)
+@pytest.mark.parametrize("plan", [SAMPLED, STATIC, HYBRID], ids=lambda p: p.name)
 def test_another_plan_is_the_firsts_own_and_says_so(tiny_target, make_drafter, plan):
     target, union = united(tiny_target, make_drafter)
     draft, alone = (
@@ -104,15 +125,16 @@ def test_another_plan_is_the_firsts_own_and_says_so(tiny_target, make_drafter, p
     assert draft.outputs[0].tokens == alone.outputs[0].tokens
     union.check(plan)
     assert "drafter.second=ngram: adds nothing to" in union.remark(plan)
-    assert not union.remark(TREE)
+    assert not union.remark(TREE) + union.remark(CHAIN)
 
 
 def test_the_target_as_its_own_drafter_is_accepted_whole(tmp_path):
     folder = str(make_target(tmp_path / "target"))
     target = load_target(folder, "float64")
-    union = Union(DraftLM.for_target(target, path=folder, train=False), Ngram(1, 3), 4).to(target.dtype)
-    run = generate(target, union, [[7, 8, 9], [12]], max_new_tokens=13, sampler=Sampler(0.0), plan=CHAIN)
-    assert [output.emitted for output in run.outputs] == [[K + 1] * 3] * 2
+    first = DraftLM.for_target(target, path=folder, train=False)
+    union = Union(first, Ngram(1, 3), None, 1, 1.0).to(target.dtype)
+    run = generate(target, union, [[7, 8, 9], [12]], max_new_tokens=13, sampler=Sampler(0.0), plan=Plan(1))
+    assert [output.emitted for output in run.outputs] == [[2] * 6] * 2
 
 
 # -- what cannot be combined ----------------------------------------------------------------------
@@ -121,15 +143,25 @@ def test_the_target_as_its_own_drafter_is_accepted_whole(tmp_path):
 def test_drafters_that_cannot_be_combined_are_refused(tiny_target, make_drafter, tmp_path):
     target, union = united(tiny_target, make_drafter)
     with pytest.raises(UserError, match="choose one that is no union"):
-        Union(union, Ngram(1, 3), 4)
-    with pytest.raises(UserError, match=r"drafter\.second=eagle: choose one that reads the text alone"):
-        Union(union.first, make_drafter("eagle", target), 4)
+        Union(union, Ngram(1, 3))
+    for name in ("eagle", "bigram"):
+        with pytest.raises(UserError, match=rf"drafter\.second={name}: choose one that looks tokens up"):
+            Union(union.first, make_drafter(name, target))
+    with pytest.raises(UserError, match=r"drafter\.first=ngram: a lookup has no distribution"):
+        Union(Ngram(1, 3), Ngram(1, 3))
     with pytest.raises(UserError, match=r"train with drafter\.first\.depth=4"):
-        Union(make_drafter("medusa", target, depth=3), Ngram(1, 3), 4).check(Plan(4, 2, 8))
-    with pytest.raises(UserError, match=r"second_nodes=0: must be at least 1"):
-        Union(union.first, Ngram(1, 3), 0)
+        Union(make_drafter("medusa", target, depth=3), Ngram(1, 3)).check(HYBRID4)
+    with pytest.raises(UserError, match=r"set drafter\.first\.reuse\.mode=none"):
+        Union(make_drafter("lyanna", target, reuse={"mode": "tree_merge"}), Ngram(1, 3))
     with pytest.raises(UserError, match=r"set drafter\.first\.lora=null"):
-        Union(adapted(target, tmp_path), Ngram(1, 3), 4)
+        Union(adapted(target, tmp_path), Ngram(1, 3))
+
+
+def test_heads_that_end_before_the_plan_are_mixed_as_far_as_they_go(tiny_target, make_drafter):
+    target, first = both(tiny_target, make_drafter, "medusa")
+    union, plan = Union(first, Ngram(1, 3), None, None, 0.0), Plan(first.max_depth + 2)
+    union.check(plan)
+    assert Follower(union, target, REPEATED, (9,)).propose(plan).depth == plan.depth
 
 
 @pytest.mark.parametrize("part", ["first", "second"])
@@ -151,8 +183,8 @@ def test_a_part_that_no_union_writes_is_refused(tiny_target, make_drafter, tmp_p
 
 @pytest.mark.ci("dflash", "eagle3", "lm", "lyanna", "medusa2", "suffix")
 def test_every_drafter_may_be_the_first(tiny_target, make_drafter, drafter_name, tmp_path):
-    if drafter_name == "union":
-        pytest.skip("a union of a union is refused")
+    if drafter_name in ("union", "ngram", "suffix"):
+        pytest.skip("it is refused")
     target, union = united(tiny_target, make_drafter, drafter_name)
     hub.save(union.requires_grad_(False), target, tmp_path)
     loaded = hub.load(tmp_path, target)
@@ -180,22 +212,20 @@ def test_a_draft_vocabulary_belongs_to_the_weights_that_are_taken_over(tiny_targ
     target, old = both(tiny_target, make_drafter, "eagle3", **options)
     hub.save(old, target, tmp_path)
     suffix: Suffix = make_drafter("suffix", target)
-    union = Union(make_drafter("eagle3", target, seed=2, **options), suffix, 4)
+    union = Union(make_drafter("eagle3", target, seed=2, **options), suffix)
     union.first.d2t.fill_(3)
     assert hub.warm_start(union, tmp_path, target) == ["second.corpus (not there)"]
     assert union.fit(random_rollouts(V), target).startswith("suffix: ")
     assert all(value.equal(old.state_dict()[name]) for name, value in union.first.state_dict().items())
     (again := tmp_path / "union").mkdir()
     hub.save(union, target, again)
-    fresh = Union(
-        make_drafter("eagle3", target, seed=3, **options), Suffix(**suffix.settings | {"size": 0}), 4
-    )
+    fresh = Union(make_drafter("eagle3", target, seed=3, **options), Suffix(**suffix.settings | {"size": 0}))
     (left,) = hub.warm_start(fresh, again, target)
     assert left.startswith("second.corpus (")
     assert fresh.needs_fit
     assert fresh.fit(random_rollouts(V), target).startswith("suffix: ")
     assert same(fresh.state_dict(), union.state_dict())
-    unlike = Union(make_drafter("eagle", target), Ngram(1, 3), 4)
+    unlike = Union(make_drafter("eagle", target), Ngram(1, 3))
     with pytest.raises(UserError, match="its first drafter is 'eagle3', not 'eagle'"):
         hub.warm_start(unlike, again, target)
 
@@ -245,7 +275,7 @@ def test_the_first_is_trained_bit_for_bit_as_alone(bench, alone):
 
 
 def test_a_checkpoint_is_used_as_it_is_scored_and_advised(bench, alone, tmp_path):
-    more = [f"drafter.first={alone}", "drafter.second=ngram", "drafter.second_nodes=2"]
+    more = [f"drafter.first={alone}", "drafter.second=ngram", "drafter.second_alone=0.9"]
     tree = ["decode=dynamic", "decode.depth=2", "decode.width=2", "decode.nodes=4"]
     run = train(quick(bench, *more, *tree, drafter="union")).succeeded()
     checkpoint = run.folder / "checkpoints" / "0"
@@ -268,7 +298,7 @@ def test_a_checkpoint_is_used_as_it_is_scored_and_advised(bench, alone, tmp_path
         ("drafter.first=auto", "drafter.first: give the name of one drafter"),
         ("drafter.first.dept=3", "no such option in drafter.first; did you mean"),
         ("drafter.first.depth=0", "depth=0"),
-        ("drafter.second=eagle", "drafter.second=eagle: choose one that reads the text alone"),
+        ("drafter.second=eagle", "drafter.second=eagle: choose one that looks tokens up in text"),
         ("drafter.second=/no/where", "drafter.second: give the name of one drafter"),
     ],
 )
