@@ -130,7 +130,7 @@ class _ProbsRecorder:
         return self._drafter.propose(*call)
 
     def probs(self, text: Tensor) -> Tensor | None:
-        """(B, K + 1) emitted tokens -> (B, K, V) distributions that the drafter would draw them from."""
+        """(B, n) emitted tokens -> (B, up to n, V) distributions that the drafter would draw them from."""
         call, self._call = self._call, None  # None in a round without a draft
         if call is None or not self._depth:
             return None
@@ -138,7 +138,7 @@ class _ProbsRecorder:
         plan = Plan(self._depth, proposal="sampled")
         draft = self._drafter.propose(*call[:2], self._view, ForcedTokens(ahead), plan)  # pyright: ignore[reportArgumentType]
         self._drafter.propose(*call)  # restores what the state keeps of the real draft
-        return draft.q
+        return None if draft.q is None else draft.q[:, : text.shape[1]]  # the draft may be shallower
 
 
 def _at(rows: Tensor, slots: Tensor) -> Tensor:

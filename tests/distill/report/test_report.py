@@ -460,6 +460,18 @@ def test_q_is_what_the_drafter_drew_from(tiny_target, make_drafter):
             assert (one.q, one.q_rank) == (pytest.approx(q, abs=1e-5), rank)
 
 
+def test_drafts_that_are_shallower_than_the_plan_are_traced(tiny_target, make_drafter):
+    """A union's nodes need not be as deep as the plan, whose depth the first drafter's laws have."""
+    target = tiny_target(vocab=V, hidden=16)
+    drafter = make_drafter("union", target)
+    target.tap(drafter.taps)
+    options = {"plan": Plan(4, width=4, nodes=4), "sampler": Sampler(0.0), "max_new_tokens": 24, "seed": 3}
+    found = trace_tokens(target, drafter, [[1, 2, 0], [2, 1]], has_probs=True, **options)
+    done = generate(target, drafter, [[1, 2, 0], [2, 1]], **options)
+    assert [[w.token for w in text] for text in found] == [o.tokens for o in done.outputs]
+    assert any(w.q is not None for w in found[0])
+
+
 def test_every_drafter_shows_its_texts(tiny_target, make_drafter, drafter_name):
     target = tiny_target(vocab=V, hidden=16)
     drafter = make_drafter(drafter_name, target)
