@@ -59,6 +59,7 @@ QUICK = (
     "batch_size=2",
     "try_largest=false",
     "trainer.max_steps=6",
+    "trainer.precision=bf16-mixed",  # on every machine
     "trainer.log_every_n_steps=1",
     "score.every=3",
     "score.alternatives=[]",

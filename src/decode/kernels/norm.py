@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-HALF = (torch.bfloat16, torch.float16)
+from decode.kernels.half_products import HALF
+
 ROWS = 32  # up to which a norm's cost is that of its calls
 
 

@@ -6,11 +6,15 @@ import torch
 from torch import Tensor, nn
 
 
-def may_copy(weight: Tensor) -> bool:
-    """Whether decoding may keep a copy of this weight: it is frozen and shows changes."""
+def is_frozen(weight: Tensor) -> bool:
+    """Whether a weight needs no gradient and shows changes."""
     # Other kinds of tensors are views made anew in every call, or sharded, or hide their changes.
-    frozen = type(weight) is nn.Parameter and not weight.requires_grad and not weight.is_inference()
-    return frozen and torch.is_inference_mode_enabled()
+    return type(weight) is nn.Parameter and not weight.requires_grad and not weight.is_inference()
+
+
+def may_copy(weight: Tensor) -> bool:
+    """Whether decoding may keep a copy of this weight."""
+    return is_frozen(weight) and torch.is_inference_mode_enabled()
 
 
 def weight_state(weight: Tensor) -> tuple[int, int]:

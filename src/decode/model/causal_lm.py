@@ -15,7 +15,7 @@ from decode.model.cache import KVCache, attention_mask
 from decode.model.compiled_forward import compiled_pass
 from decode.model.fused_forward import Fused
 from decode.model.head import Head
-from decode.model.packed_linear import is_packed
+from decode.model.packed_linear import fast_linears, is_packed
 
 
 class CausalLM:
@@ -169,7 +169,7 @@ class CausalLM:
         if self._fused is not None:
             assert not isinstance(mask, dict)
             return self._fused(tokens, positions, mask, self.cache.store, inputs)
-        with record_inputs(self.layers, inputs):
+        with record_inputs(self.layers, inputs), fast_linears(self.head.weight):
             return self.base(
                 input_ids=tokens,
                 attention_mask=mask,

@@ -28,6 +28,7 @@ from torch.export import Dim, export
 from typing_extensions import override
 
 from decode.hardware import cache_folder, hardware, locked
+from decode.kernels.half_products import product_dtype
 from decode.model import attention, fused_forward
 from decode.model.attention import attend_folded
 from decode.model.cache import RowStore
@@ -38,6 +39,9 @@ OPTIONS = {
     "cpp.dynamic_threads": True,  # the number of threads is that of the time of a call
     "aot_inductor.precompile_headers": False,  # they pay from the second compilation on
 }
+# On a processor that is slow in half precision: products as C++ that reads bf16 weights and sums in fp32.
+OWN_PRODUCTS = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
+MOST_TOKENS = 12  # with more in a pass, copies in fp32 (`packed_linear`) are faster than those
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative error of outputs
 HALF_TOLERANCE = 0.1  # in half precision
 
@@ -120,8 +124,9 @@ def _written(part: Tensor, new: Tensor, index: Tensor) -> Tensor:
 class _Compiled:
     """The compiled layers behind the interface of `Fused`."""
 
-    def __init__(self, run: Run, size: int) -> None:
+    def __init__(self, run: Run, size: int, most: int) -> None:
         self._run, self._size = run, size  # heads * dim of keys
+        self.most = most
 
     def __call__(
         self, x: Tensor, angles: Tensor, mask: Tensor | None, store: RowStore, inputs: dict[int, Tensor]
@@ -163,7 +168,7 @@ def compiled_pass(fused: Fused) -> tuple[CompiledPass | None, str]:
                 run = _read(file)
         if run is None:
             return None, f"{file} cannot be read"
-        compiled = _Compiled(run, size)
+        compiled = _Compiled(run, size, MOST_TOKENS if _slow(weight) else sys.maxsize)
         difference = _difference(fused, compiled)
     # Compilers, their parts and a full disk fail with errors of any type.
     except Exception as error:
@@ -185,6 +190,7 @@ def _key(fused: Fused) -> str:
         Path(module.__file__ or "").read_text()
         for module in (sys.modules[__name__], fused_forward, attention)
     ]
+    facts.append(_options(fused))
     for layer in fused.layers:
         norms = [layer.input_norm.eps, layer.mlp_norm.eps]
         facts.append([layer.dim, layer.scale, layer.heads, layer.qk_heads, repr(layer.activation), *norms])
@@ -193,6 +199,16 @@ def _key(fused: Fused) -> str:
         digest.update(f"{weight.dtype} {list(weight.shape)}".encode())
         digest.update(weight.detach().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:24]
+
+
+def _options(fused: Fused) -> dict[str, Any]:
+    """Of the compiler, which adds to them."""
+    return OPTIONS | (OWN_PRODUCTS if _slow(fused.norm.weight) else {})
+
+
+def _slow(weight: Tensor) -> bool:
+    """Whether the processor is slow in the dtype of a weight."""
+    return product_dtype(weight.dtype, weight.device) != weight.dtype
 
 
 def _weights(fused: Fused) -> Iterator[Tensor]:
@@ -230,7 +246,7 @@ def _write(fused: Fused, file: Path) -> None:
             _Layers(fused).eval(), (x, angles, mask, index, parts), dynamic_shapes=dynamic, strict=False
         )
         whole = str(folder / file.name)
-        _inductor.aoti_compile_and_package(graph, package_path=whole, inductor_configs=OPTIONS)
+        _inductor.aoti_compile_and_package(graph, package_path=whole, inductor_configs=_options(fused))
         Path(whole).replace(file)
 
 

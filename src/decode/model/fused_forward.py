@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from decode.kernels.norm import HALF, rms_norm
+from decode.kernels.half_products import HALF
+from decode.kernels.norm import rms_norm
 from decode.model.attention import attend
 from decode.model.cache import RowStore
 from decode.model.packed_linear import linear, linear_add
@@ -145,7 +146,13 @@ class Norm:
 
 
 class CompiledPass(Protocol):
-    """Decoder layers and final norm as one call; see `compiled_forward`."""
+    """Decoder layers and final norm as one call; see `compiled_forward`.
+
+    Attributes:
+        most: tokens of a pass, up to which it is faster.
+    """
+
+    most: int
 
     def __call__(
         self, x: Tensor, angles: Tensor, mask: Tensor | None, store: RowStore, inputs: dict[int, Tensor]
@@ -201,9 +208,10 @@ class Fused:
         """
         x = self.embed(tokens)
         angles = self._table(store.width, x)[positions]  # (B, n, 2, 1, dim)
-        causal = mask is None and tokens.shape[1] > 1
-        if self.compiled is not None and tokens.shape[1] <= COMPILED_SLOTS and not causal:
-            return self.compiled(x, angles, mask, store, inputs)
+        compiled, slots = self.compiled, tokens.shape[1]
+        causal = mask is None and slots > 1
+        if compiled and slots <= COMPILED_SLOTS and tokens.numel() <= compiled.most and not causal:
+            return compiled(x, angles, mask, store, inputs)
         for index, layer in enumerate(self.layers):
             if index in inputs:
                 inputs[index] = x

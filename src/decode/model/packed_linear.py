@@ -1,39 +1,37 @@
-"""Products of few rows on a CPU with weights in oneDNN's own layout.
+"""Products on a CPU with copies of frozen weights in oneDNN's own layout.
 
 Given a plain weight, oneDNN rearranges it in every call, which costs more than a product of a few rows. So
-`linear` keeps a rearranged copy of frozen weights, where that is faster: measured once per machine, thread
-count, version and shape, and remembered on disk, so that later runs choose, and round, alike.
+`linear` keeps a rearranged copy of frozen weights in half precision, where that is measured to be faster. On
+a processor that is slow in half precision the copy is in fp32, and serves products of any number of rows but
+the fewest, which are read faster in half the bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import statistics
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from decode.hardware import cache_folder, hardware, memory_bytes
+from decode.hardware import memory_bytes
 from decode.kernels import int8_linear
-from decode.kernels.weight_state import may_copy, weight_state
+from decode.kernels.half_products import HALF, product_dtype
+from decode.kernels.measured import remembered, time_ratio
+from decode.kernels.weight_state import is_frozen, may_copy, weight_state
 
-HALF = (torch.bfloat16, torch.float16)
 ROWS = 128  # with more rows, rearranging is a small part of the product
 MEASURED_ROWS = (1, 17)  # plain decoding, and a draft of 16 nodes
+WIDE_ROWS = (2, 3, 4, 8, 16, 32)  # from one of which on a copy in fp32 is read
 INT8_ROWS = (1, 4)  # a chain's pass, and that of a level of the default tree
 MEASURED_BYTES = 2**26  # more than caches hold, so that weights come from memory as in a forward pass
 MEASURED_COPIES = 32
-REPEATS = 7
 ATTEMPTS = 3  # programs that fill the memory's bandwidth hide a gain for a while, and none make one
 GAIN = 1.1  # a smaller gain is not worth the memory
 MEMORY_SHARE = 0.25  # of the machine's memory, at most, for all copies
@@ -46,6 +44,7 @@ class _Copy(NamedTuple):
     pointer: int
     version: int
     packed: Tensor | None  # None: the plain weight is faster, or there is no room
+    least: int  # rows of a product that reads it
     size: int  # bytes of `packed`; it does not tell, but it is the plain one's but for some padding
 
 
@@ -58,21 +57,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Only in inference mode and with a frozen parameter: packed products have no gradient, and what an
     optimizer changes would have to be packed again.
     """
+    if not may_copy(weight):
+        return F.linear(x, weight, bias)
     if (int8 := _rounded(x, weight)) is not None:
         product = int8_linear.product(x, int8)
         return product if bias is None else product + bias
-    packed = _packed(x, weight)
-    return F.linear(x, weight, bias) if packed is None else _product(x, packed, bias)
+    return _linear(x, weight, bias)
 
 
 def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """(..., N) residual + `linear(x, weight, bias)`."""
-    if _rounded(x, weight) is not None:
+    copies = may_copy(weight)
+    if copies and _rounded(x, weight) is not None:
         return residual + linear(x, weight, bias)
-    packed = _packed(x, weight)
+    packed = _packed(x, weight) if copies else None
     if packed is not None:
-        # private API: as in `_pack`.
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add")
+        return _product(x, packed, bias, residual)
     if bias is not None:
         return residual + F.linear(x, weight, bias)
     return torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.mT).view_as(residual)
@@ -90,6 +90,27 @@ class Linear(nn.Linear):
         return linear_add(residual, x, self.weight, self.bias)
 
 
+class _Linears(TorchFunctionMode):
+    """`F.linear` with frozen weights reads their copies."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    packed = None if torch.is_grad_enabled() or not is_frozen(weight) else _packed(x, weight)
+    return F.linear(x, weight, bias) if packed is None else _product(x, packed, bias)
+
+
+def fast_linears(weight: Tensor) -> AbstractContextManager:
+    """Within, code of others multiplies with fp32 copies, where a CPU is slow in the dtype of the weight."""
+    slow = weight.device.type == "cpu" and _widens(weight.dtype)
+    return _Linears() if slow else nullcontext()
+
+
 def is_packed(weight: Tensor) -> bool:
     """Whether `linear` has a packed copy of this weight."""
     copy = _COPIES.get(id(weight))
@@ -99,7 +120,7 @@ def is_packed(weight: Tensor) -> bool:
 def _rounded(x: Tensor, weight: Tensor) -> int8_linear.Rounded | None:
     """The int8 numbers for this product; None: use others."""
     found = int8_linear.rounded(weight)
-    if found is None or not may_copy(weight) or x.dtype != weight.dtype or weight.device.type != "cpu":
+    if found is None or x.dtype != weight.dtype or weight.device.type != "cpu":
         return None
     fits = 0 < x.numel() <= INT8_ROWS[-1] * x.shape[-1]
     return found if fits and x.numel() <= int8_rows(weight.dtype, *weight.shape) * x.shape[-1] else None
@@ -107,32 +128,66 @@ def _rounded(x: Tensor, weight: Tensor) -> int8_linear.Rounded | None:
 
 def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
     """The packed copy for this product; None: use the plain weight."""
-    if weight.device.type != "cpu" or weight.dtype not in HALF:
+    if weight.device.type != "cpu" or weight.dtype not in HALF or x.dtype != weight.dtype:
         return None
-    if not may_copy(weight) or not 0 < x.numel() <= ROWS * x.shape[-1]:
+    rows = x.numel() // max(x.shape[-1], 1)
+    if not rows or (rows > ROWS and not _widens(weight.dtype)):
         return None
     copy = _COPIES.get(id(weight))
     if copy is None or (copy.pointer, copy.version) != weight_state(weight) or copy.weight() is not weight:
         copy = _COPIES[id(weight)] = _make_copy(weight)
-    return copy.packed
+    return copy.packed if rows >= copy.least else None
+
+
+def _widens(dtype: torch.dtype) -> bool:
+    """Whether copies are in fp32."""
+    return product_dtype(dtype, torch.device("cpu")) != dtype
 
 
 def _make_copy(weight: Tensor) -> _Copy:
-    size, key = weight.numel() * weight.itemsize, id(weight)
+    key = id(weight)
+    size = weight.numel() * product_dtype(weight.dtype, weight.device).itemsize
     room = MEMORY_SHARE * memory_bytes(weight.device) - sum(copy.size for copy in _COPIES.values())
-    pays = size <= room and packing_gain(weight.dtype, *weight.shape) >= GAIN
+    least = copy_rows(weight.dtype, *weight.shape) if size <= room else 0
+    packed, size = (_pack(weight), size) if least else (None, 0)
     reference = weakref.ref(weight, lambda _: _COPIES.pop(key, None))
-    return _Copy(reference, *weight_state(weight), _pack(weight) if pays else None, size if pays else 0)
+    return _Copy(reference, *weight_state(weight), packed, least, size)
 
 
 def _pack(weight: Tensor) -> Tensor:
-    # private API: what torch.compile emits for linear layers; no public function keeps a packed weight.
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), MEASURED_ROWS[-1])
+    weight = weight.detach()
+    wide = weight.to(product_dtype(weight.dtype, weight.device))
+    try:
+        # private API: what torch.compile emits for linear layers; no public function keeps a packed weight.
+        return torch.ops.mkldnn._reorder_linear_weight(wide, MEASURED_ROWS[-1])
+    except (AttributeError, NotImplementedError, RuntimeError):  # as on a Mac, whose torch has no oneDNN
+        if wide is weight:
+            raise
+        return wide
 
 
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """Product and sum, in the copy's dtype and rounded once."""
+    x, bias, residual, dtype = (*(_cast(part, packed.dtype) for part in (x, bias, residual)), x.dtype)
+    if not packed.is_mkldnn:
+        product = F.linear(x, packed, bias)
+        return (product if residual is None else product + residual).to(dtype)
+    if residual is None:
+        # private API: as in `_pack`.
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "").to(dtype)
     # private API: as in `_pack`.
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.binary(x, residual, packed, bias, "add").to(dtype)
+
+
+def _cast(part: Any, dtype: torch.dtype) -> Any:
+    return None if part is None else part.to(dtype)
+
+
+def copy_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
+    """Number of rows from which on products with a copy of a weight are faster; 0: none."""
+    if _widens(dtype):
+        return _wide_rows(dtype, rows, columns)
+    return int(packing_gain(dtype, rows, columns) >= GAIN)
 
 
 @lru_cache
@@ -141,37 +196,19 @@ def packing_gain(dtype: torch.dtype, rows: int, columns: int) -> float:
 
     The least over `MEASURED_ROWS`, measured or remembered.
     """
-    return _remembered("packing", _measure, dtype, rows, columns)
+    return remembered("packing", _measure, dtype, rows, columns)
+
+
+@lru_cache
+def _wide_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
+    """`copy_rows` of copies in fp32; measured or remembered."""
+    return int(remembered("widening", _measure_wide, dtype, rows, columns))
 
 
 @lru_cache
 def int8_rows(dtype: torch.dtype, rows: int, columns: int) -> int:
     """Number of rows up to which products with int8 numbers are the fastest; measured or remembered."""
-    return int(_remembered("int8", _measure_int8, dtype, rows, columns))
-
-
-def _remembered(
-    kind: str, measure: Callable[[torch.dtype, int, int], float], dtype: torch.dtype, rows: int, columns: int
-) -> float:
-    """What `measure` finds on this machine; 0 where torch lacks what it needs."""
-    facts = [hardware(torch.device("cpu")), torch.get_num_threads(), torch.__version__, str(dtype)]
-    key = hashlib.sha256(json.dumps([*facts, rows, columns, os.environ.get("ONEDNN_MAX_CPU_ISA")]).encode())
-    memory = cache_folder() / kind / f"{key.hexdigest()[:24]}.json"
-    try:
-        return float(json.loads(memory.read_text()))
-    except (OSError, TypeError, ValueError):  # not measured yet, or damaged
-        pass
-    try:
-        found = measure(dtype, rows, columns)
-    # In a torch without oneDNN, or without these private operators, or on a processor without the dtype.
-    except (AttributeError, NotImplementedError, RuntimeError):
-        found = 0.0
-    with contextlib.suppress(OSError):  # a home that cannot be written to: measured again in every process
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        whole = memory.with_suffix(f".{os.getpid()}")
-        whole.write_text(json.dumps(found))
-        whole.replace(memory)
-    return found
+    return int(remembered("int8", _measure_int8, dtype, rows, columns))
 
 
 @torch.inference_mode()
@@ -181,10 +218,10 @@ def _measure(dtype: torch.dtype, rows: int, columns: int) -> float:
     inputs = [torch.zeros(size, columns, dtype=dtype) for size in MEASURED_ROWS]
     most = 0.0
     for _ in range(ATTEMPTS):
-        ratios = (
-            _ratio([partial(F.linear, x, w) for w in plain], [partial(_product, x, w, None) for w in packed])
-            for x in inputs
-        )
+        ratios = []
+        for x in inputs:
+            products = [partial(F.linear, x, w) for w in plain]
+            ratios.append(time_ratio(products, [partial(_product, x, w, None) for w in packed]))
         most = max(most, min(ratios))
         if most >= GAIN:
             break
@@ -192,15 +229,29 @@ def _measure(dtype: torch.dtype, rows: int, columns: int) -> float:
 
 
 @torch.inference_mode()
+def _measure_wide(dtype: torch.dtype, rows: int, columns: int) -> float:
+    plain = _zeros(dtype, rows, columns)
+    packed = [_pack(weight) for weight in plain]
+    for size in WIDE_ROWS:
+        x = torch.zeros(size, columns, dtype=dtype)
+        one = [partial(F.linear, x, w) for w in plain]
+        if time_ratio(one, [partial(_product, x, w, None) for w in packed]) >= GAIN:
+            return size
+    return 0
+
+
+@torch.inference_mode()
 def _measure_int8(dtype: torch.dtype, rows: int, columns: int) -> float:
     weights, most = _zeros(dtype, rows, columns), 0
     numbers = [(w.to(torch.int8), w.new_ones(rows)) for w in weights]
-    packs = dtype in HALF and packing_gain(dtype, rows, columns) >= GAIN
-    packed = [_pack(weight) for weight in weights] if packs else []
+    least = copy_rows(dtype, rows, columns) if dtype in HALF else 0
+    packed = [_pack(weight) for weight in weights] if least else []
     for size in INT8_ROWS:
         x = torch.zeros(size, columns, dtype=dtype)
-        best = [partial(_product, x, w, None) for w in packed] or [partial(F.linear, x, w) for w in weights]
-        if _ratio(best, [partial(int8_linear.multiply, x, *pair) for pair in numbers]) < GAIN:
+        best = [partial(F.linear, x, w) for w in weights]
+        if packed and size >= least:
+            best = [partial(_product, x, w, None) for w in packed]
+        if time_ratio(best, [partial(int8_linear.multiply, x, *pair) for pair in numbers]) < GAIN:
             break
         most = size
     return most
@@ -210,17 +261,3 @@ def _zeros(dtype: torch.dtype, rows: int, columns: int) -> list[Tensor]:
     """As many weights as do not fit a cache together."""
     count = max(1, min(MEASURED_COPIES, MEASURED_BYTES // (rows * columns * dtype.itemsize)))
     return [torch.zeros(rows, columns, dtype=dtype) for _ in range(count)]
-
-
-def _ratio(one: Sequence[Callable[[], Tensor]], other: Sequence[Callable[[], Tensor]]) -> float:
-    """Time of one kind of products over that of another."""
-    ratios = []
-    for _ in range(REPEATS):  # one after the other, so that other load slows both
-        begin = time.thread_time()  # without the time that other processes had
-        for call in one:
-            call()
-        middle = time.thread_time()
-        for call in other:
-            call()
-        ratios.append((middle - begin) / (time.thread_time() - middle))
-    return statistics.median(ratios)

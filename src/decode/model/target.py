@@ -14,6 +14,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.causal_lm import CausalLM, record_inputs
 from decode.model.fingerprint import hash_samples, stored_samples, weight_sample
+from decode.model.packed_linear import fast_linears
 from decode.model.packing import attention_per_row, pack_indices
 
 LAST = "last"  # tap of the head's input, after the final norm
@@ -111,11 +112,12 @@ class Target(CausalLM):
         """
         layer_inputs = self._tap_inputs()
         if lengths is None:
-            with record_inputs(self.layers, layer_inputs):
+            with record_inputs(self.layers, layer_inputs), fast_linears(self.head.weight):
                 out = self.base(input_ids=tokens, use_cache=False)
             return self._output(out.last_hidden_state, layer_inputs)
         index, positions = (part.to(tokens.device) for part in pack_indices(lengths, tokens.shape[1]))  # (N,)
-        with record_inputs(self.layers, layer_inputs), attention_per_row(self.config, lengths):
+        per_row = attention_per_row(self.config, lengths)
+        with record_inputs(self.layers, layer_inputs), per_row, fast_linears(self.head.weight):
             packed = tokens.flatten()[index][None]  # (1, N)
             out = self.base(input_ids=packed, position_ids=positions[None], use_cache=False)
 

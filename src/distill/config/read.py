@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from decode.errors import UserError
 from distill import options as o
 from distill.config.recorded import resolved
-from distill.config.target_size import fill_size_settings
+from distill.config.target_size import fill_precision, fill_size_settings
 from distill.config.validate import check_ranges, refused
 from distill.utils.paths import bundled
 from drafters.vocabulary import draft_vocab_size
@@ -28,13 +28,14 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) -> Options:
     """The options of a command, after a check of the ranges that no constructor checks.
 
-    Settings that follow the target's size are filled in, and printed if `announce`.
+    Settings that follow the target's size or the machine are filled in, and printed if `announce`.
 
     Raises:
         UserError: a value out of range, and see `read_options`.
     """
     check_ranges(cfg)
     fill_size_settings(cfg, announce)
+    fill_precision(cfg, announce)
     return read_options(cls, cfg)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from omegaconf import OmegaConf
 
 
-def _device_of(accelerator: str) -> str:
-    """Device of the target for commands without a trainer."""
+def device_of(accelerator: str) -> str:
+    """Type of the device that an accelerator names."""
     if accelerator == "auto":
         import torch  # imported here: it takes a second
 
@@ -14,4 +14,4 @@ def _device_of(accelerator: str) -> str:
     return "cuda" if accelerator in ("gpu", "cuda") else "cpu"
 
 
-OmegaConf.register_new_resolver("device_of", _device_of, replace=True)
+OmegaConf.register_new_resolver("device_of", device_of, replace=True)

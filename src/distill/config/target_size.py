@@ -1,4 +1,4 @@
-"""Settings that follow the target's size where the configuration has null (docs/training.md)."""
+"""Settings that follow the target or the machine where the configuration has null (docs/training.md)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
+from decode.kernels.half_products import product_dtype
 from decode.model.causal_lm import max_positions
 from decode.model.load import load_config
+from distill.config.resolvers import device_of
 from distill.config.validate import processes
 from distill.options import TrainOptions
 from distill.utils.paths import bundled
@@ -66,6 +69,17 @@ def fill_size_settings(cfg: DictConfig, announce: bool = True) -> None:
         OmegaConf.update(cfg, name, values[name])
     if announce:
         _announce(f"a target of hidden size {config.hidden_size}", {name: values[name] for name in names})
+
+
+def fill_precision(cfg: DictConfig, announce: bool = True) -> None:
+    """Set `trainer.precision` where it is null: fp32 on a CPU that is slow in bf16, which it prints."""
+    if not _is_null(cfg, "trainer.precision"):
+        return
+    device = torch.device(device_of(cfg.trainer.accelerator))
+    slow = product_dtype(torch.bfloat16, device) != torch.bfloat16
+    cfg.trainer.precision = "32-true" if slow else "bf16-mixed"
+    if slow and announce:
+        _announce("a CPU that is slow in bf16", {"trainer.precision": cfg.trainer.precision})
 
 
 def _is_null(cfg: DictConfig, name: str) -> bool:

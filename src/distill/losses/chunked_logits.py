@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from decode.kernels.half_products import product_dtype
 from decode.model.head import Head, Side
 from drafters.base import DraftStep
 
@@ -256,7 +257,8 @@ class Sweep:
 
     def weight(self, head: Head) -> Tensor:
         """A head's weight in the dtype of the products."""
-        return self._cast(head.weight, self._product or head.weight.dtype)
+        dtype = self._product or head.weight.dtype
+        return self._cast(head.weight, product_dtype(dtype, head.weight.device))
 
     def side(self, head: Head, side: Side) -> Tensor:
         """The weight of a head's side, in the same dtype."""

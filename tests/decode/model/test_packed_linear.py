@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from decode.hardware import cache_folder
 from decode.kernels import int8_linear
 from decode.kernels.int8_linear import round_rows, rounded
 from decode.model import packed_linear
@@ -17,13 +18,40 @@ from decode.model.packed_linear import ROWS, Linear, int8_rows, is_packed, linea
 TEXT = torch.tensor([[5, 9, 2, 7]])
 
 
+COPIES = {"half": torch.bfloat16, "wide": torch.float32}  # kinds of copies and their dtypes
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this processor has what oneDNN needs for products in a dtype."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(24, 16, dtype=dtype), 17)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch, tmp_path):
     """Nothing is remembered from elsewhere, in this process or on disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    packing_gain.cache_clear()
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
     packing_gain.cache_clear()
+    packed_linear._wide_rows.cache_clear()
+
+
+@pytest.fixture(params=COPIES)
+def kind(request, monkeypatch) -> str:
+    """Copies in half precision, and in fp32, as on a processor that is slow in half precision."""
+    dtype = COPIES[request.param]
+    if not can_pack(dtype):
+        pytest.skip("oneDNN has no such products on this processor")
+    monkeypatch.setattr(packed_linear, "product_dtype", lambda half, device: dtype)
+    return request.param
 
 
 @pytest.fixture
@@ -33,6 +61,8 @@ def gain(monkeypatch):
 
     def set_gain(value: float) -> list:
         monkeypatch.setattr(packed_linear, "_measure", lambda *shape: measured.append(shape) or value)
+        least = int(value >= packed_linear.GAIN)
+        monkeypatch.setattr(packed_linear, "_measure_wide", lambda *shape: measured.append(shape) or least)
         return measured
 
     return set_gain
@@ -46,7 +76,7 @@ def weight_of(rows=24, columns=16, dtype=torch.bfloat16) -> nn.Parameter:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (2, 17, 16), (ROWS, 16), (ROWS + 1, 16)])
 @torch.inference_mode()
-def test_a_packed_product_is_the_product(shape, bias, gain):
+def test_a_packed_product_is_the_product(shape, bias, kind, gain):
     gain(2.0)
     weight, offset = weight_of(), torch.randn(24).bfloat16() if bias else None
     x, residual = torch.randn(shape).bfloat16(), torch.randn(*shape[:-1], 24).bfloat16()
@@ -57,31 +87,70 @@ def test_a_packed_product_is_the_product(shape, bias, gain):
     # A sum may cancel: roundings are those of its terms.
     rounding = max(exact.abs().flatten().tolist(), default=0.0) / 2**8
     torch.testing.assert_close(added, exact + residual.double(), rtol=2**-8, atol=rounding)
-    assert is_packed(weight) == (0 < x[..., 0].numel() <= ROWS)
+    rows = x[..., 0].numel()
+    assert is_packed(weight) == (rows > 0 and (kind == "wide" or rows <= ROWS))
 
 
-def test_torch_can_still_pack():
+def test_torch_can_still_pack(kind):
     """The functions are private: a version without them would silently be slower."""
-    assert packing_gain(torch.bfloat16, 24, 16) > 0
+    if kind == "half":
+        assert packing_gain(torch.bfloat16, 24, 16) > 0
+    assert packed_linear._pack(weight_of()).is_mkldnn
 
 
+@pytest.mark.parametrize("dtype", COPIES.values(), ids=COPIES)
 @torch.inference_mode()
-def test_without_them_the_plain_product_is_used(monkeypatch):
+def test_without_them_a_product_is_plain_or_reads_a_plain_copy_in_fp32(dtype, monkeypatch, gain):
     def gone(*args):
         raise AttributeError("no such operator")
 
-    monkeypatch.setattr(packed_linear, "_pack", gone)
-    weight, x = weight_of(), torch.ones(1, 16).bfloat16()
-    assert linear(x, weight).equal(F.linear(x, weight))
-    assert not is_packed(weight)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", gone, raising=False)
+    monkeypatch.setattr(packed_linear, "product_dtype", lambda half, device: dtype)
+    if dtype == torch.float32:
+        gain(2.0)
+    weight, x, residual = weight_of(), torch.randn(3, 16).bfloat16(), torch.randn(3, 24).bfloat16()
+    assert is_packed(weight) is False
+    product = linear(x, weight)
+    exact = F.linear(x.double(), weight.double())
+    torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-5)
+    added = linear_add(residual, x, weight).double()
+    torch.testing.assert_close(
+        added, exact + residual.double(), rtol=2**-8, atol=float(exact.abs().max()) / 2**8
+    )
+    assert is_packed(weight) == (dtype == torch.float32)
 
 
 @torch.inference_mode()
-def test_what_was_measured_is_remembered(gain):
+def test_a_copy_in_fp32_is_read_from_as_many_rows_on_as_it_is_faster(monkeypatch):
+    monkeypatch.setattr(packed_linear, "product_dtype", lambda half, device: torch.float32)
+    monkeypatch.setattr(packed_linear, "time_ratio", lambda plain, wide: len(plain[0].args[0]) / 3)
+    assert packed_linear.copy_rows(torch.bfloat16, 24, 16) == 4  # the first that was measured above 3
+    weight, read = weight_of(), []
+    product = packed_linear._product
+    monkeypatch.setattr(packed_linear, "_product", lambda x, *rest: read.append(len(x)) or product(x, *rest))
+    for rows in (1, 3, 4, 2 * ROWS):
+        linear(torch.ones(rows, 16).bfloat16(), weight)
+    assert read == [4, 2 * ROWS]
+
+
+def test_code_of_others_reads_copies_where_half_precision_is_slow(monkeypatch, gain):
+    gain(2.0)
+    for dtype, wide in ((torch.bfloat16, False), (torch.float32, True)):
+        monkeypatch.setattr(packed_linear, "product_dtype", lambda half, device, dtype=dtype: dtype)
+        layer, x = nn.Linear(16, 24).bfloat16().requires_grad_(False), torch.randn(3, 16).bfloat16()
+        with torch.no_grad(), packed_linear.fast_linears(layer.weight):
+            found = layer(x)
+        assert is_packed(layer.weight) == wide
+        torch.testing.assert_close(found, layer(x), rtol=2**-7, atol=2**-7)
+        assert not found.is_inference()
+
+
+@torch.inference_mode()
+def test_what_was_measured_is_remembered(kind, gain):
     measured = gain(1.5)
     x = torch.ones(1, 16).bfloat16()
     for _ in range(2):
-        packing_gain.cache_clear()  # as in another process
+        forget()  # as in another process
         weights = [weight_of(), weight_of()]
         for weight in weights:
             linear(x, weight)
@@ -93,7 +162,8 @@ def test_what_was_measured_is_remembered(gain):
 
 def test_a_gain_that_another_program_hides_for_a_while_is_found(monkeypatch):
     ratios = iter([1.7, 1.05, 1.0, 1.6, 1.7, 1.5])  # of one row and of 17 rows, in three attempts
-    monkeypatch.setattr(packed_linear, "_ratio", lambda plain, packed: next(ratios))
+    monkeypatch.setattr(packed_linear, "time_ratio", lambda plain, packed: next(ratios))
+    monkeypatch.setattr(packed_linear, "_pack", lambda weight: weight)
     assert packing_gain(torch.bfloat16, 24, 16) == 1.5
 
 
@@ -108,7 +178,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(gain, monkeypatch, tmp_path)
 def test_a_damaged_memory_is_measured_again(gain):
     measured = gain(1.5)
     packing_gain(torch.bfloat16, 24, 16)
-    (file,) = (packed_linear.cache_folder() / "packing").iterdir()
+    (file,) = (cache_folder() / "packing").iterdir()
     for damage in ("", "1.5, ", "{}"):
         file.write_text(damage)
         packing_gain.cache_clear()
@@ -130,9 +200,9 @@ def test_it_stays_plain(dtype, found, memory, gain, monkeypatch):
     assert not is_packed(weight)
 
 
-def test_copies_of_weights_that_are_gone_make_room(gain, monkeypatch):
+def test_copies_of_weights_that_are_gone_make_room(kind, gain, monkeypatch):
     gain(2.0)
-    size = 24 * 16 * 2
+    size = 24 * 16 * COPIES[kind].itemsize
     held = sum(copy.size for copy in packed_linear._COPIES.values())
     monkeypatch.setattr(packed_linear, "memory_bytes", lambda device: (held + 2 * size) / 0.25)
     x = torch.ones(1, 16).bfloat16()
@@ -145,7 +215,7 @@ def test_copies_of_weights_that_are_gone_make_room(gain, monkeypatch):
 
 
 @pytest.mark.parametrize("trained", ["weight", "input"])
-def test_what_needs_a_gradient_has_one(trained, gain):
+def test_what_needs_a_gradient_has_one(trained, kind, gain):
     gain(2.0)
     layer = Linear(16, 24, bias=False).bfloat16().requires_grad_(trained == "weight")
     x = torch.ones(3, 16, dtype=torch.bfloat16, requires_grad=trained == "input")
@@ -170,7 +240,7 @@ def run(lm: CausalLM) -> torch.Tensor:
     return lm.head(lm.forward(TEXT)).float()
 
 
-def test_a_changed_weight_is_noticed(gain):
+def test_a_changed_weight_is_noticed(kind, gain):
     gain(2.0)
     lm = CausalLM(half_llama())
     first = run(lm)
@@ -187,12 +257,12 @@ def test_a_changed_weight_is_noticed(gain):
         first = changed
 
 
-def test_a_pass_rounds_no_worse_than_the_plain_one(gain, monkeypatch):
+def test_a_pass_rounds_no_worse_than_the_plain_one(kind, gain, monkeypatch):
     exact = run(CausalLM(half_llama().double()))
     errors = []
     for found in (2.0, 0.0):
-        packing_gain.cache_clear()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(packed_linear.cache_folder() / f"{found}"))
+        forget()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder() / f"{found}"))
         gain(found)
         lm = CausalLM(half_llama())
         errors.append(float((run(lm) - exact).abs().max()))

@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from workbench import CONF, make_target, options_of
 
+from distill.config import target_size
 from distill.config.compose import compose
-from distill.config.target_size import fill_size_settings, size_settings, with_length
+from distill.config.target_size import fill_precision, fill_size_settings, size_settings, with_length
 
 NAMES = ("optimizer.optimizer.lr", "rollout.max_new_tokens", "max_tokens")
 
@@ -45,6 +47,25 @@ def test_only_null_is_filled_in_and_one_line_says_so(tmp_path, capsys):
     cfg = compose(target, CONF, "rollout_alone")
     fill_size_settings(cfg)
     assert (cfg.rollout.max_new_tokens, cfg.max_tokens) == (128, 256)
+
+
+@pytest.mark.parametrize(
+    ("fastest", "overrides", "precision"),
+    [
+        (torch.bfloat16, [], "bf16-mixed"),
+        (torch.float32, [], "32-true"),
+        (torch.float32, ["trainer.precision=bf16-mixed"], "bf16-mixed"),
+        (torch.float32, ["trainer=ddp"], "32-true"),
+    ],
+)
+def test_a_cpu_that_is_slow_in_bf16_trains_in_fp32(fastest, overrides, precision, monkeypatch, capsys):
+    monkeypatch.setattr(target_size, "product_dtype", lambda dtype, device: fastest)
+    cfg = compose(overrides, CONF)
+    fill_precision(cfg)
+    assert cfg.trainer.precision == precision
+    line = "for a CPU that is slow in bf16: trainer.precision=32-true\n"
+    assert capsys.readouterr().out.endswith(line) == (precision == "32-true")
+    fill_precision(compose(["prompt=x"], CONF, "generate"))  # trains nothing
 
 
 @pytest.mark.parametrize(

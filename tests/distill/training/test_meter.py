@@ -16,6 +16,7 @@ from benchmarks.train_step.flops import products
 from distill.data import datamodule as feed
 from distill.data.batches import RolloutBatches
 from distill.data.datamodule import RolloutData
+from distill.losses import chunked_logits
 from distill.losses.objective import Objective
 from distill.training import throughput as meter
 from distill.training.checkpointing import ScoreCheckpoint
@@ -118,6 +119,7 @@ def test_mfu_is_the_work_that_a_step_needs_by_the_time_it_took(clock, bench, tmp
 
     monkeypatch.setattr(DistillModule, "training_step", recorded)
     monkeypatch.setattr(meter, "get_available_flops", lambda device, dtype: most)
+    monkeypatch.setattr(chunked_logits, "product_dtype", lambda dtype, device: dtype)  # on every machine
     run = {"trainer__max_steps": 3, "batch_size": 1, "taps": "online", "score__enabled": False}
     bench.run(tmp_path, drafter=EAGLE3, **run)
     (module, first), *rest = seen
