@@ -119,8 +119,7 @@ class Suffix(LookupDrafter):
 
     @override
     def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
-        next_tokens = lambda path: self.next_tokens(history, path, plan.width)  # noqa: E731
-        return best_tree(next_tokens, plan, self.min_probability)
+        return best_tree(lambda path: self.next_tokens(history, path, plan.width), plan, self.min_probability)
 
     @override
     def next_tokens(self, history: IndexedText, path: Path, count: int) -> list[tuple[int, float]]:
