@@ -1,0 +1,101 @@
+"""A server in another interpreter: it is awaited, its error is told, and it never outlives this process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from decode.errors import UserError
+from distill.engines.launch import interpreter, serve
+
+MODULE = """
+import argparse, http.server, os, subprocess, sys
+a = argparse.ArgumentParser()
+a.add_argument("--host"), a.add_argument("--port", type=int)
+a.add_argument("--fail"), a.add_argument("--hang", action="store_true")
+a = a.parse_args()
+if a.fail:
+    print("ValueError: " + a.fail); print("another process failed"); sys.exit(3)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if a.hang else 200); self.end_headers()
+        told = [os.getpid(), child.pid, os.environ.get("OPTION"), "PYTHONHOME" in os.environ]
+        self.wfile.write(" ".join(map(str, told)).encode())
+http.server.HTTPServer((a.host, a.port), Page).serve_forever()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    (tmp_path / "engine_for_test.py").write_text(MODULE)
+
+    def start(*arguments: str, patience: float = 30.0, **more: str):
+        variables = {"PYTHONPATH": str(tmp_path), **more}
+        log = tmp_path / "logs" / "engine.log"
+        python = Path(sys.executable)
+        return serve(python, "engine_for_test", arguments, log, patience=patience, variables=variables)
+
+    return start
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def gone(*pids: int) -> bool:
+    for _ in range(100):
+        if not any(map(alive, pids)):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_serves_and_ends_with_its_children(start, monkeypatch):
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # ours: the other interpreter could not start with it
+    with start(OPTION="given") as url:
+        server, child, option, home = urlopen(f"{url}/health").read().decode().split()
+        assert (option, home) == ("given", "False")
+    assert gone(int(server), int(child))
+
+
+def test_an_end_before_it_is_ready_is_told_with_its_own_error(start):
+    with pytest.raises(UserError, match=r"code 3 before it was ready: ValueError: no such model; see .*log"):
+        start("--fail", "no such model").__enter__()
+
+
+def test_a_server_that_never_gets_ready_is_ended(start):
+    with pytest.raises(UserError, match="not ready after 1 s"):
+        start("--hang", patience=1.0).__enter__()
+
+
+def test_a_killed_process_takes_its_server_along(start, tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from distill.engines.launch import serve\n"
+        "with serve(Path(sys.executable), 'engine_for_test', [], Path('e.log'), patience=30, "
+        f"variables={{'PYTHONPATH': {str(tmp_path)!r}}}) as url:\n  print(url, flush=True); time.sleep(600)"
+    )
+    start("--fail", "")  # only writes the module
+    ours = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert ours.stdout
+    server, child, *_ = urlopen(f"{ours.stdout.readline().strip()}/health").read().decode().split()
+    os.kill(ours.pid, signal.SIGKILL)
+    ours.wait()
+    assert gone(int(server), int(child))
+
+
+@pytest.mark.parametrize(
+    ("python", "said"), [("/nowhere/bin/python", "no interpreter"), (sys.executable, "has no package")]
+)
+def test_an_interpreter_without_the_engine_is_refused(python, said):
+    with pytest.raises(UserError, match=f"score.engine_python=.*{said}"):
+        interpreter(python, "no_such_engine", "score.engine_python")
