@@ -171,6 +171,11 @@ class ScoringOptions(TimedOptions):
     audit_prompts: int
     repeats: int  # timed runs
     quantize: str  # none | int8: weights that the drafter is scored with
+    engine: str  # none | vllm
+    engine_python: str | None  # interpreter that has it
+    engine_url: str | None  # of one that runs
+    engine_args: tuple[str, ...]  # more arguments of its server
+    engine_patience: float  # seconds until it is ready
 
     def samplers(self) -> list[Sampler]:
         """One for each temperature."""

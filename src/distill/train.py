@@ -33,6 +33,7 @@ from distill.report import html as html_report
 from distill.report import terminal as summary
 from distill.rollouts.produce import produce
 from distill.scoring.scorer import Scorer
+from distill.serving import engine_scores
 from distill.training import trainer_state
 from distill.training.checkpointing import ScoreCheckpoint, TrainingBar
 from distill.training.memory import MemoryWatch, Sizes, explain_out_of_memory
@@ -100,7 +101,7 @@ def train(
         on_policy = _on_policy(options, target, drafter)
         optimizer = build_optimizer(options.optimizer, trainer)
         check_strategy(trainer, drafter, on_policy is not None)
-        scorer = _scorer(options, target, chat, held, drafter) if options.score.enabled else None
+        scorer = _scorer(options, target, chat, held, drafter, folder) if options.score.enabled else None
     stop, watchdog = Stop(), Watchdog(options.timeout_minutes, folder)
     saver = _saver(options, folder, scorer, stop, budget, watchdog)
     memory = _watch(trainer, options, saver, budget, begun)
@@ -139,6 +140,7 @@ def train(
 def _inputs(options: TrainOptions, folder: Path) -> tuple[Chat, list[Prompt], list[Prompt]]:
     """See `read_run_inputs`; what is printed from here on is the run's own."""
     quiet()
+    engine_scores.check(options.score, training=True)
     switch["on"] = options.trainer.enable_progress_bar
     return read_run_inputs(options, folder)
 
@@ -177,12 +179,13 @@ def _watch(
 
 
 def _scorer(
-    options: TrainOptions, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter
+    options: TrainOptions, target: Target, chat: Chat, held: list[Prompt], drafter: Drafter, folder: Path
 ) -> Scorer:
     """The scorer of checkpoints, after a check that the drafter supports its plans."""
     answers = Path(options.output_dir) / "heldout"
+    score, served_plan = engine_scores.as_served(options.score, options.export.to, drafter, target)
     scorer = Scorer(
-        options.score,
+        score,
         options.decode,
         target,
         chat,
@@ -190,6 +193,8 @@ def _scorer(
         answers,
         seed=options.seed,
         target_name=options.target.name,
+        served_plan=served_plan,
+        engine=engine_scores.scorer(score, chat, held, options.seed, folder / "engine"),
     )
     for candidate in scorer.candidates:
         drafter.check(candidate)

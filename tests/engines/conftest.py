@@ -1,4 +1,4 @@
-"""Fixtures of tests that run an engine itself: `make engines` installs them and names them in the environment."""
+"""Fixtures of tests that run an engine: `make engines` installs them and names them in the environment."""
 
 from __future__ import annotations
 

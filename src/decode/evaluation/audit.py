@@ -167,7 +167,7 @@ def _greedy(
     on_batch: Callable[[], None],
 ) -> Audit:
     """The greedy part of the audit."""
-    rescore = _Rescorer(target)
+    rescore = Rescorer(target)
     sampler = Sampler(0.0)
     changes, largest = [0.0], 0.0
     for part in _batches(prompts):
@@ -180,7 +180,7 @@ def _greedy(
             changes.append(float((rescored_gap[:, 0] - gap).abs().max()))
             largest = max(largest, float(logits.abs().max()))
         on_batch()
-    margin = min(2 * max(changes), largest * max(ROUNDINGS * torch.finfo(target.dtype).eps, LEAST))
+    margin = min(2 * max(changes), widest_tie(largest, target.dtype))
 
     verifier_argmax, counts = _VerifierArgmax(), Counter[str]()
     for plan in plans:
@@ -198,6 +198,11 @@ def _greedy(
         rescored_in=rescore.dtype,
         sampled=(),
     )
+
+
+def widest_tie(largest: float, dtype: torch.dtype) -> float:
+    """Width in logits of the widest near tie that rounding can explain, from the largest logit."""
+    return largest * max(ROUNDINGS * torch.finfo(dtype).eps, LEAST)
 
 
 def _compared(logits: Tensor, tokens: Tensor, margin: float) -> Counter[str]:
@@ -236,7 +241,7 @@ class _VerifierArgmax:
             self.agreed += sum(a == b for a, b in zip(expected, emitted, strict=False))
 
 
-class _Rescorer:
+class Rescorer:
     """Logits of a finished text from one causal pass without cache, in fp32 if the model is small enough."""
 
     def __init__(self, target: Target) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
 from decode.evaluation.replay import Counts
+from decode.evaluation.served import Served
 
 SCHEMA = 4
 READABLE = (3, SCHEMA)
@@ -170,6 +171,8 @@ class Conditions:
         kv_bytes_per_token: bytes of the target's cache for a token.
         prompts_digest: hash of the decoded prompts' token ids.
         control: "none", or how the drafter's inputs were spoilt on purpose.
+        served_plan: name of the plan that the run's engine decodes with, by which checkpoints are compared;
+            "": no engine is named.
     """
 
     seed: int
@@ -183,6 +186,7 @@ class Conditions:
     kv_bytes_per_token: int = 0
     prompts_digest: str = ""
     control: str = "none"
+    served_plan: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +307,7 @@ class Scorecard:
         categories: of each replayed prompt.
         samples: texts to look at.
         plan_choices: where the plan was measured, not given.
+        served: what an engine measured of the same checkpoint.
     """
 
     rows: list[Row]
@@ -312,6 +317,7 @@ class Scorecard:
     categories: list[str] = field(default_factory=list)
     samples: list[SampleText] = field(default_factory=list)
     plan_choices: list[PlanChoice] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
 
     @property
     def headline(self) -> Row:
@@ -327,8 +333,11 @@ class Scorecard:
 
     @property
     def compared(self) -> Row:
-        """What checkpoints are compared by: the headline, or the first draft where that is plain decoding."""
-        return self.drafts[0]
+        """What checkpoints are compared by: the plan of the run's engine; where no engine is named the
+        headline, or the first draft where that is plain decoding.
+        """
+        plan = self.conditions.served_plan
+        return next((row for row in self.drafts if row.decode == plan), self.drafts[0])
 
     @property
     def fastest(self) -> Row:
@@ -353,7 +362,7 @@ class Scorecard:
     def to_json(self) -> dict[str, Any]:
         """What score.json has."""
         top = {**as_json(self.headline), **as_json(self.conditions), **as_json(self.checkpoint)}
-        names = ("rows", "audit", "categories", "samples", "plan_choices")
+        names = ("rows", "audit", "categories", "samples", "plan_choices", "served")
         top |= {name: as_json(getattr(self, name)) for name in names}
         verdicts = {"audit_passed": self.audit_passed, "replay_agrees": self.replay_agrees}
         return {"schema": SCHEMA, **top, **verdicts}

@@ -16,8 +16,8 @@ from decode.hardware import hardware
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
-from decode.planning.auto import Forecast, best_forecast, forecast, plain_counts, supported_plans
-from decode.planning.cost_model import PLAIN, Costs, MeasuredCosts, batch_seconds, fastest
+from decode.planning.auto import best_forecast, forecast, plain_counts, supported_plans
+from decode.planning.cost_model import PLAIN, Costs, MeasuredCosts, batch_seconds
 from decode.planning.oracle import least_seconds, min_seconds_per_row
 from decode.planning.round_timing import clock_of, measure
 from decode.sampling import Sampler
@@ -28,6 +28,7 @@ from distill.report.tables import grid
 from distill.rollouts.heldout import held_out_answers
 from distill.scoring.scorer import threads
 from distill.scoring.target_drift import only_untuned
+from distill.serving import engine_settings
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from distill.utils.provenance import commit
@@ -198,13 +199,16 @@ def _result(
     drafters = []
     for profile, rows in tables:
         chosen = best_forecast(rows)
+        survival = {plan: a.survival for plan, a in zip(profile.plans, profile.acceptances, strict=True)}
+        chain = engine_settings.best_chain(rows, survival, batch)
         drafters.append(
             {
                 "name": profile.name,
                 "costs": profile.costs.table(batch),
                 "rows": [row.report() for row in rows],
                 "choice": chosen.report() | {"setting": decode_overrides(chosen.plan)},
-                "num_speculative_tokens": serving_length(rows),
+                "num_speculative_tokens": chain.tokens,
+                "served": chain._asdict(),
             }
         )
     best = max(drafters, key=lambda drafter: drafter["choice"]["speedup"])
@@ -215,12 +219,6 @@ def _result(
         "choice": {"drafter": best["name"]} | best["choice"],
         "oracle": oracle(profiles, rollouts, batch),
     }
-
-
-def serving_length(rows: Sequence[Forecast]) -> int:
-    """Best chain length for a server whose batch stays full; 0: serve without speculation."""
-    chains = [row for row in rows if row.plan == Plan(row.plan.depth)]
-    return chains[fastest([row.throughput.full for row in chains])].plan.depth  # pyright: ignore[reportArgumentType]
 
 
 def oracle(profiles: Sequence[DrafterProfile], rollouts: Sequence[Rollout], batch: int) -> dict[str, Any]:
@@ -294,11 +292,23 @@ def decode_overrides(plan: Plan) -> str:
 def describe(card: dict[str, Any]) -> str:
     """The results as text."""
     texts = [_result_text(result) for result in card["results"]]
+    settings = "\n".join(_engine_lines(card["results"]))
     footer = (
         f"predicted from {card['prompts']} answers and rounds timed by {card['clock']} on "
         f"{card['hardware']}, load {card['load_average']:.2f}; ~: not exact replay"
     )
-    return "\n\n".join([*texts, footer])
+    return "\n\n".join([*texts, settings, footer])
+
+
+def _engine_lines(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Settings of an engine by drafter and temperature, over the batch sizes."""
+    chains: dict[tuple[str, float], list[engine_settings.ServedChain]] = {}
+    for result in results:
+        for one in result["drafters"]:
+            served = engine_settings.ServedChain(**one["served"])
+            chains.setdefault((one["name"], result["temperature"]), []).append(served)
+    for (name, temperature), served in chains.items():
+        yield from engine_settings.lines(name, temperature, served)
 
 
 def _result_text(result: dict[str, Any]) -> str:

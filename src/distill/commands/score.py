@@ -11,6 +11,7 @@ from distill.report.bottleneck import bottleneck
 from distill.report.compare import earlier
 from distill.report.tables import settings_table
 from distill.scoring.scorer import Scorer
+from distill.serving import engine_scores
 from distill.utils.atomic_files import write_json
 from drafters.checkpoint import io as hub
 
@@ -22,11 +23,16 @@ def score(options: ScoreCommandOptions) -> float:
         UserError: no drafter in `checkpoint`, or no prompts.
     """
     quiet()
+    engine_scores.check(options.score, training=False)
     chat, _, held = read_inputs(options.target, options.prompts, options.score)
+    target, checkpoint = build_target(options.target), hub.fetch(options.checkpoint)
+    score, served_plan = options.score, ""
+    if score.engine != engine_scores.NONE:
+        score, served_plan = engine_scores.as_served(score, None, hub.load(checkpoint, target), target)
     scorer = Scorer(
-        options.score,
+        score,
         options.decode,
-        build_target(options.target),
+        target,
         chat,
         held,
         Path(options.answers),
@@ -34,8 +40,9 @@ def score(options: ScoreCommandOptions) -> float:
         target_name=options.target.name,
         control=options.control,
         full_audit=options.audit == "full",
+        served_plan=served_plan,
+        engine=engine_scores.scorer(score, chat, held, options.seed, checkpoint.parent / "engine"),
     )
-    checkpoint = hub.fetch(options.checkpoint)
     training = earlier(checkpoint)
     card = scorer(checkpoint, training.step or 0)
     card = replace(card, checkpoint=replace(card.checkpoint, train_seconds=training.seconds))

@@ -53,6 +53,7 @@ LEAST = {
     "score.max_new_tokens": 1,
     "score.repeats": 1,
     "score.threads": 0,
+    "score.engine_patience": 0,
     "max_new_tokens": 1,
     "timeout": 0.001,
     "timeout_minutes": 0,
@@ -111,6 +112,7 @@ CHOICES = {
     "audit": ("quick", "full"),
     "control": ("none", "shuffled_taps"),
     "score.quantize": ("none", "int8"),
+    "score.engine": ("none", "vllm"),
     "case": ("speed", "memory"),
 }
 FREE_TEXT = ("prompt", "row", "stop")

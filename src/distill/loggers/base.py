@@ -10,13 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch.loggers import Logger
 
 from decode.evaluation.scorecard import Row, Scorecard, as_json
+from distill.report.served import served_row
 from distill.utils import redact
 from distill.utils.progress import say
 
 COLUMNS = (
     *("drafter", "target", "decode", "rule", "temperature", "batch_size", "nodes"),
     *("replay_tau", "tau", "tau_low", "tau_high", "s_1", "s_2", "s_3", "s_4", "s_5", "acceptance_rate"),
-    *("speedup", "tokens_per_second", "plain_tokens_per_second"),
+    *("speedup", "tokens_per_second", "plain_tokens_per_second", "served_tau", "served_speedup"),
     *("draft_share", "verify_share", "other_share", "ttft", "tpot"),
     *("audit", "lossy", "lossless_to", "prompts", "dtype", "hardware", "seed", "commit"),
 )
@@ -84,6 +85,9 @@ def scalars(card: Scorecard) -> dict[str, float]:
     row, drift = card.headline, card.checkpoint.target_drift
     if row.replay:
         values["replay_tau"] = row.replay.tau
+    if engine := served_row(card, card.compared):
+        values |= {"served_tau": engine.tau, "served_agrees": float(engine.agrees)}
+        values |= {"served_speedup": engine.speedup} if engine.speedup else {}
     values |= {f"survival_{j}": value for j, value in enumerate(row.survival, 1)}
     values |= {f"target_drift_{name}": value for name, value in (as_json(drift) or {}).items()}
     return {f"score/{name}": value for name, value in values.items()}
@@ -98,6 +102,8 @@ def rows(card: Scorecard) -> list[list[Any]]:
         low, high = row.tau_interval
         values = common | as_json(row) | {"tau_low": low, "tau_high": high}
         values["replay_tau"] = row.replay.tau if row.replay else None
+        if engine := served_row(card, row):
+            values |= {"served_tau": engine.tau, "served_speedup": engine.speedup}
         values |= {f"s_{j}": value for j, value in enumerate(row.survival, 1)}
         lines.append([card.checkpoint.step, *(values.get(name) for name in COLUMNS)])
     return lines

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import Row, Scorecard, Training, read_scorecard, read_training
+from distill.report import served
 from distill.report.tables import grid, target_label
 from distill.scoring.paired import FEWEST, speedup, speedup_ratio, tau_difference, why_incomparable
 from distill.scoring.target_drift import describe
@@ -225,8 +226,9 @@ def comparison(scored: Sequence[Scored], choice: Choice) -> Table:
         *_first(blocks, choice),
         *(f"s_{j}" for j in range(1, LEVELS + 1)),
     ]
-    head += ["draft", "ms/round", "trained", "parameters", "KV/token", "audit"]
-    lines = [_line(s, choice, base, pairs) for s in ordered]
+    there = served.head([s.card for s in ordered])
+    head += [*there, "draft", "ms/round", "trained", "parameters", "KV/token", "audit"]
+    lines = [_line(s, choice, base, pairs, bool(there)) for s in ordered]
     if targets:
         lines = [[name, targets[name], *rest] for name, *rest in lines]
     return Table(head, lines, _notes(ordered, choice, base))
@@ -253,7 +255,7 @@ def table(scored: Sequence[Scored], choice: Choice) -> str:
     return comparison(scored, choice).text()
 
 
-def _line(scored: Scored, choice: Choice, base: Scored, pairs: bool) -> list[str]:
+def _line(scored: Scored, choice: Choice, base: Scored, pairs: bool, there: bool) -> list[str]:
     card, rows, others = scored.card, scored.rows(choice), base.rows(choice)
     row = rows[0]
     survival = [f"{s:.2f}" for s in row.acceptance.survival[:LEVELS]]
@@ -270,6 +272,7 @@ def _line(scored: Scored, choice: Choice, base: Scored, pairs: bool) -> list[str
         row.decode,
         *_first([speeds, taus], choice),
         *survival,
+        *(served.cells(card, row) if there else []),
         f"{100 * row.draft_share:.0f}%",
         f"{draft_ms(row):.2f}",
         minutes(card.checkpoint.train_seconds),
@@ -313,6 +316,7 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
             *([f"control={control}: no real score"] if control != "none" else []),
             *(["drafted with int8 weights"] if scored.card.checkpoint.quantize == "int8" else []),
             describe(scored.card.checkpoint),
+            *served.notes(scored.card),
         ]
         notes += [f"{scored.name}: {one}" for one in about if one]
     return notes + machines([s.card for s in ordered])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from distill.report import history, page, panels, search_panel, training_panels
+from distill.report import history, page, panels, search_panel, served, training_panels
 from distill.report import text_panels as texts_panel
 from distill.report.bottleneck import bottleneck
 from distill.report.history import History
@@ -65,6 +65,7 @@ def _measured(run: History) -> list[Markup | None]:
         panels.batches(card),
         panels.categories(card),
         panels.settings(card),
+        served.section(card),
         texts_panel.samples(card),
     ]
 

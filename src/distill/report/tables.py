@@ -7,6 +7,7 @@ from pathlib import Path
 
 from decode.evaluation.audit import Audit
 from decode.evaluation.scorecard import Row, Scorecard
+from distill.report import served
 from distill.report.history import scorecards
 from distill.scoring.target_drift import describe
 from drafters.hub.untrusted_files import is_hub_id
@@ -34,16 +35,22 @@ def target_label(target: str) -> str:
 
 def by_step(cards: Sequence[Scorecard]) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table with the headline of every scorecard, or the draft in its place."""
-    head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other", "audit"]
+    there = served.head(cards)
+    head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", *there, "draft", "verify", "other", "audit"]
     return head, [
-        [str(c.checkpoint.step), *_cells(c.compared), "pass" if c.audit_passed else "FAIL"] for c in cards
+        [str(c.checkpoint.step), *_cells(c, c.compared, there), "pass" if c.audit_passed else "FAIL"]
+        for c in cards
     ]
 
 
 def by_setting(card: Scorecard) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table with every setting of a scorecard."""
-    head = ["decode", "T", "batch", "replay", "tau", *LEVEL_NAMES, "speedup", "draft", "verify", "other"]
-    return head, [[r.decode, f"{r.temperature:g}", str(r.batch_size), *_cells(r)] for r in card.rows]
+    there = served.head([card])
+    head = ["decode", "T", "batch", "replay", "tau", *LEVEL_NAMES, "speedup", *there]
+    return [*head, "draft", "verify", "other"], [
+        [row.decode, f"{row.temperature:g}", str(row.batch_size), *_cells(card, row, there)]
+        for row in card.rows
+    ]
 
 
 def settings_table(card: Scorecard) -> str:
@@ -52,6 +59,7 @@ def settings_table(card: Scorecard) -> str:
     notes = [
         f"control={control}: no real score" if control != "none" else "",
         describe(card.checkpoint),
+        *served.notes(card),
         _audit(card.audit),
     ]
     return "\n".join([f"all settings:\n{grid(*by_setting(card))}", *filter(None, notes)])
@@ -78,19 +86,23 @@ def headline(card: Scorecard) -> str:
     """Plan and conditions of the row that checkpoints are compared by."""
     row, conditions = card.compared, card.conditions
     chosen = "" if row is card.headline else f" ({card.headline.decode} was chosen)"
+    if conditions.served_plan:  # trees of a better headline are not what the engine decodes
+        chosen = " (what the engine is asked for)" if row.decode == conditions.served_plan else chosen
     return (
         f"{row.decode}{chosen}, T={row.temperature:g}, batch {row.batch_size}, {conditions.dtype}, "
         f"{conditions.prompts} held-out prompts, {conditions.hardware}"
     )
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(card: Scorecard, row: Row, there: Sequence[str]) -> list[str]:
+    """Acceptance, speedup and shares of a row, with the engine's columns where there are any."""
     survival = [f"{s:.2f}" for s in row.survival[:LEVELS]]
     survival += ["-"] * (LEVELS - len(survival))
     shares = [f"{100 * share:.0f}%" for share in (row.draft_share, row.verify_share, row.other_share)]
     # An estimate is the decoder's own count on more prompts, and is marked.
     replayed = f"{row.replay.tau:.2f}{'' if row.exact else '~'}" if row.replay else "-"
-    return [replayed, f"{row.tau:.2f}", *survival, f"{row.speedup:.2f}x", *shares]
+    engine = served.cells(card, row) if there else []
+    return [replayed, f"{row.tau:.2f}", *survival, f"{row.speedup:.2f}x", *engine, *shares]
 
 
 def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from decode.errors import UserError
 from decode.evaluation.replay import Rollout
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, check, score
 from decode.evaluation.scorecard import Checkpoint, PlanChoice, Scorecard, TargetDrift
+from decode.evaluation.served import Served
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
@@ -34,6 +35,8 @@ from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.registry import short_name
 
+EngineMeasure = Callable[[Scorecard, Drafter, Target, Mapping[Sampler, Sequence[Rollout]]], list[Served]]
+
 
 class Scorer:
     """Loads a checkpoint as a user would and scores it.
@@ -50,6 +53,8 @@ class Scorer:
         target_name: path or hub id, as the scorecard records it.
         control: none | shuffled_taps, a control experiment.
         full_audit: audit every scored prompt at every setting.
+        served_plan: name of the plan that an engine decodes with, by which checkpoints are compared.
+        engine: measures a scored checkpoint in an engine, given its card, drafter, target and answers.
 
     Raises:
         UserError: a headline that is not lossless, or a `decode` that is chosen by acceptance and nothing
@@ -69,9 +74,12 @@ class Scorer:
         target_name: str,
         control: str = "none",
         full_audit: bool = False,
+        served_plan: str = "",
+        engine: EngineMeasure | None = None,
     ) -> None:
         self.options, self.target, self.chat, self.root = options, target, chat, rollouts
         self.seed, self.target_name, self.control, self.full_audit = seed, target_name, control, full_audit
+        self.served_plan, self.engine = served_plan, engine
         self.replayed = list(prompts[: options.replay_prompts])
         self.prompts = list(prompts[: options.prompts])
         self.ids = [chat.encode(p.messages, p.tools) for p in self.prompts]
@@ -159,9 +167,15 @@ class Scorer:
                 progress,
             )
         digest_of_ids = digest(json.dumps(ids))
-        return replace(
+        conditions = replace(
+            card.conditions,
+            control=self.control,
+            prompts_digest=digest_of_ids,
+            served_plan=self.served_plan,
+        )
+        card = replace(
             card,
-            conditions=replace(card.conditions, control=self.control, prompts_digest=digest_of_ids),
+            conditions=conditions,
             checkpoint=Checkpoint(
                 drafter=short_name(drafter),
                 step=step,
@@ -180,6 +194,7 @@ class Scorer:
             ),
             plan_choices=choices,
         )
+        return replace(card, served=self.engine(card, drafter, target, answers)) if self.engine else card
 
     def _options(self, target: Target) -> ScoreOptions:
         options = self.options

@@ -62,6 +62,17 @@ class Endpoint:
         """
         return counters.read(self._page("/metrics"), f"{self.url}/metrics", model)
 
+    def version(self) -> str:
+        """Version of the engine, where it has vLLM's page for it; else empty.
+
+        Raises:
+            UserError: no server.
+        """
+        try:
+            return str(json.loads(self._page("/version"))["version"])
+        except (KeyError, RecursionError, TypeError, ValueError):
+            return ""
+
     def models(self) -> list[Model]:
         """Models that it serves, with adapters; empty if it does not say.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
 from distill.config.build import read_inputs
-from distill.engines.base import Request, SamplingParams
+from distill.engines.base import Answer, Request, SamplingParams
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.options import VerifyOptions
@@ -30,6 +30,8 @@ class Traffic(NamedTuple):
         prompts: number of prompts sent.
         answer_tokens: tokens of the answers; None: other users' traffic.
         description: of the traffic, for messages.
+        answers: to the prompts that were sent.
+        seconds: s until the last of them was there.
     """
 
     reading: Reading
@@ -37,6 +39,8 @@ class Traffic(NamedTuple):
     prompts: int
     answer_tokens: int | None
     description: str
+    answers: Sequence[Answer] = ()
+    seconds: float = 0.0
 
 
 def measure(
@@ -68,9 +72,26 @@ def measure(
         _stop_tokens(engine),
     )
     say(f"sending {len(requests)} held-out prompts to {endpoint.url} at T={temperature:g}")
-    before = endpoint.reading(options.model)
+    return send(endpoint, engine, requests, params, options.model)
+
+
+def send(
+    endpoint: Endpoint,
+    engine: OpenAIEngine,
+    requests: Sequence[Request],
+    params: SamplingParams,
+    model: str | None = None,
+) -> Traffic:
+    """Have the engine answer, and read its counters before and after.
+
+    Raises:
+        UserError: the server fails or restarts, or the metrics are of another engine.
+    """
+    where, begun = f"{endpoint.url}/metrics", len(engine.rounds)
+    before, started = endpoint.reading(model), time.perf_counter()
     answers = engine(requests, params)
-    after = _settled_reading(endpoint, options.model)
+    seconds = time.perf_counter() - started
+    after = _settled_reading(endpoint, model)
     answer_tokens = sum(len(answer.tokens) for answer in answers)
     reading = difference(before, after, where)
     if reading.tokens < answer_tokens / 2:
@@ -80,10 +101,12 @@ def measure(
         )
     return Traffic(
         reading,
-        engine.rounds,
+        engine.rounds[begun:],
         len(answers),
         answer_tokens,
         f"{len(answers)} held-out prompts, {answer_tokens} tokens answered",
+        answers,
+        seconds,
     )
 
 

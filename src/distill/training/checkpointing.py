@@ -265,7 +265,8 @@ def _rank(checkpoint: Path) -> tuple[bool, float]:
     except UserError:
         return False, -math.inf
     row = card.compared
-    return row is card.headline, row.replay.selection_tau if row.replay else row.tau
+    drafts = row is card.headline or row.decode == card.conditions.served_plan
+    return drafts, row.replay.selection_tau if row.replay else row.tau
 
 
 def _remove_damaged_score(checkpoint: Path) -> None:

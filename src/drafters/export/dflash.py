@@ -7,7 +7,16 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.layout import Format, Layout, Reader, Refusal, Saved, serve_sglang_block, serve_vllm
+from drafters.export.layout import (
+    Format,
+    Layout,
+    Reader,
+    Refusal,
+    Saved,
+    serve_sglang_block,
+    serve_vllm,
+    trained_depth,
+)
 from drafters.export.llama_config import check_embedding, check_head
 from drafters.export.shapes import check_taps, dtype_of, sort_taps
 from drafters.export.speculators_read import dflash_block
@@ -57,6 +66,6 @@ def _read(layout: Layout, target: Target) -> Saved:
     return dflash_block(whole, target, layout.config, ids, more["mask_token_id"])
 
 
-VLLM = Format(_to_vllm, _check)
-SGLANG = Format(_to_sglang, _check)
+VLLM = Format(_to_vllm, _check, trained_depth)
+SGLANG = Format(_to_sglang, _check, trained_depth)
 READER = Reader("DFlash", lambda config: "dflash_config" in config, _read)

@@ -70,12 +70,12 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
     tensors = _tensors(saved)
     # vLLM prefixes the name with "Eagle". It reads `bias` as attention bias, so it must be false.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
-    return Layout(config, tensors, serve_vllm("eagle", draft_length(saved)))
+    return Layout(config, tensors, serve_vllm("eagle", draft_length(saved.settings)))
 
 
 def _to_sglang(saved: Saved, target: Target) -> Layout:
     """Files of `LlamaForCausalLMEagle`; a draft vocabulary is a list of ids in a file of its own."""
-    tensors, serve = _tensors(saved), serve_sglang("EAGLE", draft_length(saved))
+    tensors, serve = _tensors(saved), serve_sglang("EAGLE", draft_length(saved.settings))
     ids, files = tensors.pop("d2t", None), {}
     if ids is not None:
         torch.save(ids.tolist(), buffer := io.BytesIO())
@@ -101,9 +101,9 @@ def _config(saved: Saved, target: Target) -> dict[str, Any]:
     return config
 
 
-def draft_length(saved: Saved) -> int:
+def draft_length(settings: Mapping[str, Any]) -> int:
     """Draft length for serving: the trained depth, and at least 3 (as in vLLM's examples)."""
-    return max(3, saved.settings["depth"])
+    return max(3, int(settings["depth"]))
 
 
 def _knows(config: Mapping[str, Any]) -> bool:
@@ -132,6 +132,6 @@ def _read(layout: Layout, target: Target) -> Saved:
     return Saved("eagle", sizes(config, tensors, LAYER) | UNTOLD | {"bias": bias}, weights)
 
 
-VLLM = Format(_to_vllm, _check_vllm)
-SGLANG = Format(_to_sglang, _check)
+VLLM = Format(_to_vllm, _check_vllm, draft_length)
+SGLANG = Format(_to_sglang, _check, draft_length)
 READER = Reader("EAGLE", _knows, _read)

@@ -63,12 +63,12 @@ def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
     """Files of `Eagle3LlamaForCausalLM`."""
-    return _layout(saved, target, serve_vllm("eagle3", draft_length(saved)))
+    return _layout(saved, target, serve_vllm("eagle3", draft_length(saved.settings)))
 
 
 def _to_sglang(saved: Saved, target: Target) -> Layout:
     """Files of `LlamaForCausalLMEagle3`; the same as vLLM's."""
-    return _layout(saved, target, serve_sglang("EAGLE3", draft_length(saved)))
+    return _layout(saved, target, serve_sglang("EAGLE3", draft_length(saved.settings)))
 
 
 def _note(settings: Mapping[str, Any], target: Target) -> str:
@@ -162,6 +162,6 @@ def _own(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
     return names
 
 
-VLLM = Format(_to_vllm, _check_vllm)
-SGLANG = Format(_to_sglang, _check_sglang)
+VLLM = Format(_to_vllm, _check_vllm, draft_length)
+SGLANG = Format(_to_sglang, _check_sglang, draft_length)
 READER = Reader("EAGLE-3", _knows, _read)

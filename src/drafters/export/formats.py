@@ -151,6 +151,13 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
     raise UserError(f"{'; '.join(reasons)}; {', or '.join(ways)}")
 
 
+def served_length(drafter: str, settings: Mapping[str, Any], to: str) -> int | None:
+    """Tokens of the drafts that a program is asked for by the command of an export; None: it serves none."""
+    drafter, settings = _served(drafter, settings)
+    found = FORMATS.get(to, {}).get(drafter)
+    return found.length(settings) if found and found.length else None
+
+
 def _served(drafter: str, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Short name and settings of what a program is given: of a union, its first drafter."""
     for name, part, options in nested(settings):

@@ -171,5 +171,5 @@ def _tokenizer(target: Target) -> dict[str, bytes]:
 HF = Format(_hf, _check_nothing)
 FILLS = Format(_fills, _check_nothing)
 TUNED = Format(_tuned, _check_nothing)
-VLLM = Format(_vllm, _check_vocabulary)
-SGLANG = Format(_sglang, _check_vocabulary)
+VLLM = Format(_vllm, _check_vocabulary, lambda _: TOKENS)
+SGLANG = Format(_sglang, _check_vocabulary, lambda _: TOKENS)

@@ -100,10 +100,12 @@ class Format(NamedTuple):
         write: converts the drafter; raises UserError only for what depends on trained values.
         check: why the program cannot serve a drafter of these settings, which are those of
             `Saved.settings`, for this target; no value of a weight is read.
+        length: tokens of the drafts that its command asks for, by the settings; None: nothing serves it.
     """
 
     write: Callable[[Saved, Target], Layout]
     check: Callable[[Mapping[str, Any], Target], Iterator[Refusal]]
+    length: Callable[[Mapping[str, Any]], int] | None = None
 
 
 class Reader(NamedTuple):
@@ -163,6 +165,11 @@ def join_projections(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 name = name.replace(f"{home}.{part}.", f"{part}.")
             weights[name] = weight
     return weights
+
+
+def trained_depth(settings: Mapping[str, Any]) -> int:
+    """Draft length of a drafter that has one model for each depth, or one block."""
+    return int(settings["depth"])
 
 
 def serve_vllm(method: str, tokens: int) -> str:

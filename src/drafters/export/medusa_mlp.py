@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.layout import Format, Layout, Reader, Refusal, Saved, serve_vllm
+from drafters.export.layout import Format, Layout, Reader, Refusal, Saved, serve_vllm, trained_depth
 from drafters.export.llama_config import check_head, check_size, check_tensor_names
 from drafters.export.shapes import dtype_of
 
@@ -203,9 +203,9 @@ def _made_for(target: Target, hidden: int, rows: Iterable[int]) -> None:
         check_size("vocabulary", target.vocab_size, count)
 
 
-MEDUSA = Format(_medusa, _check_medusa)
-MEDUSA2 = Format(_medusa2, _check_medusa)
-MLP = Format(_mlp, _check_mlp)
+MEDUSA = Format(_medusa, _check_medusa, trained_depth)
+MEDUSA2 = Format(_medusa2, _check_medusa, trained_depth)
+MLP = Format(_mlp, _check_mlp, trained_depth)
 MEDUSA_READER = Reader(
     "Medusa (vLLM, FasterDecoding)",
     lambda config: config.get("model_type") == "medusa" or "medusa_num_heads" in config,

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.layout import Format, Layout, Refusal, Saved, split_projections, without_confidence
+from drafters.export.layout import (
+    Format,
+    Layout,
+    Refusal,
+    Saved,
+    split_projections,
+    trained_depth,
+    without_confidence,
+)
 from drafters.export.llama_config import check_embedding, check_head
 from drafters.export.shapes import (
     check_path,
@@ -238,6 +246,6 @@ def invert_fusion(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) 
     return None
 
 
-EAGLE3 = Format(_eagle3, _check)
-P_EAGLE = Format(_p_eagle, _check_p_eagle)
-DFLASH = Format(_dflash, _check_dflash)
+EAGLE3 = Format(_eagle3, _check, trained_depth)
+P_EAGLE = Format(_p_eagle, _check_p_eagle, trained_depth)
+DFLASH = Format(_dflash, _check_dflash, trained_depth)

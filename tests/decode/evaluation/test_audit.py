@@ -253,14 +253,14 @@ def test_nan_is_a_mismatch(single, monkeypatch):
     """Rows that are not numbers agree with nothing, however wide a near tie is."""
     from decode.evaluation import audit as module
 
-    real = module._Rescorer.__call__
+    real = module.Rescorer.__call__
 
     def spoilt(self, prompt, tokens):
         rows = real(self, prompt, tokens).clone()
         rows[1] = torch.nan
         return rows
 
-    monkeypatch.setattr(module._Rescorer, "__call__", spoilt)
+    monkeypatch.setattr(module.Rescorer, "__call__", spoilt)
     found = single.audit()
     counts_add_up(found)
     assert found.mismatches == ROWS

@@ -15,8 +15,9 @@ from decode.plan import Plan
 from decode.planning.auto import Forecast, best_forecast
 from decode.planning.cost_model import PLAIN, Throughput
 from distill.cli.main import main
-from distill.commands.advise import candidates, decode_overrides, describe, serving_length
+from distill.commands.advise import candidates, decode_overrides, describe
 from distill.config.compose import compose
+from distill.serving.engine_settings import best_chain
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +119,10 @@ def test_a_server_is_told_the_best_chain_of_a_full_batch():
     tree = Plan(3, 2, 6)
     found = rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 1.4), (Plan(2), 1.4, 1.5), (tree, 2.0, 2.0))
     assert best_forecast(found).plan == tree
-    assert serving_length(found) == 2
-    assert serving_length(rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 0.9))) == 0
+    assert best_chain(found, {Plan(2): [0.5, 0.4]}, 8) == (8, 2, False, [0.5, 0.4])
+    assert best_chain(rows((PLAIN, 1.0, 1.0), (Plan(1), 1.5, 0.9)), {}, 8).tokens == 0
+    drawn = Plan(3, proposal="sampled")
+    assert best_chain(rows((PLAIN, 1.0, 1.0), (Plan(3), 1.0, 1.2), (drawn, 1.0, 1.3)), {}, 1).drawn
 
 
 def test_adapting_has_to_pay_for_deciding():

@@ -1,0 +1,103 @@
+"""What an engine measured of a checkpoint, as columns and lines beside the scorecard's own figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from markupsafe import Markup
+
+from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.served import Served
+from distill.report import page
+
+NONE = "-"
+
+
+def served_row(card: Scorecard, row: Row) -> Served | None:
+    """What the engine measured at a row's plan, temperature and batch size."""
+    same = (row.decode, row.temperature, row.batch_size)
+    return next((s for s in card.served if (s.decode, s.temperature, s.batch_size) == same), None)
+
+
+def head(cards: Sequence[Scorecard]) -> list[str]:
+    """Names of the engine's columns; none where no engine measured."""
+    engine = next((served.engine.split()[0] for card in cards for served in card.served), "")
+    return [f"{engine} tau", f"{engine} speedup"] if engine else []
+
+
+def cells(card: Scorecard, row: Row) -> list[str]:
+    """Acceptance length and speedup in the engine."""
+    served = served_row(card, row)
+    return [f"{served.tau:.2f}{'' if served.agrees else '!'}", speed(served)] if served else [NONE, NONE]
+
+
+def speed(served: Served) -> str:
+    """The engine's own speedup over its plain decoding."""
+    return NONE if served.speedup is None else f"{served.speedup:.2f}x"
+
+
+def figures(survival: Sequence[float]) -> str:
+    """Acceptance by position."""
+    return "/".join(f"{s:.2f}" for s in survival)
+
+
+def texts(served: Served) -> str:
+    """How greedy answers compare with the engine's plain ones."""
+    if served.texts is None:
+        return NONE
+    equal, near, different = served.texts
+    others = [f"{near} near ties"] * bool(near) + [f"{different} DIFFERENT"] * bool(different)
+    return ", ".join([f"{equal} of {sum(served.texts)} equal", *others])
+
+
+def difference(served: Served) -> str:
+    """How an engine's acceptance differs from the scorecard's, and the likely cause, in one line."""
+    return (
+        f"{served.engine}, T={served.temperature:g}, batch {served.batch_size}, accepts "
+        f"{figures(served.survival)} by position where {figures(served.scored_survival)} was scored; likely "
+        f"cause: {served.cause}"
+    )
+
+
+def notes(card: Scorecard) -> Iterator[str]:
+    """One line for each setting at which the engine disagrees, or writes another text."""
+    for served in card.served:
+        if not served.agrees:
+            yield difference(served)
+        if served.texts and served.texts[2]:
+            yield (
+                f"{served.engine}: {texts(served)}: with this drafter it writes other greedy answers than "
+                "without, which is the engine's error or a row of the target computed in another way"
+            )
+
+
+def section(card: Scorecard) -> Markup | None:
+    """The engine's figures beside ours; None where no engine measured."""
+    if not card.served:
+        return None
+    names = ["decode", "T", "batch", "tau here", "tau there", "accepted here", "accepted there", "noise"]
+    names += ["tokens/s", "plain", "speedup", "greedy answers", "agrees"]
+    lines = [
+        [
+            one.decode,
+            f"{one.temperature:g}",
+            str(one.batch_size),
+            f"{one.scored_tau:.2f}",
+            f"{one.tau:.2f}",
+            figures(one.scored_survival),
+            figures(one.survival),
+            figures(one.noise),
+            f"{one.tokens_per_second:.0f}",
+            NONE if one.plain_tokens_per_second is None else f"{one.plain_tokens_per_second:.0f}",
+            speed(one),
+            texts(one),
+            "yes" if one.agrees else "NO",
+        ]
+        for one in card.served
+    ]
+    caption = (
+        f"The same checkpoint, exported and served by {card.served[0].engine}: acceptance by its own "
+        "counters; tokens a second over HTTP, prefill included, with the drafter and, in another process, "
+        f"without. Noise: the largest difference by chance. {' '.join(notes(card))}"
+    )
+    return page.section("In the engine", page.table(names, lines), caption=caption, wide=True)

@@ -1,0 +1,191 @@
+"""Which mistake explains an engine's acceptance: replay of the drafter with known mistakes made on purpose.
+
+An export that is read wrongly drafts without an error. Each mistake has its own acceptance by position, so
+the scored drafter is spoilt in each known way, replayed on the same answers, and compared with the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decode.draft import Draft
+from decode.evaluation.replay import replay, why_inexact
+from decode.evaluation.teacher_forced import Rollout
+from decode.model.target import Tap, Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from drafters.base import Drafter
+from drafters.layers.decoder_layer import DecoderLayer, Rotary
+from drafters.layers.rope import frequencies
+
+FEW_TAPS = 3  # of which every order is tried; of more, the reverse
+EXPLAINS = 1.5  # times the noise: as far from the engine as a mistake may be that explains it
+
+
+class Mistake(NamedTuple):
+    """A drafter as an engine would run it after one mistake.
+
+    Attributes:
+        what: it is, in words.
+        drafter: spoilt, or as it is; a `Proposer`.
+        taps: layer ids that are read in the places of the drafter's.
+        order: of the taps.
+    """
+
+    what: str
+    drafter: Any
+    taps: tuple[Tap, ...]
+    order: tuple[int, ...]
+
+
+def likeliest(
+    drafter: Drafter,
+    target: Target,
+    answers: Sequence[Rollout],
+    sampler: Sampler,
+    survival: Sequence[float],
+    noise: Sequence[float],
+) -> str:
+    """The mistakes that explain an engine's acceptance best; "" if none of those that are known does.
+
+    Args:
+        drafter: as it was scored.
+        target: of the drafter.
+        answers: of the target to the prompts that were sent.
+        sampler: of the answers.
+        survival: of the engine: share of rounds that accept at least j tokens.
+        noise: of each of these.
+    """
+    plan = Plan(len(survival))
+    if not answers or why_inexact(plan, sampler, drafter):
+        return ""
+    found: list[tuple[float, Mistake, list[float]]] = []
+    for mistake in mistakes(drafter, target):
+        with _reading(target, mistake):
+            spoilt = replay(target, mistake.drafter, answers, [plan], sampler)[0].survival
+        pairs = zip(survival, spoilt, noise, strict=True)
+        found.append((max(abs(a - b) / width for a, b, width in pairs), mistake, spoilt))
+    found.sort(key=lambda one: one[0])
+    best = [one for one in found if one[0] <= EXPLAINS][:2]
+    if not best:
+        return ""
+    figures = "/".join(f"{s:.2f}" for s in best[0][2])
+    return f"it drafts as with {' or '.join(one[1].what for one in best)} (replayed so: {figures})"
+
+
+def mistakes(drafter: Drafter, target: Target) -> Iterator[Mistake]:
+    """Known mistakes that can be made with this drafter."""
+    taps = tuple(drafter.taps)
+    straight = tuple(range(len(taps)))
+    orders = list(permutations(straight))[1:] if len(taps) <= FEW_TAPS else [straight[::-1]]
+    for order in orders:
+        names = ", ".join(str(taps[i]) for i in order)
+        yield Mistake(f"its taps in another order ({names} instead of {_listed(taps)})", drafter, taps, order)
+    for step in (-1, 1):
+        moved = tuple(tap + step if isinstance(tap, int) else tap for tap in taps)
+        if moved != taps and all(not isinstance(tap, int) or 0 <= tap < len(target.layers) for tap in moved):
+            yield Mistake(
+                f"layer ids counted another way ({_listed(moved)} instead of {_listed(taps)})",
+                drafter,
+                moved,
+                straight,
+            )
+    for what, spoilt in [*_vocabularies(drafter, target), *_positions(drafter)]:
+        yield Mistake(what, spoilt, taps, straight)
+
+
+def _listed(taps: Sequence[Tap]) -> str:
+    return ", ".join(map(str, taps))
+
+
+@contextmanager
+def _reading(target: Target, mistake: Mistake) -> Iterator[None]:
+    """The target records the taps of a mistake."""
+    before, transform = target.taps, target.tap_transform
+
+    def reordered(taps: Tensor) -> Tensor:
+        """(B, n, L, D) in another order of L."""
+        taps = taps if transform is None else transform(taps)
+        return taps[:, :, list(mistake.order)]
+
+    target.tap(mistake.taps)
+    target.tap_transform = reordered
+    try:
+        yield
+    finally:
+        target.tap(before)
+        target.tap_transform = transform
+
+
+class _Misnamed:
+    """A drafter with a reduced vocabulary, whose drafted ids are mapped wrongly.
+
+    Args:
+        drafter: drafts.
+        ids: (V',) target id that each draft id is taken for.
+        size: V of the target.
+    """
+
+    def __init__(self, drafter: Drafter, ids: Tensor, size: int) -> None:
+        self.drafter = drafter
+        d2t: Any = drafter.d2t
+        self.names = torch.zeros(size, dtype=torch.long, device=ids.device)  # (V,) right id -> wrong id
+        self.names[d2t] = ids % size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def propose(self, *arguments: Any) -> Draft:
+        """Draft, and take every token for another."""
+        draft = self.drafter.propose(*arguments)
+        tokens = torch.where(draft.tokens < 0, draft.tokens, self.names[draft.tokens.clamp_min(0)])
+        return dataclasses.replace(draft, tokens=tokens)
+
+
+def _vocabularies(drafter: Drafter, target: Target) -> Iterator[tuple[str, Any]]:
+    """A reduced draft vocabulary whose ids are mapped wrongly."""
+    d2t: Tensor | None = getattr(drafter, "d2t", None)
+    if d2t is None:
+        return
+    ids = torch.arange(len(d2t), device=d2t.device)
+    yield "no d2t (draft ids are taken for the target's)", _Misnamed(drafter, ids, target.vocab_size)
+    wrong = "a wrong d2t (target ids where it has target id minus draft id)"
+    yield wrong, _Misnamed(drafter, ids + d2t, target.vocab_size)
+
+
+def _positions(drafter: Drafter) -> Iterator[tuple[str, Drafter]]:
+    """Rotary positions of queries that are off by one against those of keys."""
+    for step in (-1, 1):
+        spoilt = copy.deepcopy(drafter)
+        rotary = next((m for m in spoilt.modules() if isinstance(m, Rotary)), None)
+        layers = [m for m in spoilt.modules() if isinstance(m, DecoderLayer) and not m.qk_norm]
+        if rotary is None or not layers:
+            return
+        for layer in layers:
+            rotate_queries(layer, rotary, step)
+        yield f"rotary positions of its queries off by {step:+d} (RoPE)", spoilt
+
+
+@torch.no_grad()
+def rotate_queries(layer: DecoderLayer, rotary: Rotary, positions: float) -> None:
+    """Turn the weights of a layer's queries, so that each query is as some positions further on."""
+    weight = layer.qkv_proj.weight
+    speed, _ = frequencies(rotary.dim, rotary.theta, rotary.rope, weight)  # (n,)
+    angle = (speed * positions)[:, None]  # (n, 1)
+    rows = weight[: layer.queries].double().unflatten(0, (layer.heads, layer.head_dim))  # (heads, dim, D)
+    n = len(speed)
+    first, second, rest = rows[:, :n], rows[:, n : 2 * n], rows[:, 2 * n :]  # halves of the rotated pairs
+    turned = [
+        first * angle.cos() - second * angle.sin(),
+        second * angle.cos() + first * angle.sin(),
+        rest,
+    ]
+    weight[: layer.queries] = torch.cat(turned, 1).flatten(0, 1).to(weight.dtype)

@@ -1,0 +1,306 @@
+"""Measure a checkpoint in the engine that is to serve it: score.engine."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from decode.errors import UserError
+from decode.evaluation.scorecard import Scorecard
+from decode.evaluation.served import Served
+from decode.evaluation.teacher_forced import Rollout
+from decode.model.load import stop_tokens
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.engines.base import Request, SamplingParams
+from distill.engines.http import Server
+from distill.engines.openai import OpenAIEngine
+from distill.options import ScoringOptions
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt
+from distill.report.served import difference
+from distill.serving.agreement import compare, matching_row
+from distill.serving.broken_exports import likeliest
+from distill.serving.diagnosis import ServerFacts, causes
+from distill.serving.endpoint import Endpoint
+from distill.serving.metrics import served_acceptance
+from distill.serving.served_texts import compare_texts
+from distill.serving.traffic import Traffic, send
+from distill.serving.vllm import VLLM
+from distill.utils.progress import say
+from drafters.base import Drafter
+from drafters.checkpoint.io import as_saved
+from drafters.export import formats
+from drafters.registry import short_name
+
+NONE = "none"  # score.engine
+TOLERANCE = 0.02  # of acceptance, as of verify-served
+TIMEOUT, RETRIES, PATIENCE = 600.0, 1, 60.0  # seconds, attempts and seconds of one request
+SPARE = 16  # tokens of context beyond prompt, answer and draft
+Answers = Mapping[Sampler, Sequence[Rollout]]
+
+
+def as_served(
+    options: ScoringOptions, to: str | None, drafter: Drafter, target: Target
+) -> tuple[ScoringOptions, str]:
+    """Options that also score the chain which an engine is asked for, and the name of that plan.
+
+    Args:
+        options: of scoring.
+        to: program that the checkpoint is exported to; None: none.
+        drafter: as built.
+        target: of the drafter.
+
+    Returns:
+        The options with a plan more; as they are, and "", where nothing serves the drafter.
+
+    Raises:
+        UserError: score.engine has no format for the drafter.
+    """
+    to = to if options.engine == NONE else format_for(drafter, target)
+    length = formats.served_length(short_name(drafter), drafter.settings, to) if to else None
+    if length is None:
+        return options, ""
+    return replace(options, plans=(*options.plans, {"depth": length})), Plan(length).name
+
+
+def format_for(drafter: Drafter, target: Target) -> str:
+    """The format in which vLLM loads a drafter.
+
+    Raises:
+        UserError: none; see `formats.check`.
+    """
+    name, settings = short_name(drafter), drafter.settings
+    found = formats.accepting(name, settings, target)
+    to = next((to for to in ("vllm", "speculators") if to in found), "vllm")
+    formats.check(name, settings, target, to)
+    return to
+
+
+def check(options: ScoringOptions, training: bool) -> None:
+    """Check the options of score.engine before work starts.
+
+    Args:
+        options: what is measured.
+        training: several checkpoints will be scored.
+
+    Raises:
+        UserError: contradictory ones, no interpreter, or one without the engine.
+    """
+    given = {
+        "engine_python": options.engine_python,
+        "engine_url": options.engine_url,
+        "engine_args": options.engine_args,
+    }
+    if options.engine == NONE:
+        for name in [name for name, value in given.items() if value]:
+            raise UserError(f"score.{name}: is set without an engine; add score.engine=vllm, or leave it out")
+        return
+    if options.min_p or options.repetition_penalty != 1:
+        raise UserError(f"score.engine={options.engine}: takes no score.min_p and score.repetition_penalty")
+    if bool(options.engine_python) == bool(options.engine_url):
+        raise UserError(
+            f"score.engine={options.engine}: give score.engine_python=/path/to/bin/python of an environment "
+            "that has it, or, where one runs with this drafter, score.engine_url=http://host:port"
+        )
+    if options.engine_url:
+        if training:
+            raise UserError(
+                "score.engine_url: a running engine cannot load the checkpoints of a run; give "
+                "score.engine_python, or measure one of them by foredraft score"
+            )
+        if options.engine_args:
+            raise UserError("score.engine_args: are of an engine that is started; leave out score.engine_url")
+    else:
+        VLLM(str(options.engine_python))
+
+
+def scorer(
+    options: ScoringOptions, chat: Chat, prompts: Sequence[Prompt], seed: int, folder: Path
+) -> EngineScorer | None:
+    """What measures checkpoints in an engine; None where none is named. See `EngineScorer`."""
+    return EngineScorer(options, chat, prompts, seed, folder) if options.engine != NONE else None
+
+
+class Answered(NamedTuple):
+    """Traffic of each setting, and the engine's version."""
+
+    engine: str
+    by_setting: dict[tuple[Sampler, int], Traffic]
+
+
+class EngineScorer:
+    """Exports a checkpoint, starts the engine with it and sends it the held-out prompts.
+
+    Args:
+        options: of scoring, with an engine.
+        chat: renders prompts.
+        prompts: held out; they are sent as token ids.
+        seed: of the engine's draws.
+        folder: for exports, which are removed again, and logs.
+    """
+
+    def __init__(
+        self, options: ScoringOptions, chat: Chat, prompts: Sequence[Prompt], seed: int, folder: Path
+    ) -> None:
+        self.options, self.seed, self.folder = options, seed, folder
+        self.chat = Chat(chat.tokenizer, "none")  # of requests: they are rendered here
+        sent = prompts[: options.replay_prompts or options.prompts]
+        self.requests = [Request(p.id, 0, chat.encode(p.messages, p.tools)) for p in sent]
+        self.answered: dict[str, Answered] = {}  # by step, and plain decoding by target: measured once
+
+    def __call__(self, card: Scorecard, drafter: Drafter, target: Target, answers: Answers) -> list[Served]:
+        """Served acceptance, text and rate at each temperature and batch size.
+
+        Args:
+            card: of the same checkpoint.
+            drafter: loaded from it.
+            target: that verifies it.
+            answers: of the target to the held-out prompts.
+
+        Raises:
+            UserError: the engine cannot be started, or does not draft.
+        """
+        name = f"{card.checkpoint.step}"
+        if self.options.engine_url:
+            drafted, plain = self._answer(Endpoint(self.options.engine_url, TIMEOUT, ""), target), None
+        else:
+            with self._export(drafter, target, name) as (command, model):
+                plain = self._run(f"vllm serve {shlex.quote(model)}", "plain", "plain decoding", target)
+                drafted = self._run(command, name, f"step {name}", target)
+        found = [
+            self._served(card, setting, traffic, drafted.engine, plain, target)
+            for setting, traffic in drafted.by_setting.items()
+        ]
+        found = [self._explained(one, drafter, target, answers) for one in found]
+        for one in found:
+            if not one.agrees:
+                say(difference(one))
+        return found
+
+    @contextmanager
+    def _export(self, drafter: Drafter, target: Target, name: str) -> Iterator[tuple[str, str]]:
+        """The command that serves a drafter, and the target's folder or hub id."""
+        folder = self.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        model = str(target.model.name_or_path)
+        try:
+            saved = as_saved(drafter)
+            if drafter.verifier(target) is not target:
+                model = str(folder / "target")
+                Path(model).mkdir()
+                formats.write_layout(saved, target, "hf").write(Path(model))
+            layout = formats.write_layout(saved, target, format_for(drafter, target))
+            layout.write(folder)
+            yield layout.command(model, str(folder)).replace("TUNED_TARGET", model), model
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, command: str, name: str, what: str, target: Target) -> Answered:
+        """Start a server and have it answer at every setting; the second time, what it answered."""
+        options, key = self.options, name if name != "plain" else command
+        if key in self.answered:
+            return self.answered[key]
+        say(f"score.engine={options.engine}: serving {what}")
+        room = max(len(request.tokens) for request in self.requests) + options.max_new_tokens + SPARE
+        arguments = [
+            *("--dtype", str(target.dtype).removeprefix("torch."), "--no-enable-prefix-caching"),
+            *("--max-model-len", str(min(room, target.max_positions or room))),
+            *("--max-num-seqs", str(max(options.batch_sizes)), "--seed", str(self.seed)),
+            *(["--enforce-eager"] if target.device.type == "cpu" else []),  # it compiles for minutes there
+        ]
+        engine = VLLM(str(options.engine_python), options.engine_args, options.engine_patience)
+        with engine.serve(command, self.folder / f"{name}.log", *arguments) as url:
+            self.answered[key] = self._answer(Endpoint(url, TIMEOUT, ""), target)
+        return self.answered[key]
+
+    def _answer(self, endpoint: Endpoint, target: Target) -> Answered:
+        """Send the prompts at every temperature and batch size."""
+        options, found = self.options, {}
+        model = next((listed.id for listed in endpoint.models()), "")
+        for sampler in options.samplers():
+            params = SamplingParams(
+                {"temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p},
+                options.max_new_tokens,
+                stop_tokens(target),
+            )
+            for batch in options.batch_sizes:
+                limits = (batch, TIMEOUT, RETRIES, PATIENCE, "")
+                server = Server(f"{endpoint.url}/v1", model, *limits, group="score.engine_", stored=False)
+                client = OpenAIEngine(server, self.chat, self.seed, None)
+                client(self.requests[:1], params._replace(max_new_tokens=8))  # warms up
+                found[sampler, batch] = send(endpoint, client, self.requests, params)
+        return Answered(f"{options.engine} {endpoint.version()}".strip(), found)
+
+    def _served(
+        self,
+        card: Scorecard,
+        setting: tuple[Sampler, int],
+        traffic: Traffic,
+        engine: str,
+        plain: Answered | None,
+        target: Target,
+    ) -> Served:
+        """One setting beside the scorecard's row of the same chain."""
+        (sampler, batch), acceptance = setting, served_acceptance(traffic.reading, traffic.histograms)
+        if not acceptance.rounds or not acceptance.survival:
+            raise UserError(f"score.engine: {engine} answered {traffic.prompts} prompts and drafted nothing")
+        depth = traffic.reading.depth or len(acceptance.survival)
+        again = f"score.plans=[{{depth: {depth}}}]"
+        row = matching_row(card, depth, sampler.temperature, None, again)
+        result = compare(acceptance, row, TOLERANCE, same=row.replay is not None)
+        facts = ServerFacts(
+            card.checkpoint.target, [], "", depth, traffic.answer_tokens, sampler.temperature > 0
+        )
+        texts, without = None, plain.by_setting[setting] if plain else None
+        if without and not sampler.temperature:
+            prompts = [request.tokens for request in self.requests]
+            counts = compare_texts(target, prompts, _tokens(without), _tokens(traffic))
+            texts = list(counts)
+        return Served(
+            engine=engine,
+            decode=row.decode,
+            temperature=sampler.temperature,
+            batch_size=batch,
+            depth=depth,
+            prompts=traffic.prompts,
+            tokens=traffic.answer_tokens or 0,
+            rounds=round(acceptance.rounds),
+            tau=acceptance.tau,
+            survival=[figure.served for figure in result.survival],
+            scored_tau=result.tau.scored,
+            scored_survival=[figure.scored for figure in result.survival],
+            noise=[max(figure.noise, figure.tolerance) for figure in result.survival],
+            tokens_per_second=_rate(traffic),
+            plain_tokens_per_second=_rate(without) if without else None,
+            texts=texts,
+            agrees=result.agrees,
+            cause=next(iter(causes(result, facts)), "") if not result.agrees else "",
+        )
+
+    def _explained(self, served: Served, drafter: Drafter, target: Target, answers: Answers) -> Served:
+        """With the mistake that explains a difference, where a known one does."""
+        sampler = next(s for s in self.options.samplers() if s.temperature == served.temperature)
+        if served.agrees:
+            return served
+        rollouts = list(answers.get(sampler, []))
+        verifier = drafter.verifier(target)
+        verifier.tap(drafter.taps)
+        cause = likeliest(drafter, verifier, rollouts, sampler, served.survival, served.noise)
+        return replace(served, cause=cause or served.cause)
+
+
+def _tokens(traffic: Traffic) -> list[list[int]]:
+    return [answer.tokens for answer in traffic.answers]
+
+
+def _rate(traffic: Traffic) -> float:
+    """Tokens a second."""
+    return (traffic.answer_tokens or 0) / max(traffic.seconds, 1e-9)
