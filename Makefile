@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install style check test docs-test proofs long-proofs gpu docs clean
+.PHONY: help install style check test docs-test proofs long-proofs engines gpu docs clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F':.*?## ' '{printf "  %-11s %s\n", $$1, $$2}'
@@ -29,6 +29,11 @@ proofs:  ## Proofs of up to five minutes each (45 minutes); keeps their output a
 
 long-proofs:  ## Mutants of whole modules, restarts of 32 processes (20 minutes); adds to docs/proofs.md
 	python scripts/proofs.py --long
+
+engines:  ## Serve every export in vLLM, in an environment of its own (20 minutes); writes docs/engines.md
+	python=$$(bash scripts/engines/install.sh .engines/vllm) && export FOREDRAFT_VLLM_PYTHON=$$python && \
+	  OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m engine && \
+	  python scripts/engines/table.py $$python
 
 gpu:  ## What is to be measured on a GPU; without one it says what that is
 	python scripts/gpu.py

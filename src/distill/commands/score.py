@@ -41,7 +41,7 @@ def score(options: ScoreCommandOptions) -> float:
         control=options.control,
         full_audit=options.audit == "full",
         served_plan=served_plan,
-        engine=engine_scores.scorer(score, chat, held, options.seed, checkpoint.parent / "engine"),
+        engine=engine_scores.scorer(score, chat, held, options.seed, Path(options.answers).parent / "engine"),
     )
     training = earlier(checkpoint)
     card = scorer(checkpoint, training.step or 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -167,13 +168,13 @@ class EngineScorer:
         Raises:
             UserError: the engine cannot be started, or does not draft.
         """
-        name = f"{card.checkpoint.step}"
+        name = f"{card.checkpoint.drafter}-{card.checkpoint.step}"
         if self.options.engine_url:
             drafted, plain = self._answer(Endpoint(self.options.engine_url, TIMEOUT, ""), target), None
         else:
             with self._export(drafter, target, name) as (command, model):
                 plain = self._run(f"vllm serve {shlex.quote(model)}", "plain", "plain decoding", target)
-                drafted = self._run(command, name, f"step {name}", target)
+                drafted = self._run(command, name, f"step {card.checkpoint.step}", target)
         found = [
             self._served(card, setting, traffic, drafted.engine, plain, target)
             for setting, traffic in drafted.by_setting.items()
@@ -187,9 +188,8 @@ class EngineScorer:
     @contextmanager
     def _export(self, drafter: Drafter, target: Target, name: str) -> Iterator[tuple[str, str]]:
         """The command that serves a drafter, and the target's folder or hub id."""
-        folder = self.folder / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
         model = str(target.model.name_or_path)
         try:
             saved = as_saved(drafter)

@@ -1,0 +1,146 @@
+"""score.engine: its options, what is sent and counted, texts, and the table of a run."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cards import scorecard
+from fake_engine import ALPHA, PROMPTS, TOKENS, Engine, a_card, a_row
+from workbench import make_target, make_tokenizer, options_of
+
+from decode.evaluation.scorecard import Scorecard
+from decode.model.load import load_target
+from distill.engines.launch import interpreter
+from distill.options import ScoreCommandOptions
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt
+from distill.report import tables
+from distill.serving import engine_scores, traffic
+from distill.serving.served_texts import compare_texts
+
+COMMAND = {"cls": ScoreCommandOptions, "name": "score_checkpoint"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(make_target(tmp_path_factory.mktemp("engine") / "m"))
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return Chat(make_tokenizer())
+
+
+def scoring(*more: str):
+    words = ["checkpoint=/a", "score.engine=vllm", f"score.max_new_tokens={TOKENS}", *more]
+    return options_of(*words, **COMMAND).score
+
+
+@pytest.fixture
+def measured(target, chat, tmp_path, monkeypatch):
+    """What EngineScorer makes of an engine that runs."""
+    monkeypatch.setattr(traffic, "READ_INTERVAL", 0.01)
+    prompts = [Prompt(f"p{i}", [{"role": "user", "content": "x" * (i + 1)}]) for i in range(PROMPTS)]
+
+    def measured(server: Engine, *more: str, rows=None) -> Scorecard:
+        server.pages["/version"] = lambda: (200, '{"version": "1.2"}')
+        options = scoring(f"score.engine_url={server.url}", f"score.replay_prompts={PROMPTS}", *more)
+        measure = engine_scores.EngineScorer(options, chat, prompts, 0, tmp_path)
+        card = Scorecard.from_json(a_card("m", rows or [a_row()]), "here")
+        drafter = SimpleNamespace(taps=(), verifier=lambda target: target)
+        try:
+            found = measure(card, drafter, target, {})  # pyright: ignore[reportArgumentType]
+        finally:
+            server.kill()
+        return replace(card, served=found)
+
+    return measured
+
+
+def test_an_engine_that_drafts_as_was_scored(measured, chat):
+    server = Engine(chat)
+    card = measured(server)
+    (one,) = card.served
+    assert (one.engine, one.decode, one.prompts, one.tokens) == ("vllm 1.2", "chain-3", PROMPTS, 2400)
+    assert one.agrees
+    assert (one.cause, one.texts, one.speedup) == ("", None, None)  # a running engine has no plain text
+    assert all("prompt" in body and isinstance(body["prompt"], list) for body in server.asked)
+    assert Scorecard.from_json(card.to_json(), "here").served == card.served
+    assert f"{one.tau:.2f}" in tables.settings_table(card)
+    assert "vllm tau" in tables.settings_table(card)
+
+
+def test_a_difference_is_said_with_its_cause(measured, chat, capsys):
+    card = measured(Engine(chat, alpha=[0.02, 0.7, 0.6]))
+    assert not card.served[0].agrees
+    assert "as with random weights" in card.served[0].cause
+    assert "likely cause: position 1 is almost never accepted" in capsys.readouterr().out
+    assert "likely cause" in tables.settings_table(card)
+
+
+def test_every_temperature_and_batch_size_is_sent(measured, chat):
+    server = Engine(chat)
+    rows = [a_row(), a_row(temperature=1.0)]
+    card = measured(server, "score.temperatures=[0.0,1.0]", "score.batch_sizes=[1,4]", rows=rows)
+    settings = [(one.temperature, one.batch_size) for one in card.served]
+    assert settings == [(0.0, 1), (0.0, 4), (1.0, 1), (1.0, 4)]
+    assert len(server.asked) == 4 * (PROMPTS + 1)  # one to warm up
+
+
+def test_an_engine_without_a_drafter_is_no_measurement(measured, chat):
+    server = Engine(chat)
+    server.drafting = False
+    with pytest.raises(engine_scores.UserError, match="drafted nothing"):
+        measured(server)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["score.engine=none", "score.engine_python=/a"], "set without an engine"),
+        ([], "give score.engine_python"),
+        (["score.engine_python=/a", "score.engine_url=http://h:1"], "give score.engine_python"),
+        (["score.engine_url=http://h:1", "score.engine_args=[--a]"], "leave out score.engine_url"),
+        (["score.engine_python=/no/python"], "no interpreter"),
+        (["score.engine_url=http://h:1", "score.min_p=0.1"], "takes no score.min_p"),
+    ],
+)
+def test_options_that_contradict_are_refused(words, said):
+    with pytest.raises(engine_scores.UserError, match=said):
+        engine_scores.check(scoring(*words), training=False)
+
+
+def test_a_running_engine_cannot_load_the_save_points_of_a_run():
+    with pytest.raises(engine_scores.UserError, match="cannot load the checkpoints of a run"):
+        engine_scores.check(scoring("score.engine_url=http://h:1"), training=True)
+
+
+def test_an_interpreter_is_looked_at_without_our_own_packages(monkeypatch, tmp_path):
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # ours; the engine's interpreter does not see it
+    with pytest.raises(engine_scores.UserError, match="has no package vllm"):
+        interpreter(sys.executable, "vllm", "score.engine_python")
+
+
+def test_texts_that_part_at_a_tie_and_others(target):
+    prompt = [1, 5, 9]
+    logits = target.model(torch.tensor([prompt])).logits[0, -1]
+    first, second = logits.topk(2).indices.tolist()
+    counts = compare_texts(target, [prompt] * 3, [[first, 4]] * 3, [[first, 4], [second, 4], [first]])
+    assert counts == (1, 0, 2)
+    twin = load_target(target.model.name_or_path)
+    with torch.no_grad():
+        twin.head.weight[second] = twin.head.weight[first]
+    assert compare_texts(twin, [prompt], [[first, 4]], [[second, 7]]) == (0, 1, 0)
+
+
+def test_the_chain_of_the_engine_decides_which_checkpoint_is_best():
+    tree, chain = a_row(), a_row(ALPHA[:2])
+    tree["decode"] = "tree-16"
+    card = Scorecard.from_json(scorecard([tree, chain]), "here")
+    assert card.compared.decode == "tree-16"
+    served = replace(card, conditions=replace(card.conditions, served_plan="chain-2"))
+    assert served.compared.decode == "chain-2"
+    assert "what the engine is asked for" in tables.headline(served)

@@ -1,0 +1,95 @@
+"""Exports served by vLLM itself: they draft as was scored, and a broken one is found and its cause named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from workbench import ROOT, Outcome, foredraft
+
+from decode.evaluation.scorecard import Scorecard, read_scorecard
+from distill.serving import engine_scores
+from drafters.export.layout import Layout
+
+FIXTURES = ROOT / "tests" / "fixtures" / "drafters"
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="session")
+def heldout(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("answers") / "heldout"
+
+
+@pytest.fixture
+def scored(vllm_python, heldout, tmp_path):
+    def scored(checkpoint: Path, *more: str) -> tuple[Scorecard, Outcome]:
+        out = tmp_path / "card.json"
+        words = [f"checkpoint={checkpoint}", "score.engine=vllm", f"score.engine_python={vllm_python}"]
+        words += ["decode=chain", "decode.depth=3", "score.alternatives=[]", f"answers={heldout}"]
+        words += ["score.prompts=2", "score.audit_prompts=1", "score.replay_prompts=40", f"out={out}", *more]
+        done = foredraft("score", *words).succeeded()
+        return read_scorecard(out), done
+
+    return scored
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_trained_drafter_drafts_in_vllm_as_it_was_scored(scored, name):
+    (one,) = scored(FIXTURES / name)[0].served
+    assert one.engine == "vllm 0.32.0"
+    assert one.agrees, one.cause
+    assert one.texts
+    assert one.texts[2] == 0
+    assert sum(one.texts) == 40
+    assert one.scored_tau >= 1.5
+    assert one.rounds > 500
+    assert one.speedup
+
+
+def permuted(layout: Layout) -> None:
+    layout.tensors["fc.weight"] = torch.cat(layout.tensors["fc.weight"].chunk(3, 1)[::-1], 1)
+
+
+def wrong_d2t(layout: Layout) -> None:
+    ids = torch.arange(len(layout.tensors["d2t"]))
+    layout.tensors["d2t"] += ids  # the target's ids, where the file has differences
+
+
+def turned(layout: Layout) -> None:
+    """Queries one position ahead of keys."""
+    name = next(n for n in layout.tensors if n.endswith("q_proj.weight"))
+    config, weight = layout.config, layout.tensors[name]
+    dim = config["head_dim"]
+    speed = config["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    first, second = weight.double().unflatten(0, (-1, dim)).chunk(2, 1)
+    cos, sin = speed.cos()[:, None], speed.sin()[:, None]
+    both = torch.cat([first * cos - second * sin, second * cos + first * sin], 1)
+    layout.tensors[name] = both.flatten(0, 1).to(weight.dtype)
+
+
+BROKEN = {
+    "taps in another order": permuted,
+    "a wrong d2t": wrong_d2t,
+    "rotary positions of its queries off by": turned,
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("cause", BROKEN)
+def test_a_broken_export_is_found_and_its_cause_named(scored, monkeypatch, cause):
+    write = engine_scores.formats.write_layout
+
+    def broken(saved, target, to) -> Layout:
+        layout = write(saved, target, to)
+        BROKEN[cause](layout)
+        return layout
+
+    monkeypatch.setattr(engine_scores.formats, "write_layout", broken)
+    card, said = scored(FIXTURES / "eagle3_reduced")
+    (one,) = card.served
+    assert not one.agrees
+    assert cause in one.cause
+    assert one.texts
+    assert one.texts[2] == 0
+    assert one.cause in said.out
