@@ -15,12 +15,12 @@ from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
 from decode.evaluation.served import Served
 from decode.evaluation.teacher_forced import Rollout
-from decode.model.load import stop_tokens
+from decode.model.load import source_of, stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.engines.base import Request, SamplingParams
-from distill.engines.http import Server
+from distill.engines.http import Server, openai
 from distill.engines.openai import OpenAIEngine
 from distill.options import ScoringOptions
 from distill.prompts.chat_template import Chat
@@ -30,7 +30,7 @@ from distill.serving.agreement import compare, matching_row
 from distill.serving.broken_exports import likeliest
 from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Endpoint
-from distill.serving.metrics import served_acceptance
+from distill.serving.metrics import parser, served_acceptance
 from distill.serving.served_texts import compare_texts
 from distill.serving.traffic import Traffic, send
 from distill.serving.vllm import VLLM
@@ -92,7 +92,8 @@ def check(options: ScoringOptions, training: bool) -> None:
         training: several checkpoints will be scored.
 
     Raises:
-        UserError: contradictory ones, no interpreter, or one without the engine.
+        UserError: contradictory ones, no interpreter, one without the engine, or packages of ours that
+            speak to it are missing.
     """
     given = {
         "engine_python": options.engine_python,
@@ -103,6 +104,7 @@ def check(options: ScoringOptions, training: bool) -> None:
         for name in [name for name, value in given.items() if value]:
             raise UserError(f"score.{name}: is set without an engine; add score.engine=vllm, or leave it out")
         return
+    openai(), parser()
     if options.min_p or options.repetition_penalty != 1:
         raise UserError(f"score.engine={options.engine}: takes no score.min_p and score.repetition_penalty")
     if bool(options.engine_python) == bool(options.engine_url):
@@ -190,7 +192,7 @@ class EngineScorer:
         """The command that serves a drafter, and the target's folder or hub id."""
         self.folder.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
-        model = str(target.model.name_or_path)
+        model = str(source_of(str(target.model.name_or_path))[0])  # of a GGUF file the folder it became
         try:
             saved = as_saved(drafter)
             if drafter.verifier(target) is not target:
