@@ -1,15 +1,15 @@
-"""EAGLE-1 and 2: export to vLLM and SGLang, import of theirs and of the authors' files.
+"""EAGLE-1 and 2: export to vLLM, SGLang and the authors' code, import of their files.
 
 After `llama_eagle.py` of both engines and `eagle/model/cnets1.py` of SafeAILab/EAGLE: all feed
 (embedding, feature) to `fc`, where the feature is the input of the target's head, and have no
-`input_layernorm` in the first layer; vLLM's `fc` has no bias, SGLang's has one. Embedding and head are
-the target's.
+`input_layernorm` in the first layer; vLLM's `fc` has no bias, SGLang's has one, the authors' as config.json
+says. Embedding and head are the target's; the authors' files contain the embedding.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ from drafters.export.llama_config import (
     config_of,
     sizes,
 )
+from drafters.export.shapes import embedding_of
+from drafters.layers.rope import DEFAULT_THETA
 
 LAYER = "layers.0."
 TOKEN_MAP = "token_map.pt"  # tokens that SGLang may draft, a list of ids
@@ -51,6 +53,13 @@ OWN = {
 # Settings of training, which the files do not contain.
 UNTOLD = {"depth": 1, "feature_noise": 0.0, "feature_weight": 0.0}
 SHARED = ("embed_tokens.weight", "lm_head.weight")
+# Classes of targets that `eagle/model/ea_model.py` has; it takes any other for a Mixtral.
+AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM")
+INDEX = (
+    "Its loader takes the target's embedding from the file that model.safetensors.index.json of the target "
+    "names, and ends without one: beside a target in a single file write "
+    '{"weight_map": {"model.embed_tokens.weight": "model.safetensors"}}.'
+)
 
 
 def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -63,6 +72,40 @@ def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal
     yield from _check(settings, target)
     if settings["bias"]:
         yield Refusal("its fusion has a bias, and that of vLLM's EAGLE has none", {"bias": False})
+
+
+def check_authors(
+    settings: Mapping[str, Any], target: Target, classes: Sequence[str] = AUTHORS_TARGETS
+) -> Iterator[Refusal]:
+    """What the authors' code asks of any EAGLE: a class of targets that it has, and positions that it knows.
+
+    Args:
+        settings: of the drafter.
+        target: of the drafter.
+        classes: of targets.
+    """
+    yield from check_embedding(target)
+    if (name := type(target.model).__name__) not in classes:
+        known = f"{', '.join(classes[:-1])} and {classes[-1]}"
+        yield Refusal(f"the target is a {name}, and the authors' code has {known} alone")
+    theta, rope = settings["rope_theta"], settings.get("rope") or {}
+    kind = rope.get("rope_type", "default")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield Refusal("it turns a part of each head, and the authors' code the whole")
+    # Its class for linear scaling is made without the base.
+    if kind not in ("default", "linear") or (kind == "linear" and theta != DEFAULT_THETA):
+        yield Refusal(
+            f"its positions ({kind}, base {theta:g}) are not the authors': unscaled, or linear with base "
+            f"{DEFAULT_THETA:g}"
+        )
+
+
+def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_authors(settings, target)
+    yield from check_head(target)
+    count, each, size = settings["heads"], settings["head_dim"], settings["hidden_size"]
+    if count * each != size:
+        yield Refusal(f"{count} heads of {each} are not {size} together, as the authors' EAGLE-1 needs")
 
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
@@ -85,6 +128,35 @@ def _to_sglang(saved: Saved, target: Target) -> Layout:
         tensors["fc.bias"] = torch.zeros_like(tensors["fc.weight"][:, 0])
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLMEagle"]}
     return Layout(config, tensors, serve, files=files)
+
+
+def _to_authors(saved: Saved, target: Target) -> Layout:
+    """Files of `EaModel` (SafeAILab); versions that load with `strict=True` ask for the embedding."""
+    tensors = with_embedding(_tensors(saved), target)
+    config = authors_config(_config(saved, target)) | {"bias": "fc.bias" in tensors}
+    note = f"{authors_call(use_eagle3=False)} {INDEX}"
+    return Layout(config | {"architectures": ["LlamaForCausalLM"]}, tensors, note=note)
+
+
+def with_embedding(tensors: dict[str, Tensor], target: Target) -> dict[str, Tensor]:
+    """Tensors with the target's embedding, in the dtype of the others."""
+    return tensors | {"embed_tokens.weight": embedding_of(target).to(tensors["fc.weight"].dtype)}
+
+
+def authors_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with positions as `EConfig` validates them: `rope_theta`, and a scaling of two entries."""
+    config = {name: value for name, value in config.items() if name != "rope_parameters"}
+    if scaling := config.get("rope_scaling"):
+        config["rope_scaling"] = {"type": scaling["rope_type"], "factor": float(scaling["factor"])}
+    return config
+
+
+def authors_call(use_eagle3: bool) -> str:
+    """How the authors' code loads a folder."""
+    return (
+        f"SafeAILab/EAGLE loads this folder by EaModel.from_pretrained(use_eagle3={use_eagle3}, "
+        "base_model_path=<the target>, ea_model_path=<this folder>)."
+    )
 
 
 def _tensors(saved: Saved) -> dict[str, Tensor]:
@@ -134,4 +206,5 @@ def _read(layout: Layout, target: Target) -> Saved:
 
 VLLM = Format(_to_vllm, _check_vllm, draft_length)
 SGLANG = Format(_to_sglang, _check, draft_length)
+AUTHORS = Format(_to_authors, _check_authors)
 READER = Reader("EAGLE", _knows, _read)

@@ -1,10 +1,10 @@
-"""EAGLE-3: export to vLLM and SGLang, import of theirs and of SafeAILab's and SpecForge's files.
+"""EAGLE-3: export to vLLM, SGLang and SafeAILab's code, import of their and of SpecForge's files.
 
 After `llama_eagle3.py` of both engines: `midlayer.*` is the first layer; `d2t` holds offsets,
 target id - draft id, for a reduced draft vocabulary only. Layer ids at the top level are vLLM's, inputs
 of layers as ours; those in `eagle_config` are SGLang's and SpecForge's, outputs of layers: ours minus 1.
-Without ids both use [2, n / 2, n - 3] in our numbering. The embedding is the target's and not in the
-files.
+Without ids both use [2, n / 2, n - 3] in our numbering, as SafeAILab's `modeling_llama_kv.py` does always.
+The embedding is the target's, and in SafeAILab's files alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from decode.errors import UserError
 from decode.model.target import Target
-from drafters.export.eagle import draft_length
+from drafters.export.eagle import authors_call, authors_config, check_authors, draft_length, with_embedding
 from drafters.export.layout import (
     Format,
     Layout,
@@ -42,6 +42,7 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = ("qkv_proj", "o_proj", "post_attention_layernorm", "input_layernorm", "gate_up_proj", "down_proj")
 SHARED = ("embed_tokens.weight", "d2t", "t2d")
+AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # whose classes there hand on the three taps
 
 
 def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -71,21 +72,34 @@ def _to_sglang(saved: Saved, target: Target) -> Layout:
     return _layout(saved, target, serve_sglang("EAGLE3", draft_length(saved.settings)))
 
 
-def _note(settings: Mapping[str, Any], target: Target) -> str:
-    """What the authors' code would compute otherwise: it loads these files without their further tensors."""
-    names = [name for name in SWITCHES if settings[name]]
-    ways = [f"drafter.{name}=false" for name in names]
-    fixed = default_taps(len(target.layers))
-    if sorted(settings["taps"]) != fixed:
-        names, ways = [*names, "its taps"], [*ways, "drafter.taps=null"]
+def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_authors(settings, target, AUTHORS_TARGETS)
+    yield from _departures(settings, target)
+
+
+def _departures(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    """What the authors' code passes over without an error: it loads with `strict=False`."""
+    for name in SWITCHES:
+        if settings[name]:
+            yield Refusal(f"the authors' code has no {name}", {name: False})
     if settings["layers"] > 1:
-        names, ways = [*names, "further layers"], [*ways, "drafter.layers=1"]
-    if not names:
+        yield Refusal(f"{settings['layers']} layers, of which the authors' code has one", {"layers": 1})
+    taps, fixed = settings["taps"], default_taps(len(target.layers))
+    if fixed != sorted(set(fixed)):
+        yield Refusal(f"the authors' taps {fixed} are not three layers of this target")
+    elif set(taps) != set(fixed) or len(taps) != len(fixed):
+        yield Refusal(f"drafter.taps={list(taps)}: the authors' are {fixed} always", {"taps": fixed})
+
+
+def _note(settings: Mapping[str, Any], target: Target) -> str:
+    """What is said beside files for engines, which the authors' code loads as well."""
+    reasons = [refusal.reason for refusal in _departures(settings, target)]
+    if not reasons:
         return ""
-    said = f"The authors' EAGLE code (SafeAILab) passes over {', '.join(names)}, and drafts wrongly"
-    apart = fixed == sorted(set(fixed))  # in a small target they are not three layers
-    cure = f"for it train with {' '.join(ways)}" if apart else "it cannot serve this target"
-    return f"{said} without an error; {cure}."
+    return (
+        "SafeAILab's own EAGLE code would load these files without an error and draft wrongly: "
+        f"{'; '.join(reasons)}. to=authors says what to train with for it."
+    )
 
 
 def _layout(saved: Saved, target: Target, command: str) -> Layout:
@@ -105,6 +119,18 @@ def _layout(saved: Saved, target: Target, command: str) -> Layout:
         config[IDS], config["num_aux_hidden_states"] = taps, len(taps)
         config["eagle_config"] = {"use_aux_hidden_state": True, IDS: [tap - 1 for tap in taps]}
     return Layout(config, tensors, command, _note(settings, target))
+
+
+def _to_authors(saved: Saved, target: Target) -> Layout:
+    """Files of `EaModel` (SafeAILab).
+
+    `target_hidden_size` lets its loader take the embedding from these files. Without it, it looks for an
+    index beside the target's weights, which a target in one file does not have.
+    """
+    layout = _layout(saved, target, "")
+    config = {name: value for name, value in authors_config(layout.config).items() if name not in SWITCHES}
+    config |= {"bias": False, "target_hidden_size": target.hidden_size}
+    return Layout(config, with_embedding(layout.tensors, target), note=authors_call(use_eagle3=True))
 
 
 def _theirs(name: str) -> str:
@@ -164,4 +190,5 @@ def _own(layers: int, taps: int, switches: Mapping[str, bool]) -> set[str]:
 
 VLLM = Format(_to_vllm, _check_vllm, draft_length)
 SGLANG = Format(_to_sglang, _check_sglang, draft_length)
+AUTHORS = Format(_to_authors, _check_authors)
 READER = Reader("EAGLE-3", _knows, _read)

@@ -50,6 +50,11 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "eagle3": speculators.EAGLE3,
         "p_eagle": speculators.P_EAGLE,
     },
+    "authors": {
+        "eagle": eagle.AUTHORS,
+        "eagle3": eagle3.AUTHORS,
+        "medusa": heads.MEDUSA_AUTHORS,
+    },
     "hf": {
         "hf_dllm": whole.FILLS,
         "lm": whole.HF,
@@ -98,6 +103,9 @@ INSTEAD: Mapping[tuple[str, str], Instead] = {
         """--speculative-config '{"method": "suffix"}'"""
     ),
     ("sglang", "ngram"): Instead("it has one of its own: --speculative-algorithm NGRAM"),
+    ("authors", "medusa2"): Instead(
+        "its heads go with the target that it has tuned, which to=hf writes, and not with the one it names"
+    ),
     **dict.fromkeys([(program, "diffusion") for program in ("vllm", "sglang", "speculators")], DIFFUSION),
 }
 

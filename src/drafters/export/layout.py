@@ -45,6 +45,8 @@ class Layout(NamedTuple):
             are doubled.
         note: further information for users.
         files: other files of the folder, by name.
+        pickle: name of a `torch.save` file of the tensors, in place of `model.safetensors`, for a program
+            that reads nothing else. It holds tensors alone: `weights_only` reads it.
         model: a transformers model in place of `tensors`, which is saved by `save_pretrained`.
     """
 
@@ -53,6 +55,7 @@ class Layout(NamedTuple):
     serve: str = ""
     note: str = ""
     files: Mapping[str, bytes] = MappingProxyType({})
+    pickle: str = ""
     model: PreTrainedModel | None = None
 
     def command(self, target: str, drafter: str) -> str:
@@ -67,7 +70,10 @@ class Layout(NamedTuple):
 
     def write(self, folder: Path) -> None:
         """Write the files into an existing folder."""
-        if self.model is None:
+        if self.pickle:
+            # Heads that are one tensor are in the file once.
+            torch.save({k: v.detach().contiguous() for k, v in self.tensors.items()}, folder / self.pickle)
+        elif self.model is None:
             save_file({k: v.contiguous() for k, v in self.tensors.items()}, folder / FILES[1])
         else:
             self.model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Medusa and the MLP speculator: export to vLLM, import of vLLM's and the authors' files."""
+"""Medusa and the MLP speculator: export to vLLM and Medusa's authors' code, import of their files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export.layout import Format, Layout, Reader, Refusal, Saved, serve_vllm, trained_depth
 from drafters.export.llama_config import check_head, check_size, check_tensor_names
-from drafters.export.shapes import dtype_of
+from drafters.export.shapes import check_path, dtype_of, target_path
 
 NO_MLP = (
     "No newer vLLM than 0.9.2 runs an MLP speculator: the engine that did, V0, has lost speculative "
@@ -25,6 +25,9 @@ MOVED = (
 )
 LAYER = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")  # FasterDecoding's names
 HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
+AUTHORS_FILE = "medusa_lm_head.pt"  # all versions of FasterDecoding's loader ask for it, and for no other
+AUTHORS_TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
+AUTHORS_HEADS = 5  # that its versions from 1.0 on build, whatever config.json says
 
 
 # -- Medusa ----------------------------------------------------------------------------------------
@@ -69,6 +72,53 @@ def _medusa2(saved: Saved, target: Target) -> Layout:
     return layout._replace(serve=layout.serve.replace("{target}", "TUNED_TARGET"), note=MOVED)
 
 
+def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_head(target)
+    yield from check_path(target)
+    if (name := type(target.model).__name__) not in AUTHORS_TARGETS:
+        known = " and ".join(AUTHORS_TARGETS)
+        yield Refusal(f"the target is a {name}, and the authors' code has {known} alone")
+    if (kind := settings["token_info"]) != "none":
+        yield Refusal(f"the authors' Medusa has no token_info={kind}", {"token_info": "none"})
+    if settings["layers"] > 1:  # a list of one block, repeated
+        yield Refusal(
+            f"{settings['layers']} layers of a head, which are one and the same in the authors' code",
+            {"layers": 1},
+        )
+
+
+def _to_authors(saved: Saved, target: Target) -> Layout:
+    """Files of `MedusaModel` (FasterDecoding): heads as a `torch.save` file, and the name of the target.
+
+    A layer has a bias there, and every depth a head of its own, which no scale follows.
+    """
+    settings, weights, tensors = saved.settings, saved.weights, {}
+    shared = (target.head.weight.detach() * target.head.scale).cpu()
+    for i in range(settings["depth"]):
+        weight = weights[f"blocks.{i}.layers.0.weight"]
+        bias = weights.get(f"blocks.{i}.layers.0.bias", torch.zeros_like(weight[0]))
+        head = weights[f"lm_heads.{i}.weight"] * target.head.scale if settings["own_head"] else shared
+        tensors |= {f"{i}.0.linear.weight": weight, f"{i}.0.linear.bias": bias, f"{i}.1.weight": head}
+    config = {
+        "model_type": "medusa",  # else AutoConfig guesses from the name of the folder
+        "medusa_num_heads": settings["depth"],
+        "medusa_num_layers": 1,
+        "base_model_name_or_path": target_path(target),
+        "torch_dtype": dtype_of(tensors),
+    }
+    return Layout(config, tensors, note=_authors_note(settings["depth"]), pickle=AUTHORS_FILE)
+
+
+def _authors_note(depth: int) -> str:
+    note = "FasterDecoding/Medusa loads this folder by MedusaModel.from_pretrained(<this folder>)."
+    if depth == AUTHORS_HEADS:
+        return note
+    fewer = f"those beyond the {depth} of this drafter are random, so give medusa_choices no longer path"
+    more = f"{AUTHORS_HEADS} of the {depth} of this drafter are used"
+    built = f"From version 1.0 on it builds {AUTHORS_HEADS} heads whatever config.json says"
+    return f"{note} {built}: {fewer if depth < AUTHORS_HEADS else more}."
+
+
 def read_medusa(layout: Layout, target: Target) -> Saved:
     """Read Medusa in vLLM's or FasterDecoding's format.
 
@@ -88,7 +138,11 @@ def read_medusa(layout: Layout, target: Target) -> Saved:
     numbers = [re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.weight", name) for name in tensors]
     depth = 1 + max((int(n[1]) for n in numbers if n), default=-1)
     layers = 1 + max((int(n[2]) for n in numbers if n), default=-1)
-    bias = any(name.endswith(".bias") for name in tensors)
+    biases = [name for name in tensors if name.endswith(".bias")]
+    if not any(tensors[name].any() for name in biases):  # the authors' layers have one, be it of zeros
+        tensors = {name: weight for name, weight in tensors.items() if name not in biases}
+        biases = []
+    bias = bool(biases)
     if depth * layers > len(tensors):  # an untrusted number must not become a loop count
         raise UserError(
             f"tensors are missing: {depth} x {layers} layers by their names, {len(tensors)} there"
@@ -206,6 +260,7 @@ def _made_for(target: Target, hidden: int, rows: Iterable[int]) -> None:
 MEDUSA = Format(_medusa, _check_medusa, trained_depth)
 MEDUSA2 = Format(_medusa2, _check_medusa, trained_depth)
 MLP = Format(_mlp, _check_mlp, trained_depth)
+MEDUSA_AUTHORS = Format(_to_authors, _check_authors)
 MEDUSA_READER = Reader(
     "Medusa (vLLM, FasterDecoding)",
     lambda config: config.get("model_type") == "medusa" or "medusa_num_heads" in config,
