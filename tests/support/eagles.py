@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from faces import K, V
+from faces import K, V, random_texts
+from served_eagle import Loaded, drafted
 
+from drafters.base import Batch
 from drafters.checkpoint import io as hub
 from drafters.export import formats as table
 from drafters.export.layout import Layout
@@ -41,3 +43,23 @@ def build(tiny_target, make_drafter, case, **more):
 
 def written(drafter, target, to) -> Layout:
     return table.write_layout(hub.as_saved(drafter), target, to)
+
+
+@torch.no_grad()
+def difference(target, drafter, loaded: Loaded, texts=100) -> float:
+    """Largest between logits of the drafter's training face and of what an engine has loaded."""
+    tokens = random_texts(texts, 9)
+    theirs = drafted(loaded, target.model, tokens, K)
+    target.tap(drafter.taps)
+    read, worst = target.read(tokens), 0.0
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), read.taps, read.last)
+    for step in drafter.unroll(batch, target):
+        own = step.head(step.hidden)
+        ours = own
+        if step.head.d2t is not None:
+            ours = own.new_full((len(own), V), -torch.inf).index_copy_(1, step.head.d2t, own)
+        row, anchor = step.anchor // tokens.shape[1], step.anchor % tokens.shape[1]
+        other = torch.stack([theirs[int(a), step.depth][r] for r, a in zip(row, anchor, strict=True)])
+        assert ours.isfinite().equal(other.isfinite())
+        worst = max(worst, float((ours - other)[ours.isfinite()].abs().max()))
+    return worst

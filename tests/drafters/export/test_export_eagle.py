@@ -6,16 +6,17 @@ import re
 from dataclasses import replace
 from functools import partial
 
+import eagles
 import pytest
 import torch
 from eagles import EAGLE3, SERVED, build, written
-from faces import K, V, random_texts
-from served_eagle import IDS, Loaded, LoadError, drafted
+from faces import K, V
+from served_eagle import IDS, Loaded, LoadError
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
-from drafters.base import Batch, Text
+from drafters.base import Text
 from drafters.checkpoint import io as hub
 from drafters.export.layout import Layout
 
@@ -32,24 +33,8 @@ def loaded_by(layout: Layout, engine: str, target) -> Loaded:
     return Loaded(layout, engine, target.embed.weight, target.head.weight)
 
 
-@torch.no_grad()
 def difference(target, drafter, layout, engine, texts=100) -> float:
-    """Largest between logits of the drafter's training face and of what the engine has loaded."""
-    tokens = random_texts(texts, 9)
-    theirs = drafted(loaded_by(layout, engine, target), target.model, tokens, K)
-    target.tap(drafter.taps)
-    read, worst = target.read(tokens), 0.0
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), read.taps, read.last)
-    for step in drafter.unroll(batch, target):
-        own = step.head(step.hidden)
-        ours = own
-        if step.head.d2t is not None:
-            ours = own.new_full((len(own), V), -torch.inf).index_copy_(1, step.head.d2t, own)
-        row, anchor = step.anchor // tokens.shape[1], step.anchor % tokens.shape[1]
-        other = torch.stack([theirs[int(a), step.depth][r] for r, a in zip(row, anchor, strict=True)])
-        assert ours.isfinite().equal(other.isfinite())
-        worst = max(worst, float((ours - other)[ours.isfinite()].abs().max()))
-    return worst
+    return eagles.difference(target, drafter, loaded_by(layout, engine, target), texts)
 
 
 @pytest.mark.parametrize(("case", "engine"), SERVED)
@@ -135,9 +120,9 @@ def test_what_an_engine_does_not_load_is_not_loaded_here_either(made):
 def test_what_the_authors_code_passes_over_is_said(made):
     for case, more, said in (
         ("eagle3", {}, ""),
-        ("eagle3.1", {}, "fc_norm, norm_output, and.*drafter.fc_norm=false drafter.norm_output=false"),
-        ("eagle3, other taps", {}, "its taps, and drafts wrongly.*drafter.taps=null"),
-        ("eagle3", {"layers": 2}, "further layers.*drafter.layers=1"),
+        ("eagle3.1", {}, "no fc_norm; the authors' code has no norm_output. to=authors"),
+        ("eagle3, other taps", {}, r"drafter.taps=\[3, 1\]: the authors' are \[2, 4, 5\] always. to=authors"),
+        ("eagle3", {"layers": 2}, "2 layers, of which the authors' code has one. to=authors"),
     ):
         target, drafter = made(case, **more)
         note = written(drafter, target, "vllm").note
