@@ -22,8 +22,8 @@ from drafters.checkpoint import pretrained
 from drafters.checkpoint.folder import drafter_kind, target_name, target_origin
 from drafters.checkpoint.model_card import portable
 from drafters.export import formats as table
-from drafters.export import layout
-from drafters.export.formats import NATIVE
+from drafters.export import layout, llama_cpp
+from drafters.export.formats import GGUF, NATIVE
 from drafters.export.layout import Layout
 from drafters.hub import upload
 from drafters.registry import short_name
@@ -50,7 +50,7 @@ def export(options: ExportCommandOptions) -> float:
         RemoteError: see there.
     """
     quiet()
-    check_options(options.to, options.push_to)
+    check_options(options)
     checkpoint = hub.fetch(options.checkpoint)
     out = Path(options.out) if options.out else _beside(checkpoint.resolve(), options.to)
     if out.is_dir() and options.push_to:
@@ -64,23 +64,25 @@ def export(options: ExportCommandOptions) -> float:
         named = options.target
         if not named.path:
             named = replace(named, path=target_name(checkpoint), revision=known.revision)
-        write(checkpoint, build_target(named), options.to, out, options.push_to)
+        write(checkpoint, build_target(named), options.to, out, options.push_to, options.llama_cpp)
     if options.push_to:
         push(out, options.push_to, options.private, options.dry_run)
     return 0.0
 
 
-def check_options(to: str, push_to: str | None) -> None:
-    """Check the names of a program and of a repository, or None.
+def check_options(options: ExportOptions) -> None:
+    """Check the names of a program, of a repository and of a folder, or None.
 
     Raises:
         UserError: one that is not known or cannot exist.
     """
-    programs = [NATIVE, *table.FORMATS]
+    programs, to = [NATIVE, *table.FORMATS], options.to or NATIVE
     if to not in programs:
         raise UserError(f"to={to}: choose {', '.join(programs[:-1])} or {programs[-1]}")
-    if push_to:
-        upload.check_repo(push_to)
+    if to == GGUF:
+        llama_cpp.check_folder(options.llama_cpp)
+    if options.push_to:
+        upload.check_repo(options.push_to)
 
 
 def check(options: ExportOptions, drafter: Drafter, target: Target) -> None:
@@ -92,25 +94,45 @@ def check(options: ExportOptions, drafter: Drafter, target: Target) -> None:
         target: of the drafter.
 
     Raises:
-        UserError: see `check_options` and `formats.check`.
+        UserError: see `check_options`, `formats.check` and `llama_cpp.check_tokenizer`.
     """
-    to = options.to or NATIVE
-    check_options(to, options.push_to)
+    to, kind = options.to or NATIVE, short_name(drafter)
+    check_options(options)
     if to != NATIVE:
-        table.check(short_name(drafter), drafter.settings, target, to)
+        table.check(kind, drafter.settings, target, to)
+    if to == GGUF:
+        script = llama_cpp.check_folder(options.llama_cpp)
+        llama_cpp.check_tokenizer(*table.served(kind, drafter.settings), target, script)
 
 
-def write(checkpoint: Path, target: Target, to: str, out: Path, repo: str | None = None) -> None:
+def write(
+    checkpoint: Path,
+    target: Target,
+    to: str,
+    out: Path,
+    repo: str | None = None,
+    converter: str | None = None,
+) -> None:
     """Write a checkpoint's folder in a program's terms, with card, scorecard and recipe.
 
+    Args:
+        checkpoint: its folder.
+        target: of the drafter.
+        to: program.
+        out: a new folder.
+        repo: hub repository, for the model card.
+        converter: source folder of llama.cpp, for `to=gguf`.
+
     Raises:
-        UserError: see `hub.load`, `table.written` and `pretrained.whole`.
+        UserError: see `hub.load`, `table.write_layout`, `llama_cpp.converting` and `pretrained.publish_folder`.
     """
     drafter = hub.load(checkpoint, target)
     assert drafter.origin is not None
     # Without folders of this machine: what is written today without push_to may be uploaded tomorrow.
     origin = portable(drafter.origin)
     theirs = None if to == NATIVE else table.write_layout(hub.as_saved(drafter), target, to)
+    if theirs and to == GGUF:
+        theirs = llama_cpp.converting(theirs, target, llama_cpp.check_folder(converter))
     with pretrained.publish_folder(out) as temporary:
         weights = None if theirs else hub.weights_on_file(checkpoint, drafter, target)
         pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
@@ -157,11 +179,12 @@ def at_end(options: ExportOptions, folder: Path, target: Target) -> None:
     out = _beside(checkpoint.resolve(), to)
     try:
         if not out.is_dir():
-            write(checkpoint, target, to, out, options.push_to)
+            write(checkpoint, target, to, out, options.push_to, options.llama_cpp)
         if options.push_to:
             push(out, options.push_to, options.private, options.dry_run)
     except (UserError, RemoteError, OSError) as error:
         words = ["foredraft", "export", f"checkpoint={checkpoint.resolve()}", f"to={to}"]
+        words += [f"llama_cpp={options.llama_cpp}"] if to == GGUF else []
         if options.push_to:
             words += [f"push_to={options.push_to}", f"private={str(options.private).lower()}"]
         reason = " ".join(str(error).split())

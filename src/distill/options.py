@@ -199,6 +199,7 @@ class ExportOptions:
     push_to: str | None  # owner/name on the Hub
     private: bool
     dry_run: bool
+    llama_cpp: str | None  # source folder of llama.cpp, whose converter writes GGUF files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from decode.model.target import Target
 from drafters.export import dflash as block
 from drafters.export import eagle, eagle3
 from drafters.export import hf_model as whole
+from drafters.export import llama_cpp
 from drafters.export import medusa_mlp as heads
 from drafters.export import speculators_read as speculators_reader
 from drafters.export import speculators_write as speculators
@@ -22,6 +23,7 @@ from drafters.registry import nested
 
 ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
 NATIVE = "native"  # our own format, which every drafter has
+GGUF = "gguf"  # llama.cpp's, by its converter
 UNION = "union"  # of two drafters, the first of which is served
 LEFT_OUT = (
     "left out: the second drafter of the union ({}), which the scores are with; engines look up n-grams "
@@ -54,6 +56,11 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "eagle": eagle.AUTHORS,
         "eagle3": eagle3.AUTHORS,
         "medusa": heads.MEDUSA_AUTHORS,
+    },
+    GGUF: {
+        "dflash": llama_cpp.DFLASH,
+        "eagle3": llama_cpp.EAGLE3,
+        "lm": llama_cpp.LM,
     },
     "hf": {
         "hf_dllm": whole.FILLS,
@@ -106,13 +113,14 @@ INSTEAD: Mapping[tuple[str, str], Instead] = {
     ("authors", "medusa2"): Instead(
         "its heads go with the target that it has tuned, which to=hf writes, and not with the one it names"
     ),
-    **dict.fromkeys([(program, "diffusion") for program in ("vllm", "sglang", "speculators")], DIFFUSION),
+    ("gguf", "ngram"): Instead("llama.cpp has lookups of its own: --spec-type ngram-simple"),
+    **{(program, "diffusion"): DIFFUSION for program in ("vllm", "sglang", "speculators", "gguf")},
 }
 
 
 def accepting(drafter: str, settings: Mapping[str, Any], target: Target) -> list[str]:
     """Programs that can serve a drafter of these settings; every drafter also has the native format."""
-    drafter, settings = _served(drafter, settings)
+    drafter, settings = served(drafter, settings)
     return [to for to in FORMATS if drafter in FORMATS[to] and not _refusals(drafter, settings, target, to)]
 
 
@@ -140,7 +148,7 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
     Raises:
         UserError: it cannot. Settings and programs that the message suggests pass this check.
     """
-    drafter, settings = _served(drafter, settings)
+    drafter, settings = served(drafter, settings)
     if drafter not in FORMATS[to]:
         known = INSTEAD.get((to, drafter), Instead(""))
         ways, own = [], bool(known.reason) and not known.drafter  # a method of the engine itself
@@ -161,12 +169,12 @@ def check(drafter: str, settings: Mapping[str, Any], target: Target, to: str) ->
 
 def served_length(drafter: str, settings: Mapping[str, Any], to: str) -> int | None:
     """Tokens of the drafts that a program is asked for by the command of an export; None: it serves none."""
-    drafter, settings = _served(drafter, settings)
+    drafter, settings = served(drafter, settings)
     found = FORMATS.get(to, {}).get(drafter)
     return found.length(settings) if found and found.length else None
 
 
-def _served(drafter: str, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def served(drafter: str, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Short name and settings of what a program is given: of a union, its first drafter."""
     for name, part, options in nested(settings):
         if name == "first":
@@ -216,7 +224,7 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
         saved = saved._replace(weights={name: w for name, w in saved.weights.items() if name != "d2t"})
     if saved.drafter != UNION:
         return FORMATS[to][saved.drafter].write(saved, target)
-    kind, settings = _served(saved.drafter, saved.settings)
+    kind, settings = served(saved.drafter, saved.settings)
     stem = "first."
     weights = {name.removeprefix(stem): w for name, w in saved.weights.items() if name.startswith(stem)}
     layout = write_layout(Saved(kind, settings, weights, saved.confidence), target, to)

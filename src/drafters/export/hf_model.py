@@ -133,12 +133,21 @@ def _resized(model: Any, weights: dict[str, Tensor], size: int) -> dict[str, Ten
 
 def _folder(model: Any, target: Target) -> Layout:
     """Files of the folder, with the target's tokenizer and generation config."""
-    config = portable_config(json.loads(model.config.to_json_string()))
-    config |= {"architectures": [type(model).__name__], "torch_dtype": str(model.dtype).split(".")[1]}
-    files = _tokenizer(target)
+    config, files = _config(model), target_files(target)
     if model.can_generate() and (generation := getattr(target.model, "generation_config", None)):
         model.generation_config = generation
-    return Layout(config | _older(config), {}, files=files, model=model)
+    return Layout(config, {}, files=files, model=model)
+
+
+def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a draft model of these settings, with the model's own vocabulary size."""
+    return _config(_empty(dict(settings["config"])))
+
+
+def _config(model: Any) -> dict[str, Any]:
+    config = portable_config(json.loads(model.config.to_json_string()))
+    config |= {"architectures": [type(model).__name__], "torch_dtype": str(model.dtype).split(".")[1]}
+    return config | _older(config)
 
 
 def _older(config: dict[str, Any]) -> dict[str, Any]:
@@ -151,20 +160,24 @@ def _older(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": rope["rope_theta"], "rope_scaling": None if plain else scaling}
 
 
-def _tokenizer(target: Target) -> dict[str, bytes]:
+def target_files(target: Target, *more: str) -> dict[str, bytes]:
     """The target's tokenizer files, unchanged; none for a target without path or hub id.
+
+    Args:
+        target: whose files.
+        more: names of further files.
 
     Raises:
         UserError, RemoteError: the files cannot be downloaded from the Hub.
     """
-    name = target.model.name_or_path
+    name, patterns = target.model.name_or_path, (*TOKENIZER_FILES, *more)
     if not name:
         return {}
     folder = Path(name).expanduser()
     if not folder.is_dir():
         commit = getattr(target.model.config, "_commit_hash", None)
-        folder = download.snapshot(name, commit, TOKENIZER_FILES)
-    paths = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)))
+        folder = download.snapshot(name, commit, patterns)
+    paths = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 

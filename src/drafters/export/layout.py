@@ -48,6 +48,7 @@ class Layout(NamedTuple):
         pickle: name of a `torch.save` file of the tensors, in place of `model.safetensors`, for a program
             that reads nothing else. It holds tensors alone: `weights_only` reads it.
         model: a transformers model in place of `tensors`, which is saved by `save_pretrained`.
+        finish: turns the written folder into what the program loads.
     """
 
     config: dict[str, Any]
@@ -57,6 +58,7 @@ class Layout(NamedTuple):
     files: Mapping[str, bytes] = MappingProxyType({})
     pickle: str = ""
     model: PreTrainedModel | None = None
+    finish: Callable[[Path], None] | None = None
 
     def command(self, target: str, drafter: str) -> str:
         """Shell command that serves it, with names quoted; "" if nothing serves it."""
@@ -80,6 +82,8 @@ class Layout(NamedTuple):
         (folder / FILES[0]).write_text(json.dumps(self.config, indent=1, sort_keys=True) + "\n")
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
+        if self.finish:
+            self.finish(folder)
 
 
 def without_confidence(saved: Saved) -> dict[str, Tensor]:

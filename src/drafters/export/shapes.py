@@ -68,7 +68,9 @@ def sort_taps(saved: Saved) -> tuple[Saved, list[int]]:
     return saved._replace(weights=weights), [ids[i] for i in order]
 
 
-def check_taps(taps: Sequence[Tap], target: Target, lowest: int = 0, least: int = 1) -> Iterator[Refusal]:
+def check_taps(
+    taps: Sequence[Tap], target: Target, lowest: int = 0, least: int = 1, exactly: int | None = None
+) -> Iterator[Refusal]:
     """Engines pass drafters the inputs of different layers.
 
     Args:
@@ -76,6 +78,7 @@ def check_taps(taps: Sequence[Tap], target: Target, lowest: int = 0, least: int 
         target: of the drafter.
         lowest: layer id that the program can tap.
         least: number of taps that it needs.
+        exactly: number of taps that it reads; None: any from `least`.
     """
     reasons = []
     if LAST in taps:
@@ -86,8 +89,13 @@ def check_taps(taps: Sequence[Tap], target: Target, lowest: int = 0, least: int 
         reasons.append("layers are named by their outputs there, and tap 0 is the embedding")
     if len(taps) < least:
         reasons.append("a single tap is as wide as a fed-back feature, for which fc is left out there")
+    if exactly and len(taps) != exactly:
+        reasons.append(f"exactly {exactly} layers are read there")
     if reasons:
+        least = exactly or least
         nearest = _nearest_taps(taps, len(target.layers), lowest, least)
+        if exactly and len(nearest) > exactly:  # the lowest and the highest among them
+            nearest = [nearest[i * (len(nearest) - 1) // (exactly - 1)] for i in range(exactly)]
         train = {"taps": nearest} if len(nearest) >= least else {}
         yield Refusal(f"drafter.taps={list(taps)}: {'; '.join(reasons)}", train)
 

@@ -1,0 +1,169 @@
+"""`to=gguf`: what llama.cpp reads, and how its converter is run; a stand-in writes down what it was given."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from faces import V
+from transformers import AutoConfig
+from workbench import foredraft, make_target
+
+from decode.errors import UserError
+from decode.model.load import load_target
+from drafters.checkpoint import io as hub
+from drafters.export import formats, llama_cpp
+
+# Writes its arguments and what is in the folders it was given, beside itself, and then the file, or fails.
+CONVERTER = """
+import json, pathlib, sys
+here, args = pathlib.Path(__file__).parent, sys.argv[1:]
+given = dict(zip(args[1::2], args[2::2]))
+names = lambda folder: sorted(path.name for path in pathlib.Path(folder).iterdir())
+config = json.loads((pathlib.Path(args[0]) / "config.json").read_text())
+seen = {"args": args, "folder": names(args[0]), "architectures": config.get("architectures")}
+if "--target-model-dir" in given:
+    seen["target"] = names(given["--target-model-dir"])
+(here / "seen.json").write_text(json.dumps(seen))
+if (here / "error").exists():
+    sys.exit((here / "error").read_text())
+pathlib.Path(given["--outfile"]).write_bytes(b"GGUF")
+"""
+TOKENIZER = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+SERVED = {"eagle3": ("draft-eagle3", 3), "dflash": ("draft-dflash", 3), "lm": ("draft-simple", 5)}
+TAKEN = {"eagle3": {"fc_norm": False, "taps": [1, 4, 6]}, "dflash": {"taps": [2, 4]}, "lm": {}}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder of llama.cpp."""
+    path = tmp_path / "llama.cpp"
+    path.mkdir()
+    (path / llama_cpp.SCRIPT).write_text(CONVERTER)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(str(make_target(tmp_path_factory.mktemp("target"), layers=8)), "float32")
+
+
+REFUSED = {
+    "the default": ({}, "no fc_norm", {"fc_norm": False, "norm_before_fc": True}),
+    "four taps": ({"fc_norm": False, "taps": [1, 2, 4, 7]}, "exactly 3 layers", {"taps": [1, 2, 7]}),
+    "two taps": ({"fc_norm": False, "taps": [2, 5]}, "exactly 3 layers", {"taps": [2, 5, 7]}),
+    "the head's input": (
+        {"fc_norm": False, "taps": [2, 5, "last"]},
+        "behind the final norm",
+        {"taps": [2, 5, 7]},
+    ),
+    "two layers": ({"fc_norm": False, "layers": 2}, "2 layers", {"layers": 1}),
+    "the final norm": ({"fc_norm": False, "norm_output": True}, "feeds back", {"norm_output": False}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_eagle3_that_it_would_not_read_is_refused_with_settings_to_train_with(case, target, make_drafter):
+    options, said, advised = REFUSED[case]
+    drafter = make_drafter("eagle3", target, **{"taps": None} | options)
+    with pytest.raises(UserError, match=f"to=gguf: .*{said}") as error:
+        formats.check("eagle3", drafter.settings, target, "gguf")
+    changed = dict(re.findall(r"drafter\.(\w+)=(\S+?)(?=,? |$|; )", str(error.value).partition("train with ")[2]))
+    assert {name: yaml.safe_load(value) for name, value in changed.items()} == advised
+    formats.check("eagle3", drafter.settings | advised, target, "gguf")
+
+
+POSITIONS = {
+    "eagle3": ({"rope_type": "default", "partial_rotary_factor": 0.5}, "whole of every head"),
+    "dflash": ({"rope_type": "llama3", "factor": 8.0}, "llama3 scaling"),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_that_it_would_compute_otherwise_are_refused(name, target, make_drafter):
+    rope, said = POSITIONS[name]
+    settings = make_drafter(name, target, **TAKEN[name]).settings
+    formats.check(name, settings, target, "gguf")
+    with pytest.raises(UserError, match=said):
+        formats.check(name, settings | {"rope": rope}, target, "gguf")
+
+
+def test_a_target_without_a_tokenizer_is_refused(tiny_target, make_drafter):
+    memory = tiny_target(vocab=V, layers=8, hidden=16, dtype=torch.float32)
+    drafter = make_drafter("eagle3", memory, **TAKEN["eagle3"])
+    with pytest.raises(UserError, match="built in memory"):
+        formats.check("eagle3", drafter.settings, memory, "gguf")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_converter_is_given_drafter_and_target_and_leaves_one_file(
+    name, target, make_drafter, folder, tmp_path
+):
+    drafter = make_drafter(name, target, **TAKEN[name])
+    script = llama_cpp.check_folder(str(folder))
+    layout = formats.write_layout(hub.as_saved(drafter), target, "gguf")
+    out = tmp_path / "out"
+    out.mkdir()
+    llama_cpp.converting(layout, target, script).write(out)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "drafter.gguf"]
+    seen = json.loads((folder / "seen.json").read_text())
+    args = ["--outfile", str(out / "drafter.gguf"), "--model-name", "drafter", "--outtype", "f32"]
+    assert seen["args"][:-2] == [str(out), *args]
+    assert seen["args"][-2] == "--target-model-dir"
+    assert set(TOKENIZER) <= set(seen["target"])
+    assert "model.safetensors" in seen["folder"]
+    kind, tokens = SERVED[name]
+    command = layout.command("some/target", "out")
+    assert command == (
+        f"llama-server -m TARGET.gguf -md out/drafter.gguf --spec-type {kind} --spec-draft-n-max {tokens}"
+    )
+    assert "TARGET.gguf is the target" in layout.note
+
+
+def test_a_draft_model_has_the_targets_vocabulary(target, make_drafter, draft_folder):
+    drafter = make_drafter("lm", target, path=draft_folder(target.vocab_size + 3))
+    layout = formats.write_layout(hub.as_saved(drafter), target, "gguf")
+    assert layout.config["vocab_size"] == target.vocab_size
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_tokenizer_is_tried_on_the_class_that_will_be_converted(name, target, make_drafter, folder):
+    drafter = make_drafter(name, target, **TAKEN[name])
+    llama_cpp.check_tokenizer(name, drafter.settings, target, llama_cpp.check_folder(str(folder)))
+    seen = json.loads((folder / "seen.json").read_text())
+    assert seen["args"][-1] == "--vocab-only"
+    assert set(TOKENIZER) <= set(seen["folder"])
+    assert seen["architectures"] == ["LlamaForCausalLM"]
+
+
+FAILURES = {
+    "ModuleNotFoundError: No module named 'sentencepiece'": "needs the package sentencepiece",
+    "NotImplementedError: BPE pre-tokenizer was not recognized - update get_vocab_base_pre()": (
+        "does not know the target's tokenizer"
+    ),
+    "ERROR:hf-to-gguf:Model OddForCausalLM is not supported": "knows no OddForCausalLM",
+    "ValueError: Can not map tensor 'odd.weight'": "failed: ValueError: Can not map tensor 'odd.weight'",
+    "": "failed: ",
+}
+
+
+@pytest.mark.parametrize("said", FAILURES)
+def test_a_converter_that_fails_is_one_line(said, target, make_drafter, folder):
+    (folder / "error").write_text(f"INFO: began\nTraceback\n{said}\n")
+    drafter = make_drafter("eagle3", target, **TAKEN["eagle3"])
+    with pytest.raises(UserError, match=re.escape(FAILURES[said])) as error:
+        llama_cpp.check_tokenizer(
+            "eagle3", drafter.settings, target, llama_cpp.check_folder(str(folder))
+        )
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("named", "said"), [(None, llama_cpp.VARIABLE), ("/nowhere", "no convert_hf_to_gguf")])
+def test_a_missing_folder_is_refused(named, said):
+    with pytest.raises(UserError, match=said):
+        llama_cpp.check_folder(named)
