@@ -6,6 +6,7 @@ import errno
 import json
 
 import pytest
+from fake_converter import write_converter
 from workbench import foredraft, train
 
 from decode.evaluation.scorecard import Scorecard
@@ -85,3 +86,29 @@ def test_a_failing_export_leaves_a_whole_run_and_exit_code_1(bench, monkeypatch)
     other = bench.train("seed=5", "export.to=native", *SHORT)
     assert other.code == 0, other.err
     assert other.folder != folder
+
+
+def test_a_run_ends_with_a_file_of_llama_cpps_converter(bench, tmp_path, monkeypatch):
+    monkeypatch.delenv("FOREDRAFT_LLAMA_CPP", raising=False)
+    command = [word for word in bench.command if not word.startswith("drafter.")]
+    command += ["drafter=lm", "drafter.layers=1", "export.to=gguf", *SHORT]
+    before = bench.runs()
+    train(command).refused("export.llama_cpp=<folder>", "FOREDRAFT_LLAMA_CPP")
+    folder = write_converter(tmp_path / "llama.cpp")
+    (folder / "error").write_text("BPE pre-tokenizer was not recognized\n")
+    train([*command, f"export.llama_cpp={folder}"]).refused("does not know the target's tokenizer")
+    assert bench.runs() == before
+    (folder / "error").unlink()
+    monkeypatch.setenv("FOREDRAFT_LLAMA_CPP", str(folder))
+    done = train(command).succeeded()
+    out = next((done.folder / "export").glob("*-gguf"))
+    assert (out / "drafter.gguf").read_bytes() == b"GGUF"
+    assert not (out / "model.safetensors").exists()
+    assert f"{out}/drafter.gguf --spec-type draft-simple" in done.out
+    assert "TARGET.gguf is the target" in (out / "README.md").read_text()
+    (folder / "error").write_text("odd\n")
+    done = foredraft(
+        "export", f"checkpoint={done.folder / 'checkpoints' / 'best'}", "to=gguf", f"out={tmp_path / 'x'}"
+    )
+    done.refused("failed: odd")
+    assert not (tmp_path / "x").exists()

@@ -53,6 +53,7 @@ UNRUN = {
     r"hydra/launcher=submitit_slurm": "a SLURM cluster",
     r"trainer=gpu|trainer\.accelerator=gpu|trainer\.devices=8": "GPUs",
     r"smollm2": "a model of the Hub, or of a package of 98 MB",
+    r"llama_cpp|to=gguf": "the source of llama.cpp; tests/engines/test_llama_cpp.py",
     r"speculators=|check_speculators\.py": "an environment with the package speculators",
 }
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export import dflash as block
-from drafters.export import eagle, eagle3
+from drafters.export import eagle, eagle3, llama_cpp
 from drafters.export import hf_model as whole
-from drafters.export import llama_cpp
 from drafters.export import medusa_mlp as heads
 from drafters.export import speculators_read as speculators_reader
 from drafters.export import speculators_write as speculators

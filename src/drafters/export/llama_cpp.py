@@ -35,9 +35,7 @@ DRAFTER = "drafter.gguf"
 TAPS = 3  # of an EAGLE-3 in llama.cpp
 CONFIG = FILES[0]
 TYPES = {"float16": "f16", "bfloat16": "bf16"}  # --outtype; any other dtype becomes f32
-NOTE = (
-    f"TARGET.gguf is the target: the GGUF file that was given as target=, or {SCRIPT} makes one of its folder."
-)
+NOTE = f"TARGET.gguf is the target: the GGUF file that was given as target=, or {SCRIPT} makes one of its folder."
 
 
 def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from faces import V
-from transformers import AutoConfig
-from workbench import foredraft, make_target
+from fake_converter import write_converter
+from workbench import make_target
 
 from decode.errors import UserError
 from decode.model.load import load_target
 from drafters.checkpoint import io as hub
 from drafters.export import formats, llama_cpp
 
-# Writes its arguments and what is in the folders it was given, beside itself, and then the file, or fails.
-CONVERTER = """
-import json, pathlib, sys
-here, args = pathlib.Path(__file__).parent, sys.argv[1:]
-given = dict(zip(args[1::2], args[2::2]))
-names = lambda folder: sorted(path.name for path in pathlib.Path(folder).iterdir())
-config = json.loads((pathlib.Path(args[0]) / "config.json").read_text())
-seen = {"args": args, "folder": names(args[0]), "architectures": config.get("architectures")}
-if "--target-model-dir" in given:
-    seen["target"] = names(given["--target-model-dir"])
-(here / "seen.json").write_text(json.dumps(seen))
-if (here / "error").exists():
-    sys.exit((here / "error").read_text())
-pathlib.Path(given["--outfile"]).write_bytes(b"GGUF")
-"""
 TOKENIZER = ["config.json", "tokenizer.json", "tokenizer_config.json"]
 SERVED = {"eagle3": ("draft-eagle3", 3), "dflash": ("draft-dflash", 3), "lm": ("draft-simple", 5)}
 TAKEN = {"eagle3": {"fc_norm": False, "taps": [1, 4, 6]}, "dflash": {"taps": [2, 4]}, "lm": {}}
@@ -41,11 +25,7 @@ TAKEN = {"eagle3": {"fc_norm": False, "taps": [1, 4, 6]}, "dflash": {"taps": [2,
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder of llama.cpp."""
-    path = tmp_path / "llama.cpp"
-    path.mkdir()
-    (path / llama_cpp.SCRIPT).write_text(CONVERTER)
-    return path
+    return write_converter(tmp_path / "llama.cpp")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +53,9 @@ def test_an_eagle3_that_it_would_not_read_is_refused_with_settings_to_train_with
     drafter = make_drafter("eagle3", target, **{"taps": None} | options)
     with pytest.raises(UserError, match=f"to=gguf: .*{said}") as error:
         formats.check("eagle3", drafter.settings, target, "gguf")
-    changed = dict(re.findall(r"drafter\.(\w+)=(\S+?)(?=,? |$|; )", str(error.value).partition("train with ")[2]))
+    changed = dict(
+        re.findall(r"drafter\.(\w+)=(\S+?)(?=,? |$|; )", str(error.value).partition("train with ")[2])
+    )
     assert {name: yaml.safe_load(value) for name, value in changed.items()} == advised
     formats.check("eagle3", drafter.settings | advised, target, "gguf")
 
@@ -157,13 +139,13 @@ def test_a_converter_that_fails_is_one_line(said, target, make_drafter, folder):
     (folder / "error").write_text(f"INFO: began\nTraceback\n{said}\n")
     drafter = make_drafter("eagle3", target, **TAKEN["eagle3"])
     with pytest.raises(UserError, match=re.escape(FAILURES[said])) as error:
-        llama_cpp.check_tokenizer(
-            "eagle3", drafter.settings, target, llama_cpp.check_folder(str(folder))
-        )
+        llama_cpp.check_tokenizer("eagle3", drafter.settings, target, llama_cpp.check_folder(str(folder)))
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("named", "said"), [(None, llama_cpp.VARIABLE), ("/nowhere", "no convert_hf_to_gguf")])
+@pytest.mark.parametrize(
+    ("named", "said"), [(None, llama_cpp.VARIABLE), ("/nowhere", "no convert_hf_to_gguf")]
+)
 def test_a_missing_folder_is_refused(named, said):
     with pytest.raises(UserError, match=said):
         llama_cpp.check_folder(named)

