@@ -124,7 +124,8 @@ def write(
         converter: source folder of llama.cpp, for `to=gguf`.
 
     Raises:
-        UserError: see `hub.load`, `table.write_layout`, `llama_cpp.converting` and `pretrained.publish_folder`.
+        UserError: see `hub.load`, `table.write_layout`, `llama_cpp.converting` and
+            `pretrained.publish_folder`.
     """
     drafter = hub.load(checkpoint, target)
     assert drafter.origin is not None

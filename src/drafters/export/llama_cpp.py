@@ -35,7 +35,7 @@ DRAFTER = "drafter.gguf"
 TAPS = 3  # of an EAGLE-3 in llama.cpp
 CONFIG = FILES[0]
 TYPES = {"float16": "f16", "bfloat16": "bf16"}  # --outtype; any other dtype becomes f32
-NOTE = f"TARGET.gguf is the target: the GGUF file that was given as target=, or {SCRIPT} makes one of its folder."
+NOTE = f"TARGET.gguf is the target: the file that was given as target=, or {SCRIPT} makes one of its folder."
 
 
 def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -90,7 +90,10 @@ def _lm(saved: Saved, target: Target) -> Layout:
 
 
 def _served(layout: Layout, kind: str, tokens: int) -> Layout:
-    serve = f"llama-server -m TARGET.gguf -md {{drafter}}/{DRAFTER} --spec-type {kind} --spec-draft-n-max {tokens}"
+    serve = (
+        f"llama-server -m TARGET.gguf -md {{drafter}}/{DRAFTER} --spec-type {kind} "
+        f"--spec-draft-n-max {tokens}"
+    )
     return layout._replace(serve=serve, note=NOTE)
 
 
@@ -110,8 +113,8 @@ def check_folder(llama_cpp: str | None) -> Path:
     """
     if not llama_cpp:
         raise UserError(
-            f"to=gguf: llama.cpp's own {SCRIPT} converts; name its source folder by export.llama_cpp=<folder> "
-            f"(foredraft export: llama_cpp=) or {VARIABLE}"
+            f"to=gguf: llama.cpp's own {SCRIPT} converts; name its source folder by "
+            f"export.llama_cpp=<folder> (foredraft export: llama_cpp=) or {VARIABLE}"
         )
     script = Path(llama_cpp).expanduser() / SCRIPT
     if not script.is_file():
