@@ -145,6 +145,30 @@ def tv(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     return 1 - student.alpha, student.q.mul_(mass).sub_(below)
 
 
+@dataclass(frozen=True)
+class NLLTV:
+    """`nll` x cross-entropy to the text's token + `tv` x total variation.
+
+    DSpark's loss (arXiv:2607.05147) has the L1 norm in its place, which is twice the total variation.
+    """
+
+    nll: float
+    tv: float
+
+    def __post_init__(self) -> None:
+        if self.nll < 0 or self.tv < 0 or not self.nll + self.tv:
+            raise UserError(f"objective: nll={self.nll}, tv={self.tv}; give none below 0, and one above")
+
+    def __call__(self, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
+        """See `Divergence`."""
+        at, in_vocab = teacher.text_ids.clamp_min(0)[:, None], (teacher.text_ids >= 0).to(student.q.dtype)
+        value = self.nll * (student.log_z - student.logits.gather(1, at)[:, 0]) * in_vocab
+        value += self.tv * (1 - student.alpha)
+        below, mass = _below(student, teacher, student.logits)
+        slope = student.q.mul_(self.nll * in_vocab[:, None] + self.tv * mass).sub_(below.mul_(self.tv))
+        return value, slope.scatter_add_(1, at, -self.nll * in_vocab[:, None])
+
+
 def lk(student: Student, teacher: Teacher) -> tuple[Tensor, Tensor]:
     """- log alpha, the negative log-likelihood of acceptance; gradient that of `tv` over alpha.
 

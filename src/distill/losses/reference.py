@@ -102,6 +102,11 @@ def tv(r: Rows) -> Tensor:
     return (r.p - r.q).abs().sum(-1) / 2
 
 
+def nll_tv(r: Rows, of_nll: float, of_tv: float) -> Tensor:
+    """Both, weighted: DSpark's loss."""
+    return of_nll * nll(r) + of_tv * tv(r)
+
+
 def lk(r: Rows) -> Tensor:
     """Negative log-likelihood of acceptance."""
     return -r.overlap.log()

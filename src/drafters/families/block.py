@@ -43,7 +43,8 @@ class BlockState:
 
 
 class BlockDrafter(TokenBiasDrafter):
-    """A block is the root followed by K masks; mask k predicts the k-th token after the root.
+    """A block is the root followed by masks. Mask k predicts the k-th token after the root; where
+    `root_predicts`, the root predicts the first one and mask k the one after it.
 
     Attention within a block is bidirectional. In every layer a block also attends to the target's fused
     features up to the one before the root, as keys and values. The target's embedding and head are
@@ -53,7 +54,7 @@ class BlockDrafter(TokenBiasDrafter):
         vocab_size: V of the target.
         taps: layer ids (inputs of decoder layers) or "last".
         layers: number of decoder layers.
-        depth: masks of a block, K, the maximum draft length; shorter drafts use the first masks.
+        depth: K, the maximum draft length; shorter drafts use the first of a block's predictions.
         anchors: blocks per text in a training batch, on average, sampled for each batch; 0: all.
         steps: denoising passes over a block; after each the most confident masks are filled in. More
             than one allows no sampling: a row is not the distribution that its token came from.
@@ -66,12 +67,14 @@ class BlockDrafter(TokenBiasDrafter):
 
     Attributes:
         mask: (K, D) embeddings of the masks, or (1, D) if all are the same.
+        root_predicts: whether the root's state predicts a token, so that K take a mask less.
 
     Raises:
         UserError: a number out of range.
     """
 
     mask: Tensor
+    root_predicts = False
 
     def __init__(
         self,
@@ -110,6 +113,11 @@ class BlockDrafter(TokenBiasDrafter):
         self.add_token_bias(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
 
     @property
+    def masks(self) -> int:
+        """Masks of a block."""
+        return self.depth - self.root_predicts
+
+    @property
     def stack(self) -> Sequence[DecoderLayer]:
         """The decoder layers."""
         return list(self.layers)  # pyright: ignore[reportReturnType]
@@ -119,8 +127,8 @@ class BlockDrafter(TokenBiasDrafter):
         """(..., L, D) taps -> (..., D) features."""
 
     def places(self, root: Tensor) -> Tensor:
-        """(..., D) embedded roots -> (..., K + 1, D) roots followed by masks."""
-        masks = self.mask.expand(*root.shape[:-1], self.depth, -1)
+        """(..., D) embedded roots -> (..., 1 + masks, D) roots followed by masks."""
+        masks = self.mask.expand(*root.shape[:-1], self.masks, -1)
         return torch.cat([root[..., None, :], masks], -2)
 
     def zero_layer_outputs(self) -> None:
@@ -131,7 +139,7 @@ class BlockDrafter(TokenBiasDrafter):
 
     @abstractmethod
     def inputs(self, root: Tensor, newest: Tensor) -> Tensor:
-        """(..., D) embedded roots and newest features -> (..., K + 1, D) input of the blocks."""
+        """(..., D) embedded roots and newest features -> (..., 1 + masks, D) input of the blocks."""
 
     def context(self, layer: DecoderLayer, feature: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (..., kv_heads, dim) from (..., D) features; no queries are computed."""
@@ -171,8 +179,8 @@ class BlockDrafter(TokenBiasDrafter):
             yield DraftStep(hidden, anchor, depth, head, {}, weight)
 
     def _blocks(self, batch: Batch, target: Target, chosen: Tensor, anchors: Tensor) -> Tensor:
-        """(A, K, D) final states of the masks."""
-        length, width = batch.tokens.shape[1], self.depth + 1
+        """(A, K, D) final states that predict."""
+        length, width = batch.tokens.shape[1], 1 + self.masks
         device, dtype = anchors.device, self.mask.dtype
         # Features of each text up to its last anchor, texts concatenated.
         ends = torch.zeros(len(batch.tokens), dtype=torch.long)
@@ -203,7 +211,7 @@ class BlockDrafter(TokenBiasDrafter):
             keys = [k, *block_k.unflatten(0, (-1, width)).unbind(1)]
             values = [v, *block_v.unflatten(0, (-1, width)).unbind(1)]
             x = layer.finish(x, attend_unrolled(q, keys, values, visibility).flatten(1))
-        return self.norm(x).unflatten(0, (-1, width))[:, 1:]
+        return self.norm(x).unflatten(0, (-1, width))[:, width - self.depth :]
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -280,8 +288,8 @@ class BlockDrafter(TokenBiasDrafter):
         return logits, states
 
     def _pass(self, store: RowStore, x: Tensor) -> Tensor:
-        """(B, K + 1, D) input of blocks -> (B, K, D) final states of the masks; the cache is not extended."""
+        """(B, 1 + masks, D) input of blocks -> (B, K, D) states that predict; the cache is not extended."""
         rows, width = x.shape[:2]
         block = torch.ones(rows, width, width, dtype=torch.bool, device=x.device)
         x = run_after(store, self.stack, self.rotary, x, block, torch.arange(width, device=x.device))
-        return self.norm(x)[:, 1:]
+        return self.norm(x)[:, width - self.depth :]

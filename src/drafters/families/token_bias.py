@@ -1,11 +1,12 @@
 """Low-rank bias of the previous token on a drafter's logits, applied after the hidden states are computed.
 
-Lyanna's token-info embedding (arXiv:2602.21224), DSpark's Markov head (arXiv:2607.05147) and Domino's
-corrector (arXiv:2605.29707) are settings of one module.
+Lyanna's token-info embedding (arXiv:2602.21224), a gated one and Domino's corrector (arXiv:2605.29707) are
+settings of one module. DSpark's Markov head (arXiv:2607.05147) is another, which engines load.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,8 +34,130 @@ KINDS = ("none", "vanilla", "gated", "recurrent")
 TABLE_BYTES = 2**28  # limit for a table of all hot token pairs; 8000 tokens in 16 bits take 128 MB
 
 
-class TokenInfoBias(nn.Module):
-    """Low-rank bias(t) = W2 u on the logits after token t; W2 is initialised to 0.
+class TokenBias(nn.Module, ABC):
+    """Low-rank bias(t) = W2 u on the logits after token t; subclasses say what u is.
+
+    Args:
+        emb: E, rows of tokens.
+        out: W2, (rows, r); initialised to 0.
+
+    Attributes:
+        hot: ids of the target that W2 has rows for, ascending; None: the whole draft vocabulary.
+        reduced: whether the logits are of a reduced draft vocabulary.
+    """
+
+    hot: Tensor | None
+    reduced: bool
+
+    def __init__(self, emb: nn.Embedding, out: Linear) -> None:
+        super().__init__()
+        self.emb, self.out = emb, out
+        nn.init.zeros_(out.weight)
+        self._table: tuple[Any, Tensor] | None = None
+
+    def side(self, reduced: bool) -> Side:
+        """The map from u to logits, of the target's vocabulary or of the reduced one."""
+        del reduced
+        return Side(self.out.weight)
+
+    @abstractmethod
+    def low_rank_input(
+        self, token: Tensor, state: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(..., r) input u of W2, and the state of a memory after these tokens.
+
+        Args:
+            token: (...) previous tokens, ids of the target.
+            state: (..., D) hidden states whose logits get the bias.
+            memory: (..., r) before these tokens; None at the root, and where there is none.
+        """
+
+    # -- decoding --------------------------------------------------------------------------------
+
+    def add(
+        self, logits: Tensor, token: Tensor, state: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, 1, V) logits and (B, 1, D) states below (B, W) tokens -> (B, W, V) logits, (B, W, r) memory.
+
+        If it is small enough, a precomputed table of all pairs of tokens replaces two products.
+        """
+        state = state.expand(-1, token.shape[1], -1)
+        table = self._pairs()
+        if table is None:
+            low, memory = self.low_rank_input(token, state, memory)
+            return self.side(self.reduced).add(logits, low), memory
+        return self.side(self.reduced).scatter(logits, self._look_up(table, token, state)), None
+
+    @abstractmethod
+    def _inputs(self) -> Tensor | None:
+        """(N, r) u of every row of E; None if more than the token decides."""
+
+    @abstractmethod
+    def _look_up(self, table: Tensor, token: Tensor, state: Tensor) -> Tensor:
+        """(..., V_s) biases after (...) tokens, from the (N + 1, V_s) table."""
+
+    def _pairs(self) -> Tensor | None:
+        """(N + 1, V_s) biases after every row of E, and a row of 0; None while weights train. Cached."""
+        weight = self.out.weight
+        large = len(self.emb.weight) * len(weight) * weight.itemsize > TABLE_BYTES
+        if large or weight.requires_grad or self._inputs() is None:
+            return None
+        version = [(w.device, w.dtype, *weight_state(w)) for w in self.parameters()]
+        if self._table is None or self._table[0] != version:
+            with torch.inference_mode(False), torch.no_grad():  # also used outside inference mode later
+                inputs = self._inputs()
+                assert inputs is not None
+                rows = F.linear(inputs, weight)
+                self._table = version, torch.cat([rows, rows.new_zeros(1, len(weight))])
+        return self._table[1]
+
+
+class MarkovBias(TokenBias):
+    """u = E[t], without a norm, and with rows for all tokens: DSpark's Markov head (arXiv:2607.05147).
+
+    Args:
+        vocab_size: V, rows of E.
+        rank: r.
+        draft_vocab_size: V' of a reduced draft vocabulary, rows of W2; None: V.
+
+    Raises:
+        UserError: a rank below 1.
+    """
+
+    hot = None
+
+    def __init__(self, vocab_size: int, rank: int, draft_vocab_size: int | None = None) -> None:
+        if rank < 1:
+            raise UserError(f"drafter.markov_rank={rank}: must be at least 1; drafter=dflash has no bias")
+        size = draft_vocab_size or vocab_size
+        super().__init__(nn.Embedding(vocab_size, rank), Linear(rank, size, bias=False))
+        self.reduced = draft_vocab_size is not None
+
+    def resize(self, size: int) -> None:
+        """Give the draft vocabulary another size, before anything was learned."""
+        weight = self.out.weight
+        self.out = Linear(weight.shape[1], size, bias=False).to(weight)
+        nn.init.zeros_(self.out.weight)
+
+    @override
+    def low_rank_input(
+        self, token: Tensor, state: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        del state, memory
+        return self.emb(token), None
+
+    @override
+    def _inputs(self) -> Tensor:
+        return self.emb.weight
+
+    @override
+    def _look_up(self, table: Tensor, token: Tensor, state: Tensor) -> Tensor:
+        del state
+        return table[token]
+
+
+class TokenInfoBias(TokenBias):
+    """A bias of hot tokens on hot tokens.
 
     vanilla: u = norm(E[t]). gated: u = norm(E[t]) sigmoid(w . [s; E[t]]) with the hidden state s.
     recurrent: u = SiLU(W1 [s; g]) with the state g of a GRU over the drafted tokens. Only hot tokens have
@@ -67,13 +190,13 @@ class TokenInfoBias(nn.Module):
         eps: float = 1e-6,
         draft_vocab_size: int | None = None,
     ) -> None:
-        super().__init__()
         if kind not in KINDS[1:]:
             raise UserError(f"drafter.token_info={kind}: choose one of {', '.join(KINDS)}")
         if rank < 1 or hot_tokens < 1:
             raise UserError(f"drafter: info_rank={rank}, hot_tokens={hot_tokens}; both must be at least 1")
-        self.kind, self.rank = kind, rank
         size = min(hot_tokens, draft_vocab_size or vocab_size)
+        super().__init__(nn.Embedding(size, rank), Linear(rank, size, bias=False))
+        self.kind, self.rank = kind, rank
         reduced = size < vocab_size
         self.reduced = draft_vocab_size is not None  # the vocabulary that is drafted from
         # Before `fit` the hot tokens are the first ids.
@@ -82,14 +205,10 @@ class TokenInfoBias(nn.Module):
         self.register_buffer("place", torch.where(place < size, place, -1) if reduced else None)
         fewer = draft_vocab_size is not None and size < draft_vocab_size
         self.register_buffer("rows", torch.arange(size) if fewer else None)
-        self.emb = nn.Embedding(size, rank)
-        self.out = Linear(rank, size, bias=False)
-        nn.init.zeros_(self.out.weight)
         self.norm = RMSNorm(rank, eps=eps) if kind != "recurrent" else None
         self.gate = Linear(hidden_size + rank, 1) if kind == "gated" else None
         self.cell = nn.GRUCell(rank, rank) if kind == "recurrent" else None
         self.mix = Linear(hidden_size + rank, rank) if kind == "recurrent" else None
-        self._table: tuple[Any, Tensor] | None = None
 
     @torch.no_grad()
     def choose(self, counts: TokenCounts, d2t: Tensor | None) -> str:
@@ -103,20 +222,14 @@ class TokenInfoBias(nn.Module):
             self.rows.copy_(torch.searchsorted(d2t, self.hot))
         return f"{len(self.hot)} hot {counts.share(self.hot.cpu())}"
 
+    @override
     def side(self, reduced: bool) -> Side:
-        """The map from u to logits, of the target's vocabulary or of the reduced one."""
         return Side(self.out.weight, self.rows if reduced else self.hot)
 
+    @override
     def low_rank_input(
         self, token: Tensor, state: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(..., r) input u of W2, and the GRU state after these tokens.
-
-        Args:
-            token: (...) previous tokens, ids of the target.
-            state: (..., D) hidden states whose logits get the bias.
-            memory: (..., r) GRU state before these tokens; None at the root and for other kinds.
-        """
         embedded, in_table = self._embed(token)
         if self.cell is not None and self.mix is not None:
             before = embedded.new_zeros(embedded.shape) if memory is None else memory
@@ -139,45 +252,20 @@ class TokenInfoBias(nn.Module):
             return 1.0
         return self.gate(torch.cat([state, embedded], -1)).sigmoid()
 
-    # -- decoding --------------------------------------------------------------------------------
+    @override
+    def _inputs(self) -> Tensor | None:
+        return None if self.norm is None else self.norm(self.emb.weight)
 
-    def add(
-        self, logits: Tensor, token: Tensor, state: Tensor, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, 1, V) logits and (B, 1, D) states below (B, W) tokens -> (B, W, V) logits, (B, W, r) GRU state.
-
-        If it is small enough, a precomputed table of all hot pairs replaces two products.
-        """
-        state = state.expand(-1, token.shape[1], -1)
-        table = self._pairs()
-        if table is None:
-            low, memory = self.low_rank_input(token, state, memory)
-            return self.side(self.reduced).add(logits, low), memory
-        index = token if self.place is None else self.place[token]
-        bias = table[index]  # index -1 is the last row, which is 0
-        if self.gate is not None:
-            bias = bias * self._gate(self._embed(token)[0], state)
-        return self.side(self.reduced).scatter(logits, bias), None
-
-    def _pairs(self) -> Tensor | None:
-        """(V_s + 1, V_s) biases of all hot pairs and a row of 0; None while weights train. Cached."""
-        weight = self.out.weight
-        large = weight.shape[0] ** 2 * weight.itemsize > TABLE_BYTES
-        if self.norm is None or large or weight.requires_grad:
-            return None
-        weights = (weight, self.emb.weight, self.norm.weight)
-        version = [(w.device, w.dtype, *weight_state(w)) for w in weights]
-        if self._table is None or self._table[0] != version:
-            with torch.inference_mode(False), torch.no_grad():  # also used outside inference mode later
-                rows = F.linear(self.norm(self.emb.weight), weight)
-                self._table = version, torch.cat([rows, rows.new_zeros(1, len(rows))])
-        return self._table[1]
+    @override
+    def _look_up(self, table: Tensor, token: Tensor, state: Tensor) -> Tensor:
+        bias = table[token if self.place is None else self.place[token]]  # -1 is the last row, which is 0
+        return bias if self.gate is None else bias * self._gate(self._embed(token)[0], state)
 
 
 class TokenBiasDrafter(Drafter):
     """A drafter that computes the states of all depths before any token, optionally with a token bias."""
 
-    info: TokenInfoBias | None
+    info: TokenBias | None
 
     def add_token_bias(
         self, kind: str, hidden_size: int, vocab_size: int, rank: int, hot_tokens: int
@@ -205,7 +293,7 @@ class TokenBiasDrafter(Drafter):
     @override
     def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
         lines = [] if self.d2t is None else [super().choose_tokens(counts, target)]
-        if self.info is not None and self.info.hot is not None:
+        if isinstance(self.info, TokenInfoBias) and self.info.hot is not None:
             lines.append(self.info.choose(counts, self.d2t))
         return "; ".join(lines)
 
@@ -230,7 +318,7 @@ class TeacherForcedBias:
         tokens: (B, T).
     """
 
-    def __init__(self, info: TokenInfoBias | None, tokens: Tensor) -> None:
+    def __init__(self, info: TokenBias | None, tokens: Tensor) -> None:
         self._info, self._tokens = info, tokens.flatten()
         self._memory: Tensor | None = None
         self._anchors: Tensor | None = None
@@ -267,7 +355,7 @@ class ParallelLogits:
         raw: Sequence[Tensor],
         states: Tensor,
         head: Head | None = None,
-        info: TokenInfoBias | None = None,
+        info: TokenBias | None = None,
         root: Tensor | None = None,
         vocabulary: Vocabulary | None = None,
     ) -> None:
@@ -276,13 +364,19 @@ class ParallelLogits:
         self.vocabulary = vocabulary
         self._memory: Tensor | None = None
         self._depth = 0
+        self._last: tuple[Tensor, Tensor | None]  # tokens above the last level, memory before them
         root = torch.zeros_like(states[:, :1, 0], dtype=torch.long) if root is None else root[:, None]
         self.first = self.step(root, torch.zeros_like(root))[:, 0]  # (B, V)
 
     @property
     def newest(self) -> Tensor:
-        """(B, 1, D) state of the last level."""
-        return self._states[:, self._depth - 1, None]
+        """What a head with the bias reads at the last level: (B, W, D + r); (B, 1, D) without a bias."""
+        state = self._states[:, self._depth - 1, None]
+        if self._info is None:
+            return state
+        token, memory = self._last
+        state = state.expand(-1, token.shape[1], -1)
+        return torch.cat([state, self._info.low_rank_input(token, state, memory)[0]], -1)
 
     def step(self, token: Tensor, parent: Tensor) -> Tensor:
         """Logits below the tokens of a level; see `expand`."""
@@ -293,5 +387,6 @@ class ParallelLogits:
         memory = self._memory
         if memory is not None:
             memory = memory.gather(1, parent[..., None].expand(-1, -1, memory.shape[-1]))
+        self._last = token, memory
         logits, self._memory = self._info.add(logits, token, self._states[:, k, None], memory)
         return self._shape(logits)

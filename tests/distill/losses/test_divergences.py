@@ -7,7 +7,7 @@ import torch
 
 from decode.errors import UserError
 from distill.losses.chunked_logits import Student, TargetProbs, Teacher, argmax
-from distill.losses.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, kl, lk, tv
+from distill.losses.divergences import JSD, NLLTV, LKHybrid, ReverseKL, TopK, ce, kl, lk, tv
 
 
 def probs(p_logits, q_logits, d2t=None, text_ids=None):
@@ -99,6 +99,8 @@ def test_argmax_by_blocks_is_the_first_of_the_largest(vocab):
         (lambda: TopK(0), r"objective\.k=0"),
         (lambda: ReverseKL(0.0), r"objective\.floor=0\.0"),
         (lambda: LKHybrid(-1.0), r"objective\.decay=-1\.0"),
+        (lambda: NLLTV(-0.1, 1.0), r"objective: nll=-0\.1, tv=1\.0"),
+        (lambda: NLLTV(0.0, 0.0), r"objective: nll=0\.0, tv=0\.0; give none below 0, and one above"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make, message):

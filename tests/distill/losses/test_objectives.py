@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.model.head import Head
 from distill.losses import reference
-from distill.losses.divergences import JSD, LKHybrid, ReverseKL, TopK, ce, hit, kl, lk, nll, tv
+from distill.losses.divergences import JSD, NLLTV, LKHybrid, ReverseKL, TopK, ce, hit, kl, lk, nll, tv
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak, constant, decay
 from drafters.base import DraftStep
@@ -30,6 +30,7 @@ PAIRS = {
     "reverse_kl": (ReverseKL(FLOOR), partial(reference.reverse_kl, floor=FLOOR)),
     "jsd": (JSD(BETA), partial(reference.jsd, beta=BETA)),
     "tv": (tv, reference.tv),
+    "nll_tv": (NLLTV(0.1, 1.8), partial(reference.nll_tv, of_nll=0.1, of_tv=1.8)),
     "lk": (lk, reference.lk),
     "lk_hybrid": (LKHybrid(FADE), partial(reference.lk_hybrid, decay=FADE)),
 }
