@@ -1,7 +1,7 @@
-"""What vLLM and speculators make of a folder in speculators' layout, or of a DFlash: their rules, restated.
+"""What vLLM and speculators make of speculators' layout, or of a DFlash or DSpark: their rules, restated.
 
 From vLLM's `transformers_utils/configs/speculators/{base,algos}.py`, `models/llama_eagle3.py` and
-`models/qwen3_dflash.py`, and speculators' `models/{eagle3,peagle,dflash}/core.py`, with plain tensors
+`models/qwen3_{dflash,dspark}.py`, and speculators' `models/{eagle3,peagle,dflash}/core.py`, with plain tensors
 and nothing of ours: what is compared with it was computed by other code.
 """
 
@@ -18,7 +18,15 @@ ARCHITECTURES = {
     "eagle3": "Eagle3LlamaForCausalLM",
     "peagle": "PeagleLlamaForCausalLM",
     "dflash": "DFlashDraftModel",
+    "dspark": "Qwen3DSparkModel",
 }
+DSPARK = (
+    "draft_vocab_size",
+    "markov_rank",
+    "block_size",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
 EAGLE3 = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "eagle_aux_hidden_state_layer_ids")
 
 
@@ -55,6 +63,13 @@ def vllm_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
             "causal": not config.get("sliding_window_non_causal", True),
         }
         return passed, tokens
+    if kind == "dspark":
+        ids = config["aux_hidden_state_layer_ids"]
+        passed |= {name: config[name] for name in DSPARK} | {"eagle_aux_hidden_state_layer_ids": ids}
+        passed["dflash_config"] = _places(
+            config, [i - 1 for i in ids], config.get("sample_from_anchor", False)
+        )
+        return passed, tokens
     if passed["model_type"] != "llama":
         raise BrokenError(f"model_type {passed['model_type']}")
     passed |= {name: config[name] for name in EAGLE3}
@@ -65,10 +80,22 @@ def vllm_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     return passed, tokens
 
 
-def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a DFlash folder as its authors write it, whose layer ids are of outputs."""
-    ids = [i + 1 for i in config["dflash_config"]["target_layer_ids"]]
-    return {**config, "eagle_aux_hidden_state_layer_ids": ids, "draft_vocab_size": config["vocab_size"]}
+def _places(config: Mapping[str, Any], ids: list[int], anchor: bool) -> dict[str, Any]:
+    """What a DSpark has in place of a `dflash_config`; `anchor`: whether the root predicts."""
+    return {"mask_token_id": config["mask_token_id"], "target_layer_ids": ids, "anchor": anchor}
+
+
+def flat_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Of a DFlash or DSpark as their authors write it, whose layer ids are of outputs, and its tokens."""
+    size, passed = config["block_size"], dict(config)
+    if config["architectures"] == [ARCHITECTURES["dspark"]]:
+        anchor = config.get("sample_from_anchor", True)
+        passed["dflash_config"] = _places(config, config["target_layer_ids"], anchor)
+        tokens = size if anchor else size - 1
+    else:
+        passed["draft_vocab_size"], tokens = config["vocab_size"], size - 1
+    ids = [i + 1 for i in passed["dflash_config"]["target_layer_ids"]]
+    return passed | {"eagle_aux_hidden_state_layer_ids": ids}, tokens
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -93,6 +120,22 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         found["draft_id_to_target_id"] = (config["draft_vocab_size"],)
     if "pard_token" in config:
         found["mask_hidden"] = (1, 1, taps * size)
+    if "markov_rank" in config:
+        found |= _dspark_shapes(config)
+    return found
+
+
+def _dspark_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    size, rank, drafted = config["hidden_size"], config["markov_rank"], config["draft_vocab_size"]
+    found: dict[str, tuple[int, ...]] = {
+        "model.markov_head.markov_w1.weight": (config["vocab_size"], rank),
+        "model.markov_head.markov_w2.weight": (drafted, rank),
+    }
+    if drafted < config["vocab_size"]:  # otherwise the target's is shared
+        found["lm_head.weight"] = (drafted, size)
+    if config["enable_confidence_head"]:
+        wide = size + rank * config["confidence_head_with_markov"]
+        found |= {"model.confidence_head.proj.weight": (1, wide), "model.confidence_head.proj.bias": (1,)}
     return found
 
 
@@ -121,7 +164,7 @@ def _layer_shapes(config: Mapping[str, Any], stem: str, wide: int) -> dict[str, 
 def load(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Served:
     """By vLLM's rules; and nothing may be missing, which it does not look for."""
     kind = config.get("speculators_model_type")
-    passed, tokens = vllm_config(config) if kind else (flat_config(config), config["block_size"] - 1)
+    passed, tokens = vllm_config(config) if kind else flat_config(config)
     weights = {}
     for name, value in tensors.items():
         if "t2d" in name:
@@ -233,11 +276,11 @@ class _Model:
         read = self.norm(x, "norm")
         return read, read if self.config.get("norm_output") else x
 
-    def logits(self, read: Tensor, head: Tensor) -> Tensor:
-        """(n, V); what it does not draft is -inf."""
-        if "lm_head.weight" not in self.weights:
-            return F.linear(read, head)
-        found = F.linear(read, self.weights["lm_head.weight"])
+    def logits(self, read: Tensor, head: Tensor, before: Tensor | None = None) -> Tensor:
+        """(n, V), after (n,) previous tokens, which a DSpark reads; what it does not draft is -inf."""
+        found = F.linear(read, self.weights.get("lm_head.weight", head))
+        if (embedding := self.weights.get("model.markov_head.markov_w1.weight")) is not None:
+            found = found + F.linear(embedding[before], self.weights["model.markov_head.markov_w2.weight"])
         if "draft_id_to_target_id" not in self.weights:
             return found
         ids = torch.arange(found.shape[-1]) + self.weights["draft_id_to_target_id"]
@@ -261,7 +304,8 @@ def draft(served: Served, model: Any, states: Sequence[Tensor], text: Tensor, an
     table = served.weights.get("model.embed_tokens.weight", model.get_input_embeddings().weight)
     head = model.get_output_embeddings().weight
     if "dflash_config" in config:
-        return here.logits(_block(here, table, taps, text[anchor + 1], served.tokens), head)
+        read = _block(here, table, taps, text[anchor + 1], served.tokens)
+        return here.logits(read, head, text[anchor + 1 : anchor + 1 + len(read)])
     feature, tokens = here.fuse(taps), text[1 : anchor + 2]
     if "pard_token" in config:
         masks = served.tokens - 1
@@ -277,9 +321,10 @@ def draft(served: Served, model: Any, states: Sequence[Tensor], text: Tensor, an
     return here.logits(torch.cat(rows), head)
 
 
-def _block(here: _Model, table: Tensor, taps: Tensor, root: Tensor, masks: int) -> Tensor:
-    """(K, D) states of DFlash's masks."""
+def _block(here: _Model, table: Tensor, taps: Tensor, root: Tensor, tokens: int) -> Tensor:
+    """(K, D) states of DFlash's masks, or of a root that predicts and the masks."""
     more = here.config["dflash_config"]
+    masks = tokens - more.get("anchor", False)
     context = here.norm(here.fuse(taps), "hidden_norm")
     x = torch.cat([table[root][None], table[more["mask_token_id"]].expand(masks, -1)])
     width, places = len(x), torch.arange(len(context) + len(x))
@@ -288,4 +333,12 @@ def _block(here: _Model, table: Tensor, taps: Tensor, root: Tensor, masks: int) 
         seen = seen.tril(len(context))
     for i in range(here.config["num_hidden_layers"]):
         x = here.layer(i, x, here.norm(x, f"layers.{i}.input_layernorm"), places, seen, context)
-    return here.norm(x, "norm")[1:]
+    return here.norm(x, "norm")[width - tokens :]
+
+
+@torch.no_grad()
+def confidence(served: Served, states: Tensor, before: Tensor) -> Tensor:
+    """(n,) chances of a DSpark, of (n, D) states after (n,) previous tokens."""
+    features = torch.cat([states, served.weights["model.markov_head.markov_w1.weight"][before]], -1)
+    weight, bias = (served.weights[f"model.confidence_head.proj.{part}"] for part in ("weight", "bias"))
+    return F.linear(features[:, : weight.shape[1]], weight, bias)[:, 0].sigmoid()

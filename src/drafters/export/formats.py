@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export import dflash as block
-from drafters.export import eagle, eagle3, llama_cpp
+from drafters.export import dspark, eagle, eagle3, llama_cpp
 from drafters.export import hf_model as whole
 from drafters.export import medusa_mlp as heads
 from drafters.export import speculators_read as speculators_reader
@@ -33,6 +33,7 @@ LEFT_OUT = (
 FORMATS: Mapping[str, Mapping[str, Format]] = {
     "vllm": {
         "dflash": block.VLLM,
+        "dspark": dspark.VLLM,
         "eagle": eagle.VLLM,
         "eagle3": eagle3.VLLM,
         "lm": whole.VLLM,
@@ -42,12 +43,14 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
     },
     "sglang": {
         "dflash": block.SGLANG,
+        "dspark": dspark.SGLANG,
         "eagle": eagle.SGLANG,
         "eagle3": eagle3.SGLANG,
         "lm": whole.SGLANG,
     },
     "speculators": {
         "dflash": speculators.DFLASH,
+        "dspark": speculators.DSPARK,
         "eagle3": speculators.EAGLE3,
         "p_eagle": speculators.P_EAGLE,
     },
@@ -72,6 +75,7 @@ READERS: Sequence[Reader] = (
     heads.MEDUSA_READER,
     heads.MLP_READER,
     speculators_reader.READER,
+    dspark.READER,
     block.READER,
     eagle3.READER,
     eagle.READER,
@@ -209,6 +213,8 @@ def _text(value: Any) -> str:
     """A value as the command line takes it."""
     if isinstance(value, list):
         return f"[{','.join(map(_text, value))}]"
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -233,7 +239,7 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
 
 def _has_vocabulary(drafter: str, to: str) -> bool:
     """Whether the program's format can name the tokens that a drafter may propose."""
-    return drafter in ("eagle3", "p_eagle") or FORMATS[to].get(drafter) is eagle.SGLANG
+    return drafter in ("eagle3", "p_eagle", "dspark") or FORMATS[to].get(drafter) is eagle.SGLANG
 
 
 def find_reader(config: Mapping[str, Any]) -> Reader | None:

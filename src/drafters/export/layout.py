@@ -26,7 +26,7 @@ class Saved(NamedTuple):
         drafter: short name, as in `registry.CLASSES`.
         settings: arguments of its constructor.
         weights: by the drafter's names.
-        confidence: whether it has a confidence head, which no engine reads.
+        confidence: whether it has a confidence head, which engines read of a DSpark alone.
     """
 
     drafter: str
@@ -87,7 +87,7 @@ class Layout(NamedTuple):
 
 
 def without_confidence(saved: Saved) -> dict[str, Tensor]:
-    """Weights without the confidence head, which no engine reads."""
+    """Weights without the confidence head."""
     return {name: value for name, value in saved.weights.items() if not name.startswith("confidence.")}
 
 

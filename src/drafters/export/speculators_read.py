@@ -64,6 +64,62 @@ def dflash(layout: Layout, target: Target) -> Saved:
     return dflash_block(layout, target, config["transformer_layer_config"], ids, config["mask_token_id"])
 
 
+def dspark(layout: Layout, target: Target) -> Saved:
+    """A `DSparkDraftModel`."""
+    config = layout.config
+    taps, layers = config["aux_hidden_state_layer_ids"], config["transformer_layer_config"]
+    anchor = config.get("sample_from_anchor", False)  # default as in vLLM and llama.cpp
+    return dspark_block(layout, target, layers, taps, config["mask_token_id"], anchor)
+
+
+def dspark_block(
+    layout: Layout, target: Target, layers: Mapping[str, Any], taps: list[int], token: int, anchor: bool
+) -> Saved:
+    """Convert DSpark's tensors; see `dflash_block`.
+
+    Args:
+        layout: files on disk.
+        target: of the drafter.
+        layers: config of its decoder layers.
+        taps: as layer ids.
+        token: id of the mask token.
+        anchor: whether the root predicts the first token.
+    """
+    config, tensors = layout.config, dict(layout.tensors)
+    if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
+        raise UserError(f"its markov_head_type is {kind!r}; read is 'vanilla', as in vLLM and llama.cpp")
+    if (rank := config["markov_rank"]) < 1:
+        raise UserError(f"its markov_rank is {rank}; a DSpark has a bias of the previous token")
+    rows = {"lm_head.weight": tensors.pop("markov_head.markov_w2.weight")}
+    read_vocab_maps(tensors, rows, target.vocab_size)
+    weights = {
+        "info.emb.weight": tensors.pop("markov_head.markov_w1.weight"),
+        "info.out.weight": rows.pop("lm_head.weight"),
+        **rows,
+    }
+    if (ids := weights.get("d2t")) is not None and "lm_head.weight" in tensors:
+        head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+        read_vocab_maps(tensors, head, target.vocab_size)
+        if not same_rows(head["lm_head.weight"], target.head.weight[ids]):
+            raise UserError("its lm_head.weight is its own; ours shares the target's")
+    parts = [tensors.pop(f"confidence_head.proj.{part}", None) for part in ("weight", "bias")]
+    confident = bool(config.get("enable_confidence_head")) and parts[0] is not None
+    if confident:
+        weight, bias = parts
+        # One that reads the hidden state alone is one whose weights of the token's row are 0.
+        weights["confidence.weight"] = F.pad(weight[0], (0, target.hidden_size + rank - weight.shape[1]))
+        weights["confidence.bias"] = weight.new_zeros(1) if bias is None else bias
+    plain = Layout({**config, "draft_vocab_size": None}, tensors)
+    _, settings, block = dflash_block(plain, target, layers, taps, token)[:3]
+    more = {
+        "depth": config["block_size"] - (not anchor),
+        "draft_vocab_size": None if ids is None else len(ids),
+        "markov_rank": rank,
+        "sample_from_anchor": anchor,
+    }
+    return Saved("dspark", {**settings, **more}, block | weights, confident)
+
+
 def dflash_block(
     layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[int], token: int
 ) -> Saved:
@@ -94,7 +150,7 @@ def dflash_block(
     return Saved("dflash", settings | {"mask_id": token}, weights)
 
 
-KINDS: Mapping[str, Read] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dflash}
+KINDS: Mapping[str, Read] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dflash, "dspark": dspark}
 
 
 def _read(layout: Layout, target: Target) -> Saved:

@@ -44,6 +44,10 @@ SERVE = "vllm serve {drafter}"
 VLLM_TAPS = 3  # default number of taps of vLLM's EAGLE-3
 MASKS = ("mask_token", "mask_hidden")  # of P-EAGLE
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")
+MARKOV = {
+    "markov_head.markov_w1.weight": "info.emb.weight",
+    "markov_head.markov_w2.weight": "info.out.weight",
+}
 
 
 def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -124,6 +128,19 @@ def _dflash(saved: Saved, target: Target) -> Layout:
     return _layout("dflash", "DFlashDraftModel", config, block_tensors(saved), saved, target)
 
 
+def _dspark(saved: Saved, target: Target) -> Layout:
+    """DSpark: `DSparkDraftModel`, with the target's rows of a reduced draft vocabulary as its head."""
+    saved, ids = sort_taps(saved)
+    config = {
+        "aux_hidden_state_layer_ids": ids,
+        "mask_token_id": saved.settings["mask_id"],
+        "sliding_window_non_causal": True,
+        "transformer_layer_config": block_config(saved, target),
+    }
+    whole = config | dspark_config(saved, target)
+    return _layout("dspark", "DSparkDraftModel", whole, dspark_tensors(saved, target), saved, target)
+
+
 def block_config(saved: Saved, target: Target) -> dict[str, Any]:
     """Config of DFlash's decoder layers."""
     kinds = ["full_attention"] * saved.settings["layers"]
@@ -134,6 +151,36 @@ def block_tensors(saved: Saved) -> dict[str, Tensor]:
     """DFlash's tensors by the names that all programs use."""
     tensors = split_projections(without_confidence(saved), saved.settings)
     tensors["hidden_norm.weight"] = tensors.pop("context_norm.weight")
+    return tensors
+
+
+def dspark_config(saved: Saved, target: Target) -> dict[str, Any]:
+    """What DSpark's configs have beyond DFlash's, in all programs."""
+    settings = saved.settings
+    return {
+        "block_size": settings["depth"] + (not settings["sample_from_anchor"]),
+        "confidence_head_with_markov": saved.confidence,
+        "draft_vocab_size": settings["draft_vocab_size"] or target.vocab_size,
+        "enable_confidence_head": saved.confidence,
+        "markov_head_type": "vanilla",
+        "markov_rank": settings["markov_rank"],
+        "num_anchors": settings["anchors"],
+        "sample_from_anchor": settings["sample_from_anchor"],
+    }
+
+
+def dspark_tensors(saved: Saved, target: Target) -> dict[str, Tensor]:
+    """DSpark's tensors by the names that all programs use."""
+    tensors = block_tensors(saved)
+    for name, part in MARKOV.items():
+        tensors[name] = tensors.pop(part)
+    if saved.confidence:
+        tensors["confidence_head.proj.weight"] = saved.weights["confidence.weight"][None]
+        tensors["confidence_head.proj.bias"] = saved.weights["confidence.bias"]
+    ids = tensors.pop("d2t", None)
+    if maps := vocab_maps(ids, target.vocab_size):
+        head = target.head.weight.detach()[ids]
+        tensors |= maps | {"lm_head.weight": head.to(saved.weights["fc.weight"])}
     return tensors
 
 
@@ -249,3 +296,4 @@ def invert_fusion(feature: Tensor, fc: Tensor, norms: list[Tensor], eps: float) 
 EAGLE3 = Format(_eagle3, _check, trained_depth)
 P_EAGLE = Format(_p_eagle, _check_p_eagle, trained_depth)
 DFLASH = Format(_dflash, _check_dflash, trained_depth)
+DSPARK = Format(_dspark, _check_dflash, trained_depth)

@@ -37,6 +37,15 @@ CASES = {
     "p_eagle of gpt-oss": ("p_eagle", "speculators", PLAIN | {"norm_before_fc": True}),
     "dflash": ("dflash", "speculators", {"taps": [2, 4, 6]}),
     "dflash of its authors": ("dflash", "vllm", {"taps": [6, 2, 3]}),
+    "dspark": ("dspark", "speculators", {"taps": [2, 4, 6]}),
+    "dspark of masks": ("dspark", "speculators", {"taps": [1, 5], "sample_from_anchor": False}),
+    "dspark of fewer tokens": ("dspark", "speculators", {"taps": [2, 4], "draft_vocab_size": 9}),
+    "dspark of its authors": ("dspark", "vllm", {"taps": [6, 2, 3]}),
+    "dspark of its authors, of masks and fewer tokens": (
+        "dspark",
+        "vllm",
+        {"taps": [2, 4], "sample_from_anchor": False, "draft_vocab_size": 9},
+    ),
 }
 
 
@@ -101,15 +110,15 @@ def apart(drafter, target, layout, texts, roots=10) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.ci("p_eagle", "eagle3", "dflash", "eagle3 of speculators")
+@pytest.mark.ci("p_eagle", "eagle3", "dflash", "eagle3 of speculators", "dspark", "dspark of fewer tokens")
 def test_readers_rebuild_the_drafter_from_its_files_alone(made, target, case):
     """Every tensor there, none beside, each of its shape; and the same logits."""
     drafter, layout = made(case)
-    texts = 10 if case in ("eagle3", "p_eagle", "dflash") else 2  # times ten places of the root
+    texts = 10 if case in ("eagle3", "p_eagle", "dflash", "dspark") else 2  # times ten places of the root
     assert apart(drafter, target, layout, texts) < 1e-5
 
 
-@pytest.mark.parametrize("case", ["eagle3", "p_eagle", "dflash"])
+@pytest.mark.parametrize("case", ["eagle3", "p_eagle", "dflash", "dspark"])
 def test_the_configuration_says_what_the_target_is(made, target, case):
     config = made(case)[1].config
     assert "model_type" not in config
@@ -183,6 +192,14 @@ BREAKS = {
     "no mask": ("p_eagle", drop("mask_hidden"), "missing: mask_hidden"),
     "the target's embedding of the mask": ("p_eagle", drop("embed_tokens.weight"), "missing: .*embed"),
     "a causal block": ("dflash", causal, ""),
+    "layer ids of inputs in a DSpark": ("dspark of its authors", shift("target_layer_ids"), ""),
+    "a root that does not predict": (
+        "dspark",
+        lambda config, tensors: config.update(sample_from_anchor=False),
+        "",
+    ),
+    "no bias of the previous token": ("dspark", drop("markov_head.markov_w2.weight"), "missing: .*markov_w2"),
+    "no head of fewer tokens": ("dspark of fewer tokens", drop("lm_head.weight"), "missing: lm_head"),
     "a model type": ("eagle3", lambda config, tensors: config.update(model_type="llama"), "model_type"),
 }
 
@@ -228,7 +245,7 @@ def test_what_was_exported_is_read_back_and_has_the_same_tau(made, target, tmp_p
     assert before[1].counts.tau > 1.0
 
 
-@pytest.mark.parametrize("case", ["eagle3", "p_eagle", "dflash"])
+@pytest.mark.parametrize("case", ["eagle3", "p_eagle", "dflash", "dspark", "dspark of fewer tokens"])
 def test_training_goes_on_from_what_was_exported(made, target, make_drafter, tmp_path, case):
     drafter, layout = made(case)
     layout.write(tmp_path)
