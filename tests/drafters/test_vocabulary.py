@@ -229,7 +229,7 @@ def auto(make_drafter, target, name, **options):
     return drafter
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "lyanna"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "lyanna", "dspark"])
 def test_the_size_is_known_after_fit_and_a_checkpoint_has_it(tiny_target, make_drafter, name, tmp_path):
     target, hot = tiny_target(vocab=LARGE_V), 3000
     more = {"hot_tokens": hot} if name == "lyanna" else {}

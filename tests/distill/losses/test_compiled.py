@@ -9,7 +9,7 @@ from dense import steps
 
 from decode.model.head import Head
 from distill.losses import reference
-from distill.losses.divergences import JSD, LKHybrid, ReverseKL, TopK, kl, lk, nll
+from distill.losses.divergences import JSD, NLLTV, LKHybrid, ReverseKL, TopK, kl, lk, nll
 from distill.losses.objective import Objective
 from distill.losses.row_scores import Kernels
 from distill.losses.weights import DPace, Streak, constant
@@ -33,6 +33,7 @@ CASES = [  # divergence, the same in the reference, draft vocabulary, weights, s
     (JSD(0.3), lambda r: reference.jsd(r, 0.3), "full", "constant", None),
     (ReverseKL(1e-10), lambda r: reference.reverse_kl(r, 1e-10), "full", "constant", None),
     (nll, reference.nll, "reduced", "constant", None),
+    (NLLTV(0.1, 1.8), lambda r: reference.nll_tv(r, 0.1, 1.8), "reduced", "constant", None),
 ]
 
 

@@ -53,6 +53,8 @@ REFUSED = {
     "dflash": ("dflash", {"taps": [0, LAST]}, 8, plain),
     "dflash of one layer": ("dflash", {"taps": [0, LAST]}, 1, plain),
     "dflash of a head with a bias": ("dflash", {"taps": [2, 4]}, 8, biased),
+    "dspark": ("dspark", {"taps": [0, LAST], "sample_from_anchor": False, "draft_vocab_size": 5}, 8, plain),
+    "dspark of Gemma": ("dspark", {"taps": [1, 2]}, 8, scaled),
     "diffusion": ("diffusion", {}, 8, plain),
     "diffusion of Gemma": ("diffusion", {}, 8, scaled),
     "eagle": ("eagle", {"bias": True}, 2, plain),
