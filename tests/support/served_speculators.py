@@ -1,8 +1,8 @@
 """What vLLM and speculators make of speculators' layout, or of a DFlash or DSpark: their rules, restated.
 
 From vLLM's `transformers_utils/configs/speculators/{base,algos}.py`, `models/llama_eagle3.py` and
-`models/qwen3_{dflash,dspark}.py`, and speculators' `models/{eagle3,peagle,dflash}/core.py`, with plain tensors
-and nothing of ours: what is compared with it was computed by other code.
+`models/qwen3_{dflash,dspark}.py`, and speculators' `models/{eagle3,peagle,dflash}/core.py`, with plain
+tensors and nothing of ours: what is compared with it was computed by other code.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ import sys
 if __name__ == "__main__":
     del sys.path[0]  # this folder: its file names must not shadow modules
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +24,7 @@ ABSENT = 3  # exit code: the package is not in this environment
 
 try:  # before torch, which is slow to import
     import speculators.models.dflash.core as dflash_core  # pyright: ignore[reportMissingImports]
+    import speculators.models.dspark.core as dspark_core  # pyright: ignore[reportMissingImports]
     import speculators.models.peagle.core as peagle_core  # pyright: ignore[reportMissingImports]
     import torch
     from safetensors.torch import load_file, save_file
@@ -102,8 +105,35 @@ def p_eagle(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
     return result
 
 
+def biased_logits(model: Any, **inputs: Any) -> list[Tensor]:
+    """Logits of a DSpark with the bias of the previous token, as its loss is given them."""
+    outputs: list[Tensor] = []
+
+    def keep(logits: Tensor, *args: Any, **more: Any) -> None:
+        del args, more
+        outputs.append(logits[0])
+        raise StopForward
+
+    dspark_core.compute_metrics = keep
+    with contextlib.suppress(StopForward):
+        model(document_ids=torch.zeros_like(inputs["input_ids"]), **inputs)
+    return outputs
+
+
 def dflash(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
     """A block at every root; the last blocks reach past the end of the text, so it is padded."""
+    return _blocks(model, tokens, taps, depth, partial(logits_of, calls=1))
+
+
+def dspark(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
+    """The same, teacher-forced."""
+    return _blocks(model, tokens, taps, depth, biased_logits)
+
+
+def _blocks(
+    model: Any, tokens: Tensor, taps: Tensor, depth: int, run: Callable[..., list[Tensor]]
+) -> Tensor:
+    """Logits of the last `depth` places of each block."""
     size, roots = len(tokens), torch.arange(1, len(tokens))
     dflash_core.select_anchors = lambda *_: (roots, torch.ones_like(roots, dtype=torch.bool))
     tokens, taps = (torch.cat([x, x.new_zeros(depth, *x.shape[1:])])[None] for x in (tokens, taps))
@@ -114,13 +144,13 @@ def dflash(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
         "loss_mask": mask,
         "verifier_last_hidden_states": last,
     }
-    (logits,) = logits_of(model, 1, max_anchors=len(roots), **inputs)
+    (logits,) = run(model, max_anchors=len(roots), **inputs)
     result = logits.new_full((depth, size, logits.shape[-1]), torch.nan)
-    result[:, roots - 1] = logits.unflatten(0, (len(roots), depth + 1))[:, 1:].transpose(0, 1)
+    result[:, roots - 1] = logits.unflatten(0, (len(roots), -1))[:, -depth:].transpose(0, 1)
     return result
 
 
-RUNS: dict[str, Rows] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dflash}
+RUNS: dict[str, Rows] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dflash, "dspark": dspark}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -19,6 +19,9 @@ CASES = {
     "p_eagle": {"layers": 2},
     "p_eagle of gpt-oss": {"norm_before_fc": True, "fc_norm": False},
     "dflash": {},
+    "dspark": {},
+    "dspark of masks": {"sample_from_anchor": False},
+    "dspark of fewer tokens": {"draft_vocab_size": 1000},
 }
 
 

@@ -1,0 +1,92 @@
+"""vLLM drafts with an exported DSpark what our decoder drafts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode.generation.generate import generate
+from decode.model.load import load_target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from drafters.checkpoint import io as hub
+from drafters.export import formats as table
+
+RUN = Path(__file__).parents[1] / "support" / "vllm_interpreted.py"
+V, D, K, TOKENS = 64, 64, 4, 16
+PROMPTS = [[1, 2, 3, 5, 8, 13], [40, 30, 20]]
+
+
+@pytest.fixture
+def target(tmp_path):
+    """A Llama whose next token follows from the last one alone; what its layers pass on is random."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": D, "intermediate_size": D, "num_hidden_layers": 6, "vocab_size": V}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends, max_position_embeddings=256))
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else 0.02 if "layers" in name else 0.3)
+    model.save_pretrained(tmp_path / "target")
+    return load_target(str(tmp_path / "target"), "float32")
+
+
+@pytest.fixture
+def drafter(target, make_drafter):
+    """Its bias names the target's next token, its block's random states say something else as loudly."""
+    made = make_drafter("dspark", target, depth=K, taps=[2, 4], markov_rank=V, seed=1)
+    made.info.emb.weight.data = torch.eye(V)
+    follows = target.head(target.read(torch.arange(V)[:, None]).last)[:, 0].argmax(-1)
+    made.info.out.weight.data = 6.0 * torch.nn.functional.one_hot(follows, V).T.float()
+    return made.requires_grad_(False)
+
+
+def counted(target, drafter) -> tuple[list[list[int]], int, list[int]]:
+    """Answers, rounds and tokens accepted at each position, by our decoder."""
+    plan, accepted, rounds, answers = Plan(depth=K), [0] * K, 0, []
+    for prompt in PROMPTS:
+        sampler = Sampler(0.0)
+        (output,) = generate(
+            target, drafter, [prompt], max_new_tokens=TOKENS, sampler=sampler, plan=plan
+        ).outputs
+        answers.append(output.tokens)
+        rounds += len(output.emitted)
+        for emitted in output.emitted:
+            for position in range(emitted - 1):
+                accepted[position] += 1
+    return answers, rounds, accepted
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+@pytest.mark.parametrize("anchor", [True, False], ids=["root predicts", "masks predict"])
+def test_vllm_accepts_of_an_export_what_we_accept(vllm_python, target, drafter, tmp_path, to, anchor):
+    drafter.root_predicts = drafter.settings["sample_from_anchor"] = anchor
+    layout = table.write_layout(hub.as_saved(drafter), target, to)
+    (tmp_path / "draft").mkdir()
+    layout.write(tmp_path / "draft")
+    speculative = {"method": "dspark", "model": str(tmp_path / "draft"), "num_speculative_tokens": K}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [
+            *(vllm_python, RUN, tmp_path / "target"),
+            *(json.dumps(speculative), json.dumps(PROMPTS), str(TOKENS)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    theirs = json.loads(done.stdout.strip().splitlines()[-1])
+    answers, rounds, accepted = counted(target, drafter)
+    assert theirs["answers"] == answers
+    assert 0 < accepted[-1] < accepted[0] < rounds
+    print(theirs, rounds, accepted)
