@@ -222,6 +222,7 @@ def attention_mask(
     width: int,
     positions: Tensor | None = None,
     window: int | None = None,
+    sinks: int = 0,
 ) -> Tensor:
     """(B, n, width) bool: the stored slots that each new slot attends to; (1, n, width) if rows are alike.
 
@@ -231,6 +232,7 @@ def attention_mask(
         width: number of slots in the mask.
         positions: (B, m) positions of the unsettled slots; needed for a window.
         window: sliding window: a key is visible if it is fewer than this many positions back.
+        sinks: number of first positions that a window does not hide.
     """
     rows, (new, unsettled), device = len(lengths), block.shape[1:], block.device
     equal_lengths = len(set(lengths)) == 1
@@ -249,7 +251,8 @@ def attention_mask(
         assert positions is not None
         # A settled slot is its own position; unsettled nodes of a tree share positions.
         key_position = slot.repeat(rows, 1).scatter(1, index, positions)  # (B, width)
-        mask = mask & (positions[:, -new:, None] - key_position[:, None] < window)
+        near = positions[:, -new:, None] - key_position[:, None] < window
+        mask = mask & (near | (key_position < sinks)[:, None] if sinks else near)
     return mask
 
 

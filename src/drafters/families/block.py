@@ -15,7 +15,6 @@ from typing_extensions import override
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.attention import fast_dtype
-from decode.model.cache import RowStore
 from decode.model.head import Head
 from decode.model.packed_linear import Linear
 from decode.model.target import Tap, Target
@@ -27,7 +26,8 @@ from drafters.base import Batch, DraftStep, sample_anchors, supervised_anchors
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.layers.decode_step import run_after
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
-from drafters.layers.unroll_attention import Visibility, attend_unrolled, query_blocks
+from drafters.layers.text_store import TextStore
+from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
 from drafters.vocabulary import Vocabulary
 
 MAX_COUNT = 1024  # layers, masks or passes: far beyond what any has, and an end to what a file may ask for
@@ -37,7 +37,7 @@ MAX_COUNT = 1024  # layers, masks or passes: far beyond what any has, and an end
 class BlockState:
     """Keys and values of the settled features, the newest of these, and the root."""
 
-    store: RowStore
+    store: TextStore
     newest: Tensor | None = None  # (B, D)
     root: Tensor | None = None  # (B,)
 
@@ -46,9 +46,9 @@ class BlockDrafter(TokenBiasDrafter):
     """A block is the root followed by masks. Mask k predicts the k-th token after the root; where
     `root_predicts`, the root predicts the first one and mask k the one after it.
 
-    Attention within a block is bidirectional. In every layer a block also attends to the target's fused
-    features up to the one before the root, as keys and values. The target's embedding and head are
-    shared and frozen. Subclasses define how taps are fused and what enters a block.
+    Attention within a block is bidirectional, or causal. In every layer a block also attends to the
+    target's fused features up to the one before the root, as keys and values. The target's embedding and
+    head are shared and frozen. Subclasses define how taps are fused and what enters a block.
 
     Args:
         vocab_size: V of the target.
@@ -62,6 +62,7 @@ class BlockDrafter(TokenBiasDrafter):
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
         qk_norm: see `DecoderLayer`.
+        causal: whether a place of a block does not see those after it.
         draft_vocab_size: see `Drafter`.
         **sizes: of `LayerShape`.
 
@@ -88,6 +89,7 @@ class BlockDrafter(TokenBiasDrafter):
         info_rank: int = 0,
         hot_tokens: int = 0,
         qk_norm: bool = False,
+        causal: bool = False,
         draft_vocab_size: int | None = None,
         **sizes: Any,
     ) -> None:
@@ -100,7 +102,7 @@ class BlockDrafter(TokenBiasDrafter):
                 f"drafter: anchors={anchors} must be at least 0, and taps={list(taps)} one or more"
             )
         self.taps, self.depth, self.max_depth = tuple(taps), depth, depth
-        self.anchors, self.steps = anchors, steps
+        self.anchors, self.steps, self.causal = anchors, steps, causal
         if steps > 1:
             self.proposals = ("fixed",)
         self.shape = shape = LayerShape(**sizes)
@@ -130,6 +132,13 @@ class BlockDrafter(TokenBiasDrafter):
         """(..., D) embedded roots -> (..., 1 + masks, D) roots followed by masks."""
         masks = self.mask.expand(*root.shape[:-1], self.masks, -1)
         return torch.cat([root[..., None, :], masks], -2)
+
+    def visible_places(self, device: torch.device) -> Tensor:
+        """(1 + masks, 1 + masks) bool: places of a block that each of them sees; a window has two sides here."""
+        step = torch.arange(1 + self.masks, device=device)
+        apart = step[:, None] - step
+        seen = apart >= 0 if self.causal else torch.ones_like(apart, dtype=torch.bool)
+        return seen if self.shape.window is None else seen & (apart.abs() < self.shape.window)
 
     def zero_layer_outputs(self) -> None:
         """Initialise the output projections of all layers to 0, so that they are the identity."""
@@ -189,7 +198,6 @@ class BlockDrafter(TokenBiasDrafter):
         places = in_context.flatten().nonzero()[:, 0]
         text = (ends.cumsum(0) - ends)[places // length]  # (N,) index of the text's first feature
         slots = torch.searchsorted(places, chosen)
-        query_slots = slots.repeat_interleave(width)  # (M,)
         feature = self.fuse(batch.taps.flatten(0, 1)[places.to(device)].to(dtype))  # (N, D)
         newest = batch.taps.flatten(0, 1)[anchors, -1].to(dtype)
         root = target.embed(batch.tokens.flatten()[anchors + 1]).to(dtype)
@@ -197,27 +205,35 @@ class BlockDrafter(TokenBiasDrafter):
         table = self.rotary.table(length + width, feature)
         positions = (anchors % length + 1)[:, None] + torch.arange(width, device=device)
         block_angles, context_angles = table[positions.flatten()], table[(places % length).to(device)]
-        anchor_index = torch.arange(len(anchors), device=device).repeat_interleave(width)
-        visibility = None
+        visible = self._visibility(slots, text[slots], feature)
         for layer in self.stack:
             k, v = self.context(layer, feature, context_angles)
             q, block_k, block_v = layer.split(layer.qkv_proj(layer.input_layernorm(x)), block_angles)
-            if visibility is None:
-                visibility = Visibility(
-                    [query_slots.to(device), *[anchor_index] * width],
-                    query_blocks(query_slots, text[query_slots], layer.heads, q),
-                )
             # A block's positions are to `attend_unrolled` what later steps of an unroll are.
             keys = [k, *block_k.unflatten(0, (-1, width)).unbind(1)]
             values = [v, *block_v.unflatten(0, (-1, width)).unbind(1)]
-            x = layer.finish(x, attend_unrolled(q, keys, values, visibility).flatten(1))
+            x = layer.finish(x, attend_unrolled(q, keys, values, visible).flatten(1))
         return self.norm(x).unflatten(0, (-1, width))[:, width - self.depth :]
+
+    def _visibility(self, slots: Tensor, text: Tensor, like: Tensor) -> Visibility:
+        """Keys that the places of A blocks see, given the newest and the text's first feature of each, (A,)."""
+        width, device, shape = 1 + self.masks, like.device, self.shape
+        place, text = slots.repeat_interleave(width), text.repeat_interleave(width)  # (M,)
+        # The root stands one place after the newest feature.
+        ahead = torch.arange(1, width + 1).repeat(len(slots))
+        oldest = oldest_keys(place, text, shape.window, shape.sinks, ahead)
+        blocks = query_blocks(place, text, shape.heads, like, oldest, shape.sinks)
+        own = torch.arange(len(slots), device=device).repeat_interleave(width)
+        within = self.visible_places(slots.device)
+        later = None if bool(within.all()) else within.repeat(len(slots), 1).to(device)
+        oldest = None if oldest is None else oldest.to(device)
+        return Visibility([place.to(device), *[own] * width], blocks, oldest, shape.sinks, later)
 
     # -- decoding ----------------------------------------------------------------------------
 
     @override
     def new_state(self, rows: int) -> BlockState:
-        return BlockState(RowStore(layers=len(self.stack), rows=rows, capacity=256))
+        return BlockState(TextStore(self.stack, rows))
 
     @override
     def advance(
@@ -233,8 +249,8 @@ class BlockDrafter(TokenBiasDrafter):
         feature = self.fuse(taps)
         store.begin(taps.shape[1])
         dtype = fast_dtype(feature)
-        positions = store.lengths.on(device)[:, None] + torch.arange(taps.shape[1], device=device)
-        angles = self.rotary.table(store.width, feature)[positions]
+        positions = store.read.on(device)[:, None] + torch.arange(taps.shape[1], device=device)
+        angles = self.rotary.table(store.longest, feature)[positions]
         for i, layer in enumerate(self.stack):
             store.write(i, *(t.transpose(1, 2).to(dtype) for t in self.context(layer, feature, angles)))
         store.keep(counts)
@@ -287,9 +303,9 @@ class BlockDrafter(TokenBiasDrafter):
             logits = torch.where(filled[..., None], logits, head.product(fresh))
         return logits, states
 
-    def _pass(self, store: RowStore, x: Tensor) -> Tensor:
+    def _pass(self, store: TextStore, x: Tensor) -> Tensor:
         """(B, 1 + masks, D) input of blocks -> (B, K, D) states that predict; the cache is not extended."""
         rows, width = x.shape[:2]
-        block = torch.ones(rows, width, width, dtype=torch.bool, device=x.device)
+        block = self.visible_places(x.device).expand(rows, -1, -1)
         x = run_after(store, self.stack, self.rotary, x, block, torch.arange(width, device=x.device))
         return self.norm(x)[:, width - self.depth :]

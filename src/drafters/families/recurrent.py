@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from decode.draft import Draft
-from decode.model.cache import RowStore
 from decode.model.head import Head
 from decode.model.target import Target
 from decode.plan import Plan
@@ -26,6 +25,7 @@ from drafters.base import Batch, Drafter, DraftStep
 from drafters.drafting.tree import expand
 from drafters.layers.decode_step import SharesCache, run_after
 from drafters.layers.decoder_layer import DecoderLayer, Rotary, tree_visibility
+from drafters.layers.text_store import TextStore
 from drafters.layers.unroll import AnchorIndex, FirstLayerInput, LayerUnroll
 from drafters.vocabulary import Vocabulary
 
@@ -41,7 +41,7 @@ def add_feature_noise(batch: Batch, width: float) -> Tensor:
 class RecurrentState:
     """Keys and values of the settled pairs, and the layers' output for the newest pair."""
 
-    store: RowStore
+    store: TextStore
     newest: Tensor | None = None  # (B, 1, D)
 
 
@@ -179,7 +179,7 @@ class RecurrentDrafter(Drafter):
 
     @override
     def new_state(self, rows: int) -> RecurrentState:
-        return RecurrentState(RowStore(layers=len(self.stack), rows=rows, capacity=256))
+        return RecurrentState(TextStore(self.stack, rows))
 
     @override
     def advance(
@@ -223,7 +223,7 @@ class RecurrentDrafter(Drafter):
         return lambda tokens, feature: self.pair(target.embed(tokens).to(feature.dtype), feature)
 
     def run_layers(
-        self, store: RowStore, first: tuple[Tensor, Tensor], block: Tensor | int, offsets: Tensor | int
+        self, store: TextStore, first: tuple[Tensor, Tensor], block: Tensor | int, offsets: Tensor | int
     ) -> Tensor:
         """`run_after` of the first layer's residual (B, n, D) and q, k, v (B, n, P): (B, n, D)."""
         x, qkv = first

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from decode.kernels.weight_state import may_copy, weight_state
 from decode.model.attention import attend, fast_dtype
-from decode.model.cache import RowStore, attention_mask
 from decode.model.packed_linear import linear_add
 from decode.model.target import Target
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
+from drafters.layers.text_store import TextStore
 
 TABLE_BYTES = 2**26  # limit for a table of token shares; 4,096 tokens of 768 entries in 16 bits take 6 MB
 
@@ -67,7 +67,7 @@ class SharesCache:
 
 
 def run_after(
-    store: RowStore,
+    store: TextStore,
     stack: Sequence[DecoderLayer],
     rotary: Rotary,
     x: Tensor,
@@ -90,9 +90,9 @@ def run_after(
     new, newest = (1, block) if isinstance(block, int) else block.shape[1:]
     store.begin(new, newest - new)
     dtype = fast_dtype(x)
-    positions = store.lengths.on(x.device)[:, None] + offsets
-    angles = rotary.table(store.width, x, dtype)[positions]
-    mask = _mask(store, block, x.device)
+    positions = store.read.on(x.device)[:, None] + offsets
+    angles = rotary.table(store.longest, x, dtype)[positions]
+    mask = store.mask(block, offsets, x.device)
     for i, layer in enumerate(stack):
         projected: Tensor = layer.qkv_proj(layer.input_layernorm(x)) if qkv is None else qkv
         q, k, v = (t.transpose(1, 2) for t in layer.split(projected.to(dtype), angles))
@@ -100,12 +100,3 @@ def run_after(
         attended = attend(q, k, v, mask).transpose(1, 2).flatten(2)
         x, qkv = layer.finish(x, attended.to(x.dtype)), None
     return x
-
-
-def _mask(store: RowStore, block: Tensor | int, device: torch.device) -> Tensor | None:
-    """(B or 1, 1, n, width) mask of `run_after`; None where a slot sees all of them, which costs less."""
-    if isinstance(block, int):
-        if len(set(store.lengths)) == 1:
-            return None
-        block = torch.ones(1, 1, block, dtype=torch.bool, device=device)
-    return attention_mask(store.lengths, block, store.width)[:, None]

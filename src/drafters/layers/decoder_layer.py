@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from decode.errors import UserError
 from decode.model.causal_lm import CausalLM
 from decode.model.packed_linear import Linear
 from drafters.layers.fused_backward import rms_norm, rotate, swiglu
@@ -18,7 +19,8 @@ from drafters.layers.rope import frequencies, rope_settings
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a decoder layer and its rotary positions; flat keys of `settings` in config.json.
+    """Sizes of a decoder layer, its rotary positions and what of the text it sees; flat keys of `settings`
+    in config.json.
 
     Args:
         hidden_size: D, of the target.
@@ -29,6 +31,11 @@ class LayerShape:
         eps: of the RMS norms.
         rope_theta: base of the rotary wavelengths.
         rope: scaling of the rotary positions, see `drafters.layers.rope`; None in older checkpoints.
+        window: W, a query at place t sees the keys at i with t - W < i <= t; None: all up to t.
+        sinks: S, it also sees those at i < S (StreamingLLM, arXiv:2309.17453).
+
+    Raises:
+        UserError: a window without its own place, or sinks that change nothing.
     """
 
     hidden_size: int
@@ -39,6 +46,19 @@ class LayerShape:
     eps: float
     rope_theta: float
     rope: Mapping[str, Any] | None = None
+    window: int | None = None
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UserError(f"drafter.window={self.window}: give at least 1, or null for the whole text")
+        if self.sinks < 0:
+            raise UserError(f"drafter.sinks={self.sinks}: give at least 0")
+        if self.sinks and self.window is None:
+            raise UserError(
+                f"drafter.sinks={self.sinks}: without drafter.window all places are seen already; "
+                "set drafter.window, or leave it 0"
+            )
 
     @classmethod
     def of(cls, target: CausalLM) -> Self:
@@ -118,6 +138,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         hidden_size, eps, head_dim = shape.hidden_size, shape.eps, shape.head_dim
         heads, kv_heads = shape.heads, shape.kv_heads
+        self.window, self.sinks = shape.window, shape.sinks
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.input_layernorm = RMSNorm(hidden_size, eps=eps) if input_norm else nn.Identity()
         # q, k, v are one product, and gate, up another: at draft sizes a call costs more than its work.

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafters.base import supervised_anchors
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
-from drafters.layers.unroll_attention import Visibility, attend_unrolled, query_blocks
+from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
 
 
 class FirstLayerInput(NamedTuple):
@@ -110,10 +110,19 @@ class LayerUnroll:
 
     def _visibility(self, depth: int, query_slots: Tensor, like: Tensor) -> Visibility:
         """Keys that queries see; `query_slots` (M,) are their rows in the first step, on the host."""
-        anchors = self._index.anchors[depth - 1]
-        later_slots = [torch.searchsorted(self._index.anchors[d - 1], anchors) for d in range(2, depth + 1)]
-        blocks = query_blocks(query_slots, self._index.text[query_slots], self._stack[0].heads, like)
-        return Visibility([place.to(self._device) for place in (query_slots, *later_slots)], blocks)
+        anchors, layer = self._index.anchors[depth - 1], self._stack[0]
+        later_slots = [torch.searchsorted(self._index.anchors[d - 1], anchors) for d in self._later(depth)]
+        text, sinks = self._index.text[query_slots], layer.sinks
+        # At depth j, a query stands j - 1 places after its anchor.
+        oldest = oldest_keys(query_slots, text, layer.window, sinks, depth - 1)
+        blocks = query_blocks(query_slots, text, layer.heads, like, oldest, sinks)
+        places = [place.to(self._device) for place in (query_slots, *later_slots)]
+        return Visibility(places, blocks, None if oldest is None else oldest.to(self._device), sinks)
+
+    def _later(self, depth: int) -> range:
+        """The later depths whose keys a query at `depth` sees: those within its window."""
+        window = self._stack[0].window
+        return range(2 if window is None else max(2, depth - window + 1), depth + 1)
 
     def step(self, depth: int, first: FirstLayerInput, positions: Tensor) -> Tensor:
         """Run one depth through all layers.
@@ -147,7 +156,11 @@ class LayerUnroll:
                 )
             self._keys[i].append(k)
             self._values[i].append(v)
-            attended = attend_unrolled(q, self._keys[i], self._values[i], visibility).flatten(1)
+            keys, values = (
+                [rows[0], *(rows[d - 1] for d in self._later(depth))]
+                for rows in (self._keys[i], self._values[i])
+            )
+            attended = attend_unrolled(q, keys, values, visibility).flatten(1)
             if self._checkpointing:
                 x = checkpoint(layer.finish, x, attended, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -24,6 +24,19 @@ class Block(NamedTuple):
     begin: int  # keys [begin, end)
     end: int
     full: int  # keys before this one are visible to all queries of the block
+    text: int  # first key of the text
+    sinks: int = 0  # keys [text, text + sinks), too, all of them before `begin`
+
+    @property
+    def seen(self) -> int:
+        """Number of the keys."""
+        return self.sinks + self.end - self.begin
+
+    def keys(self, device: torch.device) -> Tensor:
+        """(seen,) the keys."""
+        window = torch.arange(self.begin, self.end, device=device)
+        first = torch.arange(self.text, self.text + self.sinks, device=device)
+        return torch.cat([first, window]) if self.sinks else window
 
 
 class Visibility(NamedTuple):
@@ -33,13 +46,39 @@ class Visibility(NamedTuple):
         places: (M,) key rows for the first step and each later one. In the first step, the last key
             that a query sees; in a later step the only one, its own anchor's.
         blocks: from `query_blocks`.
+        oldest: (M,) the first key of the first step that a query sees, but for sinks; None: its text's.
+        sinks: number of first keys of a text that are seen beside those from `oldest` on.
+        later: (M, steps - 1) bool, whether a query sees its key of a later step; None: it does.
     """
 
     places: Sequence[Tensor]
     blocks: Sequence[Block]
+    oldest: Tensor | None = None
+    sinks: int = 0
+    later: Tensor | None = None
 
 
-def query_blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[Block]:
+def oldest_keys(
+    place: Tensor, text: Tensor, window: int | None, sinks: int, ahead: Tensor | int
+) -> Tensor | None:
+    """(M,) `Visibility.oldest` on the host; None if no query's window hides a key.
+
+    Args:
+        place: (M,) the last key that each query may see.
+        text: (M,) the first key of each query's text.
+        window: W, a query sees the key of its own position and the W - 1 before it; None: no window.
+        sinks: see `Visibility`.
+        ahead: number of positions between a query and its last key, (M,) or one for all.
+    """
+    if window is None:
+        return None
+    oldest = torch.maximum(place + ahead - window + 1, text)
+    return None if bool((oldest <= text + sinks).all()) else oldest
+
+
+def query_blocks(
+    place: Tensor, text: Tensor, heads: int, like: Tensor, oldest: Tensor | None = None, sinks: int = 0
+) -> list[Block]:
     """Split queries into blocks whose attention weights fit into `SCORE_BYTES`.
 
     Args:
@@ -47,6 +86,8 @@ def query_blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[
         text: (M,) on the host: the first key of each query's text.
         heads: number of query heads.
         like: a tensor with the dtype and device of the keys.
+        oldest: from `oldest_keys`.
+        sinks: see `Visibility`.
     """
     budget = SCORE_BYTES.get(like.device.type, SCORE_BYTES["cuda"]) // (heads * like.itemsize)
     blocks = []
@@ -55,10 +96,22 @@ def query_blocks(place: Tensor, text: Tensor, heads: int, like: Tensor) -> list[
     start = 0
     for begin, count in zip(starts.tolist(), counts.tolist(), strict=True):
         stop = start + count
-        size = max(MIN_QUERIES, budget // (last_keys[stop - 1] + 1 - begin))
+        if oldest is None:
+            size = max(MIN_QUERIES, budget // (last_keys[stop - 1] + 1 - begin))
+        else:  # as many queries q as q (q + reach) scores fit
+            reach = int((place - oldest)[start:stop].max()) + 1 + sinks
+            size = max(MIN_QUERIES, (math.isqrt(reach * reach + 4 * budget) - reach) // 2)
         for first in range(start, stop, size):
             last = min(first + size, stop)
-            blocks.append(Block(first, last, begin, last_keys[last - 1] + 1, last_keys[first] + 1))
+            end, full = last_keys[last - 1] + 1, last_keys[first] + 1
+            if oldest is None:
+                blocks.append(Block(first, last, begin, end, full, begin))
+                continue
+            old = min(int(oldest[first:last].min()), end - 1)
+            if old <= begin + sinks:
+                blocks.append(Block(first, last, begin, end, begin, begin))
+            else:
+                blocks.append(Block(first, last, old, end, old, begin, sinks))
         start = stop
     return blocks
 
@@ -99,15 +152,15 @@ class _Attention(torch.autograd.Function):
             heads.later_products(grad_out, heads.later_values),
         )
         for part in heads:
-            n, rows, keys = part.seen, part.rows, part.columns
+            n, rows = part.seen, part.rows
             weight, grad_scores = part.weights(0), part.buffer(1)
             torch.bmm(grad_out[:, rows], part.values.mT, out=grad_scores[..., :n])
             grad_scores[..., n:] = grad_later[:, rows]
             # private API: torch has no public softmax backward into a given buffer.
             torch._softmax_backward_data(grad_scores, weight, -1, weight.dtype, grad_input=grad_scores)
             torch.bmm(grad_scores[..., :n], part.keys, out=grad_q[:, rows])
-            grad_k[:, keys].baddbmm_(grad_scores[..., :n].mT, heads.queries[:, rows])
-            grad_v[:, keys].baddbmm_(weight[..., :n].mT, grad_out[:, rows])
+            part.add_product(grad_k, grad_scores[..., :n].mT, heads.queries[:, rows])
+            part.add_product(grad_v, weight[..., :n].mT, grad_out[:, rows])
             later_weights[:, rows], grad_later[:, rows] = weight[..., n:], grad_scores[..., n:]
         grads_k, grads_v = [grad_k.transpose(0, 1)], [grad_v.transpose(0, 1)]
         for i, k in enumerate(heads.later_keys):
@@ -140,7 +193,9 @@ class _Heads:
         self.later_keys = [self._gather_later(k, i) for i, k in enumerate(keys[1:])]
         self.later_values = [self._gather_later(v, i) for i, v in enumerate(values[1:])]
         self.later_scores = self.later_products(self.queries, self.later_keys)
-        most = max((b.last - b.first) * (b.end - b.begin + steps - 1) for b in visibility.blocks)
+        if visibility.later is not None:
+            self.split_group(self.later_scores).masked_fill_(~visibility.later[:, None], -torch.inf)
+        most = max((b.last - b.first) * (b.seen + steps - 1) for b in visibility.blocks)
         # Allocated once: fresh memory costs as much as a pass over it.
         self.buffers = q.new_empty(2, self.kv_heads * self.group_size * most)
 
@@ -176,13 +231,17 @@ class _Heads:
         return torch.stack(products, -1) if products else x.new_empty(*x.shape[:2], 0)
 
     def _mask(self, block: Block) -> Tensor | None:
-        """(queries, 1, end - full) causal mask to add to scores of keys from `full` on; None: no mask."""
+        """(queries, 1, n) mask to add to scores of the last n keys, all others being seen; None: no mask."""
         if block.full == block.end:
             return None
-        place = self.visibility.places[0][block.first : block.last]
-        after = torch.arange(block.full, block.end, device=place.device) > place[:, None]
-        return torch.zeros(after.shape, dtype=self.keys.dtype, device=place.device).masked_fill_(
-            after, -torch.inf
+        queries, (places, _, oldest, sinks, _) = slice(block.first, block.last), self.visibility
+        place = places[0][queries, None]
+        keys = block.keys(place.device)[block.full - block.begin :]
+        hidden = keys > place
+        if oldest is not None:
+            hidden |= (keys < oldest[queries, None]) & (keys >= block.text + sinks)
+        return torch.zeros(hidden.shape, dtype=self.keys.dtype, device=place.device).masked_fill_(
+            hidden, -torch.inf
         )[:, None]
 
 
@@ -191,14 +250,15 @@ class _Part:
 
     Attributes:
         rows: slice of `_Heads.queries`.
-        columns: slice of `_Heads.keys`.
+        columns: slice or (n,) indices of `_Heads.keys`.
     """
 
     def __init__(self, heads: _Heads, block: Block, mask: Tensor | None) -> None:
         self._heads, self._mask = heads, mask
         self.rows = slice(block.first * heads.group_size, block.last * heads.group_size)
-        self.columns = slice(block.begin, block.end)
-        self._full, self.seen = block.full - block.begin, block.end - block.begin
+        device = heads.keys.device
+        self.columns = block.keys(device) if block.sinks else slice(block.begin, block.end)
+        self._full, self.seen = block.full - block.begin, block.seen
         self.keys, self.values = heads.keys[:, self.columns], heads.values[:, self.columns]
 
     def buffer(self, which: int) -> Tensor:
@@ -209,6 +269,13 @@ class _Part:
             self.seen + len(self._heads.later_keys),
         )
         return self._heads.buffers[which, : math.prod(shape)].view(shape)
+
+    def add_product(self, grad: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add the product of (G, n, m) and (G, m, dim) to the rows of these keys in (G, N, dim)."""
+        if isinstance(self.columns, slice):
+            grad[:, self.columns].baddbmm_(left, right)
+        else:
+            grad.index_add_(1, self.columns, torch.bmm(left, right))
 
     def weights(self, which: int) -> Tensor:
         """(G, m, n + steps) attention weights, in a buffer."""
@@ -225,8 +292,8 @@ def attend_unrolled(
 ) -> Tensor:
     """Attention of a step of an unroll (EAGLE-3's training-time test, arXiv:2503.01840).
 
-    A query belongs to an anchor. It sees the keys of the first step up to its anchor, and its own
-    anchor's key of every later step. Only supervised anchors have queries; texts are concatenated, so
+    A query belongs to an anchor. It sees the keys of the first step up to its anchor, or those in its
+    window and the sinks, and its own anchor's key of every later step. Only supervised anchors have queries; texts are concatenated, so
     there is no padding, and no (T, T) or (T, T + k) tensor exists.
 
     Args:

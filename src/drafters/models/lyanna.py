@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.model.cache import RowStore
 from decode.model.head import Head
 from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Target
@@ -29,6 +28,7 @@ from drafters.families.recurrent import RecurrentDrafter, RecurrentState, add_fe
 from drafters.families.state_reuse import Reuse, resized, truncated_draft
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
+from drafters.layers.text_store import TextStore
 from drafters.layers.unroll import FirstLayerInput
 from drafters.vocabulary import Vocabulary
 
@@ -229,7 +229,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
 
     @override
     def new_state(self, rows: int) -> LyannaState:
-        return LyannaState(RowStore(layers=len(self.stack), rows=rows, capacity=256))
+        return LyannaState(TextStore(self.stack, rows))
 
     @override
     def advance(

@@ -1,0 +1,108 @@
+"""Keys and values of the text that a drafter has read, of which a window keeps the newest alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from decode.model.cache import RowStore, attention_mask
+from decode.transfer import RowInts
+from drafters.layers.decoder_layer import DecoderLayer
+
+CAPACITY = 256  # slots to begin with
+
+
+class TextStore(RowStore):
+    """A `RowStore` for a drafter's layers, which share one window W and S sinks.
+
+    Slots hold the text's first S places and its newest; what no later query sees is dropped once there are
+    more than twice as many, so that a settled token costs a constant number of copies. Behind the sinks,
+    slots and places differ by a constant per row, so distances between slots are those between places.
+
+    Args:
+        stack: the layers.
+        rows: B.
+
+    Attributes:
+        dropped: places per row whose slots were dropped.
+    """
+
+    def __init__(self, stack: Sequence[DecoderLayer], rows: int) -> None:
+        super().__init__(layers=len(stack), rows=rows, capacity=CAPACITY)
+        self._window, self._sinks = stack[0].window, stack[0].sinks
+        self.dropped = RowInts([0] * rows)
+        self._offsets: Tensor | None = None  # (m,) places of the unsettled slots after the settled ones
+
+    @property
+    def read(self) -> RowInts:
+        """Places per row that are settled: the next one's position."""
+        return self.lengths.plus(self.dropped) if any(self.dropped) else self.lengths
+
+    @property
+    def longest(self) -> int:
+        """Upper bound on the positions of the current forward pass."""
+        return self.width + max(self.dropped, default=0)
+
+    @property
+    @override
+    def bytes_per_token(self) -> int:
+        whole, settled = super().bytes_per_token, sum(self.read)
+        return -(-whole * sum(self.lengths) // settled) if settled else whole
+
+    @override
+    def keep(self, counts: Sequence[int], slots: Tensor | None = None) -> None:
+        super().keep(counts, slots)
+        if self._window is not None and max(self.lengths) > 2 * (self._window + self._sinks):
+            self._drop(self._sinks + self._window - 1)
+
+    def _drop(self, most: int) -> None:
+        """Keep the first S and the newest of each row, `most` slots in all."""
+        assert self._data is not None
+        device, self.capacity = self._data.device, max(CAPACITY, 2 * (most + 1))
+        self.dropped.on(device)  # so that sums with it are made on the device
+        dropped = RowInts([max(0, length - most) for length in self.lengths])
+        kept = torch.arange(most, device=device)
+        index = kept + dropped.on(device)[:, None] * (kept >= self._sinks)  # (B, most)
+        # A copy, so that the memory of a long prompt is given back.
+        old, rows = self._data, torch.arange(len(self.lengths), device=device)[:, None]
+        self._data = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
+        self._data[:, :, :, :most] = old[:, :, rows, index.clamp_max(old.shape[3] - 1)]
+        self.lengths = RowInts([min(length, most) for length in self.lengths])
+        self.dropped = self.dropped.plus(dropped)
+
+    @override
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.dropped = self.dropped.select(rows)
+
+    def mask(self, block: Tensor | int, offsets: Tensor | int, device: torch.device) -> Tensor | None:
+        """(B or 1, 1, n, width) of the new slots, which follow m - n scratch slots of earlier passes.
+
+        None where a slot sees all of them, which costs less.
+
+        Args:
+            block: (B, n, m) or (1, n, m) bool, which of the m newest slots each new slot sees; or m, if n
+                is 1 and it sees all.
+            offsets: (n,), or one number for all: places between the settled slots and each new one.
+            device: of the mask.
+        """
+        new, newest = (1, block) if isinstance(block, int) else block.shape[1:]
+        window = None
+        if self._window is not None:
+            if isinstance(offsets, int):
+                offsets = torch.full((new,), offsets, device=device)
+            scratch = [] if self._offsets is None else [self._offsets[: newest - new]]
+            self._offsets = torch.cat([*scratch, offsets])
+            window = self._window if self.width > self._window else None
+        if isinstance(block, int):
+            if window is None and len(set(self.lengths)) == 1:
+                return None
+            block = torch.ones(1, 1, block, dtype=torch.bool, device=device)
+        if window is None:
+            return attention_mask(self.lengths, block, self.width)[:, None]
+        assert self._offsets is not None
+        positions = self.lengths.on(device)[:, None] + self._offsets  # (B, m), in slots
+        return attention_mask(self.lengths, block, self.width, positions, window, self._sinks)[:, None]
