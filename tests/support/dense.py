@@ -33,14 +33,23 @@ def layer_step(layer, y: Tensor, x: Tensor, times: Tensor, theta: float, past: l
     group = layer.heads // layer.kv_heads
     past.append(tuple(t.repeat_interleave(group, 1) for t in (turned(k, times, theta), v)))
     q, length = turned(q, times, theta), len(y)
-    eye = torch.eye(length, dtype=torch.bool)
-    see = torch.cat([torch.ones_like(eye).tril(), *[eye] * (len(past) - 1)], 1)
+    see = torch.cat([visible(layer, length, len(past), depth) for depth in range(1, len(past) + 1)], 1)
     keys, values = (torch.cat([pair[i] for pair in past]) for i in (0, 1))
     score = torch.einsum("qhd,khd->hqk", q, keys) * layer.head_dim**-0.5
     weight = score.masked_fill(~see, -torch.inf).softmax(-1)
     x = x + torch.einsum("hqk,khd->qhd", weight, values).flatten(1) @ layer.o_proj.weight.T
     gate, up = (norm(x, layer.post_attention_layernorm) @ layer.gate_up_proj.weight.T).chunk(2, -1)
     return x + (gate / (1 + (-gate).exp()) * up) @ layer.down_proj.weight.T
+
+
+def visible(layer, length: int, depth: int, other: int) -> Tensor:
+    """(T, T) bool: whether the query of anchor t at `depth` sees the key of anchor i at depth `other`."""
+    t, i = torch.arange(length)[:, None], torch.arange(length)
+    see = i <= t if other == 1 else i == t
+    if layer.window is None:
+        return see
+    place, key = t + depth - 1, i + other - 1
+    return see & ((place - layer.window < key) | (key < layer.sinks))
 
 
 def module_of(drafter, depth: int):

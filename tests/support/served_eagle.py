@@ -78,6 +78,7 @@ class Loaded:
 
     def __init__(self, layout: Layout, engine: str, embedding: Tensor, head: Tensor) -> None:
         self.config, self.engine, self.embedding = layout.config, engine, embedding
+        self.serve = layout.serve
         (name,) = self.config["architectures"]
         self.eagle3 = name == "LlamaForCausalLMEagle3"
         known = ("LlamaForCausalLM", "LlamaForCausalLMEagle3") if engine == "vllm" else ()
@@ -175,9 +176,24 @@ class Loaded:
         group = q.shape[1] // k.shape[1]
         k, v = (part.repeat_interleave(group, 1) for part in (k, v))
         scores = q @ k.mT / math.sqrt(self.config["head_dim"])
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        seen = torch.ones(length, length).bool().tril()
+        if (window := self.window()) is not None:
+            seen = seen.triu(1 - window)
+        scores = scores.masked_fill(~seen, -torch.inf)
         attended = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         return self._linear(attended, f"{at}self_attn.o_proj")
+
+    def window(self) -> int | None:
+        """vLLM's is in `layer_types`, and a drafter's layers count on from the target's; SGLang's in its command."""
+        if self.engine == "sglang":
+            words = self.serve.split()
+            flag = "--speculative-draft-window-size"
+            return int(words[words.index(flag) + 1]) + 1 if flag in words else None
+        if not (kinds := self.config.get("layer_types")):
+            return None
+        if not self.eagle3 and "target_layer_count" not in self.config:
+            raise LoadError("out of bounds for layer_types")
+        return self.config["sliding_window"] if kinds[0] == "sliding_attention" else None
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.weights[f"{name}.weight"])

@@ -254,6 +254,12 @@ class _Model:
         gate, up = (F.linear(y, self.weights[f"{stem}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return x + F.linear(F.silu(gate) * up, self.weights[f"{stem}mlp.down_proj.weight"])
 
+    def near(self, i: int, places: Tensor) -> Tensor:
+        """(n, n) bool: places that a layer's window holds, before and after a place (`_resolve_layer_attention`)."""
+        apart = (places[:, None] - places).abs()
+        sliding = (self.config.get("layer_types") or {i: ""})[i] == "sliding_attention"
+        return apart < (self.config["sliding_window"] if sliding else len(places))
+
     def fuse(self, taps: Tensor) -> Tensor:
         """(n, L * D) side by side -> (n, D)."""
         if self.config.get("norm_before_fc"):
@@ -272,7 +278,7 @@ class _Model:
         for i in range(self.config["num_hidden_layers"]):
             if i:
                 y = self.norm(x, f"layers.{i}.input_layernorm")
-            x = self.layer(i, x, y, places, places[:, None] >= places)
+            x = self.layer(i, x, y, places, (places[:, None] >= places) & self.near(i, places))
         read = self.norm(x, "norm")
         return read, read if self.config.get("norm_output") else x
 
@@ -329,10 +335,13 @@ def _block(here: _Model, table: Tensor, taps: Tensor, root: Tensor, tokens: int)
     x = torch.cat([table[root][None], table[more["mask_token_id"]].expand(masks, -1)])
     width, places = len(x), torch.arange(len(context) + len(x))
     seen = torch.ones(width, len(places), dtype=torch.bool)
-    if more.get("causal"):
+    kinds = here.config.get("layer_types") or ["full_attention"]
+    ways = here.config.get("is_causal"), more.get("causal"), kinds[0] == "sliding_attention"
+    if next(way for way in ways if way is not None):
         seen = seen.tril(len(context))
     for i in range(here.config["num_hidden_layers"]):
-        x = here.layer(i, x, here.norm(x, f"layers.{i}.input_layernorm"), places, seen, context)
+        near = seen & here.near(i, places)[len(context) :]
+        x = here.layer(i, x, here.norm(x, f"layers.{i}.input_layernorm"), places, near, context)
     return here.norm(x, "norm")[width - tokens :]
 
 

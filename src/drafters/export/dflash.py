@@ -17,7 +17,7 @@ from drafters.export.layout import (
     serve_vllm,
     trained_depth,
 )
-from drafters.export.llama_config import check_embedding, check_head
+from drafters.export.llama_config import SLIDING, check_embedding, check_head, check_sinks, check_window
 from drafters.export.shapes import check_taps, dtype_of, sort_taps
 from drafters.export.speculators_read import dflash_block
 from drafters.export.speculators_write import block_config, block_tensors
@@ -29,6 +29,12 @@ def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_embedding(target)
     yield from check_head(target)
     yield from check_taps(settings["taps"], target, lowest=1)
+    yield from check_sinks(settings)
+
+
+def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from _check(settings | {"sinks": 0}, target)
+    yield from check_window(settings, target)
 
 
 def _to_vllm(saved: Saved, target: Target) -> Layout:
@@ -46,13 +52,17 @@ def _flat(saved: Saved, target: Target, command: str) -> Layout:
     saved, ids = sort_taps(saved)
     settings = saved.settings
     tensors = block_tensors(saved)
+    more = {"mask_token_id": settings["mask_id"], "target_layer_ids": [i - 1 for i in ids]}
     config = block_config(saved, target) | {
         "architectures": [ARCHITECTURE],
         "block_size": settings["depth"] + 1,
-        "dflash_config": {"mask_token_id": settings["mask_id"], "target_layer_ids": [i - 1 for i in ids]},
+        "dflash_config": more,
         "dtype": dtype_of(tensors),
         "num_target_layers": len(target.layers),
     }
+    causal = settings.get("causal", False)
+    if causal or settings.get("window") is not None:  # engines take blocks with a window for causal ones
+        config["is_causal"] = more["causal"] = causal
     return Layout(config, tensors, command)
 
 
@@ -63,9 +73,23 @@ def _read(layout: Layout, target: Target) -> Saved:
     ids = [i + 1 for i in more["target_layer_ids"]]
     size = layout.config.get("block_size") or more["block_size"]
     whole = layout._replace(config=layout.config | {"block_size": size})
-    return dflash_block(whole, target, layout.config, ids, more["mask_token_id"])
+    layers = layout.config | _window(layout.config)
+    causal = layout.config.get("is_causal")
+    causal = more.get("causal") if causal is None else causal
+    if causal is None:
+        causal = SLIDING in (layout.config.get("layer_types") or ())
+    return dflash_block(whole, target, layers, ids, more["mask_token_id"], bool(causal))
 
 
-VLLM = Format(_to_vllm, _check, trained_depth)
+def _window(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A window as `layer_types` say it, where `dflash_config` says it (vLLM's `use_swa`)."""
+    more, kinds = config["dflash_config"], config.get("layer_types") or ()
+    size = more.get("swa_window_size", config.get("sliding_window"))
+    if more.get("use_swa") and SLIDING not in kinds:
+        kinds = [SLIDING]
+    return {"layer_types": kinds, "sliding_window": size}
+
+
+VLLM = Format(_to_vllm, _check_vllm, trained_depth)
 SGLANG = Format(_to_sglang, _check, trained_depth)
 READER = Reader("DFlash", lambda config: "dflash_config" in config, _read)

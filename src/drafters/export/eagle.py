@@ -35,7 +35,9 @@ from drafters.export.llama_config import (
     check_head,
     check_target,
     check_tensor_names,
+    check_window,
     config_of,
+    no_window,
     sizes,
 )
 from drafters.export.shapes import embedding_of
@@ -68,8 +70,16 @@ def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_head(target)
 
 
+def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from _check(settings, target)
+    if settings.get("window") is not None:
+        reason = "SGLang's EAGLE sees the whole text when it reads, with a window only when it drafts"
+        yield Refusal(reason, {"window": None, "sinks": 0})
+
+
 def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from _check(settings, target)
+    yield from check_window(settings, target)
     if settings["bias"]:
         yield Refusal("its fusion has a bias, and that of vLLM's EAGLE has none", {"bias": False})
 
@@ -88,6 +98,7 @@ def check_authors(
     if (name := type(target.model).__name__) not in classes:
         known = f"{', '.join(classes[:-1])} and {classes[-1]}"
         yield Refusal(f"the target is a {name}, and the authors' code has {known} alone")
+    yield from no_window(settings, "the authors' code")
     theta, rope = settings["rope_theta"], settings.get("rope") or {}
     kind = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -113,6 +124,8 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
     tensors = _tensors(saved)
     # vLLM prefixes the name with "Eagle". It reads `bias` as attention bias, so it must be false.
     config = _config(saved, target) | {"architectures": ["LlamaForCausalLM"], "bias": False}
+    if "layer_types" in config:  # vLLM counts a drafter's layers on from the target's
+        config["target_layer_count"] = len(target.layers)
     return Layout(config, tensors, serve_vllm("eagle", draft_length(saved.settings)))
 
 
@@ -205,6 +218,6 @@ def _read(layout: Layout, target: Target) -> Saved:
 
 
 VLLM = Format(_to_vllm, _check_vllm, draft_length)
-SGLANG = Format(_to_sglang, _check, draft_length)
+SGLANG = Format(_to_sglang, _check_sglang, draft_length)
 AUTHORS = Format(_to_authors, _check_authors)
 READER = Reader("EAGLE", _knows, _read)

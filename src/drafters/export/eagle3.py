@@ -30,9 +30,12 @@ from drafters.export.layout import (
 from drafters.export.llama_config import (
     architecture,
     check_embedding,
+    check_sinks,
     check_target,
     check_tensor_names,
+    check_window,
     config_of,
+    no_window,
     sizes,
 )
 from drafters.export.shapes import check_taps, default_taps, read_vocab_maps, sort_taps, taps_of, vocab_maps
@@ -48,11 +51,15 @@ AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen3ForCausalLM")  # whose classes ther
 def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_embedding(target)
     yield from check_taps(settings["taps"], target)
+    yield from check_window(settings, target)
 
 
 def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_embedding(target)
     yield from check_taps(settings["taps"], target, lowest=1, least=2)
+    yield from check_sinks(settings)
+    if settings.get("window") == 1:
+        yield Refusal("SGLang's windows hold a token beside the newest", {"window": 2})
     if settings["norm_before_residual"]:
         yield Refusal("SGLang passes over norm_before_residual", {"norm_before_residual": False})
     if settings["layers"] > 1:
@@ -69,7 +76,10 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
 
 def _to_sglang(saved: Saved, target: Target) -> Layout:
     """Files of `LlamaForCausalLMEagle3`; the same as vLLM's."""
-    return _layout(saved, target, serve_sglang("EAGLE3", draft_length(saved.settings)))
+    serve = serve_sglang("EAGLE3", draft_length(saved.settings))
+    if (window := saved.settings.get("window")) is not None:  # a setting of the server, without the newest
+        serve += f" --speculative-draft-window-size {window - 1}"
+    return _layout(saved, target, serve)
 
 
 def _check_authors(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -93,7 +103,8 @@ def _departures(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal
 
 def _note(settings: Mapping[str, Any], target: Target) -> str:
     """What is said beside files for engines, which the authors' code loads as well."""
-    reasons = [refusal.reason for refusal in _departures(settings, target)]
+    departures = [*_departures(settings, target), *no_window(settings, "the authors' code")]
+    reasons = [refusal.reason for refusal in departures]
     if not reasons:
         return ""
     return (

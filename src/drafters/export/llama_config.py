@@ -16,6 +16,7 @@ from drafters.layers.decoder_layer import LayerShape
 from drafters.layers.rope import SCALINGS, rope_settings
 
 EOS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SLIDING = "sliding_attention"
 
 
 def architecture(config: Mapping[str, Any]) -> str:
@@ -49,7 +50,34 @@ def config_of(settings: Mapping[str, Any], layers: int, target: Target, dtype: t
         **({"max_position_embeddings": longest} if longest else {}),
         **{name: getattr(target.config, name, None) for name in EOS},
         **_positions(settings),
+        **_window(settings, layers),
     }
+
+
+def _window(settings: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """A window as transformers counts it: a query sees its own key and the `sliding_window` - 1 before it."""
+    if (window := settings.get("window")) is None:
+        return {}
+    return {"sliding_window": window, "layer_types": [SLIDING] * layers, "use_sliding_window": True}
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """The inverse; without `layer_types` engines pass over `sliding_window`.
+
+    Raises:
+        UserError: layers of which some see a window and others the whole text, or a window of no size.
+    """
+    kinds = config.get("layer_types") or ()
+    if SLIDING not in kinds:
+        return None
+    if set(kinds) != {SLIDING}:
+        raise UserError(
+            "some of its layers see a window and others the whole text (layer_types); ours see the same"
+        )
+    window = config.get("sliding_window")
+    if type(window) is not int or window < 1:
+        raise UserError(f"its layers see a window, and its sliding_window is {window!r}")
+    return window
 
 
 def _positions(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,6 +120,7 @@ def sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layer: str) 
         eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope=rope,
+        window=window_of(config),
     )
     return asdict(shape)
 
@@ -134,6 +163,28 @@ def check_head(target: Target) -> Iterator[Refusal]:
     """Engines share the target's head with a drafter, without a bias."""
     if target.head.bias is not None:
         yield Refusal("the target's head has a bias, which no engine adds for a drafter")
+
+
+def check_window(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    """VLLM reads a drafter's window, no engine its sinks, and without one vLLM's drafters get the target's."""
+    yield from check_sinks(settings)
+    config = target.config
+    theirs = getattr(config, "sliding_window", None)
+    uniform = set(getattr(config, "layer_types", None) or ()) <= {SLIDING}  # as vLLM 0.32 asks
+    if settings.get("window") is None and theirs and uniform and theirs < (target.max_positions or 2**31):
+        yield Refusal(f"vLLM gives a drafter without a window the target's, of {theirs}", {"window": theirs})
+
+
+def no_window(settings: Mapping[str, Any], program: str) -> Iterator[Refusal]:
+    """A program whose drafters see the whole text."""
+    if settings.get("window") is not None:
+        yield Refusal(f"{program} has no window of a drafter", {"window": None, "sinks": 0})
+
+
+def check_sinks(settings: Mapping[str, Any]) -> Iterator[Refusal]:
+    """No engine keeps the first places of a text in a drafter's window."""
+    if settings.get("sinks"):
+        yield Refusal("engines drop the first places of a text behind a drafter's window", {"sinks": 0})
 
 
 def check_size(name: str, expected: Any, actual: Any) -> None:

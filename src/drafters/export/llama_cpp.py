@@ -26,7 +26,7 @@ from drafters.export import eagle3
 from drafters.export import hf_model as whole
 from drafters.export.eagle import draft_length
 from drafters.export.layout import FILES, Format, Layout, Refusal, Saved, trained_depth
-from drafters.export.llama_config import check_embedding
+from drafters.export.llama_config import check_embedding, no_window
 from drafters.export.shapes import check_taps, dtype_of
 
 SCRIPT = "convert_hf_to_gguf.py"
@@ -49,6 +49,7 @@ def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
             "llama.cpp has no fc_norm, a norm for each tap; its norm_before_fc is one for all",
             {"fc_norm": False, "norm_before_fc": True},
         )
+    yield from no_window(settings, "llama.cpp's EAGLE-3")
     if settings["norm_output"]:
         yield Refusal("llama.cpp feeds back what is before the final norm", {"norm_output": False})
     if (settings.get("rope") or {}).get("partial_rotary_factor", 1.0) != 1.0:
@@ -58,6 +59,9 @@ def _check_eagle3(settings: Mapping[str, Any], target: Target) -> Iterator[Refus
 def _check_dflash(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from _check_target(target)
     yield from block.VLLM.check(settings, target)
+    if settings.get("window") is not None or settings.get("causal"):
+        unlike = "a window or a causal block, which llama.cpp's DFlash was not shown to read as ours does"
+        yield Refusal(unlike, {"window": None, "sinks": 0, "causal": False})
     if (settings.get("rope") or {}).get("rope_type") == "llama3":
         yield Refusal("its converter writes no llama3 scaling of positions for a DFlash")
 

@@ -14,8 +14,6 @@ from decode.model.target import LAST, Tap, Target
 from drafters.export.layout import Refusal, Saved
 from drafters.export.llama_config import check_target, config_of, sizes
 
-NO_LIMIT = 2**31  # positions of a target without a limit
-
 
 def layer_config(saved: Saved, target: Target, kind: str) -> dict[str, Any]:
     """The transformers config of a drafter's decoder layers, for a `model_type`."""
@@ -45,11 +43,6 @@ def layer_settings(
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
             raise UserError(f"its layers have biases ({name}), which ours have not")
-    window = config.get("sliding_window") or 0
-    if "sliding_attention" in (config.get("layer_types") or ()) and window < (
-        target.max_positions or NO_LIMIT
-    ):
-        raise UserError(f"its layers see the newest {window} tokens alone; ours see the whole text")
     more = {"vocab_size": target.vocab_size, "layers": config["num_hidden_layers"]}
     return sizes(config, tensors, "layers.0.") | more
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export.layout import Layout, Reader, Saved, join_projections
-from drafters.export.llama_config import check_size
+from drafters.export.llama_config import check_size, window_of
 from drafters.export.shapes import (
     default_taps,
     embedding_of,
@@ -60,8 +60,11 @@ def dflash(layout: Layout, target: Target) -> Saved:
     config = layout.config
     if config.get("sample_from_anchor"):
         raise UserError("its root predicts a token as well (sample_from_anchor), which ours does not")
-    ids = config["aux_hidden_state_layer_ids"]
-    return dflash_block(layout, target, config["transformer_layer_config"], ids, config["mask_token_id"])
+    ids, layers = config["aux_hidden_state_layer_ids"], config["transformer_layer_config"]
+    # vLLM takes blocks for bidirectional where the files say nothing, speculators those with a window not.
+    windowed = window_of(layers) is not None
+    causal = windowed and not config.get("sliding_window_non_causal", False)
+    return dflash_block(layout, target, layers, ids, config["mask_token_id"], causal)
 
 
 def dspark(layout: Layout, target: Target) -> Saved:
@@ -121,7 +124,12 @@ def dspark_block(
 
 
 def dflash_block(
-    layout: Layout, target: Target, layers: Mapping[str, Any], ids: list[int], token: int
+    layout: Layout,
+    target: Target,
+    layers: Mapping[str, Any],
+    ids: list[int],
+    token: int,
+    causal: bool,
 ) -> Saved:
     """Convert DFlash's tensors, given the parts of its config.
 
@@ -131,6 +139,7 @@ def dflash_block(
         layers: config of its decoder layers.
         ids: taps, as layer ids.
         token: id of the mask token.
+        causal: whether a place of a block sees none after it.
     """
     config, tensors = layout.config, dict(layout.tensors)
     sizes = layer_settings(layers, tensors, target, ("qwen3",))
@@ -147,7 +156,7 @@ def dflash_block(
     weights = join_projections(tensors)
     weights["context_norm.weight"] = weights.pop("hidden_norm.weight")
     settings = sizes | {"taps": taps_of(ids, target), "depth": config["block_size"] - 1, "anchors": 0}
-    return Saved("dflash", settings | {"mask_id": token}, weights)
+    return Saved("dflash", settings | {"mask_id": token, "causal": causal}, weights)
 
 
 KINDS: Mapping[str, Read] = {"eagle3": eagle3, "peagle": p_eagle, "dflash": dflash, "dspark": dspark}

@@ -23,7 +23,7 @@ from drafters.export.layout import (
     trained_depth,
     without_confidence,
 )
-from drafters.export.llama_config import check_embedding, check_head
+from drafters.export.llama_config import check_embedding, check_head, check_window
 from drafters.export.shapes import (
     check_path,
     check_taps,
@@ -54,6 +54,7 @@ def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_path(target)
     yield from check_embedding(target)
     yield from check_taps(settings["taps"], target)
+    yield from check_window(settings, target)
 
 
 def _check_p_eagle(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
@@ -66,6 +67,8 @@ def _check_p_eagle(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
 def _check_dflash(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from _check(settings, target)
     yield from check_head(target)
+    if settings.get("causal") and settings.get("window") is None:
+        yield Refusal("speculators' blocks are bidirectional without a window", {"causal": False})
 
 
 def _eagle3(saved: Saved, target: Target) -> Layout:
@@ -122,7 +125,7 @@ def _dflash(saved: Saved, target: Target) -> Layout:
         "draft_vocab_size": target.vocab_size,
         "mask_token_id": settings["mask_id"],
         "sample_from_anchor": False,
-        "sliding_window_non_causal": True,  # otherwise vLLM uses causal attention
+        "sliding_window_non_causal": not settings.get("causal", False),  # vLLM reads it without a window, too
         "transformer_layer_config": block_config(saved, target),
     }
     return _layout("dflash", "DFlashDraftModel", config, block_tensors(saved), saved, target)
@@ -144,7 +147,7 @@ def _dspark(saved: Saved, target: Target) -> Layout:
 def block_config(saved: Saved, target: Target) -> dict[str, Any]:
     """Config of DFlash's decoder layers."""
     kinds = ["full_attention"] * saved.settings["layers"]
-    return layer_config(saved, target, "qwen3") | {"layer_types": kinds, "use_sliding_window": False}
+    return {"layer_types": kinds, "use_sliding_window": False} | layer_config(saved, target, "qwen3")
 
 
 def block_tensors(saved: Saved) -> dict[str, Tensor]:

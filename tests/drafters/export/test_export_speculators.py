@@ -46,6 +46,12 @@ CASES = {
         "vllm",
         {"taps": [2, 4], "sample_from_anchor": False, "draft_vocab_size": 9},
     ),
+    "eagle3 with a window": ("eagle3", "speculators", {"window": 4, "layers": 2}),
+    "p_eagle with a window": ("p_eagle", "speculators", {"window": 4}),
+    "dflash with a window": ("dflash", "speculators", {"taps": [2, 4, 6], "window": 3}),
+    "a causal dflash with a window": ("dflash", "speculators", {"taps": [2, 4], "window": 3, "causal": True}),
+    "dflash with a window, of its authors": ("dflash", "vllm", {"taps": [2, 4], "window": 5}),
+    "a causal dflash of its authors": ("dflash", "vllm", {"taps": [2, 4], "causal": True}),
 }
 
 
@@ -288,11 +294,12 @@ REFUSED = {
     ),
     "biases": ("eagle3", layers(attention_bias=True), r"biases \(attention_bias\)"),
     "scaled positions": ("eagle3", layers(rope_parameters={"rope_type": "longrope"}), r"scaled \(longrope\)"),
-    "a window": (
+    "layers of two kinds": (
         "dflash",
-        layers(layer_types=["sliding_attention"], sliding_window=32),
-        "the newest 32 tokens alone",
+        layers(layer_types=["sliding_attention", "full_attention"], sliding_window=32),
+        "some of its layers see a window",
     ),
+    "a window of no size": ("eagle3", layers(layer_types=["sliding_attention"]), "sliding_window is None"),
     "no d2t": ("eagle3", drop("d2t"), "d2t, which tells them, is missing"),
     "a d2t of nonsense": (
         "eagle3",

@@ -34,6 +34,8 @@ OPTIONS = {
     "whole vocabulary": {"draft_vocab_size": 32000},
     "five taps": {"taps": [0, 1, 2, 3, "last"]},
     "last alone": {"taps": ["last"]},
+    "a window and a sink": {"window": 3, "sinks": 1},
+    "two layers with a window shorter than a draft": {"layers": 2, "window": 2},
 }
 MASKS = [
     ["111111111111", "111111111111"],
