@@ -415,7 +415,7 @@ class Drafter(nn.Module, ABC):
         """
 
     def kv_bytes_per_token(self, state: Any) -> int:
-        """Bytes of keys and values per settled token in `state`."""
+        """Bytes of keys and values per settled token in `state`; fewer where a window has dropped some."""
         del state
         return 0
 

@@ -16,6 +16,8 @@ EAGLE3 = {"fc_norm": False, "draft_vocab_size": 12}
 CASES = {
     "eagle with a bias": ("eagle", {"bias": True}, ["sglang"]),
     "eagle without": ("eagle", {}, ["vllm", "sglang"]),
+    "eagle with a window": ("eagle", {"window": 4}, ["vllm"]),
+    "eagle3 with a window": ("eagle3", EAGLE3 | {"window": 4}, ["vllm", "sglang"]),
     "hass": ("hass", {}, ["vllm", "sglang"]),
     "eagle3": ("eagle3", EAGLE3, ["vllm", "sglang"]),
     "eagle3, every token": ("eagle3", EAGLE3 | {"draft_vocab_size": V}, ["vllm", "sglang"]),

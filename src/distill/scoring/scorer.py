@@ -209,10 +209,10 @@ class Scorer:
 
     @torch.inference_mode()
     def _kv_bytes(self, target: Target, drafter: Drafter) -> int:
-        """Bytes of the drafter's cache after it has read one token."""
-        token = torch.tensor([self.ids[0][:1]], device=target.device)  # (1, 1)
+        """Bytes of the drafter's cache for a token of the first prompt, of which a window keeps a part."""
+        prompt = torch.tensor([self.ids[0]], device=target.device)  # (1, T)
         state = drafter.new_state(1)
-        drafter.advance(state, target, token, target.read(token).taps, [1], token[:, 0])
+        drafter.advance(state, target, prompt, target.read(prompt).taps, [prompt.shape[1]], prompt[:, -1])
         return drafter.kv_bytes_per_token(state)
 
     def _alternatives(self, drafter: Drafter) -> list[Setting]:

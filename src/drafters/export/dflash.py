@@ -29,11 +29,15 @@ def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     yield from check_embedding(target)
     yield from check_head(target)
     yield from check_taps(settings["taps"], target, lowest=1)
+
+
+def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from _check(settings, target)
     yield from check_sinks(settings)
 
 
 def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    yield from _check(settings | {"sinks": 0}, target)
+    yield from _check(settings, target)
     yield from check_window(settings, target)
 
 
@@ -91,5 +95,5 @@ def _window(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 VLLM = Format(_to_vllm, _check_vllm, trained_depth)
-SGLANG = Format(_to_sglang, _check, trained_depth)
+SGLANG = Format(_to_sglang, _check_sglang, trained_depth)
 READER = Reader("DFlash", lambda config: "dflash_config" in config, _read)

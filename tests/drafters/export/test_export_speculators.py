@@ -354,6 +354,17 @@ def test_what_is_none_of_our_drafters_is_refused_in_a_line(made, target, tmp_pat
             {"taps": [0, 4]},
             r"0 is the embedding; train with drafter\.taps=\[4\], or set to=",
         ),
+        ("dflash", "vllm", {"window": 8, "sinks": 2}, r"first places.*train with drafter\.sinks=0"),
+        ("dflash", "sglang", {"window": 8, "sinks": 2}, r"first places.*train with drafter\.sinks=0"),
+        ("p_eagle", "speculators", {"window": 8, "sinks": 2}, r"train with drafter\.sinks=0"),
+        ("dflash", "speculators", {"causal": True}, r"bidirectional without.*drafter\.causal=false"),
+        (
+            "eagle",
+            "sglang",
+            {"window": 8, "sinks": 1},
+            r"when it drafts; train with drafter\.window=null drafter\.sinks=0, or set to=native",
+        ),
+        ("eagle3", "sglang", {"window": 1, "taps": [2, 4, 5]}, r"train with drafter\.window=2"),
         ("diffusion", "vllm", {}, "drafter=dflash"),
         ("lyanna", "speculators", {}, "set to=native"),
     ],
@@ -362,6 +373,70 @@ def test_what_an_engine_cannot_load_is_refused_in_a_line(target, make_drafter, n
     drafter = make_drafter(name, target, depth=K, **options)
     with pytest.raises(UserError, match=said):
         table.write_layout(hub.as_saved(drafter), target, to)
+
+
+@pytest.mark.parametrize(("name", "to"), [("eagle", "vllm"), ("eagle3", "speculators"), ("dflash", "vllm")])
+def test_vllm_would_give_a_drafter_the_targets_window(tiny_target, make_drafter, name, to):
+    """`cache_config.sliding_window`, where all layers of the target have one."""
+    target = tiny_target(vocab=V, layers=LAYERS, hidden=16, window=6)
+    target.model.config._name_or_path = target.model.name_or_path = NAME
+    taps = {} if name == "eagle" else {"taps": [2, 4]}
+    drafter = make_drafter(name, target, depth=K, **taps)
+    with pytest.raises(UserError, match=r"the target's, of 6; train with drafter\.window=6"):
+        table.write_layout(hub.as_saved(drafter), target, to)
+    table.write_layout(hub.as_saved(make_drafter(name, target, depth=K, window=6, **taps)), target, to)
+
+
+# Settings in the layers' or in DFlash's own config, and in the whole -> window and causality.
+READ = {
+    "speculators' defaults": (
+        "speculators",
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 32},
+        {"sliding_window_non_causal": False},
+        (32, True),
+    ),
+    "speculators, bidirectional": (
+        "speculators",
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 32},
+        {"sliding_window_non_causal": True},
+        (32, False),
+    ),
+    "speculators, the whole text": (
+        "speculators",
+        {"layer_types": ["full_attention"] * 2, "sliding_window": 32},
+        {"sliding_window_non_causal": False},
+        (None, False),
+    ),
+    "the authors', by layer": (
+        "vllm",
+        {},
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9},
+        (9, True),
+    ),
+    "the authors', by switch": (
+        "vllm",
+        {"use_swa": True, "swa_window_size": 5},
+        {"sliding_window": 9},
+        (5, False),
+    ),
+    "the authors', said": (
+        "vllm",
+        {"causal": True},
+        {"is_causal": False, "layer_types": ["sliding_attention"] * 2, "sliding_window": 9},
+        (9, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_block_with_a_window_is_read_as_it_was_trained(made, target, tmp_path, name):
+    to, inner, outer, want = READ[name]
+    _, layout = made("dflash" if to == "speculators" else "dflash of its authors")
+    layout.config["transformer_layer_config" if to == "speculators" else "dflash_config"].update(inner)
+    layout.config.update(outer)
+    layout.write(tmp_path)
+    settings = hub.load(tmp_path, target).settings
+    assert (settings["window"], settings["causal"]) == want
 
 
 def test_masks_that_no_input_gives_are_refused():

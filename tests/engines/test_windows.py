@@ -1,0 +1,99 @@
+"""vLLM drafts with an exported window what our decoder drafts, at every place of a text."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode.model.load import load_target
+from decode.plan import Plan
+from decode.sampling import Sampler
+from drafters.checkpoint import io as hub
+from drafters.export import formats as table
+
+RUN = Path(__file__).parents[1] / "support" / "vllm_drafts.py"
+V, D, K, TOKENS = 64, 64, 3, 40
+PROMPTS = [[1, 2, 3, 5, 8, 13, 21, 34, 55, 26, 17, 43], [9, 4, 7]]
+CASES = {
+    "eagle": ("eagle", "vllm", {"window": 8}),
+    "eagle3": ("eagle3", "vllm", {"window": 8, "layers": 2, "taps": [2, 3, 4]}),
+    "p_eagle": ("p_eagle", "speculators", {"window": 8, "taps": [2, 3, 4]}),
+    "dflash": ("dflash", "vllm", {"window": 8, "taps": [2, 4]}),
+    "causal dflash": ("dflash", "speculators", {"window": 8, "taps": [2, 4], "causal": True}),
+}
+
+
+@pytest.fixture
+def target(tmp_path):
+    """A random Llama with a folder; its pad token stands for masks."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": D, "intermediate_size": D, "num_hidden_layers": 6, "vocab_size": V}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends, max_position_embeddings=256))
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else 0.2)
+    model.save_pretrained(tmp_path / "target")
+    return load_target(str(tmp_path / "target"), "float32")
+
+
+@torch.no_grad()
+def ours(drafter, target, text, place) -> list[int]:
+    """The chain below a root at `place` + 1."""
+    taps = target.read(torch.tensor([text])).taps
+    state, settled = drafter.new_state(1), place + 1
+    drafter.advance(
+        state,
+        target,
+        torch.tensor([text[:settled]]),
+        taps[:, :settled],
+        [settled],
+        torch.tensor([text[settled]]),
+    )
+    return drafter.propose(state, target, Sampler(0.0), None, Plan(depth=K)).tokens[0].tolist()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_drafts_with_a_window_what_we_draft(vllm_python, target, make_drafter, tmp_path, case):
+    name, to, options = CASES[case]
+    drafter = make_drafter(name, target, depth=K, draft_vocab_size=V, **options).requires_grad_(False)
+    layout = table.write_layout(hub.as_saved(drafter), target, to)
+    (tmp_path / "draft").mkdir()
+    layout.write(tmp_path / "draft")
+    speculative = {"model": str(tmp_path / "draft"), "num_speculative_tokens": K}
+    if to == "vllm":
+        speculative["method"] = name
+    done = subprocess.run(
+        [
+            *(vllm_python, RUN, tmp_path / "target"),
+            *(json.dumps(speculative), json.dumps(PROMPTS), str(TOKENS)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    same = whole = rounds = 0
+    unseeing = make_drafter(name, target, depth=K, draft_vocab_size=V, **options | {"window": None})
+    for prompt, given in zip(PROMPTS, found, strict=True):
+        text = [*prompt, *given["answer"]]
+        for one in given["rounds"]:
+            if one["place"] + 1 >= len(text):
+                continue
+            assert text[one["place"] + 1] == one["root"]
+            rounds += 1
+            same += ours(drafter, target, text, one["place"]) == one["drafted"]
+            whole += ours(unseeing, target, text, one["place"]) == one["drafted"]
+    assert rounds > 40
+    assert same == rounds
+    assert whole < rounds / 2  # the window has an effect
