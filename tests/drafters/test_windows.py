@@ -1,4 +1,4 @@
-"""Drafters that see a window of the text and its first places: the contract, the window's edges, what is kept."""
+"""Drafters that see a window of the text and its first places: the contract, its edges, what is kept."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_window_that_holds_the_text_changes_no_bit(tiny_target, make_drafter, 
 
 
 def seen(name: str, t: int, depth: int, i: int) -> bool:
-    """Whether the feature at i reaches a drafter of one layer at (t, depth), by the rule t - W < i <= t, i < S."""
+    """Whether the feature at i reaches a drafter of one layer at (t, depth): t - W < i <= t, or i < S."""
     ahead = {"p_eagle": depth - 1, "dflash": 1 + depth, "diffusion": 1 + depth}.get(name, 0)
     # Diffusion's masks hold the newest feature itself; others get earlier depths' window with their feature.
     newest = name == "diffusion" and i == t

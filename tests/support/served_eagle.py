@@ -184,7 +184,7 @@ class Loaded:
         return self._linear(attended, f"{at}self_attn.o_proj")
 
     def window(self) -> int | None:
-        """vLLM's is in `layer_types`, and a drafter's layers count on from the target's; SGLang's in its command."""
+        """vLLM's is in `layer_types`, counted on from the target's layers; SGLang's in its command."""
         if self.engine == "sglang":
             words = self.serve.split()
             flag = "--speculative-draft-window-size"

@@ -255,7 +255,7 @@ class _Model:
         return x + F.linear(F.silu(gate) * up, self.weights[f"{stem}mlp.down_proj.weight"])
 
     def near(self, i: int, places: Tensor) -> Tensor:
-        """(n, n) bool: places that a layer's window holds, before and after a place (`_resolve_layer_attention`)."""
+        """(n, n) bool: places that a layer's window holds, on either side (`_resolve_layer_attention`)."""
         apart = (places[:, None] - places).abs()
         sliding = (self.config.get("layer_types") or {i: ""})[i] == "sliding_attention"
         return apart < (self.config["sliding_window"] if sliding else len(places))

@@ -166,7 +166,7 @@ def check_head(target: Target) -> Iterator[Refusal]:
 
 
 def check_window(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    """VLLM reads a drafter's window, no engine its sinks, and without one vLLM's drafters get the target's."""
+    """Engines keep no sinks, and in vLLM a drafter without a window gets the target's."""
     yield from check_sinks(settings)
     config = target.config
     theirs = getattr(config, "sliding_window", None)

@@ -134,7 +134,7 @@ class BlockDrafter(TokenBiasDrafter):
         return torch.cat([root[..., None, :], masks], -2)
 
     def visible_places(self, device: torch.device) -> Tensor:
-        """(1 + masks, 1 + masks) bool: places of a block that each of them sees; a window has two sides here."""
+        """(1 + masks, 1 + masks) bool: places of a block that each sees; a window has two sides here."""
         step = torch.arange(1 + self.masks, device=device)
         apart = step[:, None] - step
         seen = apart >= 0 if self.causal else torch.ones_like(apart, dtype=torch.bool)
@@ -216,7 +216,7 @@ class BlockDrafter(TokenBiasDrafter):
         return self.norm(x).unflatten(0, (-1, width))[:, width - self.depth :]
 
     def _visibility(self, slots: Tensor, text: Tensor, like: Tensor) -> Visibility:
-        """Keys that the places of A blocks see, given the newest and the text's first feature of each, (A,)."""
+        """Keys that places of A blocks see, given the newest and the text's first feature of each, (A,)."""
         width, device, shape = 1 + self.masks, like.device, self.shape
         place, text = slots.repeat_interleave(width), text.repeat_interleave(width)  # (M,)
         # The root stands one place after the newest feature.

@@ -293,8 +293,8 @@ def attend_unrolled(
     """Attention of a step of an unroll (EAGLE-3's training-time test, arXiv:2503.01840).
 
     A query belongs to an anchor. It sees the keys of the first step up to its anchor, or those in its
-    window and the sinks, and its own anchor's key of every later step. Only supervised anchors have queries; texts are concatenated, so
-    there is no padding, and no (T, T) or (T, T + k) tensor exists.
+    window and the sinks, and its own anchor's key of every later step. Only supervised anchors have
+    queries; texts are concatenated, so there is no padding, and no (T, T) or (T, T + k) tensor exists.
 
     Args:
         q: (M, heads, dim).
