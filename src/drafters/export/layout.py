@@ -45,7 +45,7 @@ class Layout(NamedTuple):
             are doubled.
         note: further information for users.
         files: other files of the folder, by name.
-        pickle: name of a `torch.save` file of the tensors, in place of `model.safetensors`, for a program
+        torch_file: name of a `torch.save` file of the tensors, in place of `model.safetensors`, for a program
             that reads nothing else. It holds tensors alone: `weights_only` reads it.
         model: a transformers model in place of `tensors`, which is saved by `save_pretrained`.
         finish: turns the written folder into what the program loads.
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     serve: str = ""
     note: str = ""
     files: Mapping[str, bytes] = MappingProxyType({})
-    pickle: str = ""
+    torch_file: str = ""
     model: PreTrainedModel | None = None
     finish: Callable[[Path], None] | None = None
 
@@ -72,9 +72,9 @@ class Layout(NamedTuple):
 
     def write(self, folder: Path) -> None:
         """Write the files into an existing folder."""
-        if self.pickle:
+        if self.torch_file:
             # Heads that are one tensor are in the file once.
-            torch.save({k: v.detach().contiguous() for k, v in self.tensors.items()}, folder / self.pickle)
+            torch.save({k: v.detach().contiguous() for k, v in self.tensors.items()}, folder / self.torch_file)
         elif self.model is None:
             save_file({k: v.contiguous() for k, v in self.tensors.items()}, folder / FILES[1])
         else:

@@ -106,7 +106,7 @@ def _to_authors(saved: Saved, target: Target) -> Layout:
         "base_model_name_or_path": target_path(target),
         "torch_dtype": dtype_of(tensors),
     }
-    return Layout(config, tensors, note=_authors_note(settings["depth"]), pickle=AUTHORS_FILE)
+    return Layout(config, tensors, note=_authors_note(settings["depth"]), torch_file=AUTHORS_FILE)
 
 
 def _authors_note(depth: int) -> str:

@@ -113,7 +113,11 @@ def dspark_block(
         weights["confidence.weight"] = F.pad(weight[0], (0, target.hidden_size + rank - weight.shape[1]))
         weights["confidence.bias"] = weight.new_zeros(1) if bias is None else bias
     plain = Layout({**config, "draft_vocab_size": None}, tensors)
-    _, settings, block = dflash_block(plain, target, layers, taps, token)[:3]
+    _, settings, block = dflash_block(plain, target, layers, taps, token, causal=False)[:3]
+    settings = dict(settings)
+    if settings["window"] is not None:
+        raise UserError("its layers see a window; a DSpark of ours sees the whole text")
+    del settings["causal"]  # of DFlash's blocks alone
     more = {
         "depth": config["block_size"] - (not anchor),
         "draft_vocab_size": None if ids is None else len(ids),
