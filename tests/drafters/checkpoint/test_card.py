@@ -91,7 +91,7 @@ def test_it_says_how_to_serve(facts):
     text = model_card(facts._replace(repo="me/drafter"))
     assert "foredraft generate checkpoint=me/drafter target=acme/target-7b" in text
     assert "from_pretrained('me/drafter', target)" in text
-    assert facts.origin.exports == ("vllm", "sglang")
+    assert facts.origin.exports == ("vllm", "sglang", "authors")
     text = model_card(facts._replace(origin=facts.origin._replace(exports=("sglang",))))
     assert "foredraft export checkpoint=<this folder or repository> to=sglang" in text
     assert "to=vllm" not in text

@@ -197,7 +197,7 @@ def test_every_drafter_may_be_the_first(tiny_target, make_drafter, drafter_name,
 def test_an_engine_is_given_the_first_and_told_what_is_left_out(tiny_target, make_drafter):
     target, union = united(tiny_target, make_drafter)
     saved = hub.as_saved(union)
-    assert table.accepting("union", union.settings, target) == ["vllm", "sglang"]
+    assert table.accepting("union", union.settings, target) == ["vllm", "sglang", "authors"]
     layout, alone = (table.write_layout(one, target, "vllm") for one in (saved, hub.as_saved(union.first)))
     assert layout.config == alone.config
     assert same(layout.tensors, alone.tensors)
