@@ -14,7 +14,7 @@ CLASSES = {
     "bigram": "drafters.models.bigram:Bigram",
     "dflash": "drafters.models.dflash:DFlash",
     "diffusion": "drafters.models.diffusion:Diffusion",
-    "dspark": "drafters.models.dspark:DSpark",
+    "dspark": "drafters.models.dflash:DSpark",
     "eagle": "drafters.models.eagle:Eagle",
     "eagle3": "drafters.models.eagle3:Eagle3",
     "hf_dllm": "drafters.models.hf_dllm:Dllm",

@@ -130,9 +130,7 @@ def dspark(model: Any, tokens: Tensor, taps: Tensor, depth: int) -> Tensor:
     return _blocks(model, tokens, taps, depth, biased_logits)
 
 
-def _blocks(
-    model: Any, tokens: Tensor, taps: Tensor, depth: int, run: Callable[..., list[Tensor]]
-) -> Tensor:
+def _blocks(model: Any, tokens: Tensor, taps: Tensor, depth: int, run: Callable[..., list[Tensor]]) -> Tensor:
     """Logits of the last `depth` places of each block."""
     size, roots = len(tokens), torch.arange(1, len(tokens))
     dflash_core.select_anchors = lambda *_: (roots, torch.ones_like(roots, dtype=torch.bool))
