@@ -25,6 +25,7 @@ CLASSES = {
     "medusa": "drafters.models.medusa:Medusa",
     "medusa2": "drafters.models.medusa:Medusa2",
     "mlp": "drafters.models.mlp:Mlp",
+    "mtp": "drafters.models.mtp:Mtp",
     "ngram": "drafters.models.ngram:Ngram",
     "p_eagle": "drafters.models.p_eagle:PEagle",
     "prism": "drafters.models.prism:Prism",
