@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from decode.errors import UserError
 from decode.model.target import Target
 from drafters.export import dflash as block
-from drafters.export import dspark, eagle, eagle3, llama_cpp
+from drafters.export import dspark, eagle, eagle3, llama_cpp, mtp
 from drafters.export import hf_model as whole
 from drafters.export import medusa_mlp as heads
 from drafters.export import speculators_read as speculators_reader
@@ -40,6 +40,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "medusa": heads.MEDUSA,
         "medusa2": heads.MEDUSA2,
         "mlp": heads.MLP,
+        "mtp": mtp.VLLM,
     },
     "sglang": {
         "dflash": block.SGLANG,
@@ -77,6 +78,7 @@ READERS: Sequence[Reader] = (
     speculators_reader.READER,
     dspark.READER,
     block.READER,
+    mtp.READER,
     eagle3.READER,
     eagle.READER,
 )

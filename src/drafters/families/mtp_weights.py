@@ -1,8 +1,8 @@
 """Multi-token-prediction heads in checkpoints of targets: names, arrangement, and reading them from file.
 
-transformers drops these tensors when it loads a target, so they are read from its safetensors files. Names and
-arrangements are those of vLLM 0.32 (`model_executor/models/{mimo,deepseek,glm4_moe,qwen3_next,qwen3_5}_mtp.py`
-and the classes of their targets).
+transformers drops these tensors when it loads a target, so they are read from its safetensors files. Names
+and arrangements are those of vLLM 0.32: `{mimo,deepseek,glm4_moe,qwen3_next,qwen3_5}_mtp.py` and the classes
+of their targets.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 # Targets whose arrangement was read off vLLM's classes, by `model_type`; those of others are scored.
-FIRST, LAST_AFTER = Arrangement(True, True, True), Arrangement(False, False, True)
+MIMOS, USUAL = Arrangement(True, True, True), Arrangement(False, False, True)
 KNOWN: Mapping[str, Arrangement] = {
-    "mimo": FIRST,
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "exaone_moe"), LAST_AFTER),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32"), LAST_AFTER),
+    "mimo": MIMOS,
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "exaone_moe"), USUAL),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32"), USUAL),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), Arrangement(False, False, False)),
 }
 MIMO = "MiMoForCausalLM"  # an architecture that may stand in the configuration of a Qwen2
@@ -131,6 +131,11 @@ def arrangement_of(target: Target) -> Arrangement | None:
     """The arrangement of a target's own head; None: it is not known."""
     kind = "mimo" if architecture_of(target) == MIMO else target.config.model_type
     return KNOWN.get(kind)
+
+
+def mimo_arrangement(target: Target) -> Arrangement:
+    """Of vLLM's MiMo head: a target hands on the input of its output head, but for MiMo itself."""
+    return Arrangement(hidden_first=True, before_norm=architecture_of(target) == MIMO, norm_output=True)
 
 
 def find(names: Iterable[str], target: Target) -> tuple[str, dict[str, str]]:
@@ -356,6 +361,9 @@ def final_norm(target: Target) -> FinalNorm | None:
     if not torch.allclose(sloped, unit * scale, rtol=0.05, atol=1e-3):
         return None
     weight = getattr(norm, "weight", None)
-    centred = weight is not None and not weight.is_meta
-    close = centred and torch.allclose(weight.to(scale) + 1, scale, rtol=1e-2, atol=1e-3)
+    close = (
+        weight is not None
+        and not weight.is_meta
+        and torch.allclose(weight.to(scale) + 1, scale, rtol=1e-2, atol=1e-3)
+    )
     return FinalNorm(norm(LARGE * ones)[0, 0].to(target.device), bool(close))

@@ -22,6 +22,7 @@ from drafters.families.mtp_weights import (
     Arrangement,
     arrangement_of,
     final_norm,
+    mimo_arrangement,
     read_file,
 )
 from drafters.families.recurrent import RecurrentDrafter
@@ -30,8 +31,6 @@ from drafters.layers.fused_backward import rms_norm
 from drafters.layers.unroll import FirstLayerInput
 
 PROBE_TEXTS, PROBE_TOKENS = 2, 256  # that an unknown arrangement is scored on
-# Of a new head: what vLLM's `mtp` takes for a target of any class (see export/mtp.py).
-NEW = Arrangement(hidden_first=True, before_norm=False, norm_output=True)
 
 
 class ZeroCentredNorm(RMSNorm):
@@ -43,6 +42,7 @@ class ZeroCentredNorm(RMSNorm):
 
     @property
     def scale(self) -> Tensor:
+        """(D,) what it multiplies by."""
         return 1 + self.weight
 
     @override
@@ -71,11 +71,11 @@ class MtpLayer(DecoderLayer):
             self.qkv_proj = Linear(shape.hidden_size, rows, bias=True)
         self.gate_proj = Linear(shape.hidden_size, self.queries, bias=False) if gate else None
         if zero_centred:
-            for name, size in (("input_layernorm", shape.hidden_size), ("q_norm", shape.head_dim)):
-                pair = {"input_layernorm": "post_attention_layernorm", "q_norm": "k_norm"}[name]
-                if name != "q_norm" or qk_norm:
-                    setattr(self, name, ZeroCentredNorm(size, shape.eps))
-                    setattr(self, pair, ZeroCentredNorm(size, shape.eps))
+            self.input_layernorm = ZeroCentredNorm(shape.hidden_size, shape.eps)
+            self.post_attention_layernorm = ZeroCentredNorm(shape.hidden_size, shape.eps)
+            if qk_norm:
+                self.q_norm = ZeroCentredNorm(shape.head_dim, shape.eps)
+                self.k_norm = ZeroCentredNorm(shape.head_dim, shape.eps)
 
     @override
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ class MtpLayer(DecoderLayer):
 
 
 class Mtp(RecurrentDrafter):
-    """h_j = Layer(fc [norm(e(x_{t+j})); norm(h_{j-1})]), one module for all depths; h_0 is the target's hidden
-    state, and the target's frozen head maps norm(h_j) to logits. EAGLE with two norms before the fusion and
+    """h_j = Layer(fc [norm(e(x_{t+j})); norm(h_{j-1})]), one module for all depths; h_0 is the target's state
+    at t, and the target's frozen head maps norm(h_j) to logits. EAGLE with two norms before the fusion and
     one behind the layer.
 
     Args:
@@ -135,7 +135,7 @@ class Mtp(RecurrentDrafter):
             raise UserError(f"settings.family={family!r}: known are {', '.join(FAMILIES)}")
         shape = LayerShape(**sizes)
         size, eps = shape.hidden_size, shape.eps
-        norm = ZeroCentredNorm if zero_centred else RMSNorm
+        norm: Any = ZeroCentredNorm if zero_centred else RMSNorm
         self.depth, self.hidden_first, self.norm_output = depth, hidden_first, norm_output
         # RMS(x) = RMSNorm(x) / scale: the state before the target's norm, as far as a norm sees it.
         self.register_buffer("target_scale", torch.ones(size) if before_norm else None)
@@ -154,8 +154,11 @@ class Mtp(RecurrentDrafter):
         """
         head = read_file(target, options.pop("path"))
         asked = {name: options.pop(name) for name in Arrangement._fields}
-        known = arrangement_of(target) if head else NEW
-        arrangement = (known or NEW)._asdict() | {k: v for k, v in asked.items() if v is not None}
+        # A new head is what vLLM's `mtp` takes for a target of any class (see export/mtp.py).
+        known, new = arrangement_of(target), mimo_arrangement(target)
+        arrangement = (known if head and known else new)._asdict() | {
+            k: v for k, v in asked.items() if v is not None
+        }
         sizes = asdict(LayerShape.of(target)) | options
         if head is None:
             drafter = cls(**sizes, **arrangement)
@@ -236,8 +239,8 @@ class Mtp(RecurrentDrafter):
     @torch.no_grad()
     def _decide(self, texts: Sequence[Text], target: Target) -> str:
         batch = _batch(texts, target)
-        places = [(False, True)] if final_norm(target) else [(False,)]
-        orders = [Arrangement(*pair, True) for pair in product((True, False), *places)]
+        places = (False, True) if final_norm(target) else (False,)
+        orders = [Arrangement(first, before, True) for first, before in product((True, False), places)]
         self.settings["before_norm"], found = False, {}
         for arrangement in orders:
             self._arrange(target, arrangement)

@@ -1,0 +1,150 @@
+"""MTP: export to vLLM, and import of the same files or of a target's own head.
+
+After vLLM 0.32: with `"method": "mtp"` and a `"model"`, the head is read from that folder and not from the
+target's; embedding and output head are the target's and in no file. The head's class follows from
+`architectures` of the folder, its sizes from the configuration of the *served target*, and its number of
+layers from `num_nextn_predict_layers` there, which `--hf-overrides` adds. `MiMoForCausalLM` names a dense
+layer of Llama's kind with biases of q, k, v (`mimo_mtp.py`); it takes the hidden state that the target's
+class returns, after the final norm but for MiMo itself. So a new head serves a target of any class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from decode.errors import UserError
+from decode.model.target import Target
+from drafters.export.eagle import draft_length
+from drafters.export.layout import Format, Layout, Reader, Refusal, Saved, serve_vllm, without_confidence
+from drafters.export.llama_config import (
+    architecture,
+    check_embedding,
+    check_head,
+    check_target,
+    config_of,
+    sizes,
+)
+from drafters.families.hf_build import portable_config
+from drafters.families.mtp_weights import (
+    MIMO,
+    PRODUCTS,
+    architecture_of,
+    arrangement_of,
+    final_norm,
+    mimo_arrangement,
+    native,
+    read,
+)
+from drafters.layers.decoder_layer import LayerShape
+
+LAYERS = "num_nextn_predict_layers"
+COUNTS = (LAYERS, "mtp_num_hidden_layers")
+AS_MIMO = ("", "mimo")  # families written as MiMo's
+SIZES = ("hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size", "eps")
+
+
+def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    yield from check_embedding(target)
+    yield from check_head(target)
+    served = arrangement_of(target)
+    if settings["family"] in AS_MIMO:
+        yield from _check_layer(settings, target)
+        served = mimo_arrangement(target)
+    if served is None:
+        yield Refusal(f"vLLM's order of inputs is not known for an MTP of {target.config.model_type!r}")
+        return
+    for name, value in served._asdict().items():
+        if settings[name] != value:
+            said = (
+                f"drafter.{name}={str(settings[name]).lower()}, which vLLM's MTP of this target has otherwise"
+            )
+            yield Refusal(said, {name: value})
+
+
+def _check_layer(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    """The engine builds the layer of MiMo's MTP by the served target's configuration."""
+    if target.model.config is not target.config:
+        yield Refusal(
+            "vLLM's MTP of MiMo reads a flat configuration, and the target's text has one of its own"
+        )
+    shape = asdict(LayerShape.of(target))
+    if others := [name for name in SIZES if settings[name] != shape[name]]:
+        yield Refusal(f"vLLM gives the MTP layer the target's sizes, and its {others[0]} is another")
+    if settings["heads"] * settings["head_dim"] != settings["hidden_size"]:
+        yield Refusal(
+            "vLLM's MTP layer has heads of hidden_size / heads, and the target's are of another size"
+        )
+    if (act := getattr(target.config, "hidden_act", "silu")) != "silu":
+        yield Refusal(f"vLLM gives the MTP layer the target's hidden_act, {act}, and ours has silu")
+    for name in ("qk_norm", "gate", "zero_centred"):
+        if settings[name]:
+            yield Refusal(f"vLLM's MTP of MiMo has no {name}")
+
+
+def _to_vllm(saved: Saved, target: Target) -> Layout:
+    """Files of `MiMoMTP`, or of the class of the target's own head."""
+    weights = {n: w for n, w in without_confidence(saved).items() if n != "target_scale"}
+    tensors = native(weights, saved.settings, len(target.layers))
+    serve = serve_vllm("mtp", draft_length(saved))
+    if saved.settings["family"] not in AS_MIMO:
+        config = portable_config(json.loads(target.model.config.to_json_string()))
+        config["torch_dtype"] = str(weights["fc.weight"].dtype).removeprefix("torch.")
+        return Layout(config | {"architectures": [architecture_of(target)]}, tensors, serve)
+    layer = next(name for name in tensors if name.endswith(f"{PRODUCTS['qkv_proj'][0]}.weight"))
+    stem = layer.removesuffix(f"{PRODUCTS['qkv_proj'][0]}.weight")
+    for part in PRODUCTS["qkv_proj"]:  # MiMo's have biases that would stay uninitialised
+        tensors.setdefault(f"{stem}{part}.bias", torch.zeros_like(tensors[f"{stem}{part}.weight"][:, 0]))
+    config = config_of(saved.settings, len(target.layers), target, weights["fc.weight"].dtype)
+    config |= {"architectures": [MIMO], "model_type": "qwen2", LAYERS: 1}
+    if not getattr(target.config, LAYERS, None):
+        override = f"vllm serve {{target}} --hf-overrides '{{{{\"{LAYERS}\": 1}}}}' "
+        serve = serve.replace("vllm serve {target} ", override)
+    return Layout(config, tensors, serve)
+
+
+def _knows(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, dict) else {}]
+    return "format" not in config and any(part.get(name) for part in parts for name in COUNTS)
+
+
+def _read(layout: Layout, target: Target) -> Saved:
+    config = layout.config
+    config = config.get("text_config") or config
+    check_target(config, {}, target)
+    head = read(layout.tensors, target)
+    if head is None:
+        raise UserError("no MTP head among its tensors")
+    settings = sizes_of(config, head.settings)
+    mimo = architecture(layout.config) == MIMO
+    arrangement = arrangement_of(target)
+    if mimo:
+        arrangement = mimo_arrangement(target)
+    if arrangement is None:
+        raise UserError(
+            f"the order of its inputs is not known for {target.config.model_type!r}; "
+            "train drafter=mtp drafter.path=<the folder>, which scores them"
+        )
+    norm = final_norm(target)
+    weights = dict(head.weights)
+    if arrangement.before_norm:
+        assert norm is not None  # MiMo's
+        weights["target_scale"] = norm.scale.to(weights["fc.weight"])
+    settings |= arrangement._asdict() | {"family": head.family, "depth": 1}
+    settings["zero_centred"] = norm is not None and norm.zero_centred
+    return Saved("mtp", settings, weights)
+
+
+def sizes_of(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the layer: positions and norms from the configuration, all else from the tensors."""
+    rows = torch.empty(found["heads"] * found["head_dim"], 0)
+    return sizes(config, {"self_attn.q_proj.weight": rows}, "") | dict(found)
+
+
+VLLM = Format(_to_vllm, _check)
+READER = Reader("MTP", _knows, _read)

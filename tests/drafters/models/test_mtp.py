@@ -1,0 +1,257 @@
+"""MTP heads: read from a target's files by each vendor's names, arranged, tuned and written back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from faces import K, V, batch_of, random_texts
+from safetensors.torch import save_file
+from served_mtp import ServedMtp, drafted
+
+from decode.errors import UserError
+from drafters.base import Text
+from drafters.checkpoint import io as hub
+from drafters.export import formats as table
+from drafters.families.mtp_weights import KNOWN, Arrangement, final_norm, native
+from drafters.models.mtp import Mtp
+
+# Kind: family of names, model_type of the target, options of its layer.
+KINDS = {
+    "mimo": ("mimo", "mimo", {"qkv_bias": True}),
+    "qwen": ("qwen", "qwen3_5_text", {"gate": True, "qk_norm": True, "zero_centred": True}),
+    "deepseek": ("deepseek", "deepseek_v3", {}),
+    "glm": ("deepseek", "glm4_moe", {"qkv_bias": True, "qk_norm": True}),
+}
+UNASKED = {"path": None, "draft_vocab_size": None} | dict.fromkeys(Arrangement._fields)
+
+
+@pytest.fixture
+def vendor(tiny_target, make_drafter, tmp_path):
+    """Makes a target of a kind whose folder has a random MTP head, that head, and its tensors on file."""
+
+    def make(kind: str):
+        family, model_type, options = KINDS[kind]
+        target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float64)
+        if options.get("zero_centred"):
+            target.model.model.norm.forward = zero_centred(target.model.model.norm)
+        arrangement = KNOWN[model_type]._asdict()
+        head = make_drafter("mtp", target, depth=K, family=family, **arrangement, **options)
+        head.float().double()  # a trained one is in fp32
+        tensors = native(hub.as_saved(head).weights, head.settings, len(target.layers))
+        target.config.model_type = model_type
+        return target, head, put(target, tensors, tmp_path)
+
+    return make
+
+
+def zero_centred(norm):
+    def forward(x):
+        return x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * (1 + norm.weight)
+
+    return forward
+
+
+def put(target, tensors, folder):
+    """Write a target's folder in two files, the head in the second, and let the target name it."""
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    files = {"model-1.safetensors": {"model.norm.weight": torch.ones(16)}, "model-2.safetensors": tensors}
+    for name, part in files.items():
+        save_file(part, folder / name)
+    places = {tensor: name for name, part in files.items() for tensor in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    target.model.name_or_path = str(folder)
+    return tensors
+
+
+@torch.no_grad()
+def logits_of(drafter, target, texts=None):
+    target.tap(drafter.taps)
+    batch = batch_of(target, random_texts() if texts is None else texts)
+    return [(step, step.head(step.hidden)) for step in drafter.unroll(batch, target)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_on_file_is_read_bit_for_bit(vendor, kind):
+    target, head, tensors = vendor(kind)
+    read = Mtp.for_target(target, depth=K, **UNASKED).eval().to(target.dtype)
+    assert read.settings == head.settings
+    assert not read.undecided
+    pairs = zip(logits_of(head, target), logits_of(read, target), strict=True)
+    assert all(one[1].equal(other[1]) for one, other in pairs)
+    again = native(hub.as_saved(read).weights, read.settings, len(target.layers))
+    assert again.keys() == tensors.keys()
+    assert all(tensor.equal(tensors[name]) for name, tensor in again.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_what_vllms_class_computes(vendor, kind):
+    target, head, tensors = vendor(kind)
+    config = {"num_attention_heads": 2, "head_dim": 8, "hidden_size": 16, "rms_norm_eps": 1e-6}
+    served = ServedMtp(tensors, kind, config, target)
+    texts = random_texts(rows=3, length=9)
+    last: list[torch.Tensor] = []
+    norm = target.model.model.norm  # what enters it is what MiMo hands on
+    hook = norm.register_forward_pre_hook(lambda module, args: last.append(args[0]))
+    read = target.read(texts)
+    hook.remove()
+    theirs = drafted(served, texts, last[0] if kind == "mimo" else read.last, K)
+    for step, ours in logits_of(head, target, texts):
+        row, anchor = step.anchor // 9, step.anchor % 9
+        other = torch.stack([theirs[int(a), step.depth][r] for r, a in zip(row, anchor, strict=True)])
+        # MiMo's state before the norm is the one behind it without its scale: eps is added twice.
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-5 if kind == "mimo" else 1e-8)
+    assert not served.left
+
+
+ORDERS = [Arrangement(True, True, True), Arrangement(False, False, True), Arrangement(False, True, False)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_unknown_arrangement_is_scored(tiny_target, tmp_path, order):
+    """A head that was fitted to its target predicts it only if it is read as it was written."""
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    with torch.no_grad():
+        target.model.model.norm.weight.uniform_(0.2, 3)
+    head = Mtp.for_target(target, depth=2, **UNASKED | order._asdict()).train()
+    texts = random_texts(rows=2, length=48)
+    batch, optimizer = batch_of(target, texts), torch.optim.Adam(head.parameters(), 1e-2)
+    for _ in range(60):
+        losses = []
+        for step in head.unroll(batch, target):
+            wanted = target.head(batch.last.flatten(0, 1)[step.anchor + step.depth]).argmax(-1)
+            losses.append(torch.nn.functional.cross_entropy(step.head(step.hidden), wanted))
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+    put(target, native(hub.as_saved(head).weights, head.settings, 4), tmp_path)  # in MiMo's names
+    read = Mtp.for_target(target, depth=K, **UNASKED)
+    assert read.undecided
+    assert read.needs_fit
+    line = read.fit([Text(row, [1] * len(row)) for row in texts.tolist()], target)
+    assert "its arrangement is not known" in line
+    assert {name: read.settings[name] for name in order._fields} == order._asdict()
+    assert logits_of(read, target)[0][1].equal(logits_of(head, target)[0][1])
+
+
+REFUSED = {
+    "mlp.experts.0.up_proj.weight": "mixture of experts",
+    "self_attn.kv_a_proj_with_mqa.weight": "latent attention",
+    "post_mlp_layernorm.weight": "1 tensors of the MTP head have no place here, post_mlp_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_here_is_refused(vendor, tmp_path, name):
+    target, _, tensors = vendor("deepseek")
+    put(target, tensors | {f"model.layers.4.{name}": torch.ones(16)}, tmp_path)
+    with pytest.raises(UserError, match=REFUSED[name]):
+        Mtp.for_target(target, depth=K, **UNASKED)
+
+
+def test_several_layers_and_missing_tensors_are_refused(vendor, tmp_path):
+    target, _, tensors = vendor("mimo")
+    put(target, tensors | {"model.mtp_layers.1.input_proj.weight": torch.ones(1)}, tmp_path)
+    with pytest.raises(UserError, match="several MTP layers"):
+        Mtp.for_target(target, depth=K, **UNASKED)
+    name = "model.mtp_layers.0.mlp.up_proj.weight"
+    put(target, {k: v for k, v in tensors.items() if k != name}, tmp_path)
+    with pytest.raises(UserError, match=r"has no mlp\.up_proj\.weight"):
+        Mtp.for_target(target, depth=K, **UNASKED)
+    with pytest.raises(UserError, match="no MTP head in its"):
+        (tmp_path / "other").mkdir()
+        Mtp.for_target(target, depth=K, **UNASKED | {"path": str(tmp_path / "other")})
+
+
+def test_copies_of_the_targets_embedding_and_head_are_passed_over(vendor, tmp_path):
+    target, head, tensors = vendor("deepseek")
+    copies = dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), torch.ones(V, 16))
+    put(target, tensors | {f"model.layers.4.{name}": copy.clone() for name, copy in copies.items()}, tmp_path)
+    read = Mtp.for_target(target, depth=K, **UNASKED)
+    assert all(weight.double().equal(head.state_dict()[name]) for name, weight in read.state_dict().items())
+
+
+@pytest.mark.parametrize("before_norm", [False, True])
+def test_a_new_head_begins_with_the_targets_own_state(tiny_target, before_norm):
+    """As EAGLE does: with nothing of the token it repeats the target's distribution."""
+    target = tiny_target(vocab=V, layers=4, hidden=16)
+    with torch.no_grad():
+        target.model.model.norm.weight.uniform_(0.5, 2)
+        head = Mtp.for_target(target, depth=1, **UNASKED | {"before_norm": before_norm}).double()
+        head.fc.weight.copy_(torch.cat([torch.eye(16), torch.zeros(16, 16)], 1))
+    texts = random_texts()
+    (step, logits), *_ = logits_of(head, target, texts)
+    target_logits = target.head(target.read(texts).last.flatten(0, 1)[step.anchor])
+    if before_norm:
+        torch.testing.assert_close(logits, target_logits, rtol=1e-5, atol=1e-5)
+    else:  # up to the state's size
+        assert torch.nn.functional.cosine_similarity(logits, target_logits, dim=-1).min() > 1 - 1e-6
+
+
+def test_the_final_norm_is_asked_for_its_scale(tiny_target):
+    target = tiny_target(vocab=V, hidden=16)
+    norm = target.model.model.norm
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+    assert not final_norm(target).zero_centred
+    torch.testing.assert_close(final_norm(target).scale, norm.weight)
+    norm.forward = zero_centred(norm)
+    assert final_norm(target).zero_centred
+    torch.testing.assert_close(final_norm(target).scale, 1 + norm.weight)
+    target.model.model.norm = torch.nn.LayerNorm(16).double()
+    assert final_norm(target) is None
+    with pytest.raises(UserError, match="no RMS norm"):
+        Mtp.for_target(target, depth=1, **UNASKED | {"before_norm": True})
+
+
+# -- vLLM's files ------------------------------------------------------------------------------------
+
+
+def written(drafter, target):
+    return table.write_layout(hub.as_saved(drafter), target, "vllm")
+
+
+def test_vllms_files_of_a_new_head_are_mimos(tiny_target, make_drafter, tmp_path):
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    drafter = make_drafter("mtp", target)
+    layout = written(drafter, target)
+    assert layout.config["architectures"] == ["MiMoForCausalLM"]
+    assert all(name.startswith("model.mtp_layers.0.") for name in layout.tensors)
+    assert not layout.tensors["model.mtp_layers.0.self_attn.k_proj.bias"].any()
+    assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in layout.command("T", "D")
+    layout.write(tmp_path)
+    back = hub.load(tmp_path, target)
+    assert back.settings | {"depth": drafter.depth} == drafter.settings | {"family": "mimo"}
+    assert all(weight.equal(drafter.state_dict()[name]) for name, weight in back.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllms_files_of_the_targets_own_head_come_back(vendor, kind, tmp_path):
+    target, head, tensors = vendor(kind)
+    if kind == "mimo":
+        target.model.config.architectures = ["MiMoForCausalLM"]
+    layout = written(head, target)
+    assert layout.tensors.keys() == tensors.keys()
+    target.config.num_nextn_predict_layers = 1
+    (tmp_path / "export").mkdir()
+    written(head, target).write(tmp_path / "export")
+    back = hub.load(tmp_path / "export", target)
+    assert back.settings | {"depth": K, "draft_vocab_size": None} == head.settings
+    assert all(weight.equal(head.state_dict()[name]) for name, weight in back.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"hidden_first": False}, r"hidden_first=false.*train with drafter\.hidden_first=true"),
+        ({"before_norm": True}, r"before_norm=true.*train with drafter\.before_norm=false"),
+        ({"norm_output": False}, r"norm_output=false.*train with drafter\.norm_output=true"),
+        ({"qk_norm": True}, "has no qk_norm"),
+        ({"intermediate_size": 24}, "its intermediate_size is another"),
+    ],
+)
+def test_what_vllm_computes_otherwise_is_refused(tiny_target, make_drafter, options, said):
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    with pytest.raises(UserError, match=said):
+        written(make_drafter("mtp", target, **options), target)

@@ -1,0 +1,113 @@
+"""What vLLM 0.32's MTP classes compute, restated from their source, from an exported folder's tensors.
+
+`mimo_mtp.py`: [hidden; token]. `qwen3_next_mtp.py`: [token; hidden], gated attention of normalised heads, and
+zero-centred norms. `deepseek_mtp.py` and `glm4_moe_mtp.py` with a layer of Llama's kind: [token; hidden]; GLM
+feeds back what has not passed the norm. The embedding of the first pair, which all but Qwen's set to 0, is
+read here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+# Prefix, fusion, norms of token and hidden, last norm, prefix of the layer.
+NAMES = {
+    "mimo": (
+        "model.mtp_layers.0.",
+        "input_proj",
+        "token_layernorm",
+        "hidden_layernorm",
+        "final_layernorm",
+        "",
+    ),
+    "qwen": ("mtp.", "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0."),
+    "deepseek": ("model.layers.4.", "eh_proj", "enorm", "hnorm", "shared_head.norm", ""),
+}
+
+
+class ServedMtp:
+    """One head.
+
+    Args:
+        tensors: of the folder; every one must be read.
+        kind: mimo | qwen | deepseek | glm.
+        config: sizes of its layer, as a LlamaConfig's.
+        target: whose embedding and head it shares.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], kind: str, config: dict[str, Any], target: Any) -> None:
+        self.kind, self.target, self.config = kind, target, LlamaConfig(**config)
+        stem, *self.names = NAMES["deepseek" if kind == "glm" else kind]
+        self.left = {name.removeprefix(stem): tensor for name, tensor in tensors.items()}
+        assert all(name.startswith(stem) for name in tensors)
+        self.weights = dict(self.left)
+
+    def forward(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, n) tokens and (B, n, D) states of a whole text -> logits (B, n, V), and what is fed back."""
+        fc, token_norm, hidden_norm, last_norm, at = self.names
+        parts = [self.norm(F.embedding(tokens, self.target.embed.weight), token_norm)]
+        parts.insert(0 if self.kind == "mimo" else 1, self.norm(hidden, hidden_norm))
+        x = self.linear(torch.cat(parts, -1), fc)
+        x = x + self.attend(self.norm(x, f"{at}input_layernorm"), f"{at}self_attn.")
+        y = self.norm(x, f"{at}post_attention_layernorm")
+        gate, up = (self.linear(y, f"{at}mlp.{part}_proj") for part in ("gate", "up"))
+        x = x + self.linear(F.silu(gate) * up, f"{at}mlp.down_proj")
+        out = self.norm(x, last_norm)
+        return F.linear(out, self.target.head.weight), x if self.kind == "glm" else out
+
+    def attend(self, x: Tensor, at: str) -> Tensor:
+        rows, length, _ = x.shape
+        dim, count = self.config.head_dim, self.config.num_attention_heads
+        q, k, v = (self.linear(x, f"{at}{part}_proj").view(rows, length, -1, dim) for part in "qkv")
+        gate = None
+        if q.shape[2] == 2 * count:
+            q, gate = q.view(rows, length, count, 2, dim).unbind(3)
+        if f"{at}q_norm.weight" in self.weights:
+            q, k = self.norm(q, f"{at}q_norm"), self.norm(k, f"{at}k_norm")
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        steps = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        angles = torch.arange(length)[:, None] * self.config.rope_parameters["rope_theta"] ** -steps
+        cosine, sine = (part.repeat(1, 2) for part in (angles.cos(), angles.sin()))
+        q, k = (part * cosine + turned(part) * sine for part in (q, k))
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        scores = (q @ k.mT / math.sqrt(dim)).masked_fill(
+            torch.ones(length, length).triu(1).bool(), -torch.inf
+        )
+        out = (scores.softmax(-1) @ v).transpose(1, 2)
+        out = out if gate is None else out * gate.sigmoid()
+        return self.linear(out.flatten(2), f"{at}o_proj")
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.read(f"{name}.weight"), self.read(f"{name}.bias"))
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        unit = x * (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+        weight = self.read(f"{name}.weight")
+        return unit * (weight + (self.kind == "qwen"))
+
+    def read(self, name: str) -> Any:
+        self.left.pop(name, None)
+        return self.weights.get(name)
+
+
+def turned(x: Tensor) -> Tensor:
+    one, other = x.chunk(2, -1)
+    return torch.cat([-other, one], -1)
+
+
+def drafted(served: ServedMtp, texts: Tensor, hidden: Tensor, depth: int) -> dict[tuple[int, int], Tensor]:
+    """(anchor, depth) -> (B, V) logits, told the text: pair i is the target's state at i, and token i + 1."""
+    found = {}
+    for anchor in range(texts.shape[1] - 2):
+        fed = hidden[:, : anchor + 1]
+        for ahead in range(1, min(depth, texts.shape[1] - 2 - anchor) + 1):
+            logits, back = served.forward(texts[:, 1 : anchor + 1 + ahead], fed)
+            found[anchor, ahead] = logits[:, -1]
+            fed = torch.cat([fed, back[:, -1:]], 1)
+    return found
