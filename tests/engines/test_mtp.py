@@ -134,7 +134,6 @@ def test_vllm_accepts_of_an_mtp_head_what_replay_says(vllm_python, tmp_path, kin
     (ours,) = replay(target, drafter, rollouts, [Plan(depth=DEPTH)], Sampler(0.0))
     rounds = counts["vllm:spec_decode_num_drafts"]
     there = [count / rounds for count in counts["vllm:spec_decode_num_accepted_tokens_per_pos"]]
-    print(kind, rounds, there, ours.counts)
     assert there[0] > 0.2  # else there is nothing to compare
     # vLLM's first pair has no token, so a few rounds may differ.
-    assert there == pytest.approx([ours.counts.s(depth) for depth in range(1, DEPTH + 1)], abs=0.05)
+    assert there == pytest.approx(ours.survival, abs=0.05)

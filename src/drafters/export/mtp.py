@@ -90,7 +90,7 @@ def _to_vllm(saved: Saved, target: Target) -> Layout:
     """Files of `MiMoMTP`, or of the class of the target's own head."""
     weights = {n: w for n, w in without_confidence(saved).items() if n != "target_scale"}
     tensors = native(weights, saved.settings, len(target.layers))
-    serve = serve_vllm("mtp", draft_length(saved))
+    serve = serve_vllm("mtp", draft_length(saved.settings))
     if saved.settings["family"] not in AS_MIMO:
         config = portable_config(json.loads(target.model.config.to_json_string()))
         config["torch_dtype"] = str(weights["fc.weight"].dtype).removeprefix("torch.")
@@ -146,5 +146,5 @@ def sizes_of(config: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, A
     return sizes(config, {"self_attn.q_proj.weight": rows}, "") | dict(found)
 
 
-VLLM = Format(_to_vllm, _check)
+VLLM = Format(_to_vllm, _check, draft_length)
 READER = Reader("MTP", _knows, _read)
