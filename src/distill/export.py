@@ -64,7 +64,8 @@ def export(options: ExportCommandOptions) -> float:
         named = options.target
         if not named.path:
             named = replace(named, path=target_name(checkpoint), revision=known.revision)
-        write(checkpoint, build_target(named), options.to, out, options.push_to, options.llama_cpp)
+        target = build_target(named, decodes=False)
+        write(checkpoint, target, options.to, out, options.push_to, options.llama_cpp)
     if options.push_to:
         push(out, options.push_to, options.private, options.dry_run)
     return 0.0
@@ -137,11 +138,12 @@ def write(
     with pretrained.publish_folder(out) as temporary:
         weights = None if theirs else hub.weights_on_file(checkpoint, drafter, target)
         pretrained.write(drafter, temporary, origin, recipe_of(checkpoint), theirs, to, weights, repo or "")
-    say(f"{out}\n\n{_served(theirs, drafter, out)}")
-    if (card := pretrained.scorecard(checkpoint)) and card.fastest.nodes and not card.pays:
+    say(f"{out}\n\n{_served(theirs, drafter, target, out)}")
+    card = pretrained.scorecard(checkpoint)
+    if card and card.fastest.nodes and not card.pays and not card.conditions.elsewhere:
         say(
             "where it was scored, no draft was faster than plain decoding (the fastest, "
-            f"{card.fastest.decode}, {card.fastest.speedup:.2f}x); the command drafts as deep as the drafter "
+            f"{card.fastest.decode}, {card.fastest.speed:.2f}x); the command drafts as deep as the drafter "
             "was trained all the same: foredraft advise measures what pays on the machine that serves"
         )
 
@@ -194,9 +196,11 @@ def at_end(options: ExportOptions, folder: Path, target: Target) -> None:
         ) from error
 
 
-def _served(theirs: Layout | None, drafter: Drafter, out: Path) -> str:
+def _served(theirs: Layout | None, drafter: Drafter, target: Target, out: Path) -> str:
     """The command that serves it, whatever is in the paths, and the note."""
     assert drafter.origin is not None
+    if theirs is None and target.abilities.decode:
+        return "serve it: its target is decoded by an engine; export it for one, as in to=vllm"
     native = Layout({}, {}, "foredraft generate checkpoint={drafter} target={target} prompt=...")
     found = theirs or native
     command = found.command(drafter.origin.name, str(out))

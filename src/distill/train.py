@@ -150,7 +150,7 @@ def _sizes(options: TrainOptions) -> Sizes:
 
 
 def _load(options: TrainOptions, trainer: L.Trainer) -> Target:
-    return build_target(options.target, trainer.strategy.root_device, options.packing)
+    return build_target(options.target, trainer.strategy.root_device, options.packing, decodes=False)
 
 
 def _saver(
@@ -196,8 +196,7 @@ def _scorer(
         served_plan=served_plan,
         engine=engine_scores.scorer(score, chat, held, options.seed, folder / "engine"),
     )
-    for candidate in scorer.candidates:
-        drafter.check(candidate)
+    scorer.check(drafter)
     return scorer
 
 

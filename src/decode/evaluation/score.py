@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
 from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance, acceptance, round_counts, whole_rounds
 from decode.evaluation.audit import Case, audit, num_batches
-from decode.evaluation.replay import Counts, Rollout, agreement
-from decode.evaluation.scorecard import Conditions, Replay, Row, Scorecard, Timing
+from decode.evaluation.replay import Counts, Rollout, agreement, why_inexact
+from decode.evaluation.scorecard import DECODED, Conditions, Replay, Row, Scorecard, Timing
 from decode.evaluation.timing_ab import DecodeTimings, Prompts, time_interleaved
 from decode.generation.generate import generate
-from decode.generation.types import Output, Proposer
+from decode.generation.types import Output, Proposer, supported_proposals
 from decode.hardware import hardware
 from decode.model.target import Target
 from decode.plan import Plan
@@ -100,6 +101,8 @@ def score(
         UserError: nothing to score on, or a headline that is not lossless.
     """
     check(held_out.prompts, settings[0].plan)
+    if reason := target.abilities.decode:
+        return _score_by_replay(target, drafter, held_out, settings, options, reason, progress)
     cases = _audit_cases(settings, options.full_audit)
     audited = held_out.prompts if options.full_audit else held_out.prompts[: options.audit_prompts]
     samples = AUDIT_SAMPLES if options.full_audit else 1
@@ -150,6 +153,59 @@ def check(prompts: Prompts, headline: Plan) -> None:
         raise UserError("score: there are no prompts to score on")
     if headline.lossy:
         raise UserError(f"decode: {headline.name} cannot be the headline; put it under score.plans")
+
+
+def check_replayable(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -> None:
+    """Refuse a plan that cannot be scored without decoding.
+
+    Engines verify chains for targets that only they can decode; trees of these would be scored for nobody.
+
+    Raises:
+        UserError: no chain, or one whose acceptance is no function of the target's answers.
+    """
+    if not plan.depth or plan.has_siblings:
+        raise UserError(
+            f"decode: {plan.name} cannot be scored for a target that only an engine can decode, and engines "
+            "verify chains for it; use decode=chain, and chains in score.plans"
+        )
+    plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
+    if reason := why_inexact(plan, sampler, drafter):
+        raise UserError(
+            f"decode: {plan.name} at T={sampler.temperature:g} cannot be replayed ({reason}), and an engine "
+            "decodes this target; choose another rule or length, such as decode=chain"
+        )
+
+
+def _score_by_replay(
+    target: Target,
+    drafter: Proposer,
+    held_out: HeldOut,
+    settings: Sequence[Setting],
+    options: ScoreOptions,
+    reason: str,
+    progress: Callable[[int, int], None] | None,
+) -> Scorecard:
+    """`score` for a target that cannot be decoded here: acceptance alone, on its answers.
+
+    Raises:
+        UserError: no answers, or a plan that cannot be replayed.
+    """
+    if not all(held_out.rollouts.get(setting.sampler) for setting in settings):
+        raise UserError("score: this target is scored by replay alone; set score.replay_prompts to 1 or more")
+    advance = _Progress(len(held_out.rollouts), progress)
+    for setting in settings:
+        check_replayable(setting.plan, setting.sampler, drafter)
+    rows: dict[Setting, Row] = {}
+    for sampler, rollouts in held_out.rollouts.items():
+        members = [s for s in settings if s.sampler == sampler]
+        for setting, result in _accept(target, drafter, rollouts, members, options).items():
+            rows[setting] = _replayed_row(setting, _replay(result, None, 0, held_out.reserved))
+        advance()
+    return Scorecard(
+        rows=[rows[setting] for setting in settings],
+        audit=None,
+        conditions=replace(_conditions(target, 0, options), elsewhere=reason),
+    )
 
 
 class _Progress:
@@ -250,7 +306,7 @@ def _conditions(target: Target, prompts: int, options: ScoreOptions) -> Conditio
         threads=torch.get_num_threads(),
         hardware=hardware(target.device),
         load_average=round(os.getloadavg()[0], 2),
-        kv_bytes_per_token=target.cache.store.bytes_per_token,
+        kv_bytes_per_token=0 if target.abilities.decode else target.cache.store.bytes_per_token,
     )
 
 
@@ -294,15 +350,39 @@ def _row(setting: Setting, tally: DecodeTimings, plain: DecodeTimings) -> Row:
     )
 
 
-def _replay(result: Acceptance, decoded: Counts, shared: int, reserved: int) -> Replay:
-    """Acceptance on all answers; on those to the first `shared` prompts the decoder must agree.
+def _replayed_row(setting: Setting, replay: Replay) -> Row:
+    """One setting of a target that an engine decodes."""
+    plan, counts, survival = setting.plan, replay.counts, replay.survival
+    return Row(
+        temperature=setting.sampler.temperature,
+        decode=plan.name,
+        rule=plan.rule,
+        lossy=plan.lossy,
+        batch_size=setting.batch_size,
+        nodes=plan.nodes,
+        tau=replay.tau,
+        tau_interval=replay.tau_interval,
+        survival=survival,
+        alpha=[_ratio(s, before) for before, s in pairwise([1.0, *survival])],
+        offered=[],
+        rounds=round(sum(counts.rounds)),
+        tokens=sum(counts.tokens),
+        replay=replay,
+        **dict.fromkeys(DECODED),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _replay(result: Acceptance, decoded: Counts | None, shared: int, reserved: int) -> Replay:
+    """Acceptance on all answers; on those to the first `shared` prompts the decoder must agree, if it ran.
 
     What selects the best checkpoint must not be what it is then reported by, so `selection_tau` is taken
     from the answers after the first `shared` and `reserved` ones.
     """
     shared = min(shared, len(result.counts.tokens))
     same, others = result.counts.part(0, shared), result.counts.part(max(shared, reserved))
-    low, high = (-math.inf, math.inf) if result.estimate else agreement(decoded.part(0, shared), same)
+    low, high = -math.inf, math.inf
+    if decoded and not result.estimate:
+        low, high = agreement(decoded.part(0, shared), same)
     return Replay(
         method=f"estimate ({result.estimate})" if result.estimate else "exact",
         tau=result.counts.tau,

@@ -15,6 +15,7 @@ from decode.evaluation.audit import Audit
 from decode.evaluation.replay import Counts
 from decode.evaluation.served import Served
 
+BY_ENGINE, NOT_RUN = "decoded by an engine", "not run"  # in place of a speedup, and of an audit's verdict
 SCHEMA = 4
 READABLE = (3, SCHEMA)
 # Keys of schema 3 -> of schema 4. `reuse` and `head_calls_per_round` are gone: scripts/benchmark.py lyanna.
@@ -24,6 +25,11 @@ RENAMED = {
     "target_moved": "target_drift",
     "auto": "plan_choices",
 }
+# Fields of a row that only a decoder run can fill
+DECODED = (
+    *("acceptance_rate", "tokens_per_second", "plain_tokens_per_second", "speedup", "overhead"),
+    *("draft_share", "verify_share", "other_share", "ttft", "tpot"),
+)
 # Properties that the JSON form has beside the fields, for readers that are no Python.
 DERIVED: dict[type, tuple[str, ...]] = {
     Audit: ("passed", "sampled_tokens", "impossible", "pit_p", "surprisal_p", "surprisal_z"),
@@ -85,6 +91,9 @@ class Replay:
 class Row:
     """One setting: a sampler, a plan and a batch size. Counts are those of the decoder run.
 
+    Where an engine decodes the target (`Conditions.elsewhere`), counts are those of the replay, and what only
+    a decoder run can tell is None.
+
     Attributes:
         temperature: of target and drafter.
         decode: name of the plan.
@@ -96,7 +105,7 @@ class Row:
         tau_interval: 95 % bootstrap interval of tau over prompts.
         survival: P(accepted >= j) of a round, j from 1.
         alpha: P(accepted >= j | accepted >= j - 1, j offered), j from 1.
-        offered: P(offered >= j), j from 1: below 1 where drafts end early.
+        offered: P(offered >= j), j from 1: below 1 where drafts end early; empty without a decoder run.
         acceptance_rate: accepted draft tokens per draft token.
         rounds: verification rounds of all prompts.
         tokens: tokens of all prompts, each one's first left out.
@@ -124,18 +133,18 @@ class Row:
     survival: list[float]
     alpha: list[float]
     offered: list[float]
-    acceptance_rate: float
+    acceptance_rate: float | None
     rounds: int
     tokens: int
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    speedup: float
-    overhead: float
-    draft_share: float
-    verify_share: float
-    other_share: float
-    ttft: float
-    tpot: float
+    tokens_per_second: float | None
+    plain_tokens_per_second: float | None
+    speedup: float | None
+    overhead: float | None
+    draft_share: float | None
+    verify_share: float | None
+    other_share: float | None
+    ttft: float | None
+    tpot: float | None
     timing: Timing | None = None
     replay: Replay | None = None
 
@@ -143,6 +152,16 @@ class Row:
     def acceptance(self) -> Replay | Row:
         """Where tau, its interval and survival are read: the replay, else the decoder's own count."""
         return self.replay or self
+
+    @property
+    def speed(self) -> float:
+        """Speedup to sort by; 0 where nothing was decoded."""
+        return self.speedup or 0.0
+
+    def text(self, name: str, form: str, none: str = "-") -> str:
+        """A field that only a decoder run can fill, as text: `form` formats it, `none` stands for None."""
+        value = getattr(self, name)
+        return none if value is None else form.format(value)
 
     @property
     def exact(self) -> bool:
@@ -170,6 +189,7 @@ class Conditions:
         load_average: of the machine over one minute, at the end.
         kv_bytes_per_token: bytes of the target's cache for a token.
         prompts_digest: hash of the decoded prompts' token ids.
+        elsewhere: why the target cannot be decoded here, so that nothing was timed or audited; "" if it can.
         control: "none", or how the drafter's inputs were spoilt on purpose.
         served_plan: name of the plan that the run's engine decodes with, by which checkpoints are compared;
             "": no engine is named.
@@ -185,6 +205,7 @@ class Conditions:
     load_average: float
     kv_bytes_per_token: int = 0
     prompts_digest: str = ""
+    elsewhere: str = ""
     control: str = "none"
     served_plan: str = ""
 
@@ -301,7 +322,7 @@ class Scorecard:
 
     Attributes:
         rows: one for each setting; the first is the headline.
-        audit: whether the decoder wrote the target's own text.
+        audit: whether the decoder wrote the target's own text; None where an engine decodes.
         conditions: what was measured on.
         checkpoint: what was scored.
         categories: of each replayed prompt.
@@ -311,7 +332,7 @@ class Scorecard:
     """
 
     rows: list[Row]
-    audit: Audit
+    audit: Audit | None
     conditions: Conditions
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     categories: list[str] = field(default_factory=list)
@@ -342,17 +363,22 @@ class Scorecard:
     @property
     def fastest(self) -> Row:
         """The draft with the highest speedup."""
-        return max(self.drafts, key=lambda row: row.speedup)
+        return max(self.drafts, key=lambda row: row.speed)
 
     @property
     def pays(self) -> bool:
         """A draft is faster than plain decoding on this machine; else do not draft."""
-        return self.fastest.nodes > 0 and self.fastest.speedup > 1
+        return self.fastest.nodes > 0 and self.fastest.speed > 1
 
     @property
     def audit_passed(self) -> bool:
         """Nothing speaks against losslessness."""
-        return self.audit.passed
+        return self.audit is None or self.audit.passed
+
+    @property
+    def audited(self) -> str:
+        """The audit's verdict in a word or two."""
+        return NOT_RUN if self.audit is None else "pass" if self.audit.passed else "FAIL"
 
     @property
     def replay_agrees(self) -> bool:
@@ -364,7 +390,8 @@ class Scorecard:
         top = {**as_json(self.headline), **as_json(self.conditions), **as_json(self.checkpoint)}
         names = ("rows", "audit", "categories", "samples", "plan_choices", "served")
         top |= {name: as_json(getattr(self, name)) for name in names}
-        verdicts = {"audit_passed": self.audit_passed, "replay_agrees": self.replay_agrees}
+        passed = None if self.audit is None else self.audit_passed
+        verdicts = {"audit_passed": passed, "replay_agrees": self.replay_agrees}
         return {"schema": SCHEMA, **top, **verdicts}
 
     @classmethod

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from decode.errors import UserError
+from decode.generation.forward_only import write_forward
 from decode.generation.loop import Loop
 from decode.generation.types import Generation, Piece, Proposer, Round, Times, Until
 from decode.model.target import Target
@@ -54,13 +55,22 @@ def generate(
             time without waiting; on a GPU only prefill and total are then exact.
 
     Raises:
-        UserError: an empty prompt, or one that leaves no room in the target's context.
+        UserError: an empty prompt, or one that leaves no room in the target's context; a target that can
+            verify no drafts, and a drafter.
     """
     if not prompts:
         return Generation([], Times())
     names = range(len(prompts)) if requests is None else requests
     coin = KeyedCoin(seed, names, samples) if coin is None else coin
     limits = _limits(target, prompts, max_new_tokens)
+    if target.abilities.own_cache and drafter is None and on_round is None:
+        if target.abilities.replay:
+            name, reason = type(target.model).__name__, target.abilities.replay
+            raise UserError(
+                f"target: {name} cannot write answers here: {reason}; take them from a server or a file "
+                "(rollout=openai, rollout=given)"
+            )
+        return write_forward(target, prompts, limits, sampler, coin, stop, until, clock)
     loop = Loop(target, drafter, prompts, limits, sampler, plan or Plan(), coin, stop, until, on_round, clock)
     for _ in loop.rounds():
         pass

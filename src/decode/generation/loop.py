@@ -65,6 +65,8 @@ class Loop:
         clock: Callable[[], float] | None = None,
     ) -> None:
         target.check_taps(drafter)
+        if drafter or target.abilities.own_cache:
+            target.abilities.check_decode(f"target: {type(target.model).__name__}")
         plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
         self.target, self.prompts, self.clock = target, prompts, clock
         self.drafter = adapt_depth(drafter, plan) if drafter and plan.depth else None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.model.abilities import Abilities
 from decode.model.cache import KVCache, attention_mask
 from decode.model.compiled_forward import compiled_pass
 from decode.model.fused_forward import Fused
@@ -27,18 +28,22 @@ class CausalLM:
     Attributes:
         max_positions: maximum sequence length of the model, in tokens; None: unlimited.
         chunk: tokens of a text that `read_text` reads in one pass.
+        abilities: what can be done with it here, as the probe has found.
         movable: whether all weights are on one device, so they can be moved, copied and changed.
 
     Raises:
         UserError: the model has no list of decoder layers, or no output head.
     """
 
+    abilities = Abilities()
     movable = True
     chunk = 2048  # tokens of a text read in one pass; its mask has (chunk, width) entries
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.base: Any = model.base_model
+        if self.base is model:  # a class that names its decoder otherwise than it says (Llama-4)
+            self.base = getattr(model, "model", model)
         self.config = model.config.get_text_config()
         self.layers = decoder_layers(model)
         self.head = _head(model, self.config)
@@ -262,6 +267,8 @@ def _head(model: PreTrainedModel, config: Any) -> Head:
     out = model.get_output_embeddings()
     if out is None:
         raise UserError(f"{type(model).__name__}: it has no language-model head")
+    if not getattr(getattr(out, "weight", None), "is_floating_point", bool)():
+        raise UserError(f"{type(model).__name__}: its head is quantised and cannot be read")
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return Head(
         weight=out.weight,

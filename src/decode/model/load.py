@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from transformers.models.auto.modeling_auto import (
 
 from decode.errors import UserError
 from decode.model import gguf
+from decode.model.abilities import Abilities, quantisation, why_elsewhere, why_undecodable
 from decode.model.offload import load_offloaded
-from decode.model.probe import probe
+from decode.model.probe import find_abilities
 from decode.model.sharded import load_sharded
 from decode.model.target import Target
 
@@ -35,6 +37,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")  # by transformers, while it reads the weights
 # Files of a tokenizer; none of them is code.
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -89,7 +92,7 @@ def load_config(
         masked: also accept a masked LM (bidirectional).
 
     Raises:
-        UserError: no such model, not a language model, or a quantised model.
+        UserError: no such model, or not a language model.
     """
     source, revision = source_of(name, revision, what)
     if isinstance(source, Path):
@@ -107,13 +110,6 @@ def load_config(
     if not (remote or _is_causal(config) or (masked and is_masked(config))):
         kind = "masked or causal" if masked else "causal"
         raise UserError(f"{what}={name}: a {config.model_type!r} model is no {kind} language model")
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise UserError(
-            f"{what}={name}: quantised with {method or 'an unnamed method'}, whose rows can depend on what "
-            "is batched with them, so decoding could not be proven lossless; use the unquantised weights"
-        )
     return config
 
 
@@ -143,6 +139,7 @@ def load_target(
     trust_remote_code: bool = False,
     compiled: bool = False,
     placement: str = "replicated",
+    decodes: bool = True,
     **memory: Any,
 ) -> Target:
     """Load, freeze and probe a causal LM.
@@ -156,18 +153,22 @@ def load_target(
         compiled: see `CausalLM.compile`.
         placement: `replicated`: all on one device; `sharded`: each layer sharded over processes;
             `device_map`: layers on several devices, in host memory and on disk.
+        decodes: refuse a target for which drafts cannot be verified here; else one is refused only if no
+            drafter can be trained for it.
         **memory: for `device_map`; see `offload.load_offloaded`.
 
     Raises:
         UserError: see `load_model`, `probe` and `load_sharded`; or `compiled` with another placement.
     """
+    config = load_config(name, revision, trust_remote_code)
+    if decodes:
+        Abilities(decode=why_undecodable(config)).check_decode(f"target={name}:")
     if compiled and placement != "replicated":
         raise UserError(f"target.compile=true: layers of target.placement={placement} cannot be compiled")
-    load = partial(load_model, name, dtype, revision, trust_remote_code)
+    load = partial(load_model, name, dtype, revision, trust_remote_code, quantised=True)
     if placement == "sharded":
         target = load_sharded(load, torch.device(device))
     elif placement == "device_map":
-        config = load_config(name, revision, trust_remote_code)
         with torch.device("meta"):
             empty = auto_class(config).from_config(
                 config, trust_remote_code=trust_remote_code, dtype=DTYPES.get(dtype, config.dtype)
@@ -175,7 +176,10 @@ def load_target(
         target = load_offloaded(load, empty, torch.device(device), **memory)
     else:
         target = Target(load().to(device))
-    probe(target)
+    able = find_abilities(target)
+    target.abilities = able._replace(decode=able.decode or why_elsewhere(config))
+    if decodes or able.train:
+        target.abilities.check_decode(f"target: {type(target.model).__name__}")
     if compiled:
         reason = target.compile()
         if reason:
@@ -190,18 +194,26 @@ def load_model(
     trust_remote_code: bool = False,
     what: str = "target",
     masked: bool = False,
+    quantised: bool = False,
     **more: Any,
 ) -> Any:
     """Load a language model of transformers; arguments as in `load_target` and `load_config`.
 
-    `more` is passed to `from_pretrained`.
+    `more` is passed to `from_pretrained`. `quantised` takes a quantised model, too: dequantised where
+    transformers can, else as it is.
 
     Raises:
-        UserError: see `load_config`; damaged or missing weights.
+        UserError: see `load_config`; damaged or missing weights; a quantised model.
     """
     config = load_config(name, revision, trust_remote_code, what, masked)
+    method = quantisation(config)
+    if method and not quantised:
+        raise UserError(f"{what}={name}: quantised with {method}; use the unquantised weights")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"{what}.dtype={dtype}: choose auto, {', '.join(DTYPES)}")
+    if method in DEQUANTISED:
+        config.quantization_config = {**_settings(config), "dequantize": True}
+        more["config"] = config
     source, revision = source_of(name, revision, what)
     try:
         loaded: Any = auto_class(config, masked).from_pretrained(
@@ -218,7 +230,14 @@ def load_model(
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{what}={name}: {_first_line(error)}") from None
+    except Exception as error:  # packages of quantisation may raise anything
+        if not method:
+            raise
+        raise UserError(f"{what}={name}: quantised with {method}, {_first_line(error)}") from None
     model, info = loaded
+    if method and method not in DEQUANTISED:
+        with suppress(NotImplementedError):  # read through its own modules where transformers cannot
+            model = model.dequantize()
     # transformers initialises missing weights at random, e.g. the head of a reward model.
     if missing := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         raise UserError(
@@ -229,6 +248,12 @@ def load_model(
         # private API: where transformers keeps a hub model's revision, which it has no public place for
         model.config._commit_hash = revision
     return model
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Settings of a configuration's quantisation."""
+    settings = config.quantization_config
+    return dict(settings) if isinstance(settings, dict) else settings.to_dict()
 
 
 def kernels(config: Any) -> dict[str, str]:

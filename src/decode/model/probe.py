@@ -1,9 +1,9 @@
-"""Checks that a model class can be decoded losslessly.
+"""Checks what can be done with a model class: train for it, replay acceptance, decode it losslessly.
 
-The probe builds a small random copy of the model (same class, few layers, short window, fp32) and compares
-two rows of different lengths, a five-node tree, a cache compaction and the next token with plain forward
-passes. A model that ignores masks or positions, or whose state cannot be rolled back, fails here with a
-one-line error.
+The probe builds a small random copy of the model (same class, few layers, short window, fp32). For decoding
+it compares two rows of different lengths, a five-node tree, a cache compaction and the next token with plain
+forward passes. A model that ignores masks or positions, or whose state cannot be rolled back, fails here. For
+such a model it compares padded texts, and the model's own cache, with texts that are read alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import hashlib
 import inspect
 import json
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,55 +28,84 @@ from decode.hardware import cache_folder
 from decode.model import cache as cache_module
 from decode.model import causal_lm as lm_module
 from decode.model import fused_forward as fused_module
-from decode.model.causal_lm import CausalLM
+from decode.model.abilities import Abilities, why_no_rollback
+from decode.model.causal_lm import CausalLM, record_inputs
+from decode.model.own_cache import OwnCache
 from decode.model.target import Target
 
 TOLERANCE = 1e-4  # relative, fp32
-KINDS = {"full_attention", "sliding_attention"}
 
 
 def probe(lm: CausalLM, what: str = "target") -> None:
-    """Check a model class on a small random copy, and the head on the model's weights.
+    """Check that a model class can be decoded losslessly; see `find_abilities`.
 
     Args:
         lm: a target, or a draft model, whose cache is rolled back in the same way.
         what: name of the model in errors.
 
     Raises:
-        UserError: the class is not supported; the text names the failed check.
+        UserError: it cannot; the text names the failed check.
     """
-    name = type(lm.model).__name__
-    other = set(getattr(lm.config, "layer_types", None) or ()) - KINDS
-    if other:
-        raise UserError(
-            f"{what}: {name} has {', '.join(sorted(other))} layers, whose state cannot be rolled back "
-            "after a rejection; full and sliding-window attention work"
-        )
+    find_abilities(lm, what).check_decode(f"{what}: {type(lm.model).__name__}")
+
+
+def find_abilities(lm: CausalLM, what: str = "target") -> Abilities:
+    """Find out what can be done with a model: its class on a small random copy, the head on its weights.
+
+    Args:
+        lm: a target or draft model; its `abilities` are set.
+        what: name of the model in errors.
+
+    Raises:
+        UserError: its logits are not its head's, so that nothing can be done with it.
+    """
+    _check_head(lm, f"{what}: {type(lm.model).__name__}")
+    failure = why_no_rollback(lm.config) or _why_undecodable(lm)
+    lm.abilities = Abilities(*_forward_failures(lm), failure, own_cache=True) if failure else Abilities()
+    return lm.abilities
+
+
+def _why_undecodable(lm: CausalLM) -> str:
+    """The first failure of decoding on a small copy; a class that passed is remembered."""
     marker = _marker(lm)
+    if marker.exists():
+        return ""
+    if not (failure := _attempt(lambda: _compare(_small_copy(lm)))):
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    return failure
+
+
+def _forward_failures(lm: CausalLM) -> tuple[str, str]:
+    """What speaks against training for a model, and against replay; see `Abilities`."""
+    train = _attempt(lambda: _compare_padded(_small_copy(lm)))
+    return train, train or _attempt(lambda: _compare_own_cache(_small_copy(lm)))
+
+
+def _attempt(check: Callable[[], str]) -> str:
+    """The failure that a check returns or raises, as words of the probe."""
     try:
-        _check_head(lm, f"{what}: {name}")
-        if marker.exists():
-            return
-        failure = _compare(_small_copy(lm))
-    except UserError:
-        raise
+        failure = check()
     except Exception as error:  # third-party model code may raise anything
-        failure = f"raised {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
-    if failure:
-        raise UserError(
-            f"{what}: {name} cannot be decoded losslessly here: the probe {failure}; models with rotary "
-            "or learned positions and full or sliding-window attention work"
-        )
-    marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+        first = (str(error).splitlines() or [""])[0][:120]
+        failure = f"raised {type(error).__name__} ({first})"
+        if isinstance(error, UserError):
+            failure = f"found that {first.removeprefix('target: ').removesuffix('; not supported')}"
+    return failure and f"the probe {failure}"
 
 
 @torch.no_grad()
 def _check_head(lm: CausalLM, name: str) -> None:
     """Compare the model's logits with those of `Head` from its last hidden state."""
     tokens = torch.arange(1, 9, device=lm.device)[None] % lm.vocab_size
-    expected = lm.model(input_ids=tokens, use_cache=False).logits.float()
-    logits = lm.head(lm.base(input_ids=tokens, use_cache=False).last_hidden_state).float()
+    try:
+        expected = lm.model(input_ids=tokens, use_cache=False).logits.float()
+        logits = lm.head(lm.base(input_ids=tokens, use_cache=False).last_hidden_state).float()
+    except Exception as error:  # third-party model code may raise anything
+        first = (str(error).splitlines() or [""])[0][:120]
+        raise UserError(
+            f"{name} cannot read a text here: it raised {type(error).__name__} ({first})"
+        ) from None
     if _relative_error(logits, expected) > (TOLERANCE if lm.dtype.itemsize >= 4 else 2e-2):
         raise UserError(
             f"{name}'s logits differ from its head applied to its last hidden state "
@@ -94,7 +125,8 @@ def _small_copy(lm: CausalLM) -> CausalLM:
     count = 2 if not kinds else max(2, max(kinds.index(kind) for kind in set(kinds)) + 1)
     text.num_hidden_layers = min(count, text.num_hidden_layers)
     if kinds:
-        text.layer_types = kinds[: text.num_hidden_layers]
+        with suppress(AttributeError):  # some classes derive them from other settings
+            text.layer_types = kinds[: text.num_hidden_layers]
     if getattr(text, "sliding_window", None):
         text.sliding_window = 4  # shorter than the probe's rows, so that the window has an effect
     state = torch.random.get_rng_state()
@@ -144,6 +176,41 @@ def _compare(lm: CausalLM) -> str:
         text.append(token)
         if _differs(lm, last[0, 0], text):
             return "found wrong rows after unsettled tokens"
+    return ""
+
+
+@torch.inference_mode()
+def _compare_padded(lm: CausalLM) -> str:
+    """Read texts as training and replay do, padded on the right; the first failure, or an empty string."""
+    prompts = [[5, 9, 2, 7, 3, 11, 8, 12, 13, 14, 15, 16], [4, 6, 10]]
+    tokens = torch.tensor([prompts[0], prompts[1] + [0] * 9])
+    inputs = dict.fromkeys(range(len(lm.layers)), tokens[:0])
+    with record_inputs(lm.layers, inputs):
+        last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state
+    for layer, entering in inputs.items():
+        if entering.shape != last.shape:
+            return f"found hidden states of shape {tuple(entering.shape)} entering layer {layer}"
+    for row, prompt in enumerate(prompts):
+        for length in range(1, len(prompt) + 1):
+            if _differs(lm, last[row, length - 1], prompt[:length]):
+                return "found rows that depend on later tokens or on padding"
+    return ""
+
+
+@torch.inference_mode()
+def _compare_own_cache(lm: CausalLM) -> str:
+    """Write as `decode.generation.forward_only` does; the first failure, or an empty string."""
+    texts = [[5, 9, 2, 7, 3, 11, 8, 12, 13, 14], [4, 6, 10, 17, 18, 19, 20, 21, 22, 23]]
+    cache, begin = OwnCache(lm.base, lm.head.weight), 3
+    last = cache.read(torch.tensor([text[:begin] for text in texts]))[:, -1]
+    for length in range(begin, len(texts[0])):
+        for hidden, text in zip(last, texts, strict=True):
+            if _differs(lm, hidden, text[:length]):
+                return "found wrong rows through the model's own cache"
+        if length == 7:
+            cache.select([1])
+            texts = texts[1:]
+        last = cache.read(torch.tensor([text[length : length + 1] for text in texts]))[:, -1]
     return ""
 
 

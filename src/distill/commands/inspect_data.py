@@ -69,7 +69,7 @@ def inspect(options: InspectOptions) -> float:
     print(printable("\n".join(counts.lines(plan["stop"]))), flush=True)
     if not sample:
         return 0.0
-    target = build_target(options.target)
+    target = build_target(options.target, decodes=False)
     if plan["target"] not in target.fingerprints():
         say(f"WARNING: the store names another target than {options.target.path}")
     reference = surprise.reference_distribution(plan)

@@ -25,7 +25,8 @@ def score(options: ScoreCommandOptions) -> float:
     quiet()
     engine_scores.check(options.score, training=False)
     chat, _, held = read_inputs(options.target, options.prompts, options.score)
-    target, checkpoint = build_target(options.target), hub.fetch(options.checkpoint)
+    target = build_target(options.target, decodes=False)
+    checkpoint = hub.fetch(options.checkpoint)
     score, served_plan = options.score, ""
     if score.engine != engine_scores.NONE:
         score, served_plan = engine_scores.as_served(score, None, hub.load(checkpoint, target), target)

@@ -23,7 +23,7 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, strictest
 from distill.prompts.prompt import Prompt
 from distill.utils.paths import bundled
-from distill.utils.progress import bar
+from distill.utils.progress import bar, say
 from drafters.base import Drafter
 
 
@@ -58,13 +58,16 @@ def read_limit(target: TargetOptions, prompt_tokens: int | None, row_tokens: int
     return strictest(prompt_tokens, row_tokens, max_positions(config.get_text_config()))
 
 
-def build_target(options: TargetOptions, device: torch.device | None = None, packing: bool = False) -> Target:
+def build_target(
+    options: TargetOptions, device: torch.device | None = None, packing: bool = False, decodes: bool = True
+) -> Target:
     """Load and probe a target.
 
     Args:
         options: of the target.
         device: of this process, one of several; None: the one that the options name.
         packing: check that it reads several texts of a row apart.
+        decodes: see `load_target`; where it takes a target that an engine has to decode, one line says so.
     """
     with bar(1, f"loading target {options.name}", "", leave=False):
         target = load_target(
@@ -75,9 +78,12 @@ def build_target(options: TargetOptions, device: torch.device | None = None, pac
             options.trust_remote_code,
             options.compile,
             options.placement,
+            decodes,
             max_memory=options.max_memory,  # pyright: ignore[reportArgumentType]
             offload_folder=options.offload_folder,
         )
+    if reason := target.abilities.decode:
+        say(f"target: drafts for {type(target.model).__name__} are verified by an engine alone: {reason}")
     if packing:
         check_packing(target)
     return target

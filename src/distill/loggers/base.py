@@ -19,7 +19,7 @@ COLUMNS = (
     *("replay_tau", "tau", "tau_low", "tau_high", "s_1", "s_2", "s_3", "s_4", "s_5", "acceptance_rate"),
     *("speedup", "tokens_per_second", "plain_tokens_per_second", "served_tau", "served_speedup"),
     *("draft_share", "verify_share", "other_share", "ttft", "tpot"),
-    *("audit", "lossy", "lossless_to", "prompts", "dtype", "hardware", "seed", "commit"),
+    *("audit", "elsewhere", "lossy", "lossless_to", "prompts", "dtype", "hardware", "seed", "commit"),
 )
 
 
@@ -96,7 +96,7 @@ def scalars(card: Scorecard) -> dict[str, float]:
 def rows(card: Scorecard) -> list[list[Any]]:
     """A scorecard as a table: the step and COLUMNS, one line for each setting; None where it has no value."""
     common = {**as_json(card.conditions), **as_json(card.checkpoint)}
-    common["audit"] = "pass" if card.audit_passed else "FAIL"
+    common["audit"] = card.audited
     lines = []
     for row in card.rows:
         low, high = row.tau_interval

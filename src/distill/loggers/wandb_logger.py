@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from decode.evaluation.scorecard import read_scorecard
+from decode.evaluation.scorecard import BY_ENGINE, read_scorecard
 from distill.loggers.base import COLUMNS, FailSafe, accepted_lengths, rows, setting
 from distill.report.history import scorecards
 from distill.utils import redact
@@ -187,7 +187,8 @@ class Wandb(FailSafe, Logger):
             self._later("scorecards", lambda: run.log({**values, STEP: card.checkpoint.step}))
         if top := cards.get(int(best_checkpoint.name)) if best_checkpoint else None:
             row = top.compared
-            summary = {"step": top.checkpoint.step, "tau": row.tau, "speedup": row.speedup}
+            speedup = BY_ENGINE if row.speedup is None else row.speedup
+            summary = {"step": top.checkpoint.step, "tau": row.tau, "speedup": speedup}
             run.summary.update({f"best/{name}": value for name, value in summary.items()})
         if self.weights == "always":
             self._upload(checkpoint, ["last"] + ["best"] * (checkpoint == best_checkpoint))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import Row, Scorecard, Training, read_scorecard, read_training
+from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard, Training, read_scorecard, read_training
 from distill.report import served
 from distill.report.tables import grid, target_label
-from distill.scoring.paired import FEWEST, speedup, speedup_ratio, tau_difference, why_incomparable
+from distill.scoring.paired import FEWEST, speedup_ratio, speedup_text, tau_difference, why_incomparable
 from distill.scoring.target_drift import describe
 from distill.utils.redact import printable
 
@@ -104,7 +104,7 @@ def _of_plan(rows: Sequence[Row], decode: str) -> list[Row]:
 
 def fastest(rows: Sequence[Row]) -> Row:
     """The row with the highest speedup."""
-    return max(rows, key=lambda row: row.speedup)
+    return max(rows, key=lambda row: row.speed)
 
 
 def short(decode: str) -> str:
@@ -185,7 +185,7 @@ def in_order(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
 
     def value(one: Scored) -> float:
         row = one.rows(choice)[0]
-        return row.acceptance.tau if choice.by == "tau" else row.speedup
+        return row.acceptance.tau if choice.by == "tau" else row.speed
 
     return sorted(scored, key=value, reverse=True)
 
@@ -262,7 +262,7 @@ def _line(scored: Scored, choice: Choice, base: Scored, pairs: bool, there: bool
     survival += ["-"] * (LEVELS - len(survival))
     same = scored is base
     reason = why_incomparable(card, row, base.card, others[0])
-    speeds, taus = [speedup(row).text("{:.2f}x")], [tau_cell(r) for r in rows]
+    speeds, taus = [speedup_text(row)], [tau_cell(r) for r in rows]
     if pairs:
         speeds.append("-" if same else reason or speedup_ratio(row, others[0]).text("{:.2f}"))
         both = zip(rows, others, strict=True)
@@ -273,12 +273,12 @@ def _line(scored: Scored, choice: Choice, base: Scored, pairs: bool, there: bool
         *_first([speeds, taus], choice),
         *survival,
         *(served.cells(card, row) if there else []),
-        f"{100 * row.draft_share:.0f}%",
-        f"{draft_ms(row):.2f}",
+        row.text("draft_share", "{:.0%}"),
+        "-" if row.speedup is None else f"{draft_ms(row):.2f}",
         minutes(card.checkpoint.train_seconds),
         f"{card.checkpoint.parameters / 1e6:.2f} M",
         f"{card.checkpoint.drafter_kv_bytes_per_token} B",
-        "pass" if card.audit_passed else "FAIL",
+        card.audited,
     ]
 
 
@@ -311,7 +311,9 @@ def _notes(ordered: Sequence[Scored], choice: Choice, base: Scored) -> list[str]
             f"T={row.temperature:g}: {row.decode}" for row in others if row.decode != first_row.decode
         ]
         control = scored.card.conditions.control
+        reason = scored.card.conditions.elsewhere
         about = [
+            *([f"{BY_ENGINE}, scored by replay alone: {reason}"] if reason else []),
             *other_plans,
             *([f"control={control}: no real score"] if control != "none" else []),
             *(["drafted with int8 weights"] if scored.card.checkpoint.quantize == "int8" else []),
@@ -337,8 +339,8 @@ def minutes(train_seconds: float | None) -> str:
 
 
 def draft_ms(row: Row) -> float:
-    """Milliseconds of drafting in a round of the whole batch."""
-    return 1000 * row.draft_share * row.tpot * row.tau
+    """Milliseconds of drafting in a round of the whole batch; 0 where an engine decodes."""
+    return 1000 * (row.draft_share or 0.0) * (row.tpot or 0.0) * row.tau
 
 
 def tau_cell(row: Row) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import plotly.graph_objects as go
+from markupsafe import Markup
 
 from decode.evaluation.scorecard import Row
 from distill.report import page
@@ -29,6 +30,8 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
     first = choice.temperatures[0]
     setting = f"T={first:g}, batch {choice.batch}"
     batches = _batches(ordered, choice)
+    timed = [i for i, row in enumerate(rows) if row.speedup is not None]  # others are decoded by an engine
+    here = [names[i] for i in timed], [rows[i] for i in timed]
     parts = [
         page.section(
             "All of them",
@@ -37,19 +40,7 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
             caption="Click a heading to sort by it.",
             wide=True,
         ),
-        page.section(
-            "Speedup",
-            page.plot(
-                _bars(names, rows), f"Speedup of each drafter, {setting}", max(90 + ROW * len(names), HIGH)
-            ),
-            caption=f"Over plain decoding, {setting}. Left of 1 a drafter costs more than it gives.",
-        ),
-        page.section(
-            "What drafting costs",
-            page.plot(_costs(names, rows), f"Acceptance length against drafting time, {setting}", HIGH),
-            caption="Tokens a target pass against the milliseconds that a round's draft took: further up is "
-            "better, further left is cheaper.",
-        ),
+        *(_speeds(*here, setting) if timed else []),
         page.section(
             "Survival",
             page.plot(_survival(names, rows), f"Chance to accept j tokens, by j, {setting}", HIGH),
@@ -76,6 +67,25 @@ def page_of(scored: Sequence[Scored], choice: Choice) -> str:
             )
         )
     return page.page("Drafters compared", parts, "; ".join(machines([s.card for s in ordered])))
+
+
+def _speeds(names: Sequence[str], rows: Sequence[Row], setting: str) -> list[Markup]:
+    """What a decoder run showed of the drafters that had one."""
+    return [
+        page.section(
+            "Speedup",
+            page.plot(
+                _bars(names, rows), f"Speedup of each drafter, {setting}", max(90 + ROW * len(names), HIGH)
+            ),
+            caption=f"Over plain decoding, {setting}. Left of 1 a drafter costs more than it gives.",
+        ),
+        page.section(
+            "What drafting costs",
+            page.plot(_costs(names, rows), f"Acceptance length against drafting time, {setting}", HIGH),
+            caption="Tokens a target pass against the milliseconds that a round's draft took: further up is "
+            "better, further left is cheaper.",
+        ),
+    ]
 
 
 def _bars(names: Sequence[str], rows: Sequence[Row]) -> go.Figure:
@@ -159,7 +169,7 @@ def _batches(ordered: Sequence[Scored], choice: Choice) -> go.Figure | None:
         sizes |= best.keys()
         figure.add_scatter(
             x=list(best),
-            y=[row.speedup for row in best.values()],
+            y=[row.speedup for row in best.values()],  # None leaves a gap
             mode="lines+markers",
             name=page.label(scored.name),
             text=[page.label(row.decode) for row in best.values()],

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from decode.evaluation.audit import Audit
 from decode.evaluation.bootstrap import interval
-from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard
 from distill.report import page
 from distill.report.history import History
 from distill.report.page import paint
@@ -26,11 +26,12 @@ SETTINGS = 6  # of which times are plotted, the first ones
 
 def warnings(card: Scorecard) -> Markup | None:
     """Warnings: a control, a failed audit, a disagreement with replay, a tuned target."""
-    control = card.conditions.control
+    control, elsewhere = card.conditions.control, card.conditions.elsewhere
     texts = [
         f"Scored with control={control}: the drafter was given other hidden states. This is no real score."
         if control != "none"
         else "",
+        f"Scored by replay alone, {BY_ENGINE}: {elsewhere}." if elsewhere else "",
         "" if card.audit_passed else "The losslessness audit failed: what was written is not the target's.",
         ""
         if card.replay_agrees
@@ -45,7 +46,7 @@ def warnings(card: Scorecard) -> Markup | None:
 
 def headline(card: Scorecard) -> Markup:
     """Acceptance length, speedup, verdict of the audit and size of the drafter."""
-    row, fastest = card.compared, card.fastest
+    row = card.compared
     acceptance, (low, high) = row.acceptance, row.acceptance.tau_interval
     method = "replayed exactly" if row.exact else "counted by the decoder"
     prompts = row.replay.prompts if row.replay else card.conditions.prompts
@@ -59,15 +60,12 @@ def headline(card: Scorecard) -> Markup:
             ),
             (
                 "speedup over plain decoding",
-                f"{fastest.speedup:.2f}×" if card.pays else "none",
-                f"{'' if card.pays else f'do not draft here; the fastest is {fastest.speedup:.2f}×: '}"
-                f"{fastest.tokens_per_second:.0f} against {fastest.plain_tokens_per_second:.0f} tokens/s by "
-                f"{fastest.decode}, batch {row.batch_size}, T={row.temperature:g}",
+                *_speed(card),
             ),
             (
                 "losslessness audit",
                 Markup('<span class="{}">{}</span>').format(
-                    *(("good", "pass") if card.audit_passed else ("bad", "FAIL"))
+                    "good" if card.audit_passed else "bad", card.audited
                 ),
                 _audited(card.audit),
             ),
@@ -87,7 +85,23 @@ def headline(card: Scorecard) -> Markup:
     )
 
 
-def _audited(audit: Audit) -> str:
+def _speed(card: Scorecard) -> tuple[str, str]:
+    """The speedup of the fastest draft, and what it was measured as."""
+    row = card.fastest
+    if card.conditions.elsewhere:
+        return "none", BY_ENGINE
+    slow = "" if card.pays else f"do not draft here; the fastest is {row.speed:.2f}×: "
+    return (
+        f"{row.speed:.2f}×" if card.pays else "none",
+        f"{slow}{row.text('tokens_per_second', '{:.0f}')} against "
+        f"{row.text('plain_tokens_per_second', '{:.0f}')} tokens/s by {row.decode}, "
+        f"batch {card.compared.batch_size}, T={card.compared.temperature:g}",
+    )
+
+
+def _audited(audit: Audit | None) -> str:
+    if audit is None:
+        return BY_ENGINE
     wrong, near = audit.mismatches, audit.near_ties
     greedy = f"{wrong} mismatch{'es' * (wrong != 1)}, {near} near tie{'s' * (near != 1)}"
     sampled = f"; {audit.sampled_tokens} drawn ones tested" if audit.sampled_tokens else ""
@@ -114,7 +128,7 @@ def positions(card: Scorecard) -> Markup | None:
         figure.add_scatter(
             x=place,
             y=row.alpha[: len(place)],
-            name="accepted, if all before were (decoder)",
+            name=f"accepted, if all before were ({'replay' if card.conditions.elsewhere else 'decoder'})",
             mode="lines+markers",
             line={"color": paint("orange"), "width": 2},
             marker={"symbol": "diamond", "size": 8},
@@ -260,15 +274,18 @@ def _duration(seconds: float) -> str:
 
 
 def round_times(row: Row) -> dict[str, float]:
-    """Milliseconds of a round's parts, and of plain decoding of as many tokens."""
+    """Milliseconds of a timed round's parts, and of plain decoding of as many tokens."""
+    assert row.tpot
+    assert row.plain_tokens_per_second
     whole = 1000 * row.tpot * row.tau
     parts = {name: whole * share for name, share in _time_shares(row).items()}
     return parts | {"plain": 1000 * row.tau * row.batch_size / row.plain_tokens_per_second}
 
 
 def _time_shares(row: Row) -> dict[str, float]:
-    """Shares of decoding time."""
-    return {"draft": row.draft_share, "verify": row.verify_share, "other": row.other_share}
+    """Shares of decoding time; empty where an engine decodes."""
+    shares = {"draft": row.draft_share, "verify": row.verify_share, "other": row.other_share}
+    return {name: share for name, share in shares.items() if share is not None}
 
 
 def shares(card: Scorecard) -> Markup | None:
@@ -325,7 +342,7 @@ def batches(card: Scorecard) -> Markup | None:
     for row in card.rows:
         curves.setdefault(f"{row.decode}, T={row.temperature:g}", []).append(row)
     curves = {k: sorted(v, key=lambda r: r.batch_size) for k, v in curves.items() if len(v) > 1}
-    if not curves:
+    if not curves or card.conditions.elsewhere:
         return None
     figure = go.Figure()
     for (name, rows), colour in zip(curves.items(), page.SERIES * 4, strict=False):
@@ -376,9 +393,9 @@ def settings(card: Scorecard) -> Markup | None:
                 row.batch_size,
                 f"{tau:.2f}{'' if row.exact else '~'}",
                 f"{low:.2f} to {high:.2f}",
-                f"{row.speedup:.2f}×",
-                f"{row.tokens_per_second:.0f}",
-                *(f"{100 * share:.0f} %" for share in _time_shares(row).values()),
+                row.text("speedup", "{:.2f}×", BY_ENGINE),
+                row.text("tokens_per_second", "{:.0f}"),
+                *([f"{100 * share:.0f} %" for share in _time_shares(row).values()] or ["-"] * 3),
             ]
         )
     caption = "The first line is the headline. ~: counted by the decoder, where replay is not exact."

@@ -47,6 +47,8 @@ def _run(scored: Scored, choice: Choice) -> dict[str, Any]:
         cell = {"temperature": temperature, "decode": row.decode, "exact": row.exact}
         taus.append(cell | {"value": tau, "interval": interval})
     for batch, row in scored.by_batch(choice.temperatures[0], choice.decode).items():
+        if row.speedup is None:  # decoded by an engine
+            continue
         value, interval = speedup(row)
         cell = {"batch": batch, "decode": row.decode, "value": value}
         speedups.append(cell | {"interval": interval and list(interval)})

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from decode.evaluation.audit import Audit
-from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.scorecard import BY_ENGINE, NOT_RUN, Row, Scorecard
 from distill.report import served
 from distill.report.history import scorecards
 from distill.scoring.target_drift import describe
@@ -37,10 +36,7 @@ def by_step(cards: Sequence[Scorecard]) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table with the headline of every scorecard, or the draft in its place."""
     there = served.head(cards)
     head = ["step", "replay", "tau", *LEVEL_NAMES, "speedup", *there, "draft", "verify", "other", "audit"]
-    return head, [
-        [str(c.checkpoint.step), *_cells(c, c.compared, there), "pass" if c.audit_passed else "FAIL"]
-        for c in cards
-    ]
+    return head, [[str(c.checkpoint.step), *_cells(c, c.compared, there), c.audited] for c in cards]
 
 
 def by_setting(card: Scorecard) -> tuple[list[str], list[list[str]]]:
@@ -60,13 +56,15 @@ def settings_table(card: Scorecard) -> str:
         f"control={control}: no real score" if control != "none" else "",
         describe(card.checkpoint),
         *served.notes(card),
-        _audit(card.audit),
+        _audit(card),
     ]
     return "\n".join([f"all settings:\n{grid(*by_setting(card))}", *filter(None, notes)])
 
 
-def _audit(audit: Audit) -> str:
+def _audit(card: Scorecard) -> str:
     """The verdict, with a line for each sampled run."""
+    if (audit := card.audit) is None:
+        return f"audit {NOT_RUN}, {BY_ENGINE}: {card.conditions.elsewhere}"
     lines = [
         f"audit {'pass' if audit.passed else 'FAIL'}: T=0, {audit.tokens} tokens, own row {audit.own_row}, "
         f"equal {audit.equal}, near ties {audit.near_ties} (margin {audit.margin:.2g}), "
@@ -88,9 +86,12 @@ def headline(card: Scorecard) -> str:
     chosen = "" if row is card.headline else f" ({card.headline.decode} was chosen)"
     if conditions.served_plan:  # trees of a better headline are not what the engine decodes
         chosen = " (what the engine is asked for)" if row.decode == conditions.served_plan else chosen
+    prompts = f"{conditions.prompts} held-out prompts"
+    if conditions.elsewhere:
+        prompts = f"{BY_ENGINE} and replayed on {len(row.counts.tokens)} held-out answers"
     return (
         f"{row.decode}{chosen}, T={row.temperature:g}, batch {row.batch_size}, {conditions.dtype}, "
-        f"{conditions.prompts} held-out prompts, {conditions.hardware}"
+        f"{prompts}, {conditions.hardware}"
     )
 
 
@@ -98,11 +99,18 @@ def _cells(card: Scorecard, row: Row, there: Sequence[str]) -> list[str]:
     """Acceptance, speedup and shares of a row, with the engine's columns where there are any."""
     survival = [f"{s:.2f}" for s in row.survival[:LEVELS]]
     survival += ["-"] * (LEVELS - len(survival))
-    shares = [f"{100 * share:.0f}%" for share in (row.draft_share, row.verify_share, row.other_share)]
+    shares = [row.text(name, "{:.0%}") for name in ("draft_share", "verify_share", "other_share")]
     # An estimate is the decoder's own count on more prompts, and is marked.
     replayed = f"{row.replay.tau:.2f}{'' if row.exact else '~'}" if row.replay else "-"
     engine = served.cells(card, row) if there else []
-    return [replayed, f"{row.tau:.2f}", *survival, f"{row.speedup:.2f}x", *engine, *shares]
+    return [
+        replayed,
+        f"{row.tau:.2f}",
+        *survival,
+        row.text("speedup", "{:.2f}x", BY_ENGINE),
+        *engine,
+        *shares,
+    ]
 
 
 def grid(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from decode.evaluation.scorecard import Scorecard
+from decode.evaluation.scorecard import Scorecard, read_scorecard
 from distill.config.recorded import read_config
 from distill.report.bottleneck import bottleneck
 from distill.report.history import scorecards
@@ -85,7 +85,15 @@ def places(folder: Path) -> None:
         ["foredraft", "advise", argument],
         ["foredraft", "export", argument, f"to={_program(checkpoint)}"],
     ]
+    if _decoded_elsewhere(checkpoint):
+        commands = [words for words in commands if words[1] in ("score", "export")]
     say("try next:\n" + "\n".join(f"  {shlex.join(words)}" for words in commands) + "\n")
+
+
+def _decoded_elsewhere(checkpoint: Path) -> bool:
+    """Whether a scorecard says that an engine decodes the target."""
+    card = checkpoint / "score.json"
+    return card.exists() and bool(read_scorecard(card).conditions.elsewhere)
 
 
 def _example(folder: Path) -> str:

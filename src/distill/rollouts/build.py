@@ -24,6 +24,7 @@ from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
 Work = Callable[[Callable[[int], None]], None]  # its argument is called with the number of missing shards
+HELPED = "rollout.drafter, rollout.refresh_every: the target"  # of refusals
 Helper = str | Path | None  # a drafter's folder or hub id
 
 
@@ -66,6 +67,7 @@ def in_process(
     del chat
     if not helper:
         return InProcess(target, plan.batch_size, plan.seed)
+    target.abilities.check_decode(HELPED)
     drafter = hub.load(hub.fetch(str(helper)), target)
     return InProcess(target, plan.batch_size, plan.seed, drafter, helping_plan(options.decode, drafter))
 
@@ -126,7 +128,7 @@ def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None
     Raises:
         UserError: this machine has another target or tokenizer under the same name.
     """
-    prompts, target = options.prompts, build_target(options.target)
+    prompts, target = options.prompts, build_target(options.target, decodes=False)
     chat = read_chat(options.target, prompts.template, prompts.template_options)
     if plan.target not in target.fingerprints() or chat.fingerprint() != plan.tokenizer:
         raise UserError(f"target={options.target.path}: a worker has another model there than this machine")

@@ -53,7 +53,8 @@ def estimate(store: RolloutStore, target: Target, drafter: nn.Module | None) -> 
     else:
         seconds = -(-rows // batch) * length * _step(target, batch, plan.sampler)
         context = min(longest + plan.max_new_tokens, target.max_positions or sys.maxsize)
-        memory += batch * context * target.cache.store.bytes_per_token
+        if not target.abilities.own_cache:  # of whose size nothing is known
+            memory += batch * context * target.cache.store.bytes_per_token
         duration, contents = f"up to {seconds / 60:.1f} min", "weights, cache"
         if memory > (limit := memory_bytes(target.device)):
             raise UserError(

@@ -17,7 +17,7 @@ from distill.options import AnswerOptions, OpenAIRolloutOptions, RunOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import strictest
 from distill.prompts.prompt import Prompt, prompts_digest
-from distill.rollouts.build import Helper, helping_plan, work_of
+from distill.rollouts.build import HELPED, Helper, helping_plan, work_of
 from distill.rollouts.estimate import estimate
 from distill.rollouts.shard import count
 from distill.rollouts.store import RolloutPlan, RolloutStore, stored_plan
@@ -100,6 +100,7 @@ def produce(
         raise UserError("rollout.refresh_every: given answers are not refreshed; set it to 0")
     drafts = rollout.engine != "openai"  # a server drafts by its own means
     if rollout.refresh_every and drafts:
+        target.abilities.check_decode(HELPED)
         helping_plan(options.decode, drafter)
     plan = rollout_plan(options, target, chat, prompts, phase)
     store = open_store(options, Path(options.output_dir) / "rollouts", target, chat, plan, prompts, phase)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decode.evaluation.bootstrap import central_interval, ratio, resampled_sums
-from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard
 
 FEWEST = 5  # prompts or batches; with fewer, bootstrap intervals are far too narrow
 
@@ -44,15 +44,23 @@ def tau_difference(row: Row, other: Row) -> Estimate | None:
 
 
 def speedup(row: Row) -> Estimate:
-    """Speedup over plain decoding, paired by batch: both decoded the same prompts interleaved."""
+    """Speedup over plain decoding, paired by batch: both decoded the same prompts interleaved.
+
+    0 where an engine decodes; see `speedup_text`.
+    """
     if not row.timing or len(row.timing.seconds) < FEWEST:
-        return Estimate(row.speedup, None)
-    return Estimate(row.speedup, central_interval(_speedups(resampled_sums(_columns(row)))))
+        return Estimate(row.speed, None)
+    return Estimate(row.speed, central_interval(_speedups(resampled_sums(_columns(row)))))
+
+
+def speedup_text(row: Row) -> str:
+    """Speedup with its interval, or that an engine decodes."""
+    return BY_ENGINE if row.speedup is None else speedup(row).text("{:.2f}x")
 
 
 def speedup_ratio(row: Row, other: Row) -> Estimate:
     """Ratio of two speedups, resampling the same batches for both; see `why_incomparable`."""
-    value = float(ratio(np.array([row.speedup]), np.array([other.speedup]))[0])
+    value = float(ratio(np.array([row.speed]), np.array([other.speed]))[0])
     columns = _columns(row)
     if len(columns[0]) < FEWEST:
         return Estimate(value, None)
@@ -67,6 +75,8 @@ def why_incomparable(card: Scorecard, row: Row, other_card: Scorecard, other: Ro
     They were measured in two processes. What both have is plain decoding, on the same machine and of
     the same texts.
     """
+    if card.conditions.elsewhere or other_card.conditions.elsewhere:
+        return BY_ENGINE
     if card.checkpoint.target_drift or other_card.checkpoint.target_drift:
         return "other target"
     conditions = _comparison_keys(card, row), _comparison_keys(other_card, row)

@@ -12,7 +12,7 @@ import torch
 
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout
-from decode.evaluation.score import HeldOut, ScoreOptions, Setting, check, score
+from decode.evaluation.score import HeldOut, ScoreOptions, Setting, check, check_replayable, score
 from decode.evaluation.scorecard import Checkpoint, PlanChoice, Scorecard, TargetDrift
 from decode.evaluation.served import Served
 from decode.model.load import stop_tokens
@@ -58,7 +58,7 @@ class Scorer:
 
     Raises:
         UserError: a headline that is not lossless, or a `decode` that is chosen by acceptance and nothing
-            to measure that on.
+            to measure that on; for a target that an engine has to decode, see `_check_replay`.
     """
 
     def __init__(
@@ -94,8 +94,46 @@ class Scorer:
         if isinstance(self.plans[0], Plan):
             check(self.ids, self.plans[0])
         self.samplers = options.samplers()
+        if target.abilities.decode:
+            self._check_replay()
         self.rollouts: dict[Sampler, list[Rollout]] = {}
         self._remarks = {""}  # printed once
+
+    def _check_replay(self) -> None:
+        """Refuse what cannot be measured without decoding; drop alternatives of that kind.
+
+        Raises:
+            UserError: nothing to replay, a plan that cannot be replayed, or a full audit.
+        """
+        if reason := self.target.abilities.replay:
+            raise UserError(f"score: this target cannot be replayed here ({reason}); set score.enabled=false")
+        if not self.replayed:
+            raise UserError("score: this target is scored by replay alone; set score.replay_prompts above 0")
+        if self.full_audit:
+            raise UserError("audit=full: an engine decodes this target, so there is nothing to audit")
+        for plan in self.plans:
+            if not isinstance(plan, Plan):
+                raise UserError(
+                    "decode=auto and decode=calibrated time rounds, and this target is decoded by an engine; "
+                    "use decode=chain"
+                )
+            for sampler in self.samplers:
+                check_replayable(plan, sampler)
+        self.alternatives = [plan for plan in self.alternatives if not plan.has_siblings]
+
+    def check(self, drafter: Drafter) -> None:
+        """Check that a drafter can be scored.
+
+        Raises:
+            UserError: a plan that it does not support, or a tuned target that cannot be decoded here.
+        """
+        for candidate in self.candidates:
+            drafter.check(candidate)
+        self._check_tuned(drafter)
+
+    def _check_tuned(self, drafter: Drafter) -> None:
+        if type(drafter).verifier is not Drafter.verifier:
+            self.target.abilities.check_decode(f"drafter={short_name(drafter)}: the target that it tunes")
 
     @property
     def candidates(self) -> list[Plan]:
@@ -137,6 +175,7 @@ class Scorer:
         count = min(options.early_prompts or len(self.ids), len(self.ids)) if early else len(self.ids)
         ids, prompts = self.ids[:count], self.prompts[:count]
         drafter = hub.load(folder, self.target)
+        self._check_tuned(drafter)
         if options.quantize == "int8":
             drafter.round_to_int8()
         target = drafter.verifier(self.target)
@@ -189,7 +228,9 @@ class Scorer:
                 target_drift=self._drift(target) if tuned else None,
             ),
             categories=[p.category for p in self.replayed],
-            samples=sample_texts(
+            samples=[]
+            if target.abilities.decode
+            else sample_texts(
                 target, drafter, self.chat, prompts, settings, options.max_new_tokens, self.seed
             ),
             plan_choices=choices,

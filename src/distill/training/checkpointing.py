@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import Scorecard, read_scorecard, read_training
+from decode.evaluation.scorecard import BY_ENGINE, Scorecard, read_scorecard, read_training
 from decode.model.target import Target
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_processes
@@ -284,15 +284,16 @@ def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:
     if not (checkpoint / "score.json").exists():
         return text
     card = read_scorecard(checkpoint / "score.json")
-    verdict = "pass" if card.audit_passed else "FAIL"
     drift = card.checkpoint.target_drift
     note = f"  target moved by KL {drift.kl:.2g}" if drift else ""
     fastest, compared = card.fastest, card.compared
     by = "" if fastest is compared else f" ({fastest.decode}, tau {fastest.tau:.2f})"
-    speed = f"speedup {fastest.speedup:.2f}x{by}"
-    if not card.pays:
-        speed = f"no draft faster than plain ({fastest.decode} {fastest.speedup:.2f}x)"
-    return f"{text}  tau {compared.tau:.2f}  {speed}  audit {verdict}{note}"
+    speed = f"speedup {fastest.speed:.2f}x{by}"
+    if card.conditions.elsewhere:
+        speed = BY_ENGINE
+    elif not card.pays:
+        speed = f"no draft faster than plain ({fastest.decode} {fastest.speed:.2f}x)"
+    return f"{text}  tau {compared.tau:.2f}  {speed}  audit {card.audited}{note}"
 
 
 def _place(temporary: Path, final: Path) -> None:

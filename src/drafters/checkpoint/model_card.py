@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
-from decode.evaluation.scorecard import Row, Scorecard
+from decode.evaluation.scorecard import BY_ENGINE, NOT_RUN, Row, Scorecard
 from decode.model import gguf
 from drafters.base import Drafter, Origin
 from drafters.export.layout import Layout
@@ -130,7 +130,12 @@ def _score(score: Scorecard | None) -> str:
         "",
         f"Measured with: {measured_with}.",
     ]
-    if not score.pays:
+    if reason := score.conditions.elsewhere:
+        notes += [
+            "",
+            f"{BY_ENGINE.capitalize()}, not where it was scored: of the target, {_line(reason)}.",
+        ]
+    elif not score.pays:
         notes += ["", "**No draft was faster than plain decoding on the machine that scored it.**"]
     if score.conditions.control != "none":
         notes += ["", f"control={_line(score.conditions.control)}: this is a control, no real score."]
@@ -156,14 +161,16 @@ def _row(row: Row) -> list[str]:
         replayed,
         *survival,
         *["-"] * (LEVELS - len(survival)),
-        f"{row.speedup:.2f}x",
-        f"{row.tokens_per_second:.1f}",
-        f"{row.plain_tokens_per_second:.1f}",
+        row.text("speedup", "{:.2f}x", BY_ENGINE),
+        row.text("tokens_per_second", "{:.1f}"),
+        row.text("plain_tokens_per_second", "{:.1f}"),
     ]
 
 
-def _audit(audit: Audit) -> str:
+def _audit(audit: Audit | None) -> str:
     """Result of the losslessness audit in one line."""
+    if audit is None:
+        return f"Losslessness audit: {NOT_RUN}; the engine that serves it decodes."
     verdict = "passed" if audit.passed else "FAILED"
     text = (
         f"Losslessness audit: {verdict}. Of {audit.tokens} greedy tokens "

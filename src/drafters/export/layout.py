@@ -74,7 +74,8 @@ class Layout(NamedTuple):
         """Write the files into an existing folder."""
         if self.torch_file:
             # Heads that are one tensor are in the file once.
-            torch.save({k: v.detach().contiguous() for k, v in self.tensors.items()}, folder / self.torch_file)
+            tensors = {name: value.detach().contiguous() for name, value in self.tensors.items()}
+            torch.save(tensors, folder / self.torch_file)
         elif self.model is None:
             save_file({k: v.contiguous() for k, v in self.tensors.items()}, folder / FILES[1])
         else:

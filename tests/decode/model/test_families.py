@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from families import BASE, EXPERTS, LENGTH, NOBODY, PROMPTS, SMALL_GPT, VOCAB, WORKS, save
+from elsewhere import HYBRID, MLA
+from families import BASE, LENGTH, NOBODY, PROMPTS, SMALL_GPT, VOCAB, WORKS, save
 from scripted import Oracle, Watch, greedy, no_compaction, rows_of
 from transformers import (
     AutoConfig,
@@ -50,24 +51,12 @@ REFUSED = {
         BASE | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
         RECURRENT,
     ),
-    "qwen3_next": (
-        BASE
-        | EXPERTS
-        | {"head_dim": 8, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16},
-        RECURRENT,
-    ),
+    "qwen3_next": (HYBRID, RECURRENT),
     "rwkv": (
         NOBODY | {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "context_length": 64},
         "RwkvForCausalLM",
     ),
-    "deepseek_v3": (
-        BASE
-        | {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
-        | {"qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
-        | {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
-        "keys and values of different shapes",
-    ),
+    "deepseek_v3": (MLA, "keys and values of different shapes"),
     "llama4_text": (
         BASE
         | {"head_dim": 8, "num_hidden_layers": 4, "num_local_experts": 2}

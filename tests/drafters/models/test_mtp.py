@@ -159,8 +159,8 @@ def test_several_layers_and_missing_tensors_are_refused(vendor, tmp_path):
     put(target, {k: v for k, v in tensors.items() if k != name}, tmp_path)
     with pytest.raises(UserError, match=r"has no mlp\.up_proj\.weight"):
         Mtp.for_target(target, depth=K, **UNASKED)
+    (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match="no MTP head in its"):
-        (tmp_path / "other").mkdir()
         Mtp.for_target(target, depth=K, **UNASKED | {"path": str(tmp_path / "other")})
 
 

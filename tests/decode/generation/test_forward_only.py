@@ -1,0 +1,42 @@
+"""Plain decoding through a model's own cache writes what the speculative loop does without drafts."""
+
+import pytest
+from families import BASE, PROMPTS, save
+
+from decode.generation.generate import generate
+from decode.model.abilities import Abilities
+from decode.model.load import load_target
+from decode.sampling import Sampler
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(str(save(tmp_path_factory.mktemp("llama") / "model", "llama", BASE)), "float64")
+
+
+class AfterThree:
+    """A stop test that ends a request at its third token."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, token):
+        self.seen += 1
+        return self.seen == 3
+
+
+SAMPLERS = [Sampler(0.0), Sampler(1.0), Sampler(0.8, top_p=0.9), Sampler(0.0, repetition_penalty=1.3)]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("more", [{}, {"stop": range(0, 61, 7)}, {"until": AfterThree}], ids=str)
+def test_the_same_text_and_rounds(sampler, more, target, monkeypatch):
+    options = {"max_new_tokens": 16, "sampler": sampler, "seed": 3, "requests": ["a", "b", "c"]} | more
+    loop = generate(target, None, PROMPTS, **options)
+    monkeypatch.setattr(target, "abilities", Abilities(decode="it goes forward", own_cache=True))
+    ours = generate(target, None, PROMPTS, **options)
+    names = ("tokens", "emitted", "accepted", "draft_lengths", "drafted", "stopped")
+    for one, other in zip(ours.outputs, loop.outputs, strict=True):
+        assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names]
+        assert one.ttft > 0
+    assert ours.times.total > 0

@@ -1,0 +1,125 @@
+"""What can be done with a target here: train, replay, decode; and why not."""
+
+import pytest
+import torch
+from elsewhere import REASONS, TARGETS
+from families import BASE, NOBODY, VOCAB, save
+from safetensors.torch import load_file
+from scripted import greedy
+
+from decode.errors import UserError
+from decode.generation.generate import generate, stream
+from decode.model import probe as probe_module
+from decode.model.abilities import Abilities
+from decode.model.load import load_model, load_target
+from decode.model.own_cache import OwnCache
+from decode.sampling import Sampler
+
+PROMPTS = [[5, 9, 2, 7, 3, 11, 8], [4], [6, 10, 12]]
+RWKV = NOBODY | {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "context_length": 64}
+GREEDY = {"max_new_tokens": 12, "sampler": Sampler(0.0)}
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=TARGETS)
+def kind(request):
+    return request.param
+
+
+def test_a_target_that_an_engine_decodes(kind, tmp_path):
+    folder = str(TARGETS[kind](tmp_path / "target"))
+    with pytest.raises(UserError, match=REASONS[kind]) as caught:
+        load_target(folder)
+    assert "an engine decodes it" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+    target = load_target(folder, decodes=False)
+    able = target.abilities
+    assert (able.train, able.replay, able.own_cache) == ("", "", kind != "fp8")
+    plain = generate(target, None, PROMPTS, **GREEDY).outputs
+    assert [o.tokens for o in plain] == [greedy(target.model, p, 12) for p in PROMPTS]
+    for use in (generate, lambda *args, **more: next(stream(args[0], args[1], args[2][0], **more))):
+        with pytest.raises(UserError, match=REASONS[kind]):
+            use(target, object(), PROMPTS, **GREEDY)
+
+
+def test_an_ordinary_target_can_do_all(tmp_path):
+    target = load_target(str(save(tmp_path / "model", "llama", BASE)), decodes=False)
+    assert target.abilities == Abilities()
+
+
+def test_fp8_weights_are_read_as_their_products(tmp_path):
+    folder = TARGETS["fp8"](tmp_path / "target")
+    stored, target = load_file(folder / "model.safetensors"), load_target(str(folder), decodes=False)
+    for name, weight in target.model.state_dict().items():
+        scale = stored.get(f"{name}_scale_inv")
+        expected = stored[name].float() * (1 if scale is None else scale)
+        assert torch.equal(weight.float(), expected.to(weight.dtype).float()), name
+    assert target.fingerprint() == load_target(str(folder), decodes=False).fingerprint()
+
+
+def test_a_quantised_draft_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"drafter\.path=.*quantised with fp8; use the unquantised weights"):
+        load_model(str(TARGETS["fp8"](tmp_path / "target")), what="drafter.path")
+
+
+def test_without_a_cache_it_writes_nothing_here(tmp_path):
+    target = load_target(str(save(tmp_path / "model", "rwkv", RWKV)), decodes=False)
+    assert not target.abilities.train
+    assert "no cache" in target.abilities.replay
+    with pytest.raises(UserError, match=r"cannot write answers here.*rollout=openai"):
+        generate(target, None, PROMPTS, **GREEDY)
+
+
+# -- the probe notices -------------------------------------------------------------------------
+
+
+def other_row(monkeypatch):
+    monkeypatch.setattr(OwnCache, "select", lambda self, rows: None)
+
+
+def forgets(monkeypatch):
+    real = OwnCache.read
+
+    def read(self, tokens):
+        self._held = {}
+        return real(self, tokens)
+
+    monkeypatch.setattr(OwnCache, "read", read)
+
+
+@pytest.mark.parametrize("sabotage", [other_row, forgets], ids=lambda f: f.__name__)
+def test_a_cache_that_is_wrong_prevents_replay(sabotage, tmp_path, monkeypatch):
+    folder = str(TARGETS["hybrid"](tmp_path / "target"))
+    with monkeypatch.context() as inner:
+        sabotage(inner)
+        able = load_target(folder, decodes=False).abilities
+    assert not able.train
+    assert able.replay.startswith("the probe ")
+    assert not load_target(folder, decodes=False).abilities.replay
+
+
+def test_a_model_that_reads_ahead_is_refused(tmp_path, monkeypatch):
+    """As an encoder does, or one whose state takes padding in."""
+    real = probe_module._small_copy
+
+    def both_ways(lm):
+        small = real(lm)
+        body = small.base.forward
+
+        def forward(input_ids, **options):
+            out = body(input_ids=input_ids, **options)
+            out.last_hidden_state = out.last_hidden_state + out.last_hidden_state.mean(1, keepdim=True)
+            return out
+
+        small.base.forward = forward
+        return small
+
+    folder = str(TARGETS["hybrid"](tmp_path / "target"))
+    monkeypatch.setattr(probe_module, "_small_copy", both_ways)
+    with pytest.raises(UserError, match="cannot be decoded losslessly here"):
+        load_target(folder, decodes=False)
