@@ -125,15 +125,10 @@ class Scorer:
         """Check that a drafter can be scored.
 
         Raises:
-            UserError: a plan that it does not support, or a tuned target that cannot be decoded here.
+            UserError: a plan that it does not support.
         """
         for candidate in self.candidates:
             drafter.check(candidate)
-        self._check_tuned(drafter)
-
-    def _check_tuned(self, drafter: Drafter) -> None:
-        if type(drafter).verifier is not Drafter.verifier:
-            self.target.abilities.check_decode(f"drafter={short_name(drafter)}: the target that it tunes")
 
     @property
     def candidates(self) -> list[Plan]:
@@ -175,7 +170,6 @@ class Scorer:
         count = min(options.early_prompts or len(self.ids), len(self.ids)) if early else len(self.ids)
         ids, prompts = self.ids[:count], self.prompts[:count]
         drafter = hub.load(folder, self.target)
-        self._check_tuned(drafter)
         if options.quantize == "int8":
             drafter.round_to_int8()
         target = drafter.verifier(self.target)

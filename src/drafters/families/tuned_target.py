@@ -168,6 +168,7 @@ _ADAPTED: WeakKeyDictionary[Lora, tuple[PreTrainedModel, CausalLM]] = WeakKeyDic
 
 
 def _check_movable(target: Target) -> None:
+    target.abilities.check_decode("drafter: the target that it would tune")
     if not target.movable:
         raise UserError(
             "drafter: one that tunes its target reads copies of it; use target.placement=replicated"

@@ -1,0 +1,92 @@
+"""Targets that only an engine can decode: trained, replayed, exported; refused where drafts are verified."""
+
+import json
+
+import pytest
+from elsewhere import REASONS, TARGETS
+from workbench import Outcome, foredraft
+
+from decode.evaluation.scorecard import read_scorecard
+from distill.loggers.base import COLUMNS, rows, scalars
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def target(bench, kind):
+    return TARGETS[kind](bench.root / kind)
+
+
+@pytest.fixture(scope="module")
+def done(bench, target) -> Outcome:
+    return bench.train(f"target={target}", "export.to=vllm").succeeded()
+
+
+@pytest.mark.ci("hybrid", "fp8")
+def test_it_is_trained_scored_by_replay_and_exported(done, kind):
+    assert done.out.count("verified by an engine alone") == 1
+    assert REASONS[kind] in done.out
+    assert "decoded by an engine  audit not run" in done.out
+    for step in (3, 6):
+        card = read_scorecard(done.folder / "checkpoints" / str(step) / "score.json")
+        assert card.headline.exact
+        assert (card.headline.speedup, card.audit, card.samples) == (None, None, [])
+        assert card.headline.replay.prompts == 4
+    assert (done.folder / "checkpoints" / "best").exists()
+    (exported,) = (done.folder / "export").iterdir()
+    assert json.loads((exported / "config.json").read_text())["architectures"]
+    assert "by an engine" in (exported / "README.md").read_text()
+    # What follows needs drafts to be verified, and is not offered.
+    assert "foredraft score" in done.out
+    assert "foredraft generate" not in done.out
+
+
+def test_who_shows_it_says_who_decodes(done, kind, capsys):
+    best = done.folder / "checkpoints" / "best"
+    report = (done.folder / "report.html").read_text()
+    assert "Scored by replay alone, decoded by an engine" in report
+    table = foredraft("compare", str(done.folder), f"out={done.folder / 'compare.html'}").succeeded().out
+    assert "decoded by an engine" in table
+    assert "not run" in table
+    assert "What drafting costs" not in (done.folder / "compare.html").read_text()
+    card = read_scorecard(best / "score.json")
+    (line,) = rows(card)
+    logged = dict(zip(["step", *COLUMNS], line, strict=True))
+    assert (logged["audit"], logged["speedup"]) == ("not run", None)
+    assert REASONS[kind] in logged["elsewhere"]
+    assert "score/tau" in scalars(card)
+    assert "score/speedup" not in scalars(card)
+
+
+def test_it_is_scored_again_alike(done, tmp_path):
+    best, out = done.folder / "checkpoints" / "best", tmp_path / "card.json"
+    shown = foredraft("score", f"checkpoint={best}", f"out={out}").succeeded().out
+    assert "audit not run, decoded by an engine" in shown
+    assert read_scorecard(out).headline.replay == read_scorecard(best / "score.json").headline.replay
+
+
+@pytest.mark.parametrize("command", ["generate", "advise", "limit"])
+def test_what_verifies_drafts_refuses_it(command, done, kind):
+    more = ["prompt=hi"] if command == "generate" else []
+    best = done.folder / "checkpoints" / "best"
+    foredraft(command, f"checkpoint={best}", *more).refused(REASONS[kind], "an engine decodes it")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["decode=dynamic"], "use decode=chain"),
+        (["decode=auto"], "use decode=chain"),
+        (["score.plans=[{depth: 2, width: 2, nodes: 4}]"], "chains in score.plans"),
+        (["score.replay_prompts=0"], "score.replay_prompts"),
+        (["drafter=medusa2"], "the target that it would tune cannot be decoded"),
+        (["rollout.refresh_every=2"], "rollout.refresh_every: the target cannot be decoded"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_what_needs_decoding_is_refused_before_work(options, reason, bench):
+    folder = bench.root / "refused"
+    bench.train(f"target={folder if folder.exists() else TARGETS['mla'](folder)}", *options).refused(reason)
