@@ -4,7 +4,7 @@ import json
 
 import pytest
 from elsewhere import REASONS, TARGETS
-from workbench import Outcome, foredraft
+from workbench import Outcome, foredraft, train
 
 from decode.evaluation.scorecard import read_scorecard
 from distill.loggers.base import COLUMNS, rows, scalars
@@ -48,10 +48,11 @@ def test_who_shows_it_says_who_decodes(done, kind, capsys):
     best = done.folder / "checkpoints" / "best"
     report = (done.folder / "report.html").read_text()
     assert "Scored by replay alone, decoded by an engine" in report
-    table = foredraft("compare", str(done.folder), f"out={done.folder / 'compare.html'}").succeeded().out
+    page = done.folder / "compare.html"
+    table = foredraft("compare", str(done.folder), "--html", str(page)).succeeded().out
     assert "decoded by an engine" in table
     assert "not run" in table
-    assert "What drafting costs" not in (done.folder / "compare.html").read_text()
+    assert "What drafting costs" not in page.read_text()
     card = read_scorecard(best / "score.json")
     (line,) = rows(card)
     logged = dict(zip(["step", *COLUMNS], line, strict=True))
@@ -63,7 +64,8 @@ def test_who_shows_it_says_who_decodes(done, kind, capsys):
 
 def test_it_is_scored_again_alike(done, tmp_path):
     best, out = done.folder / "checkpoints" / "best", tmp_path / "card.json"
-    shown = foredraft("score", f"checkpoint={best}", f"out={out}").succeeded().out
+    plan = ["decode=chain", "decode.depth=2"]
+    shown = foredraft("score", f"checkpoint={best}", *plan, f"out={out}").succeeded().out
     assert "audit not run, decoded by an engine" in shown
     assert read_scorecard(out).headline.replay == read_scorecard(best / "score.json").headline.replay
 
@@ -89,4 +91,6 @@ def test_what_verifies_drafts_refuses_it(command, done, kind):
 )
 def test_what_needs_decoding_is_refused_before_work(options, reason, bench):
     folder = bench.root / "refused"
-    bench.train(f"target={folder if folder.exists() else TARGETS['mla'](folder)}", *options).refused(reason)
+    target = folder if folder.exists() else TARGETS["mla"](folder)
+    kept = [word for word in bench.command if not (options[0] == "decode=auto" and word.startswith("decode"))]
+    train([*kept, f"target={target}", *options]).refused(reason)

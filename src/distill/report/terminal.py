@@ -86,7 +86,7 @@ def places(folder: Path) -> None:
         ["foredraft", "export", argument, f"to={_program(checkpoint)}"],
     ]
     if _decoded_elsewhere(checkpoint):
-        commands = [words for words in commands if words[1] in ("score", "export")]
+        commands = [[*commands[0], "decode=chain"], commands[-1]]
     say("try next:\n" + "\n".join(f"  {shlex.join(words)}" for words in commands) + "\n")
 
 
