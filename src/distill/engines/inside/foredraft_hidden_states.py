@@ -1,0 +1,63 @@
+"""A vLLM connector that writes hidden states to files, on devices with and without CUDA.
+
+vLLM's `ExampleHiddenStatesConnector` (0.32) copies through `torch.cuda.Stream`, which a CPU build does not
+have, and writes under the final name. This one does the same work on any device, and a file has its name
+once it is whole. It is loaded by name (`kv_connector_module_path`), with this folder on PYTHONPATH, and needs
+vLLM's speculative method `extract_hidden_states`.
+
+A file has `hidden_states` (n, L, D), in the order of the layers, and `token_ids` (n,).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # pyright: ignore
+    ExampleHiddenStatesConnector,
+)
+
+
+class Copied:
+    """Stands for a CUDA event of a copy that is done."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class ForedraftHiddenStates(ExampleHiddenStatesConnector):
+    """Writes the hidden states of each request to `<shared_storage_path>/<request>.safetensors`."""
+
+    @staticmethod
+    def _write_tensors(tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
+        # private API: the only step of the connector that names the file
+        try:
+            event.synchronize()
+            save_file(tensors, f"{filename}.part")
+            os.replace(f"{filename}.part", filename)
+        finally:
+            if lock_fd is not None:
+                os.close(lock_fd)  # which also releases it
+
+    def _submit_async_write(self, pending: Any) -> None:
+        # private API: the only step of the connector that copies
+        if self._kv_cache is None or self._kv_cache.is_cuda:
+            super()._submit_async_write(pending)
+            return
+        if not self._is_tp_rank_zero:
+            return
+        blocks = self._kv_cache[torch.tensor(pending.block_ids)]  # (blocks, L, block size, D)
+        states = blocks.transpose(1, 2).flatten(0, 1)[: len(pending.token_ids)].contiguous()  # (n, L, D)
+        tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
+        lock = self._lock_fds.pop(pending.req_id, None)
+        os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
+        self._req_copy_events[pending.req_id] = Copied()
+        write = self._executor.submit(self._write_tensors, tensors, Copied(), pending.filename, lock)
+        self._req_futures[pending.req_id] = write
+        write.add_done_callback(lambda done: self._on_write_done(pending.req_id, done))
