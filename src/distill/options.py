@@ -118,6 +118,25 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The engine that runs the target where `taps=engine`: one that the run starts, or one by its url."""
+
+    python: str | None  # interpreter that has vLLM
+    arguments: tuple[Any, ...]  # more of the engine's
+    url: str | None
+    folder: str | None  # with its hidden states, as this machine sees it
+    layers: (
+        tuple[int, ...] | None
+    )  # that it was started with; None: those that the drafter reads, and the last
+    model: str | None  # as the server calls it
+    concurrency: int  # requests in flight
+    timeout: float  # seconds for one row
+    retries: int  # of one request
+    patience: float  # seconds to wait for a server that is away or busy, or starts
+    api_key_env: str  # name of the environment variable with the key
+
+
+@dataclass(frozen=True, kw_only=True)
 class FleetOptions:
     """Ray workers."""
 
@@ -323,8 +342,9 @@ class RunOptions(AnswerOptions):
     resume: str  # auto | never | a run's folder
     output_dir: str
     batch_size: int  # rows of a micro-batch
-    taps: str  # auto | online | memory | cache
+    taps: str  # auto | online | memory | cache | engine
     taps_gb: float
+    engine: EngineOptions
     packing: bool
     gradient_checkpointing: bool
     logits_rows: int  # 0: by the device and the vocabulary

@@ -22,6 +22,7 @@ from distill.data.on_policy import OnPolicy
 from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.watchdog import Watchdog
+from distill.engines.engine_target import check_options, load_engine_target
 from distill.loggers.base import begin, trackers
 from distill.loggers.loggers import ending, loggers
 from distill.losses.objective import Objective
@@ -87,7 +88,7 @@ def train(
     logging = loggers(options.logger, options.config, folder, begun)
     trainer = build_trainer(options.trainer, logging, folder, state, callbacks=[TrainingBar()])
     join_processes(trainer, options.target.placement)
-    target = shared.target if shared else _load(options, trainer)
+    target = shared.target if shared else _load(options, trainer, folder)
     # Build everything now, so that configuration errors show before hours of work.
     with refused():
         drafter = build_drafter(options.drafter, target)
@@ -111,9 +112,9 @@ def train(
         say(f"drafter={short_name(drafter)}: nothing is trained; checkpoints/0 is the drafter as it is")
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, options, folder, target)
+    target.tap(drafter.taps)  # an engine's answers come with their hidden states
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
     store = stores(0)
-    target.tap(drafter.taps)
     # Counts taken over from another run, such as a draft vocabulary, belong to its weights.
     if drafter.needs_fit and not has_counts:
         say(f"drafter={short_name(drafter)}: {drafter.fit(store.texts(), target)}")
@@ -139,6 +140,7 @@ def train(
 
 def _inputs(options: TrainOptions, folder: Path) -> tuple[Chat, list[Prompt], list[Prompt]]:
     """See `read_run_inputs`; what is printed from here on is the run's own."""
+    check_options(options)
     quiet()
     engine_scores.check(options.score, training=True)
     switch["on"] = options.trainer.enable_progress_bar
@@ -149,7 +151,10 @@ def _sizes(options: TrainOptions) -> Sizes:
     return Sizes(options.batch_size, options.drafter.depth or 1, options.gradient_checkpointing)
 
 
-def _load(options: TrainOptions, trainer: L.Trainer) -> Target:
+def _load(options: TrainOptions, trainer: L.Trainer, folder: Path) -> Target:
+    if options.taps == "engine":
+        device = trainer.strategy.root_device
+        return load_engine_target(options.engine, options.target, device, folder / "engine", options.taps_gb)
     return build_target(options.target, trainer.strategy.root_device, options.packing, decodes=False)
 
 

@@ -155,7 +155,9 @@ class WeightFiles:
         tail = name.split(".")[-TAIL:]
         alike = [] if inner else [key for key in self.files if key.split(".")[-TAIL:] == tail]
         alike = [key for key in alike if not any(part.isdigit() for part in key.split("."))]  # of no stack
-        exact = [key for key in self.files if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")]
+        exact = [
+            key for key in self.files if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")
+        ]
         for key in dict.fromkeys([*exact, *alike]):
             try:
                 path = self._path(self.files[key])

@@ -42,6 +42,9 @@ class Target(CausalLM):
         UserError: a tap that does not exist; also see `CausalLM`.
     """
 
+    source = ""  # what runs the layers, where it is another program, whose rounding differs
+    read_ahead = 0  # tokens that one `read` should have, where each waits for a server
+
     def __init__(self, model: PreTrainedModel, taps: Sequence[Tap] = ()) -> None:
         super().__init__(model.eval().requires_grad_(False))
         self.embed = model.get_input_embeddings()
@@ -98,6 +101,9 @@ class Target(CausalLM):
     def idle(self, seconds: float) -> None:
         """Sleep; a `Sharded` target takes part in forward passes of other processes meanwhile."""
         time.sleep(seconds)
+
+    def rest(self) -> None:
+        """Say that nothing is read for a while: a target in an engine that the run started ends it."""
 
     # -- without a KV cache: training and rescoring ------------------------------------------
 

@@ -45,6 +45,10 @@ LEAST = {
     "rollout.workers": 1,
     "rollout.cpus_per_worker": 0,
     "rollout.gpus_per_worker": 0,
+    "engine.concurrency": 1,
+    "engine.timeout": 0.001,
+    "engine.retries": 0,
+    "engine.patience": 0,
     "score.every": 1,
     "score.batch_sizes": 1,
     "score.prompts": 1,
@@ -107,7 +111,7 @@ CHOICES = {
     "prompts.template": ("chat", "none"),
     "prompts.answers": ("keep", "drop"),
     "rollout.until": ("answer", "length"),
-    "taps": ("auto", "online", "memory", "cache"),
+    "taps": ("auto", "online", "memory", "cache", "engine"),
     "compile_objective": ("auto", "always", "never"),
     "audit": ("quick", "full"),
     "control": ("none", "shuffled_taps"),
@@ -199,6 +203,8 @@ def check_server(cfg: DictConfig) -> None:
     Raises:
         UserError: no url, or a secret where a run would record it.
     """
+    if url := OmegaConf.select(cfg, "engine.url"):
+        check_address(str(url), str(OmegaConf.select(cfg, "engine.api_key_env")), "engine.", "/v1")
     url, key = OmegaConf.select(cfg, "rollout.url"), OmegaConf.select(cfg, "rollout.api_key_env")
     if url is None:
         if OmegaConf.select(cfg, "rollout.engine") == "openai":

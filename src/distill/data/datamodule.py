@@ -45,9 +45,10 @@ class TapStorage:
         self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, epochs: float
     ) -> TapMemory | TapCache | None:
         """Cache for rows that are used `epochs` times; None: the target reads them in every step."""
-        if self.taps == "cache":
+        if self.taps in ("cache", "engine"):
             place = (store.cache, store.content(), self.limit)
-            return TapCache(self.target, rows, max_tokens, *place, self.packing)
+            packing = self.packing or self.taps == "engine"  # an engine packs rows by itself
+            return TapCache(self.target, rows, max_tokens, *place, packing)
         need = tap_memory_gigabytes(self.target, rows, max_tokens)
         if keeps_in_memory(self.taps, self.limit, need, epochs):
             if self.held is None:
@@ -153,6 +154,7 @@ class RolloutData(L.LightningDataModule):
         batches = steps * trainer.accumulate_grad_batches * trainer.world_size
         cache = self.keep(rows, store, self.max_tokens, batches * self.batch_size / len(rows))
         self.keep.target.join()
+        self.keep.target.rest()
         self._open = phase, rows, cache
         return rows, cache
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,7 @@ from distill.data.taps_memory import read_rows
 from distill.utils.atomic_files import read_json, sha256, write_json
 from distill.utils.progress import bar, say
 from distill.utils.provenance import digest
-from drafters.checkpoint.atomic import publish
+from drafters.checkpoint.atomic import publish, rename_into_place
 
 FILE_BYTES = 2**28  # size of one file; also the memory needed to write it
 SCHEMA = 1
@@ -57,6 +58,10 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
+def _is_whole(path: Path, digest: str) -> bool:
+    return path.exists() and sha256(path) == digest
+
+
 def _only_last(target: Target) -> bool:
     return set(target.taps) == {LAST}
 
@@ -64,8 +69,9 @@ def _only_last(target: Target) -> bool:
 class TapCache:
     """Head inputs and taps of all rows in bf16 safetensors files, written once and memory-mapped.
 
-    The folder gets its final name when it is complete; the partial folder of a killed writer is removed.
-    Processes that need the same cache wait for the one that writes it.
+    The folder gets its final name when it is complete. What a killed writer, or one whose target failed, has
+    written in whole files is kept and gone on from. Processes that need the same cache wait for the one that
+    writes it.
 
     Args:
         target: with its taps set.
@@ -74,7 +80,7 @@ class TapCache:
         root: folder of caches.
         store: hash of the rows.
         limit: largest size in gigabytes.
-        packing: rows are read without padding.
+        packing: rows are read without padding, up to their last position that training uses.
 
     Raises:
         UserError: the cache exceeds the limit or the free disk space, or its files were changed.
@@ -97,7 +103,7 @@ class TapCache:
         self._positions = [tap_positions(mask, max_tokens) for mask in rows["loss_mask"]]
         self._lengths = [min(len(mask), max_tokens) for mask in rows["loss_mask"]]
         key = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
-        key += ["packed"] * packing  # packing changes rounding
+        key += ["packed"] * packing + [target.source] * bool(target.source)  # which change rounding
         self.folder = root / f"taps-{digest(json.dumps(key))[:12]}"
         root.mkdir(parents=True, exist_ok=True)
         with (root / "taps.lock").open("w") as lock:
@@ -107,67 +113,99 @@ class TapCache:
                 say(f"taps: reusing {self.folder}")
                 self._check()
             else:
-                for partial in root.glob("taps-*.tmp"):
-                    shutil.rmtree(partial)
-                self._make_room(tap_cache_gigabytes(target, rows, max_tokens), limit)
-                self._write(target, rows, max_tokens)
-        index = self._index()
+                partial = self.folder.with_suffix(".tmp")
+                for other in set(root.glob("taps-*.tmp")) - {partial}:
+                    shutil.rmtree(other)
+                self._make_room(tap_cache_gigabytes(target, rows, max_tokens), limit, partial, target.source)
+                self._write(target, rows["tokens"], partial)
+        index = self._index(self.folder)
         self._places: list[tuple[int, int, int]] = [tuple(place) for place in index["rows"]]
         self._files: list[Any] = [
             safe_open(self.folder / file["name"], framework="pt").__enter__() for file in index["files"]
         ]
 
-    def _make_room(self, need: float, limit: float) -> None:
+    def _make_room(self, need: float, limit: float, partial: Path, source: str) -> None:
         free = shutil.disk_usage(self.folder.parent).free / 2**30
+        free += sum(file.stat().st_size for file in partial.glob("*")) / 2**30
         layers = "the head's input" if self._only_last else f"{self._count} layers and the head's input"
         say(f"taps: {need:.2f} GB of {layers}, in bf16, go to {self.folder}")
+        option = "taps=engine" if source else "taps=cache"
         if need > limit:
-            raise UserError(f"taps=cache would write {need:.2f} GB; raise taps_gb, or use taps=online")
+            advice = "" if source else ", or use taps=online"
+            raise UserError(f"{option} would write {need:.2f} GB; raise taps_gb{advice}")
         if need > free:
-            raise UserError(f"taps=cache would write {need:.2f} GB, and {free:.2f} are free; use taps=online")
+            advice = "make room" if source else "use taps=online"
+            raise UserError(f"{option} would write {need:.2f} GB, and {free:.2f} are free; {advice}")
 
-    def _write(self, target: Target, rows: datasets.Dataset, max_tokens: int) -> None:
-        files, places = [], []
-        reads = read_rows(target, rows, max_tokens, self._packing)
-        with publish(self.folder) as temporary, bar(len(rows), "taps", "rows") as progress:
-            temporary.mkdir()
-            for number, part in enumerate(self._parts(reads)):
+    def _write(self, target: Target, texts: Sequence[list[int]], partial: Path) -> None:
+        files, places = self._begun(partial)
+        # A packed row costs what is read of it; one without a tap has no use for its only token.
+        ends = [max(1, num) for num, _ in self._positions] if self._packing else self._lengths
+        cut = [text[:end] for text, end in zip(texts, ends, strict=True)]
+        reads = read_rows(target, cut, self._packing, len(places))
+        with bar(len(cut), "taps", "rows", len(places)) as progress:
+            for number, part in enumerate(self._parts(reads, len(places)), len(files)):
                 name = f"taps-{number:05d}.safetensors"
                 places += [(number, *start) for start in part.pop("starts")]
-                save_file({key: torch.cat(values) for key, values in part.items()}, temporary / name)
-                files.append({"name": name, "sha256": sha256(temporary / name)})
+                with publish(partial / name) as temporary:
+                    save_file({key: torch.cat(values) for key, values in part.items()}, temporary)
+                files.append({"name": name, "sha256": sha256(partial / name)})
+                write_json(partial / "index.json", {"files": files, "rows": places})
                 progress.update(len(places) - progress.n)
-            write_json(temporary / "index.json", {"files": files, "rows": places})
+        rename_into_place(partial, self.folder)
 
-    def _parts(self, reads: Iterator[tuple[Tensor, Tensor]]) -> Iterator[dict[str, list[Any]]]:
-        """Contents of each file: vectors of several rows, and the offsets (taps, last) of each row."""
+    def _begun(self, partial: Path) -> tuple[list[Any], list[Any]]:
+        """Whole files of a writer before this one, and the places of rows in them; others are removed."""
+        partial.mkdir(exist_ok=True)
+        try:
+            index = read_json(partial / "index.json", "", files=list, rows=list) or {"files": [], "rows": []}
+        except UserError:  # damaged
+            index = {"files": [], "rows": []}
+        files = list(takewhile(lambda f: _is_whole(partial / f["name"], f["sha256"]), index["files"]))
+        places = [place for place in index["rows"] if place[0] < len(files)]
+        for path in set(partial.iterdir()) - {partial / file["name"] for file in files}:
+            path.unlink()
+        if places:
+            say(f"taps: going on after {len(places)} of {len(self._lengths)} rows in {partial}")
+        return files, places
+
+    def _parts(self, reads: Iterator[tuple[Tensor, Tensor]], first: int) -> Iterator[dict[str, list[Any]]]:
+        """Contents of each file: vectors of several rows, and the offsets (taps, last) of each row.
+
+        Where reading fails, what was read before comes first.
+        """
         part, size = self._empty(), [0, 0]
-        for (last, taps), (num_taps, teacher) in zip(reads, self._positions, strict=True):
-            part["starts"].append(tuple(size))
-            part["taps"].append(taps[:num_taps].to("cpu", torch.bfloat16))  # (n, L, D)
-            if not self._only_last:
-                part["last"].append(last[teacher].to("cpu", torch.bfloat16))  # (m, D)
-            size = [size[0] + num_taps, size[1] + len(teacher)]
-            if 2 * self._hidden * (size[0] * self._count + size[1]) >= FILE_BYTES:
+        try:
+            for (last, taps), (num_taps, teacher) in zip(reads, self._positions[first:], strict=True):
+                part["starts"].append(tuple(size))
+                part["taps"].append(taps[:num_taps].to("cpu", torch.bfloat16))  # (n, L, D)
+                if not self._only_last:
+                    part["last"].append(last[teacher].to("cpu", torch.bfloat16))  # (m, D)
+                size = [size[0] + num_taps, size[1] + len(teacher)]
+                if 2 * self._hidden * (size[0] * self._count + size[1]) >= FILE_BYTES:
+                    yield part
+                    part, size = self._empty(), [0, 0]
+        except UserError:
+            if part["starts"]:
                 yield part
-                part, size = self._empty(), [0, 0]
+            raise
         if part["starts"]:
             yield part
 
     def _empty(self) -> dict[str, list[Any]]:
         return {"starts": [], "taps": []} | ({} if self._only_last else {"last": []})
 
-    def _index(self) -> dict[str, Any]:
-        advice = f"delete {self.folder} to have it made again"
-        index = read_json(self.folder / "index.json", advice, files=list, rows=list)
+    def _index(self, folder: Path) -> dict[str, Any]:
+        advice = f"delete {folder} to have it made again"
+        index = read_json(folder / "index.json", advice, files=list, rows=list)
         if index is None:
-            raise UserError(f"{self.folder}: has no index.json; {advice}")
+            raise UserError(f"{folder}: has no index.json; {advice}")
         return index
 
     def _check(self) -> None:
-        for file in self._index()["files"]:
+        for file in self._index(self.folder)["files"]:
             path = self.folder / file["name"]
-            if not path.exists() or sha256(path) != file["sha256"]:
+            if not _is_whole(path, file["sha256"]):
                 raise UserError(
                     f"{path}: changed since it was made; delete {self.folder} to have it made again"
                 )

@@ -35,7 +35,7 @@ class TapMemory:
     ) -> None:
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         with bar(len(rows), "taps", "rows") as progress:
-            for number, pair in enumerate(read_rows(target, rows, max_tokens, packing)):
+            for number, pair in enumerate(read_rows(target, _cut(rows, max_tokens), packing)):
                 self._rows[number] = pair
                 progress.update()
 
@@ -71,31 +71,46 @@ class GrowingTaps(TapMemory):
         target, source, max_tokens, packing = self._read
         new = sorted({int(r) for r in rows} - self._rows.keys())
         if new:
-            self._rows |= zip(new, read_rows(target, source.select(new), max_tokens, packing), strict=True)
+            self._rows |= zip(
+                new, read_rows(target, _cut(source.select(new), max_tokens), packing), strict=True
+            )
         return super().batch([int(r) for r in rows])
 
 
 def read_rows(
-    target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
+    target: Target, texts: Sequence[list[int]], packing: bool = False, first: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (n, D) head inputs and (n, L, D) taps of every row, in store order."""
-    only_last = set(target.taps) == {LAST}
-    for batch in _batches(rows, max_tokens):
+    """Yields (n, D) head inputs and (n, L, D) taps of texts, in their order.
+
+    Args:
+        target: with its taps set.
+        texts: token ids.
+        packing: they are read without padding.
+        first: those before are left out; the others are read in the same batches as without it.
+    """
+    only_last, start = set(target.taps) == {LAST}, 0
+    for batch in _batches(texts, max(TOKENS, target.read_ahead)):
+        begin, start = start, start + len(batch)
+        if start <= first:
+            continue
         tokens = pad_sequence([torch.tensor(t) for t in batch], batch_first=True)  # (B, T)
         read = target.read(tokens.to(target.device), [len(t) for t in batch] if packing else None)
-        for i, row in enumerate(batch):
+        for i, row in enumerate(batch[max(0, first - begin) :], max(0, first - begin)):
             last = read.last[i, : len(row)].clone()
             yield last, last[:, None] if only_last else read.taps[i, : len(row)].clone()
 
 
-def _batches(rows: datasets.Dataset, max_tokens: int) -> list[list[list[int]]]:
-    """Consecutive rows in batches of at most TOKENS padded tokens (a longer row is alone)."""
+def _cut(rows: datasets.Dataset, max_tokens: int) -> list[list[int]]:
+    return [tokens[:max_tokens] for tokens in rows["tokens"]]
+
+
+def _batches(texts: Sequence[list[int]], most: int) -> list[list[list[int]]]:
+    """Consecutive texts in batches of at most `most` padded tokens (a longer one is alone)."""
     batches: list[list[list[int]]] = []
     width = 0  # of the newest batch
-    for tokens in rows["tokens"]:
-        row = tokens[:max_tokens]
+    for row in texts:
         width = max(width, len(row))
-        if batches and width * (len(batches[-1]) + 1) <= TOKENS:
+        if batches and width * (len(batches[-1]) + 1) <= most:
             batches[-1].append(row)
         else:
             batches.append([row])
@@ -115,7 +130,7 @@ def keeps_in_memory(taps: str, limit: float, need: float, epochs: float) -> bool
 
     Args:
         taps: `online` runs the target in every training step, `memory` once before the first,
-            `auto` is `memory` if they fit and are used more than once, `cache` is on disk.
+            `auto` is `memory` if they fit and are used more than once, `cache` and `engine` are on disk.
         limit: gigabytes that may be used.
         need: gigabytes that would be used.
         epochs: times that each row is trained on.
@@ -123,8 +138,8 @@ def keeps_in_memory(taps: str, limit: float, need: float, epochs: float) -> bool
     Raises:
         UserError: unknown `taps`, or `memory` exceeds the limit.
     """
-    if taps not in ("auto", "online", "memory", "cache"):
-        raise UserError(f"taps={taps}: choose auto, online, memory or cache")
+    if taps not in ("auto", "online", "memory", "cache", "engine"):
+        raise UserError(f"taps={taps}: choose auto, online, memory, cache or engine")
     if taps == "memory" and need > limit:
         raise UserError(f"taps=memory would hold {need:.1f} GB; raise taps_gb or use taps=online")
     return taps == "memory" or (taps == "auto" and need <= limit and epochs > 1)

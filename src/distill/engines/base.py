@@ -105,8 +105,7 @@ class InProcess:
         answers: dict[int, Answer] = {}
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
         before = self.target.taps
-        if self.drafter:
-            self.target.tap(self.drafter.taps)
+        self.target.tap(self.drafter.taps if self.drafter else ())
         try:
             for first in range(0, len(order), self.batch_size):
                 indices = order[first : first + self.batch_size]

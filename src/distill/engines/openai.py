@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from decode.errors import UserError
@@ -36,6 +36,7 @@ class OpenAIEngine:
         seed: of the sampling, for servers that use it.
         context: maximum tokens of the target, or None.
         extra: additional fields of every request.
+        keep: is told the files that the server wrote the hidden states of answers to.
 
     Attributes:
         rounds: per answer, the number of rounds that accepted 0, 1, ... draft tokens, where reported.
@@ -47,9 +48,16 @@ class OpenAIEngine:
     begins = False
 
     def __init__(
-        self, server: Server, chat: Chat, seed: int, context: int | None, extra: Fields | None = None
+        self,
+        server: Server,
+        chat: Chat,
+        seed: int,
+        context: int | None,
+        extra: Fields | None = None,
+        keep: Callable[[str], None] | None = None,
     ) -> None:
         self.server, self.chat, self.seed, self.extra = server, chat, seed, extra or {}
+        self.keep = keep
         self.rounds: list[list[int]] = []
         self.retry = RetryPolicy(str(server), server.patience, server.retries, server.group, server.stored)
         self.dialect: Dialect | None = None
@@ -142,6 +150,8 @@ class OpenAIEngine:
             )
         if reply.rounds is not None:
             self.rounds.append(reply.rounds)
+        if reply.states and self.keep:
+            await asyncio.to_thread(self.keep, reply.states)
         answer = to_answer(reply, request, params, self.chat)
         if isinstance(answer, str):
             self.lost[answer] += 1

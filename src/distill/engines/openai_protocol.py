@@ -28,6 +28,7 @@ class Reply(NamedTuple):
         prompt_length: how many there were.
         rounds: number of decoding rounds that accepted 0, 1, ... draft tokens, where the server reports it
             (SGLang, pull request 33518; vLLM, 48915).
+        states: file that vLLM writes the hidden states to, where it was asked to.
     """
 
     text: str
@@ -37,6 +38,7 @@ class Reply(NamedTuple):
     prompt: list[int] | None = None
     prompt_length: int | None = None
     rounds: list[int] | None = None
+    states: str | None = None
 
 
 def with_ids(params: SamplingParams) -> Fields:
@@ -120,6 +122,7 @@ def read_reply(text: str) -> Reply:
             prompt if isinstance(prompt, list) else None,
             (payload.get("usage") or {}).get("prompt_tokens"),
             _rounds(payload),
+            (payload.get("kv_transfer_params") or {}).get("hidden_states_path"),
         )
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"no reply: {error!r}") from None

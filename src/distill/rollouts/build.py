@@ -12,6 +12,7 @@ from decode.model.target import Target
 from decode.plan import Plan
 from distill.config.build import build_target, read_chat
 from distill.engines.base import Engine, InProcess
+from distill.engines.engine_target import EngineTarget
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.options import AnswerOptions, DecodePlan, OpenAIRolloutOptions, RayRolloutOptions
@@ -51,7 +52,7 @@ def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutSt
             raise UserError("rollout.engine=ray: choose it with rollout=ray, which has its settings")
         load = partial(load_writer, portable(options), store.plan, helper and str(_absolute(helper)))
         return partial(Fleet(rollout, load).fill, store)
-    engine = from_server if rollout.engine == "openai" else in_process
+    engine = from_server if rollout.engine == "openai" or isinstance(target, EngineTarget) else in_process
     make = Writer(engine(options, target, chat, store.plan, helper), chat, store.plan)
     return partial(store.fill, make, pause=target.idle)
 
@@ -95,21 +96,23 @@ def helping_plan(decode: DecodePlan, drafter: Drafter) -> Plan:
 def from_server(
     options: AnswerOptions, target: Target, chat: Chat, plan: RolloutPlan, helper: Helper
 ) -> Engine:
-    """The target on an OpenAI-compatible server.
+    """The target on an OpenAI-compatible server, or in the engine that its hidden states come from.
 
     Raises:
         UserError: an option that servers do not support, or no server.
     """
     del helper
     rollout = options.rollout
-    assert isinstance(rollout, OpenAIRolloutOptions)  # `check_server` has refused others
     if rollout.drafter:
         raise UserError("rollout.drafter: a server drafts by its own means; set it with rollout=hf alone")
     if plan.until != "answer" or not plan.stop:
         raise UserError(
-            "rollout=openai: a server ends its answers; needs rollout.until=answer and a target with "
-            "end tokens"
+            "rollout=openai, taps=engine: a server ends its answers; needs rollout.until=answer and a target "
+            "with end tokens"
         )
+    if isinstance(target, EngineTarget) and rollout.engine != "openai":
+        return target.answers(chat, plan.seed)
+    assert isinstance(rollout, OpenAIRolloutOptions)  # `check_server` has refused others
     server = Server(
         rollout.url,
         plan.server,

@@ -13,6 +13,7 @@ import numpy as np
 from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
+from distill.engines.engine_target import EngineTarget
 from distill.options import AnswerOptions, OpenAIRolloutOptions, RunOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import strictest
@@ -39,6 +40,7 @@ def rollout_plan(
     """All settings that determine the rows."""
     rollout = options.rollout
     model = rollout.model if isinstance(rollout, OpenAIRolloutOptions) else None
+    served = rollout.engine == "openai" or (isinstance(target, EngineTarget) and rollout.answers == "write")
     # Later phases are drafted by the drafter in training. That changes rows only by rounding, and a resumed
     # run must find its store again.
     drafter = "current" if phase else _fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else ""
@@ -50,7 +52,7 @@ def rollout_plan(
         stop=stop_tokens(target),
         template=options.prompts.template,
         answers=rollout.answers,
-        server=model or options.target.name if rollout.engine == "openai" else "",
+        server=model or options.target.name if served else "",
         drafter=drafter,
         prompts=prompts_digest(prompts),
         samples=rollout.samples,
@@ -98,7 +100,7 @@ def produce(
     rollout = options.rollout
     if rollout.refresh_every and rollout.answers == "given":
         raise UserError("rollout.refresh_every: given answers are not refreshed; set it to 0")
-    drafts = rollout.engine != "openai"  # a server drafts by its own means
+    drafts = rollout.engine != "openai" and not isinstance(target, EngineTarget)  # which draft by their means
     if rollout.refresh_every and drafts:
         target.abilities.check_decode(HELPED)
         helping_plan(options.decode, drafter)

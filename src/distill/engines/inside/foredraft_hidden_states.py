@@ -11,11 +11,12 @@ A file has `hidden_states` (n, L, D), in the order of the layers, and `token_ids
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # pyright: ignore
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (  # pyright: ignore[reportMissingImports]
     ExampleHiddenStatesConnector,
 )
 
@@ -35,12 +36,14 @@ class ForedraftHiddenStates(ExampleHiddenStatesConnector):
     """Writes the hidden states of each request to `<shared_storage_path>/<request>.safetensors`."""
 
     @staticmethod
-    def _write_tensors(tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
+    def _write_tensors(
+        tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None
+    ) -> None:
         # private API: the only step of the connector that names the file
         try:
             event.synchronize()
             save_file(tensors, f"{filename}.part")
-            os.replace(f"{filename}.part", filename)
+            Path(f"{filename}.part").replace(filename)
         finally:
             if lock_fd is not None:
                 os.close(lock_fd)  # which also releases it
@@ -56,7 +59,7 @@ class ForedraftHiddenStates(ExampleHiddenStatesConnector):
         states = blocks.transpose(1, 2).flatten(0, 1)[: len(pending.token_ids)].contiguous()  # (n, L, D)
         tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
         lock = self._lock_fds.pop(pending.req_id, None)
-        os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
+        Path(pending.filename).parent.mkdir(parents=True, exist_ok=True)
         self._req_copy_events[pending.req_id] = Copied()
         write = self._executor.submit(self._write_tensors, tensors, Copied(), pending.filename, lock)
         self._req_futures[pending.req_id] = write

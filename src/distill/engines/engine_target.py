@@ -1,0 +1,259 @@
+"""The target of `taps=engine`: vLLM runs its layers, this process has its embedding, final norm and head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from decode.errors import UserError
+from decode.model.head_target import HeadTarget
+from decode.model.load import source_of
+from decode.model.target import Tap, TargetOutput
+from distill.config.validate import processes
+from distill.engines import inside
+from distill.engines.hidden_states import HiddenStates, check_rows
+from distill.engines.http import Server
+from distill.engines.launch import interpreter, serve
+from distill.engines.openai import OpenAIEngine
+from distill.options import EngineOptions, RunOptions, TargetOptions
+from distill.prompts.chat_template import Chat
+from distill.utils.paths import bundled
+from distill.utils.progress import say
+
+MODULE = "vllm.entrypoints.openai.api_server"
+CONNECTOR = "foredraft_hidden_states"  # module and class of `inside`
+PROBE = 4, 16  # texts, and tokens of each, that the engine reads first
+# Largest median difference of log-probabilities, in nats: both sides round logits of up to 32 to bf16, by
+# 0.06 each; another norm, layer or head is several nats off.
+BOUND = 0.25
+GONE = 15.0  # seconds without an answer after which an engine that the run started has ended
+ANSWERED = {"kv_transfer_params": {"include_output_tokens": True}}  # states of the answer, too
+
+
+class EngineTarget(HeadTarget):
+    """A target whose hidden states come from an engine: `read` asks it, and rollouts are its answers.
+
+    The engine starts, or is looked for, when something is first asked of it.
+    """
+
+    read_ahead = 2**15
+    _connection: tuple[tuple[int, ...], HiddenStates] | None = None
+
+    def serve_with(
+        self, options: EngineOptions, target: TargetOptions, folder: Path, gigabytes: float
+    ) -> None:
+        """Set how the engine is reached.
+
+        Args:
+            options: see there.
+            target: that the engine loads.
+            folder: for the log and the files of an engine that is started.
+            gigabytes: limit on the hidden states of answers, which are kept until their rows are read.
+        """
+        self._engine, self._options, self._folder, self._limit = options, target, folder, gigabytes
+        self._stack = ExitStack()
+        self.source = f"engine {options.model or target.name} {' '.join(map(str, options.arguments))}".strip()
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """Layer ids that the engine writes; the number of layers stands for the last one's output."""
+        if self._engine.layers:
+            return tuple(sorted(set(self._engine.layers)))
+        return tuple(sorted({*(tap for tap in self.taps if isinstance(tap, int)), len(self.layers)}))
+
+    @override
+    def tap(self, taps: Sequence[Tap]) -> None:
+        super().tap(taps)
+        given = getattr(getattr(self, "_engine", None), "layers", None)
+        needed = {*(tap for tap in taps if isinstance(tap, int)), len(self.layers)}
+        if given and (missing := sorted(needed - set(given))):
+            raise UserError(
+                f"engine.layers={list(given)}: lacks {missing}, which the drafter reads ({len(self.layers)} "
+                f"is the last layer's output); start the engine with {sorted(needed | set(given))}"
+            )
+
+    @override
+    def read(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> TargetOutput:
+        """As `Target.read`, by the engine; outputs at padding are 0.
+
+        So is the last of a text as long as the context, in which nothing can follow it.
+
+        Raises:
+            UserError: the engine is not there, or it is another model.
+        """
+        most = (self.max_positions or tokens.shape[1] + 1) - 1
+        ends = [min(n, most) for n in lengths or [tokens.shape[1]] * len(tokens)]
+        layers, client = self._connected()
+        reads = client([row[:end].tolist() for row, end in zip(tokens, ends, strict=True)])
+        check_rows(reads, self._logprob, BOUND)
+        states = tokens.new_zeros(
+            *tokens.shape, len(layers), self.hidden_size, dtype=self.dtype
+        )  # (B, T, S, D)
+        last = states[:, :, -1].clone()
+        for row, (read, end) in enumerate(zip(reads, ends, strict=True)):
+            states[row, :end] = read.states.to(self.device, self.dtype)
+            last[row, :end] = self._normed(states[row, :end, -1])
+        return self._output(last, {layer: states[:, :, i] for i, layer in enumerate(layers)})
+
+    def answers(self, chat: Chat, seed: int) -> OpenAIEngine:
+        """The engine as what answers prompts; hidden states of its answers are kept."""
+        _, client = self._connected()
+        return OpenAIEngine(client.server, chat, seed, self.max_positions, ANSWERED, client.keep)
+
+    @override
+    def rest(self) -> None:
+        """End the engine, where the run has started it; it starts again when something is asked of it."""
+        if self._connection:
+            self._connection[1].forget()
+        self._connection = None
+        self._stack.close()
+
+    @torch.no_grad()
+    def _normed(self, states: Tensor) -> Tensor:
+        return self.norm(states)
+
+    @torch.no_grad()
+    def _logprob(self, states: Tensor, token: int) -> float:
+        """Log-probability of a token by the head on (S, D) states of one position."""
+        last = self.norm(states[-1].to(self.device, self.dtype))
+        return float(self.head(last).float().log_softmax(-1)[token])
+
+    def _connected(self) -> tuple[tuple[int, ...], HiddenStates]:
+        """Layer ids and the client; an engine that the run started with other layers is started again."""
+        layers = self.layers_read
+        if self._connection and self._connection[0] == layers:
+            return self._connection
+        self.rest()
+        options, name = self._engine, str(bundled(self._options.name))
+        if options.url:
+            url, folder, patience = options.url, Path(options.folder or ""), options.patience
+            model = options.model or self._options.name
+        else:
+            url, folder = self._start(layers), self._folder / "states"
+            patience, model = GONE, options.model or name
+        server = Server(
+            url,
+            model,
+            options.concurrency,
+            options.timeout,
+            options.retries,
+            patience,
+            options.api_key_env,
+            "engine.",
+        )
+        restart = f"start it with {' '.join(states_arguments(layers, 'FOLDER'))} (docs/engine_taps.md)"
+        shape = len(layers), self.hidden_size
+        client = HiddenStates(server, folder, shape, self._limit * 2**30, restart)
+        texts, size = PROBE
+        probe = (torch.arange(texts * size) * 7919 % self.vocab_size).view(texts, size).tolist()
+        off = check_rows(client(probe), self._logprob, BOUND)
+        say(f"taps=engine: {url} answers; log-probabilities {off:.3f} nats from those of the head here")
+        self._connection = layers, client
+        return self._connection
+
+    def _start(self, layers: Sequence[int]) -> str:
+        """Start the engine; returns its url."""
+        options, target = self._engine, self._options
+        python = interpreter(options.python or "", "vllm", "engine.python")
+        source, revision = source_of(str(bundled(target.name)), target.revision)
+        (self._folder / "states").mkdir(parents=True, exist_ok=True)
+        arguments = [
+            "--model",
+            str(source),
+            "--served-model-name",
+            options.model or str(bundled(target.name)),
+        ]
+        arguments += ["--dtype", target.dtype, "--no-enable-prefix-caching"]
+        arguments += ["--revision", revision] if revision and not isinstance(source, Path) else []
+        arguments += ["--trust-remote-code"] * target.trust_remote_code
+        arguments += states_arguments(layers, str((self._folder / "states").absolute()))
+        variables = {"PYTHONPATH": str(Path(inside.__path__[0]).absolute()), "VLLM_NO_USAGE_STATS": "1"}
+        arguments += map(str, options.arguments)
+        say(f"taps=engine: starting {MODULE}; its output is in {self._folder / 'engine.log'}")
+        begun = serve(
+            python,
+            MODULE,
+            arguments,
+            self._folder / "engine.log",
+            patience=options.patience,
+            variables=variables,
+        )
+        return f"{self._stack.enter_context(begun)}/v1"
+
+
+def load_engine_target(
+    engine: EngineOptions, target: TargetOptions, device: torch.device, folder: Path, gigabytes: float
+) -> EngineTarget:
+    """Read what is needed of a target here; arguments as in `serve_with`.
+
+    Raises:
+        UserError: see `HeadTarget.load`; no interpreter with vLLM.
+    """
+    if engine.python:
+        interpreter(engine.python, "vllm", "engine.python")
+    where = str(bundled(target.name)), target.dtype, device, target.revision, target.trust_remote_code
+    result = EngineTarget.load(*where)
+    result.serve_with(engine, target, folder, gigabytes)
+    return result
+
+
+def states_arguments(layers: Sequence[int], folder: str) -> list[str]:
+    """Arguments of `vllm serve` that make it write hidden states of layers to a folder."""
+    settings: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": settings},
+    }
+    transfer = {
+        "kv_connector": "ForedraftHiddenStates",
+        "kv_connector_module_path": CONNECTOR,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
+    return ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer)]
+
+
+def check_options(options: RunOptions) -> None:
+    """Check what `taps=engine` needs and excludes.
+
+    Raises:
+        UserError: the first setting that does not go with it.
+    """
+    engine, trainer = options.engine, options.trainer
+    if options.taps != "engine":
+        if engine.url or engine.python:
+            raise UserError("engine.url and engine.python: set taps=engine, too, or the engine is not asked")
+        return
+    if bool(engine.url) == bool(engine.python):
+        raise UserError(
+            "taps=engine: give engine.python, an interpreter that has vLLM, or engine.url and engine.folder "
+            "of an engine that runs"
+        )
+    if engine.url and not (engine.folder and Path(engine.folder).is_dir()):
+        raise UserError(
+            f"engine.folder={engine.folder}: give the folder that the engine writes hidden states to"
+        )
+    if options.score.enabled:
+        _refuse(
+            "score.enabled=true: checkpoints are scored by decoding with the target", "score.enabled=false"
+        )
+    if options.on_policy.share:
+        _refuse("on_policy.share: the target would read new texts in every step", "on_policy.share=0")
+    if options.target.placement != "replicated" or options.target.compile:
+        _refuse("target.placement and target.compile are of a target in this process", "leave them")
+    if options.rollout.engine == "ray":
+        _refuse("rollout=ray: its workers load the target", "rollout=hf, where the engine answers")
+    if engine.python and processes(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1:
+        _refuse("engine.python: every process would start an engine", "start one, and give engine.url")
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise UserError(f"taps=engine: the target is in the engine alone, not with {what}; {instead}")

@@ -1,0 +1,220 @@
+"""Client of a server that writes the hidden states of what it reads to a folder that both see.
+
+vLLM 0.32 with the speculative method `extract_hidden_states` and a connector of hidden states: its own
+`ExampleHiddenStatesConnector`, on which speculators' package hs-connectors builds, or `inside/`, which runs
+on CPUs too. Each response names a file; see `inside/foredraft_hidden_states.py` for what is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from decode.errors import UserError
+from distill.engines.http import RefusedError, RetryPolicy, Server, TransientError
+
+WRITES = 10.0  # seconds that a file may take to appear after the response
+FEW = 4  # texts, fewer of which show no more than rounding
+KEPT = "kept-{}.safetensors"
+
+
+class Read(NamedTuple):
+    """What an engine says of a text.
+
+    Attributes:
+        states: (n, L, D) outputs of the layers that it was started with, ascending.
+        token: the likeliest next one; None if the text was read while it was written.
+        logprob: of that token.
+    """
+
+    states: Tensor
+    token: int | None = None
+    logprob: float = 0.0
+
+
+class HiddenStates:
+    """Asks for the hidden states of texts, and keeps those that come with answers.
+
+    Args:
+        server: connection.
+        folder: with the engine's files, as this machine sees it.
+        layers: number of layers that the engine writes, and the hidden size.
+        limit: bytes of the files that are kept.
+        restart: what to do about an engine that writes no hidden states or others, for errors.
+    """
+
+    def __init__(
+        self, server: Server, folder: Path, layers: tuple[int, int], limit: float, restart: str
+    ) -> None:
+        self.server, self.folder, self.shape, self.limit = server, folder, layers, limit
+        self.restart = restart
+        self.retry = RetryPolicy(str(server), server.patience, server.retries, server.group)
+        self.answered = False
+        self.size = sum(path.stat().st_size for path in folder.glob(KEPT.format("*")))  # bytes that are kept
+
+    def __call__(self, texts: Sequence[list[int]]) -> list[Read]:
+        """One for each text, in their order; texts that the engine wrote are taken from the kept files.
+
+        Raises:
+            UserError: the engine is not there or not started as it has to be.
+        """
+        return asyncio.run(self._all(texts))
+
+    def keep(self, path: str) -> None:
+        """Name the engine's file of an answer by its tokens, as far as the limit allows."""
+        file = self._local(path)
+        with suppress(OSError, KeyError, SafetensorError):  # what is not kept is read again
+            _wait(file)
+            size = file.stat().st_size
+            if self.size + size <= self.limit:
+                with safe_open(file, "pt") as content:
+                    tokens = content.get_tensor("token_ids").tolist()
+                file.rename(self._kept(tokens))
+                self.size += size
+        self._remove(file)
+
+    def forget(self) -> None:
+        """Remove what is still kept: texts that nobody asked for as they were written."""
+        for path in self.folder.glob(KEPT.format("*")):
+            path.unlink(missing_ok=True)
+        self.size = 0
+
+    def _kept(self, tokens: Sequence[int]) -> Path:
+        return self.folder / KEPT.format(hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:32])
+
+    async def _all(self, texts: Sequence[list[int]]) -> list[Read]:
+        slots, reads = asyncio.Semaphore(self.server.concurrency), dict[int, Read]()
+
+        async def one(client: Any, i: int) -> None:
+            async with slots:
+                reads[i] = self._from_kept(texts[i]) or await self._retried(client, texts[i])
+
+        async with self.server.client() as client:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for i in range(len(texts)):
+                        tasks.create_task(one(client, i))
+            except BaseExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+        return [reads[i] for i in range(len(texts))]
+
+    def _from_kept(self, tokens: list[int]) -> Read | None:
+        path = self._kept(tokens)
+        if not path.exists():
+            return None
+        self.size -= path.stat().st_size
+        try:
+            return Read(self._load(path, tokens))
+        except TransientError:  # damaged: read again
+            return None
+        finally:
+            path.unlink()
+
+    async def _retried(self, client: Any, tokens: list[int]) -> Read:
+        try:
+            return await self.retry(lambda: self._ask(client, tokens))
+        except RefusedError as refusal:
+            raise UserError(f"{self.server}: refuses a text of {len(tokens)} tokens ({refusal})") from None
+
+    async def _ask(self, client: Any, tokens: list[int]) -> Read:
+        async with self.server.understood(not self.answered, self.answered):
+            raw = await client.completions.with_raw_response.create(
+                model=self.server.model,
+                prompt=tokens,
+                max_tokens=1,
+                temperature=0,
+                logprobs=1,
+                extra_body={"return_token_ids": True},
+            )
+            try:
+                payload = json.loads(raw.http_response.text)
+                choice = payload["choices"][0]
+                named = (payload.get("kv_transfer_params") or {}).get("hidden_states_path")
+                token, logprob = choice["token_ids"][0], float(choice["logprobs"]["token_logprobs"][0])
+            except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+                raise TransientError(f"a reply that makes no sense ({error!r})", True) from None
+        self.answered = True
+        if not isinstance(named, str):
+            raise UserError(f"{self.server}: it writes no hidden states; {self.restart}")
+        path = self._local(named)
+        try:
+            await asyncio.to_thread(_wait, path)
+            return Read(self._load(path, tokens), token, logprob)
+        finally:
+            self._remove(path)
+
+    def _local(self, path: str) -> Path:
+        """A file of the engine on this machine; nothing of its path but the name is trusted."""
+        return self.folder / Path(path).name
+
+    def _remove(self, path: Path) -> None:
+        for name in (path, Path(f"{path}.lock")):
+            name.unlink(missing_ok=True)
+
+    def _load(self, path: Path, tokens: Sequence[int]) -> Tensor:
+        """(n, L, D) states in a file, after a check that they are of these tokens."""
+        if not path.exists():
+            raise UserError(
+                f"{self.server.group}folder={self.folder}: the engine says it wrote {path.name}, which is not "
+                "there; give the folder as this machine sees it, or look into the engine's output"
+            )
+        try:
+            file = load_file(path)
+            states, read = file["hidden_states"], file["token_ids"].tolist()
+        except (OSError, KeyError, ValueError, SafetensorError) as error:
+            raise TransientError(f"a damaged file of hidden states ({error})", True) from None
+        count, size = self.shape
+        if states.dim() != 3 or states.shape[1:] != (count, size) or states.itemsize < 2:
+            raise UserError(
+                f"{self.server}: it writes {tuple(states.shape[1:])} of {states.dtype} for a token, "
+                f"not {(count, size)} in 16 bits; {self.restart}"
+            )
+        if read != list(tokens) or len(states) != len(read):
+            raise TransientError("hidden states of other tokens", True)
+        return states
+
+
+def _wait(path: Path) -> None:
+    """Until a file is whole: its writer holds a lock beside it."""
+    lock, until = Path(f"{path}.lock"), time.monotonic() + WRITES
+    while time.monotonic() < until:
+        with suppress(OSError), lock.open() as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        if path.exists() and not lock.exists():  # a connector without locks
+            return
+        time.sleep(0.01)
+
+
+def check_rows(reads: Sequence[Read], logprob: Callable[[Tensor, int], float], bound: float) -> float:
+    """Median difference between the engine's log-probabilities of several texts and those of a head here.
+
+    Args:
+        reads: with tokens.
+        logprob: last (L, D) states of a text, token -> log-probability.
+        bound: largest difference, in nats.
+
+    Raises:
+        UserError: above the bound: another head, norm or layer than the engine's.
+    """
+    asked = [read for read in reads if read.token is not None]
+    off = sorted(abs(logprob(read.states[-1], read.token or 0) - read.logprob) for read in asked)
+    middle = off[len(off) // 2] if len(off) >= FEW else 0.0
+    if not middle <= bound:
+        raise UserError(
+            f"taps=engine: the target's head on the engine's hidden states is {middle:.2f} nats off the "
+            f"engine's own log-probabilities, where rounding explains {bound}; is it the same model, and "
+            "do engine.layers name its last layer?"
+        )
+    return middle
