@@ -24,7 +24,7 @@ from torch import Tensor
 from decode.errors import UserError
 from distill.engines.http import RefusedError, RetryPolicy, Server, TransientError
 
-WRITES = 10.0  # seconds that a file may take to appear after the response
+WRITES = 30.0  # seconds that a file may take to appear after the response
 FEW = 4  # texts, fewer of which show no more than rounding
 KEPT = "kept-{}.safetensors"
 
@@ -75,7 +75,7 @@ class HiddenStates:
         """Name the engine's file of an answer by its tokens, as far as the limit allows."""
         file = self._local(path)
         with suppress(OSError, KeyError, SafetensorError):  # what is not kept is read again
-            _wait(file)
+            _wait(file, self.server.timeout)
             size = file.stat().st_size
             if self.size + size <= self.limit:
                 with safe_open(file, "pt") as content:
@@ -149,7 +149,7 @@ class HiddenStates:
             raise UserError(f"{self.server}: it writes no hidden states; {self.restart}")
         path = self._local(named)
         try:
-            await asyncio.to_thread(_wait, path)
+            await asyncio.to_thread(_wait, path, self.server.timeout)
             return Read(self._load(path, tokens), token, logprob)
         finally:
             self._remove(path)
@@ -166,7 +166,7 @@ class HiddenStates:
         """(n, L, D) states in a file, after a check that they are of these tokens."""
         if not path.exists():
             raise UserError(
-                f"{self.server.group}folder={self.folder}: the engine says it wrote {path.name}, which is not "
+                f"{self.server.group}folder={self.folder}: the engine wrote {path.name}, which is not "
                 "there; give the folder as this machine sees it, or look into the engine's output"
             )
         try:
@@ -185,14 +185,18 @@ class HiddenStates:
         return states
 
 
-def _wait(path: Path) -> None:
-    """Until a file is whole: its writer holds a lock beside it."""
-    lock, until = Path(f"{path}.lock"), time.monotonic() + WRITES
-    while time.monotonic() < until:
-        with suppress(OSError), lock.open() as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        if path.exists() and not lock.exists():  # a connector without locks
+def _wait(path: Path, timeout: float) -> None:
+    """Until a file is whole: its writer holds a lock beside it; or has not come WRITES after its release."""
+    begun = free = time.monotonic()
+    while (now := time.monotonic()) - free < WRITES and now - begun < timeout:
+        try:
+            with Path(f"{path}.lock").open() as handle:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = now
+        except FileNotFoundError:  # a connector without locks gives a file its name once it is whole
+            pass
+        if free != now and path.exists():
             return
         time.sleep(0.01)
 

@@ -110,6 +110,19 @@ def stored_plan(
     return plan
 
 
+def whole_plan(plan: RolloutPlan, root: Path, place: str | None = None) -> RolloutPlan:
+    """The plan without a server, if its target has given all the answers in a process; else the plan.
+
+    Args:
+        plan: of a target that is in an engine.
+        root: see `RolloutStore`.
+        place: see `RolloutStore`.
+    """
+    here = replace(plan, server="")
+    note = read_json(Path(place or root / here.key) / MANIFEST, REMADE)
+    return here if note and note.get("key") == here.key else plan
+
+
 class RolloutStore:
     """A folder of Parquet shards with the plan and, once complete, a manifest.
 

@@ -128,7 +128,7 @@ def test_auto_keeps_taps_only_where_they_fit_and_are_used_again():
     assert not keeps_in_memory("online", 1.0, 0.1, 9.0)
     with pytest.raises(UserError, match="taps_gb"):
         keeps_in_memory("memory", 1.0, 1.5, 2.0)
-    with pytest.raises(UserError, match="auto, online, memory or cache"):
+    with pytest.raises(UserError, match="auto, online, memory, cache or engine"):
         keeps_in_memory("disk", 1.0, 0.1, 1.0)
 
 

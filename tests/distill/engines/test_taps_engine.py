@@ -1,0 +1,255 @@
+"""`taps=engine`: hidden states come from files that a server writes, and every wrong file is noticed."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+import torch
+from safetensors import safe_open
+from states_server import StatesServer
+from workbench import Bench, make_target, make_tokenizer, options_of
+
+from decode.errors import UserError
+from decode.model.load import load_target
+from decode.model.target import LAST
+from distill.data import taps_disk
+from distill.data.taps_disk import TapCache
+from distill.engines import http
+from distill.engines.engine_target import check_options, load_engine_target
+from distill.engines.hidden_states import KEPT
+from distill.prompts.chat_template import Chat
+
+LAYERS = (0, 1, 2)  # the last stands for the output of the last
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    return load_target(str(folder), "float32")
+
+
+@pytest.fixture
+def server(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
+    (tmp_path / "states").mkdir()
+    started = StatesServer(Chat(make_tokenizer()), whole, tmp_path / "states", LAYERS)
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def engine(server, folder, tmp_path):
+    """The target in the server."""
+    settings = [f"target={folder}", "target.dtype=float32", "taps=engine", "score.enabled=false"]
+    settings += [f"engine.url={server.url}", f"engine.folder={tmp_path / 'states'}", "engine.model=m"]
+    options = options_of(*settings, "engine.patience=0", "engine.retries=1", engine__layers=list(LAYERS))
+    target = load_engine_target(options.engine, options.target, torch.device("cpu"), tmp_path / "run", 1.0)
+    target.tap((1, LAST, 0))
+    return target
+
+
+def texts(*lengths: int) -> list[list[int]]:
+    return [[(7 * i + 3 * n) % 200 for i in range(n)] for n in lengths]
+
+
+def rows(*lengths: int) -> datasets.Dataset:
+    """Rows whose answers have all but two tokens."""
+    masks = [[0, 0] + [1] * (n - 2) for n in lengths]
+    return datasets.Dataset.from_dict({"tokens": texts(*lengths), "loss_mask": masks})
+
+
+def test_a_read_is_what_the_target_says_in_the_order_of_the_taps(engine, whole):
+    whole.tap(engine.taps)
+    tokens = torch.zeros(3, 9, dtype=torch.long)
+    for i, text in enumerate(texts(9, 4, 7)):
+        tokens[i, : len(text)] = torch.tensor(text)
+    for lengths in ([9, 4, 7], None):
+        read, want = engine.read(tokens, lengths), whole.read(tokens, lengths)
+        torch.testing.assert_close(read.last, want.last, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(read.taps, want.taps, atol=1e-4, rtol=1e-4)
+    assert not list(engine._connection[1].folder.iterdir()), "files are removed once they are read"
+
+
+def test_a_text_as_long_as_the_context_is_read_up_to_its_last_token(engine, server, whole):
+    (text,) = texts(whole.max_positions)
+    last = engine.read(torch.tensor([text])).last[0]
+    assert len(server.read[-1]) == len(text) - 1
+    torch.testing.assert_close(last[:-1], whole.read(torch.tensor([text])).last[0, :-1], atol=1e-3, rtol=1e-3)
+    assert not last[-1].any()
+
+
+def other_tokens(file):
+    return file | {"token_ids": file["token_ids"] + 1}
+
+
+def half(file):
+    return file | {"hidden_states": file["hidden_states"][:-1].clone()}
+
+
+@pytest.mark.parametrize("damage", [other_tokens, half, lambda file: {"token_ids": file["token_ids"]}])
+def test_a_damaged_file_is_asked_for_again(engine, server, whole, damage):
+    engine.read(torch.tensor(texts(5)))
+    server.damage = [damage]
+    whole.tap(engine.taps)
+    tokens = torch.tensor(texts(6))
+    torch.testing.assert_close(engine.read(tokens).taps, whole.read(tokens).taps, atol=1e-4, rtol=1e-4)
+    server.damage = [damage] * 2
+    with pytest.raises(UserError, match=r"given up after 2 attempts \(engine.retries=1\)"):
+        engine.read(tokens)
+
+
+def test_what_is_no_engine_of_this_target_is_refused(engine, server, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
+    server.layers = (0, 2)
+    with pytest.raises(UserError, match=r"\(2, 32\).*not \(3, 32\).*eagle_aux_hidden_state_layer_ids"):
+        engine.read(torch.tensor(texts(5)))
+    server.layers = (2, 1, 0)  # the head reads another layer
+    with pytest.raises(UserError, match="nats off the engine's own"):
+        engine.read(torch.tensor(texts(5)))
+    server.layers, server.folder = LAYERS, tmp_path
+    monkeypatch.setattr("distill.engines.hidden_states.WRITES", 0.05)
+    with pytest.raises(UserError, match=r"engine.folder=.*not there"):
+        engine.read(torch.tensor(texts(5)))
+    server.writes = False
+    with pytest.raises(UserError, match="writes no hidden states; start it with --speculative-config"):
+        engine.read(torch.tensor(texts(5)))
+    server.kill()
+    with pytest.raises(UserError, match="nobody answers there"):
+        engine.read(torch.tensor(texts(5)))
+    with pytest.raises(UserError, match=r"lacks \[7\]|is no layer"):
+        engine.tap((7,))
+
+
+def test_a_killed_engine_loses_nothing_that_was_read(engine, server, whole, tmp_path, monkeypatch, capsys):
+    """Rows that had been read stay; the others, and no others, are asked for when it is back."""
+    monkeypatch.setattr(taps_disk, "FILE_BYTES", 3000)
+    monkeypatch.setattr("distill.data.taps_memory.TOKENS", 16)
+    monkeypatch.setattr(type(engine), "read_ahead", 0)
+    data = rows(8, 12, 6, 9, 14, 5, 11)
+    engine.read(torch.tensor(texts(5)))
+    server.read.clear()
+    server.left, server.faults = 4, []
+    with pytest.raises(UserError, match="the same command goes on from there"):
+        TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    (partial,) = tmp_path.glob("taps-*.tmp")
+    server.left = 10**9
+    asked = len(server.read)
+    cache = TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    assert "going on after 4 of 7 rows" in capsys.readouterr().out
+    assert len(server.read) - asked == 3
+    assert not partial.exists()
+    whole.tap(engine.taps)
+    want = TapCache(whole, data, 12, tmp_path / "own", "store", 1.0, packing=True)
+    for row in range(7):
+        mine, theirs = cache.batch([row]), want.batch([row])
+        torch.testing.assert_close(mine.taps, theirs.taps, atol=0.02, rtol=0.01)
+        torch.testing.assert_close(mine.last, theirs.last, atol=0.02, rtol=0.01)
+
+
+def test_what_was_read_is_hashed_and_damage_is_read_again(engine, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(taps_disk, "FILE_BYTES", 1)  # a file for every row
+    data = rows(8, 12, 6, 9)
+    engine.read(torch.tensor(texts(5)))
+    moved = taps_disk.rename_into_place
+    monkeypatch.setattr(taps_disk, "rename_into_place", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    (partial,) = tmp_path.glob("taps-*.tmp")
+    third = sorted(partial.glob("*.safetensors"))[2]
+    third.write_bytes(third.read_bytes()[:-1] + b"x")
+    server.read.clear()
+    monkeypatch.setattr(taps_disk, "rename_into_place", moved)
+    TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    assert [len(text) for text in server.read] == [5, 8], "the damaged one and those behind it"
+    server.read.clear()
+    TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True)
+    assert not server.read
+
+
+def test_a_cache_of_an_engine_is_bounded_and_none_of_the_targets_own(engine, whole, tmp_path):
+    data = rows(8, 12)
+    with pytest.raises(UserError, match=r"taps=engine would write .*; raise taps_gb$"):
+        TapCache(engine, data, 12, tmp_path, "store", 1e-9, packing=True)
+    whole.tap(engine.taps)
+    own = TapCache(whole, data, 12, tmp_path, "store", 1.0, packing=True)
+    assert TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True).folder != own.folder
+
+
+def train(bench: Bench, server: StatesServer, *more: str):
+    """A run whose target is in the server, which has the name that the target's folder has."""
+    server.models = (str(bench.target),)
+    settings = ["taps=engine", "score.enabled=false", "engine.layers=[2]", "engine.patience=0", "seed=1"]
+    place = [f"engine.url={server.url}", f"engine.folder={server.folder}"]
+    return bench.train(*settings, *place, "target.dtype=float32", *more)
+
+
+def test_a_run_reads_each_answer_as_it_is_written(tmp_path, server):
+    """Answers, hidden states and teacher rows in one pass: no text is read a second time."""
+    bench = Bench(tmp_path)
+    server.target, server.layers = load_target(str(bench.target), "float32"), (2,)
+    out = train(bench, server, "rollout.until=answer").succeeded()
+    num_probes, num_checked = 4, 12  # of the connection; rows whose surprisal is looked at
+    assert len(server.read) == num_probes + num_checked
+    assert not list(server.folder.iterdir())
+    (cache,) = (tmp_path / "outputs" / "rollouts").glob("*/taps-*")
+    with safe_open(cache / "taps-00000.safetensors", "pt") as file:
+        assert file.get_slice("taps").get_shape()[1:] == [1, 32]
+    assert (out.folder / "checkpoints" / "6" / "model.safetensors").is_file()
+    server.read.clear()
+    again = train(bench, server, "rollout.until=answer", "batch_size=3").succeeded()
+    assert "reusing" in again.out
+    assert not server.read, "what is on the disk needs no engine"
+
+
+def test_answers_are_kept_within_the_limit(engine, server, tmp_path):
+    _, client = engine._connected()
+    client.limit = 3000
+    for number in range(3):
+        text = texts(8 + number)[0]
+        (tmp_path / "states").mkdir(exist_ok=True)
+        said = server.reply({"prompt": text, "max_tokens": 1, "logprobs": 1, "return_token_ids": True})
+        client.keep(said["kv_transfer_params"]["hidden_states_path"])
+    kept = list(client.folder.glob(KEPT.format("*")))
+    assert len(kept) == 1
+    assert kept == list(client.folder.iterdir())
+    server.read.clear()
+    engine.read(torch.tensor(texts(8)))
+    assert not server.read
+    assert client.size == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], "engine.python, an interpreter that has vLLM, or engine.url"),
+        (["engine.url=http://a/v1"], "engine.folder=None: give the folder"),
+        (["engine.python=p", "score.enabled=true"], "score.enabled=true: checkpoints are scored by decoding"),
+        (["engine.python=p", "on_policy.share=0.5"], "on_policy.share"),
+        (["engine.python=p", "target.compile=true"], "target.compile"),
+        (["engine.python=p", "rollout=ray"], "its workers load the target"),
+        (["engine.python=p", "trainer=ddp", "trainer.devices=2"], "every process would start an engine"),
+        (["engine.python=p", "taps=cache"], "set taps=engine, too"),
+    ],
+)
+def test_what_does_not_go_with_an_engine_is_refused(settings, said):
+    options = options_of("taps=engine", "score.enabled=false", *settings)
+    with pytest.raises(UserError, match=said):
+        check_options(options)
+
+
+def test_refusals_come_before_any_work(tmp_path):
+    bench = Bench(tmp_path)
+    bench.train("taps=engine", "engine.python=/nowhere/python", "score.enabled=false").refused(
+        "no interpreter"
+    )
+    bench.train("taps=engine", "engine.url=http://user:key@a/v1").refused("has a secret in it")
+    assert not (tmp_path / "outputs").exists() or not bench.runs()
+
+
+def test_a_drafter_that_needs_the_layers_is_refused(tmp_path, server):
+    bench = Bench(tmp_path)
+    train(bench, server, "drafter=medusa2").refused("target")
