@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class StatesServer(FakeServer):
         self.left = 10**9  # of these, until it is killed
         self.damage: list[Callable[[dict[str, Any]], dict[str, Any]]] = []  # to the files to come, one each
         self.writes = True
+        self.reading = threading.Lock()  # hooks of one request see no other
 
     def reply(self, body: dict[str, Any]) -> dict[str, Any]:
         reads = body["max_tokens"] == 1 and body.get("logprobs") == 1
@@ -47,7 +49,8 @@ class StatesServer(FakeServer):
                 raise ConnectionError
         elif (body.get("kv_transfer_params") or {}).get("include_output_tokens"):
             text += choice["token_ids"][:-1]
-        states, logprobs = self.states(text)
+        with self.reading:
+            states, logprobs = self.states(text)
         choice["logprobs"] = {"token_logprobs": [float(logprobs.max())]}
         if reads:
             choice["token_ids"] = [int(logprobs.argmax())]

@@ -75,7 +75,7 @@ class HiddenStates:
         """Name the engine's file of an answer by its tokens, as far as the limit allows."""
         file = self._local(path)
         with suppress(OSError, KeyError, SafetensorError):  # what is not kept is read again
-            _wait(file, self.server.timeout)
+            _wait(file)
             size = file.stat().st_size
             if self.size + size <= self.limit:
                 with safe_open(file, "pt") as content:
@@ -149,7 +149,7 @@ class HiddenStates:
             raise UserError(f"{self.server}: it writes no hidden states; {self.restart}")
         path = self._local(named)
         try:
-            await asyncio.to_thread(_wait, path, self.server.timeout)
+            await asyncio.to_thread(_wait, path)
             return Read(self._load(path, tokens), token, logprob)
         finally:
             self._remove(path)
@@ -185,20 +185,16 @@ class HiddenStates:
         return states
 
 
-def _wait(path: Path, timeout: float) -> None:
-    """Until a file is whole: its writer holds a lock beside it; or has not come WRITES after its release."""
-    begun = free = time.monotonic()
-    while (now := time.monotonic()) - free < WRITES and now - begun < timeout:
-        try:
-            with Path(f"{path}.lock").open() as handle:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            free = now
-        except FileNotFoundError:  # a connector without locks gives a file its name once it is whole
-            pass
-        if free != now and path.exists():
+def _wait(path: Path) -> None:
+    """Until a file is whole: its writer, while it lives, holds a lock beside it; WRITES at most without one."""
+    until = time.monotonic() + WRITES
+    while True:
+        with suppress(FileNotFoundError), Path(f"{path}.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        # A connector without locks gives a file its name once it is whole.
+        if path.exists() or time.monotonic() > until:
             return
-        time.sleep(0.01)
+        time.sleep(0.1)
 
 
 def check_rows(reads: Sequence[Read], logprob: Callable[[Tensor, int], float], bound: float) -> float:
