@@ -86,8 +86,11 @@ def read_rows(
         target: with its taps set.
         texts: token ids.
         packing: they are read without padding.
-        first: those before are left out; the others are read in the same batches as without it.
+        first: those before are left out; the others are read in the same batches as without it, on which
+            rounding depends. An engine's do not depend on ours.
     """
+    if target.source:
+        texts, first = texts[first:], 0
     only_last, start = set(target.taps) == {LAST}, 0
     for batch in _batches(texts, max(TOKENS, target.read_ahead)):
         begin, start = start, start + len(batch)

@@ -17,12 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.errors import UserError
 from distill.engines.http import RefusedError, RetryPolicy, Server, TransientError
+from drafters.checkpoint.atomic import publish
 
 WRITES = 30.0  # seconds that a file may take to appear after the response
 FEW = 4  # texts, fewer of which show no more than rounding
@@ -84,6 +86,13 @@ class HiddenStates:
                 self.size += size
         self._remove(file)
 
+    def _save(self, tokens: Sequence[int], states: Tensor) -> None:
+        """Keep what was read of a text beside others that could not be."""
+        if self.size + states.nbytes <= self.limit:
+            with publish(self._kept(tokens)) as file:
+                save_file({"hidden_states": states, "token_ids": torch.tensor(tokens)}, file)
+            self.size += self._kept(tokens).stat().st_size
+
     def forget(self) -> None:
         """Remove what is still kept: texts that nobody asked for as they were written."""
         for path in self.folder.glob(KEPT.format("*")):
@@ -106,6 +115,8 @@ class HiddenStates:
                     for i in range(len(texts)):
                         tasks.create_task(one(client, i))
             except BaseExceptionGroup as failed:
+                for i, read in reads.items():
+                    self._save(texts[i], read.states)
                 raise failed.exceptions[0] from None
         return [reads[i] for i in range(len(texts))]
 
@@ -186,7 +197,7 @@ class HiddenStates:
 
 
 def _wait(path: Path) -> None:
-    """Until a file is whole: its writer, while it lives, holds a lock beside it; WRITES at most without one."""
+    """Until a file is whole: its writer holds a lock beside it while it lives; WRITES at most without one."""
     until = time.monotonic() + WRITES
     while True:
         with suppress(FileNotFoundError), Path(f"{path}.lock").open() as lock:
