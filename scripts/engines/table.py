@@ -102,9 +102,8 @@ def run(command: Sequence[str], log: Path) -> int:
 
 def sound(card: Scorecard | None) -> bool:
     """The engine drafted as was scored, and wrote its plain text."""
-    return bool(card and card.served) and all(
-        one.agrees and not (one.texts and one.texts[2]) for one in card.served
-    )
+    measured = card.served if card else []
+    return bool(measured) and all(one.agrees and not (one.texts and one.texts[2]) for one in measured)
 
 
 def line(case: Case, card: Scorecard | None) -> str:

@@ -1,8 +1,9 @@
 """The table of docs/targets.md is what the probe says."""
 
 import pytest
-import target_table
 from workbench import ROOT
+
+import target_table
 
 QUICK = ("Llama 2, 3", "gpt-oss", "DeepSeek-V3, R1, Kimi-K2", "Mamba", "Llama 4", "BLOOM")
 

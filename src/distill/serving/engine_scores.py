@@ -104,7 +104,8 @@ def check(options: ScoringOptions, training: bool) -> None:
         for name in [name for name, value in given.items() if value]:
             raise UserError(f"score.{name}: is set without an engine; add score.engine=vllm, or leave it out")
         return
-    openai(), parser()
+    for needed in (openai, parser):  # packages that are optional
+        needed()
     if options.min_p or options.repetition_penalty != 1:
         raise UserError(f"score.engine={options.engine}: takes no score.min_p and score.repetition_penalty")
     if bool(options.engine_python) == bool(options.engine_url):

@@ -105,10 +105,9 @@ def dspark_block(
         read_vocab_maps(tensors, head, target.vocab_size)
         if not same_rows(head["lm_head.weight"], target.head.weight[ids]):
             raise UserError("its lm_head.weight is its own; ours shares the target's")
-    parts = [tensors.pop(f"confidence_head.proj.{part}", None) for part in ("weight", "bias")]
-    confident = bool(config.get("enable_confidence_head")) and parts[0] is not None
-    if confident:
-        weight, bias = parts
+    weight, bias = (tensors.pop(f"confidence_head.proj.{part}", None) for part in ("weight", "bias"))
+    confident = bool(config.get("enable_confidence_head")) and weight is not None
+    if confident and weight is not None:
         # One that reads the hidden state alone is one whose weights of the token's row are 0.
         weights["confidence.weight"] = F.pad(weight[0], (0, target.hidden_size + rank - weight.shape[1]))
         weights["confidence.bias"] = weight.new_zeros(1) if bias is None else bias

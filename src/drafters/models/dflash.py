@@ -86,8 +86,6 @@ class DSpark(DFlash):
         UserError: a number out of range.
     """
 
-    info: MarkovBias
-
     def __init__(
         self,
         markov_rank: int,
@@ -113,6 +111,7 @@ class DSpark(DFlash):
     @override
     def resize_vocabulary(self, size: int) -> None:
         super().resize_vocabulary(size)
+        assert isinstance(self.info, MarkovBias)
         self.info.resize(size)
 
 
