@@ -27,6 +27,8 @@ class Served:
         plain_tokens_per_second: likewise without a drafter; None: not measured.
         texts: greedy answers that are its plain ones, that part from them where two tokens are as likely up
             to rounding, and others; None above temperature 0, or where there are no plain ones.
+        same_rounds: greedy answers that took as many rounds as here, and how many were compared: those with
+            the same text here; None above temperature 0, in batches, or where the engine does not say.
         agrees: no figure differs from the scorecard's by more than chance.
         cause: what is likely wrong where it does not agree, in one line.
     """
@@ -47,6 +49,7 @@ class Served:
     tokens_per_second: float
     plain_tokens_per_second: float | None
     texts: list[int] | None
+    same_rounds: list[int] | None
     agrees: bool
     cause: str = ""
 

@@ -14,10 +14,11 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.evaluation.replay import replay, why_inexact
+from decode.evaluation.replay import ReplayResult, replay, why_inexact
 from decode.evaluation.teacher_forced import Rollout
 from decode.model.target import Tap, Target
 from decode.plan import Plan
@@ -28,6 +29,39 @@ from drafters.layers.rope import frequencies
 
 FEW_TAPS = 3  # of which every order is tried; of more, the reverse
 EXPLAINS = 1.5  # times the noise: as far from the engine as a mistake may be that explains it
+CHANCE = 1e-3  # that a mistake seems to explain the rounds of single answers and does not
+
+
+class Seen(NamedTuple):
+    """What an engine counted.
+
+    Attributes:
+        survival: share of rounds that accept at least j tokens, j from 1.
+        noise: of each of these: the largest difference by chance.
+        rounds: of each answer; None: not counted. At temperature 0 a drafter takes the same number of rounds
+            for the same text wherever it runs, up to rounding: this tells mistakes apart that change the
+            acceptance by less than the noise.
+    """
+
+    survival: Sequence[float]
+    noise: Sequence[float]
+    rounds: Sequence[int] | None
+
+    def same(self, result: ReplayResult) -> list[bool]:
+        """Of each answer, whether a replay takes as many rounds."""
+        assert self.rounds is not None
+        return [round(a) == b for a, b in zip(result.counts.rounds, self.rounds, strict=True)]
+
+    def chance(self, own: ReplayResult, spoilt: ReplayResult) -> float:
+        """Probability that a mistake explains so many more answers than none does if neither is nearer."""
+        pairs = list(zip(self.same(own), self.same(spoilt), strict=True))
+        more, fewer = pairs.count((False, True)), pairs.count((True, False))
+        return float(stats.binom.sf(more - 1, more + fewer, 0.5)) if more > fewer else 1.0
+
+    def distance(self, result: ReplayResult) -> float:
+        """Largest difference of acceptance, in units of the noise."""
+        parts = zip(self.survival, result.survival, self.noise, strict=True)
+        return max(abs(a - b) / width for a, b, width in parts)
 
 
 class Mistake(NamedTuple):
@@ -47,38 +81,35 @@ class Mistake(NamedTuple):
 
 
 def likeliest(
-    drafter: Drafter,
-    target: Target,
-    answers: Sequence[Rollout],
-    sampler: Sampler,
-    survival: Sequence[float],
-    noise: Sequence[float],
+    drafter: Drafter, target: Target, answers: Sequence[Rollout], sampler: Sampler, seen: Seen
 ) -> str:
-    """The mistakes that explain an engine's acceptance best; "" if none of those that are known does.
+    """The mistake that explains an engine's acceptance; "" if none of those that are known does.
 
     Args:
         drafter: as it was scored.
         target: of the drafter.
         answers: of the target to the prompts that were sent.
         sampler: of the answers.
-        survival: of the engine: share of rounds that accept at least j tokens.
-        noise: of each of these.
+        seen: what the engine counted.
     """
-    plan = Plan(len(survival))
+    plan = Plan(len(seen.survival))
     if not answers or why_inexact(plan, sampler, drafter):
         return ""
-    found: list[tuple[float, Mistake, list[float]]] = []
+
+    def replayed(proposer: Any) -> ReplayResult:
+        return replay(target, proposer, answers, [plan], sampler)[0]
+
+    own, best, figures = replayed(drafter), Mistake("", drafter, (), ()), ()
+    least = seen.distance(own) if seen.rounds is None else CHANCE
     for mistake in mistakes(drafter, target):
         with _reading(target, mistake):
-            spoilt = replay(target, mistake.drafter, answers, [plan], sampler)[0].survival
-        pairs = zip(survival, spoilt, noise, strict=True)
-        found.append((max(abs(a - b) / width for a, b, width in pairs), mistake, spoilt))
-    found.sort(key=lambda one: one[0])
-    best = [one for one in found if one[0] <= EXPLAINS][:2]
-    if not best:
+            spoilt = replayed(mistake.drafter)
+        distance = seen.distance(spoilt) if seen.rounds is None else seen.chance(own, spoilt)
+        if distance < least:
+            least, best, figures = distance, mistake, spoilt.survival
+    if not best.what or (seen.rounds is None and least > EXPLAINS):
         return ""
-    figures = "/".join(f"{s:.2f}" for s in best[0][2])
-    return f"it drafts as with {' or '.join(one[1].what for one in best)} (replayed so: {figures})"
+    return f"it drafts as with {best.what} (replayed so: {'/'.join(f'{s:.2f}' for s in figures)})"
 
 
 def mistakes(drafter: Drafter, target: Target) -> Iterator[Mistake]:

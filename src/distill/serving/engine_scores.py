@@ -27,7 +27,7 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
 from distill.report.served import difference
 from distill.serving.agreement import compare, matching_row
-from distill.serving.broken_exports import likeliest
+from distill.serving.broken_exports import Seen, likeliest
 from distill.serving.diagnosis import ServerFacts, causes
 from distill.serving.endpoint import Endpoint
 from distill.serving.metrics import parser, served_acceptance
@@ -43,6 +43,7 @@ from drafters.registry import short_name
 NONE = "none"  # score.engine
 TOLERANCE = 0.02  # of acceptance, as of verify-served
 TIMEOUT, RETRIES, PATIENCE = 600.0, 1, 60.0  # seconds, attempts and seconds of one request
+SAME = 0.95  # share of greedy answers with the same number of rounds; below it, mistakes are looked for
 SPARE = 16  # tokens of context beyond prompt, answer and draft
 Answers = Mapping[Sampler, Sequence[Rollout]]
 
@@ -179,10 +180,9 @@ class EngineScorer:
                 plain = self._run(f"vllm serve {shlex.quote(model)}", "plain", "plain decoding", target)
                 drafted = self._run(command, name, f"step {card.checkpoint.step}", target)
         found = [
-            self._served(card, setting, traffic, drafted.engine, plain, target)
+            self._served(card, setting, traffic, drafted.engine, plain, drafter, target, answers)
             for setting, traffic in drafted.by_setting.items()
         ]
-        found = [self._explained(one, drafter, target, answers) for one in found]
         for one in found:
             if not one.agrees:
                 say(difference(one))
@@ -217,6 +217,7 @@ class EngineScorer:
             *("--dtype", str(target.dtype).removeprefix("torch."), "--no-enable-prefix-caching"),
             *("--max-model-len", str(min(room, target.max_positions or room))),
             *("--max-num-seqs", str(max(options.batch_sizes)), "--seed", str(self.seed)),
+            *([] if name == "plain" else ["--per-request-spec-decode-metrics", "summary"]),
             *(["--enforce-eager"] if target.device.type == "cpu" else []),  # it compiles for minutes there
         ]
         engine = VLLM(str(options.engine_python), options.engine_args, options.engine_patience)
@@ -249,7 +250,9 @@ class EngineScorer:
         traffic: Traffic,
         engine: str,
         plain: Answered | None,
+        drafter: Drafter,
         target: Target,
+        answers: Answers,
     ) -> Served:
         """One setting beside the scorecard's row of the same chain."""
         (sampler, batch), acceptance = setting, served_acceptance(traffic.reading, traffic.histograms)
@@ -267,7 +270,12 @@ class EngineScorer:
             prompts = [request.tokens for request in self.requests]
             counts = compare_texts(target, prompts, _tokens(without), _tokens(traffic))
             texts = list(counts)
-        return Served(
+        rollouts = list(answers.get(sampler, []))
+        # In a batch answers come in any order, and above temperature 0 each has a chance of its own.
+        ours = row.counts.rounds if batch == 1 and not sampler.temperature else []
+        alike = _alike(traffic, rollouts, ours)
+        same = [sum(one.same for one in alike), len(alike)] if alike else None
+        served = Served(
             engine=engine,
             decode=row.decode,
             temperature=sampler.temperature,
@@ -284,20 +292,45 @@ class EngineScorer:
             tokens_per_second=_rate(traffic),
             plain_tokens_per_second=_rate(without) if without else None,
             texts=texts,
+            same_rounds=same,
             agrees=result.agrees,
             cause=next(iter(causes(result, facts)), "") if not result.agrees else "",
         )
-
-    def _explained(self, served: Served, drafter: Drafter, target: Target, answers: Answers) -> Served:
-        """With the mistake that explains a difference, where a known one does."""
-        sampler = next(s for s in self.options.samplers() if s.temperature == served.temperature)
-        if served.agrees:
+        if served.agrees and (same is None or same[0] >= SAME * same[1]):
             return served
-        rollouts = list(answers.get(sampler, []))
+        rounds = [one.rounds for one in alike] if alike else None
+        kept = [one.rollout for one in alike] or rollouts
         verifier = drafter.verifier(target)
         verifier.tap(drafter.taps)
-        cause = likeliest(drafter, verifier, rollouts, sampler, served.survival, served.noise)
-        return replace(served, cause=cause or served.cause)
+        cause = likeliest(drafter, verifier, kept, sampler, Seen(served.survival, served.noise, rounds))
+        return replace(served, agrees=served.agrees and not cause, cause=cause or served.cause)
+
+
+class Alike(NamedTuple):
+    """An answer that the engine gave as the target does here.
+
+    Attributes:
+        rollout: the answer.
+        rounds: that the engine took.
+        same: as many as replay takes.
+    """
+
+    rollout: Rollout
+    rounds: int
+    same: bool
+
+
+def _alike(traffic: Traffic, rollouts: Sequence[Rollout], ours: Sequence[float]) -> list[Alike]:
+    """Answers that can be compared one by one; none where the engine does not count their rounds."""
+    if not len(traffic.histograms) == len(traffic.answers) == len(rollouts) == len(ours):
+        return []
+    counted = [sum(histogram) for histogram in traffic.histograms]
+    parts = zip(rollouts, traffic.answers, counted, ours, strict=True)
+    return [
+        Alike(rollout, rounds, rounds == round(here))
+        for rollout, answer, rounds, here in parts
+        if answer.tokens == rollout.answer
+    ]
 
 
 def _tokens(traffic: Traffic) -> list[list[int]]:
