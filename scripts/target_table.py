@@ -87,7 +87,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | LOCAL
         | GROUPS
         | {"moe_intermediate_size": 16, "q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4}
-        | {"num_key_value_heads": 4},
+        | {"num_key_value_heads": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
     ),
     "MiniMax-M1": ("minimax", BASE | DIM | LOCAL),
     "MiniMax-M2": ("minimax_m2", BASE | DIM | LOCAL),
@@ -133,7 +133,7 @@ def abilities_of(name: str) -> tuple[str, Abilities]:
 def line(name: str) -> str:
     """Row of the table."""
     kind, found = abilities_of(name)
-    why = found.train or found.replay or found.decode
+    why = "; ".join(dict.fromkeys(reason for reason in (*found[:2], found.decode) if reason))
     cells = [
         name,
         f"`{kind}`",

@@ -99,6 +99,7 @@ def scorecard(rows: Any = None, **more: Any) -> dict[str, Any]:
         "load_average": 0.4,
         "kv_bytes_per_token": 1024,
         "prompts_digest": "41e03126f24424a6",
+        "elsewhere": "",
         "control": "none",
         "drafter": "eagle",
         "step": 600,

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from decode.errors import UserError
 
-KINDS = {"full_attention", "sliding_attention"}  # whose cache can be rolled back and compacted
+# Layers whose cache can be rolled back and compacted, or that have none
+KINDS = {"full_attention", "sliding_attention", "mlp", "moe"}
 STATES = {"linear_attention", "mamba", "conv", "hybrid", "recurrent"}
 ELSEWHERE = "train, rollout, score and export take it, and an engine decodes it (docs/targets.md)"
 
