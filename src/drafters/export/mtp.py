@@ -45,6 +45,7 @@ from drafters.layers.decoder_layer import LayerShape
 LAYERS = "num_nextn_predict_layers"
 COUNTS = (LAYERS, "mtp_num_hidden_layers")
 AS_MIMO = ("", "mimo")  # families written as MiMo's
+SERVED = ("qwen",)  # others whose classes may be dense
 SIZES = ("hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size", "eps")
 
 
@@ -55,6 +56,11 @@ def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     if settings["family"] in AS_MIMO:
         yield from _check_layer(settings, target)
         served = mimo_arrangement(target)
+    elif settings["family"] not in SERVED:
+        yield Refusal(
+            "vLLM's MTP layers of these names have experts or latent attention, and this one has neither"
+        )
+        return
     if served is None:
         yield Refusal(f"vLLM's order of inputs is not known for an MTP of {target.config.model_type!r}")
         return
