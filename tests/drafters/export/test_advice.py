@@ -63,8 +63,6 @@ REFUSED = {
     "medusa": ("medusa", {"token_info": "gated"}, 2, plain),
     "medusa of a head with a bias": ("medusa", {"token_info": "gated"}, 2, biased),
     "medusa of Gemma": ("medusa", {}, 2, scaled),
-    "mtp": ("mtp", {"hidden_first": False, "norm_output": False}, 2, plain),
-    "mtp of Gemma": ("mtp", {}, 2, scaled),
     "hydra": ("hydra", {}, 2, plain),
     "lstm": ("lstm", {}, 2, plain),
     "ngram": ("ngram", {}, 2, plain),
