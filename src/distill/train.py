@@ -15,6 +15,7 @@ from decode.model.target import Target
 from decode.sampling import Sampler
 from distill import export as exporting
 from distill.config.build import build_drafter, build_target, quiet, read_run_inputs
+from distill.config.engine import check_engine
 from distill.config.target_size import with_length
 from distill.config.validate import refused
 from distill.data.datamodule import RolloutData, TapStorage
@@ -22,7 +23,7 @@ from distill.data.on_policy import OnPolicy
 from distill.data.taps_memory import TapMemory
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.watchdog import Watchdog
-from distill.engines.engine_target import check_options, load_engine_target
+from distill.engines.engine_target import load_engine_target
 from distill.loggers.base import begin, trackers
 from distill.loggers.loggers import ending, loggers
 from distill.losses.objective import Objective
@@ -140,7 +141,7 @@ def train(
 
 def _inputs(options: TrainOptions, folder: Path) -> tuple[Chat, list[Prompt], list[Prompt]]:
     """See `read_run_inputs`; what is printed from here on is the run's own."""
-    check_options(options)
+    check_engine(options)
     quiet()
     engine_scores.check(options.score, training=True)
     switch["on"] = options.trainer.enable_progress_bar

@@ -31,8 +31,8 @@ import sys, torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 torch.manual_seed(0)
 sizes = dict(vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=32, linear_key_head_dim=32,
-    linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64, linear_key_head_dim=64,
+    linear_value_head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4,
     num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
     max_position_embeddings=1024, eos_token_id=3, bos_token_id=None, pad_token_id=0)
 Qwen3NextForCausalLM(Qwen3NextConfig(**sizes)).bfloat16().save_pretrained(sys.argv[1])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from decode.errors import UserError
 from decode.model.head_target import HeadTarget
 from decode.model.load import source_of
 from decode.model.target import Tap, TargetOutput
-from distill.config.validate import processes
 from distill.engines import inside
 from distill.engines.hidden_states import HiddenStates, check_rows
 from distill.engines.http import Server
 from distill.engines.launch import interpreter, serve
 from distill.engines.openai import OpenAIEngine
-from distill.options import EngineOptions, RunOptions, TargetOptions
+from distill.options import EngineOptions, TargetOptions
 from distill.prompts.chat_template import Chat
 from distill.utils.paths import bundled
 from distill.utils.progress import say
@@ -219,41 +218,3 @@ def states_arguments(layers: Sequence[int], folder: str) -> list[str]:
         "kv_connector_extra_config": {"shared_storage_path": folder},
     }
     return ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer)]
-
-
-def check_options(options: RunOptions) -> None:
-    """Check what `taps=engine` needs and excludes.
-
-    Raises:
-        UserError: the first setting that does not go with it.
-    """
-    engine, trainer = options.engine, options.trainer
-    if options.taps != "engine":
-        if engine.url or engine.python:
-            raise UserError("engine.url and engine.python: set taps=engine, too, or the engine is not asked")
-        return
-    if bool(engine.url) == bool(engine.python):
-        raise UserError(
-            "taps=engine: give engine.python, an interpreter that has vLLM, or engine.url and engine.folder "
-            "of an engine that runs"
-        )
-    if engine.url and not (engine.folder and Path(engine.folder).is_dir()):
-        raise UserError(
-            f"engine.folder={engine.folder}: give the folder that the engine writes hidden states to"
-        )
-    if options.score.enabled:
-        _refuse(
-            "score.enabled=true: checkpoints are scored by decoding with the target", "score.enabled=false"
-        )
-    if options.on_policy.share:
-        _refuse("on_policy.share: the target would read new texts in every step", "on_policy.share=0")
-    if options.target.placement != "replicated" or options.target.compile:
-        _refuse("target.placement and target.compile are of a target in this process", "leave them")
-    if options.rollout.engine == "ray":
-        _refuse("rollout=ray: its workers load the target", "rollout=hf, where the engine answers")
-    if engine.python and processes(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1:
-        _refuse("engine.python: every process would start an engine", "start one, and give engine.url")
-
-
-def _refuse(what: str, instead: str) -> NoReturn:
-    raise UserError(f"taps=engine: the target is in the engine alone, not with {what}; {instead}")

@@ -127,7 +127,7 @@ class HiddenStates:
         self.size -= path.stat().st_size
         try:
             return Read(self._load(path, tokens))
-        except TransientError:  # damaged: read again
+        except (TransientError, UserError):  # damaged, or of other layers: read again
             return None
         finally:
             path.unlink()

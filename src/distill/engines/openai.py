@@ -126,6 +126,7 @@ class OpenAIEngine:
                     raise UserError(self._line(refusal, request.id)) from None
                 refused = refused or f" ({refusal})"
             else:
+                await self._keep(reply)
                 if reply.ids is None:
                     say(f"{self.server}: gives no token ids{refused}; its texts are encoded again")
                 return dialect
@@ -150,8 +151,7 @@ class OpenAIEngine:
             )
         if reply.rounds is not None:
             self.rounds.append(reply.rounds)
-        if reply.states and self.keep:
-            await asyncio.to_thread(self.keep, reply.states)
+        await self._keep(reply)
         answer = to_answer(reply, request, params, self.chat)
         if isinstance(answer, str):
             self.lost[answer] += 1
@@ -163,6 +163,11 @@ class OpenAIEngine:
             self.cut = True
             say(f"{self.server}: gives more tokens than max_tokens={longest}; answers are cut there")
         return Answer(answer.tokens[:longest], False, answer.exact)
+
+    async def _keep(self, reply: Reply) -> None:
+        """Hand over the file with the hidden states of an answer, where there is one."""
+        if reply.states and self.keep:
+            await asyncio.to_thread(self.keep, reply.states)
 
     async def _ask(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pkgutil import resolve_name
 
 from decode.errors import UserError
+from distill.config.engine import check_engine
 from distill.config.validate import processes
-from distill.engines.engine_target import check_options
 from distill.options import SearchOptions, TrainOptions
 from distill.search import trials as families
 from distill.search.trials import JobContext
@@ -75,6 +75,6 @@ def _check_rest(options: SearchOptions) -> None:
             "drafter=auto trains its families in one process; set trainer.devices=1, then train the winning "
             "family on more devices by itself (drafter=<family>)"
         )
-    check_options(options)
+    check_engine(options)
     if options.rollout.refresh_every:
         raise UserError("drafter=auto: rollouts are made once for all families; set rollout.refresh_every=0")

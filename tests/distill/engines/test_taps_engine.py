@@ -12,10 +12,11 @@ from workbench import Bench, make_target, make_tokenizer, options_of
 from decode.errors import UserError
 from decode.model.load import load_target
 from decode.model.target import LAST
+from distill.config.engine import check_engine
 from distill.data import taps_disk
 from distill.data.taps_disk import TapCache
 from distill.engines import http
-from distill.engines.engine_target import check_options, load_engine_target
+from distill.engines.engine_target import load_engine_target
 from distill.engines.hidden_states import KEPT
 from distill.prompts.chat_template import Chat
 
@@ -222,7 +223,7 @@ def test_a_run_reads_each_answer_as_it_is_written(tmp_path, server):
 
 def test_answers_are_kept_within_the_limit(engine, server, tmp_path):
     _, client = engine._connected()
-    client.limit = 3000
+    client.limit = 4000
     for number in range(3):
         text = texts(8 + number)[0]
         (tmp_path / "states").mkdir(exist_ok=True)
@@ -253,7 +254,7 @@ def test_answers_are_kept_within_the_limit(engine, server, tmp_path):
 def test_what_does_not_go_with_an_engine_is_refused(settings, said):
     options = options_of("taps=engine", "score.enabled=false", *settings)
     with pytest.raises(UserError, match=said):
-        check_options(options)
+        check_engine(options)
 
 
 def test_refusals_come_before_any_work(tmp_path):

@@ -1,0 +1,48 @@
+"""Check `taps=engine` before any work starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+from decode.errors import UserError
+from distill.config.validate import processes
+from distill.options import RunOptions
+
+
+def check_engine(options: RunOptions) -> None:
+    """Check what `taps=engine` needs and excludes.
+
+    Raises:
+        UserError: the first setting that does not go with it.
+    """
+    engine, trainer = options.engine, options.trainer
+    if options.taps != "engine":
+        if engine.url or engine.python:
+            raise UserError("engine.url and engine.python: set taps=engine, too, or the engine is not asked")
+        return
+    if bool(engine.url) == bool(engine.python):
+        raise UserError(
+            "taps=engine: give engine.python, an interpreter that has vLLM, or engine.url and engine.folder "
+            "of an engine that runs"
+        )
+    if engine.url and not (engine.folder and Path(engine.folder).is_dir()):
+        raise UserError(
+            f"engine.folder={engine.folder}: give the folder that the engine writes hidden states to"
+        )
+    if options.score.enabled:
+        _refuse(
+            "score.enabled=true: checkpoints are scored by decoding with the target", "score.enabled=false"
+        )
+    if options.on_policy.share:
+        _refuse("on_policy.share: the target would read new texts in every step", "on_policy.share=0")
+    if options.target.placement != "replicated" or options.target.compile:
+        _refuse("target.placement and target.compile are of a target in this process", "leave them")
+    if options.rollout.engine == "ray":
+        _refuse("rollout=ray: its workers load the target", "rollout=hf, where the engine answers")
+    if engine.python and processes(trainer.accelerator, trainer.devices, trainer.num_nodes) > 1:
+        _refuse("engine.python: every process would start an engine", "start one, and give engine.url")
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise UserError(f"taps=engine: the target is in the engine alone, not with {what}; {instead}")
