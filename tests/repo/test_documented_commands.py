@@ -49,6 +49,7 @@ UNRUN = {
     r"^git clone|^cd ": "the clone that this runs in",
     r"^make ": "what it runs are the tests, installs or proofs; `make -n` is asked for the target",
     r"^vllm ": "no engine is installed",
+    r"taps=engine": "an environment with vLLM; tests/engines/test_taps_engine.py has one",
     r"^torchrun |^srun |^scontrol ": "other machines, GPUs or a SLURM cluster",
     r"hydra/launcher=submitit_slurm": "a SLURM cluster",
     r"trainer=gpu|trainer\.accelerator=gpu|trainer\.devices=8": "GPUs",
