@@ -14,8 +14,8 @@ from typing_extensions import override
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.kernels.int8_linear import round_rows
+from decode.kernels.packed_linear import Linear
 from decode.model.head import Head, HeadRows
-from decode.model.packed_linear import Linear
 from decode.model.target import Tap, Target
 from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin

@@ -7,7 +7,7 @@ import torch
 from faces import CHUNKS, SAMPLED, Follower, assert_faces_agree, both, random_texts
 
 from decode.errors import UserError
-from decode.model import packed_linear
+from decode.kernels import packed_linear
 
 KINDS = ["eagle", "prism", "eagle3", "p_eagle", "lyanna", "mlp", "lstm", "medusa", "hydra"]
 

@@ -18,6 +18,7 @@ from contract import (
     test_proposing_twice_gives_the_same_draft,  # noqa: F401
     test_select_keeps_these_rows_in_this_order,  # noqa: F401
 )
+from documented import drafter_options
 from faces import (
     SAMPLED,
     TREE,
@@ -48,11 +49,9 @@ def pair(request, tiny_target, make_drafter):
     return both(tiny_target, make_drafter, request.param, window=W, sinks=S)
 
 
-def test_every_drafter_with_a_window_is_here(drafter_name, tiny_target, make_drafter):
+def test_every_drafter_with_a_window_is_here(drafter_name):
     """Whatever has the setting keeps the contract with it."""
-    target = tiny_target(vocab=40, layers=4, hidden=16)
-    settings = make_drafter(drafter_name, target).settings
-    assert (drafter_name in WINDOWED) == ("window" in settings)
+    assert (drafter_name in WINDOWED) == ("window" in drafter_options(drafter_name))
 
 
 # -- what a window hides -----------------------------------------------------------------------------

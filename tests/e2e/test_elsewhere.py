@@ -54,7 +54,8 @@ def test_who_shows_it_says_who_decodes(done, kind, capsys):
     assert "not run" in table
     assert "What drafting costs" not in page.read_text()
     card = read_scorecard(best / "score.json")
-    (line,) = rows(card)
+    line, chain = rows(card)  # of the plan, and of what the export is served with
+    assert chain[1 + COLUMNS.index("decode")] == "chain-3"
     logged = dict(zip(["step", *COLUMNS], line, strict=True))
     assert (logged["audit"], logged["speedup"]) == ("not run", None)
     assert REASONS[kind] in logged["elsewhere"]
@@ -64,7 +65,7 @@ def test_who_shows_it_says_who_decodes(done, kind, capsys):
 
 def test_it_is_scored_again_alike(done, tmp_path):
     best, out = done.folder / "checkpoints" / "best", tmp_path / "card.json"
-    plan = ["decode=chain", "decode.depth=2"]
+    plan = ["decode=chain", "decode.depth=2", "score.max_new_tokens=6"]
     shown = foredraft("score", f"checkpoint={best}", *plan, f"out={out}").succeeded().out
     assert "audit not run, decoded by an engine" in shown
     assert read_scorecard(out).headline.replay == read_scorecard(best / "score.json").headline.replay

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documented import drafter_options
 from workbench import CONF, ROOT
 
 DOCS = ROOT / "docs"
@@ -91,17 +92,6 @@ def test_every_drafter_has_a_page_and_a_line_in_the_menu(site):
     assert sorted(path.stem for path in (site / "drafters").glob("*.html")) == drafters
     menu = (site / "drafters.html").read_text().partition('<nav class="md-nav')[2]
     assert set(drafters) <= set(re.findall(r'href="?drafters/(\w+)\.html"?[^>]*class="?md-nav__link', menu))
-
-
-def drafter_options(name: str) -> dict:
-    """Settings of conf/drafter/<name>.yaml and of those that it is based on."""
-    options = yaml.safe_load((CONF / "drafter" / f"{name}.yaml").read_text())
-    for base in options.pop("defaults", []):
-        if isinstance(base, dict):  # a drafter inside
-            options |= {place.partition("@")[2]: choice for place, choice in base.items()}
-        elif base != "_self_":
-            options = drafter_options(base) | options
-    return options
 
 
 @pytest.mark.parametrize("documented", PAGES)

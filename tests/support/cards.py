@@ -101,6 +101,7 @@ def scorecard(rows: Any = None, **more: Any) -> dict[str, Any]:
         "prompts_digest": "41e03126f24424a6",
         "elsewhere": "",
         "control": "none",
+        "served_plan": "",
         "drafter": "eagle",
         "step": 600,
         "commit": "0123456789ab",
@@ -115,6 +116,7 @@ def scorecard(rows: Any = None, **more: Any) -> dict[str, Any]:
         "categories": [],
         "samples": [],
         "plan_choices": [],
+        "served": [],
         **more,
     }
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import hydra
+import yaml
 from omegaconf import OmegaConf
 from workbench import CONF, ROOT, Outcome, command, foredraft, fork, make_target, write_prompts
 
@@ -339,3 +340,14 @@ def few(given: list[str]) -> list[str]:
             argument, left = f"{key}={','.join(values.split(',')[:left])}", 1
         kept.append(argument)
     return kept
+
+
+def drafter_options(name: str) -> dict:
+    """Settings of conf/drafter/<name>.yaml and of those that it is based on."""
+    options = yaml.safe_load((CONF / "drafter" / f"{name}.yaml").read_text())
+    for base in options.pop("defaults", []):
+        if isinstance(base, dict):  # a drafter inside
+            options |= {place.partition("@")[2]: choice for place, choice in base.items()}
+        elif base != "_self_":
+            options = drafter_options(base) | options
+    return options

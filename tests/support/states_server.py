@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class StatesServer(FakeServer):
         self.left = 10**9  # of these, until it is killed
         self.damage: list[Callable[[dict[str, Any]], dict[str, Any]]] = []  # to the files to come, one each
         self.writes = True
+        self.names = count()  # of its files
         self.reading = threading.Lock()  # hooks of one request see no other
 
     def reply(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +57,7 @@ class StatesServer(FakeServer):
         if reads:
             choice["token_ids"] = [int(logprobs.argmax())]
         if self.writes:
-            path = self.folder / f"cmpl-{len(text)}-{id(said)}.safetensors"
+            path = self.folder / f"cmpl-{next(self.names)}.safetensors"
             file = {"hidden_states": states, "token_ids": torch.tensor(text)}
             with Path(f"{path}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.kernels.packed_linear import fast_linears, is_packed
 from decode.model.abilities import Abilities
 from decode.model.cache import KVCache, attention_mask
 from decode.model.compiled_forward import compiled_pass
 from decode.model.fused_forward import Fused
 from decode.model.head import Head
-from decode.model.packed_linear import fast_linears, is_packed
 
 
 class CausalLM:

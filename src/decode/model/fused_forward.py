@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from decode.kernels.half_products import HALF
 from decode.kernels.norm import rms_norm
+from decode.kernels.packed_linear import linear, linear_add
 from decode.model.attention import attend
 from decode.model.cache import RowStore
-from decode.model.packed_linear import linear, linear_add
 
 LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 COMPILED_SLOTS = 64  # with more, products are large and calls do not matter

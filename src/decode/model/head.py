@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from decode.kernels.int8_linear import round_rows, rounded
+from decode.kernels.packed_linear import linear
 from decode.kernels.weight_state import weight_state
-from decode.model.packed_linear import linear
 
 
 class Side(NamedTuple):

@@ -26,9 +26,9 @@ from transformers.models.auto.modeling_auto import (
 from decode.errors import UserError
 from decode.model import gguf
 from decode.model.abilities import Abilities, quantisation, why_elsewhere, why_undecodable
-from decode.model.offload import load_offloaded
+from decode.model.placement.offload import load_offloaded
+from decode.model.placement.sharded import load_sharded
 from decode.model.probe import find_abilities
-from decode.model.sharded import load_sharded
 from decode.model.target import Target
 
 DTYPES = {

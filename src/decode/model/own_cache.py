@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.model.packed_linear import fast_linears
+from decode.kernels.packed_linear import fast_linears
 
 NAMES = ("past_key_values", "cache_params")  # of the cache in transformers' outputs and arguments
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.kernels.packed_linear import fast_linears
 from decode.model.causal_lm import CausalLM, record_inputs
 from decode.model.fingerprint import hash_samples, stored_samples, weight_sample
-from decode.model.packed_linear import fast_linears
 from decode.model.packing import attention_per_row, pack_indices
 
 LAST = "last"  # tap of the head's input, after the final norm

@@ -24,7 +24,7 @@ from torch.serialization import safe_globals
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.model.sharded import GROUP_TIMEOUT
+from decode.model.placement.sharded import GROUP_TIMEOUT
 from distill.training.module import DistillModule
 from distill.training.optim import CombinedOptimizer
 from drafters.base import Drafter

@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.kernels.packed_linear import Linear
 from decode.kernels.weight_state import weight_state
 from decode.model.head import Head, Side
-from decode.model.packed_linear import Linear
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import Coin

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from decode.kernels.packed_linear import linear_add
 from decode.kernels.weight_state import may_copy, weight_state
 from decode.model.attention import attend, fast_dtype
-from decode.model.packed_linear import linear_add
 from decode.model.target import Target
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
 from drafters.layers.text_store import TextStore

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.kernels.packed_linear import Linear
 from decode.model.causal_lm import CausalLM
-from decode.model.packed_linear import Linear
 from drafters.layers.fused_backward import rms_norm, rotate, swiglu
 from drafters.layers.rope import frequencies, rope_settings
 

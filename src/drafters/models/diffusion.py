@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from decode.model.packed_linear import Linear
+from decode.kernels.packed_linear import Linear
 from decode.model.target import LAST, Tap, Target
 from drafters.families.block import BlockDrafter
 from drafters.layers.decoder_layer import LayerShape, RMSNorm

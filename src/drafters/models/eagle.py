@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from decode.kernels.packed_linear import Linear
 from decode.model.head import Head
-from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Target
 from drafters.base import Batch, constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter, add_feature_noise

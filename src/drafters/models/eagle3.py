@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.kernels.packed_linear import Linear
 from decode.model.head import Head
-from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Tap, Target
 from drafters.base import constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter

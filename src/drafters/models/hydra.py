@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from decode.kernels.packed_linear import Linear
 from decode.model.head import Head
-from decode.model.packed_linear import Linear
 from decode.model.target import Target
 from drafters.base import constructor_arguments
 from drafters.families.feature_heads import ChainedHeadsDrafter, check_positive

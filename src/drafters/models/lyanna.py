@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.kernels.packed_linear import Linear
 from decode.model.head import Head
-from decode.model.packed_linear import Linear
 from decode.model.target import LAST, Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin

@@ -28,11 +28,13 @@ from decode.evaluation.scorecard import (
     Timing,
     read_scorecard,
 )
+from decode.evaluation.served import Served
 
 OLD = ROOT / "tests" / "fixtures" / "run_a0da26c" / "checkpoints"
 DROPPED = {"reuse", "head_calls_per_round"}  # of schema 3
 RECORDS = (
     Row,
+    Served,
     Timing,
     Replay,
     Conditions,

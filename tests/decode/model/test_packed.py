@@ -112,7 +112,7 @@ def test_taps_are_read_packed_wherever_they_are_kept(tiny_target, rows, tmp_path
     given.clear()
     GrowingTaps(target, rows, 8, True).batch(range(4))
     TapCache(target, rows, 8, tmp_path, "key", 1.0, True)
-    assert given == [[5, 4, 8, 3]] * 2
+    assert given == [[5, 4, 8, 3], [4, 3, 7, 2]]  # on disk up to the last position that is used
 
 
 def test_batches_say_how_long_their_rows_are(tiny_target, make_drafter, rows):

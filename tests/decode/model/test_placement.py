@@ -20,7 +20,7 @@ from decode.errors import UserError
 from decode.generation.generate import generate
 from decode.model.cache import MultiDeviceStore, RowStore
 from decode.model.load import load_target
-from decode.model.offload import assign_layers
+from decode.model.placement.offload import assign_layers
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler

@@ -211,7 +211,7 @@ class Kept(TapCache):
 class Keep:
     """Notes how often rows will be used."""
 
-    packing, target = False, SimpleNamespace(join=lambda: None)
+    packing, target = False, SimpleNamespace(join=lambda: None, rest=lambda: None)
 
     def __init__(self) -> None:
         self.epochs, self.removed = [], []

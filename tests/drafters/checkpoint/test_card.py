@@ -110,7 +110,7 @@ def test_it_says_how_to_serve(facts):
         {"rows": 3},
         {"rows": [{}]},
         {"rows": [row(0.0, 1, 1.0) | {"tau": "<script>"}]},
-        {"audit": None},
+        {"audit": 3},
         {"audit": []},
     ],
     ids=str,

@@ -53,14 +53,17 @@ class ForedraftHiddenStates(ExampleHiddenStatesConnector):
         if self._kv_cache is None or self._kv_cache.is_cuda:
             super()._submit_async_write(pending)
             return
-        if not self._is_tp_rank_zero:
+        if not self._is_tp_rank_zero:  # private API: as above, and so below
             return
         blocks = self._kv_cache[torch.tensor(pending.block_ids)]  # (blocks, L, block size, D)
         states = blocks.transpose(1, 2).flatten(0, 1)[: len(pending.token_ids)].contiguous()  # (n, L, D)
         tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
+        # private API: what that step does on a GPU
         lock = self._lock_fds.pop(pending.req_id, None)
         Path(pending.filename).parent.mkdir(parents=True, exist_ok=True)
+        # private API: what the connector waits for
         self._req_copy_events[pending.req_id] = Copied()
         write = self._executor.submit(self._write_tensors, tensors, Copied(), pending.filename, lock)
-        self._req_futures[pending.req_id] = write
+        self._req_futures[pending.req_id] = write  # private API: likewise
+        # private API: what the connector does then
         write.add_done_callback(lambda done: self._on_write_done(pending.req_id, done))

@@ -9,11 +9,10 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode.hardware import cache_folder
-from decode.kernels import int8_linear
+from decode.kernels import int8_linear, packed_linear
 from decode.kernels.int8_linear import round_rows, rounded
-from decode.model import packed_linear
+from decode.kernels.packed_linear import ROWS, Linear, int8_rows, is_packed, linear, linear_add, packing_gain
 from decode.model.causal_lm import CausalLM
-from decode.model.packed_linear import ROWS, Linear, int8_rows, is_packed, linear, linear_add, packing_gain
 
 TEXT = torch.tensor([[5, 9, 2, 7]])
 

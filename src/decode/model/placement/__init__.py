@@ -1,0 +1,1 @@
+"""Targets whose weights are spread over processes, devices, memory or disk."""
