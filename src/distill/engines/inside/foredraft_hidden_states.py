@@ -64,7 +64,7 @@ class ForedraftHiddenStates(ExampleHiddenStatesConnector):
         # private API: what the connector waits for
         self._req_copy_events[pending.req_id] = Copied()
         write = self._executor.submit(self._write_tensors, tensors, Copied(), pending.filename, lock)
-        # private API: likewise
+        # private API: what the connector waits for, too
         self._req_futures[pending.req_id] = write
         # private API: what the connector does then
         write.add_done_callback(lambda done: self._on_write_done(pending.req_id, done))
