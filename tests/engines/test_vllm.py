@@ -31,7 +31,14 @@ def scored(vllm_python, heldout, tmp_path):
         out = tmp_path / "card.json"
         words = [f"checkpoint={checkpoint}", "score.engine=vllm", f"score.engine_python={vllm_python}"]
         words += ["decode=chain", "decode.depth=3", "score.alternatives=[]", f"answers={heldout}"]
-        words += ["target.dtype=float32", "score.prompts=2", "score.audit_prompts=1", "score.replay_prompts=40", f"out={out}", *more]
+        words += [
+            "target.dtype=float32",
+            "score.prompts=2",
+            "score.audit_prompts=1",
+            "score.replay_prompts=40",
+            f"out={out}",
+            *more,
+        ]
         done = foredraft("score", *words).succeeded()
         return read_scorecard(out), done
 
