@@ -18,6 +18,8 @@ OURS = (
     "model.safetensors",
     "adapter_config.json",
     "adapter_model.safetensors",
+    "medusa_lm_head.pt",
+    "token_map.pt",
     "scorecard.json",
     "recipe.json",
 )

@@ -150,7 +150,8 @@ def test_what_is_pushed_comes_back_bit_for_bit(made, fake_hub):
 
 def test_a_second_push_is_one_commit_and_takes_our_old_files_away(made, fake_hub):
     target, drafter = made
-    fake_hub.give(REPO, {"adapter_model.safetensors": b"old", "LICENSE": b"theirs", "config.json": b"{}"})
+    old = dict.fromkeys(["adapter_model.safetensors", "medusa_lm_head.pt", "token_map.pt"], b"old")
+    fake_hub.give(REPO, {**old, "LICENSE": b"theirs", "config.json": b"{}"})
     push_to_hub(drafter, REPO, target)
     assert fake_hub.repos[REPO].commits == 2
     assert sorted(fake_hub.repos[REPO].files) == ["LICENSE", "README.md", "config.json", "model.safetensors"]
