@@ -30,7 +30,7 @@ proofs:  ## Proofs of up to five minutes each (45 minutes); keeps their output a
 long-proofs:  ## Mutants of whole modules, restarts of 32 processes (20 minutes); adds to docs/proofs.md
 	python scripts/proofs.py --long
 
-engines:  ## Serve every export in vLLM, in an environment of its own (20 minutes); writes docs/engines.md
+engines:  ## Serve every export in vLLM, in an environment of its own; writes docs/engines.md
 	python=$$(bash scripts/engines/install.sh .engines/vllm) && export FOREDRAFT_VLLM_PYTHON=$$python && \
 	  OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m engine && \
 	  python scripts/engines/table.py $$python

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decode.model.load import load_target
+from decode.model.target import Target
 
 
 def _named(variable: str, what: str) -> Path:
-    """The path in an environment variable; without one the test is skipped, and CI has one."""
+    """The path in an environment variable; without one the test is skipped, and says what names one."""
     if not (value := os.environ.get(variable)):
         pytest.skip(f"{variable} names no {what}; make engines")
     path = Path(value)
@@ -27,3 +33,24 @@ def vllm_python() -> Path:
 def llama_cpp() -> Path:
     """Source folder of llama.cpp: `convert_hf_to_gguf.py`, and `build/bin/llama-server`."""
     return _named("FOREDRAFT_LLAMA_CPP", "folder of llama.cpp")
+
+
+@pytest.fixture
+def random_llama(tmp_path) -> Callable[..., Target]:
+    """Makes a random Llama of six layers in the folder `target`; its pad token stands for masks."""
+
+    def make(vocab: int, hidden: int, layers: float, rest: float) -> Target:
+        torch.manual_seed(0)
+        shape = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 6}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+        ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        config = LlamaConfig(vocab_size=vocab, **shape, **heads, **ends, max_position_embeddings=256)
+        model = LlamaForCausalLM(config)
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                std = 1.0 if "embed" in name else layers if "layers" in name else rest
+                torch.nn.init.normal_(weight, std=std)
+        model.save_pretrained(tmp_path / "target")
+        return load_target(str(tmp_path / "target"), "float32")
+
+    return make

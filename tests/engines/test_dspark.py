@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode.generation.generate import generate
-from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.checkpoint import io as hub
@@ -24,18 +22,9 @@ PROMPTS = [[1, 2, 3, 5, 8, 13], [40, 30, 20]]
 
 
 @pytest.fixture
-def target(tmp_path):
+def target(random_llama):
     """A Llama whose next token follows from the last one alone; what its layers pass on is random."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": D, "intermediate_size": D, "num_hidden_layers": 6, "vocab_size": V}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends, max_position_embeddings=256))
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else 0.02 if "layers" in name else 0.3)
-    model.save_pretrained(tmp_path / "target")
-    return load_target(str(tmp_path / "target"), "float32")
+    return random_llama(V, D, layers=0.02, rest=0.3)
 
 
 @pytest.fixture

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from drafters.checkpoint import io as hub
@@ -30,18 +28,9 @@ CASES = {
 
 
 @pytest.fixture
-def target(tmp_path):
+def target(random_llama):
     """A random Llama with a folder; its pad token stands for masks."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": D, "intermediate_size": D, "num_hidden_layers": 6, "vocab_size": V}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends, max_position_embeddings=256))
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else 0.2)
-    model.save_pretrained(tmp_path / "target")
-    return load_target(str(tmp_path / "target"), "float32")
+    return random_llama(V, D, layers=0.2, rest=0.2)
 
 
 def chains(drafter, target, text, places) -> list[list[int]]:

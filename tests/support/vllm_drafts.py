@@ -14,19 +14,11 @@ import os
 import sys
 from typing import Any
 
-SETTINGS = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+from vllm_on_cpu import start
 
 
 def main(target: str, speculative: str, prompts: str, max_tokens: str) -> None:
     """Answer greedily, in fp32, one prompt after another."""
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.v1.spec_decode import llm_base_proposer  # pyright: ignore[reportMissingImports]
 
     rounds: list[dict[str, Any]] = []
@@ -44,17 +36,7 @@ def main(target: str, speculative: str, prompts: str, max_tokens: str) -> None:
         return drafted
 
     base.propose = recording
-    engine = LLM(
-        model=target,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=1,
-        speculative_config=json.loads(speculative),
-        enable_prefix_caching=False,
-    )
-    greedy = SamplingParams(temperature=0.0, max_tokens=int(max_tokens), detokenize=False, ignore_eos=True)
+    engine, greedy = start(target, speculative, max_tokens)
     found = []
     for prompt in json.loads(prompts):
         rounds.clear()
@@ -64,5 +46,5 @@ def main(target: str, speculative: str, prompts: str, max_tokens: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ |= SETTINGS
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     main(*sys.argv[1:])

@@ -14,15 +14,9 @@ import os
 import sys
 from types import SimpleNamespace
 
-SETTINGS = {
-    "TRITON_INTERPRET": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+from vllm_on_cpu import start
+
+SETTINGS = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 def main(target: str, speculative: str, prompts: str, max_tokens: str) -> None:
@@ -31,21 +25,8 @@ def main(target: str, speculative: str, prompts: str, max_tokens: str) -> None:
 
     # Triton for CPUs is a fork; vLLM looks for the name of its backend, and the interpreter needs none.
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
-
-    engine = LLM(
-        model=target,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=1,
-        speculative_config=json.loads(speculative),
-        disable_log_stats=False,
-        enable_prefix_caching=False,
-    )
+    engine, greedy = start(target, speculative, max_tokens)
     given = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
-    greedy = SamplingParams(temperature=0.0, max_tokens=int(max_tokens), detokenize=False, ignore_eos=True)
     answers = [list(answer.outputs[0].token_ids) for answer in engine.generate(given, greedy, use_tqdm=False)]
     counters = {
         metric.name.removeprefix("vllm:spec_decode_"): getattr(metric, "values", None) or metric.value

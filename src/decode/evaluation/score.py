@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -310,20 +311,28 @@ def _conditions(target: Target, prompts: int, options: ScoreOptions) -> Conditio
     )
 
 
+def _described(setting: Setting) -> dict[str, Any]:
+    """What a row says of its setting."""
+    plan = setting.plan
+    return {
+        "temperature": setting.sampler.temperature,
+        "decode": plan.name,
+        "rule": plan.rule,
+        "lossy": plan.lossy,
+        "batch_size": setting.batch_size,
+        "nodes": plan.nodes,
+    }
+
+
 def _row(setting: Setting, tally: DecodeTimings, plain: DecodeTimings) -> Row:
     """One setting from the runs with and without the drafter."""
-    outputs, times, plan = tally.outputs, tally.times, setting.plan
+    outputs, times = tally.outputs, tally.times
     counts = round_counts(outputs)
-    survival, alpha, offered = _positions(outputs, plan.depth)
+    survival, alpha, offered = _positions(outputs, setting.plan.depth)
     latencies = [o.ttft for o in outputs]
     num_accepted, num_drafted = sum(sum(o.accepted) for o in outputs), sum(sum(o.drafted) for o in outputs)
     return Row(
-        temperature=setting.sampler.temperature,
-        decode=plan.name,
-        rule=plan.rule,
-        lossy=plan.lossy,
-        batch_size=setting.batch_size,
-        nodes=plan.nodes,
+        **_described(setting),
         tau=counts.tau,
         tau_interval=counts.interval(),
         survival=survival,
@@ -352,14 +361,9 @@ def _row(setting: Setting, tally: DecodeTimings, plain: DecodeTimings) -> Row:
 
 def _replayed_row(setting: Setting, replay: Replay) -> Row:
     """One setting of a target that an engine decodes."""
-    plan, counts, survival = setting.plan, replay.counts, replay.survival
+    counts, survival = replay.counts, replay.survival
     return Row(
-        temperature=setting.sampler.temperature,
-        decode=plan.name,
-        rule=plan.rule,
-        lossy=plan.lossy,
-        batch_size=setting.batch_size,
-        nodes=plan.nodes,
+        **_described(setting),
         tau=replay.tau,
         tau_interval=replay.tau_interval,
         survival=survival,

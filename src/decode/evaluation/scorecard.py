@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self
 
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
+from decode.evaluation.json_records import build
 from decode.evaluation.replay import Counts
 from decode.evaluation.served import Served
 
@@ -415,7 +414,7 @@ class Scorecard:
         values = values if version == SCHEMA else _renamed(values)
         parts = {"conditions": values, "checkpoint": values}
         try:
-            card = _build(cls, values | parts, "")
+            card = build(cls, values | parts, "")
             if not card.rows:
                 raise ValueError("rows: there are none")
             for number, row in enumerate(card.rows):
@@ -499,63 +498,3 @@ def _renamed(value: Any) -> Any:
     if isinstance(value, dict):
         return {RENAMED.get(name, name): _renamed(part) for name, part in value.items()}
     return [_renamed(part) for part in value] if isinstance(value, list) else value
-
-
-_hints = cache(get_type_hints)
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    """Parsed JSON as a value of a type.
-
-    Args:
-        kind: dataclass, NamedTuple, list, tuple, dict, union or plain type.
-        value: parsed JSON; an int is a float, too.
-        where: path of the value in the file.
-
-    Raises:
-        ValueError: it is of another type, or a field without a default is missing.
-    """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if origin is UnionType:  # only `T | None`
-        return None if value is None else _build(arguments[0], value, where)
-    if is_dataclass(kind) or kind is Counts:
-        return _build_record(kind, _checked(dict, value, where), where)
-    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple, as a list
-        hints = list(_hints(kind).values())
-        if len(_checked(list, value, where)) != len(hints):
-            raise ValueError(f"{where}: {len(value)} parts, not {len(hints)}")
-        return kind(*(_build(hint, part, where) for hint, part in zip(hints, value, strict=True)))
-    if origin in (list, tuple):
-        parts = enumerate(_checked(list, value, where))
-        return origin(_build(arguments[0], part, f"{where}[{i}]") for i, part in parts)
-    if origin is dict:
-        items = _checked(dict, value, where).items()
-        return {name: _build(arguments[1], part, f"{where}.{name}") for name, part in items}
-    return _checked((int, float) if kind is float else kind, value, where)
-
-
-def _build_record(kind: Any, values: dict[str, Any], where: str) -> Any:
-    """A dataclass or NamedTuple of named fields; keys that it does not know are left out."""
-    hints, optional = _hints(kind), _optional(kind)
-    if missing := [name for name in hints if name not in values and name not in optional]:
-        raise ValueError(f"{where}.{missing[0]} is missing".removeprefix("."))
-    return kind(**{n: _build(hint, values[n], f"{where}.{n}") for n, hint in hints.items() if n in values})
-
-
-def _optional(kind: Any) -> set[str]:
-    """Names of a dataclass's fields that have a default."""
-    if not is_dataclass(kind):
-        return set()
-    return {f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING}
-
-
-def _checked(kind: Any, value: Any, where: str) -> Any:
-    """The value itself, if it is of the type; True is no number."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        name = getattr(kind, "__name__", "number")
-        raise ValueError(f"{where.removeprefix('.')}: {value!r:.40} is no {name}")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise ValueError(f"{where.removeprefix('.')}: too large a number")
-    return value

@@ -145,7 +145,7 @@ class WeightFiles:
             raise UserError(f"target={name}: no {FILE}, nor {INDEX}; taps=engine reads safetensors alone")
 
     def tensor(self, name: str, shape: Sequence[int], inner: bool = False) -> Tensor | None:
-        """A weight by its name in the model, whatever prefix it has in the files; None if there is none.
+        """A weight by its name in the model, with any prefix in the files; None if there is none.
 
         Args:
             name: in the model.

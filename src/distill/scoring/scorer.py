@@ -177,8 +177,7 @@ class Scorer:
         if self.control == "shuffled_taps":
             ShuffledTaps(target, self.ids, self.seed)
         self.prepare()
-        tuned = target is not self.target
-        answers = self._answers(target) if tuned else self.rollouts
+        answers = self.rollouts if target is self.target else self._answers(target)
         with threads(options.threads), bar(1, f"scoring step {step}", "batches", leave=False) as progress_bar:
 
             def progress(done: int, total: int) -> None:
@@ -199,37 +198,41 @@ class Scorer:
                 self._options(target),
                 progress,
             )
-        digest_of_ids = digest(json.dumps(ids))
         conditions = replace(
             card.conditions,
             control=self.control,
-            prompts_digest=digest_of_ids,
+            prompts_digest=digest(json.dumps(ids)),
             served_plan=self.served_plan,
         )
+        samples = []
+        if not target.abilities.decode:
+            tokens = options.max_new_tokens
+            samples = sample_texts(target, drafter, self.chat, prompts, settings, tokens, self.seed)
         card = replace(
             card,
             conditions=conditions,
-            checkpoint=Checkpoint(
-                drafter=short_name(drafter),
-                step=step,
-                commit=commit(),
-                target=self.target_name,
-                versions=versions(),
-                parameters=hub.count_parameters(drafter),
-                drafter_kv_bytes_per_token=self._kv_bytes(target, drafter),
-                quantize=options.quantize,
-                lossless_to="tuned target" if tuned else "target",
-                target_drift=self._drift(target) if tuned else None,
-            ),
+            checkpoint=self._checkpoint(target, drafter, step),
             categories=[p.category for p in self.replayed],
-            samples=[]
-            if target.abilities.decode
-            else sample_texts(
-                target, drafter, self.chat, prompts, settings, options.max_new_tokens, self.seed
-            ),
+            samples=samples,
             plan_choices=choices,
         )
         return replace(card, served=self.engine(card, drafter, target, answers)) if self.engine else card
+
+    def _checkpoint(self, target: Target, drafter: Drafter, step: int) -> Checkpoint:
+        """What was scored."""
+        tuned = target is not self.target
+        return Checkpoint(
+            drafter=short_name(drafter),
+            step=step,
+            commit=commit(),
+            target=self.target_name,
+            versions=versions(),
+            parameters=hub.count_parameters(drafter),
+            drafter_kv_bytes_per_token=self._kv_bytes(target, drafter),
+            quantize=self.options.quantize,
+            lossless_to="tuned target" if tuned else "target",
+            target_drift=self._drift(target) if tuned else None,
+        )
 
     def _options(self, target: Target) -> ScoreOptions:
         options = self.options

@@ -72,7 +72,7 @@ def speculative_config(chains: Sequence[ServedChain]) -> dict[str, Any]:
 
 
 def synthetic_config(survival: Sequence[float]) -> dict[str, Any]:
-    """Keys with which vLLM accepts drafts at these rates, whatever they are: times a drafter on a machine."""
+    """Keys with which vLLM accepts drafts at given rates, to time a drafter on a machine."""
     return {
         "num_speculative_tokens": len(survival),
         "rejection_sample_method": "synthetic",

@@ -25,19 +25,20 @@ from drafters.export.speculators_write import block_config, block_tensors
 ARCHITECTURE = "DFlashDraftModel"
 
 
-def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+def check_block(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
+    """What every engine asks of a block drafter that shares the target's embedding and head."""
     yield from check_embedding(target)
     yield from check_head(target)
     yield from check_taps(settings["taps"], target, lowest=1)
 
 
 def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    yield from _check(settings, target)
+    yield from check_block(settings, target)
     yield from check_sinks(settings)
 
 
 def _check_vllm(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    yield from _check(settings, target)
+    yield from check_block(settings, target)
     yield from check_window(settings, target)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from decode.model.target import Target
+from drafters.export.dflash import check_block
 from drafters.export.layout import (
     Format,
     Layout,
@@ -16,8 +17,8 @@ from drafters.export.layout import (
     serve_vllm,
     trained_depth,
 )
-from drafters.export.llama_config import architecture, check_embedding, check_head
-from drafters.export.shapes import check_taps, dtype_of, embedding_of, sort_taps
+from drafters.export.llama_config import architecture
+from drafters.export.shapes import dtype_of, embedding_of, sort_taps
 from drafters.export.speculators_read import dspark_block
 from drafters.export.speculators_write import block_config, dspark_config, dspark_tensors
 
@@ -25,14 +26,8 @@ ARCHITECTURE = "Qwen3DSparkModel"
 SPECFORGE = "DSparkDraftModel"
 
 
-def _check(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    yield from check_embedding(target)
-    yield from check_head(target)
-    yield from check_taps(settings["taps"], target, lowest=1)
-
-
 def _check_sglang(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
-    yield from _check(settings, target)
+    yield from check_block(settings, target)
     if not settings["sample_from_anchor"]:
         yield Refusal("the root predicts a token there", {"sample_from_anchor": True})
     if settings["draft_vocab_size"] is not None:
@@ -82,6 +77,6 @@ def _read(layout: Layout, target: Target) -> Saved:
     return dspark_block(layout._replace(config=config), target, layers, taps, config["mask_token_id"], anchor)
 
 
-VLLM = Format(_to_vllm, _check, trained_depth)
+VLLM = Format(_to_vllm, check_block, trained_depth)
 SGLANG = Format(_to_sglang, _check_sglang, trained_depth)
 READER = Reader("DSpark", _knows, _read)

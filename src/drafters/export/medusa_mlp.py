@@ -27,7 +27,7 @@ LAYER = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")  # FasterDecoding's n
 HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
 AUTHORS_FILE = "medusa_lm_head.pt"  # all versions of FasterDecoding's loader ask for it, and for no other
 AUTHORS_TARGETS = ("LlamaForCausalLM", "MistralForCausalLM")
-AUTHORS_HEADS = 5  # that its versions from 1.0 on build, whatever config.json says
+AUTHORS_HEADS = 5  # that its versions from 1.0 on build, with any config.json
 
 
 # -- Medusa ----------------------------------------------------------------------------------------
