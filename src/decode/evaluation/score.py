@@ -362,6 +362,7 @@ def _row(setting: Setting, tally: DecodeTimings, plain: DecodeTimings) -> Row:
 def _replayed_row(setting: Setting, replay: Replay) -> Row:
     """One setting of a target that an engine decodes."""
     counts, survival = replay.counts, replay.survival
+    unknown: dict[str, Any] = dict.fromkeys(DECODED)
     return Row(
         **_described(setting),
         tau=replay.tau,
@@ -372,7 +373,7 @@ def _replayed_row(setting: Setting, replay: Replay) -> Row:
         rounds=round(sum(counts.rounds)),
         tokens=sum(counts.tokens),
         replay=replay,
-        **dict.fromkeys(DECODED),  # pyright: ignore[reportArgumentType]
+        **unknown,
     )
 
 
