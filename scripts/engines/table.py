@@ -1,6 +1,7 @@
 """Train a drafter of every kind, serve each in vLLM, and write docs/engines.md: part of `make engines`.
 
-Runs lie in outputs/engines; what is there is not trained again.
+Lines of engines that no run can start come from tests: those of pytest's junit file that has been written, and
+the restated loaders, which run here. Runs lie in outputs/engines; what is there is not trained again.
 """
 
 from __future__ import annotations

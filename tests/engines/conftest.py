@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode.model.load import load_target
 from decode.model.target import Target
+from drafters.base import Drafter
 
 
 def _named(variable: str, what: str) -> Path:
@@ -54,3 +56,27 @@ def random_llama(tmp_path) -> Callable[..., Target]:
         return load_target(str(tmp_path / "target"), "float32")
 
     return make
+
+
+@pytest.fixture
+def one_k_norm() -> Callable[[Drafter], Drafter]:
+    """Gives all layers the first one's key norm, as vLLM 0.32.0 on a CPU does for the keys of the context."""
+
+    def change(drafter: Drafter) -> Drafter:
+        for layer in drafter.stack:
+            layer.k_norm.weight.data = drafter.stack[0].k_norm.weight.data.clone()
+        return drafter
+
+    return change
+
+
+@pytest.fixture
+def engine_row(record_property) -> Callable[..., None]:
+    """Adds a line to the table of docs/engines.md, which `make engines` reads from the junit file."""
+
+    def add(drafter: str, to: str, engine: str, texts: str, here: str, there: str) -> None:
+        """`here` and `there`: what is accepted."""
+        cells = {"drafter": drafter, "to": to, "engine": engine, "texts": texts, "here": here, "there": there}
+        record_property("engine_row", json.dumps(cells))
+
+    return add

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from decode.generation.generate import generate
+from decode.generation.types import Round
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill.report.served import figures
 from drafters.checkpoint import io as hub
 from drafters.export import formats as table
 
@@ -28,12 +30,9 @@ def target(random_llama):
 
 
 @pytest.fixture
-def drafter(target, make_drafter):
+def drafter(target, make_drafter, one_k_norm):
     """Its bias names the target's next token, its block's random states say something else as loudly."""
-    made = make_drafter("dspark", target, depth=K, taps=[2, 4], markov_rank=V, seed=1)
-    # vLLM 0.32.0 on a CPU norms the context's keys of all layers with the first one's weights.
-    for layer in made.stack:
-        layer.k_norm.weight.data = made.stack[0].k_norm.weight.data.clone()
+    made = one_k_norm(make_drafter("dspark", target, depth=K, taps=[2, 4], markov_rank=V, seed=1))
     made.info.emb.weight.data = torch.eye(V)
     follows = target.head(target.read(torch.arange(V)[:, None]).last)[:, 0].argmax(-1)
     made.info.out.weight.data = 3.0 * torch.nn.functional.one_hot(follows, V).T.float()
@@ -41,25 +40,26 @@ def drafter(target, make_drafter):
 
 
 def counted(target, drafter) -> tuple[list[list[int]], int, list[int]]:
-    """Answers, rounds and tokens accepted at each position, by our decoder."""
-    plan, accepted, rounds, answers = Plan(depth=K), [0] * K, 0, []
+    """Answers, rounds and tokens accepted at each position, by our decoder.
+
+    As vLLM counts: all that the last round accepts, also what the end of the answer cuts off.
+    """
+    kept, answers = [], []
     for prompt in PROMPTS:
-        sampler = Sampler(0.0)
-        (output,) = generate(
-            target, drafter, [prompt], max_new_tokens=TOKENS, sampler=sampler, plan=plan
-        ).outputs
+        rounds: list[Round] = []
+        options = {"max_new_tokens": TOKENS, "sampler": Sampler(0.0), "plan": Plan(depth=K)}
+        (output,) = generate(target, drafter, [prompt], on_round=rounds.append, **options).outputs
         answers.append(output.tokens)
-        rounds += len(output.emitted)
-        for emitted in output.emitted:
-            for position in range(emitted - 1):
-                accepted[position] += 1
-    return answers, rounds, accepted
+        kept += [int(one.result.accepted) for one in rounds[1:]]  # the first is the prefill
+    return answers, len(kept), [sum(count > position for count in kept) for position in range(K)]
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("to", ["vllm", "speculators"])
 @pytest.mark.parametrize("anchor", [True, False], ids=["root predicts", "masks predict"])
-def test_vllm_accepts_of_an_export_what_we_accept(vllm_python, target, drafter, tmp_path, to, anchor):
+def test_vllm_accepts_of_an_export_what_we_accept(
+    vllm_python, target, drafter, engine_row, tmp_path, to, anchor
+):
     drafter.root_predicts = drafter.settings["sample_from_anchor"] = anchor
     layout = table.write_layout(hub.as_saved(drafter), target, to)
     (tmp_path / "draft").mkdir()
@@ -79,6 +79,11 @@ def test_vllm_accepts_of_an_export_what_we_accept(vllm_python, target, drafter, 
     assert not done.returncode, done.stderr[-2000:]
     theirs = json.loads(done.stdout.strip().splitlines()[-1])
     answers, rounds, accepted = counted(target, drafter)
+    counts = accepted, theirs["num_accepted_tokens_per_pos"]
+    shares = [figures([count / rounds for count in each]) for each in counts]
+    equal = f"{sum(map(list.__eq__, theirs['answers'], answers))} of {len(answers)} equal"
+    kind = "the root predicts" if anchor else "masks predict"
+    engine_row(f"DSpark, random, {kind}", to, "vllm 0.32.0, second runner, interpreted", equal, *shares)
     assert theirs["answers"] == answers
     assert theirs["num_drafts"] == rounds
     assert theirs["num_accepted_tokens_per_pos"] == accepted

@@ -135,7 +135,9 @@ def ours(folder: Path, checkpoint: Path, prompts: list[list[int]]) -> list[list[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_server_accepts_is_what_ours_accepts(kind, folder, file, llama_cpp, prompts, plain):
+def test_what_the_server_accepts_is_what_ours_accepts(
+    kind, folder, file, llama_cpp, engine_row, prompts, plain
+):
     run = trained(kind, folder, llama_cpp)
     export = next((run / "export").glob("*-gguf"))
     assert sorted(path.name for path in export.iterdir() if path.suffix == ".gguf") == ["drafter.gguf"]
@@ -144,11 +146,16 @@ def test_what_the_server_accepts_is_what_ours_accepts(kind, folder, file, llama_
         answers = [ask(url, prompt, TOKENS) for prompt in prompts]
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     rounds = ours(folder, run / "checkpoints" / "best", prompts)
-    for answer, accepted in zip(answers, rounds, strict=True):
+    counts = f"{sum(map(sum, rounds))} in {sum(map(len, rounds))} rounds"
+    accepted = sum(answer.accepted for answer in answers)
+    there = f"{accepted} of {sum(answer.drafted for answer in answers)} drafted"
+    equal = f"{len(answers)} of {len(answers)} equal"
+    engine_row(f"{kind}, tiny Llama", "gguf", "llama.cpp b11434", equal, counts, there)
+    for answer, kept in zip(answers, rounds, strict=True):
         # Ours drafts past the limit in the last round, and counts that.
-        assert sum(accepted[:-1]) <= answer.accepted <= sum(accepted)
-        assert DEPTH * (len(accepted) - 1) <= answer.drafted <= DEPTH * len(accepted)
-    assert sum(answer.accepted for answer in answers) > 4 * len(prompts)
+        assert sum(kept[:-1]) <= answer.accepted <= sum(kept)
+        assert DEPTH * (len(kept) - 1) <= answer.drafted <= DEPTH * len(kept)
+    assert accepted > 4 * len(prompts)
 
 
 def test_a_tokenizer_that_the_converter_does_not_know_is_refused_before_any_work(llama_cpp, tmp_path):

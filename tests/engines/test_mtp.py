@@ -17,6 +17,7 @@ from decode.evaluation.teacher_forced import Rollout
 from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
+from distill.report.served import figures
 from drafters.base import Batch
 from drafters.checkpoint import io as hub
 from drafters.export import formats as table
@@ -122,18 +123,22 @@ def served(python: Path, target, drafter, folder: Path, prompts: list[list[int]]
 
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", KINDS)
-def test_vllm_accepts_of_an_mtp_head_what_replay_says(vllm_python, tmp_path, kind):
+def test_vllm_accepts_of_an_mtp_head_what_replay_says(vllm_python, engine_row, tmp_path, kind):
     target = target_of(kind, tmp_path / "target")
     dice = torch.Generator().manual_seed(1)
     prompts = torch.randint(V, (8, 12), generator=dice)
     texts = answers(target, prompts)
     drafter = fitted(target, texts[:6])  # two texts are new to it
     (found, counts) = served(vllm_python, target, drafter, tmp_path / "drafter", prompts.tolist())
-    assert found == texts[:, prompts.shape[1] :].tolist()
+    plain = texts[:, prompts.shape[1] :].tolist()
     rollouts = [Rollout(row[:12], row[12:]) for row in texts.tolist()]
     (ours,) = replay(target, drafter, rollouts, [Plan(depth=DEPTH)], Sampler(0.0))
     rounds = counts["vllm:spec_decode_num_drafts"]
     there = [count / rounds for count in counts["vllm:spec_decode_num_accepted_tokens_per_pos"]]
+    equal = f"{sum(map(list.__eq__, found, plain))} of {len(plain)} equal"
+    beside = f"MTP, beside a random {kind.removesuffix('ForCausalLM')}"
+    engine_row(beside, "vllm", "vllm 0.32.0", equal, figures(ours.survival), figures(there))
+    assert found == plain
     assert there[0] > 0.2  # else there is nothing to compare
     # vLLM's first pair has no token, so a few rounds may differ.
     assert there == pytest.approx(ours.survival, abs=0.05)
