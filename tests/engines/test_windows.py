@@ -21,8 +21,8 @@ MASK = 0
 PROMPTS = [[1, 2, 3, 5, 8, 13, 21, 34, 55, 26, 17, 43], [9, 4, 7]]
 CASES = {
     "eagle": ("eagle", "vllm", {"window": 8}),
-    "eagle3": ("eagle3", "vllm", {"window": 8, "layers": 2, "taps": [2, 3, 4]}),
-    "p_eagle": ("p_eagle", "speculators", {"window": 8, "taps": [2, 3, 4], "fc_norm": False}),
+    "eagle3": ("eagle3", "vllm", {"window": 4, "layers": 2, "taps": [2, 3, 4]}),
+    "p_eagle": ("p_eagle", "speculators", {"window": 4, "layers": 2, "taps": [2, 3, 4], "fc_norm": False}),
     "dflash": ("dflash", "vllm", {"window": 8, "taps": [2, 4]}),
     "causal dflash": ("dflash", "speculators", {"window": 8, "taps": [2, 4], "causal": True}),
 }
