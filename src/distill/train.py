@@ -200,7 +200,7 @@ def _scorer(
         seed=options.seed,
         target_name=options.target.name,
         served_plan=served_plan,
-        engine=engine_scores.scorer(score, chat, held, options.seed, folder / "engine"),
+        engine=engine_scores.scorer(score, chat, held, options.seed, folder / "engine", training=True),
     )
     scorer.check(drafter)
     return scorer

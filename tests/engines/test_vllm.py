@@ -27,7 +27,7 @@ def heldout(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def scored(vllm_python, heldout, tmp_path):
-    def scored(checkpoint: Path, *more: str) -> tuple[Scorecard, Outcome]:
+    def scored(checkpoint: Path, fails: bool = False) -> tuple[Scorecard, Outcome]:
         out = tmp_path / "card.json"
         words = [f"checkpoint={checkpoint}", "score.engine=vllm", f"score.engine_python={vllm_python}"]
         words += ["decode=chain", "decode.depth=3", "score.alternatives=[]", f"answers={heldout}"]
@@ -37,10 +37,9 @@ def scored(vllm_python, heldout, tmp_path):
             "score.audit_prompts=1",
             "score.replay_prompts=40",
             f"out={out}",
-            *more,
         ]
-        done = foredraft("score", *words).succeeded()
-        return read_scorecard(out), done
+        done = foredraft("score", *words)
+        return done if fails else (read_scorecard(out), done.succeeded())
 
     return scored
 
@@ -80,9 +79,14 @@ def permuted(layout: Layout) -> None:
     layout.tensors["fc.weight"] = torch.cat(layout.tensors["fc.weight"].chunk(3, 1)[::-1], 1)
 
 
-def wrong_d2t(layout: Layout) -> None:
-    ids = torch.arange(len(layout.tensors["d2t"]))
-    layout.tensors["d2t"] += ids  # the target's ids, where the file has differences
+def no_d2t(layout: Layout) -> None:
+    """Draft ids are taken for the target's."""
+    layout.tensors["d2t"].zero_()
+
+
+def absolute_d2t(layout: Layout) -> None:
+    """The target's ids, where the file has differences: some are beyond its vocabulary."""
+    layout.tensors["d2t"] += torch.arange(len(layout.tensors["d2t"]))
 
 
 def turned(layout: Layout) -> None:
@@ -99,26 +103,42 @@ def turned(layout: Layout) -> None:
 
 BROKEN = {
     "taps in another order": permuted,
-    "a wrong d2t": wrong_d2t,
+    "a wrong d2t": no_d2t,
     "rotary positions of its queries off by": turned,
 }
 
 
+@pytest.fixture
+def broken(scored, reduced, monkeypatch):
+    """Scores an export that was spoilt."""
+
+    def broken(spoil, **options):
+        write = engine_scores.formats.write_layout
+
+        def spoilt(saved, target, to) -> Layout:
+            layout = write(saved, target, to)
+            spoil(layout)
+            return layout
+
+        monkeypatch.setattr(engine_scores.formats, "write_layout", spoilt)
+        return scored(reduced, **options)
+
+    return broken
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("cause", BROKEN)
-def test_a_broken_export_is_found_and_its_cause_named(scored, reduced, monkeypatch, cause):
-    write = engine_scores.formats.write_layout
-
-    def broken(saved, target, to) -> Layout:
-        layout = write(saved, target, to)
-        BROKEN[cause](layout)
-        return layout
-
-    monkeypatch.setattr(engine_scores.formats, "write_layout", broken)
-    card, said = scored(reduced)
+def test_a_broken_export_is_found_and_its_cause_named(broken, cause):
+    card, said = broken(BROKEN[cause])
     (one,) = card.served
     assert not one.agrees
     assert cause in one.cause
     assert one.texts
     assert one.texts[2] == 0
     assert one.cause in said.out
+
+
+@pytest.mark.proof
+def test_an_export_that_ends_the_engine_is_told_with_its_fault(broken):
+    done = broken(absolute_d2t, fails=True)
+    done.refused("ended while it answered: ", "index", "d2t is no list of offsets")

@@ -27,7 +27,7 @@ def score(options: ScoreCommandOptions) -> float:
     chat, _, held = read_inputs(options.target, options.prompts, options.score)
     target = build_target(options.target, decodes=False)
     checkpoint = hub.fetch(options.checkpoint)
-    score, served_plan = options.score, ""
+    score, served_plan, folder = options.score, "", Path(options.answers).parent / "engine"
     if score.engine != engine_scores.NONE:
         score, served_plan = engine_scores.as_served(score, None, hub.load(checkpoint, target), target)
     scorer = Scorer(
@@ -42,7 +42,7 @@ def score(options: ScoreCommandOptions) -> float:
         control=options.control,
         full_audit=options.audit == "full",
         served_plan=served_plan,
-        engine=engine_scores.scorer(score, chat, held, options.seed, Path(options.answers).parent / "engine"),
+        engine=engine_scores.scorer(score, chat, held, options.seed, folder, training=False),
     )
     training = earlier(checkpoint)
     card = scorer(checkpoint, training.step or 0)

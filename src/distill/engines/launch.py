@@ -33,7 +33,11 @@ sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 HOST = "127.0.0.1"
-POLL, GRACE = 0.25, 20.0  # seconds between looks at a starting server; for an orderly end
+POLL, ENDING, GRACE = (
+    0.25,
+    5.0,
+    20.0,
+)  # seconds between looks at a starting server; for an end of its own; when asked
 WRONG = ("Error:", "error:", "Exception:")  # marks of the line of a log that says what is wrong
 OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")  # variables of this interpreter
 NO_PROXY = ProxyHandler({})  # loopback is never asked for through a proxy
@@ -89,7 +93,8 @@ def serve(
         variables: of its environment, unless they are set.
 
     Raises:
-        UserError: it ended, or was not ready in time; the message has the log's last error.
+        UserError: it ended, or was not ready in time; the message has the log's first error. Likewise for an
+            error of the block that uses it, if it has ended.
     """
     port = _free_port()
     command = [python, "-c", GUARD, module, *arguments, "--host", HOST, "--port", str(port)]
@@ -106,7 +111,14 @@ def serve(
     url = f"http://{HOST}:{port}"
     try:
         _wait(process, url, log, patience, module)
-        yield url
+        try:
+            yield url
+        except UserError as error:
+            with suppress(subprocess.TimeoutExpired):  # it may be about to end
+                process.wait(ENDING)
+                told = f"{module}: ended while it answered: {_reason(log)}; see {log}"
+                raise UserError(told) from error
+            raise
     finally:
         _end(process)
 

@@ -36,7 +36,8 @@ from distill.serving.traffic import Traffic, send
 from distill.serving.vllm import VLLM
 from distill.utils.progress import say
 from drafters.base import Drafter
-from drafters.checkpoint.io import as_saved
+from drafters.checkpoint.folder import read_config
+from drafters.checkpoint.io import as_saved, load
 from drafters.export import formats
 from drafters.registry import short_name
 
@@ -127,10 +128,12 @@ def check(options: ScoringOptions, training: bool) -> None:
 
 
 def scorer(
-    options: ScoringOptions, chat: Chat, prompts: Sequence[Prompt], seed: int, folder: Path
+    options: ScoringOptions, chat: Chat, prompts: Sequence[Prompt], seed: int, folder: Path, training: bool
 ) -> EngineScorer | None:
     """What measures checkpoints in an engine; None where none is named. See `EngineScorer`."""
-    return EngineScorer(options, chat, prompts, seed, folder) if options.engine != NONE else None
+    if options.engine == NONE:
+        return None
+    return EngineScorer(options, chat, prompts, seed, folder, training)
 
 
 class Answered(NamedTuple):
@@ -149,12 +152,19 @@ class EngineScorer:
         prompts: held out; they are sent as token ids.
         seed: of the engine's draws.
         folder: for exports, which are removed again, and logs.
+        training: a checkpoint that the engine fails on is told, and the run goes on.
     """
 
     def __init__(
-        self, options: ScoringOptions, chat: Chat, prompts: Sequence[Prompt], seed: int, folder: Path
+        self,
+        options: ScoringOptions,
+        chat: Chat,
+        prompts: Sequence[Prompt],
+        seed: int,
+        folder: Path,
+        training: bool,
     ) -> None:
-        self.options, self.seed, self.folder = options, seed, folder
+        self.options, self.seed, self.folder, self.training = options, seed, folder, training
         self.chat = Chat(chat.tokenizer, "none")  # of requests: they are rendered here
         sent = prompts[: options.replay_prompts or options.prompts]
         self.requests = [Request(p.id, 0, chat.encode(p.messages, p.tools)) for p in sent]
@@ -170,8 +180,17 @@ class EngineScorer:
             answers: of the target to the held-out prompts.
 
         Raises:
-            UserError: the engine cannot be started, or does not draft.
+            UserError: outside of training, the engine cannot be started, ends, or does not draft.
         """
+        try:
+            return self._measure(card, drafter, target, answers)
+        except UserError as error:
+            if not self.training:
+                raise
+            say(f"step {card.checkpoint.step} is not measured in {self.options.engine}: {error}")
+            return []
+
+    def _measure(self, card: Scorecard, drafter: Drafter, target: Target, answers: Answers) -> list[Served]:
         name = f"{card.checkpoint.drafter}-{card.checkpoint.step}"
         if self.options.engine_url:
             drafted, plain = self._answer(Endpoint(self.options.engine_url, TIMEOUT, ""), target), None
@@ -202,7 +221,10 @@ class EngineScorer:
                 formats.write_layout(saved, target, "hf").write(Path(model))
             layout = formats.write_layout(saved, target, format_for(drafter, target))
             layout.write(folder)
-            yield layout.command(model, str(folder)).replace("TUNED_TARGET", model), model
+            try:
+                yield layout.command(model, str(folder)).replace("TUNED_TARGET", model), model
+            except UserError as error:
+                raise UserError(f"{error}{_fault(folder, target)}") from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -304,6 +326,16 @@ class EngineScorer:
         verifier.tap(drafter.taps)
         cause = likeliest(drafter, verifier, kept, sampler, Seen(served.survival, served.noise, rounds))
         return replace(served, agrees=served.agrees and not cause, cause=cause or served.cause)
+
+
+def _fault(folder: Path, target: Target) -> str:
+    """What our own reader says of an export that an engine failed on; "" where there is no fault to see."""
+    try:
+        if formats.find_reader(read_config(folder)):
+            load(folder, target)
+    except UserError as error:
+        return f". The export is broken: {error}"
+    return ""
 
 
 class Alike(NamedTuple):

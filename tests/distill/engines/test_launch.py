@@ -25,6 +25,8 @@ if a.fail:
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 class Page(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/end":
+            print("IndexError: out of range", flush=True); os._exit(1)
         self.send_response(503 if a.hang else 200); self.end_headers()
         told = [os.getpid(), child.pid, os.environ.get("OPTION"), "PYTHONHOME" in os.environ]
         self.wfile.write(" ".join(map(str, told)).encode())
@@ -71,6 +73,25 @@ def test_serves_and_ends_with_its_children(start, monkeypatch):
 def test_an_end_before_it_is_ready_is_told_with_its_own_error(start):
     with pytest.raises(UserError, match=r"code 3 before it was ready: ValueError: no such model; see .*log"):
         start("--fail", "no such model").__enter__()
+
+
+def use(server, page: str):
+    """Ask for a page, and fail."""
+    with server as url:
+        with suppress(OSError):
+            urlopen(f"{url}/{page}")
+        raise UserError("nobody answers")
+
+
+def test_an_end_while_it_is_used_is_told_with_its_own_error(start):
+    with pytest.raises(UserError, match=r"ended while it answered: IndexError: out of range; see .*log"):
+        use(start(), "end")
+
+
+def test_an_error_of_its_user_stays_what_it_is(start, monkeypatch):
+    monkeypatch.setattr("distill.engines.launch.ENDING", 0.1)
+    with pytest.raises(UserError, match=r"^nobody answers$"):
+        use(start(), "health")
 
 
 def test_a_server_that_never_gets_ready_is_ended(start):

@@ -44,10 +44,10 @@ def measured(target, chat, tmp_path, monkeypatch):
     monkeypatch.setattr(traffic, "READ_INTERVAL", 0.01)
     prompts = [Prompt(f"p{i}", [{"role": "user", "content": "x" * (i + 1)}]) for i in range(PROMPTS)]
 
-    def measured(server: Engine, *more: str, rows=None) -> Scorecard:
+    def measured(server: Engine, *more: str, rows=None, training=False) -> Scorecard:
         server.pages["/version"] = lambda: (200, '{"version": "1.2"}')
         options = scoring(f"score.engine_url={server.url}", f"score.replay_prompts={PROMPTS}", *more)
-        measure = engine_scores.EngineScorer(options, chat, prompts, 0, tmp_path)
+        measure = engine_scores.EngineScorer(options, chat, prompts, 0, tmp_path, training)
         card = Scorecard.from_json(a_card("m", rows or [a_row()]), "here")
         drafter = SimpleNamespace(taps=(), verifier=lambda target: target)
         try:
@@ -94,6 +94,13 @@ def test_an_engine_without_a_drafter_is_no_measurement(measured, chat):
     server.drafting = False
     with pytest.raises(engine_scores.UserError, match="drafted nothing"):
         measured(server)
+
+
+def test_a_run_goes_on_where_the_engine_fails(measured, chat, capsys):
+    server = Engine(chat)
+    server.drafting = False
+    assert measured(server, training=True).served == []
+    assert "step 7 is not measured in vllm: score.engine: vllm 1.2 answered" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
