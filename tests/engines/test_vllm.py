@@ -103,7 +103,7 @@ def turned(layout: Layout) -> None:
 
 BROKEN = {
     "taps in another order": permuted,
-    "a wrong d2t": no_d2t,
+    "no d2t": no_d2t,
     "rotary positions of its queries off by": turned,
 }
 

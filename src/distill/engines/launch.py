@@ -153,6 +153,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, patience: float
 def _reason(log: Path) -> str:
     """The last line of a log that looks like the error; else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if " WARNING " not in line] or lines  # some of them speak of errors
     named = [line for line in lines if any(mark in line for mark in WRONG)]
     # The outermost process reports last that another failed; the first error is the cause.
     return ([*named[:1], *lines[-1:]] or ["no output"])[0][-400:]

@@ -334,7 +334,7 @@ def _fault(folder: Path, target: Target) -> str:
         if formats.find_reader(read_config(folder)):
             load(folder, target)
     except UserError as error:
-        return f". The export is broken: {error}"
+        return f". The export is broken: {str(error).removeprefix(f'{folder}: ')}"
     return ""
 
 

@@ -21,7 +21,8 @@ a.add_argument("--host"), a.add_argument("--port", type=int)
 a.add_argument("--fail"), a.add_argument("--hang", action="store_true")
 a = a.parse_args()
 if a.fail:
-    print("ValueError: " + a.fail); print("another process failed"); sys.exit(3)
+    print("x WARNING of `OSError: too many files`"); print("ValueError: " + a.fail)
+    print("another process failed"); sys.exit(3)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 class Page(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
