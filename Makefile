@@ -32,8 +32,8 @@ long-proofs:  ## Mutants of whole modules, restarts of 32 processes (20 minutes)
 
 engines:  ## Serve every export in vLLM, in an environment of its own; writes docs/engines.md
 	python=$$(bash scripts/engines/install.sh .engines/vllm) && export FOREDRAFT_VLLM_PYTHON=$$python && \
-	  OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m engine && \
-	  python scripts/engines/table.py $$python
+	  OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m engine --junitxml=outputs/engines/tests.xml \
+	    tests/engines; tests=$$?; python scripts/engines/table.py $$python && exit $$tests
 
 gpu:  ## What is to be measured on a GPU; without one it says what that is
 	python scripts/gpu.py

@@ -1,8 +1,8 @@
 """Serve a drafter of every kind in vLLM, and write the table of docs/engines.md: part of `make engines`.
 
-Runs lie in outputs/engines; what is there is not trained again. Lines of drafters that no run serves
-(llama.cpp, DSpark, MTP) come from the tests before this, by pytest's junit file in that folder; those of
-programs that do not run here, from tests that restate their loaders.
+Runs lie in outputs/engines; what is there is not trained again. Lines of what tests serve (EAGLE,
+EAGLE-3, DSpark, MTP, llama.cpp) come from the tests before this, by pytest's junit file in that folder; those
+of programs that do not run here, from tests that restate their loaders.
 """
 
 from __future__ import annotations
@@ -41,21 +41,16 @@ class Case(NamedTuple):
 
     Attributes:
         name: in the table.
-        settings: overrides of train.py; none of a checkpoint.
+        settings: overrides of train.py.
         to: format that it is served in.
-        checkpoint: folder of a drafter that is trained already.
     """
 
     name: str
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...]
     to: str = "vllm"
-    checkpoint: Path | None = None
 
 
-TRAINED = ROOT / "tests" / "fixtures" / "drafters"
 CASES = (
-    Case("EAGLE", checkpoint=TRAINED / "eagle"),
-    Case("EAGLE-3", checkpoint=TRAINED / "eagle3"),
     Case("EAGLE-3, `fc_norm=false`", ("drafter=eagle3", "drafter.fc_norm=false")),
     Case("EAGLE-3, 1024 tokens", ("drafter=eagle3", "drafter.draft_vocab_size=1024")),
     Case("P-EAGLE", ("drafter=p_eagle",), "speculators"),
@@ -84,8 +79,7 @@ def main(python: str, only: str) -> int:
     run([sys.executable, "train.py", *common("rollouts"), "drafter=ngram"], RUNS / "rollouts.log")
     with ThreadPoolExecutor(2) as pool:
         cards = list(pool.map(lambda case: served(case, python), chosen))
-    lines = [cells(case, card) for case, card in zip(chosen, cards, strict=True)]
-    lines += [*tested(), *restated()]
+    lines = [*tested(), *(cells(case, card) for case, card in zip(chosen, cards, strict=True)), *restated()]
     write(lines, [card for card in cards if card], (time.monotonic() - begun) / 60)
     wrong = [line[0] for line in lines if "NO" in line]
     print(f"{len(lines) - len(wrong)} of {len(lines)} are served as they were scored", *wrong, sep="\n  ")
@@ -102,8 +96,7 @@ def common(name: str) -> list[str]:
 def served(case: Case, python: str) -> Scorecard | None:
     """The scorecard of a case, with what vLLM measured; None where a command failed."""
     name = "-".join(word.partition("=")[2].replace("/", "_") for word in case.settings)
-    name = name or case.checkpoint.name
-    card, checkpoint = RUNS / f"{name}.json", case.checkpoint or RUNS / name / "checkpoints" / "last"
+    card, checkpoint = RUNS / f"{name}.json", RUNS / name / "checkpoints" / "last"
     if not checkpoint.exists() and run(
         [sys.executable, "train.py", *common(name), *case.settings], RUNS / f"{name}.train.log"
     ):

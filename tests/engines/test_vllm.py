@@ -13,10 +13,12 @@ from workbench import ROOT, Outcome, foredraft
 from decode.evaluation.scorecard import Scorecard, read_scorecard
 from decode.model.load import load_tokenizer
 from distill.prompts.chat_template import Chat
+from distill.report.served import figures, texts
 from distill.serving import engine_scores
 from drafters.export.layout import Layout
 
 FIXTURES = ROOT / "tests" / "fixtures" / "drafters"
+NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3"}
 pytestmark = pytest.mark.engine
 
 
@@ -25,8 +27,26 @@ def heldout(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("answers") / "heldout"
 
 
+@pytest.fixture(scope="session")
+def plain() -> dict[str, engine_scores.Answered]:
+    """What vLLM answered without a drafter: asked once for all tests."""
+    return {}
+
+
 @pytest.fixture
-def scored(vllm_python, heldout, tmp_path):
+def scored(vllm_python, heldout, plain, monkeypatch, tmp_path):
+    """Scores a checkpoint here and in vLLM."""
+    make = engine_scores.scorer
+
+    def knowing(*args, **options):
+        made = make(*args, **options)
+        made.answered = plain
+        for name in [name for name in plain if not name.startswith("vllm serve")]:
+            del plain[name]  # of another test's drafter
+        return made
+
+    monkeypatch.setattr(engine_scores, "scorer", knowing)
+
     def scored(checkpoint: Path, fails: bool = False) -> tuple[Scorecard, Outcome]:
         out = tmp_path / "card.json"
         words = [f"checkpoint={checkpoint}", "score.engine=vllm", f"score.engine_python={vllm_python}"]
@@ -60,9 +80,14 @@ def reduced(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
-def test_a_trained_drafter_drafts_in_vllm_as_it_was_scored(scored, name):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trained_drafter_drafts_in_vllm_as_it_was_scored(scored, engine_row, name):
     (one,) = scored(FIXTURES / name)[0].served
+    here, there = (
+        f"{figures(survival)}, tau {tau:.2f}"
+        for survival, tau in ((one.scored_survival, one.scored_tau), (one.survival, one.tau))
+    )
+    engine_row(NAMES[name], "vllm", one.engine, texts(one), here, f"{there}, ± {figures(one.noise)}")
     assert one.engine == "vllm 0.32.0"
     assert one.agrees, one.cause
     assert one.same_rounds
