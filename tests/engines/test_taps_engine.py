@@ -43,8 +43,6 @@ Qwen3NextForCausalLM(Qwen3NextConfig(**sizes)).bfloat16().save_pretrained(sys.ar
 def serve(vllm_python: Path, tmp_path_factory) -> Iterator:
     """Makes an `EngineTarget` of a model's folder, whose vLLM starts when it is asked."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"KVCACHE_SPACE": "1", "OMP_THREADS_BIND": "nobind"}.items():
-            patch.setenv(f"VLLM_CPU_{name}", value)
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # nothing is compiled for a few passes
         made: list[EngineTarget] = []
 

@@ -19,7 +19,7 @@ from decode.model.target import Tap, TargetOutput
 from distill.engines import inside
 from distill.engines.hidden_states import HiddenStates, check_rows
 from distill.engines.http import Server
-from distill.engines.launch import interpreter, serve
+from distill.engines.launch import VLLM_VARIABLES, interpreter, serve
 from distill.engines.openai import OpenAIEngine
 from distill.options import EngineOptions, TargetOptions
 from distill.prompts.chat_template import Chat
@@ -173,7 +173,7 @@ class EngineTarget(HeadTarget):
         arguments += ["--revision", revision] if revision and not isinstance(source, Path) else []
         arguments += ["--trust-remote-code"] * target.trust_remote_code
         arguments += states_arguments(layers, str((self._folder / "states").absolute()))
-        variables = {"PYTHONPATH": str(Path(inside.__path__[0]).absolute()), "VLLM_NO_USAGE_STATS": "1"}
+        variables = VLLM_VARIABLES | {"PYTHONPATH": str(Path(inside.__path__[0]).absolute())}
         arguments += map(str, options.arguments)
         say(f"taps=engine: starting {MODULE}; its output is in {self._folder / 'engine.log'}")
         begun = serve(

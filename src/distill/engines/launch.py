@@ -40,6 +40,14 @@ POLL, ENDING, GRACE = (
 )  # seconds between looks at a starting server; for an end of its own; when asked
 WRONG = ("Error:", "error:", "Exception:")  # marks of the line of a log that says what is wrong
 OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")  # variables of this interpreter
+# Of vLLM. The last two are read by builds for a CPU alone: GiB of its cache, which else takes nearly all
+# memory and is refused where others use some, and no cores taken from other processes.
+VLLM_VARIABLES = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 NO_PROXY = ProxyHandler({})  # loopback is never asked for through a proxy
 
 

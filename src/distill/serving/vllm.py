@@ -7,16 +7,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from distill.engines.launch import interpreter, serve
+from distill.engines.launch import VLLM_VARIABLES, interpreter, serve
 
 PACKAGE, SERVER = "vllm", "vllm.entrypoints.openai.api_server"  # what `vllm serve` runs
-# The last two are read by builds for a CPU alone: GiB of its cache, and no cores taken from other processes.
-VARIABLES = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 
 class VLLM:
@@ -53,4 +46,4 @@ class VLLM:
         program, verb, model, *rest = shlex.split(command)
         assert (program, verb) == ("vllm", "serve"), command
         words = ["--model", model, *rest, *arguments, *self.arguments]
-        return serve(self.python, SERVER, words, log, patience=self.patience, variables=VARIABLES)
+        return serve(self.python, SERVER, words, log, patience=self.patience, variables=VLLM_VARIABLES)
