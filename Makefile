@@ -30,10 +30,12 @@ proofs:  ## Proofs of up to five minutes each (45 minutes); keeps their output a
 long-proofs:  ## Mutants of whole modules, restarts of 32 processes (20 minutes); adds to docs/proofs.md
 	python scripts/proofs.py --long
 
-engines:  ## Serve every export in vLLM, in an environment of its own; writes docs/engines.md
-	python=$$(bash scripts/engines/install.sh .engines/vllm) && export FOREDRAFT_VLLM_PYTHON=$$python && \
-	  OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m engine --junitxml=outputs/engines/tests.xml \
-	    tests/engines; tests=$$?; python scripts/engines/table.py $$python && exit $$tests
+engines:  ## Serve exports in vLLM and the authors' loops, installed apart; writes docs/engines.md
+	vllm=$$(bash scripts/engines/install.sh .engines/vllm) && \
+	  authors=$$(bash scripts/engines/install.sh .engines/authors) || exit; \
+	export FOREDRAFT_VLLM_PYTHON=$$vllm FOREDRAFT_AUTHORS_PYTHON=$$authors; \
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile -m engine --junitxml=outputs/engines/tests.xml \
+	  tests/engines; tests=$$?; python scripts/engines/table.py $$vllm && exit $$tests
 
 gpu:  ## What is to be measured on a GPU; without one it says what that is
 	python scripts/gpu.py

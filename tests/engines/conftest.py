@@ -32,6 +32,12 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
+def authors_python() -> Path:
+    """Interpreter of an environment that has the packages of EAGLE's and Medusa's authors."""
+    return _named("FOREDRAFT_AUTHORS_PYTHON", "interpreter with eagle-llm and medusa-llm")
+
+
+@pytest.fixture(scope="session")
 def llama_cpp() -> Path:
     """Source folder of llama.cpp: `convert_hf_to_gguf.py`, and `build/bin/llama-server`."""
     return _named("FOREDRAFT_LLAMA_CPP", "folder of llama.cpp")
