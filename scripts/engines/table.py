@@ -1,8 +1,8 @@
 """Serve a drafter of every kind in vLLM, and write the table of docs/engines.md: part of `make engines`.
 
-Runs lie in outputs/engines; what is there is not trained again. Lines of what tests serve (EAGLE,
-EAGLE-3, DSpark, MTP, llama.cpp) come from the tests before this, by pytest's junit file in that folder; those
-of programs that do not run here, from tests that restate their loaders.
+Runs lie in outputs/engines; what is there is not trained again. Lines of what tests serve (EAGLE, EAGLE-3,
+DSpark, MTP, the authors' packages, llama.cpp) come from the tests before this, by pytest's junit file in that
+folder; those of programs that do not run here, from tests that restate their loaders.
 """
 
 from __future__ import annotations
@@ -60,14 +60,12 @@ CASES = (
     Case("draft model", ("drafter=lm_given", "drafter.path=data/pocket-draft")),
 )
 FILES = "tests/drafters/export/test_export"
-ENGINE, AUTHORS = f"{FILES}_eagle.py::test_an_engine_computes", f"{FILES}_authors.py::test_the_authors"
+ENGINE, AUTHORS = f"{FILES}_eagle.py::test_an_engine_computes", f"{FILES}_authors.py::test_the_authors_eagle"
 RESTATED = {  # drafter, `to`, program: the test that compares logits
     ("EAGLE", "sglang", "SGLang 0.5.23"): f"{ENGINE}_the_drafters_logits[eagle without-sglang]",
     ("EAGLE-3", "sglang", "SGLang 0.5.23"): f"{ENGINE}_the_drafters_logits[eagle3.1-sglang]",
     ("EAGLE-3, `fc_norm=false`", "sglang", "SGLang 0.5.23"): f"{ENGINE}_the_drafters_logits[eagle3-sglang]",
-    ("EAGLE", "authors", "SafeAILab's EAGLE"): f"{AUTHORS}_eagle_computes_the_drafters_logits[eagle without]",
-    ("EAGLE-3", "authors", "SafeAILab's EAGLE"): f"{AUTHORS}_eagle_computes_the_drafters_logits[eagle3]",
-    ("Medusa", "authors", "FasterDecoding's 0.1"): f"{AUTHORS}_medusa_computes_the_drafters_logits[{{}}]",
+    ("EAGLE-3", "authors", "SafeAILab's EAGLE"): f"{AUTHORS}_computes_the_drafters_logits[eagle3]",
 }
 
 
