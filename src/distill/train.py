@@ -83,7 +83,6 @@ def train(
     """
     chat, prompts, held = _inputs(options, folder)
     options = with_length(options, len(prompts))
-    L.seed_everything(options.seed, verbose=False)
     state = trainer_state.newest(folder)
     begun = int(state.parents[1].name) if state else 0
     logging = loggers(options.logger, options.config, folder, begun)
@@ -92,6 +91,8 @@ def train(
     target = shared.target if shared else _load(options, trainer, folder)
     # Build everything now, so that configuration errors show before hours of work.
     with refused():
+        # First weights depend on the seed alone, not on how the target was loaded.
+        L.seed_everything(options.seed, verbose=False)
         drafter = build_drafter(options.drafter, target)
         exporting.check(options.export, drafter, target)
         if options.gradient_checkpointing:

@@ -6,12 +6,14 @@ import datasets
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from states_server import StatesServer
 from workbench import Bench, make_target, make_tokenizer, options_of
 
 from decode.errors import UserError
 from decode.model.load import load_target
 from decode.model.target import LAST
+from distill.config.build import build_target
 from distill.config.engine import check_engine
 from distill.data import taps_disk
 from distill.data.taps_disk import TapCache
@@ -219,6 +221,23 @@ def test_a_run_reads_each_answer_as_it_is_written(tmp_path, server):
     again = train(bench, server, "rollout.until=answer", "batch_size=3").succeeded()
     assert "reusing" in again.out
     assert not server.read, "what is on the disk needs no engine"
+
+
+def test_a_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, monkeypatch):
+    def drawing(*given, **options):
+        torch.rand(7)  # as where the speed of its products is measured
+        return build_target(*given, **options)
+
+    monkeypatch.setattr("distill.train.build_target", drawing)
+    bench = Bench(tmp_path)
+    server.target, server.layers = load_target(str(bench.target), "float32"), (2,)
+    here = ["taps=cache", "score.enabled=false", "seed=1", "target.dtype=float32", "rollout.until=answer"]
+    runs = [bench.train(*here).succeeded(), train(bench, server, "rollout.until=answer").succeeded()]
+    assert "reusing" in runs[1].out
+    own, other = (load_file(run.folder / "checkpoints" / "6" / "model.safetensors") for run in runs)
+    assert own.keys() == other.keys()
+    for name, weight in own.items():
+        assert float((weight - other[name]).norm()) < 1e-2 * float(weight.norm()), name
 
 
 def test_answers_are_kept_within_the_limit(engine, server, tmp_path):
