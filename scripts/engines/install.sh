@@ -4,7 +4,7 @@
 set -euo pipefail
 folder=$1
 lists="$(dirname "$0")/$(basename "$folder")"
-install=("$folder/bin/pip" install -q --disable-pip-version-check)
+install=("$folder/bin/pip" install -q --no-compile --disable-pip-version-check)
 if [[ ! -e $folder/done ]]; then
   python3 -m venv --clear "$folder" >&2
   "${install[@]}" -r "$lists.txt" >&2

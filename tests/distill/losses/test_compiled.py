@@ -38,6 +38,7 @@ CASES = [  # divergence, the same in the reference, draft vocabulary, weights, s
 
 
 @compiled
+@pytest.mark.ci("kl-kl-reduced-constant-2.0", "divergence2-<lambda>-reduced-dpace by token-None")
 @pytest.mark.parametrize(("divergence", "plain", "vocabulary", "weights", "softcap"), CASES)
 def test_value_and_gradients_are_those_of_the_reference(
     divergence, plain, vocabulary, weights, softcap, ragged
