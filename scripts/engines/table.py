@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
 RUNS = ROOT / "outputs" / "engines"
 TESTS = RUNS / "tests.xml"
-STEPS = 200  # of few and short answers: a minute or two for each drafter
+STEPS = 100  # of few and short answers: a minute for each drafter
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 NAMES = ("drafter", "`to=`", "engine", "loads", "greedy answers", "accepted here", "accepted there, noise")
 NAMES = (*NAMES, "agrees", "speedup there")
@@ -100,8 +100,8 @@ def served(case: Case, python: str) -> Scorecard | None:
     ):
         return None
     words = [f"checkpoint={checkpoint}", "score.engine=vllm", f"score.engine_python={python}", f"out={card}"]
-    words += ["decode=chain", "decode.depth=3", "score.alternatives=[]", "score.prompts=8"]
-    words += ["score.replay_prompts=48", "target.dtype=float32", f"answers={RUNS}/heldout"]
+    words += ["decode=chain", "decode.depth=3", "score.alternatives=[]", "score.prompts=2"]
+    words += ["score.replay_prompts=32", "target.dtype=float32", f"answers={RUNS}/heldout"]
     command = [sys.executable, "-m", "foredraft", "score", *words]
     return None if run(command, RUNS / f"{name}.score.log") else read_scorecard(card)
 

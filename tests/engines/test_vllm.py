@@ -125,10 +125,10 @@ def turned(layout: Layout) -> None:
     layout.tensors[name] = both.flatten(0, 1).to(weight.dtype)
 
 
-BROKEN = {
-    "taps in another order": permuted,
-    "no d2t": no_d2t,
-    "rotary positions of its queries off by": turned,
+BROKEN = {  # cause: the mistake, and prompts that show it
+    "taps in another order": (permuted, 20),
+    "no d2t": (no_d2t, 20),
+    "rotary positions of its queries off by": (turned, 40),  # moves the acceptance by less than the noise
 }
 
 
@@ -153,7 +153,8 @@ def broken(scored, reduced, monkeypatch):
 @pytest.mark.proof
 @pytest.mark.parametrize("cause", BROKEN)
 def test_a_broken_export_is_found_and_its_cause_named(broken, cause):
-    card, said = broken(BROKEN[cause])
+    spoil, prompts = BROKEN[cause]
+    card, said = broken(spoil, prompts=prompts)
     (one,) = card.served
     assert not one.agrees
     assert cause in one.cause
@@ -164,5 +165,5 @@ def test_a_broken_export_is_found_and_its_cause_named(broken, cause):
 
 @pytest.mark.proof
 def test_an_export_that_ends_the_engine_is_told_with_its_fault(broken):
-    done = broken(absolute_d2t, fails=True)
+    done = broken(absolute_d2t, prompts=20, fails=True)
     done.refused("ended while it answered: ", "index", "d2t is no list of offsets")
