@@ -151,10 +151,8 @@ def write(lines: Sequence[Sequence[str]], cards: Sequence[Scorecard], minutes: f
     rows = [f"| {' | '.join(line)} |" for line in (NAMES, *lines)]
     rows.insert(1, "|---" * len(NAMES) + "|")
     notes = [f"- {difference(one)}" for card in cards for one in card.served if not one.agrees]
-    where = (
-        f"Written by `make engines` at commit {commit()} on {hardware(torch.device('cpu'))}, T=0, fp32, in "
-    )
-    where += f"{minutes:.0f} minutes after the tests, training included."
+    where = f"Written by `make engines` at commit {commit()} on {hardware(torch.device('cpu'))}, T=0, fp32, "
+    where += f"{STEPS} steps, in {minutes:.0f} minutes after the tests, training included."
     table = "\n".join([where, "", *rows, "", *notes])
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
+from fitting import fit
 from workbench import ROOT
 
 from decode.evaluation.teacher_forced import Rollout
@@ -78,7 +78,7 @@ def answers(
     return generate(target, drafter, prompts, plan=plan, **options).outputs
 
 
-def fitted(target: Target, texts: Sequence[Rollout]) -> Medusa:
+def fitted(target: Target, texts: Sequence[Rollout]) -> Drafter:
     """Heads with a bias, as the authors' have, which is large enough to matter."""
     heads = Medusa.for_target(target, depth=DEPTH, layers=1, own_head=True, bias=True).train()
     for block in heads.blocks:
@@ -92,16 +92,7 @@ def fitted(target: Target, texts: Sequence[Rollout]) -> Medusa:
     with torch.no_grad():
         read = target.read(tokens)
     batch = Batch(tokens, mask, read.taps, read.last)
-    optimizer = torch.optim.Adam(heads.parameters(), 1e-3)
-    for _ in range(STEPS):
-        losses = []
-        for step in heads.unroll(batch, target):
-            wanted = tokens.flatten()[step.anchor + 1 + step.depth]
-            losses.append(F.cross_entropy(step.head(step.hidden), wanted))
-        optimizer.zero_grad()
-        torch.stack(losses).sum().backward()
-        optimizer.step()
-    return heads.eval().requires_grad_(False)
+    return fit(heads, target, batch, 1e-3, STEPS)
 
 
 def looped(python: Path, kind: str, export: Path, prompts: list[list[int]], tree: list | None) -> dict:

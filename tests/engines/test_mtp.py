@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
+from fitting import fit
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from decode.evaluation.replay import replay
@@ -18,7 +18,7 @@ from decode.model.load import load_target
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.report.served import figures
-from drafters.base import Batch
+from drafters.base import Batch, Drafter
 from drafters.checkpoint import io as hub
 from drafters.export import formats as table
 from drafters.families.mtp_weights import Arrangement
@@ -77,23 +77,14 @@ def answers(target, prompts: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def fitted(target, texts: torch.Tensor) -> Mtp:
+def fitted(target, texts: torch.Tensor) -> Drafter:
     """A head that knows these texts."""
     options = {"path": None, "draft_vocab_size": None} | dict.fromkeys(Arrangement._fields)
     head = Mtp.for_target(target, depth=DEPTH, **options).train()
     target.tap(head.taps)
     read = target.read(texts)
     batch = Batch(texts, torch.ones_like(texts, dtype=torch.bool), read.taps, read.last)
-    optimizer = torch.optim.Adam(head.parameters(), 3e-3)
-    for _ in range(STEPS):
-        losses = []
-        for step in head.unroll(batch, target):
-            wanted = texts.flatten()[step.anchor + 1 + step.depth]
-            losses.append(F.cross_entropy(step.head(step.hidden), wanted))
-        optimizer.zero_grad()
-        torch.stack(losses).sum().backward()
-        optimizer.step()
-    return head.eval().requires_grad_(False)
+    return fit(head, target, batch, 3e-3, STEPS)
 
 
 def served(python: Path, target, drafter, folder: Path, prompts: list[list[int]]):

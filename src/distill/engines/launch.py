@@ -33,11 +33,8 @@ sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 HOST = "127.0.0.1"
-POLL, ENDING, GRACE = (
-    0.25,
-    5.0,
-    20.0,
-)  # seconds between looks at a starting server; for an end of its own; when asked
+POLL, GRACE = 0.25, 20.0  # seconds between looks at a starting server; for an orderly end
+ENDING = 5.0  # seconds in which a server that answers no more has ended, if it is going to
 WRONG = ("Error:", "error:", "Exception:")  # marks of the line of a log that says what is wrong
 OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")  # variables of this interpreter
 # Of vLLM. The last two are read by builds for a CPU alone: GiB of its cache, which else takes nearly all
@@ -159,7 +156,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path, patience: float
 
 
 def _reason(log: Path) -> str:
-    """The last line of a log that looks like the error; else its last line."""
+    """The first line of a log that looks like an error; else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     lines = [line for line in lines if " WARNING " not in line] or lines  # some of them speak of errors
     named = [line for line in lines if any(mark in line for mark in WRONG)]
