@@ -65,7 +65,7 @@ def test_who_shows_it_says_who_decodes(done, kind, capsys):
 
 def test_it_is_scored_again_alike(done, tmp_path):
     best, out = done.folder / "checkpoints" / "best", tmp_path / "card.json"
-    plan = ["decode=chain", "decode.depth=2", "score.max_new_tokens=6"]
+    plan = ["decode=chain", "decode.depth=2", "score.max_new_tokens=6", "score.prompts=2"]
     shown = foredraft("score", f"checkpoint={best}", *plan, f"out={out}").succeeded().out
     assert "audit not run, decoded by an engine" in shown
     assert read_scorecard(out).headline.replay == read_scorecard(best / "score.json").headline.replay
