@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.errors import UserError
+from decode.kernels.half_products import product_dtype
 from decode.model.causal_lm import CausalLM
 from decode.model.target import Target
 from drafters.families.hf_build import BASE, DOWN, UP, add_lora, checkpoint_layers, merge_lora
@@ -90,14 +91,19 @@ class Lora(nn.Module):
         return ((name.replace("/", "."), pair) for name, pair in self.pairs.items())
 
     def read(self, target: Target, tokens: Tensor) -> Tensor:
-        """The tuned target's head input (B, T, D) for (B, T) right-padded tokens, with gradients."""
+        """The tuned target's head input (B, T, D) for (B, T) right-padded tokens, with gradients.
+
+        In the target's dtype, or in fp32 where a CPU multiplies that slowly.
+        """
         return self._adapted(target).base(input_ids=tokens, use_cache=False).last_hidden_state
 
     def _adapted(self, target: Target) -> CausalLM:
-        """A model that shares the target's weights and has the factors as adapters."""
+        """A model with the target's weights, shared where their dtype stays, and the factors as adapters."""
         model, adapted = _ADAPTED.get(self, (None, None))
         if model is not target.model or adapted is None:
-            twin = _copy(target.model)
+            dtype = product_dtype(target.model.dtype, target.model.device)
+            same = dtype == target.model.dtype
+            twin = _copy(target.model) if same else copy.deepcopy(target.model).to(dtype)
             add_lora(twin, self.r, self.alpha, list(self.shapes))
             for name, pair in self._named():
                 layer: Any = twin.get_submodule(name)

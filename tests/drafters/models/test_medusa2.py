@@ -104,6 +104,22 @@ def test_the_target_stays_bit_for_bit_as_it_was(tiny_target):
     assert not any(hasattr(module, "lora_A") for module in target.model.modules())
 
 
+def test_a_target_in_a_slow_dtype_is_tuned_in_fp32(tiny_target, monkeypatch):
+    monkeypatch.setattr(tuned, "product_dtype", lambda dtype, device: torch.float32)
+    target, drafter = moved(tiny_target, dtype=torch.bfloat16)
+    drafter.float()
+    before, texts = weights_of(target), random_texts()
+    wide = drafter.lora.read(target, texts)
+    assert wide.dtype == torch.float32
+    wide.sum().backward()
+    merged = drafter.verifier(target).read(texts).last
+    assert merged.dtype == torch.bfloat16
+    torch.testing.assert_close(merged.float(), wide, rtol=0, atol=0.05 * wide.abs().max().item())
+    steps = drafter.unroll(batch_of(target, texts), target)
+    assert all(step.hidden.dtype == torch.float32 for step in steps)
+    assert unchanged(target, before)
+
+
 def test_layers_of_the_tuned_target_share_no_memory_with_the_original(tiny_target):
     target, drafter = moved(tiny_target)
     theirs = {weight.data_ptr() for weight in target.layers.parameters()}
