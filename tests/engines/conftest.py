@@ -43,6 +43,12 @@ def llama_cpp() -> Path:
     return _named("FOREDRAFT_LLAMA_CPP", "folder of llama.cpp")
 
 
+@pytest.fixture(scope="session")
+def smollm2_run() -> Path:
+    """A run on SmolLM2 (docs/engines.md), which takes too long for a test."""
+    return _named("FOREDRAFT_LLAMA_CPP_RUN", "run of experiment=llama_cpp target=smollm2_gguf")
+
+
 @pytest.fixture
 def random_llama(tmp_path) -> Callable[..., Target]:
     """Makes a random Llama of six layers in the folder `target`; its pad token stands for masks."""

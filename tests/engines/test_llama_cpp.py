@@ -20,11 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from workbench import QUICK, ROOT, train, write_prompts
 
 from decode.generation.generate import generate
+from decode.generation.types import Output
 from decode.model import gguf
 from decode.model.load import TOKENIZER_FILES, load_target, load_tokenizer
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.prompts.chat_template import Chat
+from distill.prompts.sources import read_prompts
 from drafters.checkpoint.pretrained import from_pretrained
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -122,20 +124,13 @@ def trained(kind: str, folder: Path, llama_cpp: Path) -> Path:
     return done.folder
 
 
-def ours(folder: Path, checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Tokens accepted in each round by our own decoder, prompt by prompt."""
+def ours(folder: Path, checkpoint: Path, prompts: list[list[int]]) -> list[Output]:
+    """What our own decoder answers, prompt by prompt."""
     target = load_target(str(folder), "float32")
     drafter = from_pretrained(checkpoint, target)
     target.tap(drafter.taps)
-    done = generate(
-        target,
-        drafter,
-        prompts,
-        max_new_tokens=TOKENS,
-        sampler=Sampler(0.0),
-        plan=Plan(depth=DEPTH),
-    )
-    return [output.accepted for output in done.outputs]
+    options = {"max_new_tokens": TOKENS, "sampler": Sampler(0.0), "plan": Plan(depth=DEPTH)}
+    return generate(target, drafter, prompts, **options).outputs
 
 
 def counted(rounds: Sequence[int]) -> tuple[int, int]:
@@ -165,13 +160,42 @@ def test_what_the_server_accepts_is_what_ours_accepts(
     with served(llama_cpp, file, "-md", str(export / "drafter.gguf"), *spec, *EXACT_DRAFT) as url:
         answers = [ask(url, prompt, TOKENS) for prompt in prompts]
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
-    rounds = ours(folder, run / "checkpoints" / "best", prompts)
-    here = [counted(accepted) for accepted in rounds]
+    here = [counted(one.accepted) for one in ours(folder, run / "checkpoints" / "best", prompts)]
     there = [(answer.drafted, answer.accepted) for answer in answers]
     equal = f"{len(answers)} of {len(answers)} equal"
     engine_row(f"{kind}, tiny Llama", "gguf", "llama.cpp b11434", equal, told(here), told(there))
     assert there == here
     assert sum(accepted for _, accepted in there) > 4 * len(prompts)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "Q4_1"])
+def test_smollm2_is_drafted_for_there_as_here(llama_cpp, smollm2_run, engine_row, tmp_path, weights):
+    packaged, file = gguf.find(PACKAGED), tmp_path / "target.gguf"
+    folder, _ = gguf.converted(packaged)
+    if weights == "fp32":
+        convert(llama_cpp, folder, file, "f32")
+    else:
+        file.symlink_to(packaged)
+    chat = Chat(load_tokenizer(str(folder)))
+    read = read_prompts(ROOT / "data" / "prompts" / "heldout.jsonl")[::6]
+    prompts = [chat.encode(prompt.messages) for prompt in read]
+    draft = next((smollm2_run / "export").glob("*-gguf")) / "drafter.gguf"
+    spec = ["--spec-type", KINDS["eagle3"][0], "--spec-draft-n-max", str(DEPTH)]
+    with served(llama_cpp, file, "-md", str(draft), *spec, *EXACT_DRAFT) as url:
+        answers = [ask(url, prompt, TOKENS) for prompt in prompts]
+    outputs = ours(folder, smollm2_run / "checkpoints" / "best", prompts)
+    here = [counted(one.accepted) for one in outputs]
+    there = [(answer.drafted, answer.accepted) for answer in answers]
+    same = [answer.tokens == one.tokens for answer, one in zip(answers, outputs, strict=True)]
+    equal = f"{sum(same)} of {len(same)} are ours"
+    row = f"EAGLE-3, SmolLM2-135M in {weights}"
+    engine_row(row, "gguf", "llama.cpp b11434", equal, told(here), told(there))
+    if weights == "fp32":
+        assert sum(same) >= len(same) - 1  # near ties
+        assert sum(map(tuple.__eq__, here, there)) >= len(here) - 2
+    drafted, accepted = (sum(column) for column in zip(*here, strict=True))
+    share = sum(kept for _, kept in there) / sum(offered for offered, _ in there)
+    assert abs(share - accepted / drafted) < 0.02
 
 
 def test_a_tokenizer_that_the_converter_does_not_know_is_refused_before_any_work(llama_cpp, tmp_path):

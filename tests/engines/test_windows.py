@@ -20,11 +20,11 @@ V, D, K, TOKENS = 64, 64, 3, 40
 MASK = 0
 PROMPTS = [[1, 2, 3, 5, 8, 13, 21, 34, 55, 26, 17, 43], [9, 4, 7]]
 CASES = {
-    "eagle": ("eagle", "vllm", {"window": 8}),
-    "eagle3": ("eagle3", "vllm", {"window": 4, "layers": 2, "taps": [2, 3, 4]}),
-    "p_eagle": ("p_eagle", "speculators", {"window": 4, "layers": 2, "taps": [2, 3, 4], "fc_norm": False}),
-    "dflash": ("dflash", "vllm", {"window": 8, "taps": [2, 4]}),
-    "causal dflash": ("dflash", "speculators", {"window": 8, "taps": [2, 4], "causal": True}),
+    "EAGLE": ("eagle", "vllm", {"window": 8}),
+    "EAGLE-3": ("eagle3", "vllm", {"window": 4, "layers": 2, "taps": [2, 3, 4]}),
+    "P-EAGLE": ("p_eagle", "speculators", {"window": 4, "layers": 2, "taps": [2, 3, 4], "fc_norm": False}),
+    "DFlash": ("dflash", "vllm", {"window": 8, "taps": [2, 4]}),
+    "DFlash, causal": ("dflash", "speculators", {"window": 8, "taps": [2, 4], "causal": True}),
 }
 
 
@@ -51,7 +51,7 @@ def chains(drafter, target, text, places) -> list[list[int]]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
 def test_vllm_drafts_with_a_window_what_we_draft(
-    vllm_python, target, make_drafter, one_k_norm, tmp_path, case
+    vllm_python, target, make_drafter, one_k_norm, engine_row, tmp_path, case
 ):
     name, to, options = CASES[case]
     with_window, without = (
@@ -91,6 +91,8 @@ def test_vllm_drafts_with_a_window_what_we_draft(
         count = sum(name != "p_eagle" or MASK not in text[: place + 2] for place in places)
         same += map(list.__eq__, mine[:count], drafted)
         whole += map(list.__eq__, other[:count], drafted)
+    drafts = f"{sum(same)} of {len(same)} drafts equal, token by token"
+    engine_row(f"{case}, random, a window", to, "vllm 0.32.0", "", drafts, "")
     assert len(same) > 40
     assert all(same)
     assert sum(whole) < len(same) / 2  # the window has an effect

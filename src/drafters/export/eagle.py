@@ -60,7 +60,8 @@ AUTHORS_TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "
 INDEX = (
     "Its loader takes the target's embedding from the file that model.safetensors.index.json of the target "
     "names, and ends without one: beside a target in a single file write "
-    '{"weight_map": {"model.embed_tokens.weight": "model.safetensors"}}.'
+    '{"weight_map": {"model.embed_tokens.weight": "model.safetensors"}}. '
+    "Version 1.2.1 of the package takes it from the drafter's file, and needs none."
 )
 
 
