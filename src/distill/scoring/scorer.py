@@ -54,7 +54,8 @@ class Scorer:
         control: none | shuffled_taps, a control experiment.
         full_audit: audit every scored prompt at every setting.
         served_plan: name of the plan that an engine decodes with, by which checkpoints are compared.
-        engine: measures a scored checkpoint in an engine, given its card, drafter, target and answers.
+        engine: measures a scored checkpoint in an engine, given its card, drafter, target (the original one)
+            and answers.
 
     Raises:
         UserError: a headline that is not lossless, or a `decode` that is chosen by acceptance and nothing
@@ -216,7 +217,8 @@ class Scorer:
             samples=samples,
             plan_choices=choices,
         )
-        return replace(card, served=self.engine(card, drafter, target, answers)) if self.engine else card
+        served = self.engine(card, drafter, self.target, answers) if self.engine else []
+        return replace(card, served=served)
 
     def _checkpoint(self, target: Target, drafter: Drafter, step: int) -> Checkpoint:
         """What was scored."""

@@ -176,8 +176,8 @@ class EngineScorer:
         Args:
             card: of the same checkpoint.
             drafter: loaded from it.
-            target: that verifies it.
-            answers: of the target to the held-out prompts.
+            target: of the drafter; one that the drafter tunes is tuned in the export.
+            answers: of the target that verifies it to the held-out prompts.
 
         Raises:
             UserError: outside of training, the engine cannot be started, ends, or does not draft.
@@ -198,8 +198,9 @@ class EngineScorer:
             with self._export(drafter, target, name) as (command, model):
                 plain = self._run(f"vllm serve {shlex.quote(model)}", "plain", "plain decoding", target)
                 drafted = self._run(command, name, f"step {card.checkpoint.step}", target)
+        verifier = drafter.verifier(target)
         found = [
-            self._served(card, setting, traffic, drafted.engine, plain, drafter, target, answers)
+            self._served(card, setting, traffic, drafted.engine, plain, drafter, verifier, answers)
             for setting, traffic in drafted.by_setting.items()
         ]
         for one in found:
@@ -322,9 +323,8 @@ class EngineScorer:
             return served
         rounds = [one.rounds for one in alike] if alike else None
         kept = [one.rollout for one in alike] or rollouts
-        verifier = drafter.verifier(target)
-        verifier.tap(drafter.taps)
-        cause = likeliest(drafter, verifier, kept, sampler, Seen(served.survival, served.noise, rounds))
+        target.tap(drafter.taps)
+        cause = likeliest(drafter, target, kept, sampler, Seen(served.survival, served.noise, rounds))
         return replace(served, agrees=served.agrees and not cause, cause=cause or served.cause)
 
 

@@ -103,7 +103,7 @@ class Lora(nn.Module):
         if model is not target.model or adapted is None:
             dtype = product_dtype(target.model.dtype, target.model.device)
             same = dtype == target.model.dtype
-            twin = _copy(target.model) if same else copy.deepcopy(target.model).to(dtype)
+            twin = _copy(target.model) if same else copy.deepcopy(target.model).to(dtype=dtype)
             add_lora(twin, self.r, self.alpha, list(self.shapes))
             for name, pair in self._named():
                 layer: Any = twin.get_submodule(name)
@@ -117,7 +117,13 @@ class Lora(nn.Module):
 
     @torch.no_grad()
     def merge(self, target: Target) -> Target:
-        """A target with merged weights W + alpha / r B A in its dtype; copies the decoder layers."""
+        """A target with merged weights W + alpha / r B A in its dtype; copies the decoder layers.
+
+        Raises:
+            ValueError: the target is a merged one.
+        """
+        if isinstance(target, TunedTarget):
+            raise ValueError("a target would be tuned twice")
         _check_movable(target)
         model = _copy(target.model, {id(weight) for weight in target.layers.parameters()})
         for name, pair in self._named():

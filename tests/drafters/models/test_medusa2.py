@@ -338,13 +338,26 @@ def test_a_checkpoint_scored_again_says_the_same(bench, scored):
     chat = Chat(load_tokenizer(str(bench.target)), "chat")
     held, answers = read_prompts(bench.heldout), bench.root / "outputs" / "heldout"
     named = {"seed": run.seed, "target_name": run.target.name}
-    scorer = Scorer(run.score, run.decode, target, chat, held, answers, **named)
+    given = []
+
+    def engine(card, drafter, target, answers):
+        given.append(target)
+        return []
+
+    scorer = Scorer(run.score, run.decode, target, chat, held, answers, engine=engine, **named)
     before, card = weights_of(target), scorer(scored / "checkpoints" / "6", 6)
     saved = card_of(scored / "checkpoints" / "6")
     assert card.checkpoint.target_drift == TargetDrift(**saved["target_drift"])
     assert [row.tau for row in card.rows] == [row["tau"] for row in saved["rows"]]
     assert unchanged(target, before)
     assert "lossless to the tuned target" in settings_table(card)
+    assert given == [target]  # an export tunes it: of a tuned one it would be tuned twice
+
+
+def test_a_tuned_target_is_not_tuned_again(tiny_target):
+    target, drafter = moved(tiny_target)
+    with pytest.raises(ValueError, match="twice"):
+        drafter.verifier(drafter.verifier(target))
 
 
 @pytest.mark.proof
