@@ -34,7 +34,7 @@ engines:  ## Serve exports in vLLM and the authors' loops, installed apart; writ
 	vllm=$$(bash scripts/engines/install.sh .engines/vllm) && \
 	  authors=$$(bash scripts/engines/install.sh .engines/authors) || exit; \
 	export FOREDRAFT_VLLM_PYTHON=$$vllm FOREDRAFT_AUTHORS_PYTHON=$$authors; \
-	OMP_NUM_THREADS=1 python -m pytest -n 3 --dist worksteal -m engine --junitxml=outputs/engines/tests.xml \
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal -m engine --junitxml=outputs/engines/tests.xml \
 	  tests/engines; tests=$$?; python scripts/engines/table.py && exit $$tests
 
 gpu:  ## What is to be measured on a GPU; without one it says what that is
