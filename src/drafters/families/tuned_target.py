@@ -101,9 +101,7 @@ class Lora(nn.Module):
         """A model with the target's weights, shared where their dtype stays, and the factors as adapters."""
         model, adapted = _ADAPTED.get(self, (None, None))
         if model is not target.model or adapted is None:
-            dtype = product_dtype(target.model.dtype, target.model.device)
-            same = dtype == target.model.dtype
-            twin = _copy(target.model) if same else copy.deepcopy(target.model).to(dtype=dtype)
+            twin = _differentiable(target.model)
             add_lora(twin, self.r, self.alpha, list(self.shapes))
             for name, pair in self._named():
                 layer: Any = twin.get_submodule(name)
@@ -185,6 +183,15 @@ def _check_movable(target: Target) -> None:
         raise UserError(
             "drafter: one that tunes its target reads copies of it; use target.placement=replicated"
         )
+
+
+def _differentiable(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that shares all tensors, or has its own in fp32 where a CPU multiplies slowly in their dtype."""
+    dtype = product_dtype(model.dtype, model.device)
+    if dtype == model.dtype:
+        return _copy(model)
+    own: Any = copy.deepcopy(model)
+    return own.to(dtype)
 
 
 def _copy(model: PreTrainedModel, copied: set[int] | None = None) -> PreTrainedModel:
