@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from distill.serving import engine_scores
 from drafters.export.layout import Layout
 
 FIXTURES = ROOT / "tests" / "fixtures" / "drafters"
-PROMPTS = [f"{ROOT}/data/prompts/{name}.jsonl" for name in ("train", "heldout")]
+PROMPTS = ROOT / "data" / "prompts" / "train.jsonl"
 NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3"}  # fixtures
 STEPS = "trainer.max_steps=60"  # on the answers that are then served, so that much of them is accepted
 LONGER = "trainer.max_steps=140"
@@ -44,8 +46,23 @@ def plain() -> dict[str, dict[str, engine_scores.Answered]]:
     return {}
 
 
+@pytest.fixture(scope="session")
+def some(tmp_path_factory) -> Callable[[int], Path]:
+    """A file of so many held-out prompts, of all categories: the same in all tests, for whose plain answers
+    the engine is then asked once."""
+
+    @cache
+    def some(count: int) -> Path:
+        lines = (ROOT / "data" / "prompts" / "heldout.jsonl").read_text().splitlines(keepends=True)
+        path = tmp_path_factory.mktemp("some") / "prompts.jsonl"
+        path.write_text("".join(lines[:: len(lines) // count][:count]))
+        return path
+
+    return some
+
+
 @pytest.fixture
-def scored(vllm_python, answers, plain, monkeypatch, tmp_path):
+def scored(vllm_python, answers, plain, some, monkeypatch, tmp_path):
     """Scores a checkpoint here and in vLLM."""
     make = engine_scores.scorer
 
@@ -58,11 +75,11 @@ def scored(vllm_python, answers, plain, monkeypatch, tmp_path):
 
     monkeypatch.setattr(engine_scores, "scorer", knowing)
 
-    def scored(checkpoint: Path, prompts: int = 40, heldout: str | Path = PROMPTS[1], fails: bool = False):
+    def scored(checkpoint: Path, prompts: int = 20, fails: bool = False):
         out = tmp_path / "card.json"
         words = [f"checkpoint={checkpoint}", "score.engine=vllm", f"score.engine_python={vllm_python}"]
         words += ["decode=chain", "decode.depth=3", "score.alternatives=[]", f"answers={answers}"]
-        words += ["target.dtype=float32", f"prompts={PROMPTS[0]}", f"prompts.heldout={heldout}"]
+        words += ["target.dtype=float32", f"prompts={PROMPTS}", f"prompts.heldout={some(prompts)}"]
         words += ["score.prompts=2", "score.audit_prompts=1", f"score.replay_prompts={prompts}", f"out={out}"]
         done = foredraft("score", *words)
         if fails:
@@ -103,7 +120,7 @@ def told(engine_row):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_trained_drafter_drafts_in_vllm_as_it_was_scored(scored, told, name):
-    (one,) = scored(FIXTURES / name, prompts=20)[0].served
+    (one,) = scored(FIXTURES / name)[0].served
     told(NAMES[name], "vllm", one)
     assert one.engine == "vllm 0.32.0"
     assert one.agrees, one.cause
@@ -118,7 +135,7 @@ def test_a_trained_drafter_drafts_in_vllm_as_it_was_scored(scored, told, name):
 
 @pytest.mark.proof
 def test_a_reduced_vocabulary_is_drafted_from(scored, reduced, told):
-    (one,) = scored(reduced, prompts=20)[0].served
+    (one,) = scored(reduced)[0].served
     told("EAGLE-3, reduced vocabulary", "vllm", one)
     assert one.agrees, one.cause
     assert one.texts
@@ -126,23 +143,15 @@ def test_a_reduced_vocabulary_is_drafted_from(scored, reduced, told):
     assert one.scored_tau >= 1.5
 
 
-@pytest.fixture(scope="session")
-def some(tmp_path_factory) -> Path:
-    """The held-out prompts that are served."""
-    path = tmp_path_factory.mktemp("some") / "prompts.jsonl"
-    path.write_text("".join(Path(PROMPTS[1]).read_text().splitlines(keepends=True)[:20]))
-    return path
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_drafter_of_every_kind_is_served_as_it_was_scored(scored, some, told, tmp_path, name):
-    settings, to = OTHERS[name]
-    words = [f"output_dir={some.parent}", f"hydra.run.dir={tmp_path}/run", f"prompts={some}", "taps=cache"]
-    words += [f"prompts.heldout={PROMPTS[0]}", "prompts.self=0", "score.enabled=false", "logger=csv"]
+    (settings, to), served = OTHERS[name], some(20)
+    words = [f"output_dir={served.parent}", f"hydra.run.dir={tmp_path}/run", f"prompts={served}"]
+    words += [f"prompts.heldout={PROMPTS}", "prompts.self=0", "score.enabled=false", "logger=csv"]
     words += ["rollout.temperature=0", "rollout.max_new_tokens=64", "max_tokens=160", "batch_size=4"]
-    train([*words, STEPS, *settings]).succeeded()
-    (one,) = scored(tmp_path / "run" / "checkpoints" / "last", heldout=some, prompts=20)[0].served
+    train([*words, "taps=cache", STEPS, *settings]).succeeded()
+    (one,) = scored(tmp_path / "run" / "checkpoints" / "last")[0].served
     told(name, to, one)
     assert one.agrees, one.cause
     assert one.texts
@@ -216,5 +225,5 @@ def test_a_broken_export_is_found_and_its_cause_named(broken, cause):
 
 @pytest.mark.proof
 def test_an_export_that_ends_the_engine_is_told_with_its_fault(broken):
-    done = broken(absolute_d2t, prompts=20, fails=True)
+    done = broken(absolute_d2t, fails=True)
     done.refused("ended while it answered: ", "index", "d2t is no list of offsets")
