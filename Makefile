@@ -34,6 +34,7 @@ engines:  ## Serve exports in vLLM and the authors' loops, installed apart; writ
 	vllm=$$(bash scripts/engines/install.sh .engines/vllm) && \
 	  authors=$$(bash scripts/engines/install.sh .engines/authors) || exit; \
 	export FOREDRAFT_VLLM_PYTHON=$$vllm FOREDRAFT_AUTHORS_PYTHON=$$authors; \
+	unset PYTHONDONTWRITEBYTECODE; : an engine that starts compiles what it imports, once; \
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal -m engine --junitxml=outputs/engines/tests.xml \
 	  tests/engines; tests=$$?; python scripts/engines/table.py && exit $$tests
 
