@@ -30,11 +30,12 @@ proofs:  ## Proofs of up to five minutes each (45 minutes); keeps their output a
 long-proofs:  ## Mutants of whole modules, restarts of 32 processes (20 minutes); adds to docs/proofs.md
 	python scripts/proofs.py --long
 
+# An engine that starts imports thousands of modules, which are compiled once where that is kept.
 engines:  ## Serve exports in vLLM and the authors' loops, installed apart; writes docs/engines.md
 	vllm=$$(bash scripts/engines/install.sh .engines/vllm) && \
 	  authors=$$(bash scripts/engines/install.sh .engines/authors) || exit; \
 	export FOREDRAFT_VLLM_PYTHON=$$vllm FOREDRAFT_AUTHORS_PYTHON=$$authors; \
-	unset PYTHONDONTWRITEBYTECODE; : an engine that starts compiles what it imports, once; \
+	unset PYTHONDONTWRITEBYTECODE; \
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal -m engine --junitxml=outputs/engines/tests.xml \
 	  tests/engines; tests=$$?; python scripts/engines/table.py && exit $$tests
 

@@ -47,16 +47,16 @@ class Seen(NamedTuple):
     noise: Sequence[float]
     rounds: Sequence[int] | None
 
-    def same(self, result: ReplayResult) -> list[bool]:
-        """Of each answer, whether a replay takes as many rounds."""
+    def off(self, result: ReplayResult) -> list[int]:
+        """Of each answer, by how many rounds a replay differs."""
         assert self.rounds is not None
-        return [round(a) == b for a, b in zip(result.counts.rounds, self.rounds, strict=True)]
+        return [abs(round(a) - b) for a, b in zip(result.counts.rounds, self.rounds, strict=True)]
 
     def chance(self, own: ReplayResult, spoilt: ReplayResult) -> float:
-        """Probability that a mistake explains so many more answers than none does if neither is nearer."""
-        pairs = list(zip(self.same(own), self.same(spoilt), strict=True))
-        more, fewer = pairs.count((False, True)), pairs.count((True, False))
-        return float(stats.binom.sf(more - 1, more + fewer, 0.5)) if more > fewer else 1.0
+        """Probability that a mistake is nearer than none in so many more answers by chance (sign test)."""
+        pairs = list(zip(self.off(own), self.off(spoilt), strict=True))
+        nearer, further = sum(b < a for a, b in pairs), sum(a < b for a, b in pairs)
+        return float(stats.binom.sf(nearer - 1, nearer + further, 0.5)) if nearer > further else 1.0
 
     def distance(self, result: ReplayResult) -> float:
         """Largest difference of acceptance, in units of the noise."""

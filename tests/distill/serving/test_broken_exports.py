@@ -1,0 +1,34 @@
+"""Which mistake explains the rounds that an engine took."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distill.serving.broken_exports import CHANCE, Seen
+
+
+def replayed(rounds: list[float]) -> Any:
+    return SimpleNamespace(counts=SimpleNamespace(rounds=rounds))
+
+
+@pytest.mark.parametrize(
+    ("own", "spoilt", "want"),
+    [
+        ([20.0] * 12, [25.0] * 12, 2**-12),  # each answer as with the mistake
+        ([20.0] * 12, [26.0] * 12, 2**-12),  # nearer to it, if not equal
+        ([20.0] * 6 + [25.0] * 6, [25.0] * 6 + [20.0] * 6, 1.0),  # as many one way as the other
+        ([25.0] * 12, [25.0] * 12, 1.0),
+        ([20.0] * 3 + [25.0] * 9, [25.0] * 12, 2**-3),  # answers that both explain tell nothing
+    ],
+)
+def test_a_mistake_explains_where_its_rounds_are_nearer(own, spoilt, want):
+    seen = Seen([0.5], [0.1], [25] * 12)
+    assert seen.chance(replayed(own), replayed(spoilt)) == pytest.approx(want)
+
+
+def test_a_dozen_answers_are_enough_to_name_one():
+    seen = Seen([0.5], [0.1], [25] * 12)
+    assert seen.chance(replayed([20.0] * 12), replayed([26.0] * 12)) < CHANCE
