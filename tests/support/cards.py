@@ -113,6 +113,8 @@ def scorecard(rows: Any = None, **more: Any) -> dict[str, Any]:
         "lossless_to": "target",
         "target_drift": None,
         "train_seconds": None,
+        "train_cpu_seconds": None,
+        "train_precision": "",
         "categories": [],
         "samples": [],
         "plan_choices": [],

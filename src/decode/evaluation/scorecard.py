@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -246,6 +246,8 @@ class Checkpoint:
         lossless_to: "target", or "tuned target" where the drafter comes with one.
         target_drift: how far a tuned target is from the original; None for others.
         train_seconds: s of training; None where it is not known.
+        train_cpu_seconds: s of CPU time in it, of the first process.
+        train_precision: of its steps; "" where it is not known.
     """
 
     drafter: str = ""
@@ -259,6 +261,8 @@ class Checkpoint:
     lossless_to: str = "target"
     target_drift: TargetDrift | None = None
     train_seconds: float | None = None
+    train_cpu_seconds: float | None = None
+    train_precision: str = ""
 
 
 class SampleToken(NamedTuple):
@@ -379,6 +383,12 @@ class Scorecard:
         """The audit's verdict in a word or two."""
         return NOT_RUN if self.audit is None else "pass" if self.audit.passed else "FAIL"
 
+    def after(self, training: Training) -> Self:
+        """The same scorecard with what is known about training."""
+        seconds = {"train_seconds": training.seconds, "train_cpu_seconds": training.cpu_seconds}
+        checkpoint = replace(self.checkpoint, **seconds, train_precision=training.precision)
+        return replace(self, checkpoint=checkpoint)
+
     @property
     def replay_agrees(self) -> bool:
         """Decoder and replay agree in all rows."""
@@ -440,10 +450,12 @@ def read_scorecard(path: Path) -> Scorecard:
 
 
 class Training(NamedTuple):
-    """How long a checkpoint was trained."""
+    """How long a checkpoint was trained, and in which precision; see `Checkpoint`."""
 
     step: int | None = None
     seconds: float | None = None
+    cpu_seconds: float | None = None
+    precision: str = ""
 
 
 def read_training(path: Path) -> Training:
@@ -453,8 +465,14 @@ def read_training(path: Path) -> Training:
     except (OSError, ValueError, RecursionError):
         return Training()
     values = values if isinstance(values, dict) else {}
-    step, seconds = values.get("step"), values.get("train_seconds")
-    return Training(step if isinstance(step, int) else None, seconds if isinstance(seconds, float) else None)
+    step, precision = values.get("step"), values.get("train_precision")
+    seconds, cpu_seconds = values.get("train_seconds"), values.get("train_cpu_seconds")
+    return Training(
+        step if isinstance(step, int) else None,
+        seconds if isinstance(seconds, float) else None,
+        cpu_seconds if isinstance(cpu_seconds, float) else None,
+        precision if isinstance(precision, str) else "",
+    )
 
 
 def as_json(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from distill.config.build import build_target, quiet, read_inputs
@@ -45,8 +44,7 @@ def score(options: ScoreCommandOptions) -> float:
         engine=engine_scores.scorer(score, chat, held, options.seed, folder, training=False),
     )
     training = earlier(checkpoint)
-    card = scorer(checkpoint, training.step or 0)
-    card = replace(card, checkpoint=replace(card.checkpoint, train_seconds=training.seconds))
+    card = scorer(checkpoint, training.step or 0).after(training)
     if options.out:
         write_json(Path(options.out), card.to_json())
     print(settings_table(card))

@@ -9,7 +9,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from typing_extensions import override
 
 from decode.errors import UserError
-from decode.evaluation.scorecard import BY_ENGINE, Scorecard, read_scorecard, read_training
+from decode.evaluation.scorecard import BY_ENGINE, Scorecard, Training, read_scorecard, read_training
 from decode.model.target import Target
 from distill.distributed.graceful_shutdown import Stop
 from distill.distributed.ranks import write_processes
@@ -74,17 +73,18 @@ class ScoreCheckpoint(L.Callback):
         self.root = folder / "checkpoints"
         self.every, self.scorer, self.target_name = every, scorer, target_name
         self.stop, self.budget = stop or Stop(), budget
-        self.trained = 0.0  # seconds in training steps, whatever was scored between them
+        self.trained = self.trained_cpu = 0.0  # seconds in training steps, whatever was scored between them
         self._reported = time.monotonic()  # time of the last report
         self._last_step = 0  # newest save point; a shared disk may show it to other machines late
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"trained": self.trained}
+        return {"trained": self.trained, "trained_cpu": self.trained_cpu}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.trained = state_dict["trained"]
+        self.trained_cpu = state_dict.get("trained_cpu", math.nan)  # older states do not know
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -102,7 +102,7 @@ class ScoreCheckpoint(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batch_start = time.monotonic()
+        self._batch_start = time.monotonic(), time.process_time()
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -132,7 +132,9 @@ class ScoreCheckpoint(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.trained += time.monotonic() - self._batch_start
+        begun, begun_cpu = self._batch_start
+        self.trained += time.monotonic() - begun
+        self.trained_cpu += time.process_time() - begun_cpu
         step = trainer.global_step
         # With gradient accumulation several micro-batches have the same step.
         if step > self._last_step and (self._due(trainer, step) or self._due_early()):
@@ -212,7 +214,7 @@ class ScoreCheckpoint(L.Callback):
         scorer, step = self.scorer, int(path.name)
         if scorer is None or (path / "score.json").exists() or not self._due(trainer, step):
             return False
-        card = self._write_score(path, scorer, early=step not in (0, trainer.max_steps))
+        card = self._write_score(trainer, path, scorer, early=step not in (0, trainer.max_steps))
         if card is None:
             return False
         _link_to(self.root / "best", max(checkpoints(self.root.parent), key=_rank))
@@ -230,16 +232,19 @@ class ScoreCheckpoint(L.Callback):
             return
         best = self.root / (self.root / "best").readlink()
         if best != newest:
-            self._write_score(best, self.scorer, early=False)
+            self._write_score(trainer, best, self.scorer, early=False)
 
-    def _write_score(self, path: Path, scorer: Scorer, early: bool) -> Scorecard | None:
+    def _write_score(self, trainer: L.Trainer, path: Path, scorer: Scorer, early: bool) -> Scorecard | None:
         """Score a checkpoint, and log what speaks against it; None if the run was stopped meanwhile."""
-        step, seconds = int(path.name), read_training(path / "score.json").seconds or self.trained
+        step, training = int(path.name), read_training(path / "score.json")
+        if training.seconds is None:
+            cpu = None if math.isnan(self.trained_cpu) else self.trained_cpu
+            training = Training(step, self.trained, cpu, trainer.precision)
         with torch.random.fork_rng():  # loading a drafter first initializes it at random
             card = self.stop.run_unless_stopped(lambda: scorer(path, step, early))
         if card is None:
             return None
-        card = replace(card, checkpoint=replace(card.checkpoint, train_seconds=seconds))
+        card = card.after(training)
         write_json(path / "score.json", card.to_json())
         if not card.audit_passed:
             log.error("audit failed at step %s: %s", path.name, card.audit)
