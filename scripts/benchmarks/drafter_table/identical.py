@@ -1,0 +1,96 @@
+"""Whether two commits train and decode alike, so that a table may have rows of both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.drafter_table.arms import TRAIN, Run
+from decode.errors import UserError
+from distill.utils.atomic_files import write_json
+from distill.utils.progress import say
+
+ROOT = TRAIN.parent
+SOURCE = ("src", "conf", "data", "constraints.txt")  # what training and decoding depend on
+RECORD = "identical.json"
+SHORT = [  # a run of some seconds, by which commits are compared
+    *("prompts.limit=12", "prompts.self=0", "rollout.max_new_tokens=32", "batch_size=4", "try_largest=false"),
+    *("score.replay_prompts=4", "score.prompts=1", "score.audit_prompts=1", "score.max_new_tokens=24"),
+]
+STEPS = 3
+
+
+class Commits:
+    """Knows which commits give bit-identical runs of an arm; what was found is kept in a file.
+
+    Args:
+        results: folder of that file.
+        runs: folder of the runs, of which some read others.
+        common: words of every run.
+    """
+
+    def __init__(self, results: Path, runs: Path, common: Sequence[str]) -> None:
+        self.file, self.runs, self.common = results / RECORD, runs, list(common)
+        self.found: dict[str, bool] = {}
+        with suppress(FileNotFoundError):
+            self.found = json.loads(self.file.read_text())
+
+    def alike(self, run: Run, commit: str, other: str) -> bool:
+        """Whether both commits train the same weights and accept the same drafts.
+
+        Raises:
+            UserError: a commit is not in this repository.
+        """
+        if commit == other or not _git("diff", "--name-only", commit, other, "--", *SOURCE).strip():
+            return True
+        name = f"{run.arm} {commit} {other}"
+        if name not in self.found:
+            say(f"{run.name}: does {commit} train and decode as {other} does?")
+            self.found[name] = self._digest(run, commit) == self._digest(run, other)
+            write_json(self.file, self.found)
+        return self.found[name]
+
+    def _digest(self, run: Run, commit: str) -> str:
+        """Hash of the weights and the replayed counts of a short run of a commit."""
+        with TemporaryDirectory(prefix="commit-") as folder:
+            tree = Path(folder) / "tree"
+            _git("worktree", "add", "--detach", str(tree), commit)
+            try:
+                return self._short_run(run, tree, Path(folder) / "runs")
+            finally:
+                _git("worktree", "remove", "--force", str(tree))
+
+    def _short_run(self, run: Run, tree: Path, runs: Path) -> str:
+        words = [*run.words_in(self.runs), *self.common, *SHORT, "logger=csv", f"output_dir={runs}"]
+        words += [f"trainer.max_steps={STEPS}", f"score.every={STEPS}"] if run.steps else []
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree / "src")}
+        command = [sys.executable, "train.py", *words, f"hydra.run.dir={runs / 'run'}"]
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"benchmark drafters: {run.arm} at {tree.name} has failed: {done.stderr[-300:]}")
+        best = runs / "run" / "checkpoints" / "best"
+        hashed = hashlib.sha256()
+        for file in sorted(best.glob("*.safetensors")):  # one whose drafter has weights
+            hashed.update(file.read_bytes())
+        rows = json.loads((best / "score.json").read_text())["rows"]
+        hashed.update(json.dumps([row["replay"] and row["replay"]["counts"] for row in rows]).encode())
+        return hashed.hexdigest()
+
+
+def uncommitted() -> str:
+    """The first changed file that results depend on; "" if all are committed."""
+    return next(iter(_git("status", "--porcelain", "--", *SOURCE).splitlines()), "")[3:]
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"git {words[0]}: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout
