@@ -57,7 +57,8 @@ class BlockDrafter(TokenBiasDrafter):
         depth: K, the maximum draft length; shorter drafts use the first of a block's predictions.
         anchors: blocks per text in a training batch, on average, sampled for each batch; 0: all.
         steps: denoising passes over a block; after each the most confident masks are filled in. More
-            than one allows no sampling: a row is not the distribution that its token came from.
+            than one allows no sampling: a row is not the distribution that its token came from. Training
+            then sees each block twice, once with some masks filled in by the text's tokens.
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
@@ -176,19 +177,34 @@ class BlockDrafter(TokenBiasDrafter):
         count = len(mask) * self.anchors if self.training and self.anchors else len(candidates)
         chosen = sample_anchors(candidates, count, batch.seed)  # (A,) on the host
         anchors = chosen.to(device)
-        states = self._blocks(batch, target, chosen, anchors)  # (A, K, D)
-        teaching, head = TeacherForcedBias(self.info, batch.tokens), self.head(target)
-        weight = len(candidates) / len(chosen)  # sampled anchors stand for all
+        supervised = torch.stack(
+            [supervised_anchors(mask, depth).flatten()[chosen] for depth in range(1, self.depth + 1)], 1
+        )  # (A, K)
+        passes: list[tuple[Tensor, Tensor | None]] = [(self._blocks(batch, target, chosen, anchors), None)]
+        if self.training and self.steps > 1:
+            filled, counts = (t.to(device) for t in filled_places(supervised, batch.seed))
+            passes.append((self._blocks(batch, target, chosen, anchors, filled), counts[:, None] * ~filled))
+        teaching, head = [TeacherForcedBias(self.info, batch.tokens) for _ in passes], self.head(target)
+        weight = len(candidates) / len(chosen) / len(passes)  # sampled anchors stand for all
         for depth in range(1, self.depth + 1):
-            is_supervised = supervised_anchors(mask, depth).flatten()[chosen].to(device)
+            is_supervised = supervised[:, depth - 1].to(device)
             if not is_supervised.any():
                 return
             anchor = anchors[is_supervised]
-            hidden = teaching.with_bias_input(states[is_supervised, depth - 1], anchor, depth)
-            yield DraftStep(hidden, anchor, depth, head, {}, weight)
+            for bias, (states, counted) in zip(teaching, passes, strict=True):  # (A, K, D), (A, K)
+                hidden = bias.with_bias_input(states[is_supervised, depth - 1], anchor, depth)
+                rows = weight if counted is None else weight * counted[is_supervised, depth - 1]
+                yield DraftStep(hidden, anchor, depth, head, {}, rows, training_only=counted is not None)
 
-    def _blocks(self, batch: Batch, target: Target, chosen: Tensor, anchors: Tensor) -> Tensor:
-        """(A, K, D) final states that predict."""
+    def _blocks(
+        self,
+        batch: Batch,
+        target: Target,
+        chosen: Tensor,
+        anchors: Tensor,
+        filled: Tensor | None = None,
+    ) -> Tensor:
+        """(A, K, D) final states that predict; (A, K) masks are filled in with the text's tokens."""
         length, width = batch.tokens.shape[1], 1 + self.masks
         device, dtype = anchors.device, self.mask.dtype
         # Features of each text up to its last anchor, texts concatenated.
@@ -201,7 +217,13 @@ class BlockDrafter(TokenBiasDrafter):
         feature = self.fuse(batch.taps.flatten(0, 1)[places.to(device)].to(dtype))  # (N, D)
         newest = batch.taps.flatten(0, 1)[anchors, -1].to(dtype)
         root = target.embed(batch.tokens.flatten()[anchors + 1]).to(dtype)
-        x = self.inputs(root, newest).flatten(0, 1)  # (M, D)
+        x = self.inputs(root, newest)  # (A, 1 + masks, D)
+        if filled is not None:
+            ahead = torch.arange(2, width + 1, device=device)
+            following = anchors[:, None] + ahead  # (A, masks) places of the tokens that masks stand for
+            token = target.embed(batch.tokens.flatten()[following.clamp_max(batch.tokens.numel() - 1)])
+            x = self.fill_in(x, filled, token.to(dtype))
+        x = x.flatten(0, 1)  # (M, D)
         table = self.rotary.table(length + width, feature)
         positions = (anchors % length + 1)[:, None] + torch.arange(width, device=device)
         block_angles, context_angles = table[positions.flatten()], table[(places % length).to(device)]
@@ -228,6 +250,11 @@ class BlockDrafter(TokenBiasDrafter):
         later = None if bool(within.all()) else within.repeat(len(slots), 1).to(device)
         oldest = None if oldest is None else oldest.to(device)
         return Visibility([place.to(device), *[own] * width], blocks, oldest, shape.sinks, later)
+
+    def fill_in(self, x: Tensor, filled: Tensor, token: Tensor) -> Tensor:
+        """(B, 1 + masks, D) input of blocks, where (B, masks) masks become (B, masks, D) embedded tokens."""
+        masks = x[:, 1:] + torch.where(filled[..., None], token - self.mask, 0.0)
+        return torch.cat([x[:, :1], masks], 1)
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -289,15 +316,14 @@ class BlockDrafter(TokenBiasDrafter):
         x = self.inputs(target.embed(state.root).to(state.newest.dtype), state.newest)
         states = self._pass(state.store, x)
         head = self.output_head(target.head)
-        logits = head.product(states)
+        logits, vocabulary = head.product(states), Vocabulary.of(head, target)
         filled = torch.zeros_like(logits[..., 0], dtype=torch.bool)  # (B, K)
         for _ in range(self.steps - 1):
-            confidence = head.shape(logits).softmax(-1).amax(-1).masked_fill(filled, -1.0)
-            surest = confidence.topk(-(-self.depth // self.steps), -1)
+            levels = ParallelLogits(logits.unbind(1), states, head, self.info, state.root, vocabulary)
+            token, confidence = levels.likeliest()
+            surest = confidence.masked_fill(filled, -1.0).topk(-(-self.depth // self.steps), -1)
             new = torch.zeros_like(filled).scatter_(1, surest.indices, surest.values > 0)
-            token = target.embed(head.target_ids(logits.max(-1).indices)).to(x.dtype)
-            masks = x[:, 1:] + torch.where(new[..., None], token - self.mask, 0.0)
-            x, filled = torch.cat([x[:, :1], masks], 1), filled | new
+            x, filled = self.fill_in(x, new, target.embed(token).to(x.dtype)), filled | new
             fresh = self._pass(state.store, x)
             states = torch.where(filled[..., None], states, fresh)
             logits = torch.where(filled[..., None], logits, head.product(fresh))
@@ -309,3 +335,24 @@ class BlockDrafter(TokenBiasDrafter):
         block = self.visible_places(x.device).expand(rows, -1, -1)
         x = run_after(store, self.stack, self.rotary, x, block, torch.arange(width, device=x.device))
         return self.norm(x)[:, width - self.depth :]
+
+
+def filled_places(supervised: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Places of blocks that a training pass fills in, and what each of the others then counts.
+
+    Of a block's n supervised places a number that is uniform from 0 to n - 1 is filled in, at random; the
+    others count n over their number. So the loss is n times that of a token in a random order: the bound of
+    masked diffusion models (MDLM, arXiv:2406.07524), by number in place of by rate.
+
+    Args:
+        supervised: (A, K) bool.
+        seed: of the draws.
+
+    Returns:
+        (A, K) bool, and (A,) weights; a block without supervised places has the weight 0.
+    """
+    random = torch.Generator().manual_seed(seed)
+    size = supervised.sum(1)  # (A,)
+    order = torch.rand(supervised.shape, generator=random).masked_fill(~supervised, 2.0).argsort(1).argsort(1)
+    count = (torch.rand(len(size), generator=random) * size).long()
+    return (order < count[:, None]) & supervised, size / (size - count).clamp_min(1)

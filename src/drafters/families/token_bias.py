@@ -28,7 +28,7 @@ from decode.sampling import Sampler
 from drafters.base import Drafter
 from drafters.drafting.tree import expand
 from drafters.layers.decoder_layer import RMSNorm
-from drafters.vocabulary import TokenCounts, Vocabulary
+from drafters.vocabulary import TokenCounts, Vocabulary, target_ids
 
 KINDS = ("none", "vanilla", "gated", "recurrent")
 TABLE_BYTES = 2**28  # limit for a table of all hot token pairs; 8000 tokens in 16 bits take 128 MB
@@ -377,6 +377,17 @@ class ParallelLogits:
         token, memory = self._last
         state = state.expand(-1, token.shape[1], -1)
         return torch.cat([state, self._info.low_rank_input(token, state, memory)[0]], -1)
+
+    def likeliest(self) -> tuple[Tensor, Tensor]:
+        """(B, K) tokens of the chain of likeliest ones, and the probability of each; before any `step`."""
+        logits, found = self.first, list[tuple[Tensor, Tensor]]()
+        for depth in range(len(self._raw)):
+            if depth:
+                logits = self.step(found[-1][0][:, None], torch.zeros_like(found[-1][0])[:, None])[:, 0]
+            chance, token = logits.softmax(-1).max(-1)  # (B,)
+            found.append((target_ids(token, self.vocabulary), chance))
+        tokens, chances = zip(*found, strict=True)
+        return torch.stack(tokens, 1), torch.stack(chances, 1)
 
     def step(self, token: Tensor, parent: Tensor) -> Tensor:
         """Logits below the tokens of a level; see `expand`."""

@@ -22,34 +22,43 @@ from drafters.layers.decoder_layer import LayerShape, RMSNorm
 
 
 class Diffusion(BlockDrafter):
-    """Differs from DFlash in three ways: the newest feature is added at every position of a block, each of
-    the K masks is a learned vector, and taps are normalised before they are fused.
+    """Differs from DFlash in three ways: the newest feature and the root's embedding are added at every place
+    of a block, each of the K masks is a learned vector, and taps are normalised before they are fused.
 
     Args:
         taps: layer ids (inputs of decoder layers) or "last"; the last tap is added in the block.
         depth: masks of a block, K.
+        per_depth: every place has a map of its own of what is added, as Medusa's heads have.
         **options: of `BlockDrafter`, without `qk_norm`.
     """
 
-    def __init__(self, taps: Sequence[Tap], depth: int, **options: Any) -> None:
+    def __init__(self, taps: Sequence[Tap], depth: int, per_depth: bool = False, **options: Any) -> None:
         super().__init__(taps=taps, depth=depth, **options)
-        self.settings = {"taps": list(taps), "depth": depth} | options
+        self.settings = {"taps": list(taps), "depth": depth, "per_depth": per_depth} | options
         hidden_size, eps = self.shape.hidden_size, self.shape.eps
         self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
         self.mask = nn.Parameter(torch.zeros(depth, hidden_size))
-        self.feature_in = Linear(hidden_size, hidden_size, bias=False)
+        maps = 1 + self.masks if per_depth else 1
+        self.place_in = Linear(2 * hidden_size, maps * hidden_size, bias=False)
 
     @override
     @classmethod
     @torch.no_grad()
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """Initialised so that every position predicts what the target's head gives on the newest feature."""
+        """Initialised so that every place is the newest feature, and a mask as large.
+
+        The masks have to differ from the start: places that are alike ask one set of weights for different
+        tokens, and grow apart slowly.
+        """
         options["taps"] = _taps(options["taps"], len(target.layers))
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
         drafter.zero_layer_outputs()
         size = target.hidden_size
-        drafter.feature_in.weight.copy_(torch.eye(size))
+        drafter.mask.normal_()  # the feature is normalised, too
+        root, feature = drafter.place_in.weight.unflatten(0, (-1, size)).chunk(2, -1)  # (maps, D, D) each
+        root.normal_(std=0.32 * size**-0.5)
+        feature.copy_(torch.eye(size))
         drafter.fc.weight.normal_(std=0.32 * size**-0.5)
         drafter.fc.weight[:, -size:] += torch.eye(size)
         return drafter
@@ -61,7 +70,8 @@ class Diffusion(BlockDrafter):
 
     @override
     def inputs(self, root: Tensor, newest: Tensor) -> Tensor:
-        return self.places(root) + self.feature_in(newest)[..., None, :]
+        both = torch.cat([root, self.tap_norms[-1](newest)], -1)
+        return self.places(root) + self.place_in(both).unflatten(-1, (-1, root.shape[-1]))
 
 
 def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:

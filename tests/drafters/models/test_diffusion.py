@@ -8,7 +8,7 @@ import contract
 import pytest
 import torch
 from exact import check_lossless
-from faces import CHAIN, Follower, K, V, batch_of, both, random_texts
+from faces import CHAIN, Follower, K, V, assert_faces_agree, batch_of, both, random_texts
 
 from decode.errors import UserError
 from decode.model.head import Head
@@ -18,6 +18,8 @@ from distill.losses.divergences import hit, nll
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak
 from drafters.base import DraftStep, sample_anchors
+from drafters.families.block import filled_places
+from drafters.models.diffusion import Diffusion
 
 # -- the drafter -----------------------------------------------------------------------------------
 
@@ -155,6 +157,79 @@ def test_nothing_is_drawn_after_a_second_pass(tiny_target, make_drafter, plan):
 def test_several_passes_are_lossless(tiny_target, make_drafter, plan):
     target = tiny_target()
     check_lossless(target, make_drafter("diffusion", target, steps=2), plan, Sampler(1.0))
+
+
+def test_every_place_counts_once_on_average_and_those_behind_the_answer_never():
+    supervised = torch.tensor([[True] * 4, [True, True, False, False], [True, False, False, False]])
+    counted = torch.zeros(3, 4)
+    for seed in range(4000):
+        filled, counts = filled_places(supervised, seed)
+        assert not (filled & ~supervised).any()
+        left = supervised & ~filled
+        assert left.any(1).all()  # something is left to predict
+        assert torch.equal(counts, supervised.sum(1) / left.sum(1))
+        counted += counts[:, None] * left
+    want = supervised * 4000.0
+    assert (counted - want).abs().max() < 250  # five standard deviations
+    assert torch.equal(counted[2], want[2])
+
+
+def test_training_fills_in_as_drafting_does(tiny_target, make_drafter, monkeypatch):
+    """A block with the text's own tokens in some of its masks has the states of a later pass."""
+    target, drafter = both(tiny_target, make_drafter, "diffusion", steps=2, anchors=0)
+    texts = random_texts()
+    filled = torch.zeros(2 * (texts.shape[1] - 2), K, dtype=torch.bool)  # all anchors of both texts
+    filled[:, 1] = True
+    monkeypatch.setattr("drafters.families.block.filled_places", lambda *_: (filled, torch.ones(len(filled))))
+    with torch.no_grad():
+        steps = list(drafter.train().unroll(batch_of(target, texts), target))
+    whole, partly = ([step for step in steps if step.training_only is only] for only in (False, True))
+    assert [step.depth for step in whole] == [step.depth for step in partly] == [1, 2, 3]
+    assert {step.weight for step in whole} == {0.5}
+    assert [step.weight.unique().tolist() for step in partly] == [[0.5], [0.0], [0.5]]
+    known = Follower(drafter.eval(), target, texts, (5, 3)).state
+    x = drafter.inputs(target.embed(known.root), known.newest)
+    following = torch.stack([texts[row, n + 1 : n + 1 + K] for row, n in enumerate((5, 3))])
+    token = target.embed(following)
+    with torch.no_grad():
+        want = drafter._pass(known.store, drafter.fill_in(x, filled[:2], token))  # (2, K, D)
+    for row, n in enumerate((5, 3)):
+        for step in partly:
+            at = (step.anchor == row * texts.shape[1] + n - 1).nonzero().item()
+            state = step.hidden[at, : want.shape[-1]]  # before the bias's input
+            torch.testing.assert_close(state, want[row, step.depth - 1], rtol=0, atol=1e-5)
+
+
+def test_one_pass_trains_on_masks_alone(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "diffusion")
+    steps = list(drafter.train().unroll(batch_of(target, random_texts()), target))
+    assert not any(step.training_only for step in steps)
+
+
+# -- what enters a block ---------------------------------------------------------------------------
+
+
+def test_faces_agree_where_every_place_has_a_map_of_its_own(tiny_target, make_drafter):
+    options = {"per_depth": True, "token_info": "vanilla", "info_rank": 4}
+    target, drafter = both(tiny_target, make_drafter, "diffusion", **options)
+    assert len(drafter.place_in.weight) == (1 + K) * target.hidden_size
+    assert_faces_agree(drafter, target, random_texts())
+
+
+def test_a_fresh_block_has_places_that_differ(tiny_target):
+    """The masks are as large as the feature: with masks of 0 all places begin as one."""
+    target = tiny_target(vocab=V, layers=4, hidden=64, dtype=torch.float32)
+    torch.manual_seed(0)
+    options = {"depth": 4, "layers": 1, "anchors": 0, "taps": None}
+    fresh = Diffusion.for_target(target, **options)
+    target.tap(fresh.taps)
+    batch = batch_of(target, random_texts())
+    states = torch.stack([step.hidden[:10] for step in fresh.unroll(batch, target)])  # (K, 10, D)
+    alike = torch.nn.functional.cosine_similarity(states[:1], states[1:], dim=-1)
+    assert alike.max() < 0.9
+    newest = batch.taps.flatten(0, 1)[:10, -1]
+    own = torch.nn.functional.cosine_similarity(states, newest, dim=-1)
+    assert own.min() > 0.2  # each still says what the feature does
 
 
 # -- streaks (SD1, SD2) ----------------------------------------------------------------------------
