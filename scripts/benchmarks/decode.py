@@ -93,8 +93,11 @@ def _draft_model(cfg: DictConfig, target: Target) -> DraftLM | None:
             raise
         say(f"without assisted generation and our chain with a draft model: {error}")
         return None
-    if not isinstance(draft, DraftLM):
-        raise UserError("benchmark: Hugging Face can use drafter=lm_given too; give others as checkpoint=")
+    if not isinstance(draft, DraftLM) or draft.mapping is not None:
+        raise UserError(
+            "benchmark: Hugging Face can use drafter=lm_given too, of the target's vocabulary; give others "
+            "as checkpoint="
+        )
     return draft.to(target.device, target.dtype).eval().requires_grad_(False)
 
 

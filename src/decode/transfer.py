@@ -85,3 +85,18 @@ class Settled(RowInts):
         lengths = [self.draft_lengths[r] for r in rows] if self.draft_lengths else ()
         texts = [self.texts[r] for r in rows]
         return type(self)([self[r] for r in rows], self._select_copy(rows), texts, lengths)
+
+
+def new_tokens(tokens: Tensor, counts: Sequence[int], root: Tensor, first: bool) -> Sequence[Sequence[int]]:
+    """Tokens by which each row's text has grown, the new root included and the old one not.
+
+    Args:
+        tokens: (B, M) as `Proposer.advance` is given them, like `counts` and `root`.
+        counts: a `Settled` has the answer already; other numbers are read from the device.
+        root: (B,).
+        first: whether nothing was settled before; else row[0] is the old root.
+    """
+    if isinstance(counts, Settled):
+        return counts.texts
+    rows = zip(tokens.tolist(), counts, root.tolist(), strict=True)
+    return [[*row[0 if first else 1 : n], end] for row, n, end in rows]

@@ -108,10 +108,13 @@ class TokenCounts(NamedTuple):
         size = max(least, -(-enough // STEP) * STEP)
         return order[:size].sort().values if size <= len(order) // 2 else None
 
+    def covered(self, ids: Tensor) -> float:
+        """Share of the counted tokens that is among (V',) ids."""
+        return float(self.counts[ids].sum() / self.counts.sum().clamp_min(1))
+
     def share(self, ids: Tensor) -> str:
-        """Which share of the counted tokens is among (V',) ids, for users."""
-        share = float(self.counts[ids].sum() / self.counts.sum().clamp_min(1))
-        return f"of {len(self.counts)} tokens make {share:.2%} of the answers"
+        """The same, for users."""
+        return f"of {len(self.counts)} tokens make {self.covered(ids):.2%} of the answers"
 
 
 def by_frequency(counts: Tensor, first: Sequence[int]) -> Tensor:

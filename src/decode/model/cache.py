@@ -156,6 +156,11 @@ class RowStore:
             flat[:, (start + torch.arange(num_slots, device=device)).flatten()] = moved
         self.lengths = self.lengths.plus(counts)
 
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Drop the settled slots of each row from `lengths[b]` on."""
+        assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
+        self.lengths = RowInts.of(lengths)
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         self.lengths = self.lengths.select(rows)

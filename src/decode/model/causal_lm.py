@@ -187,6 +187,10 @@ class CausalLM:
         """Settle `counts[b]` unsettled slots: the first ones, or (B, M) `slots`; see `RowStore.keep`."""
         self.cache.store.keep(counts, slots)
 
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Forget each row's settled tokens from `lengths[b]` on."""
+        self.cache.store.cut(lengths)
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         self.cache.store.select(rows)

@@ -15,6 +15,7 @@ from decode.model.load import TOKENIZER_FILES
 from decode.model.target import Target
 from drafters.export.layout import Format, Layout, Refusal, Saved, serve_sglang, serve_vllm
 from drafters.families.hf_build import build, portable_config
+from drafters.families.tokenizer_map import unpack
 from drafters.families.tuned_target import Lora
 from drafters.hub import download
 
@@ -22,6 +23,10 @@ STEM = "model."  # prefix of the model's weights in a drafter
 TOKENS = 5  # draft length for serving, the maximum of decode=auto
 PLAIN = "A plain Hugging Face model, adapters merged; in transformers it is an assistant_model of generate()."
 ENGINES = " For an engine write it with to=vllm or to=sglang, which give it the target's vocabulary size."
+OWN_TOKENIZER = (
+    "A plain Hugging Face model with its own tokenizer, adapters merged; in transformers it is an "
+    "assistant_model of generate(), with tokenizer= of the target and assistant_tokenizer= of this folder."
+)
 MASKED = "A plain Hugging Face model, adapters merged; no engine drafts with one that fills in masks."
 MERGED = "The tuned target: its heads, which are exported apart, fit this folder alone."
 
@@ -33,6 +38,12 @@ def _check_nothing(settings: Mapping[str, Any], target: Target) -> Iterator[Refu
 
 def _check_vocabulary(settings: Mapping[str, Any], target: Target) -> Iterator[Refusal]:
     """Engines require the target's vocabulary size; shapes alone are tried, on torch's meta device."""
+    if settings.get("tokenizer_bytes"):
+        yield Refusal(
+            "its draft model has a tokenizer of its own (drafter.vocabulary=map), and this format gives an "
+            "engine the target's"
+        )
+        return
     config, size = dict(settings["config"]), target.vocab_size
     model = _empty(config)
     try:
@@ -46,8 +57,25 @@ def _check_vocabulary(settings: Mapping[str, Any], target: Target) -> Iterator[R
 
 def _hf(saved: Saved, target: Target) -> Layout:
     """A draft model, unchanged."""
+    if "tokenizer" in saved.weights:
+        return _with_tokenizer(saved)
     note = PLAIN if any(_check_vocabulary(saved.settings, target)) else PLAIN + ENGINES
     return _folder(_model(saved), target)._replace(note=note)
+
+
+def _with_tokenizer(saved: Saved) -> Layout:
+    """A draft model with its own tokenizer and end tokens."""
+    model, tokenizer = _model(saved), unpack(saved.weights["tokenizer"])
+    config = _config(model)
+    ids = {name: config.get(f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+    firsts = {name: i[0] if isinstance(i, list) else i for name, i in ids.items()}
+    named = {name: tokenizer.id_to_token(i) for name, i in firsts.items() if i is not None}
+    files = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | named, indent=1),
+    }
+    content = {name: text.encode() for name, text in files.items()}
+    return Layout(config, {}, files=content, model=model, note=OWN_TOKENIZER)
 
 
 def _fills(saved: Saved, target: Target) -> Layout:

@@ -217,8 +217,10 @@ def share_vocabulary(head: Head, target: Target) -> Head:
     return head if size == target_size else replace(head, weight=head.weight[:target_size], bias=bias)
 
 
-def check_vocabulary(model: PreTrainedModel, target: Target, path: str, revision: str | None) -> None:
-    """Check that a draft model has the target's vocabulary.
+def check_vocabulary(
+    model: PreTrainedModel, target: Target, path: str, revision: str | None, advice: str = ""
+) -> None:
+    """Check that a draft model has the target's vocabulary; `advice` ends the message if it has not.
 
     Raises:
         UserError: the tokenizers name ids differently or, without tokenizers, the sizes of the heads
@@ -235,7 +237,9 @@ def check_vocabulary(model: PreTrainedModel, target: Target, path: str, revision
     elif abs(size - target.vocab_size) > PADDING:
         problem = f"its vocabulary has {size} ids, the target's {target.vocab_size}"
     if problem:
-        raise UserError(f"{OPTION}={path}: {problem}; a draft model must share the target's vocabulary")
+        raise UserError(
+            f"{OPTION}={path}: {problem}; a draft model must share the target's vocabulary{advice}"
+        )
 
 
 def _names(path: str, revision: str | None) -> dict[int, str]:

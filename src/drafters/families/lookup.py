@@ -23,7 +23,7 @@ from decode.model.target import Target
 from decode.plan import Path, Plan
 from decode.rng import Coin, KeyedCoin, to_device
 from decode.sampling import Sampler
-from decode.transfer import Settled
+from decode.transfer import new_tokens
 from drafters.base import Drafter
 
 
@@ -195,12 +195,7 @@ class TextDrafter(Drafter):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        if isinstance(counts, Settled):
-            texts = counts.texts
-        else:  # after the first call row[0] is the previous root, which is in the text already
-            first = bool(state[0].tokens)
-            rows = zip(tokens.tolist(), counts, root.tolist(), strict=True)
-            texts = [[*row[first:n], end] for row, n, end in rows]
+        texts = new_tokens(tokens, counts, root, first=not state[0].tokens)
         for history, text in zip(state, texts, strict=True):
             history.extend(text)
 

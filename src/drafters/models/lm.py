@@ -1,31 +1,35 @@
-"""An independent draft model (Leviathan et al., arXiv:2211.17192): any LM with the target's vocabulary.
+"""An independent draft model (Leviathan et al., arXiv:2211.17192): any language model.
 
 Trained as in DistillSpec (arXiv:2310.08461) and Online Speculative Decoding (arXiv:2310.07177), or
-used without training.
+used without training. With a tokenizer of its own it drafts the tokens that the target has as well (TLI,
+arXiv:2502.05202).
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.draft import Draft
+from decode.errors import UserError
 from decode.model.causal_lm import CausalLM
+from decode.model.head import Head
 from decode.model.load import load_model
 from decode.model.probe import probe
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.transfer import RowInts
+from decode.transfer import RowInts, new_tokens, upload
 from drafters.base import Batch, DraftStep, supervised_anchors
 from drafters.drafting.tree import expand
 from drafters.families.hf_build import build, cut_target, portable_config
@@ -38,7 +42,20 @@ from drafters.families.hf_model import (
     share_vocabulary,
 )
 from drafters.families.lora_files import LoraBase, locate_base
+from drafters.families.tokenizer_map import (
+    MappedText,
+    TokenBytes,
+    TokenizerMap,
+    pack,
+    target_tokens,
+    tokenizer_of,
+    unpack,
+)
 from drafters.layers.decoder_layer import tree_visibility
+from drafters.vocabulary import TokenCounts, Vocabulary
+
+VOCABULARIES = ("same", "map")
+LEAST = 0.5  # share of the answers that the shared tokens make
 
 
 @dataclass(slots=True)
@@ -47,7 +64,8 @@ class LMState:
 
     lm: CausalLM
     last: Tensor | None = None  # (B, D') input of the head at the root
-    logits: Tensor | None = None  # (B, V) at the root
+    logits: Tensor | None = None  # (B, V) at the root; (B, V') with a tokenizer of its own
+    texts: list[MappedText] = field(default_factory=list)  # of each row, with a tokenizer of its own
 
 
 class DraftLM(HFModelDrafter):
@@ -55,17 +73,32 @@ class DraftLM(HFModelDrafter):
 
     Beyond its context length it drafts at its last position: with low acceptance, but still losslessly.
 
+    With a tokenizer of its own it reads the target's text in its own tokens, encoded anew in every round, and
+    drafts the shared tokens alone, each of which is one token of both. Its distributions are over these: q of
+    a draft token over the sum of q of all that are shared.
+
     Args:
         config: of the model as transformers writes it, `model_type` included.
         model: of that configuration; None: random weights.
         lora: settings of adapters, see `HFModelDrafter`.
         base: fields of `LoraBase`, the base model of adapters.
+        tokenizer_bytes: size of its own tokenizer in the checkpoint; 0: the target's vocabulary.
+
+    Attributes:
+        tokenizer: (tokenizer_bytes,) its own tokenizer, see `tokenizer_map.pack`.
+        mapping: of its own tokenizer and the target's.
+        d2t: (V',) the target's id of each shared token, ascending.
+        draft_ids: (V',) its own id of each.
+        t2d: (V,) its own id of each token of the target; 0 where it is not shared.
 
     Raises:
         UserError: the configuration is not one of a causal LM.
     """
 
     depth_invariant = True  # a prediction depends on the previous text only, drafted or not
+    tokenizer: Tensor | None
+    draft_ids: Tensor
+    t2d: Tensor
 
     def __init__(
         self,
@@ -73,10 +106,18 @@ class DraftLM(HFModelDrafter):
         model: PreTrainedModel | None = None,
         lora: dict[str, Any] | None = None,
         base: dict[str, Any] | None = None,
+        tokenizer_bytes: int = 0,
     ) -> None:
         super().__init__()
         self.settings = {"config": portable_config(config), "lora": lora, "base": base}
         self.model: Any = build(config) if model is None else model
+        self.mapping: TokenizerMap | None = None
+        self.target_tokens: TokenBytes | None = None
+        self.register_buffer("tokenizer", None)
+        if tokenizer_bytes:
+            self.settings["tokenizer_bytes"] = tokenizer_bytes
+            self.register_buffer("tokenizer", torch.zeros(tokenizer_bytes, dtype=torch.uint8))
+            self.register_load_state_dict_post_hook(_connect_loaded)
 
     @override
     @classmethod
@@ -86,6 +127,7 @@ class DraftLM(HFModelDrafter):
         path: str | None = None,
         revision: str | None = None,
         layers: int = 2,
+        vocabulary: str = "same",
         train: bool = True,
         lora: dict[str, Any] | None = None,
         **options: Any,
@@ -93,35 +135,92 @@ class DraftLM(HFModelDrafter):
         """Load a model, or build one from layers of the target.
 
         Args:
-            target: the vocabulary has to be the same.
+            target: that it drafts for.
             path: folder or hub id, remote code is never run; None: use layers of the target.
             revision: of a hub id.
             layers: number of layers of the target; see `cut_target`.
+            vocabulary: `same`: the target's; `map`: the model's own tokenizer is mapped to the target's.
             train: train in fp32; a frozen model keeps its dtype.
             lora: keyword arguments of `add_lora`; None trains all weights.
             **options: none.
 
         Raises:
-            UserError: not a usable causal LM, another vocabulary, or a target that cannot be cut.
+            UserError: not a usable causal LM, another vocabulary, a target that cannot be cut, or tokenizers
+                that cannot be mapped.
         """
-        lora = checked_lora(lora, train)
+        lora, tokenizer = checked_lora(lora, train), None
+        _check_option(vocabulary, path)
         if path:
             model = load_model(path, revision=revision, what=OPTION)
-            check_vocabulary(model, target, path, revision)
+            if vocabulary == "map":
+                tokenizer = pack(tokenizer_of(path, revision, OPTION))
+                options["tokenizer_bytes"] = len(tokenizer)
+            else:
+                check_vocabulary(model, target, path, revision, ", or set drafter.vocabulary=map")
             probe(CausalLM(model), OPTION)
             base, dtype = locate_base(model, path, revision), model.dtype
         else:
             model = cut_target(target, layers)
             base, dtype = LoraBase(layers=layers), target.dtype
         drafter = cls(json.loads(model.config.to_json_string()), model, **options)
+        if tokenizer is not None:
+            drafter.tokenizer, drafter.target_tokens = tokenizer, target_tokens(target)
+            drafter.connect()
         return drafter.prepare(base, train, lora, dtype)
+
+    @override
+    @classmethod
+    def restore(cls, settings: dict[str, Any], target: Target) -> Self:
+        drafter = super().restore(settings, target)
+        if drafter.tokenizer is not None:
+            drafter.target_tokens = target_tokens(target)
+        return drafter
+
+    def connect(self) -> None:
+        """Map its own tokenizer to the target's.
+
+        Raises:
+            UserError: a damaged tokenizer; see also `TokenizerMap`.
+        """
+        assert self.tokenizer is not None
+        assert self.target_tokens is not None
+        size, device = CausalLM(self.model).vocab_size, self.tokenizer.device
+        self.mapping = TokenizerMap(unpack(self.tokenizer), size, self.target_tokens)
+        ids, own = self.mapping.target_ids.to(device), self.mapping.draft_ids.to(device)
+        back = own.new_zeros(len(self.target_tokens.words)).index_copy_(0, ids, own)
+        for name, value in {"d2t": ids, "draft_ids": own, "t2d": back}.items():
+            self.register_buffer(name, value, persistent=False)  # they follow from the tokenizers
 
     @property
     @override
     def state_size(self) -> int:
         return CausalLM(self.model).hidden_size
 
+    @override
+    def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """See `HFModelDrafter`; the tokenizers have to be the same."""
+        theirs, own = weights.get("tokenizer"), self.tokenizer
+        same = theirs is own if theirs is None or own is None else torch.equal(theirs, own.cpu())
+        if not same:
+            raise UserError("its draft model has another tokenizer; begin with drafter.path instead")
+        return super().convert_weights(weights, settings)
+
     # -- training ----------------------------------------------------------------------------
+
+    @override
+    def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
+        """Check that the shared tokens are enough; there is nothing to choose."""
+        assert self.d2t is not None
+        assert self.mapping is not None
+        ids = self.d2t.cpu()
+        shared = f"shared tokens: {len(ids)} {counts.share(ids)}"
+        if counts.covered(ids) < LEAST:
+            raise UserError(
+                f"drafter.vocabulary=map: {shared}, and at least {LEAST:.0%} are needed; set drafter.path "
+                "to a model whose tokenizer is more like the target's"
+            )
+        special = ", ".join(self.mapping.special) or "none"
+        return f"{shared}; special tokens that both have: {special}"
 
     @override
     def train(self, mode: bool = True) -> Self:
@@ -134,17 +233,44 @@ class DraftLM(HFModelDrafter):
         """One causal pass; anchors beyond the model's context length are left out."""
         lm = CausalLM(self.model)
         length = batch.tokens.shape[1]
-        reach = min(length, lm.max_positions or length)
-        anchors = supervised_anchors(batch.loss_mask, 1)
-        anchors[:, reach - 1 :] = False
+        tokens, places = self._own_tokens(batch)
+        reach = min(tokens.shape[1], lm.max_positions or tokens.shape[1])
+        after = places.roll(-1, 1)  # (B, T) of x_{t+1}, at t; the last is of no anchor
+        anchors = supervised_anchors(batch.loss_mask, 1) & (after >= 0) & (after < reach)
         # M may be 0: the layers run anyway, since other ranks wait for their collectives.
         row, t = anchors.nonzero(as_tuple=True)  # (M,)
-        tokens = batch.tokens[:, :reach].clamp_max(lm.vocab_size - 1)
+        tokens, head = _known(lm, tokens[:, :reach]), self._trained_head(lm.head, target)
         last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state  # (B, reach, D')
-        yield DraftStep(last[row, t + 1], row * length + t, 1, share_vocabulary(lm.head, target), {})
+        yield DraftStep(last[row, after[row, t]], row * length + t, 1, head, {})
+
+    def _own_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B, T') the texts in its own tokens, and (B, T) the place there where each token of them ends.
+
+        The place is -1 where a token of its own spans the end, so that nothing is predicted there, and
+        behind the last supervised token, where the text is not read.
+        """
+        tokens, device = batch.tokens, batch.tokens.device
+        number = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        if self.mapping is None:
+            return tokens, number
+        lengths = ((number + 1) * batch.loss_mask).amax(1).tolist()
+        texts = [text[:n] for text, n in zip(tokens.tolist(), lengths, strict=True)]
+        own, places = zip(*map(self.mapping.align, texts), strict=True)
+        return _padded(own, device), _padded(places, device, -1, tokens.shape[1])
+
+    def _trained_head(self, head: Head, target: Target) -> Head:
+        """The head over the tokens that the target has as well."""
+        if self.d2t is None:
+            return share_vocabulary(head, target)
+        bias = None if head.bias is None else head.bias[self.draft_ids]
+        return replace(head, weight=head.weight[self.draft_ids], bias=bias, d2t=self.d2t)
 
     @override
     def as_target(self, target: Target) -> Target:
+        if self.mapping is not None:
+            raise UserError(
+                "on_policy: this draft model writes tokens of another vocabulary; set on_policy.share=0"
+            )
         twin = copy.deepcopy(self).to(target.device, target.dtype)
         return Target(twin.model)
 
@@ -154,7 +280,7 @@ class DraftLM(HFModelDrafter):
     def new_state(self, rows: int) -> LMState:
         lm = CausalLM(self.model)
         lm.start(rows, capacity=256)
-        return LMState(lm)
+        return LMState(lm, texts=[] if self.mapping is None else [MappedText() for _ in range(rows)])
 
     @override
     def advance(
@@ -166,19 +292,39 @@ class DraftLM(HFModelDrafter):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
-        lm, read = state.lm, RowInts.of(counts)
-        if lm.lengths[0]:  # tokens[:, 0] is the previous root, which is in the cache
-            tokens, read = tokens[:, 1:], read.plus(-1)
-        end = read.on(root.device)[:, None]  # (B, 1)
-        text = torch.cat([tokens, root[:, None]], 1).scatter(1, end, root[:, None])
+        lm = state.lm
+        if self.mapping is None:
+            text, end = _with_root(lm, tokens, counts, root)
+        else:
+            text, end = self._reencoded(state, new_tokens(tokens, counts, root, first=not lm.lengths[0]))
         last = lm.read_text(_known(lm, text))
-        lm.keep(read.plus(1))
-        state.last = last.gather(1, end[..., None].expand(-1, -1, last.shape[-1]))[:, 0]
-        state.logits = fit_vocabulary(lm.head(state.last), target)
+        lm.keep(end.plus(1))
+        at = end.on(root.device)[:, None, None]  # (B, 1, 1)
+        state.last = last.gather(1, at.expand(-1, -1, last.shape[-1]))[:, 0]
+        state.logits = self._logits(lm, state.last, target)
+
+    def _reencoded(self, state: LMState, grown: Sequence[Sequence[int]]) -> tuple[Tensor, RowInts]:
+        """What the model has to read, (B, M) right-padded, and where each row ends there.
+
+        What it has read already of a token that has become another one by the new text is forgotten.
+        """
+        assert self.mapping is not None
+        kept = [text.extend(new, self.mapping) for text, new in zip(state.texts, grown, strict=True)]
+        state.lm.cut(kept)
+        rest = [text.ids[n:] for text, n in zip(state.texts, kept, strict=True)]
+        return _padded(rest, state.lm.device), RowInts([len(ids) - 1 for ids in rest])
+
+    def _logits(self, lm: CausalLM, last: Tensor, target: Target) -> Tensor:
+        """(..., D') -> (..., V) logits, or (..., V') of the shared tokens."""
+        if self.d2t is None:
+            return fit_vocabulary(lm.head(last), target)
+        return self._head_rows.of(lm.head, self.draft_ids)(last)
 
     @override
     def select(self, state: LMState, rows: Sequence[int]) -> None:
         state.lm.select(rows)
+        if state.texts:
+            state.texts = [state.texts[row] for row in rows]
         if state.last is not None and state.logits is not None:
             index = RowInts.of(rows).on(state.last.device)
             state.last, state.logits = state.last[index], state.logits[index]
@@ -198,11 +344,13 @@ class DraftLM(HFModelDrafter):
                 reach = torch.ones(rows, 1, scratch, dtype=torch.bool, device=token.device)
             if reach is not None:
                 reach = tree_visibility(reach, parent)
-            last = state.lm.forward(_known(state.lm, token), reach, scratch)
+            own = token if self.mapping is None else self.t2d[token]
+            last = state.lm.forward(_known(state.lm, own), reach, scratch)
             scratch += width
-            return fit_vocabulary(state.lm.head(last), target)
+            return self._logits(state.lm, last, target)
 
-        return expand(state.logits, step, sampler, coin, plan, confidence=self.confidence_of(lambda: last))
+        shared = None if self.d2t is None else Vocabulary(self.d2t, target.vocab_size)
+        return expand(state.logits, step, sampler, coin, plan, shared, self.confidence_of(lambda: last))
 
     @override
     def kv_bytes_per_token(self, state: LMState) -> int:
@@ -212,3 +360,38 @@ class DraftLM(HFModelDrafter):
 def _known(lm: CausalLM, tokens: Tensor) -> Tensor:
     """The tokens; ids beyond the draft model's vocabulary are read as its last id."""
     return tokens.clamp_max(lm.vocab_size - 1)
+
+
+def _with_root(lm: CausalLM, tokens: Tensor, counts: Sequence[int], root: Tensor) -> tuple[Tensor, RowInts]:
+    """(B, M) settled tokens and root, right-padded, without what is in the cache; and the root's place."""
+    end = RowInts.of(counts)
+    if lm.lengths[0]:  # tokens[:, 0] is the previous root, which is in the cache
+        tokens, end = tokens[:, 1:], end.plus(-1)
+    text = torch.cat([tokens, root[:, None]], 1)
+    return text.scatter(1, end.on(root.device)[:, None], root[:, None]), end
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0, width: int = 0) -> Tensor:
+    """(B, M) right-padded rows, M at least `width`."""
+    padded = np.full((len(rows), max(width, *map(len, rows))), fill, np.int64)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = values
+    return upload(padded, device)
+
+
+def _check_option(vocabulary: str, path: str | None) -> None:
+    if vocabulary not in VOCABULARIES:
+        raise UserError(f"drafter.vocabulary={vocabulary}: choose {' or '.join(VOCABULARIES)}")
+    if vocabulary == "map" and not path:
+        raise UserError(
+            "drafter.vocabulary=map: a cut of the target has its vocabulary; set drafter.path, or "
+            "drafter.vocabulary=same"
+        )
+
+
+def _connect_loaded(drafter: nn.Module, keys: object) -> None:
+    """Map the tokenizer of a checkpoint that was read."""
+    del keys
+    assert isinstance(drafter, DraftLM)
+    if drafter.target_tokens is not None:
+        drafter.connect()
