@@ -61,10 +61,20 @@ def drafter_for(target, path: str, **options) -> Dllm:
     return Dllm.for_target(target, path=path, **settings).eval()
 
 
-def adapted(target, folder: Path, kind: str) -> Dllm:
+def adapted(target, folder: Path, kind: str, **options) -> Dllm:
     """With adapters that change something; fresh ones add nothing."""
-    drafter = drafter_for(target, filler(folder, kind), lora=LORA)
+    drafter = drafter_for(target, filler(folder, kind), lora=LORA, **options)
     for name, weight in drafter.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
     return drafter
+
+
+def count_passes(drafter: Dllm) -> list[int]:
+    """Filled with the width of every forward pass of the model to come."""
+    widths = []
+    drafter.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1] if kwargs else 0),
+        with_kwargs=True,
+    )
+    return widths

@@ -122,6 +122,7 @@ class CausalLM:
         block: Tensor | None = None,
         scratch: int = 0,
         inputs: dict[int, Tensor] | None = None,
+        offsets: Tensor | None = None,
     ) -> Tensor:
         """Run the model on tokens after each row's settled and scratch slots. Call `keep` to settle them.
 
@@ -131,6 +132,8 @@ class CausalLM:
                 included; None: all up to itself.
             scratch: number of unsettled slots written by earlier calls.
             inputs: dict with layer ids as keys; filled with the (B, n, D) inputs of these layers.
+            offsets: (n,) or (B, n), number of positions between the settled tokens and each new one; None:
+                of the unsettled slots that it sees.
 
         Returns:
             (B, n, D) input of the head. Entries at padding are undefined.
@@ -138,9 +141,11 @@ class CausalLM:
         store, new, device = self.cache.store, tokens.shape[1], tokens.device
         store.begin(new, scratch)
         settled = store.lengths.on(device)[:, None]  # (B, 1)
-        # The position of a tree node is its depth on its path, not its slot: count what it sees.
-        offset = torch.arange(scratch, scratch + new, device=device) if block is None else block.sum(-1) - 1
-        positions = settled + offset  # (B, n)
+        if offsets is None:
+            # The position of a tree node is its depth on its path, not its slot: count what it sees.
+            later = torch.arange(scratch, scratch + new, device=device)
+            offsets = later if block is None else block.sum(-1) - 1
+        positions = settled + offsets  # (B, n)
         if self.max_positions is not None and store.width > self.max_positions:
             # Nodes past the end of the context only predict tokens that will be cut.
             positions = positions.clamp_max(self.max_positions - 1)
@@ -162,6 +167,22 @@ class CausalLM:
                 parts[layer].append(part)
         inputs |= {layer: torch.cat(part, 1) for layer, part in parts.items()}
         return torch.cat(last, 1)
+
+    def read_once(self, tokens: Tensor, positions: Tensor, block: Tensor) -> Tensor:
+        """Run the model without its cache, as training does.
+
+        Args:
+            tokens: (B, n).
+            positions: (B, n).
+            block: (B, n, n) bool, which of the tokens each sees, itself included.
+
+        Returns:
+            (B, n, D) input of the head.
+        """
+        mask = self._bias([0] * len(tokens), block, tokens.shape[1], positions)
+        return self.base(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
 
     def _body(
         self,
@@ -197,8 +218,7 @@ class CausalLM:
 
     def _mask(self, block: Tensor | None, tokens: Tensor) -> Tensor | dict[str, Tensor] | None:
         """(B, 1, n, width) additive mask, per layer type if there are several; None: plain causal."""
-        store, window = self.cache.store, self._window
-        rows, new = tokens.shape
+        store, window, new = self.cache.store, self._window, tokens.shape[1]
         if block is None:
             # A single token that sees everything, or a whole prompt: the kernel needs no mask.
             simple = len(set(store.lengths)) == 1 and (new == 1 or new == store.width)
@@ -207,19 +227,25 @@ class CausalLM:
             unsettled = store.width - max(store.lengths)
             block = torch.ones(1, new, unsettled, dtype=torch.bool, device=tokens.device)
             block = block.tril(unsettled - new)
+        return self._bias(store.lengths, block, store.width, self._unsettled)
+
+    def _bias(
+        self, lengths: Sequence[int], block: Tensor, width: int, positions: Tensor | None
+    ) -> Tensor | dict[str, Tensor]:
+        """`attention_mask`, additive, within the window of each layer type if there are several."""
 
         def build(window: int | None) -> Tensor:
-            allow = attention_mask(store.lengths, block, store.width, self._unsettled, window)[:, None]
+            allow = attention_mask(lengths, block, width, positions, window)[:, None]
             # Additive, since every layer would convert a boolean mask again.
             bias = torch.zeros(allow.shape, dtype=self.dtype, device=allow.device)
             bias = bias.masked_fill_(~allow, torch.finfo(self.dtype).min)
-            return bias.expand(rows, -1, -1, -1)
+            return bias.expand(len(lengths), -1, -1, -1)
 
         if "sliding_attention" in self._kinds:
-            named = {"full_attention": None, "sliding_attention": window}
+            named = {"full_attention": None, "sliding_attention": self._window}
             return {kind: build(named[kind]) for kind in self._kinds}
         # Without layer types a window applies to every layer (Mistral).
-        return build(None if self._kinds else window)
+        return build(None if self._kinds else self._window)
 
 
 @contextmanager

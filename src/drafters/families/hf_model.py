@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,7 @@ from decode.model.causal_lm import CausalLM, decoder_layers
 from decode.model.head import Head
 from decode.model.load import load_tokenizer
 from decode.model.target import Target
+from decode.transfer import RowInts
 from drafters.base import Drafter
 from drafters.families.hf_build import (
     DOWN,
@@ -200,6 +201,31 @@ def checked_lora(lora: dict[str, Any] | None, train: bool) -> dict[str, Any] | N
 
 def _scale(lora: Mapping[str, Any]) -> float:
     return lora["alpha"] / lora["r"]
+
+
+def known_tokens(lm: CausalLM, tokens: Tensor) -> Tensor:
+    """The tokens; ids beyond the draft model's vocabulary are read as its last id."""
+    return tokens.clamp_max(lm.vocab_size - 1)
+
+
+def unread_text(lm: CausalLM, tokens: Tensor, counts: Sequence[int], root: Tensor) -> tuple[Tensor, RowInts]:
+    """What a draft model that keeps the text, root included, has yet to read of it.
+
+    Args:
+        lm: the draft model.
+        tokens: (B, M) as in `Drafter.advance`.
+        counts: (B,) as in `Drafter.advance`.
+        root: (B,) the new roots.
+
+    Returns:
+        (B, n) right-padded tokens up to the roots, and the place of each root among them.
+    """
+    place = RowInts.of(counts)
+    if lm.lengths[0]:  # tokens[:, 0] is the previous root, which is in the cache
+        tokens, place = tokens[:, 1:], place.plus(-1)
+    root = root[:, None]
+    text = torch.cat([tokens, root], 1).scatter(1, place.on(root.device)[:, None], root)
+    return known_tokens(lm, text), place
 
 
 def fit_vocabulary(logits: Tensor, target: Target) -> Tensor:

@@ -7,7 +7,7 @@ al., arXiv:2511.00606).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,7 +17,10 @@ from typing_extensions import override
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.model.load import load_model
+from decode.model.causal_lm import CausalLM
+from decode.model.head import Head
+from decode.model.load import is_masked, load_model
+from decode.model.probe import probe
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin, to_device
@@ -38,15 +41,19 @@ from drafters.families.hf_model import (
 from drafters.families.lookup import IndexedText, TextDrafter
 from drafters.families.lora_files import locate_base
 from drafters.families.masked_lm import MaskedModel, Window, check_fills_masks, mask_id
+from drafters.families.masked_prefix import MaskedPrefix
 from drafters.families.token_bias import ParallelLogits
 
 
 class Dllm(HFModelDrafter, TextDrafter):
-    """Reads the text followed by K masks with bidirectional attention, and predicts the masked tokens.
+    """Reads the text followed by K masks, and predicts the masked tokens.
 
     All predictions of a draft come from one pass and are independent given the text: a tree is the
-    product of the depths' top tokens. There is no KV cache, since every token attends to the masks: a
-    round reads the whole text again, or its newest part that fits into the model's context.
+    product of the depths' top tokens.
+
+    With `prefix=none` attention is bidirectional. There is no KV cache, since every token attends to the
+    masks: a round reads the whole text again, or its newest part that fits into the model's context. With
+    `prefix=causal` the text is causal and does not see the masks, and a round reads what is new of it.
 
     Args:
         config: of the model as transformers writes it, `model_type` included.
@@ -57,6 +64,7 @@ class Dllm(HFModelDrafter, TextDrafter):
         steps: denoising passes; after each the most confident masks are filled with their most likely
             tokens. More than 1 allows fixed nodes only.
         anchors: training windows per text, on average over a batch.
+        prefix: `none`, or `causal` for a causal LM; see `MaskedPrefix`.
         model: of that configuration; None: random weights.
         lora: as in `lm.DraftLM`.
         base: as in `lm.DraftLM`.
@@ -75,6 +83,7 @@ class Dllm(HFModelDrafter, TextDrafter):
         shift: int,
         steps: int,
         anchors: int,
+        prefix: str = "none",
         model: PreTrainedModel | None = None,
         lora: dict[str, Any] | None = None,
         base: dict[str, Any] | None = None,
@@ -85,6 +94,7 @@ class Dllm(HFModelDrafter, TextDrafter):
             "mask_token": mask_token,
             "depth": depth,
             "shift": shift,
+            "prefix": prefix,
         }
         self.settings |= {"steps": steps, "anchors": anchors, "lora": lora, "base": base}
         check_positive(depth=depth, steps=steps, anchors=anchors)
@@ -92,12 +102,20 @@ class Dllm(HFModelDrafter, TextDrafter):
             raise UserError(f"drafter.shift={shift}: choose 0 or 1")
         if steps > depth:
             raise UserError(f"drafter.steps={steps}: at most one for each of drafter.depth={depth} masks")
+        if prefix not in ("none", "causal"):
+            raise UserError(f"drafter.prefix={prefix}: choose none or causal")
         self.depth, self.max_depth, self.shift = depth, depth, shift
         self.steps, self.anchors = steps, anchors
         if steps > 1:
             self.proposals = ("fixed",)
+        self.keeps_prefix = prefix == "causal"
         self.model: Any = build(config, masked=True) if model is None else model
         self.model.eval()
+        if self.keeps_prefix and is_masked(self.model.config):
+            raise UserError(
+                f"drafter.prefix=causal: in a {type(self.model).__name__} text sees the masks, so nothing of "
+                "it can be kept; set drafter.prefix=none"
+            )
 
     @override
     @classmethod
@@ -132,6 +150,8 @@ class Dllm(HFModelDrafter, TextDrafter):
         check_vocabulary(model, target, path, revision)
         mask = mask_id(model, path, revision, mask_token)
         drafter = cls(json.loads(model.config.to_json_string()), mask, model=model, **options)
+        if drafter.keeps_prefix:
+            probe(CausalLM(model), OPTION)
         drafter = drafter.prepare(locate_base(model, path, revision), train, lora, model.dtype)
         check_fills_masks(drafter.masked, path)
         return drafter
@@ -140,6 +160,11 @@ class Dllm(HFModelDrafter, TextDrafter):
     def masked(self) -> MaskedModel:
         """The model with its window and forward pass."""
         return MaskedModel(self.model, self.settings["mask_token"], self.depth, self.shift)
+
+    @property
+    def prefixed(self) -> MaskedPrefix:
+        """The model with a text that it keeps."""
+        return MaskedPrefix(self.model, self.settings["mask_token"], self.depth, self.shift)
 
     @property
     @override
@@ -157,19 +182,26 @@ class Dllm(HFModelDrafter, TextDrafter):
 
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        """One window per sampled anchor: with bidirectional attention, anchors cannot share a pass."""
-        length = batch.tokens.shape[1]
-        candidates = supervised_anchors(batch.loss_mask, 1).flatten().nonzero()[:, 0]  # (N,)
-        if not len(candidates):
+        """Masks behind the roots of sampled anchors; those past a kept prefix' context are left out."""
+        length, prefixed = batch.tokens.shape[1], self.prefixed if self.keeps_prefix else None
+        anchors = supervised_anchors(batch.loss_mask, 1)
+        if prefixed:
+            anchors[:, prefixed.reach(length) - 1 :] = False
+        candidates = anchors.flatten().nonzero()[:, 0]  # (N,)
+        if not len(candidates) and not prefixed:
             return
         count = len(batch.tokens) * self.anchors if self.training else len(candidates)
-        anchor, masked = sample_anchors(candidates, count, batch.seed), self.masked  # (M,)
-        window = masked.window(batch.tokens[anchor // length], (anchor % length + 2).tolist())
-        hidden, head = masked.read(window), share_vocabulary(masked.head, target)  # (M, K, D')
-        weight = len(candidates) / len(anchor)  # sampled anchors stand for all
+        anchor = sample_anchors(candidates, count, batch.seed)  # (M,)
+        row, root = anchor // length, anchor % length + 1
+        if prefixed:  # M may be 0: the layers run anyway, since other ranks wait for their collectives
+            hidden = prefixed.read_packed(batch.tokens, row, root)  # (M, K, D')
+        else:  # one window for each, since with bidirectional attention anchors cannot share a pass
+            hidden = self.masked.read(self.masked.window(batch.tokens[row], (root + 1).tolist()))
+        head = share_vocabulary(self.masked.head, target)
+        weight = len(candidates) / max(1, len(anchor))  # sampled anchors stand for all
         for depth in range(1, self.depth + 1):
             is_supervised = supervised_anchors(batch.loss_mask, depth).flatten()[anchor]
-            if not is_supervised.any():
+            if depth > 1 and not is_supervised.any():
                 return
             yield DraftStep(hidden[is_supervised, depth - 1], anchor[is_supervised], depth, head, {}, weight)
 
@@ -186,41 +218,104 @@ class Dllm(HFModelDrafter, TextDrafter):
         super().check(plan)
 
     @override
+    def new_state(self, rows: int) -> Any:
+        return self.prefixed.start(rows) if self.keeps_prefix else super().new_state(rows)
+
+    @override
+    def advance(
+        self,
+        state: list[IndexedText] | MaskedPrefix,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        if isinstance(state, MaskedPrefix):
+            state.read(tokens, counts, root)
+        else:
+            super().advance(state, target, tokens, taps, counts, root)
+
+    @override
+    def select(self, state: list[IndexedText] | MaskedPrefix, rows: Sequence[int]) -> None:
+        if isinstance(state, MaskedPrefix):
+            state.select(rows)
+        else:
+            super().select(state, rows)
+
+    @override
+    def kv_bytes_per_token(self, state: list[IndexedText] | MaskedPrefix) -> int:
+        return state.lm.cache.store.bytes_per_token if isinstance(state, MaskedPrefix) else 0
+
+    @override
     def propose(
-        self, state: list[IndexedText], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+        self,
+        state: list[IndexedText] | MaskedPrefix,
+        target: Target,
+        sampler: Sampler,
+        coin: KeyedCoin,
+        plan: Plan,
     ) -> Draft:
         self.check(plan)
-        lengths, masked = [len(history.tokens) for history in state], self.masked
-        padded = [
-            [n, *history.tokens, *[0] * (max(lengths) - n)] for n, history in zip(lengths, state, strict=True)
-        ]
-        table = to_device(padded, target.device, coin)  # (B, 1 + T) length and text
-        window = masked.window(table[:, 1:], RowInts(lengths, table[:, 0]))
-        if self.steps > 1:  # logits stand in for states, which a filled mask does not have
-            logits = states = self._denoise(masked, window, target)[:, : plan.depth]
+        masked = self.masked
+        if isinstance(state, MaskedPrefix):
+            assert state.states is not None
+            states, read_block = state.states, state.read_block
         else:
-            states = masked.read(window)[:, : plan.depth]
+            window = _window(masked, state, target, coin)
+            states = masked.read(window)
+
+            def read_block(tokens: Tensor) -> Tensor:
+                filled = window.tokens.scatter(1, window.masks, tokens)
+                return masked.read(window._replace(tokens=filled))
+
+        if self.steps > 1:  # logits stand in for states, which a filled mask does not have
+            logits = states = self._denoise(masked.head, states, read_block, target)[:, : plan.depth]
+        else:
+            states = states[:, : plan.depth]
             logits = fit_vocabulary(masked.head(states), target)
         levels = ParallelLogits(logits.unbind(1), states)
         confidence = self.confidence_of(lambda: levels.newest)
         return expand(levels.first, levels.step, sampler, coin, plan, confidence=confidence)
 
-    def _denoise(self, masked: MaskedModel, window: Window, target: Target) -> Tensor:
-        """(B, K, V) logits of every mask, from the pass after which it was filled, or else the last."""
+    def _denoise(
+        self, head: Head, states: Tensor, read_block: Callable[[Tensor], Tensor], target: Target
+    ) -> Tensor:
+        """(B, K, V) logits of every mask, from the pass after which it was filled, or else the last.
+
+        Args:
+            head: of the model.
+            states: (B, K, D') of the first pass.
+            read_block: a further pass: (B, K) tokens in place of the masks -> (B, K, D').
+            target: of the vocabulary.
+        """
+        mask_token = self.settings["mask_token"]
+        block = torch.full(states.shape[:2], mask_token, device=states.device)  # (B, K)
         levels: Tensor | None = None
-        unfilled = torch.ones_like(window.masks, dtype=torch.bool)  # not filled yet
-        remaining = window.masks.shape[1]  # of each row
+        unfilled = torch.ones_like(block, dtype=torch.bool)  # not filled yet
+        remaining = self.depth  # of each row
         for passes_left in range(self.steps, 0, -1):  # passes, this one included
-            logits = fit_vocabulary(masked.head(masked.read(window)), target)
-            if masked.mask_token < target.vocab_size:  # the mask token itself is no prediction
-                logits[..., masked.mask_token] = -torch.inf
+            logits = fit_vocabulary(head(states), target)
+            if mask_token < target.vocab_size:  # the mask token itself is no prediction
+                logits[..., mask_token] = -torch.inf
             levels = logits if levels is None else torch.where(unfilled[..., None], logits, levels)
             if passes_left > 1:
                 chance, token = levels.softmax(-1).max(-1)  # (B, K)
                 count = -(-remaining // passes_left)
                 remaining -= count
                 chosen = chance.masked_fill(~unfilled, -1).topk(count).indices
-                filled = window.tokens.scatter(1, window.masks.gather(1, chosen), token.gather(1, chosen))
-                window, unfilled = window._replace(tokens=filled), unfilled.scatter(1, chosen, False)
+                block = block.scatter(1, chosen, token.gather(1, chosen))
+                unfilled = unfilled.scatter(1, chosen, False)
+                states = read_block(block)
         assert levels is not None
         return levels
+
+
+def _window(masked: MaskedModel, state: list[IndexedText], target: Target, coin: KeyedCoin) -> Window:
+    """The newest part of each text that there is room for, and masks."""
+    lengths = [len(history.tokens) for history in state]
+    padded = [
+        [n, *history.tokens, *[0] * (max(lengths) - n)] for n, history in zip(lengths, state, strict=True)
+    ]
+    table = to_device(padded, target.device, coin)  # (B, 1 + T) length and text
+    return masked.window(table[:, 1:], RowInts(lengths, table[:, 0]))

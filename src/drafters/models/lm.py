@@ -39,7 +39,9 @@ from drafters.families.hf_model import (
     check_vocabulary,
     checked_lora,
     fit_vocabulary,
+    known_tokens,
     share_vocabulary,
+    unread_text,
 )
 from drafters.families.lora_files import LoraBase, locate_base
 from drafters.families.tokenizer_map import (
@@ -239,7 +241,7 @@ class DraftLM(HFModelDrafter):
         anchors = supervised_anchors(batch.loss_mask, 1) & (after >= 0) & (after < reach)
         # M may be 0: the layers run anyway, since other ranks wait for their collectives.
         row, t = anchors.nonzero(as_tuple=True)  # (M,)
-        tokens, head = _known(lm, tokens[:, :reach]), self._trained_head(lm.head, target)
+        tokens, head = known_tokens(lm, tokens[:, :reach]), self._trained_head(lm.head, target)
         last = lm.base(input_ids=tokens, use_cache=False).last_hidden_state  # (B, reach, D')
         yield DraftStep(last[row, after[row, t]], row * length + t, 1, head, {})
 
@@ -294,10 +296,10 @@ class DraftLM(HFModelDrafter):
     ) -> None:
         lm = state.lm
         if self.mapping is None:
-            text, end = _with_root(lm, tokens, counts, root)
+            text, end = unread_text(lm, tokens, counts, root)
         else:
             text, end = self._reencoded(state, new_tokens(tokens, counts, root, first=not lm.lengths[0]))
-        last = lm.read_text(_known(lm, text))
+        last = lm.read_text(known_tokens(lm, text))
         lm.keep(end.plus(1))
         at = end.on(root.device)[:, None, None]  # (B, 1, 1)
         state.last = last.gather(1, at.expand(-1, -1, last.shape[-1]))[:, 0]
@@ -345,7 +347,7 @@ class DraftLM(HFModelDrafter):
             if reach is not None:
                 reach = tree_visibility(reach, parent)
             own = token if self.mapping is None else self.t2d[token]
-            last = state.lm.forward(_known(state.lm, own), reach, scratch)
+            last = state.lm.forward(known_tokens(state.lm, own), reach, scratch)
             scratch += width
             return self._logits(state.lm, last, target)
 
@@ -355,20 +357,6 @@ class DraftLM(HFModelDrafter):
     @override
     def kv_bytes_per_token(self, state: LMState) -> int:
         return state.lm.cache.store.bytes_per_token
-
-
-def _known(lm: CausalLM, tokens: Tensor) -> Tensor:
-    """The tokens; ids beyond the draft model's vocabulary are read as its last id."""
-    return tokens.clamp_max(lm.vocab_size - 1)
-
-
-def _with_root(lm: CausalLM, tokens: Tensor, counts: Sequence[int], root: Tensor) -> tuple[Tensor, RowInts]:
-    """(B, M) settled tokens and root, right-padded, without what is in the cache; and the root's place."""
-    end = RowInts.of(counts)
-    if lm.lengths[0]:  # tokens[:, 0] is the previous root, which is in the cache
-        tokens, end = tokens[:, 1:], end.plus(-1)
-    text = torch.cat([tokens, root[:, None]], 1)
-    return text.scatter(1, end.on(root.device)[:, None], root[:, None]), end
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device, fill: int = 0, width: int = 0) -> Tensor:

@@ -81,6 +81,11 @@ def test_a_round_of_every_drafter_waits_for_the_device_once(target, make_drafter
         assert_waits_once(drafter.verifier(target), drafter, PLANS[plan], temperature)
 
 
+def test_a_round_behind_a_text_that_is_kept_waits_for_the_device_once(target, make_drafter):
+    drafter = make_drafter("hf_dllm", target, prefix="causal", shift=1)
+    assert_waits_once(target, drafter, PLANS["tree"], 1.0)
+
+
 @pytest.mark.parametrize("plan", list(PLANS)[2:])
 def test_a_round_of_every_plan_waits_for_the_device_once(target, make_drafter, plan):
     for name in ("eagle", "medusa"):

@@ -17,6 +17,7 @@ OPTIONS = {
     "lm": {},
     "lm with adapters": {"lora": {"r": 2, "alpha": 4}},
     "hf_dllm": {},
+    "hf_dllm with a prefix": {"prefix": "causal"},
     "hf_dllm with adapters": {"lora": {"r": 2, "alpha": 4}},
     "medusa2": {},
 }

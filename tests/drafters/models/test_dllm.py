@@ -24,7 +24,7 @@ from faces import (
     random_texts,
     unrolled,
 )
-from fillers import CAUSAL, KINDS, LORA, MASK, adapted, drafter_for, filler
+from fillers import CAUSAL, KINDS, LORA, MASK, adapted, count_passes, drafter_for, filler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from workbench import Bench, final, leftovers, make_target, make_tokenizer, weights
 
@@ -131,16 +131,6 @@ def test_a_tree_is_the_product_of_the_depths(target, tmp_path):
 
 
 # -- passes ---------------------------------------------------------------------------------------
-
-
-def count_passes(drafter) -> list[int]:
-    """Filled with the width of every forward pass of the model to come."""
-    widths = []
-    drafter.model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1] if kwargs else 0),
-        with_kwargs=True,
-    )
-    return widths
 
 
 @pytest.mark.parametrize("depth", [2, 5, 8])
@@ -502,6 +492,7 @@ def test_code_that_comes_with_a_model_is_not_run(target, tmp_path):
         ({"steps": 0}, "drafter.steps=0 must be at least 1"),
         ({"steps": 4}, "drafter.steps=4: at most one for each of drafter.depth=3 masks"),
         ({"shift": 2}, "drafter.shift=2: choose 0 or 1"),
+        ({"prefix": "both"}, "drafter.prefix=both: choose none or causal"),
         ({"lora": LORA, "train": False}, "drafter.lora: adapters are trained; leave drafter.train=true"),
     ],
     ids=str,

@@ -1,0 +1,139 @@
+"""Masks behind a causal text, whose keys and values are computed once and kept.
+
+The attention mask of SpecDiff-2's `--approx_kv_cache` (Sandler et al., arXiv:2511.00606).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from decode.model.causal_lm import CausalLM
+from decode.transfer import RowInts
+from drafters.families.hf_model import known_tokens, unread_text
+
+
+class MaskedPrefix:
+    """A causal LM with masks behind its text, and with the keys and values of the text.
+
+    Text is causal and does not see the masks; these see the text, the root included, and one another. Layers
+    with a sliding window keep it. Beyond its context length it drafts at its last position.
+
+    Args:
+        model: causal LM.
+        mask_token: id of the mask.
+        masks: number of masks behind the root, K.
+        shift: distance from a mask back to the place whose output predicts its token; 1: the root predicts
+            the first one, as a causal LM does.
+
+    Attributes:
+        states: (B, K, D') input of the head for every mask behind the newest roots; None before any.
+    """
+
+    states: Tensor | None = None
+
+    def __init__(self, model: PreTrainedModel, mask_token: int, masks: int, shift: int) -> None:
+        self.lm = CausalLM(model)
+        self.mask_token, self.masks, self.shift = mask_token, masks, shift
+
+    def _predicting(self, root: Tensor, mask: Tensor | int) -> Tensor:
+        """(..., K) places whose outputs predict, from (..., 1) those of the root and of the first mask."""
+        ahead = torch.arange(self.masks, device=root.device) - self.shift
+        return torch.where(ahead < 0, root, mask + ahead)
+
+    # -- training ----------------------------------------------------------------------------
+
+    def reach(self, length: int) -> int:
+        """How many of `length` tokens there is room for in front of masks."""
+        limit = self.lm.max_positions
+        return length if limit is None else min(length, limit - self.masks)
+
+    def read_packed(self, tokens: Tensor, row: Tensor, root: Tensor) -> Tensor:
+        """One pass over texts, each followed by the masks of all its roots, a block for each.
+
+        A block sees its text up to its root, and itself.
+
+        Args:
+            tokens: (B, T) texts.
+            row: (M,) the text of each root, ascending.
+            root: (M,) its place, below `reach`.
+
+        Returns:
+            (M, K, D') input of the head for every mask.
+        """
+        rows, size = len(tokens), self.masks
+        text = known_tokens(self.lm, tokens[:, : self.reach(tokens.shape[1])])  # (B, n)
+        length, device = text.shape[1], text.device
+        counts = torch.bincount(row, minlength=rows)  # (B,) blocks of each text
+        earlier = counts.cumsum(0) - counts  # (B,) blocks of the texts before
+        number = torch.arange(len(row), device=device) - earlier[row]  # (M,) of a block within its text
+        blocks = int(counts.max())
+        # A text with fewer blocks than another gets some behind its first token, which nobody reads.
+        roots = root.new_zeros(rows, blocks).index_put((row, number), root)
+        roots = roots.repeat_interleave(size, 1)  # (B, S) of every mask
+        place = torch.arange(length, device=device)
+        block = torch.arange(blocks, device=device).repeat_interleave(size)  # (S,)
+        after = torch.arange(1, size + 1, device=device).repeat(blocks)  # (S,) places from root to mask
+        behind = F.pad(place[:, None] >= place, (0, len(block))).expand(rows, -1, -1)  # (B, n, n + S)
+        own = (block[:, None] == block).expand(rows, -1, -1)  # (B, S, S)
+        masks_see = torch.cat([place <= roots[..., None], own], 2)  # (B, S, n + S)
+        last = self.lm.read_once(
+            F.pad(text, (0, len(block)), value=self.mask_token),
+            torch.cat([place.expand(rows, -1), roots + after], 1),
+            torch.cat([behind, masks_see], 1),
+        )  # (B, n + S, D')
+        first = length + number[:, None] * size  # (M, 1) place of a block's first mask
+        return last[row[:, None], self._predicting(root[:, None], first)]
+
+    # -- decoding ----------------------------------------------------------------------------
+
+    def start(self, rows: int) -> Self:
+        """Begin texts, with nothing read."""
+        self.lm.start(rows, capacity=256)
+        return self
+
+    def read(self, tokens: Tensor, counts: Sequence[int], root: Tensor) -> None:
+        """Read what is new of the texts and the masks behind it, in one pass; keep the text.
+
+        Args:
+            tokens: as in `Drafter.advance`.
+            counts: as in `Drafter.advance`.
+            root: as in `Drafter.advance`.
+        """
+        lm = self.lm
+        text, at = unread_text(lm, tokens, counts, root)
+        rows, length = text.shape
+        end = at.on(text.device)[:, None]  # (B, 1) place of the root
+        # A long text is read in chunks, the last one together with the masks, which stand after the padding.
+        start = (length - 1) // lm.chunk * lm.chunk
+        parts = [lm.read_text(text[:, :start])] if start else []
+        slot = torch.arange(length + self.masks, device=text.device)
+        is_mask, new = slot >= length, slot[start:]
+        masks_see = is_mask | (slot <= end)  # (B, n + K)
+        sees = torch.where(is_mask[start:, None], masks_see[:, None], new[:, None] >= slot)
+        offsets = torch.where(is_mask, slot - length + end + 1, slot)[:, start:]
+        last_part = F.pad(text[:, start:], (0, self.masks), value=self.mask_token)
+        parts.append(lm.forward(last_part, sees, start, offsets=offsets))
+        lm.keep(at.plus(1))
+        last = torch.cat(parts, 1)  # (B, n + K, D')
+        row = torch.arange(rows, device=text.device)[:, None]
+        self.states = last[row, self._predicting(end, length)]
+
+    def read_block(self, tokens: Tensor) -> Tensor:
+        """One pass over (B, K) tokens in place of the masks -> (B, K, D') states; nothing is kept of it."""
+        assert self.states is not None
+        sees = torch.ones(1, self.masks, self.masks, dtype=torch.bool, device=tokens.device)
+        last = self.lm.forward(tokens, sees, offsets=torch.arange(self.masks, device=tokens.device))
+        # The root's output is of the text alone.
+        return torch.cat([self.states[:, : self.shift], last[:, : self.masks - self.shift]], 1)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self.lm.select(rows)
+        if self.states is not None:
+            self.states = self.states[RowInts.of(rows).on(self.states.device)]
