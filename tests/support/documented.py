@@ -206,7 +206,10 @@ class Places:
             (r"outputs/<date>/<time>|\bRUN\b", lambda: self.run_of(trained, options)),
             (r"checkpoint=(<[^>]*>|\.\.\.)", lambda: f"checkpoint={self.run_of('eagle')}/checkpoints/best"),
             (r"store=<[^>]*>", lambda: f"store={self.store}"),
-            (r"\bdrafter\.path=(/path/or/hub-id|<[^>]*>)", lambda: f"drafter.path={self.masked}"),
+            (
+                r"\bdrafter\.path=(/path/or/hub-id|data/pocket-draft|<[^>]*>)",
+                lambda: f"drafter.path={self.masked}",
+            ),
             (r"/path/or/hub-id|<its target>", lambda: str(self.target)),
             (r"(/path/to|/a|/data)/(prompts|file)\.jsonl", lambda: str(self.prompts)),
             (r"/a\.jsonl,/b\.jsonl", lambda: f"{self.prompts},{self.more}"),
