@@ -99,7 +99,7 @@ def test_a_disagreement_is_an_error_in_the_log(tmp_path, caplog):
     }
     by_step = {step: cards.card_of([one]) for step, one in rows.items()}
     saver = ScoreCheckpoint(tmp_path, 10, lambda folder, step, early: by_step[step], "")
-    trainer = SimpleNamespace(loggers=[], max_steps=30)
+    trainer = SimpleNamespace(loggers=[], max_steps=30, precision="32-true")
     with caplog.at_level(logging.ERROR):
         for step in (10, 20):
             (saver.root / str(step)).mkdir(parents=True)
@@ -123,7 +123,7 @@ def test_the_last_and_the_best_checkpoint_are_scored_on_all_prompts(tmp_path):
         saver.trained = float(step)
         (saver.root / str(step)).mkdir(parents=True)
         (saver.root / str(step) / "config.json").write_text("{}")
-        trainer = SimpleNamespace(loggers=[], max_steps=30)
+        trainer = SimpleNamespace(loggers=[], max_steps=30, precision="32-true")
         assert saver._score(trainer, saver.root / str(step))
         saver._rescore_best(trainer, saver.root / str(step))
     assert calls == [(10, True), (20, True), (30, False), (20, False)]
