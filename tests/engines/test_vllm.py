@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,12 +48,17 @@ def plain() -> dict[str, dict[str, engine_scores.Answered]]:
 
 
 @pytest.fixture(scope="session")
-def some(tmp_path_factory) -> Path:
-    """Held-out prompts of all categories, the same in all tests: the engine is asked once what it answers."""
-    lines = (ROOT / "data" / "prompts" / "heldout.jsonl").read_text().splitlines(keepends=True)
-    path = tmp_path_factory.mktemp("some") / "prompts.jsonl"
-    path.write_text("".join(lines[:: len(lines) // PROMPTS]))
-    return path
+def some(tmp_path_factory) -> Callable[[int], Path]:
+    """A file of so many held-out prompts, the same in all tests: the engine is asked once what it answers."""
+
+    @cache
+    def some(count: int) -> Path:
+        lines = (ROOT / "data" / "prompts" / "heldout.jsonl").read_text().splitlines(keepends=True)
+        path = tmp_path_factory.mktemp("some") / "prompts.jsonl"
+        path.write_text("".join(lines[:: len(lines) // count][:count]))  # of all categories
+        return path
+
+    return some
 
 
 @pytest.fixture
@@ -68,12 +75,12 @@ def scored(vllm_python, answers, plain, some, monkeypatch, tmp_path):
 
     monkeypatch.setattr(engine_scores, "scorer", knowing)
 
-    def scored(checkpoint: Path, fails: bool = False):
+    def scored(checkpoint: Path, prompts: int = PROMPTS, fails: bool = False):
         out = tmp_path / "card.json"
         words = [f"checkpoint={checkpoint}", "score.engine=vllm", f"score.engine_python={vllm_python}"]
         words += ["decode=chain", "decode.depth=3", "score.alternatives=[]", f"answers={answers}"]
-        words += ["target.dtype=float32", f"prompts={TRAIN}", f"prompts.heldout={some}"]
-        words += ["score.prompts=2", "score.audit_prompts=1", f"score.replay_prompts={PROMPTS}", f"out={out}"]
+        words += ["target.dtype=float32", f"prompts={TRAIN}", f"prompts.heldout={some(prompts)}"]
+        words += ["score.prompts=2", "score.audit_prompts=1", f"score.replay_prompts={prompts}", f"out={out}"]
         done = foredraft("score", *words)
         if fails:
             return done
@@ -139,8 +146,8 @@ def test_a_reduced_vocabulary_is_drafted_from(scored, reduced, told):
 @pytest.mark.proof
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_drafter_of_every_kind_is_served_as_it_was_scored(scored, some, told, tmp_path, name):
-    settings, to = OTHERS[name]
-    words = [f"output_dir={some.parent}", f"hydra.run.dir={tmp_path}/run", f"prompts={some}"]
+    (settings, to), served = OTHERS[name], some(PROMPTS)
+    words = [f"output_dir={served.parent}", f"hydra.run.dir={tmp_path}/run", f"prompts={served}"]
     words += [f"prompts.heldout={TRAIN}", "prompts.self=0", "score.enabled=false", "logger=csv"]
     words += ["rollout.temperature=0", "rollout.max_new_tokens=64", "max_tokens=160", "batch_size=4"]
     train([*words, "taps=cache", STEPS, *settings]).succeeded()
@@ -178,10 +185,10 @@ def turned(layout: Layout) -> None:
     layout.tensors[name] = both.flatten(0, 1).to(weight.dtype)
 
 
-BROKEN = {  # cause: the mistake
-    "taps in another order": permuted,
-    "no d2t": no_d2t,
-    "rotary positions of its queries off by": turned,  # moves the acceptance by less than the noise
+BROKEN = {  # cause: the mistake, and prompts that show it
+    "taps in another order": (permuted, PROMPTS),
+    "no d2t": (no_d2t, PROMPTS),
+    "rotary positions of its queries off by": (turned, 2 * PROMPTS),  # changes half of the answers' rounds
 }
 
 
@@ -189,7 +196,7 @@ BROKEN = {  # cause: the mistake
 def broken(scored, reduced, monkeypatch):
     """Scores an export that was spoilt."""
 
-    def broken(spoil, fails: bool = False):
+    def broken(spoil, **options):
         write = engine_scores.formats.write_layout
 
         def spoilt(saved, target, to) -> Layout:
@@ -198,7 +205,7 @@ def broken(scored, reduced, monkeypatch):
             return layout
 
         monkeypatch.setattr(engine_scores.formats, "write_layout", spoilt)
-        return scored(reduced, fails)
+        return scored(reduced, **options)
 
     return broken
 
@@ -206,7 +213,8 @@ def broken(scored, reduced, monkeypatch):
 @pytest.mark.proof
 @pytest.mark.parametrize("cause", BROKEN)
 def test_a_broken_export_is_found_and_its_cause_named(broken, cause):
-    card, said = broken(BROKEN[cause])
+    spoil, prompts = BROKEN[cause]
+    card, said = broken(spoil, prompts=prompts)
     (one,) = card.served
     assert not one.agrees
     assert cause in one.cause
