@@ -63,18 +63,18 @@ class Commits:
             tree = Path(folder) / "tree"
             _git("worktree", "add", "--detach", str(tree), commit)
             try:
-                return self._short_run(run, tree, Path(folder) / "runs")
+                return self._short_run(run, commit, tree, Path(folder) / "runs")
             finally:
                 _git("worktree", "remove", "--force", str(tree))
 
-    def _short_run(self, run: Run, tree: Path, runs: Path) -> str:
+    def _short_run(self, run: Run, commit: str, tree: Path, runs: Path) -> str:
         words = [*run.words_in(self.runs), *self.common, *SHORT, "logger=csv", f"output_dir={runs}"]
         words += [f"trainer.max_steps={STEPS}", f"score.every={STEPS}"] if run.steps else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree / "src")}
         command = [sys.executable, "train.py", *words, f"hydra.run.dir={runs / 'run'}"]
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise UserError(f"benchmark drafters: {run.arm} at {tree.name} has failed: {done.stderr[-300:]}")
+            raise UserError(f"benchmark drafters: {run.arm} at {commit} has failed: {done.stderr[-300:]}")
         best = runs / "run" / "checkpoints" / "best"
         hashed = hashlib.sha256()
         for file in sorted(best.glob("*.safetensors")):  # one whose drafter has weights

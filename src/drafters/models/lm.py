@@ -299,7 +299,7 @@ class DraftLM(HFModelDrafter):
             text, end = unread_text(lm, tokens, counts, root)
         else:
             text, end = self._reencoded(state, new_tokens(tokens, counts, root, first=not lm.lengths[0]))
-        last = lm.read_text(known_tokens(lm, text))
+        last = lm.read_text(text)
         lm.keep(end.plus(1))
         at = end.on(root.device)[:, None, None]  # (B, 1, 1)
         state.last = last.gather(1, at.expand(-1, -1, last.shape[-1]))[:, 0]
@@ -314,7 +314,7 @@ class DraftLM(HFModelDrafter):
         kept = [text.extend(new, self.mapping) for text, new in zip(state.texts, grown, strict=True)]
         state.lm.cut(kept)
         rest = [text.ids[n:] for text, n in zip(state.texts, kept, strict=True)]
-        return _padded(rest, state.lm.device), RowInts([len(ids) - 1 for ids in rest])
+        return known_tokens(state.lm, _padded(rest, state.lm.device)), RowInts([len(ids) - 1 for ids in rest])
 
     def _logits(self, lm: CausalLM, last: Tensor, target: Target) -> Tensor:
         """(..., D') -> (..., V) logits, or (..., V') of the shared tokens."""

@@ -103,7 +103,7 @@ def plain_model(folder, kind="llama"):
 @pytest.mark.parametrize("kind", CAUSAL)
 @torch.no_grad()
 def test_every_law_is_that_of_one_full_pass_under_the_mask(target, tmp_path, kind, shift):
-    """In training, and in decoding, whatever pieces a text comes in and however long its neighbour is."""
+    """In training, and in decoding, in any pieces of the text and beside a neighbour of any length."""
     folder = filler(tmp_path / "model", kind)
     drafter, plain = drafter_for(target, folder, shift=shift, prefix="causal"), plain_model(folder, kind)
     texts = random_texts()
