@@ -14,9 +14,11 @@ BENCHMARKS = {
     "context": "benchmarks.batch_context:context_lengths",
     "drafters": "benchmarks.drafter_table.main:drafters",
     "lyanna": "benchmarks.lyanna_ablation:lyanna",
+    "objectives": "benchmarks.drafter_table.main:drafters",
     "regret": "benchmarks.regret:regrets",
     "rollout": "benchmarks.rollout:rollouts",
     "scaling": "benchmarks.scaling:scaling",
+    "sweep": "benchmarks.drafter_table.main:sweep",
     "train": "benchmarks.train_step.race:training",
 }
 

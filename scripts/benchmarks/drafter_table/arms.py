@@ -17,7 +17,7 @@ from distill.utils.atomic_files import write_json
 from distill.utils.progress import say
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
-KEYS = {"words", "steps", "seeds", "after"}
+KEYS = {"words", "steps", "after"}
 
 
 class Run(NamedTuple):
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
 
 def planned(cfg: DictConfig) -> list[Run]:
-    """All runs of a configuration, arms in its order; see conf/benchmark_drafters.yaml.
+    """All runs of a configuration, arms in its order: `arms` and `only` of conf/benchmark_drafters.yaml.
 
     Raises:
         UserError: an unknown arm or key.
@@ -62,10 +62,33 @@ def planned(cfg: DictConfig) -> list[Run]:
         arm = arms[name]
         if wrong := set(arm) - KEYS:
             raise UserError(f"arms.{name}.{min(wrong)}: no such key; there are {', '.join(sorted(KEYS))}")
-        for steps in arm["steps"]:
-            words = tuple(arm["words"]), arm.get("after", "")
-            runs += [Run(name, steps, seed, *words) for seed in arm.get("seeds", [0])]
+        words = tuple(arm["words"]), arm.get("after", "")
+        runs += [Run(name, steps, seed, *words) for steps, n in arm["steps"].items() for seed in range(n)]
     return runs
+
+
+def swept(cfg: DictConfig) -> list[Run]:
+    """Runs of a drafter by its recipe, then with each value of each option; see conf/benchmark_sweep.yaml.
+
+    Raises:
+        UserError: a drafter without options to sweep, or without such an option.
+    """
+    options: Any = OmegaConf.to_container(cfg.options)
+    if cfg.of not in options:
+        raise UserError(f"of={cfg.of}: no options to sweep; there are some of {', '.join(options)}")
+    values = options[cfg.of]
+    if unknown := [name for name in cfg.only if name not in values]:
+        raise UserError(f"only: no option {unknown[0]}; there are {', '.join(values)}")
+    changed = [(name, value) for name in cfg.only or values for value in values[name]]
+    arms = {"recipe": []} | {
+        f"{name.rpartition('.')[2]}={value}": [f"{name}={value}"] for name, value in changed
+    }
+    return [
+        Run(arm, steps, seed, (f"drafter={cfg.of}", *words))
+        for arm, words in arms.items()
+        for steps in cfg.steps
+        for seed in range(cfg.seeds)
+    ]
 
 
 def train(run: Run, folder: Path, common: list[str]) -> None:

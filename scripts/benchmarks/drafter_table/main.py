@@ -8,9 +8,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from benchmarks.drafter_table.arms import Run, keep, planned, train
+from benchmarks.drafter_table.arms import Run, keep, planned, swept, train
 from benchmarks.drafter_table.identical import Commits, uncommitted
-from benchmarks.drafter_table.table import Result, page, table
+from benchmarks.drafter_table.page import page
+from benchmarks.drafter_table.plot import plot
+from benchmarks.drafter_table.table import TEMPERATURES, Result, grouped, table
 from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
 from distill.config.validate import check_ranges
@@ -26,7 +28,7 @@ def drafters(cfg: DictConfig, folder: Path) -> float:
     alike, bit by bit.
 
     Args:
-        cfg: composed from conf/benchmark_drafters.yaml.
+        cfg: composed from conf/benchmark_{drafters,objectives,distillspec}.yaml.
         folder: unused; runs go below `runs`, results below `results`.
 
     Returns:
@@ -37,16 +39,44 @@ def drafters(cfg: DictConfig, folder: Path) -> float:
     """
     del folder
     check_ranges(cfg)
-    runs, results, common = planned(cfg), Path(cfg.results), list(map(str, cfg.common))
+    return _measure(cfg, planned(cfg))
+
+
+def sweep(cfg: DictConfig, folder: Path) -> float:
+    """Train a drafter by its recipe and with one option changed at a time, as `drafters` does.
+
+    Args:
+        cfg: composed from conf/benchmark_sweep.yaml.
+        folder: unused.
+
+    Returns:
+        The number of results in the table.
+
+    Raises:
+        UserError: bad input, or runs that failed, after all others.
+    """
+    del folder
+    check_ranges(cfg)
+    return _measure(cfg, swept(cfg))
+
+
+def _measure(cfg: DictConfig, runs: Sequence[Run]) -> float:
+    """Train what is missing; print and write the table of all that can be compared."""
+    results, common = Path(cfg.results), list(map(str, cfg.common))
     missing = [run for run in runs if not _result(run, results).exists()]
     if missing and (changed := uncommitted()):
         raise UserError(f"{changed}: commit it first; a result names the commit that it came from")
     failed = _train(missing, runs, Path(cfg.runs), results, common, cfg.hours)
     found, left_out = _comparable(runs, results, Commits(results, Path(cfg.runs), common))
     if found:
-        print(table(found))
+        lines = grouped(found)
+        print(table(lines))
         if cfg.table:
-            Path(cfg.table).write_text(page(found, left_out), encoding="utf-8")
+            file = Path(cfg.table)
+            file.write_text(
+                page(cfg.title, lines, left_out, f"{file.stem}.svg", cfg.against), encoding="utf-8"
+            )
+            plot(lines, TEMPERATURES, file.with_suffix(".svg"))
     for line in left_out:
         say(line)
     if failed:

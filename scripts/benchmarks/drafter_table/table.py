@@ -1,4 +1,4 @@
-"""A Markdown table of the results, one line for all seeds of an arm."""
+"""Lines of the table of results: one for all seeds of an arm with one number of steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from decode.evaluation.scorecard import Row, Scorecard
 from distill.report.compare import draft_ms
 
 LEVELS = 4
+TEMPERATURES = (0.0, 1.0)
 HEAD = [
     *("drafter", "steps", "seeds", "tau, T=0", "tau, T=1", *(f"s_{j}" for j in range(1, LEVELS + 1))),
     *("speedup", "draft, ms", "CPU minutes", "parameters", "precision", "commit"),
@@ -27,68 +28,101 @@ class Result(NamedTuple):
     run: Run
     card: Scorecard
 
+    def row(self, temperature: float, plan: str = "") -> Row:
+        """The row of a plan at a temperature; of the headline's where none is named."""
+        rows = [row for row in self.card.rows if row.temperature == temperature and row.nodes]
+        return next((row for row in rows if row.decode == plan), rows[0])
 
-def table(results: Sequence[Result], temperatures: Sequence[float] = (0.0, 1.0)) -> str:
-    """The table, the longest acceptance first; a tau of several seeds has the interval of their mean."""
+
+class Estimate(NamedTuple):
+    """A mean with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __format__(self, form: str) -> str:
+        low, high = format(self.low, form), format(self.high, form)
+        return f"{format(self.value, form)} ({low}..{high})"
+
+
+class Line(NamedTuple):
+    """All seeds of an arm with one number of steps."""
+
+    arm: str
+    steps: int
+    results: list[Result]
+
+    def tau(self, temperature: float, plan: str = "") -> Estimate:
+        """Mean over seeds; of one seed the interval over prompts, of several that of the mean (t)."""
+        parts = [result.row(temperature, plan).acceptance for result in self.results]
+        if len(parts) == 1:
+            return Estimate(parts[0].tau, *parts[0].tau_interval)
+        return _mean([part.tau for part in parts])
+
+    def over(self, other: Line, temperature: float, plan: str = "") -> Estimate | None:
+        """Difference of tau to another line, paired by seed; None where fewer than two seeds are in both."""
+        theirs = {result.run.seed: result.row(temperature, plan).acceptance.tau for result in other.results}
+        both = [result for result in self.results if result.run.seed in theirs]
+        if len(both) < 2:
+            return None
+        mine = [(result.row(temperature, plan).acceptance.tau, result.run.seed) for result in both]
+        return _mean([tau - theirs[seed] for tau, seed in mine])
+
+    @property
+    def plans(self) -> list[str]:
+        """Names of its plans, the headline's first."""
+        return list(dict.fromkeys(row.decode for row in self.results[0].card.rows if row.nodes))
+
+    @property
+    def minutes(self) -> float:
+        """CPU minutes of the training steps, the mean over seeds."""
+        return mean(one.card.checkpoint.train_cpu_seconds or 0.0 for one in self.results) / 60
+
+
+def grouped(results: Sequence[Result]) -> list[Line]:
+    """Lines of the table, the longest acceptance at T=0 first."""
     groups: dict[tuple[str, int], list[Result]] = defaultdict(list)
     for result in results:
         groups[result.run.arm, result.run.steps].append(result)
-    lines = sorted(groups.values(), key=lambda group: -_tau(group, temperatures[0])[0])
-    cells = [_cells(group, temperatures) for group in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [HEAD, ["---"] * len(HEAD), *cells])
+    lines = [Line(*key, group) for key, group in groups.items()]
+    return sorted(lines, key=lambda line: -line.tau(TEMPERATURES[0]).value)
 
 
-def _row(card: Scorecard, temperature: float) -> Row:
-    return next(row for row in card.rows if row.temperature == temperature and row.nodes)
+def table(lines: Sequence[Line]) -> str:
+    """The table of all lines."""
+    return markdown([HEAD, *map(_cells, lines)])
 
 
-def _tau(group: Sequence[Result], temperature: float) -> tuple[float, tuple[float, float]]:
-    """Mean over seeds; of one seed the interval over prompts, of several that of the mean (t)."""
-    parts = [_row(result.card, temperature).acceptance for result in group]
-    value = mean(part.tau for part in parts)
-    if len(parts) == 1:
-        return value, (parts[0].tau_interval[0], parts[0].tau_interval[1])
-    error = stdev(part.tau for part in parts) / math.sqrt(len(parts))
-    wide = float(stats.t.ppf(0.975, len(parts) - 1)) * error
-    return value, (value - wide, value + wide)
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a Markdown table, the first its head."""
+    rule = ["---"] * len(rows[0])
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])
 
 
-def _cells(group: Sequence[Result], temperatures: Sequence[float]) -> list[str]:
-    first, checkpoint = group[0], group[0].card.checkpoint
-    taus = [_tau(group, temperature) for temperature in temperatures]
-    rows = [_row(result.card, temperatures[0]) for result in group]
+def _mean(values: Sequence[float]) -> Estimate:
+    """Mean of at least two values, with Student's interval."""
+    value = mean(values)
+    wide = float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return Estimate(value, value - wide, value + wide)
+
+
+def _cells(line: Line) -> list[str]:
+    checkpoint = line.results[0].card.checkpoint
+    rows = [result.row(TEMPERATURES[0]) for result in line.results]
     shares = [row.acceptance.survival[:LEVELS] for row in rows]
     survival = [mean(column) for column in zip(*shares, strict=True)]
-    minutes = [one.card.checkpoint.train_cpu_seconds or 0.0 for one in group]
     return [
-        first.run.arm,
-        str(first.run.steps or ""),
-        str(len(group)),
-        *(f"{value:.2f} ({low:.2f}..{high:.2f})" for value, (low, high) in taus),
+        line.arm,
+        str(line.steps or ""),
+        str(len(line.results)),
+        *(f"{line.tau(temperature):.2f}" for temperature in TEMPERATURES),
         *(f"{share:.2f}" for share in survival),
         *("-" for _ in range(LEVELS - len(survival))),
         f"{mean(row.speed for row in rows):.2f}x",
         f"{mean(map(draft_ms, rows)):.1f}",
-        f"{mean(minutes) / 60:.1f}" if first.run.steps else "",
+        f"{line.minutes:.1f}" if line.steps else "",
         f"{checkpoint.parameters / 1e6:.2f} M" if checkpoint.parameters else "",
-        ", ".join(dict.fromkeys(one.card.checkpoint.train_precision for one in group)),
-        ", ".join(dict.fromkeys(one.card.checkpoint.commit[:7] for one in group)),
+        ", ".join(dict.fromkeys(one.card.checkpoint.train_precision for one in line.results)),
+        ", ".join(dict.fromkeys(one.card.checkpoint.commit[:7] for one in line.results)),
     ]
-
-
-def page(results: Sequence[Result], left_out: Sequence[str]) -> str:
-    """The table as a page, with its conditions and what is not in it."""
-    cards = [result.card for result in results]
-    plans = dict.fromkeys(_row(card, 0.0).decode for card in cards)
-    replayed = dict.fromkeys(str(len(_row(card, 0.0).counts.tokens)) for card in cards)
-    machines = dict.fromkeys(card.conditions.hardware for card in cards)
-    dtypes = dict.fromkeys(card.conditions.dtype for card in cards)
-    notes = [
-        f"{', '.join(plans)}, match rule, {', '.join(dtypes)}. tau and s_j (T=0): replayed on the target's "
-        f"answers to {', '.join(replayed)} held-out prompts; the interval is 95 %, of one seed over prompts, "
-        "of several that of their mean (Student's t). Speedup over plain decoding, T=0, batch 1, on a "
-        "machine that may have been busy. CPU minutes: of the training steps.",
-        f"Machines: {'; '.join(machines)}.",
-        *left_out,
-    ]
-    return "\n\n".join(["# Every drafter, measured", table(results), *notes]) + "\n"

@@ -14,12 +14,14 @@ from omegaconf import OmegaConf
 from workbench import CONF
 
 from benchmarks.drafter_table import arms, identical, main
-from benchmarks.drafter_table.table import Result, table
+from benchmarks.drafter_table.page import budgets, differences, page
+from benchmarks.drafter_table.plot import plot
+from benchmarks.drafter_table.table import Result, grouped, table
 from decode.errors import UserError
 from decode.evaluation.scorecard import Scorecard
 
-PLAIN = {"steps": [0], "words": ["drafter=bigram"]}
-TRAINED = {"steps": [4, 8], "words": ["drafter=eagle"], "seeds": [0, 1]}
+PLAIN = {"steps": {0: 1}, "words": ["drafter=bigram"]}
+TRAINED = {"steps": {4: 2, 8: 2}, "words": ["drafter=eagle"]}
 
 
 def config(tmp_path: Path, given: dict, *overrides: str):
@@ -32,8 +34,8 @@ def config(tmp_path: Path, given: dict, *overrides: str):
 
 def scored(name: str, tau: float = 2.0, commit: str = "a" * 12, **more) -> dict:
     rows = [row(temperature, tau=tau - temperature / 2, replay=None) for temperature in (0.0, 1.0)]
-    trained = {"train_cpu_seconds": 90.0, "train_precision": "bf16"}
-    return scorecard(rows, drafter=name, commit=commit, **trained, **more)
+    trained = {"train_cpu_seconds": 90.0, "train_precision": "bf16"} | more
+    return scorecard(rows, drafter=name, commit=commit, **trained)
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def test_every_run_is_made_once_and_its_scorecard_kept(tmp_path, runs, capsys):
 
 
 def test_a_run_that_fails_is_told_when_the_others_are_done(tmp_path, runs):
-    cfg = config(tmp_path, {"fails": {"words": ["drafter=fails"], "steps": [2]}, "bigram": PLAIN})
+    cfg = config(tmp_path, {"fails": {"words": ["drafter=fails"], "steps": {2: 1}}, "bigram": PLAIN})
     with pytest.raises(UserError, match=r"1 runs have failed: fails-2-0"):
         main.drafters(cfg, tmp_path)
     assert (tmp_path / "results" / "bigram-0-0.json").exists()
@@ -91,7 +93,7 @@ def test_no_run_begins_when_the_time_is_over(tmp_path, runs, capsys):
 
 
 def test_what_another_run_reads_is_made_first(tmp_path, runs):
-    reads = {"words": ["drafter=union", "drafter.first={runs}/eagle-4-1/checkpoints/best"], "steps": [0]}
+    reads = {"words": ["drafter=union", "drafter.first={runs}/eagle-4-1/checkpoints/best"], "steps": {0: 1}}
     cfg = config(tmp_path, {"union": {**reads, "after": "eagle-4-1"}, "eagle": TRAINED})
     main.drafters(cfg, tmp_path)
     assert [w["drafter"] for w in runs][:2] == ["eagle", "union"]
@@ -126,19 +128,84 @@ def test_wrong_arms_are_refused(tmp_path, given, only, said):
         main.drafters(config(tmp_path, given, only), tmp_path)
 
 
-def test_all_arms_of_the_configuration_compose():
+@pytest.mark.parametrize("name", ["drafters", "objectives"])
+def test_all_arms_of_the_configuration_compose(name):
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        cfg = compose("benchmark_drafters")
-        for run in arms.planned(cfg):
+        cfg = compose(f"benchmark_{name}")
+        runs = arms.planned(cfg)
+        assert {run.after for run in runs} <= {run.name for run in runs} | {""}
+        for run in runs:
             compose("config", overrides=[*run.words_in(Path("runs")), *map(str, cfg.common)])
 
 
+def test_all_options_of_a_sweep_compose():
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        for drafter in compose("benchmark_sweep").options:
+            cfg = compose("benchmark_sweep", overrides=[f"of={drafter}"])
+            runs = arms.swept(cfg)
+            assert runs[0].words == (f"drafter={drafter}",)
+            for words in {run.words for run in runs}:
+                compose("config", overrides=[*words, *map(str, cfg.common)])
+
+
+def test_a_sweep_changes_one_option_at_a_time(tmp_path, runs):
+    places = [f"results={tmp_path / 'results'}", f"runs={tmp_path / 'runs'}", "table=''", "steps=[2,4]"]
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        cfg = compose("benchmark_sweep", overrides=[*places, "of=lm", "only=[drafter.layers]"])
+    assert main.sweep(cfg, tmp_path) == 6
+    assert [w.get("drafter.layers") for w in runs] == [None, None, "1", "1", "4", "4"]
+    cfg.only = ["layers"]
+    with pytest.raises(
+        UserError, match=r"only: no option layers; there are optimizer\.optimizer\.lr, drafter"
+    ):
+        main.sweep(cfg, tmp_path)
+    cfg.of = "bigram"
+    with pytest.raises(UserError, match=r"of=bigram: no options to sweep; there are some of eagle"):
+        main.sweep(cfg, tmp_path)
+
+
+def result(arm: str, steps: int, seed: int, tau: float, **more) -> Result:
+    return Result(arms.Run(arm, steps, seed, ()), Scorecard.from_json(scored(arm, tau, **more), "here"))
+
+
 def test_seeds_make_one_row_with_the_interval_of_their_mean():
-    cards = [Scorecard.from_json(scored("eagle", tau), "here") for tau in (2.0, 2.1, 2.3)]
-    results = [Result(arms.Run("eagle", 8, seed, ()), one) for seed, one in enumerate(cards)]
-    (line,) = table(results).splitlines()[2:]
+    results = [result("eagle", 8, seed, tau) for seed, tau in enumerate((2.0, 2.1, 2.3))]
+    (line,) = table(grouped(results)).splitlines()[2:]
     assert line.startswith("| eagle | 8 | 3 | 2.13 (1.75..2.51) | 1.63 (1.25..2.01) |")
     assert "| 1.5 |" in line  # CPU minutes
+
+
+def test_arms_are_compared_seed_by_seed():
+    base = [result("nll", 8, seed, tau) for seed, tau in enumerate((2.0, 2.2))]
+    mine = [
+        result("streak", 8, seed, tau) for seed, tau in enumerate((2.1, 2.3, 9.0))
+    ]  # the third has no partner
+    alone = [result("decay", 8, 0, 2.5), result("start", 16, 0, 2.0)]
+    lines = differences(grouped([*base, *mine, *alone]), "nll").splitlines()
+    assert lines[2:] == [lines[2]]
+    assert lines[2].startswith("| streak | 8 | +0.100 (+0.100..+0.100) | +0.100 (+0.100..+0.100)")
+    assert differences(grouped(alone), "nll") == ""
+
+
+def test_a_budget_names_the_best_that_it_pays_for():
+    free = result("bigram", 0, 0, 1.5, train_cpu_seconds=None)
+    short = [result("eagle", 8, 0, 2.0), result("mlp", 8, 0, 1.8), result("eagle", 4, 0, 1.9)]  # 1.5 minutes
+    rows = budgets(grouped([*short, free])).splitlines()[2:]
+    assert rows == [
+        "| none | bigram 1.50 | bigram 1.00 |",
+        "| 2 | eagle 2.00 (8 steps), mlp 1.80 (8 steps), bigram 1.50 | "
+        "eagle 1.50 (8 steps), mlp 1.30 (8 steps), bigram 1.00 |",
+    ]
+
+
+def test_the_plot_and_the_page_are_the_same_for_the_same_results(tmp_path):
+    lines = grouped([result("eagle", 8, 0, 2.0), result("eagle", 4, 0, 1.8), result("bigram", 0, 0, 1.5)])
+    for name in ("a.svg", "b.svg"):
+        plot(lines, (0.0, 1.0), tmp_path / name)
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    assert "bigram" in text
+    assert "![tau over CPU minutes](a.svg)" in page("Title", lines, [], "a.svg")
 
 
 def test_commits_with_the_same_source_are_alike_and_others_are_run(tmp_path, monkeypatch):
