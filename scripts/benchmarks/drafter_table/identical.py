@@ -18,7 +18,8 @@ from distill.utils.atomic_files import write_json
 from distill.utils.progress import say
 
 ROOT = TRAIN.parent
-SOURCE = ("src", "conf", "data", "constraints.txt")  # what training and decoding depend on
+# What training and decoding depend on; what is benchmarked is none of it
+SOURCE = ("src", "conf", "data", "constraints.txt", ":!conf/benchmark_*")
 RECORD = "identical.json"
 SHORT = [  # a run of some seconds, by which commits are compared
     *("prompts.limit=12", "prompts.self=0", "rollout.max_new_tokens=32", "batch_size=4", "try_largest=false"),
