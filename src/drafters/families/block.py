@@ -204,7 +204,7 @@ class BlockDrafter(TokenBiasDrafter):
         anchors: Tensor,
         filled: Tensor | None = None,
     ) -> Tensor:
-        """(A, K, D) final states that predict; (A, K) masks are filled in with the text's tokens."""
+        """(A, K, D) final states that predict; (A, K) tokens of the text are filled in."""
         length, width = batch.tokens.shape[1], 1 + self.masks
         device, dtype = anchors.device, self.mask.dtype
         # Features of each text up to its last anchor, texts concatenated.
@@ -252,7 +252,14 @@ class BlockDrafter(TokenBiasDrafter):
         return Visibility([place.to(device), *[own] * width], blocks, oldest, shape.sinks, later)
 
     def fill_in(self, x: Tensor, filled: Tensor, token: Tensor) -> Tensor:
-        """(B, 1 + masks, D) input of blocks, where (B, masks) masks become (B, masks, D) embedded tokens."""
+        """(B, 1 + masks, D) input of blocks, where masks become the tokens that they stand in place of.
+
+        Args:
+            x: input of blocks.
+            filled: (B, K) bool; where the root predicts, the last token has no place.
+            token: (B, K, D) or (B, masks, D) embedded tokens.
+        """
+        filled, token = filled[:, : self.masks], token[:, : self.masks]
         masks = x[:, 1:] + torch.where(filled[..., None], token - self.mask, 0.0)
         return torch.cat([x[:, :1], masks], 1)
 
@@ -321,7 +328,9 @@ class BlockDrafter(TokenBiasDrafter):
         for _ in range(self.steps - 1):
             levels = ParallelLogits(logits.unbind(1), states, head, self.info, state.root, vocabulary)
             token, confidence = levels.likeliest()
-            surest = confidence.masked_fill(filled, -1.0).topk(-(-self.depth // self.steps), -1)
+            # Where the root predicts, the last token has no place to be filled in.
+            open_places = confidence.masked_fill(filled, -1.0)[:, : self.masks]
+            surest = open_places.topk(min(-(-self.depth // self.steps), self.masks), -1)
             new = torch.zeros_like(filled).scatter_(1, surest.indices, surest.values > 0)
             x, filled = self.fill_in(x, new, target.embed(token).to(x.dtype)), filled | new
             fresh = self._pass(state.store, x)

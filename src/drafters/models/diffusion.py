@@ -22,22 +22,25 @@ from drafters.layers.decoder_layer import LayerShape, RMSNorm
 
 
 class Diffusion(BlockDrafter):
-    """Differs from DFlash in three ways: the newest feature and the root's embedding are added at every place
-    of a block, each of the K masks is a learned vector, and taps are normalised before they are fused.
+    """Differs from DFlash in four ways: the root predicts the first token, as DSpark's does; the newest
+    feature and the root's embedding are added at every place of a block; each mask is a learned vector; and
+    taps are normalised before they are fused.
 
     Args:
         taps: layer ids (inputs of decoder layers) or "last"; the last tap is added in the block.
-        depth: masks of a block, K.
+        depth: tokens that a block predicts, K: the root and K - 1 masks.
         per_depth: every place has a map of its own of what is added, as Medusa's heads have.
         **options: of `BlockDrafter`, without `qk_norm`.
     """
+
+    root_predicts = True
 
     def __init__(self, taps: Sequence[Tap], depth: int, per_depth: bool = False, **options: Any) -> None:
         super().__init__(taps=taps, depth=depth, **options)
         self.settings = {"taps": list(taps), "depth": depth, "per_depth": per_depth} | options
         hidden_size, eps = self.shape.hidden_size, self.shape.eps
         self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
-        self.mask = nn.Parameter(torch.zeros(depth, hidden_size))
+        self.mask = nn.Parameter(torch.zeros(self.masks, hidden_size))
         maps = 1 + self.masks if per_depth else 1
         self.place_in = Linear(2 * hidden_size, maps * hidden_size, bias=False)
 
