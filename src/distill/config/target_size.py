@@ -26,7 +26,7 @@ RATE, RATE_SIZE, RATE_POWER = 6e-3, 256, -1.5
 # Hidden sizes up to -> tokens of an answer and of a training row
 LENGTHS = {512: (192, 512), 1024: (512, 1024)}
 LONGEST = (1024, 2048)
-STEPS, PASSES = 800, 5  # least optimizer steps; passes over the answers
+STEPS, PASSES = 800, 5  # least optimizer steps; passes over the answers to prompts that were given
 SAVES, SAVE_EVERY = 20, 200  # save points of a run; least steps between two
 
 
@@ -95,15 +95,18 @@ def _announce(what: str, values: Mapping[str, Any]) -> None:
 def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
     """Options with the number of steps, and of steps between save points, that fit the number of answers.
 
+    Answers to prompts that the target writes itself are passed once: new ones teach more than a second pass.
+
     Args:
         options: of the run; `trainer.max_steps` and `score.every` are kept where they are set.
         prompts: to be answered, beside those that the target writes itself.
     """
     answers = (prompts + options.prompts.self) * options.rollout.samples
+    passed = (PASSES * prompts + options.prompts.self) * options.rollout.samples
     trainer, score = options.trainer, options.score
     world = processes(trainer.accelerator, trainer.devices, trainer.num_nodes)
     rows = options.batch_size * trainer.accumulate_grad_batches * world  # of an optimizer step
-    steps = trainer.max_steps or max(STEPS, ceil(PASSES * answers / rows))
+    steps = trainer.max_steps or max(STEPS, ceil(passed / rows))
     every = score.every or max(SAVE_EVERY, ceil(steps / SAVES))
     chosen = {"trainer.max_steps": steps} if trainer.max_steps is None else {}
     chosen |= {"score.every": every} if score.every is None else {}

@@ -72,6 +72,7 @@ def test_a_cpu_that_is_slow_in_bf16_trains_in_fp32(fastest, overrides, precision
     ("overrides", "answers", "steps", "every"),
     [
         ([], 768, 800, 200),
+        (["prompts.self=9000"], 300, 2_100, 200),
         ([], 10_001, 10_001, 501),
         (["batch_size=4", "trainer.accumulate_grad_batches=2", "trainer.devices=2"], 60_000, 18_750, 938),
         (["trainer.max_steps=60"], 60_000, 60, 200),
@@ -79,7 +80,7 @@ def test_a_cpu_that_is_slow_in_bf16_trains_in_fp32(fastest, overrides, precision
     ],
 )
 def test_steps_are_passes_over_the_answers(overrides, answers, steps, every, capsys):
-    common = ("trainer=ddp", "trainer.accelerator=cpu", "prompts.self=0")
+    common = ("trainer=ddp", "trainer.accelerator=cpu", "prompts.self=0")  # of two, the later counts
     options = with_length(options_of(*common, *overrides), answers)
     said = capsys.readouterr().out
     assert (options.trainer.max_steps, options.score.every) == (steps, every)
