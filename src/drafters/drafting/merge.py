@@ -1,11 +1,13 @@
-"""The union of two trees of fixed nodes below the same root, verified in one pass."""
+"""The union of a tree with one of fixed nodes below the same root, verified in one pass."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from decode.draft import PAD, Draft
+from decode.draft import PAD, Draft, DraftProbs
 
 PRIORITY = 1e6  # above any difference of scores
 
@@ -16,16 +18,23 @@ def merge_trees(first: Draft, second: Draft, kept: int, nodes: int) -> Draft:
     At most `nodes` of each row; a path of both trees counts once. Parents precede children in this order,
     so the selection is a tree. A row without nodes in the second tree keeps all of the first.
 
+    Which drawn nodes are kept does not depend on their own tokens (docs/lossless.md): one that is not
+    among the best `kept` counts as no path of the second tree, which may so have the same token as a fixed
+    sibling of it.
+
     Args:
-        first: of fixed nodes.
+        first: a dynamic tree, of fixed nodes or hybrid.
         second: of fixed nodes, for the same rows.
         kept: nodes that the first has before the second.
         nodes: maximum number of nodes of a row.
     """
     rows, count = first.tokens.shape
-    twin = _twins(first, second)  # (B, N2)
     score, other = _score(first), _score(second) + PRIORITY
     best = _descending(score)[:, :kept]
+    may_be_twin = torch.ones_like(first.tokens, dtype=torch.bool)
+    if first.probs is not None:
+        may_be_twin = (~first.probs.sampled).scatter(1, best, value=True)
+    twin = _twins(first, second, may_be_twin)  # (B, N2)
     key = score.scatter_add(1, best, score.new_full((), 2 * PRIORITY).expand(best.shape))
     # A node of both trees counts as the first's, with the higher of both priorities.
     key = key.scatter_reduce(1, twin.clamp_min(0), other.masked_fill(twin < 0, -torch.inf), "amax")
@@ -39,8 +48,23 @@ def merge_trees(first: Draft, second: Draft, kept: int, nodes: int) -> Draft:
     slot.scatter_(1, selection + 1, order)
     parents = slot.gather(1, parents.gather(1, selection) + 1) - 1
     tokens = torch.cat([first.tokens, second.tokens], 1).masked_fill(key == -torch.inf, PAD)
+    probs = None if first.probs is None else _moved(first.probs, slot, selection)
     depth = max(first.depth, second.depth)
-    return Draft(tokens.gather(1, selection), parents, depth, score=key.gather(1, selection))
+    return Draft(tokens.gather(1, selection), parents, depth, probs, score=key.gather(1, selection))
+
+
+def _moved(probs: DraftProbs, slot: Tensor, selection: Tensor) -> DraftProbs:
+    """The distributions of the first tree's drawn nodes, for the union.
+
+    Args:
+        probs: of the first tree.
+        slot: (B, N1 + N2 + 1) slot in the union of the root and of every node of both trees; 0: left out.
+        selection: (B, N) nodes of the union, the first tree's numbered before the second's.
+    """
+    owner = slot.gather(1, probs.owner.clamp_min(0))
+    owner = owner.masked_fill((probs.owner != 0) & (owner == 0), -1)
+    fixed = torch.zeros_like(slot[:, 1 + probs.sampled.shape[1] :], dtype=torch.bool)
+    return replace(probs, owner=owner, sampled=torch.cat([probs.sampled, fixed], 1).gather(1, selection))
 
 
 def _score(draft: Draft) -> Tensor:
@@ -56,9 +80,12 @@ def _descending(values: Tensor) -> Tensor:
     return values.sort(dim=1, descending=True, stable=True).indices
 
 
-def _twins(first: Draft, second: Draft) -> Tensor:
-    """(B, N2) index of the first tree's node with the path of each node of the second; negative: none."""
-    same = second.tokens[:, :, None] == first.tokens[:, None]  # (B, N2, N1)
+def _twins(first: Draft, second: Draft, may_be_twin: Tensor) -> Tensor:
+    """(B, N2) index of the first tree's node with the path of each node of the second; negative: none.
+
+    Only nodes of the first tree with (B, N1) `may_be_twin` are compared.
+    """
+    same = (second.tokens[:, :, None] == first.tokens[:, None]) & may_be_twin[:, None]  # (B, N2, N1)
     above, roots = second.parents.clamp_min(0), second.parents < 0
     twin = torch.full_like(second.tokens, -2)
     for _ in range(second.depth):  # iteration d settles the nodes of level d

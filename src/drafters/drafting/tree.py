@@ -30,6 +30,7 @@ def expand(
     plan: Plan,
     vocabulary: Vocabulary | None = None,
     confidence: Callable[[], Tensor] | None = None,
+    limit: Tensor | None = None,
 ) -> Draft:
     """Draft from the logits below the root.
 
@@ -45,18 +46,25 @@ def expand(
             mapped to ids of the target; sampling probabilities outside are 0, which is lossless.
         confidence: () -> (B, W) logits of acceptance, for the entries of the last `step`; called once
             per level, and only if the plan has a `min_confidence`.
+        limit: (B,) maximum depth of each row, a function of settled tokens; None: `plan.depth`.
     """
     temperature = plan.proposal_temperature(sampler.temperature)
     warp = None
     if temperature is not None:
         # Any q is lossless. The repetition penalty is left out: it needs the history.
         warp = Sampler(temperature, sampler.top_k, sampler.top_p, sampler.min_p)
-    if warp is not None and plan.drafts > 1:
-        return draft_parallel_chains(logits, step, warp, coin, plan, vocabulary)
-    if plan.width == 1:
-        return draft_chain(logits, step, warp, coin, plan, vocabulary, confidence)
     grow = _Grower(coin, warp, plan, vocabulary)
-    return _static(logits, step, grow, plan) if plan.tree else _dynamic(logits, step, grow, plan)
+    if warp is not None and plan.drafts > 1:
+        draft = draft_parallel_chains(logits, step, warp, coin, plan, vocabulary)
+    elif plan.width == 1:
+        draft = draft_chain(logits, step, warp, coin, plan, vocabulary, confidence)
+    elif plan.tree:
+        draft = _static(logits, step, grow, plan)
+    else:
+        draft = _dynamic(logits, step, grow, plan, limit)
+    if limit is None:
+        return draft
+    return replace(draft, tokens=draft.tokens.masked_fill(draft.levels[:, 1:] > limit[:, None], PAD))
 
 
 @dataclass
@@ -169,13 +177,13 @@ def _fixed_children(fans: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(fans, device=device)[:, None] - 1 > rank
 
 
-def _dynamic(logits: Tensor, step: Step, grow: _Grower, plan: Plan) -> Draft:
+def _dynamic(logits: Tensor, step: Step, grow: _Grower, plan: Plan, limit: Tensor | None) -> Draft:
     """EAGLE-2's tree (arXiv:2406.16858, section 4): expand the best nodes, then keep the best of all.
 
     A sampled token affects scores of its descendants only, which rank below it, so the selection does
     not depend on the token itself.
     """
-    best = _beam(logits, step, grow, plan)
+    best = _beam(logits, step, grow, plan, limit)
     draft = grow.draft(best.tokens, best.parents, best.owner, best.rank, plan.depth)
     return replace(draft, score=best.score)
 

@@ -1,24 +1,23 @@
 """Reuse of hidden states from the previous draft: no drafted token enters them, so they survive rejection.
 
-States are a function of settled tokens only, and tokens are chosen from them again, so every verified
-node is a fixed node and any acceptance rule is lossless (docs/lossless.md).
+States are a function of settled tokens only. Tokens are chosen from them anew, or drawn from the q that the
+draft carries, so any acceptance rule is lossless (docs/lossless.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from decode.draft import PAD, Draft
+from decode.draft import Draft
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.rng import Coin
-from decode.sampling import Sampler
 from drafters.drafting.merge import merge_trees
-from drafters.drafting.tree import Beam, best_nodes, expand
+from drafters.drafting.tree import Beam, best_nodes
 from drafters.families.token_bias import ParallelLogits
 
 MODES = ("none", "logit_sum", "tree_merge", "immediate")
@@ -29,11 +28,10 @@ class Reuse:
     """How states after a rejection are reused in the next round.
 
     none: not at all. logit_sum: `weight` times their logits are added to the new ones of the same
-    position. tree_merge: a second tree is grown from them and verified in the same pass; it gets `nodes`
-    of the plan's nodes and those that the new tree does not use. Only for dynamic trees of fixed nodes;
-    with other plans as none. immediate: if all rows of a batch have `least` such states and the drafter
-    expects `tokens` accepted tokens from them, they are verified without a new draft. Otherwise, and
-    with sampling, as none.
+    position. tree_merge: a second tree, of fixed nodes, is grown from them and verified in the same pass; it
+    gets `nodes` of the plan's nodes and those that the new tree does not use. Only for dynamic trees; with
+    other plans as none. immediate: if all rows of a batch have `least` such states and the drafter expects
+    `tokens` accepted tokens from them, the draft is made of them alone; otherwise as none.
 
     Raises:
         UserError: an unknown mode, or a number out of range.
@@ -57,12 +55,11 @@ class Reuse:
 
     def merges(self, plan: Plan) -> bool:
         """Whether two trees are merged under this plan."""
-        return self.mode == "tree_merge" and plan.proposal == "fixed" and plan.width > 1 and not plan.tree
+        return self.mode == "tree_merge" and plan.width > 1 and not plan.tree
 
     def applies_to(self, plan: Plan) -> bool:
         """Whether states are reused under this plan."""
-        immediate = self.mode == "immediate" and plan.proposal == "fixed"
-        return self.mode == "logit_sum" or immediate or self.merges(plan)
+        return self.mode in ("logit_sum", "immediate") or self.merges(plan)
 
     def is_sufficient(self, logits: Tensor, left: Tensor) -> bool:
         """Whether (B, K, V) logits of old states, (B,) `left` of them valid, are worth verifying alone."""
@@ -76,12 +73,26 @@ class Reuse:
         return [new + self.weight * old * (left > k)[:, None] for k, (new, old) in enumerate(halves)]
 
     def merged(self, both: ParallelLogits, left: Tensor, coin: Coin, plan: Plan) -> Draft:
-        """Merge the trees grown from new levels, rows 0 to B, and old levels, rows B to 2 B."""
+        """Merge the fixed trees grown from new levels, rows 0 to B, and old levels, rows B to 2 B."""
         limit = torch.cat([torch.full_like(left, plan.depth), left])
         grown = best_nodes(both.first, both.step, coin, plan, limit, both.vocabulary)
         fresh, old = (Beam(*half) for half in zip(*(t.chunk(2) for t in _rows(grown)), strict=True))
-        new, left_over = (Draft(b.tokens, b.parents, plan.depth, score=b.score) for b in (fresh, old))
-        return merge_trees(new, left_over, max(plan.nodes - self.nodes, 0), plan.nodes)
+        return self._union(_fixed(fresh, plan), old, plan)
+
+    def merged_with_drawn(
+        self, fresh: Draft, old: ParallelLogits, left: Tensor, coin: Coin, plan: Plan
+    ) -> Draft:
+        """Merge a hybrid tree with the tree of fixed nodes grown from old levels."""
+        grown = best_nodes(old.first, old.step, coin, plan, left, old.vocabulary)
+        return self._union(fresh, grown, plan)
+
+    def _union(self, fresh: Draft, old: Beam, plan: Plan) -> Draft:
+        return merge_trees(fresh, _fixed(old, plan), max(plan.nodes - self.nodes, 0), plan.nodes)
+
+
+def _fixed(beam: Beam, plan: Plan) -> Draft:
+    """A draft of fixed nodes."""
+    return Draft(beam.tokens, beam.parents, plan.depth, score=beam.score)
 
 
 def _rows(beam: Beam) -> list[Tensor]:
@@ -93,19 +104,3 @@ def resized(states: Tensor, depth: int) -> Tensor:
     """(B, K, D) states cut or padded to another depth; padding is to be masked."""
     more = states[:, -1:].expand(-1, max(depth - states.shape[1], 0), -1)
     return torch.cat([states[:, :depth], more], 1)
-
-
-def truncated_draft(
-    levels: ParallelLogits,
-    left: Tensor,
-    sampler: Sampler,
-    coin: Coin,
-    plan: Plan,
-    confidence: Callable[[], Tensor] | None = None,
-) -> Draft:
-    """A draft of fixed nodes from levels, the first (B,) `left` of which are valid."""
-    if plan.width > 1 and not plan.tree:
-        best = best_nodes(levels.first, levels.step, coin, plan, left, levels.vocabulary)
-        return Draft(best.tokens, best.parents, plan.depth, score=best.score)
-    draft = expand(levels.first, levels.step, sampler, coin, plan, levels.vocabulary, confidence)
-    return replace(draft, tokens=draft.tokens.masked_fill(draft.levels[:, 1:] > left[:, None], PAD))

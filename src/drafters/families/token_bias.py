@@ -96,11 +96,14 @@ class TokenBias(nn.Module, ABC):
     def _look_up(self, table: Tensor, token: Tensor, state: Tensor) -> Tensor:
         """(..., V_s) biases after (...) tokens, from the (N + 1, V_s) table."""
 
+    def table_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the table of all pairs of tokens, in the dtype that is decoded in."""
+        return len(self.emb.weight) * len(self.out.weight) * dtype.itemsize
+
     def _pairs(self) -> Tensor | None:
         """(N + 1, V_s) biases after every row of E, and a row of 0; None while weights train. Cached."""
         weight = self.out.weight
-        large = len(self.emb.weight) * len(weight) * weight.itemsize > TABLE_BYTES
-        if large or weight.requires_grad or self._inputs() is None:
+        if self.table_bytes(weight.dtype) > TABLE_BYTES or weight.requires_grad or self._inputs() is None:
             return None
         version = [(w.device, w.dtype, *weight_state(w)) for w in self.parameters()]
         if self._table is None or self._table[0] != version:
@@ -211,8 +214,12 @@ class TokenInfoBias(TokenBias):
         self.mix = Linear(hidden_size + rank, rank) if kind == "recurrent" else None
 
     @torch.no_grad()
-    def choose(self, counts: TokenCounts, d2t: Tensor | None) -> str:
-        """Choose the most frequent tokens of the answers as hot tokens; `d2t` has these and more."""
+    def choose(self, counts: TokenCounts, d2t: Tensor | None, dtype: torch.dtype) -> str:
+        """Choose the most frequent tokens of the answers as hot tokens; `d2t` has these and more.
+
+        Returns:
+            Their number, their share of the answers, and the size of the table in the `dtype` of decoding.
+        """
         assert self.hot is not None
         assert self.place is not None
         self.hot.copy_(counts.most_frequent(len(self.hot)))
@@ -220,7 +227,13 @@ class TokenInfoBias(TokenBias):
         self.place[self.hot] = torch.arange(len(self.hot), device=self.place.device)
         if self.rows is not None and d2t is not None:
             self.rows.copy_(torch.searchsorted(d2t, self.hot))
-        return f"{len(self.hot)} hot {counts.share(self.hot.cpu())}"
+        line = f"{len(self.hot)} hot {counts.share(self.hot.cpu())}"
+        if self._inputs() is None:
+            return line
+        size, most = self.table_bytes(dtype) >> 20, TABLE_BYTES >> 20
+        if size > most:
+            return f"{line} (no bias table: {size} MiB, over {most})"
+        return f"{line} (bias table: {size} MiB)"
 
     @override
     def side(self, reduced: bool) -> Side:
@@ -285,16 +298,23 @@ class TokenBiasDrafter(Drafter):
             side = side._replace(ids=torch.searchsorted(head.d2t, self.info.hot))
         return replace(head, side=side)
 
-    def expand_levels(self, levels: ParallelLogits, sampler: Sampler, coin: Coin, plan: Plan) -> Draft:
-        """Draft from the logits of all depths."""
+    def expand_levels(
+        self,
+        levels: ParallelLogits,
+        sampler: Sampler,
+        coin: Coin,
+        plan: Plan,
+        limit: Tensor | None = None,
+    ) -> Draft:
+        """Draft from the logits of all depths, the first (B,) `limit` of which are valid; None: all."""
         confidence = self.confidence_of(lambda: levels.newest)
-        return expand(levels.first, levels.step, sampler, coin, plan, levels.vocabulary, confidence)
+        return expand(levels.first, levels.step, sampler, coin, plan, levels.vocabulary, confidence, limit)
 
     @override
     def choose_tokens(self, counts: TokenCounts, target: Target) -> str:
         lines = [] if self.d2t is None else [super().choose_tokens(counts, target)]
         if isinstance(self.info, TokenInfoBias) and self.info.hot is not None:
-            lines.append(self.info.choose(counts, self.d2t))
+            lines.append(self.info.choose(counts, self.d2t, target.dtype))
         return "; ".join(lines)
 
     @property

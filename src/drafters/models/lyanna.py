@@ -25,7 +25,7 @@ from decode.sampling import Sampler
 from decode.transfer import RowInts
 from drafters.base import Batch, DraftStep, constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter, RecurrentState, add_feature_noise
-from drafters.families.state_reuse import Reuse, resized, truncated_draft
+from drafters.families.state_reuse import Reuse, resized
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.text_store import TextStore
@@ -135,8 +135,9 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         mode = self.reuse.mode
         if mode == "none" or not plan.depth or self.reuse.applies_to(plan):
             return ""
-        return f"drafter.reuse.mode={mode}: states are not reused by {plan.name}; it needs fixed nodes" + (
-            " in a dynamic tree (decode=dynamic decode.proposal=fixed)" if mode == "tree_merge" else ""
+        return (
+            f"drafter.reuse.mode={mode}: states are not reused by {plan.name}; it needs a dynamic tree "
+            "(decode=dynamic)"
         )
 
     @property
@@ -269,6 +270,11 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         root, left, mode = state.root, state.left, self.reuse.mode
         head = self.output_head(target.head)
         vocabulary = Vocabulary.of(head, target)
+
+        def levels(raw: Sequence[Tensor], states: Tensor) -> ParallelLogits:
+            roots = root.repeat(len(states) // len(root))
+            return ParallelLogits(raw, states, head, self.info, roots, vocabulary)
+
         stale = state.stale if self.reuse.applies_to(plan) else None
         if stale is not None and left is not None:
             stale = resized(stale, plan.depth)
@@ -276,22 +282,19 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
                 raw = head.product(stale).unbind(1)
                 if self.reuse.is_sufficient(head.shape(torch.stack(raw, 1)), left):
                     state.drafted = None  # reused only once
-                    levels = ParallelLogits(raw, stale, head, self.info, root, vocabulary)
-                    return truncated_draft(
-                        levels, left, sampler, coin, plan, self.confidence_of(lambda: levels.newest)
-                    )
+                    return self.expand_levels(levels(raw, stale), sampler, coin, plan, left)
         states = state.drafted = self._states(state, plan.depth)
         if stale is None or left is None or mode == "immediate":
             raw = head.product(states).unbind(1)
-            levels = ParallelLogits(raw, states, head, self.info, root, vocabulary)
-            return self.expand_levels(levels, sampler, coin, plan)
+            return self.expand_levels(levels(raw, states), sampler, coin, plan)
         raw = head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
         if mode == "logit_sum":
-            raw = self.reuse.summed(raw, left)
-            levels = ParallelLogits(raw, states, head, self.info, root, vocabulary)
-            return self.expand_levels(levels, sampler, coin, plan)
-        both = ParallelLogits(raw, torch.cat([states, stale]), head, self.info, root.repeat(2), vocabulary)
-        return self.reuse.merged(both, left, coin, plan)
+            return self.expand_levels(levels(self.reuse.summed(raw, left), states), sampler, coin, plan)
+        if plan.proposal_temperature(sampler.temperature) is None:  # both trees have fixed nodes
+            return self.reuse.merged(levels(raw, torch.cat([states, stale])), left, coin, plan)
+        new, old = zip(*(logits.chunk(2) for logits in raw), strict=True)
+        fresh = self.expand_levels(levels(new, states), sampler, coin, plan)
+        return self.reuse.merged_with_drawn(fresh, levels(old, stale), left, coin, plan)
 
     def _states(self, state: LyannaState, depth: int) -> Tensor:
         """(B, K, D) states, computed one after the other; keys and values stay in scratch slots."""

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from itertools import accumulate
 
 import pytest
 import torch
-from faces import paths
 
-from decode.draft import PAD, Draft
+from decode.draft import PAD, Draft, DraftProbs
 from drafters.drafting.merge import merge_trees
 
 
-def union(fresh, old, first, nodes):
-    """`merge` in plain Python: {path: score} twice -> the paths that are kept."""
+def union(fresh, old, first, nodes, drawn=frozenset()):
+    """`merge_trees` in plain Python: {path: score} twice -> how often each path is kept, and as drawn ones.
+
+    A drawn node that is not among the first is not what the other tree has on the same path.
+    """
     ranked = sorted(fresh, key=lambda p: -fresh[p])
     kept = ranked[:first]
-    for path in [*sorted(old, key=lambda p: -old[p]), *ranked[first:]]:
+
+    def is_twin(path):
+        above = accumulate((token,) for token in path)
+        return path in fresh and all(p not in drawn or p in ranked[:first] for p in above)
+
+    for path in sorted(old, key=lambda p: -old[p]):
+        node = path if is_twin(path) else ("old", path)
+        if len(kept) < nodes and node not in kept:
+            kept.append(node)
+    for path in ranked[first:]:
         if len(kept) < nodes and path not in kept:
             kept.append(path)
-    return set(kept)
+    names = Counter(node[1] if node[0] == "old" else node for node in kept)
+    return names, {node for node in kept if node in drawn}
 
 
 def random_tree(dice, depth, nodes, limit):
@@ -45,13 +59,48 @@ def draft_of(trees, nodes, depth):
     return Draft(tokens, parents, depth, score=score)
 
 
+def with_drawn(draft, trees, drawn):
+    """The draft with these of its nodes drawn; row r of q, of the r-th slot, is told by its numbers."""
+    rows, nodes = draft.tokens.shape
+    sampled = torch.zeros(rows, nodes, dtype=torch.bool)
+    for row, tree in enumerate(trees):
+        sampled[row, : len(tree)] = torch.tensor([path in drawn[row] for path in tree])
+    owner = torch.arange(nodes + 1).expand(rows, -1)
+    q = torch.arange(nodes + 1.0)[None, :, None].expand(rows, -1, 4)
+    probs = DraftProbs(q, owner, (nodes + 1,), sampled, ranked=True)
+    return Draft(draft.tokens, draft.parents, draft.depth, probs, score=draft.score)
+
+
+def walked(draft, row):
+    """Path of the root and of every node; None of a missing one."""
+    names = [()]
+    for token, parent in zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True):
+        assert parent + 1 < len(names), "parents come first"
+        names.append(None if token == PAD else (*names[parent + 1], token))
+    return names
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_two_trees_become_the_best_of_one_then_what_the_other_adds(seed):
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_two_trees_become_the_best_of_one_then_what_the_other_adds(seed, hybrid):
     dice, depth, nodes = random.Random(seed), 3, 9
     one = [random_tree(dice, depth, nodes, depth) for _ in range(4)]
     other = [random_tree(dice, depth, nodes, limit) for limit in (0, 1, 2, 3)]
     first = dice.choice([0, 4, 7, 9])
-    draft = merge_trees(draft_of(one, nodes, depth), draft_of(other, nodes, depth), first, nodes)
+    drawn = [set(dice.sample(list(tree), len(tree) // 3)) if hybrid else set() for tree in one]
+    fresh = draft_of(one, nodes, depth)
+    fresh = with_drawn(fresh, one, drawn) if hybrid else fresh
+    draft = merge_trees(fresh, draft_of(other, nodes, depth), first, nodes)
     assert draft.tokens.shape == (4, nodes)
     for row in range(4):
-        assert set(paths(draft, row)) - {()} == union(one[row], other[row], first, nodes)
+        names = walked(draft, row)
+        want, as_drawn = union(one[row], other[row], first, nodes, drawn[row])
+        assert Counter(name for name in names[1:] if name is not None) == want
+        if draft.probs is None:
+            assert not hybrid
+            continue
+        assert {n for n, s in zip(names[1:], draft.probs.sampled[row], strict=True) if s} == as_drawn
+        for number, slot in enumerate(draft.probs.owner[row].tolist()):  # q stays with its slot
+            before = walked(fresh, row)[number]
+            assert slot < 0 or names[slot] == before
+            assert slot >= 0 or all(p[:-1] != before for p in as_drawn)

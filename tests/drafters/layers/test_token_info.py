@@ -79,11 +79,12 @@ def test_cold_tokens_have_no_bias_and_get_none(kind, hot):
     texts = random_rollouts(V)
     if info.hot is not None:
         counts = torch.bincount(torch.tensor([t for text in texts for t in text.tokens[5:]]), minlength=V)
-        said = info.choose(TokenCounts(counts[None], ()), None)
+        said = info.choose(TokenCounts(counts[None], ()), None, torch.bfloat16)
         assert sorted(info.hot.tolist()) == info.hot.tolist()
         assert counts[info.hot].sum() == counts.topk(hot).values.sum()
         share = float(counts[info.hot].sum() / counts.sum())
-        assert said == f"{hot} hot of {V} tokens make {share:.2%} of the answers"
+        line = f"{hot} hot of {V} tokens make {share:.2%} of the answers"
+        assert said == line + " (bias table: 0 MiB)" * (kind != "recurrent")
     known = torch.arange(V) if info.hot is None else info.hot
     state = torch.randn(1, 1, 6)
     with torch.no_grad():
@@ -114,6 +115,17 @@ def test_a_table_of_all_pairs_is_the_two_products(kind, hot, monkeypatch):
         info.out.weight.mul_(2)  # a table of weights that have moved is made again
         again, _ = info.add(logits, token, state, None)
     assert (again - table).abs().max() > 0.1
+
+
+def test_the_size_of_the_table_is_told_with_the_coverage():
+    counts = torch.zeros(1, 49152, dtype=torch.long)
+    counts[0, :2], counts[0, 20000] = torch.tensor([70, 28]), 2
+    told = {}
+    for hot in (8192, 12288):
+        info = TokenInfoBias("vanilla", 6, 49152, 1, hot)
+        told[hot] = info.choose(TokenCounts(counts, ()), None, torch.bfloat16)
+    assert told[8192] == "8192 hot of 49152 tokens make 100.00% of the answers (bias table: 128 MiB)"
+    assert told[12288].endswith("(no bias table: 288 MiB, over 256)")
 
 
 def test_a_head_with_a_side_is_one_with_a_wider_weight():

@@ -5,21 +5,28 @@ from __future__ import annotations
 import random
 
 import contract
+import numpy as np
 import pytest
 import torch
-from exact import check_lossless
-from faces import SAMPLED, Follower, K, V, batch_of, both, paths, random_texts
+from exact import check_lossless, differences, error
+from faces import ONE, SAMPLED, Follower, K, V, batch_of, both, paths, random_texts
 
 from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
+from decode.draft import PAD
+from decode.draft_check import draft_fault
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout, replay, why_inexact
 from decode.evaluation.stateful_replay import walk
 from decode.generation.generate import generate
 from decode.plan import Plan
+from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from drafters.drafting import merge
 from drafters.families.state_reuse import Reuse
 
 TREE = Plan(K, 3, 8)
+HYBRID = Plan(K, 3, 8, proposal="hybrid")
+WARM = Sampler(0.8)
 REUSE = {"mode": "tree_merge", "nodes": 3, "weight": 0.25, "least": 1, "tokens": 0.0}
 MODES = ["none", "logit_sum", "tree_merge", "immediate"]
 
@@ -166,9 +173,8 @@ def test_immediate_verification_drafts_nothing_when_all_rows_have_enough(tiny_ta
     assert calls  # a row has none
 
 
-@pytest.mark.parametrize("mode", ["tree_merge", "immediate"])
-def test_where_tokens_are_drawn_old_states_are_left_alone(tiny_target, make_drafter, mode):
-    target, drafter = lyanna(tiny_target, make_drafter, mode)
+def test_a_chain_leaves_no_room_for_a_tree_of_old_states(tiny_target, make_drafter):
+    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
     follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
     follower.advance((1, 2))
@@ -177,6 +183,59 @@ def test_where_tokens_are_drawn_old_states_are_left_alone(tiny_target, make_draf
         assert torch.equal(draft.q, follower.propose(SAMPLED).q)
     assert not drafter.depends_on_rounds(SAMPLED)
     assert drafter.depends_on_rounds(TREE)
+
+
+def drawn(drafter, follower, plan):
+    """Drafted by the production coin, the same draws in every call."""
+    coin = KeyedCoin(0, range(len(follower.texts))).at(*np.zeros((2, len(follower.texts)), np.int64))
+    with torch.no_grad():
+        return drafter.propose(follower.state, follower.target, WARM, coin, plan)
+
+
+def nodes_of(draft, row):
+    """(path, whether it was drawn) of every node."""
+    names = [()]
+    for token, parent in zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True):
+        names.append((*names[parent + 1], token))
+    sampled = draft.probs.sampled[row].tolist()
+    return [(n, s) for n, s in zip(names[1:], sampled, strict=True) if PAD not in n]
+
+
+def test_old_states_put_fixed_nodes_beside_drawn_ones(tiny_target, make_drafter):
+    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge")
+    follower = Follower(drafter, target, random_texts(), (5, 7))
+    follower.propose(TREE)
+    follower.advance((K, 1))  # all kept, and all rejected
+    merged = drawn(drafter, follower, HYBRID)
+    with reuse_mode(drafter, "none"):
+        fresh = drawn(drafter, follower, HYBRID)
+    assert merged.tokens.shape == fresh.tokens.shape
+    assert set(nodes_of(merged, 0)) == set(nodes_of(fresh, 0))  # a row without old states
+    assert torch.equal(merged.q, fresh.q)
+    new, kept = set(nodes_of(merged, 1)), set(nodes_of(fresh, 1))
+    assert not any(was_drawn for _, was_drawn in new - kept)
+    assert 0 < len(new - kept) <= REUSE["nodes"] + sum(was_drawn for _, was_drawn in kept)
+    best = fresh.score[1].double().sort(descending=True, stable=True).indices[: 8 - REUSE["nodes"]]
+    assert {nodes_of(fresh, 1)[i] for i in best.tolist()} <= new
+    assert not draft_fault(merged, V, reads_probs=True).any()
+    assert "earlier rounds" in why_inexact(HYBRID, WARM, drafter)
+
+
+def test_a_chain_is_drawn_from_old_states_alone(tiny_target, make_drafter):
+    target, drafter = lyanna(tiny_target, make_drafter, "immediate")
+    follower = Follower(drafter, target, random_texts(), (5, 7))
+    follower.propose(SAMPLED)
+    follower.advance((1, 2))
+    stale = follower.state.stale
+    draft = follower.propose(SAMPLED)
+    assert draft.lengths().tolist() == [K - 1, K - 2]
+    root = torch.tensor([known[-1] for known in follower.known])
+    head = drafter.biased_head(target.head)
+    with torch.no_grad():
+        low, _ = drafter.info.low_rank_input(root, stale[:, 0], None)
+        first = head(torch.cat([stale[:, 0], low], -1)).softmax(-1)
+    torch.testing.assert_close(draft.q[:, 0], first, rtol=0, atol=1e-6)
+    assert "rows beside" in why_inexact(SAMPLED, ONE, drafter)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -200,47 +259,89 @@ def test_a_reuse_that_is_none_is_refused(changes):
 DYNAMIC = Plan(2, 2, 4)
 
 
+@pytest.fixture
+def in_play(monkeypatch):
+    """Whether old states were there, each time that a draft could have been made of them."""
+    seen = []
+    for name in ("summed", "merged", "merged_with_drawn"):
+        method = getattr(Reuse, name)
+
+        def spy(self, *arguments, method=method):
+            left = next(a for a in arguments if isinstance(a, torch.Tensor))
+            seen.append(bool(left.any()))
+            return method(self, *arguments)
+
+        monkeypatch.setattr(Reuse, name, spy)
+    sufficient = Reuse.is_sufficient
+
+    def told(self, logits, left):
+        seen.append(sufficient(self, logits, left))
+        return seen[-1]
+
+    monkeypatch.setattr(Reuse, "is_sufficient", told)
+    return seen
+
+
+def check_with_old_states(target, drafter, plan, sampler):
+    """Lossless in a batch; in one of a row, where `immediate` verifies old states if there are any."""
+    alone = {"prompts": [[1, 0, 0, 1]], "abreast": 1, "length": 3}
+    batch = {"prompts": [[1, 0, 0, 1], [1], [0, 1]], "length": 4, "rows": [0]}
+    options = alone if drafter.reuse.mode == "immediate" else batch
+    check_lossless(target, drafter, plan, sampler, **options)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.ci("immediate-0.0", "tree_merge-0.5", "logit_sum-0.5", "immediate-1.0")
-def test_a_tree_with_old_states_is_lossless(tiny_target, make_drafter, mode, temperature):
+def test_a_tree_with_old_states_is_lossless(tiny_target, make_drafter, in_play, mode, temperature):
     target = tiny_target()
     drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "nodes": 2})
-    check_lossless(target, drafter, DYNAMIC, Sampler(temperature), length=4)
+    check_with_old_states(target, drafter, DYNAMIC, Sampler(temperature))
+    assert any(in_play) or not temperature
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("mode", ["logit_sum", "immediate"])
-@pytest.mark.covering
-def test_what_is_drawn_beside_old_states_is_lossless(tiny_target, make_drafter, mode, rule):
-    target = tiny_target(vocab=2)
-    drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "weight": 1.0})
-    plan = Plan(2, proposal="sampled", rule=rule)
-    check_lossless(target, drafter, plan, Sampler(1.0), length=5, prompts=[[1, 0, 0, 1]])
+SMALL = ((0,), (1,), (0, 0))
+SHARP = {"proposal": "hybrid", "draft_temperature": 0.4}  # else three tokens leave nothing to reject
+PLANS = {
+    "token": Plan(2, proposal="sampled"),
+    "block": Plan(2, proposal="sampled", rule="block"),
+    "two drafts": Plan(2, proposal="sampled", drafts=2),
+    "siblings": Plan(tree=SMALL, proposal="sampled", rule="traversal"),
+    "static hybrid": Plan(tree=SMALL, **SHARP),
+    "hybrid": Plan(2, 2, 3, **SHARP),
+    "deep hybrid": Plan(3, 2, 4, **SHARP),
+    "hybrid, matched": Plan(2, 2, 3, rule="match", **SHARP),
+}
+DRAWN = [("logit_sum", name) for name in PLANS if name != "deep hybrid"]
+DRAWN += [("tree_merge", name) for name in ("hybrid", "deep hybrid", "hybrid, matched")]
+DRAWN += [("immediate", name) for name in ("token", "block", "two drafts", "hybrid")]
 
 
-def test_old_states_are_in_play_in_what_was_enumerated(tiny_target, make_drafter):
-    """Else the enumeration could not see them."""
+@pytest.mark.parametrize(
+    "sampler",
+    [Sampler(0.5, top_k=2), *(pytest.param(Sampler(t), marks=pytest.mark.proof) for t in (0.5, 1.0))],
+    ids=str,
+)
+@pytest.mark.parametrize("case", DRAWN, ids=", ".join)
+def test_what_is_drawn_beside_old_states_is_lossless(tiny_target, make_drafter, in_play, case, sampler):
+    mode, plan = case[0], PLANS[case[1]]
+    target = tiny_target(vocab=2 if plan.width == 1 else 3)
+    drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "nodes": 2, "weight": 1.0})
+    check_with_old_states(target, drafter, plan, sampler)
+    assert any(in_play)
+
+
+def test_a_drawn_node_that_is_kept_for_its_own_token_is_not_lossless(tiny_target, make_drafter, monkeypatch):
+    """What `merge_trees` must not do: count any drawn node as a path of both trees."""
+    twins = merge._twins
+    monkeypatch.setattr(merge, "_twins", lambda one, two, may: twins(one, two, torch.ones_like(may)))
     target = tiny_target()
-    drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": "tree_merge", "nodes": 2})
-    used, merged = [], Reuse.merged
-
-    def spy(self, both, left, coin, plan):
-        used.append(int(left.max()))
-        return merged(self, both, left, coin, plan)
-
-    Reuse.merged = spy
-    try:
-        check_lossless(target, drafter, DYNAMIC, Sampler(1.0), length=4, rows=[0])
-    finally:
-        Reuse.merged = merged
-    assert max(used) == 1
+    drafter = make_drafter("lyanna", target, reuse=REUSE | {"nodes": 2})
+    ((got, want),) = differences(target, drafter, PLANS["hybrid"], Sampler(1.0), length=3, rows=[0])
+    assert error(got, want) > 1e-3
 
 
 # -- what it costs and gives (LY5, LY6, LY9) ---------------------------------------------------
-
-
-WARM = Sampler(0.8)
 
 
 def rollouts_of(target, count=6, length=20):
@@ -345,8 +446,8 @@ def test_it_comes_back_from_its_folder_with_its_hot_tokens_and_its_mode(tiny_tar
 @pytest.mark.parametrize("mode", MODES)
 def test_a_plan_without_reuse_is_remarked_on(tiny_target, make_drafter, mode):
     _, drafter = lyanna(tiny_target, make_drafter, mode)
-    auto = Plan(K, 3, 8, proposal="auto")
-    remarks = [drafter.remark(auto.resolved(temperature)) for temperature in (0.0, 1.0)]
-    assert remarks[0] == drafter.remark(Plan()) == ""
-    assert ("decode.proposal=fixed" in remarks[1]) == (mode == "tree_merge")
-    assert (remarks[1] != "") == (mode in ("tree_merge", "immediate"))
+    for plan in (TREE, HYBRID, Plan()):
+        assert not drafter.remark(plan)
+    for plan in (SAMPLED, Plan(K), Plan(tree=SMALL, proposal="sampled")):
+        assert ("it needs a dynamic tree (decode=dynamic)" in drafter.remark(plan)) == (mode == "tree_merge")
+        assert (drafter.remark(plan) != "") == (mode == "tree_merge")
