@@ -1,8 +1,8 @@
-"""Ablation of Lyanna's hidden-state reuse by exact replay, and head products per draft."""
+"""Ablation of Lyanna's hidden-state reuse, by replay where nothing is drawn; head products per draft."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private API: torch has no public name
 from typing_extensions import override
 
-from benchmarks.common import conditions, load_drafter, load_inputs
+from benchmarks.common import conditions, encode, load_drafter, load_inputs
 from decode.errors import UserError
 from decode.evaluation.replay import Counts, Rollout, agreement
 from decode.evaluation.stateful_replay import NO_COIN, Step, matched, walk
 from decode.generation.generate import generate
 from decode.generation.types import Proposer
+from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
@@ -44,25 +45,27 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Acceptance length with and without reused states, on stored answers.
+    """Acceptance length with and without reused states.
 
     Attributes:
-        states_reused: share of the states from a rejection on that the next round uses.
-        salvage_rate: share of rounds that accept more tokens than with fresh nodes only.
+        states_reused: share of the states from a rejection on that the next round uses; None: not replayed.
+        salvage_rate: share of rounds that accept more tokens than with fresh nodes only; None: not replayed.
         equal_nodes: the plan's nodes split between fresh and old states, minus all fresh.
         equal_forwards: nodes of old states added to the plan's, minus the plan.
         fresh_control: as many fresh nodes added, minus the plan.
     """
 
-    states_reused: float
-    salvage_rate: float
+    states_reused: float | None
+    salvage_rate: float | None
     equal_nodes: Difference
     equal_forwards: Difference
     fresh_control: Difference
 
 
 def lyanna(cfg: DictConfig, folder: Path) -> float:
-    """Replay a Lyanna checkpoint with and without state reuse; print a table, write `out` as JSON.
+    """Score a Lyanna checkpoint with and without state reuse; print a table, write `out` as JSON.
+
+    Stored answers are replayed. Where the plan draws tokens, `samples` answers to each prompt are decoded.
 
     Args:
         cfg: composed from conf/benchmark_lyanna.yaml.
@@ -81,28 +84,35 @@ def lyanna(cfg: DictConfig, folder: Path) -> float:
         raise UserError(f"checkpoint={cfg.checkpoint}: the ablation is of drafter=lyanna")
     target.tap(drafter.taps)
     with refused():
-        plan, sampler = instantiate(cfg.decode).resolved(0.0), Sampler(cfg.temperature)
+        sampler = Sampler(cfg.temperature)
+        plan = instantiate(cfg.decode).resolved(cfg.temperature, drafter.proposals)
     if not drafter.reuse.merges(plan):
         raise UserError(
-            "old states are merged only with drafter.reuse.mode=tree_merge and a dynamic tree of fixed "
-            "nodes (decode=dynamic)"
+            "old states are merged only with drafter.reuse.mode=tree_merge and a dynamic tree "
+            "(decode=dynamic)"
         )
     prompts = held[: cfg.score.replay_prompts]
     new, root = cfg.score.max_new_tokens, Path(cfg.answers)
-    rollouts = held_out_answers(target, chat, prompts, sampler, new, cfg.seed, root)
+    drawn = plan.proposal_temperature(sampler.temperature) is not None
+    ids = encode(chat, prompts)
     with conditions(cfg, target) as found:
-        result = reuse_ablation(target, drafter, rollouts, plan, sampler)
-        products = head_products(target, drafter, rollouts[0].prompt, plan)
+        if drawn:
+            result = decoded_ablation(target, drafter, ids, plan, sampler, cfg.samples, new, cfg.seed)
+        else:
+            rollouts = held_out_answers(target, chat, prompts, sampler, new, cfg.seed, root)
+            result = reuse_ablation(target, drafter, rollouts, plan, sampler)
+        products = head_products(target, drafter, ids[0], plan)
     card = {"what": "lyanna", **asdict(result), "head_products": products, "prompts": len(prompts)}
     write_json(Path(cfg.out), card | found)
     arms = {"equal nodes": result.equal_nodes, "equal passes": result.equal_forwards}
     arms |= {"as many fresh nodes": result.fresh_control}
     print(grid(["", "tau", "99 % interval"], [[name, *_cells(arm)] for name, arm in arms.items()]))
-    print(
-        f"differences over {plan.name}, all fresh, T={sampler.temperature:g}, {len(prompts)} answers; "
-        f"{result.states_reused:.1%} of states reused, {result.salvage_rate:.1%} of rounds longer by them; "
-        f"{products:g} head products a draft"
-    )
+    answers = f"{len(prompts)} prompts, {cfg.samples} answers each" if drawn else f"{len(prompts)} answers"
+    print(f"differences over {plan.name}, all fresh, T={sampler.temperature:g}, {answers}")
+    if result.states_reused is not None:
+        reused, longer = result.states_reused, result.salvage_rate
+        print(f"{reused:.1%} of states reused, {longer:.1%} of rounds longer by them")
+    print(f"{products:g} head products a draft")
     return result.equal_nodes.difference
 
 
@@ -121,6 +131,26 @@ def reuse_mode(drafter: Lyanna, mode: str) -> Iterator[None]:
         drafter.reuse = before
 
 
+def _differences(drafter: Lyanna, plan: Plan, count: Callable[[Plan], Counts]) -> dict[str, Difference]:
+    """Those of `Reuse`, from the counts of each plan with the drafter's mode of the moment."""
+    wide = replace(plan, nodes=plan.nodes + drafter.reuse.nodes)
+
+    def counts(mode: str, plan: Plan) -> Counts:
+        with reuse_mode(drafter, mode):
+            return count(plan)
+
+    base = counts("none", plan)
+
+    def over_base(arm: Counts) -> Difference:
+        return Difference(arm.tau - base.tau, agreement(arm, base))
+
+    return {
+        "equal_nodes": over_base(counts("tree_merge", plan)),
+        "equal_forwards": over_base(counts("tree_merge", wide)),
+        "fresh_control": over_base(counts("none", wide)),
+    }
+
+
 def reuse_ablation(
     target: Target, drafter: Lyanna, rollouts: Sequence[Rollout], plan: Plan, sampler: Sampler
 ) -> Reuse:
@@ -133,27 +163,64 @@ def reuse_ablation(
         plan: a dynamic tree of fixed nodes.
         sampler: of the rollouts.
     """
-    wide = replace(plan, nodes=plan.nodes + drafter.reuse.nodes)
     states = _ReusedStates(target, drafter, plan, sampler)
 
-    def counts(mode: str, plan: Plan, on_step: _ReusedStates | None = None) -> Counts:
-        with reuse_mode(drafter, mode):
-            rounds, _ = walk(target, drafter, rollouts, plan, sampler, on_step=on_step)
+    def count(form: Plan) -> Counts:
+        on_step = states if drafter.reuse.merges(form) and form == plan else None
+        rounds, _ = walk(target, drafter, rollouts, form, sampler, on_step=on_step)
         return Counts([len(r.answer) - 1 for r in rollouts], [float(n) for n in rounds])
 
-    base = counts("none", plan)
-
-    def over_base(arm: Counts) -> Difference:
-        return Difference(arm.tau - base.tau, agreement(arm, base))
-
-    equal_nodes = over_base(counts("tree_merge", plan, states))
+    found = _differences(drafter, plan, count)
     return Reuse(
         states_reused=states.num_reused / max(states.num_rejected, 1),
         salvage_rate=states.num_longer / max(states.num_rounds, 1),
-        equal_nodes=equal_nodes,
-        equal_forwards=over_base(counts("tree_merge", wide)),
-        fresh_control=over_base(counts("none", wide)),
+        **found,
     )
+
+
+def decoded_ablation(
+    target: Target,
+    drafter: Lyanna,
+    prompts: Sequence[Sequence[int]],
+    plan: Plan,
+    sampler: Sampler,
+    samples: int,
+    max_new_tokens: int,
+    seed: int,
+) -> Reuse:
+    """Decode with `tree_merge` and without: a hybrid tree has no replay.
+
+    Args:
+        target: that decodes.
+        drafter: what is scored.
+        prompts: token ids.
+        plan: a dynamic hybrid tree.
+        sampler: above temperature 0.
+        samples: answers to each prompt, of different random draws.
+        max_new_tokens: of each answer.
+        seed: of all random draws.
+    """
+
+    def count(form: Plan) -> Counts:
+        tokens, rounds = [0] * len(prompts), [0.0] * len(prompts)
+        for sample in range(samples):
+            outputs = generate(
+                target,
+                drafter,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                sampler=sampler,
+                plan=form,
+                seed=seed,
+                samples=[sample] * len(prompts),
+                stop=stop_tokens(target),
+            ).outputs
+            for row, output in enumerate(outputs):
+                tokens[row] += len(output.tokens) - 1
+                rounds[row] += len(output.emitted)
+        return Counts(tokens, rounds)
+
+    return Reuse(states_reused=None, salvage_rate=None, **_differences(drafter, plan, count))
 
 
 class _ReusedStates:

@@ -23,7 +23,7 @@ def ablate(bench, *more):
 
 
 def test_differences_shares_and_head_products_are_written(bench, checkpoint):
-    done = ablate(bench, f"checkpoint={checkpoint}", "temperature=1.0").succeeded()
+    done = ablate(bench, f"checkpoint={checkpoint}", "temperature=1.0", "decode.proposal=fixed").succeeded()
     card = json.loads((bench.root / "lyanna.json").read_text())
     for arm in ("equal_nodes", "equal_forwards", "fresh_control"):
         difference, (low, high) = card[arm]
@@ -36,11 +36,21 @@ def test_differences_shares_and_head_products_are_written(bench, checkpoint):
     assert "1 head products a draft" in done.out
 
 
+def test_where_tokens_are_drawn_the_decoder_counts(bench, checkpoint):
+    done = ablate(bench, f"checkpoint={checkpoint}", "temperature=1.0", "samples=2").succeeded()
+    card = json.loads((bench.root / "lyanna.json").read_text())
+    for arm in ("equal_nodes", "equal_forwards", "fresh_control"):
+        difference, (low, high) = card[arm]
+        assert low <= difference <= high
+    assert (card["states_reused"], card["salvage_rate"], card["head_products"]) == (None, None, 1)
+    assert "hybrid-4 (depth 2, width 4), all fresh, T=1, 4 prompts, 2 answers each" in done.out
+
+
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
         (["checkpoint=/nowhere"], "no such folder"),
-        (["checkpoint={lyanna}", "decode.width=1", "decode.nodes=2"], "a dynamic tree of fixed nodes"),
+        (["checkpoint={lyanna}", "decode.width=1", "decode.nodes=2"], "a dynamic tree"),
         (["checkpoint={eagle}"], "the ablation is of drafter=lyanna"),
     ],
 )
