@@ -86,7 +86,7 @@ def lyanna(cfg: DictConfig, folder: Path) -> float:
     with refused():
         sampler = Sampler(cfg.temperature)
         plan = instantiate(cfg.decode).resolved(cfg.temperature, drafter.proposals)
-    if not drafter.reuse.merges(plan):
+    if not replace(drafter.reuse, drawn=True).merges(plan):
         raise UserError(
             "old states are merged only with drafter.reuse.mode=tree_merge and a dynamic tree "
             "(decode=dynamic)"
@@ -123,8 +123,8 @@ def _cells(arm: Difference) -> list[str]:
 
 @contextmanager
 def reuse_mode(drafter: Lyanna, mode: str) -> Iterator[None]:
-    """Context with another reuse mode of the drafter."""
-    before, drafter.reuse = drafter.reuse, replace(drafter.reuse, mode=mode)
+    """Context with another reuse mode of the drafter, in hybrid trees as in fixed ones."""
+    before, drafter.reuse = drafter.reuse, replace(drafter.reuse, mode=mode, drawn=True)
     try:
         yield
     finally:

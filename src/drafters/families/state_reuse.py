@@ -29,9 +29,9 @@ class Reuse:
 
     none: not at all. logit_sum: `weight` times their logits are added to the new ones of the same
     position. tree_merge: a second tree, of fixed nodes, is grown from them and verified in the same pass; it
-    gets `nodes` of the plan's nodes and those that the new tree does not use. Only for dynamic trees; with
-    other plans as none. immediate: if all rows of a batch have `least` such states and the drafter expects
-    `tokens` accepted tokens from them, the draft is made of them alone; otherwise as none.
+    gets `nodes` of the plan's nodes and those that the new tree does not use. Only for dynamic trees, hybrid
+    ones if `drawn`; with other plans as none. immediate: if all rows of a batch have `least` such states and
+    the drafter expects `tokens` accepted tokens from them, the draft is made of them alone; else as none.
 
     Raises:
         UserError: an unknown mode, or a number out of range.
@@ -42,6 +42,7 @@ class Reuse:
     weight: float
     least: int
     tokens: float
+    drawn: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -55,7 +56,8 @@ class Reuse:
 
     def merges(self, plan: Plan) -> bool:
         """Whether two trees are merged under this plan."""
-        return self.mode == "tree_merge" and plan.width > 1 and not plan.tree
+        permitted = self.drawn or plan.proposal == "fixed"
+        return self.mode == "tree_merge" and permitted and plan.width > 1 and not plan.tree
 
     def applies_to(self, plan: Plan) -> bool:
         """Whether states are reused under this plan."""

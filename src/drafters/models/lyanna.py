@@ -136,8 +136,8 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         if mode == "none" or not plan.depth or self.reuse.applies_to(plan):
             return ""
         return (
-            f"drafter.reuse.mode={mode}: states are not reused by {plan.name}; it needs a dynamic tree "
-            "(decode=dynamic)"
+            f"drafter.reuse.mode={mode}: states are not reused by {plan.name}; it needs fixed nodes in a "
+            "dynamic tree (decode=dynamic decode.proposal=fixed), or drafter.reuse.drawn=true for hybrid ones"
         )
 
     @property

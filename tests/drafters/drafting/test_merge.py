@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
+from exact import EnumeratingCoin, Node, Table, assert_same_law, emitted, error, exact_law, grow, struck
 
 from decode.draft import PAD, Draft, DraftProbs
+from decode.plan import Plan
+from decode.sampling import Sampler
+from decode.verify import verify
+from drafters.drafting import merge
 from drafters.drafting.merge import merge_trees
 
 
@@ -104,3 +110,31 @@ def test_two_trees_become_the_best_of_one_then_what_the_other_adds(seed, hybrid)
             before = walked(fresh, row)[number]
             assert slot < 0 or names[slot] == before
             assert slot >= 0 or all(p[:-1] != before for p in as_drawn)
+
+
+def law_of_a_round(table):
+    """Of three tokens: token 0 and its child are the fresh tree's best, the drawn one its last; 1 is old."""
+
+    def story():
+        law = struck(table.q(()), 0)
+        return [Node((yield law), -1, law), Node(0, -1), Node(table.q((0,)).index(max(table.q((0,)))), 1)]
+
+    def play(tapes):
+        coin = EnumeratingCoin(tapes, junk=3)
+        fresh = grow([story() for _ in tapes], coin, 3)
+        fresh = replace(fresh, score=torch.tensor([-1.0, -0.1, -0.2]).expand(len(tapes), -1))
+        token = torch.ones(len(tapes), 1, dtype=torch.long)
+        old = Draft(token, token - 2, 1, score=torch.zeros(len(tapes), 1))
+        draft = merge_trees(fresh, old, 1, 3)
+        return emitted(draft, verify(Plan(2, 2, 3, proposal="hybrid"), draft, table.rows(draft), coin))
+
+    return exact_law(play, 64)
+
+
+def test_a_drawn_node_is_not_kept_because_the_other_tree_has_its_token(monkeypatch):
+    tables, twins = [Table(seed, Sampler(1.0)) for seed in range(5)], merge._twins
+    for table in tables:
+        assert_same_law(table.complete(law_of_a_round(table), 3), table.law(3))
+    monkeypatch.setattr(merge, "_twins", lambda one, two, may: twins(one, two, torch.ones_like(may)))
+    errors = [error(table.complete(law_of_a_round(table), 3), table.law(3)) for table in tables]
+    assert max(errors) > 0.01

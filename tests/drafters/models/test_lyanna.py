@@ -8,7 +8,7 @@ import contract
 import numpy as np
 import pytest
 import torch
-from exact import check_lossless, differences, error
+from exact import check_lossless
 from faces import ONE, SAMPLED, Follower, K, V, batch_of, both, paths, random_texts
 
 from benchmarks.lyanna_ablation import head_products, reuse_ablation, reuse_mode
@@ -21,13 +21,12 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.drafting import merge
 from drafters.families.state_reuse import Reuse
 
 TREE = Plan(K, 3, 8)
 HYBRID = Plan(K, 3, 8, proposal="hybrid")
 WARM = Sampler(0.8)
-REUSE = {"mode": "tree_merge", "nodes": 3, "weight": 0.25, "least": 1, "tokens": 0.0}
+REUSE = {"mode": "tree_merge", "nodes": 3, "weight": 0.25, "least": 1, "tokens": 0.0, "drawn": True}
 MODES = ["none", "logit_sum", "tree_merge", "immediate"]
 
 
@@ -314,7 +313,7 @@ PLANS = {
 }
 DRAWN = [("logit_sum", name) for name in PLANS if name != "deep hybrid"]
 DRAWN += [("tree_merge", name) for name in ("hybrid", "deep hybrid", "hybrid, matched")]
-DRAWN += [("immediate", name) for name in ("token", "block", "two drafts", "hybrid")]
+DRAWN += [("immediate", name) for name in ("token", "block", "hybrid")]
 
 
 @pytest.mark.parametrize(
@@ -329,16 +328,6 @@ def test_what_is_drawn_beside_old_states_is_lossless(tiny_target, make_drafter, 
     drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "nodes": 2, "weight": 1.0})
     check_with_old_states(target, drafter, plan, sampler)
     assert any(in_play)
-
-
-def test_a_drawn_node_that_is_kept_for_its_own_token_is_not_lossless(tiny_target, make_drafter, monkeypatch):
-    """What `merge_trees` must not do: count any drawn node as a path of both trees."""
-    twins = merge._twins
-    monkeypatch.setattr(merge, "_twins", lambda one, two, may: twins(one, two, torch.ones_like(may)))
-    target = tiny_target()
-    drafter = make_drafter("lyanna", target, reuse=REUSE | {"nodes": 2})
-    ((got, want),) = differences(target, drafter, PLANS["hybrid"], Sampler(1.0), length=3, rows=[0])
-    assert error(got, want) > 1e-3
 
 
 # -- what it costs and gives (LY5, LY6, LY9) ---------------------------------------------------
@@ -449,5 +438,7 @@ def test_a_plan_without_reuse_is_remarked_on(tiny_target, make_drafter, mode):
     for plan in (TREE, HYBRID, Plan()):
         assert not drafter.remark(plan)
     for plan in (SAMPLED, Plan(K), Plan(tree=SMALL, proposal="sampled")):
-        assert ("it needs a dynamic tree (decode=dynamic)" in drafter.remark(plan)) == (mode == "tree_merge")
+        assert ("it needs fixed nodes in a dynamic tree" in drafter.remark(plan)) == (mode == "tree_merge")
         assert (drafter.remark(plan) != "") == (mode == "tree_merge")
+    drafter.reuse = Reuse(**REUSE | {"mode": mode, "drawn": False})
+    assert ("drafter.reuse.drawn=true" in drafter.remark(HYBRID)) == (mode == "tree_merge")
