@@ -103,13 +103,14 @@ class TokenBias(nn.Module, ABC):
     def _pairs(self) -> Tensor | None:
         """(N + 1, V_s) biases after every row of E, and a row of 0; None while weights train. Cached."""
         weight = self.out.weight
-        if self.table_bytes(weight.dtype) > TABLE_BYTES or weight.requires_grad or self._inputs() is None:
+        if self.table_bytes(weight.dtype) > TABLE_BYTES or weight.requires_grad:
             return None
         version = [(w.device, w.dtype, *weight_state(w)) for w in self.parameters()]
         if self._table is None or self._table[0] != version:
             with torch.inference_mode(False), torch.no_grad():  # also used outside inference mode later
-                inputs = self._inputs()
-                assert inputs is not None
+                inputs = self._inputs()  # a norm of all of E, and only where the table is made anew
+                if inputs is None:
+                    return None
                 rows = F.linear(inputs, weight)
                 self._table = version, torch.cat([rows, rows.new_zeros(1, len(weight))])
         return self._table[1]
