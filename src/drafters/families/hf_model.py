@@ -37,6 +37,7 @@ from drafters.families.lora_files import (
     split_adapters,
     write_adapters,
 )
+from drafters.registry import short_name
 
 OPTION = "drafter.path"
 STEM = "model."  # prefix of the model's weights in a drafter
@@ -197,6 +198,19 @@ def checked_lora(lora: dict[str, Any] | None, train: bool) -> dict[str, Any] | N
     if lora and not train:
         raise UserError("drafter.lora: adapters are trained; leave drafter.train=true")
     return check_lora(lora) if lora is not None else None
+
+
+def check_no_adapters(first: Drafter) -> None:
+    """Check the first drafter of two.
+
+    Raises:
+        UserError: it is a model with adapters, whose files belong to a drafter of its own.
+    """
+    if isinstance(first, HFModelDrafter) and first.settings.get("lora"):
+        raise UserError(
+            f"drafter.first={short_name(first)}: beside a second drafter no adapters are kept; set "
+            "drafter.first.lora=null, or give a model that they are merged into"
+        )
 
 
 def _scale(lora: Mapping[str, Any]) -> float:

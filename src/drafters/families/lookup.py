@@ -25,6 +25,7 @@ from decode.rng import Coin, KeyedCoin, to_device
 from decode.sampling import Sampler
 from decode.transfer import new_tokens
 from drafters.base import Drafter
+from drafters.registry import short_name
 
 
 class Node(NamedTuple):
@@ -242,3 +243,16 @@ class LookupDrafter(TextDrafter):
     ) -> Draft:
         self.check(plan)
         return pack_drafts([self.nodes(history, plan) for history in state], target.device, coin)
+
+
+def as_lookup(second: Drafter) -> LookupDrafter:
+    """The second drafter of two, checked.
+
+    Raises:
+        UserError: it looks nothing up.
+    """
+    if not isinstance(second, LookupDrafter):
+        raise UserError(
+            f"drafter.second={short_name(second)}: choose one that looks tokens up in text: suffix or ngram"
+        )
+    return second

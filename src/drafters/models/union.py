@@ -7,14 +7,14 @@ beside EAGLE-3 (`sa_config`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from decode.draft import PAD, Draft
@@ -24,13 +24,13 @@ from decode.model.target import Target
 from decode.plan import Path, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from drafters.base import Batch, Drafter, DraftStep, ParamGroup, Text
+from drafters.base import Drafter
 from drafters.drafting.deferred import Deferred
-from drafters.families.hf_model import HFModelDrafter
-from drafters.families.lookup import IndexedText, LookupDrafter, Node, best_tree, pack_drafts
-from drafters.registry import drafter_class, short_name
+from drafters.drafting.two_drafters import TwoDrafters, built
+from drafters.families.hf_model import check_no_adapters
+from drafters.families.lookup import IndexedText, LookupDrafter, Node, as_lookup, best_tree, pack_drafts
+from drafters.registry import short_name
 
-STEM = "first."  # prefix of the first drafter's weights
 DEFERRED = 64  # tokens of a row that may wait for the first drafter
 BRANCHES = 8  # tokens below the root that each of the two proposes
 
@@ -45,7 +45,7 @@ class UnionState:
     begun: bool = False  # whether the first has read anything
 
 
-class Union(Drafter):
+class Union(TwoDrafters[LookupDrafter]):
     """In every round the second, a lookup, drafts. Where it expects `second_alone` tokens or more to be
     accepted, a row's draft is its own. If that is so in all rows, the first does not run, and reads what
     was settled later, in one pass. Elsewhere the first drafts a tree of `first_depth` levels, and the row's
@@ -82,119 +82,10 @@ class Union(Drafter):
         first_depth: int | None = 1,
         first_weight: float = 0.8,
     ) -> None:
-        super().__init__()
-        self.first, self.second = _built(first), _lookup(_built(second))
+        options = {"second_alone": second_alone, "first_depth": first_depth, "first_weight": first_weight}
+        super().__init__(built(first), as_lookup(built(second)), options)
         self.second_alone, self.first_depth, self.first_weight = second_alone, first_depth, first_weight
         _check(self.first, second_alone, first_depth, first_weight)
-        self.settings = {  # the same objects: counting changes sizes
-            "first": {"drafter": short_name(self.first), "settings": self.first.settings},
-            "second": {"drafter": short_name(self.second), "settings": self.second.settings},
-            "second_alone": second_alone,
-            "first_depth": first_depth,
-            "first_weight": first_weight,
-        }
-        self.taps, self.proposals = self.first.taps, self.first.proposals
-        self.depth_invariant, self.max_depth = self.first.depth_invariant, self.first.max_depth
-        self.aux_weights, self.warm_starts_from = self.first.aux_weights, short_name(self.first)
-        self.confidence = self.first.confidence
-        self._counted = self.first.origin is not None  # counts of a trained drafter belong to its weights
-
-    @override
-    @classmethod
-    def for_target(cls, target: Target, **options: Any) -> Self:
-        """Both from functions of the target, `first` and `second`."""
-        return cls(options.pop("first")(target), options.pop("second")(target), **options)
-
-    @override
-    @classmethod
-    def restore(cls, settings: dict[str, Any], target: Target) -> Self:
-        parts: dict[str, Any] = {
-            name: drafter_class(settings[name]["drafter"]).restore(dict(settings[name]["settings"]), target)
-            for name in ("first", "second")
-        }
-        return cls(**settings | parts)
-
-    # -- training: the first drafter's ---------------------------------------------------------
-
-    @override
-    def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
-        return self.first.unroll(batch, target)
-
-    @property
-    @override
-    def trains(self) -> bool:
-        return self.first.trains and any(weight.requires_grad for weight in self.first.parameters())
-
-    @override
-    def aux_weights_at(self, progress: float) -> Mapping[str, float]:
-        return self.first.aux_weights_at(progress)
-
-    @override
-    def convert_weights(self, weights: dict[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-        if settings["first"]["drafter"] != (kind := short_name(self.first)):
-            raise UserError(f"its first drafter is {settings['first']['drafter']!r}, not {kind!r}")
-        theirs = {name.removeprefix(STEM): w for name, w in weights.items() if name.startswith(STEM)}
-        converted = self.first.convert_weights(theirs, settings["first"]["settings"])
-        return weights | self.adopt_weights(converted)
-
-    @override
-    def adopt_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of a checkpoint of the first drafter alone."""
-        shapes = {name: weight.shape for name, weight in weights.items()}
-        self._counted = all(shapes.get(name) == value.shape for name, value in self.first.named_buffers())
-        confidence = {name: weight for name, weight in weights.items() if name.startswith("confidence.")}
-        return confidence | {STEM + name: weight for name, weight in weights.items()}
-
-    @override
-    def param_groups(self) -> list[ParamGroup]:
-        return self.first.param_groups()
-
-    @override
-    def shardable_modules(self) -> Iterable[nn.Module]:
-        return self.first.shardable_modules()
-
-    @override
-    def checkpoint_gradients(self) -> None:
-        self.first.checkpoint_gradients()
-
-    @override
-    def as_target(self, target: Target) -> Target:
-        return self.first.as_target(target)
-
-    @property
-    @override
-    def state_size(self) -> int | None:
-        return self.first.state_size
-
-    @override
-    def add_confidence(self) -> None:
-        self.first.add_confidence()
-        self.confidence = self.first.confidence
-
-    # -- counting: both ------------------------------------------------------------------------
-
-    @property
-    def _uncounted(self) -> list[Drafter]:
-        """Drafters that are to be fitted."""
-        parts = [self.second] if self._counted else [self.first, self.second]
-        return [part for part in parts if part.needs_fit]
-
-    @property
-    @override
-    def needs_fit(self) -> bool:
-        return bool(self._uncounted)
-
-    @override
-    def fit(self, texts: Iterable[Text], target: Target) -> str:
-        parts = self._uncounted
-        texts = list(texts) if len(parts) > 1 else texts
-        return "; ".join(f"{short_name(part)}: {part.fit(texts, target)}" for part in parts)
-
-    # -- decoding ------------------------------------------------------------------------------
-
-    @override
-    def verifier(self, target: Target) -> Target:
-        return self.first.verifier(target)
 
     @override
     def check(self, plan: Plan) -> None:
@@ -294,10 +185,6 @@ class Union(Drafter):
 
         return best_tree(next_tokens, plan)
 
-    @override
-    def kv_bytes_per_token(self, state: UnionState) -> int:
-        return self.first.kv_bytes_per_token(state.first)
-
 
 _Tree = Mapping[Path, Sequence[tuple[int, float]]]  # path -> tokens below it with their q
 
@@ -329,20 +216,6 @@ def _shape(plan: Plan, depth: int) -> Plan:
     return replace(plan, depth=depth, width=width, nodes=whole, adapt=None)
 
 
-def _built(part: Mapping[str, Any] | Drafter) -> Drafter:
-    if isinstance(part, Drafter):
-        return part
-    return drafter_class(part["drafter"])(**part["settings"])
-
-
-def _lookup(second: Drafter) -> LookupDrafter:
-    if not isinstance(second, LookupDrafter):
-        raise UserError(
-            f"drafter.second={short_name(second)}: choose one that looks tokens up in text: suffix or ngram"
-        )
-    return second
-
-
 def _check(first: Drafter, alone: float | None, depth: int | None, weight: float) -> None:
     if alone is not None and alone < 0:
         raise UserError(f"drafter.second_alone={alone}: must be at least 0, or null")
@@ -351,8 +224,6 @@ def _check(first: Drafter, alone: float | None, depth: int | None, weight: float
     if not 0 <= weight <= 1:
         raise UserError(f"drafter.first_weight={weight}: must be from 0 to 1")
     name = short_name(first)
-    if isinstance(first, Union):
-        raise UserError(f"drafter.first={name}: a union has two drafters; choose one that is no union")
     if isinstance(first, LookupDrafter):
         raise UserError(f"drafter.first={name}: a lookup has no distribution; choose a trained drafter")
     if depends_on_rounds(first, Plan(2, 2, 4)):
@@ -360,8 +231,4 @@ def _check(first: Drafter, alone: float | None, depth: int | None, weight: float
             f"drafter.first={name}: a union mixes probabilities, and states of earlier rounds have none; "
             "set drafter.first.reuse.mode=none"
         )
-    if isinstance(first, HFModelDrafter) and first.settings.get("lora"):
-        raise UserError(
-            f"drafter.first={name}: a union keeps no adapters; set drafter.first.lora=null, or give "
-            "a model that they are merged into"
-        )
+    check_no_adapters(first)
