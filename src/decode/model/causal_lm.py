@@ -143,15 +143,16 @@ class CausalLM:
         settled = store.lengths.on(device)[:, None]  # (B, 1)
         if offsets is None:
             # The position of a tree node is its depth on its path, not its slot: count what it sees.
-            later = torch.arange(scratch, scratch + new, device=device)
-            offsets = later if block is None else block.sum(-1) - 1
-        positions = settled + offsets  # (B, n)
+            offsets = torch.arange(scratch + new, device=device) if block is None else block.sum(-1) - 1
+        positions = settled + offsets  # (B, n); of a chain (B, scratch + n)
         if self.max_positions is not None and store.width > self.max_positions:
             # Nodes past the end of the context only predict tokens that will be cut.
             positions = positions.clamp_max(self.max_positions - 1)
         if self._window is not None:
-            earlier = [self._unsettled[:, :scratch]] if scratch and self._unsettled is not None else []
+            missing = scratch + new - positions.shape[1]
+            earlier = [self._unsettled[:, :missing]] if missing and self._unsettled is not None else []
             self._unsettled = torch.cat([*earlier, positions], 1)
+        positions = positions[:, -new:]
         return self._body(tokens, positions, self._mask(block, tokens), {} if inputs is None else inputs)
 
     def read_text(self, tokens: Tensor, inputs: dict[int, Tensor] | None = None) -> Tensor:
