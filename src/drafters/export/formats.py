@@ -23,9 +23,9 @@ from drafters.registry import nested
 ROUNDS = 4  # of changes to settings, one of which may lead to another refusal
 NATIVE = "native"  # our own format, which every drafter has
 GGUF = "gguf"  # llama.cpp's, by its converter
-UNION = "union"  # of two drafters, the first of which is served
+OF_TWO = ("cascade", "union")  # made of two drafters, the first of which is served
 LEFT_OUT = (
-    "left out: the second drafter of the union ({}), which the scores are with; engines look up n-grams "
+    "left out: the second drafter of the {} ({}), which the scores are with; engines look up n-grams "
     "themselves"
 )
 
@@ -135,7 +135,7 @@ def check_format(drafter: str, to: str) -> None:
     Raises:
         UserError: it has none.
     """
-    if drafter != UNION and drafter not in FORMATS[to]:  # of a union, its settings say what is served
+    if drafter not in OF_TWO and drafter not in FORMATS[to]:  # of two, the settings say what is served
         known = INSTEAD.get((to, drafter))
         reason = f"; {known.reason}" if known else ""
         raise UserError(f"{_no_format(drafter, to)}{reason}; to={NATIVE} takes every drafter")
@@ -180,7 +180,7 @@ def served_length(drafter: str, settings: Mapping[str, Any], to: str) -> int | N
 
 
 def served(drafter: str, settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Short name and settings of what a program is given: of a union, its first drafter."""
+    """Short name and settings of what a program is given: of two drafters, the first."""
     for name, part, options in nested(settings):
         if name == "first":
             return part, options
@@ -229,13 +229,13 @@ def write_layout(saved: Saved, target: Target, to: str) -> Layout:
     check(saved.drafter, saved.settings, target, to)
     if not _has_vocabulary(saved.drafter, to):  # all tokens were trained, and the engine drafts any
         saved = saved._replace(weights={name: w for name, w in saved.weights.items() if name != "d2t"})
-    if saved.drafter != UNION:
+    if saved.drafter not in OF_TWO:
         return FORMATS[to][saved.drafter].write(saved, target)
     kind, settings = served(saved.drafter, saved.settings)
     stem = "first."
     weights = {name.removeprefix(stem): w for name, w in saved.weights.items() if name.startswith(stem)}
     layout = write_layout(Saved(kind, settings, weights, saved.confidence), target, to)
-    left_out = LEFT_OUT.format(saved.settings["second"]["drafter"])
+    left_out = LEFT_OUT.format(saved.drafter, saved.settings["second"]["drafter"])
     return layout._replace(note="\n\n".join(filter(None, [layout.note, left_out])))
 
 

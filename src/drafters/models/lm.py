@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -31,6 +32,7 @@ from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from decode.transfer import RowInts, new_tokens, upload
 from drafters.base import Batch, DraftStep, supervised_anchors
+from drafters.drafting.read_ahead import Reading
 from drafters.drafting.tree import expand
 from drafters.families.hf_build import build, cut_target, portable_config
 from drafters.families.hf_model import (
@@ -294,16 +296,36 @@ class DraftLM(HFModelDrafter):
         counts: Sequence[int],
         root: Tensor,
     ) -> None:
+        self.read_settled(state, target, tokens, counts, root, root[:, None][:, :0])
+
+    def read_settled(
+        self,
+        state: LMState,
+        target: Target,
+        tokens: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+        guesses: Tensor,
+    ) -> Reading:
+        """`advance`, with (B, G) guesses of what it will draft read behind the root, see `ReadsAhead`.
+
+        They take the first scratch slots. With a tokenizer of its own there are none.
+        """
         lm = state.lm
         if self.mapping is None:
             text, end = unread_text(lm, tokens, counts, root)
         else:
             text, end = self._reencoded(state, new_tokens(tokens, counts, root, first=not lm.lengths[0]))
+        count = guesses.shape[1]
+        at = end.on(root.device)[:, None] + torch.arange(count + 1, device=root.device)  # (B, 1 + G)
+        if count:
+            text = F.pad(text, (0, count)).scatter(1, at[:, 1:], known_tokens(lm, guesses))
         last = lm.read_text(text)
         lm.keep(end.plus(1))
-        at = end.on(root.device)[:, None, None]  # (B, 1, 1)
-        state.last = last.gather(1, at.expand(-1, -1, last.shape[-1]))[:, 0]
-        state.logits = self._logits(lm, state.last, target)
+        last = last.gather(1, at[..., None].expand(-1, -1, last.shape[-1]))  # (B, 1 + G, D')
+        logits = self._logits(lm, last, target)
+        state.last, state.logits = last[:, 0], logits[:, 0]
+        return Reading(last[:, 1:], logits[:, 1:])
 
     def _reencoded(self, state: LMState, grown: Sequence[Sequence[int]]) -> tuple[Tensor, RowInts]:
         """What the model has to read, (B, M) right-padded, and where each row ends there.
@@ -346,13 +368,20 @@ class DraftLM(HFModelDrafter):
                 reach = torch.ones(rows, 1, scratch, dtype=torch.bool, device=token.device)
             if reach is not None:
                 reach = tree_visibility(reach, parent)
-            own = token if self.mapping is None else self.t2d[token]
-            last = state.lm.forward(known_tokens(state.lm, own), reach, scratch)
+            last, logits = self.read_drafted(state, target, token, scratch, reach)
             scratch += width
-            return self._logits(state.lm, last, target)
+            return logits
 
         shared = None if self.d2t is None else Vocabulary(self.d2t, target.vocab_size)
         return expand(state.logits, step, sampler, coin, plan, shared, self.confidence_of(lambda: last))
+
+    def read_drafted(
+        self, state: LMState, target: Target, tokens: Tensor, scratch: int, reach: Tensor | None = None
+    ) -> Reading:
+        """Read (B, n) drafted tokens, behind `scratch` slots of others; `reach` as in `CausalLM.forward`."""
+        own = tokens if self.mapping is None else self.t2d[tokens]
+        last = state.lm.forward(known_tokens(state.lm, own), reach, scratch)
+        return Reading(last, self._logits(state.lm, last, target))
 
     @override
     def kv_bytes_per_token(self, state: LMState) -> int:

@@ -13,6 +13,7 @@ from decode.generation.loop import Loop
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
+from drafters.models.cascade import Cascade
 from drafters.models.union import Union
 
 VOCAB = 24
@@ -61,7 +62,9 @@ def totals(sites: Counter) -> dict[str, int]:
 def assert_waits_once(target, drafter, plan, temperature):
     # A union reads its first drafter's probabilities, which it mixes; what the first reads late may have
     # gaps, whose places are uploaded, and so is the mixture's draft.
-    more = isinstance(drafter, Union)
+    more = int(isinstance(drafter, Union))
+    if isinstance(drafter, Cascade):  # reads what is drawn, to look at it in the text, and uploads guesses
+        more = plan.depth
     for sites in rounds_of(target, drafter, plan, temperature)[LEARNING:]:
         kinds = totals(sites)
         assert kinds[UPLOAD] <= 1 + 2 * more, sites

@@ -1,0 +1,228 @@
+"""Cascade Speculative Drafting (CS Drafting, Chen et al., arXiv:2312.11462): a lookup beside a draft model.
+
+Its vertical cascade is also the inner loop of staged speculative decoding (arXiv:2308.04623) and TriForce
+(arXiv:2404.11912).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from decode.draft import PAD, Draft
+from decode.errors import UserError
+from decode.model.target import Target
+from decode.plan import Plan
+from decode.rng import KeyedCoin
+from decode.sampling import Sampler
+from drafters.base import Drafter
+from drafters.drafting.deferred import Deferred
+from drafters.drafting.read_ahead import Ahead, ReadAheadChain, ReadsAhead, as_tokens, guessed
+from drafters.drafting.two_drafters import TwoDrafters, built
+from drafters.families.hf_model import check_no_adapters
+from drafters.families.lookup import IndexedText, LookupDrafter, as_lookup
+from drafters.registry import short_name
+
+
+@dataclass(slots=True)
+class CascadeState:
+    """The states of both.
+
+    Attributes:
+        first: of the first; what waits is not in it yet.
+        second: of the second.
+        waiting: settled tokens that the first reads with the next guesses.
+        ahead: guesses that it has read behind the root.
+        begun: whether it has read anything.
+    """
+
+    first: Any
+    second: list[IndexedText]
+    waiting: Deferred = field(default_factory=Deferred)
+    ahead: Ahead | None = None
+    begun: bool = False
+
+
+class Cascade(TwoDrafters[LookupDrafter]):
+    """The first, a draft model, drafts a chain, and the second, a lookup, guesses its tokens.
+
+    Vertical cascade: the first reads the newest token and several guesses of the tokens after it in one pass,
+    and draws its own token at each place, as it would have without them. While these are the guesses, no pass
+    is needed. So tokens and distributions q are the first's own, up to rounding; only the number of passes
+    differs. The first guesses of a round are read in the pass over the settled tokens, put off until then.
+
+    Horizontal cascade: with `first_depth` the first drafts that many tokens and the second those after them,
+    which are accepted seldom. q of such a token is the second's distribution, all on that token.
+
+    Trees, and chains side by side, are the first's alone. It is trained, and exported, as its first is.
+
+    Args:
+        first: built, or its short name and the settings of its constructor, {drafter: ..., settings: ...}; a
+            draft model with the target's vocabulary.
+        second: the same of a lookup in text, ngram or suffix.
+        second_length: most guesses that are read in one pass; None: all tokens that the chain still needs.
+        first_depth: in tokens; None: the whole chain.
+
+    Raises:
+        UserError: drafters that cannot be combined, or an option out of range.
+    """
+
+    def __init__(
+        self,
+        first: Mapping[str, Any] | Drafter,
+        second: Mapping[str, Any] | Drafter,
+        second_length: int | None = None,
+        first_depth: int | None = None,
+    ) -> None:
+        options = {"second_length": second_length, "first_depth": first_depth}
+        super().__init__(built(first), as_lookup(built(second)), options)
+        for name, value in options.items():
+            if value is not None and value < 1:
+                raise UserError(f"drafter.{name}={value}: must be at least 1, or null")
+        self.second_length, self.first_depth = second_length, first_depth
+        _check_first(self.first)
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    @override
+    def check(self, plan: Plan) -> None:
+        try:
+            self.first.check(plan)
+        except UserError as error:
+            raise UserError(str(error).replace("drafter.", "drafter.first.")) from None
+
+    @override
+    def remark(self, plan: Plan) -> str:
+        remark = self.first.remark(plan)
+        if plan.has_siblings:
+            remark += "; " * bool(remark) + (
+                f"drafter.second={short_name(self.second)}: adds nothing to {plan.name}, which is no single "
+                "chain (decode=chain)"
+            )
+        return remark
+
+    # -- decoding --------------------------------------------------------------------------------
+
+    @override
+    def new_state(self, rows: int) -> CascadeState:
+        return CascadeState(self.first.new_state(rows), self.second.new_state(rows))
+
+    @override
+    def advance(
+        self,
+        state: CascadeState,
+        target: Target,
+        tokens: Tensor,
+        taps: Tensor,
+        counts: Sequence[int],
+        root: Tensor,
+    ) -> None:
+        self.second.advance(state.second, target, tokens, taps, counts, root)
+        state.ahead = None
+        if state.begun:
+            state.waiting.add(tokens, taps, counts, root)
+        else:  # a prompt is no part of a round
+            state.begun = True
+            self.first.advance(state.first, target, tokens, taps, counts, root)
+
+    @override
+    def select(self, state: CascadeState, rows: Sequence[int]) -> None:
+        self.first.select(state.first, rows)
+        self.second.select(state.second, rows)
+        state.waiting.select(rows)
+        state.ahead = None  # selecting keeps settled slots alone
+
+    @override
+    def propose(
+        self, state: CascadeState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        if plan.has_siblings:
+            self._catch_up(state, target, 0)
+            state.ahead = None  # its slots are used
+            return self.first.propose(state.first, target, sampler, coin, plan)
+        depth = plan.depth if self.first_depth is None else min(plan.depth, self.first_depth)
+        self._catch_up(state, target, depth - 1)
+        chain = ReadAheadChain(
+            partial(self.first.read_drafted, state.first, target),
+            partial(self._guess, state.second),
+            depth,
+            state.ahead,
+            state.first.last,
+        )
+        confidence = self.confidence_of(lambda: chain.last)
+        draft = chain.draft(state.first.logits, sampler, coin, _of_first(plan, depth), confidence)
+        state.ahead = chain.ahead
+        if draft.depth < depth or depth == plan.depth:  # all rows have ended, or there is nothing to add
+            return draft
+        return self._go_on(draft, state.second, plan.depth - depth)
+
+    def _catch_up(self, state: CascadeState, target: Target, count: int) -> None:
+        """Have the first read what waits, and up to `count` guesses behind the root."""
+        if (waiting := state.waiting.take()) is None:
+            return
+        guesses = guessed(partial(self._guess, state.second), [()] * len(state.second), count)
+        tokens, _, counts, root = waiting
+        behind = as_tokens(guesses, root.device).clamp_min(0)  # (B, G)
+        read = self.first.read_settled(state.first, target, tokens, counts, root, behind)
+        state.ahead = Ahead(0, guesses, read)
+
+    def _guess(self, texts: Sequence[IndexedText], row: int, path: Sequence[int], count: int) -> list[int]:
+        """The first tokens that the second expects after a row's text and a path below its root."""
+        if self.second_length is not None:
+            count = min(count, self.second_length)
+        return self._looked_up(texts[row], path, count)
+
+    def _looked_up(self, history: IndexedText, path: Sequence[int], count: int) -> list[int]:
+        """At most `count` tokens by the second."""
+        history.extend(path)
+        try:
+            return [node.token for node in self.second.nodes(history, _line(count))]
+        finally:
+            history.retract(len(path))
+
+    def _go_on(self, draft: Draft, texts: Sequence[IndexedText], count: int) -> Draft:
+        """The horizontal cascade: up to `count` tokens of the second behind the first's.
+
+        Rows that have ended get none.
+        """
+
+        def more(row: int, path: Sequence[int], count: int) -> list[int]:
+            return [] if PAD in path else self._looked_up(texts[row], path, count)
+
+        found = as_tokens(guessed(more, draft.tokens.tolist(), count), draft.tokens.device)  # (B, n)
+        tokens = torch.cat([draft.tokens, found], 1)
+        if draft.q is None:
+            return Draft.chain(tokens)
+        q = F.one_hot(found.clamp_min(0), draft.q.shape[-1]).to(draft.q)  # of an absent token it is not read
+        return Draft.chain(tokens, torch.cat([draft.q, q], 1))
+
+
+@lru_cache(maxsize=64)
+def _of_first(plan: Plan, depth: int) -> Plan:
+    """The part of a plan that the first drafts; made once, since plans are checked."""
+    return plan if depth == plan.depth else replace(plan, depth=depth, nodes=0, tree=(), adapt=None)
+
+
+@lru_cache(maxsize=64)
+def _line(count: int) -> Plan:
+    """A chain for a lookup."""
+    return Plan(depth=count)
+
+
+def _check_first(first: Drafter) -> None:
+    name = short_name(first)
+    if not isinstance(first, ReadsAhead):
+        raise UserError(f"drafter.first={name}: the second guesses for a draft model; choose lm or lm_given")
+    if first.settings.get("tokenizer_bytes"):
+        raise UserError(
+            "drafter.first.vocabulary=map: the second guesses tokens of the target's vocabulary; set "
+            "drafter.first.vocabulary=same, or train the draft model alone (drafter=lm)"
+        )
+    check_no_adapters(first)

@@ -1,0 +1,196 @@
+"""The bundled draft model with and without a lookup that guesses for it: the figures of its page."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from workbench import ROOT
+
+from decode.evaluation.acceptance import round_counts
+from decode.generation.generate import generate
+from decode.model.load import load_target, load_tokenizer, stop_tokens
+from decode.plan import Plan
+from decode.sampling import Sampler
+from distill.prompts.chat_template import Chat
+from distill.prompts.sources import read_prompts
+from drafters.base import Drafter, Text
+from drafters.models.cascade import Cascade
+from drafters.models.lm import DraftLM
+from drafters.models.ngram import Ngram
+from drafters.models.suffix import Suffix
+
+pytestmark = pytest.mark.proof
+POCKET, COMPANION, PROMPTS = (ROOT / "data" / name for name in ("pocket", "pocket-draft", "prompts"))
+ALONE = "alone"
+REPEATS, TOKENS, EACH = 2, 64, 4  # EACH: prompts of a category
+
+
+class Counted:
+    """Passes of draft models, and guesses."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.counts: Counter[str] = Counter()
+        for owner, name in ((DraftLM, "read_settled"), (DraftLM, "read_drafted"), (Cascade, "_guess")):
+            patch.setattr(owner, name, self._counting(name, getattr(owner, name)))
+
+    def _counting(self, name: str, method: Any) -> Any:
+        def counting(*arguments: Any, **options: Any) -> Any:
+            found = method(*arguments, **options)
+            self.counts[name] += len(found) if name == "_guess" else 1
+            return found
+
+        return counting
+
+    def take(self) -> Counter[str]:
+        found, self.counts = self.counts, Counter()
+        return found
+
+
+class Setting(NamedTuple):
+    target: Any
+    options: dict[str, Any]
+    held: list[tuple[str, list[int]]]  # category and prompt
+    suffix: Suffix
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    """The bundled target in bf16, held-out prompts, and a lookup in answers to the others, drawn at T=1."""
+    target = load_target(str(POCKET))
+    chat = Chat(load_tokenizer(str(POCKET)))
+    options = {"max_new_tokens": TOKENS, "stop": stop_tokens(target)}
+    seen, held = Counter[str](), []
+    for prompt in read_prompts(PROMPTS / "heldout.jsonl"):
+        seen[prompt.category] += 1
+        if seen[prompt.category] <= EACH:
+            held.append((prompt.category, chat.encode(prompt.messages)))
+    train = [chat.encode(prompt.messages) for prompt in read_prompts(PROMPTS / "train.jsonl")]
+    texts = []
+    for start in range(0, len(train), 50):
+        part, names = train[start : start + 50], list(range(start, start + 50))
+        outputs = generate(target, None, part, sampler=Sampler(1.0), requests=names, **options).outputs
+        for prompt, output in zip(part, outputs, strict=True):
+            texts.append(Text([*prompt, *output.tokens], [0] * len(prompt) + [1] * len(output.tokens)))
+    suffix = Suffix(8, 0.02, 1_000_000, target.vocab_size)
+    print(suffix.fit(texts))
+    return Setting(target, options, held, suffix)
+
+
+def draft_model(target: Any, path: Any) -> DraftLM:
+    return DraftLM.for_target(target, path=str(path), train=False).to(target.dtype).eval()
+
+
+@pytest.mark.parametrize("depth", [4, 6])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_bundled_draft_model_is_sped_up(setting, monkeypatch, temperature, depth):
+    """Run with -s for the figures of docs/drafters/cascade.md; times are CPU time."""
+    first = draft_model(setting.target, COMPANION)
+    plan = Plan(depth, proposal="sampled" if temperature else "fixed")
+    arms = {
+        ALONE: (first, plan),
+        "ngram": (Cascade(first, Ngram(1, 3)), plan),
+        "suffix": (Cascade(first, setting.suffix), plan),
+        "suffix, first_depth=2": (Cascade(first, setting.suffix, None, 2), plan),
+        "alone, 2 tokens": (first, Plan(2, proposal=plan.proposal)),
+    }
+    run = Race(setting, arms, Sampler(temperature), Counted(monkeypatch))
+    run.show()
+    alone = round_counts(run.outputs[ALONE]).tau
+    for name in ("ngram", "suffix"):  # what differs are near ties in bf16
+        assert round_counts(run.outputs[name]).tau == pytest.approx(alone, rel=0.05)
+
+
+def test_a_draft_model_of_twelve_layers_is_sped_up(setting, monkeypatch):
+    """The target's own weights, whose passes take most of the time of a draft."""
+    first, plan = draft_model(setting.target, POCKET), Plan(4)
+    arms = {
+        ALONE: (first, plan),
+        "ngram": (Cascade(first, Ngram(1, 3)), plan),
+        "suffix": (Cascade(first, setting.suffix), plan),
+    }
+    Race(setting, arms, Sampler(0.0), Counted(monkeypatch)).show()
+
+
+class Race:
+    """Decoders on all prompts, prompt by prompt in turns."""
+
+    def __init__(
+        self, setting: Setting, arms: dict[str, tuple[Drafter, Plan]], sampler: Sampler, counted: Counted
+    ) -> None:
+        self.title = f"{arms[ALONE][1].name}, T={sampler.temperature:g}"
+        self.kinds = sorted({kind for kind, _ in setting.held})
+        self.outputs: dict[str, list] = {name: [] for name in arms}
+        self.draft, self.total = ({name: np.zeros(REPEATS) for name in arms} for _ in range(2))
+        self.counts: dict[str, Counter[str]] = defaultdict(Counter)  # of an arm, and of it in a category
+        jobs = [(repeat, *job) for repeat in range(REPEATS) for job in enumerate(setting.held)]
+        for repeat, number, (kind, prompt) in [(-1, 0, setting.held[0]), *jobs]:  # the first warms up
+            for name in list(arms) if (repeat + number) % 2 else list(arms)[::-1]:
+                drafter, plan = arms[name]
+                counted.take()
+                clocked: dict[str, Any] = setting.options | {"clock": time.process_time}
+                run = generate(
+                    setting.target,
+                    drafter,
+                    [prompt],
+                    plan=plan,
+                    sampler=sampler,
+                    requests=[number],
+                    **clocked,
+                )
+                if repeat < 0:
+                    continue
+                self.draft[name][repeat] += run.times.draft
+                self.total[name][repeat] += run.times.total
+                if not repeat:
+                    self.outputs[name] += run.outputs
+                    found = counted.take() + Counter(rounds=len(run.outputs[0].emitted), texts=1)
+                    self.counts[name] += found
+                    self.counts[f"{name}: {kind}"] += found
+
+    def show(self) -> None:
+        print(f"\n{self.title}, {len(self.outputs[ALONE])} prompts")
+        for name, outputs in self.outputs.items():
+            rounds, tau = self.counts[name]["rounds"], round_counts(outputs).tau
+            share = self.draft[name] / self.draft[ALONE] * self.counts[ALONE]["rounds"] / rounds
+            speed = self.total[ALONE] / self.total[name]
+            same = sum(a.tokens == b.tokens for a, b in zip(outputs, self.outputs[ALONE], strict=True))
+            print(
+                f"{name}: tau {tau:.3f}; draft {1e3 * median(self.draft[name]) / rounds:.2f} ms a round, "
+                f"{median(share):.3f} ({min(share):.3f}..{max(share):.3f}) of alone; speed {median(speed):.3f} "
+                f"({min(speed):.3f}..{max(speed):.3f}); passes {_passes(self.counts[name]):.2f} and guesses "
+                f"{self.counts[name]['_guess'] / rounds:.2f} a round; texts as alone {same}"
+            )
+        for name in ("ngram", "suffix"):
+            shares = {kind: _passes(self.counts[f"{name}: {kind}"]) for kind in self.kinds}
+            print(f"passes, {name}: " + ", ".join(f"{kind} {n:.2f}" for kind, n in shares.items()))
+
+
+def _passes(counts: Counter[str]) -> float:
+    """Passes of the draft model a round, without that over the prompt."""
+    return (counts["read_settled"] - counts["texts"] + counts["read_drafted"]) / counts["rounds"]
+
+
+@torch.inference_mode()
+def test_what_a_pass_over_several_tokens_costs(setting, times=300):
+    """CPU time behind a text of 200 tokens, in turns, head included."""
+    tokens = torch.tensor([setting.held[0][1] * 200])[:, :200]
+    for path in (COMPANION, POCKET):
+        first, taken = draft_model(setting.target, path), defaultdict(list)
+        state = first.new_state(1)
+        taps = torch.empty(*tokens.shape, 0, 1)
+        first.advance(state, setting.target, tokens, taps, [tokens.shape[1]], tokens[:, 0])
+        for _ in range(times if path == COMPANION else times // 6):
+            for m in (1, 2, 3, 4, 6):
+                begin = time.process_time()
+                first.read_drafted(state, setting.target, tokens[:, :m], 0)
+                taken[m].append(time.process_time() - begin)
+        print(
+            f"\n{path.name}, ms of a pass: "
+            + ", ".join(f"{m}: {1e3 * median(t):.2f}" for m, t in taken.items())
+        )
