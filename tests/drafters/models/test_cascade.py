@@ -1,4 +1,4 @@
-"""A draft model that a lookup speeds up: the same drafts in fewer passes, and the lookup's tokens after them."""
+"""A draft model that a lookup speeds up: the same drafts in fewer passes, and its own tokens behind them."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from drafters.models.suffix import Suffix
 pytestmark = pytest.mark.proof
 POCKET, COMPANION, PROMPTS = (ROOT / "data" / name for name in ("pocket", "pocket-draft", "prompts"))
 ALONE = "alone"
-REPEATS, TOKENS, EACH = 2, 64, 4  # EACH: prompts of a category
+REPEATS, TOKENS, EACH = 2, 48, 4  # EACH: prompts of a category
 
 
 class Counted:
@@ -133,16 +134,8 @@ class Race:
             for name in list(arms) if (repeat + number) % 2 else list(arms)[::-1]:
                 drafter, plan = arms[name]
                 counted.take()
-                clocked: dict[str, Any] = setting.options | {"clock": time.process_time}
-                run = generate(
-                    setting.target,
-                    drafter,
-                    [prompt],
-                    plan=plan,
-                    sampler=sampler,
-                    requests=[number],
-                    **clocked,
-                )
+                decode = partial(generate, setting.target, drafter, [prompt], plan=plan, **setting.options)
+                run = decode(sampler=sampler, requests=[number], clock=time.process_time)
                 if repeat < 0:
                     continue
                 self.draft[name][repeat] += run.times.draft
@@ -160,15 +153,19 @@ class Race:
             share = self.draft[name] / self.draft[ALONE] * self.counts[ALONE]["rounds"] / rounds
             speed = self.total[ALONE] / self.total[name]
             same = sum(a.tokens == b.tokens for a, b in zip(outputs, self.outputs[ALONE], strict=True))
+            counts = self.counts[name]
             print(
                 f"{name}: tau {tau:.3f}; draft {1e3 * median(self.draft[name]) / rounds:.2f} ms a round, "
-                f"{median(share):.3f} ({min(share):.3f}..{max(share):.3f}) of alone; speed {median(speed):.3f} "
-                f"({min(speed):.3f}..{max(speed):.3f}); passes {_passes(self.counts[name]):.2f} and guesses "
-                f"{self.counts[name]['_guess'] / rounds:.2f} a round; texts as alone {same}"
+                f"{_spread(share)} of alone; speed {_spread(speed)}; passes {_passes(counts):.2f} and "
+                f"guesses {counts['_guess'] / rounds:.2f} a round; texts as alone {same}"
             )
         for name in ("ngram", "suffix"):
             shares = {kind: _passes(self.counts[f"{name}: {kind}"]) for kind in self.kinds}
             print(f"passes, {name}: " + ", ".join(f"{kind} {n:.2f}" for kind, n in shares.items()))
+
+
+def _spread(values: np.ndarray) -> str:
+    return f"{median(values):.3f} ({min(values):.3f}..{max(values):.3f})"
 
 
 def _passes(counts: Counter[str]) -> float:
@@ -177,7 +174,7 @@ def _passes(counts: Counter[str]) -> float:
 
 
 @torch.inference_mode()
-def test_what_a_pass_over_several_tokens_costs(setting, times=300):
+def test_what_a_pass_over_several_tokens_costs(setting):
     """CPU time behind a text of 200 tokens, in turns, head included."""
     tokens = torch.tensor([setting.held[0][1] * 200])[:, :200]
     for path in (COMPANION, POCKET):
@@ -185,12 +182,10 @@ def test_what_a_pass_over_several_tokens_costs(setting, times=300):
         state = first.new_state(1)
         taps = torch.empty(*tokens.shape, 0, 1)
         first.advance(state, setting.target, tokens, taps, [tokens.shape[1]], tokens[:, 0])
-        for _ in range(times if path == COMPANION else times // 6):
+        for _ in range(300 if path == COMPANION else 50):
             for m in (1, 2, 3, 4, 6):
                 begin = time.process_time()
                 first.read_drafted(state, setting.target, tokens[:, :m], 0)
                 taken[m].append(time.process_time() - begin)
-        print(
-            f"\n{path.name}, ms of a pass: "
-            + ", ".join(f"{m}: {1e3 * median(t):.2f}" for m, t in taken.items())
-        )
+        told = ", ".join(f"{m}: {1e3 * median(seconds):.2f}" for m, seconds in taken.items())
+        print(f"\n{path.name}, ms of a pass: {told}")
