@@ -156,7 +156,7 @@ class Cascade(TwoDrafters[LookupDrafter]):
             state.ahead,
             state.first.last,
         )
-        confidence = self.confidence_of(lambda: chain.last)
+        confidence = self.first.confidence_of(lambda: chain.last)
         draft = chain.draft(state.first.logits, sampler, coin, _of_first(plan, depth), confidence)
         state.ahead = chain.ahead
         if draft.depth < depth or depth == plan.depth:  # all rows have ended, or there is nothing to add
