@@ -20,6 +20,10 @@ from distill.utils.progress import say
 ROOT = TRAIN.parent
 # What training and decoding depend on; what is benchmarked is none of it
 SOURCE = ("src", "conf", "data", "constraints.txt", ":!conf/benchmark_*")
+# What a short run replaces, so that it cannot tell a change there
+ANSWERS = tuple(
+    f"conf/{name}.yaml" for name in ("prompts/bundled", "prompts/jsonl", "rollout/hf", "target/pocket")
+)
 RECORD = "identical.json"
 SHORT = [  # a run of some seconds, by which commits are compared
     *("prompts.limit=12", "prompts.self=0", "rollout.max_new_tokens=32", "batch_size=4", "try_largest=false"),
@@ -49,8 +53,11 @@ class Commits:
         Raises:
             UserError: a commit is not in this repository.
         """
-        if commit == other or not _git("diff", "--name-only", commit, other, "--", *SOURCE).strip():
+        changed = "diff", "--name-only", commit, other, "--"
+        if commit == other or not _git(*changed, *SOURCE).strip():
             return True
+        if _git(*changed, *ANSWERS).strip():
+            return False
         name = f"{run.arm} {commit} {other}"
         if name not in self.found:
             say(f"{run.name}: does {commit} train and decode as {other} does?")

@@ -213,8 +213,15 @@ def test_commits_with_the_same_source_are_alike_and_others_are_run(tmp_path, mon
     commits = identical.Commits(tmp_path, tmp_path, [])
     monkeypatch.setattr(commits, "_digest", lambda run, commit: ran.append(commit) or commit[:1])
     assert commits.alike(run, "HEAD", "HEAD")
-    monkeypatch.setattr(identical, "_git", lambda *words: "" if words[2] == "docs" else "src/a.py\n")
+
+    def changed(*words: str) -> str:
+        return (
+            "" if words[2] == "docs" or (words[2] != "data" and words[5] == identical.ANSWERS[0]) else "a\n"
+        )
+
+    monkeypatch.setattr(identical, "_git", changed)
     assert commits.alike(run, "docs", "x1")
+    assert not commits.alike(run, "data", "x1")  # other answers, which a short run would not see
     assert not ran
     assert commits.alike(run, "x0", "x1")
     assert not commits.alike(run, "y0", "x1")
