@@ -26,7 +26,7 @@ RATE, RATE_SIZE, RATE_POWER = 6e-3, 256, -1.5
 # Hidden sizes up to -> tokens of an answer and of a training row
 LENGTHS = {512: (192, 512), 1024: (512, 1024)}
 LONGEST = (1024, 2048)
-STEPS, PASSES = 800, 5  # least optimizer steps; passes over the answers to prompts that were given
+STEPS, PASSES = 800, 5  # least optimizer steps; how often each prompt is trained on
 SAVES, SAVE_EVERY = 20, 200  # save points of a run; least steps between two
 
 
@@ -95,14 +95,16 @@ def _announce(what: str, values: Mapping[str, Any]) -> None:
 def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
     """Options with the number of steps, and of steps between save points, that fit the number of answers.
 
-    Answers to prompts that the target writes itself are passed once: new ones teach more than a second pass.
+    Each prompt is trained on five times, by passes over one answer or by as many answers, since a new answer
+    teaches more than another pass over an old one; each answer at least once, and so rows that the target
+    writes itself.
 
     Args:
         options: of the run; `trainer.max_steps` and `score.every` are kept where they are set.
         prompts: to be answered, beside those that the target writes itself.
     """
-    answers = (prompts + options.prompts.self) * options.rollout.samples
-    passed = (PASSES * prompts + options.prompts.self) * options.rollout.samples
+    samples, written = options.rollout.samples, options.prompts.self
+    answers, passed = prompts * samples + written, prompts * max(PASSES, samples) + written
     trainer, score = options.trainer, options.score
     world = processes(trainer.accelerator, trainer.devices, trainer.num_nodes)
     rows = options.batch_size * trainer.accumulate_grad_batches * world  # of an optimizer step

@@ -73,6 +73,8 @@ def test_a_cpu_that_is_slow_in_bf16_trains_in_fp32(fastest, overrides, precision
     [
         ([], 768, 800, 200),
         (["prompts.self=9000"], 300, 2_100, 200),
+        (["rollout.samples=4"], 2_000, 2_000, 200),
+        (["rollout.samples=8"], 2_000, 3_200, 200),
         ([], 10_001, 10_001, 501),
         (["batch_size=4", "trainer.accumulate_grad_batches=2", "trainer.devices=2"], 60_000, 18_750, 938),
         (["trainer.max_steps=60"], 60_000, 60, 200),
