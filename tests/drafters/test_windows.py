@@ -77,8 +77,9 @@ def test_a_window_that_holds_the_text_changes_no_bit(tiny_target, make_drafter, 
 
 def seen(name: str, t: int, depth: int, i: int) -> bool:
     """Whether the feature at i reaches a drafter of one layer at (t, depth): t - W < i <= t, or i < S."""
-    ahead = {"p_eagle": depth - 1, "dflash": 1 + depth, "diffusion": 1 + depth}.get(name, 0)
-    # Diffusion's masks hold the newest feature itself; others get earlier depths' window with their feature.
+    ahead = {"p_eagle": depth - 1, "dflash": 1 + depth, "diffusion": depth}.get(name, 0)
+    # All places of a diffusion block, the root's too, hold the newest feature itself; others get earlier
+    # depths' window with their feature.
     newest = name == "diffusion" and i == t
     return newest or (i <= t and (i > t + ahead - W or i < S))
 

@@ -135,8 +135,9 @@ def test_every_level_of_a_tree_computes_the_laws_that_training_taught(pair, monk
     dice = torch.Generator().manual_seed(3)
     grown = []
 
-    def drive(logits, step, sampler, coin, plan, vocabulary=None, confidence=None):
+    def drive(logits, step, sampler, coin, plan, vocabulary=None, confidence=None, limit=None):
         del sampler, coin, plan
+        assert limit is None  # no states of an earlier round
         entries, found = [[()], [()]], [(((), ()), logits)]
         for _ in range(K - 1):
             tokens = torch.randint(V, (2, 4), generator=dice)
