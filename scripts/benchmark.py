@@ -18,7 +18,7 @@ BENCHMARKS = {
     "regret": "benchmarks.regret:regrets",
     "rollout": "benchmarks.rollout:rollouts",
     "scaling": "benchmarks.scaling:scaling",
-    "sweep": "benchmarks.drafter_table.main:sweep",
+    "sweep": "benchmarks.drafter_table.main:drafters",
     "train": "benchmarks.train_step.race:training",
 }
 

@@ -48,11 +48,13 @@ class Run(NamedTuple):
 
 
 def planned(cfg: DictConfig) -> list[Run]:
-    """All runs of a configuration, arms in its order: `arms` and `only` of conf/benchmark_drafters.yaml.
+    """All runs of a configuration: of its arms, in their order, or of the sweep of a drafter.
 
     Raises:
-        UserError: an unknown arm or key.
+        UserError: an unknown arm or key; see also `_swept`.
     """
+    if "of" in cfg:
+        return _swept(cfg)
     arms: Any = OmegaConf.to_container(cfg.arms)
     names = list(cfg.only) or list(arms)
     if unknown := [name for name in names if name not in arms]:
@@ -67,7 +69,7 @@ def planned(cfg: DictConfig) -> list[Run]:
     return runs
 
 
-def swept(cfg: DictConfig) -> list[Run]:
+def _swept(cfg: DictConfig) -> list[Run]:
     """Runs of a drafter by its recipe, then with each value of each option; see conf/benchmark_sweep.yaml.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from benchmarks.drafter_table.arms import Run, keep, planned, swept, train
+from benchmarks.drafter_table.arms import Run, keep, planned, train
 from benchmarks.drafter_table.identical import Commits, uncommitted
 from benchmarks.drafter_table.page import page
 from benchmarks.drafter_table.plot import plot
@@ -28,7 +28,7 @@ def drafters(cfg: DictConfig, folder: Path) -> float:
     alike, bit by bit.
 
     Args:
-        cfg: composed from conf/benchmark_{drafters,objectives,distillspec}.yaml.
+        cfg: composed from conf/benchmark_{drafters,objectives,sweep}.yaml.
         folder: unused; runs go below `runs`, results below `results`.
 
     Returns:
@@ -39,29 +39,7 @@ def drafters(cfg: DictConfig, folder: Path) -> float:
     """
     del folder
     check_ranges(cfg)
-    return _measure(cfg, planned(cfg))
-
-
-def sweep(cfg: DictConfig, folder: Path) -> float:
-    """Train a drafter by its recipe and with one option changed at a time, as `drafters` does.
-
-    Args:
-        cfg: composed from conf/benchmark_sweep.yaml.
-        folder: unused.
-
-    Returns:
-        The number of results in the table.
-
-    Raises:
-        UserError: bad input, or runs that failed, after all others.
-    """
-    del folder
-    check_ranges(cfg)
-    return _measure(cfg, swept(cfg))
-
-
-def _measure(cfg: DictConfig, runs: Sequence[Run]) -> float:
-    """Train what is missing; print and write the table of all that can be compared."""
+    runs = planned(cfg)
     results, common = Path(cfg.results), list(map(str, cfg.common))
     missing = [run for run in runs if not _result(run, results).exists()]
     if missing and (changed := uncommitted()):

@@ -18,7 +18,7 @@ Second = TypeVar("Second", bound=Drafter)
 
 
 class TwoDrafters(Drafter, Generic[Second]):
-    """Base class. Whatever is not decoding is the first drafter's own, but that both are counted.
+    """Base class. Everything but decoding is the first drafter's own; both are fitted to the answers' counts.
 
     Args:
         first: a drafter.

@@ -142,7 +142,7 @@ def test_all_options_of_a_sweep_compose():
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         for drafter in compose("benchmark_sweep").options:
             cfg = compose("benchmark_sweep", overrides=[f"of={drafter}"])
-            runs = arms.swept(cfg)
+            runs = arms.planned(cfg)
             assert runs[0].words == (f"drafter={drafter}",)
             for words in {run.words for run in runs}:
                 compose("config", overrides=[*words, *map(str, cfg.common)])
@@ -152,16 +152,16 @@ def test_a_sweep_changes_one_option_at_a_time(tmp_path, runs):
     places = [f"results={tmp_path / 'results'}", f"runs={tmp_path / 'runs'}", "table=''", "steps=[2,4]"]
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         cfg = compose("benchmark_sweep", overrides=[*places, "of=lm", "only=[drafter.layers]"])
-    assert main.sweep(cfg, tmp_path) == 6
+    assert main.drafters(cfg, tmp_path) == 6
     assert [w.get("drafter.layers") for w in runs] == [None, None, "1", "1", "4", "4"]
     cfg.only = ["layers"]
     with pytest.raises(
         UserError, match=r"only: no option layers; there are optimizer\.optimizer\.lr, drafter"
     ):
-        main.sweep(cfg, tmp_path)
+        main.drafters(cfg, tmp_path)
     cfg.of = "bigram"
     with pytest.raises(UserError, match=r"of=bigram: no options to sweep; there are some of eagle"):
-        main.sweep(cfg, tmp_path)
+        main.drafters(cfg, tmp_path)
 
 
 def result(arm: str, steps: int, seed: int, tau: float, **more) -> Result:
