@@ -23,6 +23,7 @@ from distill.losses.divergences import Divergence
 from distill.losses.weights import Weights
 from drafters.base import Drafter
 
+ANSWERS, MOST_SAMPLES = 1200, 4  # see `RolloutOptions.answers_each`
 INSTANCE = "conf/ names the class or function in `_target_`; the field holds what it makes"
 DecodePlan = Annotated[Plan | Auto | Calibrated, INSTANCE]
 
@@ -95,13 +96,24 @@ class RolloutOptions:
     top_p: float
     prompt_temperature: float  # of self-written prompts
     max_new_tokens: int
-    samples: int  # answers to each prompt
+    samples: int | None  # answers to each prompt; None: see `answers_each`
     shard_size: int  # prompts
     batch_size: int  # answers decoded together
     drafter: str | None  # checkpoint's folder or hub id
     refresh_every: int  # optimizer steps; 0: never
     seed: int
     store: str | None  # folder or url
+
+    def answers_each(self, prompts: int) -> int:
+        """Answers to each of so many prompts: `samples`, or up to MOST_SAMPLES that bring them to ANSWERS.
+
+        A new answer teaches a drafter more than another pass over an old one; greedy ones are all alike.
+        """
+        if self.answers == "given" or not prompts:
+            return 1
+        if self.samples is not None:
+            return self.samples
+        return max(1, min(MOST_SAMPLES, ANSWERS // prompts)) if self.temperature > 0 else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,6 +129,7 @@ SIZES = {
     "prompts.self": "0",
     "rollout.max_new_tokens": "10",
     "rollout.shard_size": "6",
+    "rollout.samples": "1",
     "batch_size": "4",
     "try_largest": "false",
     "trainer.max_steps": "2",

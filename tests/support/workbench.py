@@ -69,6 +69,7 @@ QUICK = (
     "score.temperatures=[0.0]",
     "rollout.max_new_tokens=10",
     "rollout.shard_size=4",
+    "rollout.samples=1",
 )
 
 

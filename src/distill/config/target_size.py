@@ -103,7 +103,7 @@ def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
         options: of the run; `trainer.max_steps` and `score.every` are kept where they are set.
         prompts: to be answered, beside those that the target writes itself.
     """
-    samples, written = options.rollout.samples, options.prompts.self
+    samples, written = options.rollout.answers_each(prompts), options.prompts.self
     answers, passed = prompts * samples + written, prompts * max(PASSES, samples) + written
     trainer, score = options.trainer, options.score
     world = processes(trainer.accelerator, trainer.devices, trainer.num_nodes)

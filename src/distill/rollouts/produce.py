@@ -55,7 +55,7 @@ def rollout_plan(
         server=model or options.target.name if served else "",
         drafter=drafter,
         prompts=prompts_digest(prompts),
-        samples=rollout.samples,
+        samples=rollout.answers_each(len(prompts)),
         self_prompts=options.prompts.self,
         until=rollout.until,
         sampler={"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p},

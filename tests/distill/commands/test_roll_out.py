@@ -93,7 +93,7 @@ def test_prompts_that_the_chat_template_refuses_are_set_aside_before_work(tmp_pa
     held.write_text(json.dumps({"messages": [{"role": "system", "content": "us"}, ask]}) + "\n")
     held.write_text(held.read_text() + json.dumps({"prompt": "hold"}) + "\n")
     quick = [f"target={target}", f"prompts={path}", f"prompts.heldout={held}", "rollout.max_new_tokens=4"]
-    argv = [*quick, f"rollout.store={tmp_path / 'store'}"]
+    argv = [*quick, "rollout.samples=1", f"rollout.store={tmp_path / 'store'}"]
     done = foredraft("rollout", *argv).succeeded()
     assert "2 of 6 records" in done.out
     assert f"{held}:1: target: its chat template refuses" in done.out

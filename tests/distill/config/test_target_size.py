@@ -71,7 +71,7 @@ def test_a_cpu_that_is_slow_in_bf16_trains_in_fp32(fastest, overrides, precision
 @pytest.mark.parametrize(
     ("overrides", "answers", "steps", "every"),
     [
-        ([], 768, 800, 200),
+        ([], 300, 800, 200),
         (["prompts.self=9000"], 300, 2_100, 200),
         (["rollout.samples=4"], 2_000, 2_000, 200),
         (["rollout.samples=8"], 2_000, 3_200, 200),
@@ -90,3 +90,24 @@ def test_steps_are_passes_over_the_answers(overrides, answers, steps, every, cap
     assert ("score.every=" in said) == ("score.every=20" not in overrides)
     assert ("trainer.max_steps=" in said) == ("trainer.max_steps=60" not in overrides)
     assert options.trainer.build(logger=False, devices=1).max_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "prompts", "samples"),
+    [
+        ([], 0, 1),
+        ([], 12, 4),
+        ([], 300, 4),
+        ([], 301, 3),
+        ([], 600, 2),
+        ([], 601, 1),
+        ([], 10_000, 1),
+        (["rollout.samples=1"], 300, 1),
+        (["rollout.samples=8"], 10_000, 8),
+        (["rollout.temperature=0"], 300, 1),
+        (["rollout.temperature=0", "rollout.samples=2"], 300, 2),
+        (["rollout=given"], 300, 1),
+    ],
+)
+def test_few_prompts_are_answered_several_times(overrides, prompts, samples):
+    assert options_of(*overrides).rollout.answers_each(prompts) == samples
