@@ -344,6 +344,40 @@ def test_gradients_reach_every_trainable_weight_and_none_of_the_targets(pair):
     assert not any(weight.requires_grad for weight in target.model.parameters())
 
 
+def test_the_gradient_of_training_is_the_derivative_of_its_loss(pair):
+    """Along a random direction of all weights, by central differences: some backward passes are our own."""
+    target, drafter = taught(pair)
+    target.model.double()
+    drafter.double().train()
+    # transformers' norms compute in fp32, whose rounding a longer difference has to exceed.
+    rounds = any(type(module).__module__.startswith("transformers") for module in drafter.modules())
+    length, error = (3e-4, 2e-4) if rounds else (1e-5, 1e-6)
+    drafter.detach = False  # of HASS, which leaves a part of it out
+    batch = batch_of(target, random_texts())
+    weights = [weight for weight in drafter.parameters() if weight.requires_grad]
+    dice = torch.Generator().manual_seed(2)
+    towards = [torch.randn(weight.shape, generator=dice, dtype=weight.dtype) for weight in weights]
+
+    def loss() -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for step in drafter.unroll(batch, target):
+            total = total + step.head(step.hidden).log_softmax(-1)[:, 0].sum()
+            total = total + sum(rows.sum() for rows in step.aux.values())
+        return total
+
+    @torch.no_grad()
+    def moved(by: float) -> torch.Tensor:
+        torch._foreach_add_(weights, towards, alpha=by)
+        value = loss()
+        torch._foreach_sub_(weights, towards, alpha=by)
+        return value
+
+    grads = torch.autograd.grad(loss(), weights)
+    want = (moved(length) - moved(-length)) / (2 * length)
+    got = sum((grad * way).sum() for grad, way in zip(grads, towards, strict=True))
+    torch.testing.assert_close(got, want, rtol=error, atol=error)
+
+
 def test_the_target_is_no_part_of_the_drafter(pair):
     target, drafter = pair
     theirs = {id(w) for w in target.model.parameters()}

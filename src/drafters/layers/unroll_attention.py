@@ -223,7 +223,7 @@ class _Heads:
         """Backward of `_gather_later`: gradients of queries that read the same key are summed."""
         rows = self.split_group(grad).sum(2).transpose(0, 1)  # (M, G, dim)
         whole = rows.new_zeros(self._sizes[i], *rows.shape[1:])
-        return whole.index_copy_(0, self.visibility.places[1 + i], rows)
+        return whole.index_add_(0, self.visibility.places[1 + i], rows)
 
     def later_products(self, x: Tensor, later: Sequence[Tensor]) -> Tensor:
         """(G, Q, dim) -> (G, Q, steps) dot products with each query's key or value of every later step."""
