@@ -12,6 +12,7 @@ BENCHMARKS = {
     "decode": "benchmarks.decode:decoders",
     "batch": "benchmarks.batch_context:batch_sizes",
     "context": "benchmarks.batch_context:context_lengths",
+    "distillspec": "benchmarks.drafter_table.main:drafters",
     "drafters": "benchmarks.drafter_table.main:drafters",
     "lyanna": "benchmarks.lyanna_ablation:lyanna",
     "objectives": "benchmarks.drafter_table.main:drafters",

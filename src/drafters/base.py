@@ -47,7 +47,8 @@ class DraftStep(NamedTuple):
         depth: j >= 1; 0 for the target's own prediction of x_{t+1}, from a drafter that tunes the target.
         head: maps hidden to logits.
         aux: named auxiliary losses, (M,) each, unweighted.
-        weight: factor on the objective's weights, one for all rows or (M,).
+        weight: how much the rows count, one for all or (M,). The objective's weights are multiplied by it; in
+            those that are sums over depths, each depth's part is.
         training_only: an extra loss term with the weights of the step of the same depth and anchors;
             never drafted from, so it does not count in alpha.
     """

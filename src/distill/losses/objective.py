@@ -122,25 +122,35 @@ class Objective:
         """(M,) weights of every step's rows; `chances` are acceptance probabilities, (M,) per step.
 
         Depth 0 is no draft: its weight is 1. A step that is `training_only` has the weights of its depth.
+        All are multiplied by what the step's rows count.
         """
-        drafts = _drafts(steps)
-        weights = self._draft_weights([steps[i] for i in drafts], [chances[i] for i in drafts], progress)
-        of_depth = {steps[i].depth: weight for i, weight in zip(drafts, weights, strict=True)}
+        drafts, ones = _drafts(steps), [torch.ones_like(a) for a in chances]
+        drafted = [steps[i] for i in drafts], [chances[i] for i in drafts], progress
+        counts = [ones[i] * steps[i].weight for i in drafts]
+        weights = dict(zip(drafts, self._draft_weights(*drafted, counts), strict=True))
+        of_depth = dict[int, Tensor]()
+        if any(step.training_only for step in steps):
+            plain = self._draft_weights(*drafted, [ones[i] for i in drafts])
+            of_depth = {steps[i].depth: weight for i, weight in zip(drafts, plain, strict=True)}
         return [
-            torch.ones_like(a) * step.weight * of_depth.get(step.depth, 1.0)
-            for step, a in zip(steps, chances, strict=True)
+            weights[i] if i in weights else ones[i] * step.weight * of_depth.get(step.depth, 1.0)
+            for i, step in enumerate(steps)
         ]
 
     def _draft_weights(
-        self, steps: Sequence[DraftStep], chances: Sequence[Tensor], progress: float
+        self,
+        steps: Sequence[DraftStep],
+        chances: Sequence[Tensor],
+        progress: float,
+        counts: Sequence[Tensor],
     ) -> list[Tensor]:
-        """(M,) per step, steps that are drafted from alone."""
+        """(M,) per step, of steps that are drafted from alone; `counts` (M,) is what their rows count."""
         if not isinstance(self.weights, RowWeights):
-            return [torch.full_like(a, self.weights(s.depth)) for s, a in zip(steps, chances, strict=True)]
+            return [count * self.weights(step.depth) for step, count in zip(steps, counts, strict=True)]
         if not steps:
             return []
         places, chance, present = _table(steps, chances)
-        weights = self.weights(chance, present, progress)
+        weights = self.weights(chance, present, progress, _table(steps, counts)[1])
         return [weights[place, k] for k, place in enumerate(places)]
 
     @property

@@ -118,32 +118,33 @@ def lk_hybrid(r: Rows, decay: float) -> Tensor:
     return w * kl(r) + (1 - w) * tv(r)
 
 
-# Weights: acceptance of all depths of one anchor, and which of them (from 0) -> a number.
+# Weights: acceptance of all depths of one anchor, what each of their rows counts, and which of them (from 0)
+# -> a number.
 
 
-def constant(acceptance: Sequence[float], i: int) -> float:
-    """Every depth counts the same."""
-    del acceptance, i
-    return 1.0
+def constant(acceptance: Sequence[float], counts: Sequence[float], i: int) -> float:
+    """Every depth has the same weight."""
+    del acceptance
+    return counts[i]
 
 
-def decay(acceptance: Sequence[float], i: int, rate: float) -> float:
+def decay(acceptance: Sequence[float], counts: Sequence[float], i: int, rate: float) -> float:
     """By depth alone."""
     del acceptance
-    return rate**i
+    return counts[i] * rate**i
 
 
-def dpace(acceptance: Sequence[float], i: int, smoothing: float) -> float:
+def dpace(acceptance: Sequence[float], counts: Sequence[float], i: int, smoothing: float) -> float:
     """Sum over depths j >= i of the chance to accept all up to j."""
     a = [(1 - smoothing) * alpha + smoothing for alpha in acceptance]
-    return sum(math.prod(a[: j + 1]) for j in range(i, len(a)))
+    return sum(counts[j] * math.prod(a[: j + 1]) for j in range(i, len(a)))
 
 
-def streak(acceptance: Sequence[float], i: int, smoothing: float) -> float:
+def streak(acceptance: Sequence[float], counts: Sequence[float], i: int, smoothing: float) -> float:
     """Derivative of the expected accepted length with respect to the acceptance at depth i."""
     a = [(1 - smoothing) * alpha + smoothing for alpha in acceptance]
     a[i] = 1.0
-    return sum(math.prod(a[: j + 1]) for j in range(i, len(a)))
+    return sum(counts[j] * math.prod(a[: j + 1]) for j in range(i, len(a)))
 
 
 def loss(
@@ -151,7 +152,7 @@ def loss(
     last: Tensor,
     head: Head,
     divergence: Callable[[Rows], Tensor],
-    weight: Callable[[Sequence[float], int], float],
+    weight: Callable[[Sequence[float], Sequence[float], int], float],
     tokens: Tensor | None = None,
     aux_weights: Mapping[str, float] | None = None,
     by_token: bool = False,
@@ -170,13 +171,18 @@ def loss(
     """
     rows = [distributions(step, last, head, tokens) for step in steps]
     acceptance: dict[int, list[float]] = {}  # anchor -> by depth
+    counts: dict[int, list[float]] = {}
     for step, r in zip(steps, rows, strict=True):
         accepted = 1 - hit(r) if by_token else r.overlap
         for anchor, alpha in zip(step.anchor.tolist(), accepted.tolist(), strict=True):
             acceptance.setdefault(anchor, []).append(alpha)
+        for anchor, count in zip(
+            step.anchor.tolist(), (step.weight * torch.ones_like(accepted)).tolist(), strict=True
+        ):
+            counts.setdefault(anchor, []).append(count)
     total = last.new_zeros(())
     for step, r in zip(steps, rows, strict=True):
-        weights = [weight(acceptance[anchor], step.depth - 1) for anchor in step.anchor.tolist()]
+        weights = [weight(acceptance[a], counts[a], step.depth - 1) for a in step.anchor.tolist()]
         value = divergence(r) + sum((aux_weights or {})[name] * aux for name, aux in step.aux.items())
-        total = total + (step.weight * last.new_tensor(weights) * value).sum()
+        total = total + (last.new_tensor(weights) * value).sum()
     return total

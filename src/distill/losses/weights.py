@@ -59,21 +59,22 @@ class RowWeights(ABC):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"weights.{name}={getattr(self, name)}: must be from 0 to 1")
 
-    def __call__(self, alpha: Tensor, present: Tensor, progress: float) -> Tensor:
-        """(A, K) weights.
+    def __call__(self, alpha: Tensor, present: Tensor, progress: float, counts: Tensor) -> Tensor:
+        """(A, K) weights of terms prod_{l <= j} alpha_l, each of which counts `counts[:, j]`.
 
         Args:
             alpha: (A, K) of every anchor, depth 1 first.
             present: (A, K) bool; an anchor's streak ends before a depth that it lacks.
             progress: share of the training steps that are done.
+            counts: (A, K); more than 1 where some anchors have a depth and stand for all.
         """
         s = self.smoothing
         if progress < self.warmup:
             s = 1 - (1 - s) * progress / self.warmup
-        return self._weigh((alpha * (1 - s) + s) * present)
+        return self._weigh((alpha * (1 - s) + s) * present, counts)
 
     @abstractmethod
-    def _weigh(self, alpha: Tensor) -> Tensor:
+    def _weigh(self, alpha: Tensor, counts: Tensor) -> Tensor:
         """(A, K) smoothed alphas, 0 where there is no depth -> (A, K) weights."""
 
 
@@ -85,8 +86,8 @@ class Streak(RowWeights):
     `tv` and acceptance `overlap` the same for the token rule.
     """
 
-    def _weigh(self, alpha: Tensor) -> Tensor:
-        return _before(alpha) * _after(alpha)
+    def _weigh(self, alpha: Tensor, counts: Tensor) -> Tensor:
+        return _before(alpha) * _after(alpha, counts)
 
 
 class DPace(RowWeights):
@@ -97,8 +98,8 @@ class DPace(RowWeights):
     by `overlap` that of `tv`.
     """
 
-    def _weigh(self, alpha: Tensor) -> Tensor:
-        return _before(alpha) * alpha * _after(alpha)
+    def _weigh(self, alpha: Tensor, counts: Tensor) -> Tensor:
+        return _before(alpha) * alpha * _after(alpha, counts)
 
 
 Weights = DepthWeights | RowWeights
@@ -109,11 +110,12 @@ def _before(alpha: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(alpha[:, :1]), alpha[:, :-1]], 1).cumprod(1)
 
 
-def _after(alpha: Tensor) -> Tensor:
-    """(A, K) 1 + a_{i+1} + a_{i+1} a_{i+2} + ..., from the last depth back; no division by zeros."""
-    sums = [torch.ones_like(alpha[:, 0])]
-    for following in alpha[:, 1:].unbind(1)[::-1]:
-        sums.append(1 + following * sums[-1])
+def _after(alpha: Tensor, counts: Tensor) -> Tensor:
+    """(A, K) c_i + a_{i+1} c_{i+1} + a_{i+1} a_{i+2} c_{i+2} + ..., from the last depth back."""
+    *before, last = counts.unbind(1)
+    sums = [last]
+    for count, following in zip(before[::-1], alpha[:, 1:].unbind(1)[::-1], strict=True):
+        sums.append(count + following * sums[-1])
     return torch.stack(sums[::-1], 1)
 
 

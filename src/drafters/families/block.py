@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,20 @@ class BlockState:
     root: Tensor | None = None  # (B,)
 
 
+class _Pass(NamedTuple):
+    """A training pass over blocks.
+
+    Attributes:
+        roots: (R,) anchors whose root was computed, on the host.
+        states: by depth, of roots (R, D) or masks (A, D).
+        counts: (A, K) what a place counts where some masks were tokens of the text; None: none was.
+    """
+
+    roots: Tensor
+    states: list[Tensor]
+    counts: Tensor | None = None
+
+
 class BlockDrafter(TokenBiasDrafter):
     """A block is the root followed by masks. Mask k predicts the k-th token after the root; where
     `root_predicts`, the root predicts the first one and mask k the one after it.
@@ -70,6 +84,8 @@ class BlockDrafter(TokenBiasDrafter):
     Attributes:
         mask: (K, D) embeddings of the masks, or (1, D) if all are the same.
         root_predicts: whether the root's state predicts a token, so that K take a mask less.
+        root_alone: whether the root does not see the masks, so that its state is one of the text: then all
+            places of a text train the first token, and the sampled ones the others.
 
     Raises:
         UserError: a number out of range.
@@ -77,6 +93,7 @@ class BlockDrafter(TokenBiasDrafter):
 
     mask: Tensor
     root_predicts = False
+    root_alone = False
 
     def __init__(
         self,
@@ -126,8 +143,8 @@ class BlockDrafter(TokenBiasDrafter):
         return list(self.layers)  # pyright: ignore[reportReturnType]
 
     @abstractmethod
-    def fuse(self, taps: Tensor) -> Tensor:
-        """(..., L, D) taps -> (..., D) features."""
+    def fuse(self, taps: Tensor, following: Tensor) -> Tensor:
+        """(..., L, D) taps and (..., D) embeddings of the tokens behind them -> (..., D) features."""
 
     def places(self, root: Tensor) -> Tensor:
         """(..., D) embedded roots -> (..., 1 + masks, D) roots followed by masks."""
@@ -139,6 +156,7 @@ class BlockDrafter(TokenBiasDrafter):
         step = torch.arange(1 + self.masks, device=device)
         apart = step[:, None] - step
         seen = apart >= 0 if self.causal else torch.ones_like(apart, dtype=torch.bool)
+        seen[0, 1:] &= not self.root_alone
         return seen if self.shape.window is None else seen & (apart.abs() < self.shape.window)
 
     def zero_layer_outputs(self) -> None:
@@ -176,80 +194,138 @@ class BlockDrafter(TokenBiasDrafter):
             return
         count = len(mask) * self.anchors if self.training and self.anchors else len(candidates)
         chosen = sample_anchors(candidates, count, batch.seed)  # (A,) on the host
-        anchors = chosen.to(device)
+        roots = candidates if self.root_alone else chosen  # (R,)
         supervised = torch.stack(
             [supervised_anchors(mask, depth).flatten()[chosen] for depth in range(1, self.depth + 1)], 1
         )  # (A, K)
-        passes: list[tuple[Tensor, Tensor | None]] = [(self._blocks(batch, target, chosen, anchors), None)]
+        passes = [_Pass(roots, self._blocks(batch, target, roots, chosen))]
         if self.training and self.steps > 1:
             filled, counts = (t.to(device) for t in filled_places(supervised, batch.seed))
-            passes.append((self._blocks(batch, target, chosen, anchors, filled), counts[:, None] * ~filled))
+            states = self._blocks(batch, target, chosen, chosen, filled)
+            passes.append(_Pass(chosen, states, counts[:, None] * ~filled))
         teaching, head = [TeacherForcedBias(self.info, batch.tokens) for _ in passes], self.head(target)
-        weight = len(candidates) / len(chosen) / len(passes)  # sampled anchors stand for all
         for depth in range(1, self.depth + 1):
-            is_supervised = supervised[:, depth - 1].to(device)
-            if not is_supervised.any():
-                return
-            anchor = anchors[is_supervised]
-            for bias, (states, counted) in zip(teaching, passes, strict=True):  # (A, K, D), (A, K)
-                hidden = bias.with_bias_input(states[is_supervised, depth - 1], anchor, depth)
-                rows = weight if counted is None else weight * counted[is_supervised, depth - 1]
-                yield DraftStep(hidden, anchor, depth, head, {}, rows, training_only=counted is not None)
+            of_root = depth == 1 and self.root_predicts
+            alike = of_root and self.root_alone  # in all passes, and of every place of the text
+            for bias, one in zip(teaching, passes, strict=True):
+                anchors, alive = one.roots, torch.ones(len(one.roots), dtype=torch.bool)
+                if not of_root:
+                    anchors, alive = chosen, supervised[:, depth - 1]
+                if not alive.any():
+                    return
+                anchor, alive = anchors[alive].to(device), alive.to(device)
+                hidden = bias.with_bias_input(one.states[depth - 1][alive], anchor, depth)
+                # Sampled anchors stand for all.
+                weight: float | Tensor = 1.0 if alike else len(candidates) / len(chosen) / len(passes)
+                if one.counts is not None:
+                    if alike:
+                        continue
+                    weight = weight * one.counts[alive, depth - 1]
+                again = one.counts is not None
+                yield DraftStep(hidden, anchor, depth, head, {}, weight, training_only=again)
 
     def _blocks(
         self,
         batch: Batch,
         target: Target,
+        roots: Tensor,
         chosen: Tensor,
-        anchors: Tensor,
         filled: Tensor | None = None,
-    ) -> Tensor:
-        """(A, K, D) final states that predict; (A, K) tokens of the text are filled in."""
-        length, width = batch.tokens.shape[1], 1 + self.masks
-        device, dtype = anchors.device, self.mask.dtype
+    ) -> list[Tensor]:
+        """Final states that predict, by depth: (R, D) of roots, where they do, and (A, D) of masks.
+
+        Args:
+            batch: of texts.
+            target: embeds.
+            roots: (R,) anchors whose root is computed, ascending, on the host.
+            chosen: (A,) those of them whose masks are; all of them where the root sees its masks.
+            filled: (A, K) masks that are tokens of the text; None: none is.
+        """
+        length, masks = batch.tokens.shape[1], self.masks
+        device, dtype = batch.tokens.device, self.mask.dtype
         # Features of each text up to its last anchor, texts concatenated.
         ends = torch.zeros(len(batch.tokens), dtype=torch.long)
-        ends.scatter_reduce_(0, chosen // length, chosen % length + 1, "amax")
+        ends.scatter_reduce_(0, roots // length, roots % length + 1, "amax")
         in_context = torch.arange(length) < ends[:, None]
         places = in_context.flatten().nonzero()[:, 0]
         text = (ends.cumsum(0) - ends)[places // length]  # (N,) index of the text's first feature
-        slots = torch.searchsorted(places, chosen)
-        feature = self.fuse(batch.taps.flatten(0, 1)[places.to(device)].to(dtype))  # (N, D)
+        texts = places.to(device)
+        behind = target.embed(batch.tokens.flatten()[texts + 1]).to(dtype)  # no anchor is a text's last token
+        feature = self.fuse(batch.taps.flatten(0, 1)[texts].to(dtype), behind)  # (N, D)
+        anchors = roots.to(device)
         newest = batch.taps.flatten(0, 1)[anchors, -1].to(dtype)
         root = target.embed(batch.tokens.flatten()[anchors + 1]).to(dtype)
-        x = self.inputs(root, newest)  # (A, 1 + masks, D)
+        blocks = self.inputs(root, newest)  # (R, 1 + masks, D)
+        rooted = torch.searchsorted(roots, chosen)  # (A,) rows of the chosen among the roots
+        masked = blocks if len(rooted) == len(roots) else blocks[rooted.to(device)]
         if filled is not None:
-            ahead = torch.arange(2, width + 1, device=device)
-            following = anchors[:, None] + ahead  # (A, masks) places of the tokens that masks stand for
+            ahead = torch.arange(2, masks + 2, device=device)
+            following = chosen.to(device)[:, None] + ahead  # (A, masks) places of what masks stand for
             token = target.embed(batch.tokens.flatten()[following.clamp_max(batch.tokens.numel() - 1)])
-            x = self.fill_in(x, filled, token.to(dtype))
-        x = x.flatten(0, 1)  # (M, D)
-        table = self.rotary.table(length + width, feature)
-        positions = (anchors % length + 1)[:, None] + torch.arange(width, device=device)
-        block_angles, context_angles = table[positions.flatten()], table[(places % length).to(device)]
-        visible = self._visibility(slots, text[slots], feature)
+            masked = self.fill_in(masked, filled, token.to(dtype))
+        x = torch.cat([blocks[:, 0], masked[:, 1:].flatten(0, 1)])  # (R + A masks, D)
+        table = self.rotary.table(length + masks + 1, feature)
+        ahead = torch.arange(1, masks + 1, device=device)
+        positions = anchors % length + 1
+        later = positions[rooted.to(device), None] + ahead  # of the masks
+        angles = table[torch.cat([positions, later.flatten()])]
+        context_angles = table[texts % length]
+        slots = torch.searchsorted(places, roots)
+        queries = [self._queries(slots, text, rooted, first=0, last=1, like=feature)]
+        if masks:
+            queries.append(self._queries(slots, text, rooted, first=1, last=1 + masks, like=feature))
+        sizes = [len(visible.places[0]) for _, visible in queries]
         for layer in self.stack:
             k, v = self.context(layer, feature, context_angles)
-            q, block_k, block_v = layer.split(layer.qkv_proj(layer.input_layernorm(x)), block_angles)
-            # A block's positions are to `attend_unrolled` what later steps of an unroll are.
-            keys = [k, *block_k.unflatten(0, (-1, width)).unbind(1)]
-            values = [v, *block_v.unflatten(0, (-1, width)).unbind(1)]
-            x = layer.finish(x, attend_unrolled(q, keys, values, visible).flatten(1))
-        return self.norm(x).unflatten(0, (-1, width))[:, width - self.depth :]
+            q, block_k, block_v = layer.split(layer.qkv_proj(layer.input_layernorm(x)), angles)
+            keys, values = (
+                [t, *self._by_place(block, len(roots))] for t, block in ((k, block_k), (v, block_v))
+            )
+            attended = [
+                attend_unrolled(part, keys[:seen], values[:seen], visible)
+                for part, (seen, visible) in zip(q.split(sizes), queries, strict=True)
+            ]
+            x = layer.finish(x, torch.cat(attended).flatten(1))
+        states = self._by_place(self.norm(x), len(roots))
+        return states[1 + masks - self.depth :]
 
-    def _visibility(self, slots: Tensor, text: Tensor, like: Tensor) -> Visibility:
-        """Keys that places of A blocks see, given the newest and the text's first feature of each, (A,)."""
-        width, device, shape = 1 + self.masks, like.device, self.shape
-        place, text = slots.repeat_interleave(width), text.repeat_interleave(width)  # (M,)
+    def _by_place(self, x: Tensor, roots: int) -> list[Tensor]:
+        """(R + A masks, ...) rows of roots and masks -> (R, ...) of roots, then (A, ...) of each mask.
+
+        To `attend_unrolled` the places of a block are what later steps of an unroll are.
+        """
+        return [x[:roots], *x[roots:].unflatten(0, (-1, self.masks)).unbind(1)] if self.masks else [x]
+
+    def _queries(
+        self, slots: Tensor, text: Tensor, rooted: Tensor, first: int, last: int, like: Tensor
+    ) -> tuple[int, Visibility]:
+        """Keys that the places [first, last) of blocks see: how many lists of them, and which of each.
+
+        Args:
+            slots: (R,) newest feature of each root.
+            text: (N,) first feature of the text of each.
+            rooted: (A,) rows of blocks with masks among the roots.
+            first: place of a block; 0 is the root, of all R.
+            last: the place behind.
+            like: a tensor with the dtype and device of the keys.
+        """
+        device, shape = like.device, self.shape
+        rows = rooted if first else torch.arange(len(slots))  # (n,) of roots
+        count, n = last - first, len(rows)
+        place, start = (t[rows].repeat_interleave(count) for t in (slots, text[slots]))  # (M,)
         # The root stands one place after the newest feature.
-        ahead = torch.arange(1, width + 1).repeat(len(slots))
-        oldest = oldest_keys(place, text, shape.window, shape.sinks, ahead)
-        blocks = query_blocks(place, text, shape.heads, like, oldest, shape.sinks)
-        own = torch.arange(len(slots), device=device).repeat_interleave(width)
-        within = self.visible_places(slots.device)
-        later = None if bool(within.all()) else within.repeat(len(slots), 1).to(device)
+        ahead = torch.arange(first + 1, last + 1).repeat(n)
+        oldest = oldest_keys(place, start, shape.window, shape.sinks, ahead)
+        blocks = query_blocks(place, start, shape.heads, like, oldest, shape.sinks)
+        within = self.visible_places(slots.device)[first:last]
+        width = 1 + int(within.any(0).nonzero().max())  # places behind are seen by none
+        within = within[:, :width]
+        own = [rows, *[torch.arange(n)] * (width - 1)]
+        places = [place, *(t.repeat_interleave(count) for t in own)]
+        later = None if bool(within.all()) else within.repeat(n, 1).to(device)
         oldest = None if oldest is None else oldest.to(device)
-        return Visibility([place.to(device), *[own] * width], blocks, oldest, shape.sinks, later)
+        places = [t.to(device) for t in places]
+        return 1 + width, Visibility(places, blocks, oldest, shape.sinks, later)
 
     def fill_in(self, x: Tensor, filled: Tensor, token: Tensor) -> Tensor:
         """(B, 1 + masks, D) input of blocks, where masks become the tokens that they stand in place of.
@@ -280,7 +356,9 @@ class BlockDrafter(TokenBiasDrafter):
         root: Tensor,
     ) -> None:
         store, device = state.store, taps.device
-        feature = self.fuse(taps)
+        end = RowInts.of(counts).on(device) - 1
+        following = tokens.roll(-1, 1).scatter(1, end[:, None], root[:, None])
+        feature = self.fuse(taps, target.embed(following).to(taps.dtype))
         store.begin(taps.shape[1])
         dtype = fast_dtype(feature)
         positions = store.read.on(device)[:, None] + torch.arange(taps.shape[1], device=device)
@@ -288,7 +366,6 @@ class BlockDrafter(TokenBiasDrafter):
         for i, layer in enumerate(self.stack):
             store.write(i, *(t.transpose(1, 2).to(dtype) for t in self.context(layer, feature, angles)))
         store.keep(counts)
-        end = RowInts.of(counts).on(device) - 1
         state.newest = taps[torch.arange(len(end), device=device), end, -1]
         state.root = root
 

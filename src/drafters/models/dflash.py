@@ -61,7 +61,8 @@ class DFlash(BlockDrafter):
         return drafter
 
     @override
-    def fuse(self, taps: Tensor) -> Tensor:
+    def fuse(self, taps: Tensor, following: Tensor) -> Tensor:
+        del following
         return self.context_norm(self.fc(taps.flatten(-2)))
 
     @override

@@ -33,12 +33,13 @@ class Diffusion(BlockDrafter):
         **options: of `BlockDrafter`, without `qk_norm`.
     """
 
-    root_predicts = True
+    root_predicts = root_alone = True
 
     def __init__(self, taps: Sequence[Tap], depth: int, per_depth: bool = False, **options: Any) -> None:
         super().__init__(taps=taps, depth=depth, **options)
         self.settings = {"taps": list(taps), "depth": depth, "per_depth": per_depth} | options
         hidden_size, eps = self.shape.hidden_size, self.shape.eps
+        self.fc = Linear((1 + len(taps)) * hidden_size, hidden_size, bias=False)
         self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
         self.mask = nn.Parameter(torch.zeros(self.masks, hidden_size))
         maps = 1 + self.masks if per_depth else 1
@@ -67,9 +68,9 @@ class Diffusion(BlockDrafter):
         return drafter
 
     @override
-    def fuse(self, taps: Tensor) -> Tensor:
+    def fuse(self, taps: Tensor, following: Tensor) -> Tensor:
         normed = [norm(tap) for norm, tap in zip(self.tap_norms, taps.unbind(-2), strict=True)]
-        return self.context_norm(self.fc(torch.cat(normed, -1)))
+        return self.context_norm(self.fc(torch.cat([following, *normed], -1)))
 
     @override
     def inputs(self, root: Tensor, newest: Tensor) -> Tensor:

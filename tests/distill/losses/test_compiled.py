@@ -22,8 +22,8 @@ REDUCED = [7, 2, 9, 4, 0]  # the target's ids of a draft vocabulary
 TEXT = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(4))
 WEIGHTS = {
     "constant": (constant, reference.constant),
-    "streak": (Streak(0.1, 0.0), lambda a, i: reference.streak(a, i, 0.1)),
-    "dpace by token": (DPace(0.5, 0.0, "token"), lambda a, i: reference.dpace(a, i, 0.5)),
+    "streak": (Streak(0.1, 0.0), lambda a, c, i: reference.streak(a, c, i, 0.1)),
+    "dpace by token": (DPace(0.5, 0.0, "token"), lambda a, c, i: reference.dpace(a, c, i, 0.5)),
 }
 CASES = [  # divergence, the same in the reference, draft vocabulary, weights, soft cap
     (kl, reference.kl, "full", "streak", None),

@@ -5,9 +5,11 @@ import torch
 from dense import steps
 
 from decode.errors import UserError
+from decode.model.head import Head
 from distill.losses.divergences import lk, tv
 from distill.losses.objective import Objective
 from distill.losses.weights import DPace, Streak, constant, decay, weighted
+from drafters.base import DraftStep
 
 EXACT = {"smoothing": 0.0, "warmup": 0.0}
 
@@ -15,6 +17,10 @@ EXACT = {"smoothing": 0.0, "warmup": 0.0}
 def rows(alpha, present=None):
     alpha = torch.tensor(alpha, dtype=torch.float64)
     return alpha, torch.ones_like(alpha, dtype=torch.bool) if present is None else torch.tensor(present)
+
+
+def weigh(weights, alpha, present, progress=1.0):
+    return weights(alpha, present, progress, torch.ones_like(alpha))
 
 
 def test_by_depth():
@@ -41,9 +47,32 @@ def test_streak_and_dpace_are_the_gradient_of_the_expected_accepted_length(name,
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["tv with streak", "lk with dpace"])
+def test_deeper_rows_of_some_anchors_stand_for_all(name):
+    """Every anchor has its depth 1, and one of three its others: the mean gradient is that of all rows."""
+    divergence, weights = {"tv with streak": (tv, Streak(**EXACT)), "lk with dpace": (lk, DPace(**EXACT))}[
+        name
+    ]
+    dice = torch.Generator().manual_seed(5)
+    head = Head(torch.randn(7, 5, generator=dice, dtype=torch.float64))
+    last = torch.randn(1, 6, 5, generator=dice, dtype=torch.float64)
+    hidden = [torch.randn(3, 5, generator=dice, dtype=torch.float64) for _ in range(3)]
+
+    def gradient(chosen: list[int]) -> torch.Tensor:
+        leaves = [h.clone().requires_grad_() for h in hidden]
+        sampled = torch.tensor(chosen)
+        given = [DraftStep(leaves[0], torch.arange(3), 1, head, {})]
+        given += [DraftStep(leaves[k][sampled], sampled, k + 1, head, {}, 3 / len(chosen)) for k in (1, 2)]
+        total, _ = Objective(divergence, weights, 2)(given, last, head, {})
+        return torch.stack(torch.autograd.grad(total, leaves))
+
+    mean = torch.stack([gradient([i]) for i in range(3)]).mean(0)
+    torch.testing.assert_close(mean, gradient([0, 1, 2]), rtol=0, atol=1e-12)
+
+
 def test_streak_falls_as_theory_says():
     alpha, present = rows([[0.8] * 7, [0.6] * 7])
-    weights = Streak(**EXACT)(alpha, present, 1.0)
+    weights = weigh(Streak(**EXACT), alpha, present)
     weights = (weights / weights[:, :1]).tolist()
     assert weights[0] == pytest.approx([1, 0.747, 0.544, 0.383, 0.253, 0.149, 0.066], abs=6e-4)
     assert weights[1][:4] == pytest.approx([1, 0.588, 0.342, 0.193], abs=6e-4)
@@ -51,8 +80,8 @@ def test_streak_falls_as_theory_says():
 
 def test_a_depth_that_is_never_accepted_stops_what_follows():
     alpha, present = rows([[0.5, 0.0, 0.9]])
-    assert Streak(**EXACT)(alpha, present, 1.0)[0].tolist() == [1.0, 0.5 * 1.9, 0.0]
-    assert DPace(**EXACT)(alpha, present, 1.0)[0].tolist() == [0.5, 0.0, 0.0]
+    assert weigh(Streak(**EXACT), alpha, present)[0].tolist() == [1.0, 0.5 * 1.9, 0.0]
+    assert weigh(DPace(**EXACT), alpha, present)[0].tolist() == [0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", [Streak, DPace])
@@ -60,7 +89,7 @@ def test_a_streak_ends_where_an_anchor_leaves_whatever_the_smoothing(kind):
     long, present = rows([[0.5, 0.7, 0.2]], [[True, True, False]])
     short, all_of_it = rows([[0.5, 0.7]])
     weights = kind(0.3, 0.0)
-    got, want = weights(long, present, 1.0)[0, :2], weights(short, all_of_it, 1.0)[0]
+    got, want = weigh(weights, long, present)[0, :2], weigh(weights, short, all_of_it)[0]
     assert got.tolist() == pytest.approx(want.tolist(), abs=1e-15)
 
 
@@ -68,15 +97,15 @@ def test_a_streak_ends_where_an_anchor_leaves_whatever_the_smoothing(kind):
 def test_a_warm_up_falls_from_counting_depths_to_the_smoothing(kind):
     alpha, present = rows([[1e-3, 1e-3, 1e-3]])
     weights = kind(smoothing=0.1, warmup=0.5)
-    assert weights(alpha, present, 0.0)[0].tolist() == [3.0, 2.0, 1.0]
+    assert weigh(weights, alpha, present, 0.0)[0].tolist() == [3.0, 2.0, 1.0]
 
     def plain(smoothing):
-        return kind(smoothing, 0.0)(alpha, present, 0.0)
+        return weigh(kind(smoothing, 0.0), alpha, present, 0.0)
 
-    torch.testing.assert_close(weights(alpha, present, 0.25), plain(0.55))
-    torch.testing.assert_close(weights(alpha, present, 0.5), plain(0.1))
-    torch.testing.assert_close(weights(alpha, present, 1.0), plain(0.1))
-    assert kind(**EXACT)(alpha, present, 1.0)[0, 2] < 1e-5  # what the warm-up is there for
+    torch.testing.assert_close(weigh(weights, alpha, present, 0.25), plain(0.55))
+    torch.testing.assert_close(weigh(weights, alpha, present, 0.5), plain(0.1))
+    torch.testing.assert_close(weigh(weights, alpha, present, 1.0), plain(0.1))
+    assert weigh(kind(**EXACT), alpha, present)[0, 2] < 1e-5  # what the warm-up is there for
 
 
 def test_auxiliary_losses_take_their_rows_weight(ragged):

@@ -8,7 +8,7 @@ import contract
 import pytest
 import torch
 from exact import check_lossless
-from faces import CHAIN, Follower, K, V, assert_faces_agree, batch_of, both, random_texts
+from faces import CHAIN, Follower, K, V, assert_faces_agree, batch_of, both, laws_at, random_texts
 
 from decode.errors import UserError
 from decode.model.head import Head
@@ -48,14 +48,16 @@ def test_a_shallow_draft_is_a_deep_one_cut_off(tiny_target, make_drafter):
         follower.propose(Plan(depth=K + 1))
 
 
-def test_masks_see_one_another_both_ways(tiny_target, make_drafter):
+def test_masks_see_one_another_both_ways_and_the_root_sees_none(tiny_target, make_drafter):
     target, drafter = both(tiny_target, make_drafter, "diffusion")
     follower = Follower(drafter, target, random_texts(), (5, 3))
     before = follower.propose(Plan(depth=K, proposal="sampled")).q
     with torch.no_grad():
         drafter.mask[-1] += 1
     after = follower.propose(Plan(depth=K, proposal="sampled")).q
-    assert (after - before).abs().amax((0, 2)).min() > 1e-4  # the first depth, too
+    moved = (after - before).abs().amax((0, 2))  # (K,)
+    assert moved[0] == 0
+    assert moved[1:].min() > 1e-4
 
 
 def test_features_are_keys_and_values_in_every_layer(tiny_target, make_drafter):
@@ -78,20 +80,39 @@ def test_features_are_keys_and_values_in_every_layer(tiny_target, make_drafter):
     assert (laws[2] - laws[0]).abs().max() > 1e-3
 
 
-def test_training_takes_some_anchors_that_stand_for_all(tiny_target, make_drafter):
-    target, drafter = both(tiny_target, make_drafter, "diffusion", anchors=4)
+@pytest.mark.parametrize("name", ["diffusion", "dflash"])
+def test_training_takes_the_masks_of_some_anchors_that_stand_for_all(tiny_target, make_drafter, name):
+    target, drafter = both(tiny_target, make_drafter, name, anchors=4)
     batch = batch_of(target, random_texts())
     every = next(iter(drafter.unroll(batch, target))).anchor
     drafter.train()
-    first = next(iter(drafter.unroll(batch._replace(seed=3), target)))
-    assert len(first.anchor) == 2 * 4
-    assert first.weight == len(every) / 8
-    assert set(first.anchor.tolist()) <= set(every.tolist())
-    assert first.anchor.tolist() == sorted(first.anchor.tolist())
-    again = next(iter(drafter.unroll(batch._replace(seed=3), target)))
-    other = next(iter(drafter.unroll(batch._replace(seed=4), target)))
-    assert torch.equal(first.anchor, again.anchor)
-    assert not torch.equal(first.anchor, other.anchor)
+
+    def steps(seed):
+        return list(drafter.unroll(batch._replace(seed=seed), target))
+
+    first = steps(3)
+    if name == "diffusion":  # the root's own state is of the text, and cheap
+        assert torch.equal(first[0].anchor, every)
+        assert first[0].weight == 1
+    for step in first[1:]:
+        assert step.weight == len(every) / 8
+        assert set(step.anchor.tolist()) <= set(every.tolist())
+        assert step.anchor.tolist() == sorted(step.anchor.tolist())
+    assert len(first[1].anchor) in (7, 8)  # a text's last anchor has one token to predict
+    again, other = steps(3), steps(4)
+    assert torch.equal(first[1].anchor, again[1].anchor)
+    assert not torch.equal(first[1].anchor, other[1].anchor)
+
+
+@pytest.mark.parametrize("name", ["diffusion", "dflash"])
+def test_faces_agree_in_a_block_of_one_token(tiny_target, make_drafter, name):
+    target = tiny_target(vocab=V, layers=4, hidden=16, dtype=torch.float32)
+    drafter = make_drafter(name, target, depth=1)
+    texts = random_texts()
+    follower = Follower(drafter, target, texts, (5, 3))
+    got = follower.propose(Plan(depth=1, proposal="sampled")).q[:, 0]
+    want = laws_at(drafter, target, [(prefix, ()) for prefix in follower.known])
+    torch.testing.assert_close(got, torch.stack(want), rtol=0, atol=1e-5)
 
 
 def test_a_sample_is_fair():
@@ -184,9 +205,10 @@ def test_training_fills_in_as_drafting_does(tiny_target, make_drafter, monkeypat
     with torch.no_grad():
         steps = list(drafter.train().unroll(batch_of(target, texts), target))
     whole, partly = ([step for step in steps if step.training_only is only] for only in (False, True))
-    assert [step.depth for step in whole] == [step.depth for step in partly] == [1, 2, 3]
-    assert {step.weight for step in whole} == {0.5}
-    assert [step.weight.unique().tolist() for step in partly] == [[0.5], [0.0], [0.5]]
+    assert [step.depth for step in whole] == [1, 2, 3]
+    assert [step.depth for step in partly] == [2, 3]  # the root's state is the same
+    assert [step.weight for step in whole] == [1.0, 0.5, 0.5]
+    assert [step.weight.unique().tolist() for step in partly] == [[0.0], [0.5]]
     known = Follower(drafter.eval(), target, texts, (5, 3)).state
     x = drafter.inputs(target.embed(known.root), known.newest)
     following = torch.stack([texts[row, n + 1 : n + 1 + K] for row, n in enumerate((5, 3))])
