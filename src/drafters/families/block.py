@@ -253,9 +253,9 @@ class BlockDrafter(TokenBiasDrafter):
         behind = target.embed(batch.tokens.flatten()[texts + 1]).to(dtype)  # no anchor is a text's last token
         feature = self.fuse(batch.taps.flatten(0, 1)[texts].to(dtype), behind)  # (N, D)
         anchors = roots.to(device)
-        newest = batch.taps.flatten(0, 1)[anchors, -1].to(dtype)
+        slots = torch.searchsorted(places, roots)
         root = target.embed(batch.tokens.flatten()[anchors + 1]).to(dtype)
-        blocks = self.inputs(root, newest)  # (R, 1 + masks, D)
+        blocks = self.inputs(root, feature[slots.to(device)])  # (R, 1 + masks, D)
         rooted = torch.searchsorted(roots, chosen)  # (A,) rows of the chosen among the roots
         masked = blocks if len(rooted) == len(roots) else blocks[rooted.to(device)]
         if filled is not None:
@@ -270,7 +270,6 @@ class BlockDrafter(TokenBiasDrafter):
         later = positions[rooted.to(device), None] + ahead  # of the masks
         angles = table[torch.cat([positions, later.flatten()])]
         context_angles = table[texts % length]
-        slots = torch.searchsorted(places, roots)
         queries = [self._queries(slots, text, rooted, first=0, last=1, like=feature)]
         if masks:
             queries.append(self._queries(slots, text, rooted, first=1, last=1 + masks, like=feature))
@@ -366,7 +365,7 @@ class BlockDrafter(TokenBiasDrafter):
         for i, layer in enumerate(self.stack):
             store.write(i, *(t.transpose(1, 2).to(dtype) for t in self.context(layer, feature, angles)))
         store.keep(counts)
-        state.newest = taps[torch.arange(len(end), device=device), end, -1]
+        state.newest = feature[torch.arange(len(end), device=device), end]
         state.root = root
 
     @override

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.kernels.packed_linear import Linear
@@ -22,34 +23,35 @@ from drafters.layers.decoder_layer import LayerShape, RMSNorm
 
 
 class Diffusion(BlockDrafter):
-    """Differs from DFlash in four ways: the root predicts the first token, as DSpark's does; the newest
-    feature and the root's embedding are added at every place of a block; each mask is a learned vector; and
-    taps are normalised before they are fused.
+    """Differs from DFlash in what is fused and where it goes: taps, each normalised, together with the token
+    behind them, as EAGLE's pairs. The root's place is the newest of these features, a mask's is that feature
+    and a learned vector, and the root predicts the first token, as DSpark's does.
+
+    The context and the block share one map, so that keys and values learn of the tokens as soon as the places
+    do: with a map for each it hardly learns to copy from the text (docs/diffusion.md).
 
     Args:
-        taps: layer ids (inputs of decoder layers) or "last"; the last tap is added in the block.
+        taps: layer ids (inputs of decoder layers) or "last".
         depth: tokens that a block predicts, K: the root and K - 1 masks.
-        per_depth: every place has a map of its own of what is added, as Medusa's heads have.
         **options: of `BlockDrafter`, without `qk_norm`.
     """
 
     root_predicts = root_alone = True
 
-    def __init__(self, taps: Sequence[Tap], depth: int, per_depth: bool = False, **options: Any) -> None:
+    def __init__(self, taps: Sequence[Tap], depth: int, **options: Any) -> None:
         super().__init__(taps=taps, depth=depth, **options)
-        self.settings = {"taps": list(taps), "depth": depth, "per_depth": per_depth} | options
+        self.settings = {"taps": list(taps), "depth": depth} | options
         hidden_size, eps = self.shape.hidden_size, self.shape.eps
         self.fc = Linear((1 + len(taps)) * hidden_size, hidden_size, bias=False)
         self.tap_norms = nn.ModuleList(RMSNorm(hidden_size, eps=eps) for _ in taps)
         self.mask = nn.Parameter(torch.zeros(self.masks, hidden_size))
-        maps = 1 + self.masks if per_depth else 1
-        self.place_in = Linear(2 * hidden_size, maps * hidden_size, bias=False)
+        self.norm = nn.Identity()  # the size of a state says how sure it is
 
     @override
     @classmethod
     @torch.no_grad()
     def for_target(cls, target: Target, **options: Any) -> Self:
-        """Initialised so that every place is the newest feature, and a mask as large.
+        """Initialised so that every place is the newest tap, and a mask as large.
 
         The masks have to differ from the start: places that are alike ask one set of weights for different
         tokens, and grow apart slowly.
@@ -60,9 +62,6 @@ class Diffusion(BlockDrafter):
         drafter.zero_layer_outputs()
         size = target.hidden_size
         drafter.mask.normal_()  # the feature is normalised, too
-        root, feature = drafter.place_in.weight.unflatten(0, (-1, size)).chunk(2, -1)  # (maps, D, D) each
-        root.normal_(std=0.32 * size**-0.5)
-        feature.copy_(torch.eye(size))
         drafter.fc.weight.normal_(std=0.32 * size**-0.5)
         drafter.fc.weight[:, -size:] += torch.eye(size)
         return drafter
@@ -74,8 +73,8 @@ class Diffusion(BlockDrafter):
 
     @override
     def inputs(self, root: Tensor, newest: Tensor) -> Tensor:
-        both = torch.cat([root, self.tap_norms[-1](newest)], -1)
-        return self.places(root) + self.place_in(both).unflatten(-1, (-1, root.shape[-1]))
+        del root
+        return newest[..., None, :] + F.pad(self.mask, (0, 0, 1, 0))
 
 
 def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:

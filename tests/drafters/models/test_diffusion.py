@@ -231,11 +231,23 @@ def test_one_pass_trains_on_masks_alone(tiny_target, make_drafter):
 # -- what enters a block ---------------------------------------------------------------------------
 
 
-def test_faces_agree_where_every_place_has_a_map_of_its_own(tiny_target, make_drafter):
-    options = {"per_depth": True, "token_info": "vanilla", "info_rank": 4}
+def test_faces_agree_with_the_previous_tokens_bias(tiny_target, make_drafter):
+    options = {"token_info": "vanilla", "info_rank": 4}
     target, drafter = both(tiny_target, make_drafter, "diffusion", **options)
-    assert len(drafter.place_in.weight) == K * target.hidden_size
     assert_faces_agree(drafter, target, random_texts())
+
+
+def test_the_roots_place_is_the_newest_row_of_the_context(tiny_target, make_drafter):
+    """One map for both: what a place has to know of a token, keys and values know of it, too."""
+    target, drafter = both(tiny_target, make_drafter, "diffusion")
+    contexts, project = [], drafter.context
+    drafter.context = lambda layer, feature, angles: (
+        contexts.append(feature) or project(layer, feature, angles)
+    )
+    follower = Follower(drafter, target, random_texts(), (5, 3))
+    newest = torch.stack([contexts[0][0, 4], contexts[0][1, 2]])
+    root = target.embed(follower.state.root)
+    torch.testing.assert_close(drafter.inputs(root, follower.state.newest)[:, 0], newest, rtol=0, atol=0)
 
 
 def test_a_fresh_block_has_places_that_differ(tiny_target):
