@@ -40,7 +40,7 @@ from drafters.layers.decoder_layer import LayerShape
 
 W, S = 4, 1
 WINDOWED = ["dflash", "diffusion", "eagle", "eagle3", "hass", "lyanna", "p_eagle", "prism"]
-ONE_LAYER = {"dflash": {"layers": 1}, "diffusion": {"layers": 1}}
+ONE_LAYER = {"dflash": {"layers": 1}}
 
 
 @pytest.fixture(params=WINDOWED)
@@ -77,9 +77,9 @@ def test_a_window_that_holds_the_text_changes_no_bit(tiny_target, make_drafter, 
 
 def seen(name: str, t: int, depth: int, i: int) -> bool:
     """Whether the feature at i reaches a drafter of one layer at (t, depth): t - W < i <= t, or i < S."""
-    ahead = {"p_eagle": depth - 1, "dflash": 1 + depth, "diffusion": depth}.get(name, 0)
-    # All places of a diffusion block, the root's too, hold the newest feature itself; others get earlier
-    # depths' window with their feature.
+    ahead = {"p_eagle": depth - 1, "dflash": 1 + depth, "diffusion": 1}.get(name, 0)
+    # All places of a diffusion block begin as the root's state, which holds the newest feature itself, and
+    # have its window; others get earlier depths' window with their feature.
     newest = name == "diffusion" and i == t
     return newest or (i <= t and (i > t + ahead - W or i < S))
 

@@ -56,6 +56,22 @@ class _Pass(NamedTuple):
     counts: Tensor | None = None
 
 
+class _Context(NamedTuple):
+    """The fused features of a batch, texts concatenated.
+
+    Attributes:
+        feature: (N, D).
+        table: rotary angles by position.
+        places: (N,) position of each in its text.
+        starts: (N,) index of its text's first feature, on the host.
+    """
+
+    feature: Tensor
+    table: Tensor
+    places: Tensor
+    starts: Tensor
+
+
 class BlockDrafter(TokenBiasDrafter):
     """A block is the root followed by masks. Mask k predicts the k-th token after the root; where
     `root_predicts`, the root predicts the first one and mask k the one after it.
@@ -84,8 +100,9 @@ class BlockDrafter(TokenBiasDrafter):
     Attributes:
         mask: (K, D) embeddings of the masks, or (1, D) if all are the same.
         root_predicts: whether the root's state predicts a token, so that K take a mask less.
-        root_alone: whether the root does not see the masks, so that its state is one of the text: then all
-            places of a text train the first token, and the sampled ones the others.
+        root_first: whether the first layer computes the root alone, whose state predicts the first token, and
+            the others blocks in which masks begin as that state. All places of a text train the first token
+            then, and the sampled ones the others.
 
     Raises:
         UserError: a number out of range.
@@ -93,7 +110,7 @@ class BlockDrafter(TokenBiasDrafter):
 
     mask: Tensor
     root_predicts = False
-    root_alone = False
+    root_first = False
 
     def __init__(
         self,
@@ -115,6 +132,10 @@ class BlockDrafter(TokenBiasDrafter):
         for name, number in (("layers", layers), ("depth", depth), ("steps", steps)):
             if not 1 <= number <= MAX_COUNT:
                 raise UserError(f"drafter.{name}={number} must be from 1 to {MAX_COUNT}")
+        if self.root_first and layers == 1 and depth > 1:
+            raise UserError(
+                "drafter.layers=1: the first layer drafts one token; give 2, or set drafter.depth=1"
+            )
         if anchors < 0 or not taps:
             raise UserError(
                 f"drafter: anchors={anchors} must be at least 0, and taps={list(taps)} one or more"
@@ -156,7 +177,6 @@ class BlockDrafter(TokenBiasDrafter):
         step = torch.arange(1 + self.masks, device=device)
         apart = step[:, None] - step
         seen = apart >= 0 if self.causal else torch.ones_like(apart, dtype=torch.bool)
-        seen[0, 1:] &= not self.root_alone
         return seen if self.shape.window is None else seen & (apart.abs() < self.shape.window)
 
     def zero_layer_outputs(self) -> None:
@@ -194,7 +214,7 @@ class BlockDrafter(TokenBiasDrafter):
             return
         count = len(mask) * self.anchors if self.training and self.anchors else len(candidates)
         chosen = sample_anchors(candidates, count, batch.seed)  # (A,) on the host
-        roots = candidates if self.root_alone else chosen  # (R,)
+        roots = candidates if self.root_first else chosen  # (R,)
         supervised = torch.stack(
             [supervised_anchors(mask, depth).flatten()[chosen] for depth in range(1, self.depth + 1)], 1
         )  # (A, K)
@@ -206,7 +226,7 @@ class BlockDrafter(TokenBiasDrafter):
         teaching, head = [TeacherForcedBias(self.info, batch.tokens) for _ in passes], self.head(target)
         for depth in range(1, self.depth + 1):
             of_root = depth == 1 and self.root_predicts
-            alike = of_root and self.root_alone  # in all passes, and of every place of the text
+            alike = of_root and self.root_first  # in all passes, and of every place of the text
             for bias, one in zip(teaching, passes, strict=True):
                 anchors, alive = one.roots, torch.ones(len(one.roots), dtype=torch.bool)
                 if not of_root:
@@ -238,7 +258,7 @@ class BlockDrafter(TokenBiasDrafter):
             batch: of texts.
             target: embeds.
             roots: (R,) anchors whose root is computed, ascending, on the host.
-            chosen: (A,) those of them whose masks are; all of them where the root sees its masks.
+            chosen: (A,) those of them whose masks are, too.
             filled: (A, K) masks that are tokens of the text; None: none is.
         """
         length, masks = batch.tokens.shape[1], self.masks
@@ -248,83 +268,70 @@ class BlockDrafter(TokenBiasDrafter):
         ends.scatter_reduce_(0, roots // length, roots % length + 1, "amax")
         in_context = torch.arange(length) < ends[:, None]
         places = in_context.flatten().nonzero()[:, 0]
-        text = (ends.cumsum(0) - ends)[places // length]  # (N,) index of the text's first feature
+        starts = (ends.cumsum(0) - ends)[places // length]
         texts = places.to(device)
         behind = target.embed(batch.tokens.flatten()[texts + 1]).to(dtype)  # no anchor is a text's last token
-        feature = self.fuse(batch.taps.flatten(0, 1)[texts].to(dtype), behind)  # (N, D)
-        anchors = roots.to(device)
+        feature = self.fuse(batch.taps.flatten(0, 1)[texts].to(dtype), behind)
+        table = self.rotary.table(length + masks + 1, feature)
+        context = _Context(feature, table, texts % length, starts)
         slots = torch.searchsorted(places, roots)
-        root = target.embed(batch.tokens.flatten()[anchors + 1]).to(dtype)
+        root = target.embed(batch.tokens.flatten()[roots.to(device) + 1]).to(dtype)
         blocks = self.inputs(root, feature[slots.to(device)])  # (R, 1 + masks, D)
-        rooted = torch.searchsorted(roots, chosen)  # (A,) rows of the chosen among the roots
-        masked = blocks if len(rooted) == len(roots) else blocks[rooted.to(device)]
+        if self.root_first:
+            rooted = self._run(self.stack[:1], blocks[:, :1], slots, context)
+            blocks = torch.cat([rooted, blocks[:, 1:]], 1)
+        states = [self.norm(blocks[:, 0])]
+        if len(chosen) < len(roots):
+            rows = torch.searchsorted(roots, chosen)  # (A,) of the chosen among the roots
+            blocks, slots = blocks[rows.to(device)], slots[rows]
         if filled is not None:
             ahead = torch.arange(2, masks + 2, device=device)
             following = chosen.to(device)[:, None] + ahead  # (A, masks) places of what masks stand for
             token = target.embed(batch.tokens.flatten()[following.clamp_max(batch.tokens.numel() - 1)])
-            masked = self.fill_in(masked, filled, token.to(dtype))
-        x = torch.cat([blocks[:, 0], masked[:, 1:].flatten(0, 1)])  # (R + A masks, D)
-        table = self.rotary.table(length + masks + 1, feature)
-        ahead = torch.arange(1, masks + 1, device=device)
-        positions = anchors % length + 1
-        later = positions[rooted.to(device), None] + ahead  # of the masks
-        angles = table[torch.cat([positions, later.flatten()])]
-        context_angles = table[texts % length]
-        queries = [self._queries(slots, text, rooted, first=0, last=1, like=feature)]
-        if masks:
-            queries.append(self._queries(slots, text, rooted, first=1, last=1 + masks, like=feature))
-        sizes = [len(visible.places[0]) for _, visible in queries]
-        for layer in self.stack:
+            blocks = self.fill_in(blocks, filled, token.to(dtype))
+        if not self.root_first:
+            states = self.norm(self._run(self.stack, blocks, slots, context)).unbind(1)
+        elif masks:
+            blocks = self._run(self.stack[1:], self.behind_root(blocks), slots, context)
+            states += self.norm(blocks[:, 1:]).unbind(1)
+        return [*states][1 + masks - self.depth :]
+
+    def behind_root(self, blocks: Tensor) -> Tensor:
+        """(B, 1 + masks, D) with the root's state -> the same with masks that begin as it."""
+        return torch.cat([blocks[:, :1], blocks[:, 1:] + blocks[:, :1]], 1)
+
+    def _run(self, layers: Sequence[DecoderLayer], x: Tensor, slots: Tensor, context: _Context) -> Tensor:
+        """Layers over (A, n, D) first n places of blocks; `slots` (A,) is the newest feature of each."""
+        count, width = x.shape[:2]
+        feature, table, places, _ = context
+        device = feature.device
+        ahead = torch.arange(1, width + 1, device=device)
+        angles = table[(places[slots.to(device), None] + ahead).flatten()]
+        context_angles, visible = table[places], self._visibility(slots, width, context)
+        x = x.flatten(0, 1)  # (M, D)
+        for layer in layers:
             k, v = self.context(layer, feature, context_angles)
             q, block_k, block_v = layer.split(layer.qkv_proj(layer.input_layernorm(x)), angles)
-            keys, values = (
-                [t, *self._by_place(block, len(roots))] for t, block in ((k, block_k), (v, block_v))
-            )
-            attended = [
-                attend_unrolled(part, keys[:seen], values[:seen], visible)
-                for part, (seen, visible) in zip(q.split(sizes), queries, strict=True)
-            ]
-            x = layer.finish(x, torch.cat(attended).flatten(1))
-        states = self._by_place(self.norm(x), len(roots))
-        return states[1 + masks - self.depth :]
+            # A block's positions are to `attend_unrolled` what later steps of an unroll are.
+            keys = [k, *block_k.unflatten(0, (count, width)).unbind(1)]
+            values = [v, *block_v.unflatten(0, (count, width)).unbind(1)]
+            x = layer.finish(x, attend_unrolled(q, keys, values, visible).flatten(1))
+        return x.unflatten(0, (count, width))
 
-    def _by_place(self, x: Tensor, roots: int) -> list[Tensor]:
-        """(R + A masks, ...) rows of roots and masks -> (R, ...) of roots, then (A, ...) of each mask.
-
-        To `attend_unrolled` the places of a block are what later steps of an unroll are.
-        """
-        return [x[:roots], *x[roots:].unflatten(0, (-1, self.masks)).unbind(1)] if self.masks else [x]
-
-    def _queries(
-        self, slots: Tensor, text: Tensor, rooted: Tensor, first: int, last: int, like: Tensor
-    ) -> tuple[int, Visibility]:
-        """Keys that the places [first, last) of blocks see: how many lists of them, and which of each.
-
-        Args:
-            slots: (R,) newest feature of each root.
-            text: (N,) first feature of the text of each.
-            rooted: (A,) rows of blocks with masks among the roots.
-            first: place of a block; 0 is the root, of all R.
-            last: the place behind.
-            like: a tensor with the dtype and device of the keys.
-        """
-        device, shape = like.device, self.shape
-        rows = rooted if first else torch.arange(len(slots))  # (n,) of roots
-        count, n = last - first, len(rows)
-        place, start = (t[rows].repeat_interleave(count) for t in (slots, text[slots]))  # (M,)
+    def _visibility(self, slots: Tensor, width: int, context: _Context) -> Visibility:
+        """Keys that the first places of A blocks see, given the newest feature of each, (A,) on the host."""
+        shape, like = self.shape, context.feature
+        place = slots.repeat_interleave(width)  # (M,)
+        text = context.starts[slots].repeat_interleave(width)
         # The root stands one place after the newest feature.
-        ahead = torch.arange(first + 1, last + 1).repeat(n)
-        oldest = oldest_keys(place, start, shape.window, shape.sinks, ahead)
-        blocks = query_blocks(place, start, shape.heads, like, oldest, shape.sinks)
-        within = self.visible_places(slots.device)[first:last]
-        width = 1 + int(within.any(0).nonzero().max())  # places behind are seen by none
-        within = within[:, :width]
-        own = [rows, *[torch.arange(n)] * (width - 1)]
-        places = [place, *(t.repeat_interleave(count) for t in own)]
-        later = None if bool(within.all()) else within.repeat(n, 1).to(device)
-        oldest = None if oldest is None else oldest.to(device)
-        places = [t.to(device) for t in places]
-        return 1 + width, Visibility(places, blocks, oldest, shape.sinks, later)
+        ahead = torch.arange(1, width + 1).repeat(len(slots))
+        oldest = oldest_keys(place, text, shape.window, shape.sinks, ahead)
+        blocks = query_blocks(place, text, shape.heads, like, oldest, shape.sinks)
+        own = torch.arange(len(slots), device=like.device).repeat_interleave(width)
+        within = self.visible_places(slots.device)[:width, :width]
+        later = None if bool(within.all()) else within.repeat(len(slots), 1).to(like.device)
+        oldest = None if oldest is None else oldest.to(like.device)
+        return Visibility([place.to(like.device), *[own] * width], blocks, oldest, shape.sinks, later)
 
     def fill_in(self, x: Tensor, filled: Tensor, token: Tensor) -> Tensor:
         """(B, 1 + masks, D) input of blocks, where masks become the tokens that they stand in place of.
@@ -418,7 +425,15 @@ class BlockDrafter(TokenBiasDrafter):
         """(B, 1 + masks, D) input of blocks -> (B, K, D) states that predict; the cache is not extended."""
         rows, width = x.shape[:2]
         block = self.visible_places(x.device).expand(rows, -1, -1)
-        x = run_after(store, self.stack, self.rotary, x, block, torch.arange(width, device=x.device))
+        places = torch.arange(width, device=x.device)
+        if not self.root_first:
+            x = run_after(store, self.stack, self.rotary, x, block, places)
+        else:
+            root = run_after(store, self.stack[:1], self.rotary, x[:, :1], 1, 0)
+            x = self.behind_root(torch.cat([root, x[:, 1:]], 1))
+            if self.masks:
+                x = run_after(store, self.stack[1:], self.rotary, x, block, places, first=1)
+            x = torch.cat([root, x[:, 1:]], 1)
         return self.norm(x)[:, width - self.depth :]
 
 

@@ -74,6 +74,7 @@ def run_after(
     block: Tensor | int,
     offsets: Tensor | int,
     qkv: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Run decoder layers over (B, n, D) new slots after the settled ones; returns (B, n, D).
 
@@ -86,6 +87,7 @@ def run_after(
             before them m - n scratch slots of earlier calls; or m, if n is 1 and it sees all.
         offsets: number of positions between the settled slots and each new one, broadcast to (B, n).
         qkv: (B, n, P) of the first layer; None: its product with the normalised x.
+        first: number of the first of these layers in the store.
     """
     new, newest = (1, block) if isinstance(block, int) else block.shape[1:]
     store.begin(new, newest - new)
@@ -93,7 +95,7 @@ def run_after(
     positions = store.read.on(x.device)[:, None] + offsets
     angles = rotary.table(store.longest, x, dtype)[positions]
     mask = store.mask(block, offsets, x.device)
-    for i, layer in enumerate(stack):
+    for i, layer in enumerate(stack, first):
         projected: Tensor = layer.qkv_proj(layer.input_layernorm(x)) if qkv is None else qkv
         q, k, v = (t.transpose(1, 2) for t in layer.split(projected.to(dtype), angles))
         k, v = store.write(i, k, v)

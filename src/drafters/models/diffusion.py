@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from decode.kernels.packed_linear import Linear
@@ -36,7 +35,7 @@ class Diffusion(BlockDrafter):
         **options: of `BlockDrafter`, without `qk_norm`.
     """
 
-    root_predicts = root_alone = True
+    root_predicts = root_first = True
 
     def __init__(self, taps: Sequence[Tap], depth: int, **options: Any) -> None:
         super().__init__(taps=taps, depth=depth, **options)
@@ -74,7 +73,7 @@ class Diffusion(BlockDrafter):
     @override
     def inputs(self, root: Tensor, newest: Tensor) -> Tensor:
         del root
-        return newest[..., None, :] + F.pad(self.mask, (0, 0, 1, 0))
+        return self.places(newest)
 
 
 def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:

@@ -254,7 +254,7 @@ def test_a_fresh_block_has_places_that_differ(tiny_target):
     """The masks are as large as the feature: with masks of 0 all places begin as one."""
     target = tiny_target(vocab=V, layers=4, hidden=64, dtype=torch.float32)
     torch.manual_seed(0)
-    options = {"depth": 4, "layers": 1, "anchors": 0, "taps": None}
+    options = {"depth": 4, "layers": 2, "anchors": 0, "taps": None}
     fresh = Diffusion.for_target(target, **options)
     target.tap(fresh.taps)
     batch = batch_of(target, random_texts())
@@ -361,7 +361,9 @@ def test_what_acceptance_is_read_by_is_one_of_two():
 # -- hub -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{"layers": 0}, {"steps": 0}, {"anchors": -1}, {"taps": []}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"layers": 0}, {"layers": 1}, {"steps": 0}, {"anchors": -1}, {"taps": []}], ids=str
+)
 def test_a_drafter_of_nothing_is_refused(tiny_target, make_drafter, changes):
     with pytest.raises(UserError, match=f"drafter.*{next(iter(changes))}="):
         both(tiny_target, make_drafter, "diffusion", **changes)
