@@ -352,7 +352,7 @@ def test_the_gradient_of_training_is_the_derivative_of_its_loss(pair):
     # transformers' norms compute in fp32, whose rounding a longer difference has to exceed.
     rounds = any(type(module).__module__.startswith("transformers") for module in drafter.modules())
     length, error = (3e-4, 2e-4) if rounds else (1e-5, 1e-6)
-    drafter.detach = False  # of HASS, which leaves a part of it out
+    drafter.detach = False  # of HASS and of diffusion, which leave a part of it out
     batch = batch_of(target, random_texts())
     weights = [weight for weight in drafter.parameters() if weight.requires_grad]
     dice = torch.Generator().manual_seed(2)

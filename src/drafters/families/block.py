@@ -102,7 +102,8 @@ class BlockDrafter(TokenBiasDrafter):
         root_predicts: whether the root's state predicts a token, so that K take a mask less.
         root_first: whether the first layer computes the root alone, whose state predicts the first token, and
             the others blocks in which masks begin as that state. All places of a text train the first token
-            then, and the sampled ones the others.
+            then, and the sampled ones the others; the token bias acts on the others alone.
+        detach: whether, where the root is first, masks leave what it is computed by as it is.
 
     Raises:
         UserError: a number out of range.
@@ -111,6 +112,7 @@ class BlockDrafter(TokenBiasDrafter):
     mask: Tensor
     root_predicts = False
     root_first = False
+    detach = True
 
     def __init__(
         self,
@@ -234,15 +236,15 @@ class BlockDrafter(TokenBiasDrafter):
                 if not alive.any():
                     return
                 anchor, alive = anchors[alive].to(device), alive.to(device)
-                hidden = bias.with_bias_input(one.states[depth - 1][alive], anchor, depth)
-                # Sampled anchors stand for all.
-                weight: float | Tensor = 1.0 if alike else len(candidates) / len(chosen) / len(passes)
-                if one.counts is not None:
-                    if alike:
-                        continue
-                    weight = weight * one.counts[alive, depth - 1]
+                states = one.states[depth - 1][alive]
+                hidden = bias.with_bias_input(states, anchor, depth)
+                weight: float | Tensor = len(candidates) / len(chosen) / len(passes)  # some stand for all
                 again = one.counts is not None
-                yield DraftStep(hidden, anchor, depth, head, {}, weight, training_only=again)
+                if alike and not again:
+                    yield DraftStep(states, anchor, depth, self.output_head(target.head), {})
+                elif not alike:
+                    weight = weight if one.counts is None else weight * one.counts[alive, depth - 1]
+                    yield DraftStep(hidden, anchor, depth, head, {}, weight, training_only=again)
 
     def _blocks(
         self,
@@ -292,6 +294,9 @@ class BlockDrafter(TokenBiasDrafter):
         if not self.root_first:
             states = self.norm(self._run(self.stack, blocks, slots, context)).unbind(1)
         elif masks:
+            if self.detach:
+                blocks = torch.cat([blocks[:, :1].detach(), blocks[:, 1:]], 1)
+                context = context._replace(feature=feature.detach())
             blocks = self._run(self.stack[1:], self.behind_root(blocks), slots, context)
             states += self.norm(blocks[:, 1:]).unbind(1)
         return [*states][1 + masks - self.depth :]
@@ -396,7 +401,7 @@ class BlockDrafter(TokenBiasDrafter):
         logits, states = self._denoise(state, target)
         head = self.output_head(target.head)
         raw, vocabulary = logits[:, : plan.depth].unbind(1), Vocabulary.of(head, target)
-        levels = ParallelLogits(raw, states, head, self.info, state.root, vocabulary)
+        levels = ParallelLogits(raw, states, head, self.info, state.root, vocabulary, 1 + self.root_first)
         return self.expand_levels(levels, sampler, coin, plan)
 
     def _denoise(self, state: BlockState, target: Target) -> tuple[Tensor, Tensor]:
@@ -409,7 +414,9 @@ class BlockDrafter(TokenBiasDrafter):
         logits, vocabulary = head.product(states), Vocabulary.of(head, target)
         filled = torch.zeros_like(logits[..., 0], dtype=torch.bool)  # (B, K)
         for _ in range(self.steps - 1):
-            levels = ParallelLogits(logits.unbind(1), states, head, self.info, state.root, vocabulary)
+            levels = ParallelLogits(
+                logits.unbind(1), states, head, self.info, state.root, vocabulary, 1 + self.root_first
+            )
             token, confidence = levels.likeliest()
             # Where the root predicts, the last token has no place to be filled in.
             open_places = confidence.masked_fill(filled, -1.0)[:, : self.masks]

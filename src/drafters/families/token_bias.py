@@ -369,6 +369,7 @@ class ParallelLogits:
         info: the bias, or None.
         root: (B,) root tokens, for the bias.
         vocabulary: reduced vocabulary of the logits; None: the target's.
+        biased_from: the first depth whose logits get the bias.
     """
 
     def __init__(
@@ -379,8 +380,9 @@ class ParallelLogits:
         info: TokenBias | None = None,
         root: Tensor | None = None,
         vocabulary: Vocabulary | None = None,
+        biased_from: int = 1,
     ) -> None:
-        self._raw, self._states, self._info = raw, states, info
+        self._raw, self._states, self._info, self._biased_from = raw, states, info, biased_from
         self._shape = head.shape if head else (lambda logits: logits)
         self.vocabulary = vocabulary
         self._memory: Tensor | None = None
@@ -420,5 +422,10 @@ class ParallelLogits:
         if memory is not None:
             memory = memory.gather(1, parent[..., None].expand(-1, -1, memory.shape[-1]))
         self._last = token, memory
-        logits, self._memory = self._info.add(logits, token, self._states[:, k, None], memory)
+        state = self._states[:, k, None]
+        if self._depth < self._biased_from:
+            state = state.expand(-1, token.shape[1], -1)
+            self._memory = self._info.low_rank_input(token, state, memory)[1]
+        else:
+            logits, self._memory = self._info.add(logits, token, state, memory)
         return self._shape(logits)

@@ -23,11 +23,11 @@ from drafters.layers.decoder_layer import LayerShape, RMSNorm
 
 class Diffusion(BlockDrafter):
     """Differs from DFlash in what is fused and where it goes: taps, each normalised, together with the token
-    behind them, as EAGLE's pairs. The root's place is the newest of these features, a mask's is that feature
-    and a learned vector, and the root predicts the first token, as DSpark's does.
+    behind them, as EAGLE's pairs. The root's place is the newest pair; the first layer computes it alone and
+    predicts the first token. In the other layers a mask begins as the root's state and a learned vector.
 
-    The context and the block share one map, so that keys and values learn of the tokens as soon as the places
-    do: with a map for each it hardly learns to copy from the text (docs/diffusion.md).
+    The context and the root share one map, so that keys and values learn of the tokens as soon as the root
+    does: with a map for each it hardly learns to copy from the text (docs/diffusion.md).
 
     Args:
         taps: layer ids (inputs of decoder layers) or "last".

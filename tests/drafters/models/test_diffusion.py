@@ -231,10 +231,25 @@ def test_one_pass_trains_on_masks_alone(tiny_target, make_drafter):
 # -- what enters a block ---------------------------------------------------------------------------
 
 
-def test_faces_agree_with_the_previous_tokens_bias(tiny_target, make_drafter):
-    options = {"token_info": "vanilla", "info_rank": 4}
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "recurrent"])
+def test_faces_agree_with_the_previous_tokens_bias(tiny_target, make_drafter, kind):
+    options = {"token_info": kind, "info_rank": 4}
     target, drafter = both(tiny_target, make_drafter, "diffusion", **options)
     assert_faces_agree(drafter, target, random_texts())
+
+
+def test_masks_leave_what_the_first_token_is_computed_by_as_it_is(tiny_target, make_drafter):
+    target, drafter = both(tiny_target, make_drafter, "diffusion", token_info="vanilla", info_rank=4)
+    first, *others = drafter.train().unroll(batch_of(target, random_texts()), target)
+    names = [name for name, _ in drafter.named_parameters()]
+
+    def reached(steps):
+        total = sum(step.head(step.hidden).log_softmax(-1)[:, 0].sum() for step in steps)
+        grads = torch.autograd.grad(total, list(drafter.parameters()), retain_graph=True, allow_unused=True)
+        return {name for name, grad in zip(names, grads, strict=True) if grad is not None and grad.any()}
+
+    assert not reached([first]) & reached(others)
+    assert reached([first]) | reached(others) == set(names)
 
 
 def test_the_roots_place_is_the_newest_row_of_the_context(tiny_target, make_drafter):
