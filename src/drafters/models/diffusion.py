@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from decode.kernels.packed_linear import Linear
-from decode.model.target import LAST, Tap, Target
+from decode.model.target import Tap, Target
 from drafters.families.block import BlockDrafter
 from drafters.layers.decoder_layer import LayerShape, RMSNorm
 
@@ -55,7 +55,6 @@ class Diffusion(BlockDrafter):
         The masks have to differ from the start: places that are alike ask one set of weights for different
         tokens, and grow apart slowly.
         """
-        options["taps"] = _taps(options["taps"], len(target.layers))
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
         drafter = cls(**sizes | options)
         drafter.zero_layer_outputs()
@@ -74,11 +73,3 @@ class Diffusion(BlockDrafter):
     def inputs(self, root: Tensor, newest: Tensor) -> Tensor:
         del root
         return self.places(newest)
-
-
-def _taps(taps: Sequence[Tap] | None, n: int) -> list[Tap]:
-    """The configured taps; by default four for n layers, evenly from 1 to n - 3, and the head's input."""
-    if taps is not None:
-        return list(taps)
-    even = {round(1 + i * (n - 4) / 4) for i in range(4)} if n > 4 else {n // 2}
-    return [*sorted(even), LAST]

@@ -12,6 +12,7 @@ from faces import CHAIN, Follower, K, V, assert_faces_agree, batch_of, both, law
 
 from decode.errors import UserError
 from decode.model.head import Head
+from decode.model.target import LAST
 from decode.plan import Plan
 from decode.sampling import Sampler
 from distill.losses.divergences import hit, nll
@@ -269,7 +270,7 @@ def test_a_fresh_block_has_places_that_differ(tiny_target):
     """The masks are as large as the feature: with masks of 0 all places begin as one."""
     target = tiny_target(vocab=V, layers=4, hidden=64, dtype=torch.float32)
     torch.manual_seed(0)
-    options = {"depth": 4, "layers": 2, "anchors": 0, "taps": None}
+    options = {"depth": 4, "layers": 2, "anchors": 0, "taps": [1, LAST]}
     fresh = Diffusion.for_target(target, **options)
     target.tap(fresh.taps)
     batch = batch_of(target, random_texts())
