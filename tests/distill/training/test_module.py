@@ -80,9 +80,9 @@ def test_weights_warm_up_with_the_training_steps(bench, tmp_path, monkeypatch):
     seen = []
     weigh = Streak.__call__
 
-    def record(self, alpha, present, progress):
+    def record(self, alpha, present, progress, counts):
         seen.append(progress)
-        return weigh(self, alpha, present, progress)
+        return weigh(self, alpha, present, progress, counts)
 
     monkeypatch.setattr(Streak, "__call__", record)
     streak = {"_target_": "distill.losses.weights.Streak", "smoothing": 0.0, "warmup": 0.2}
