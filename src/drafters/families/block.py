@@ -42,20 +42,6 @@ class BlockState:
     root: Tensor | None = None  # (B,)
 
 
-class _Pass(NamedTuple):
-    """A training pass over blocks.
-
-    Attributes:
-        roots: (R,) anchors whose root was computed, on the host.
-        states: by depth, of roots (R, D) or masks (A, D).
-        counts: (A, K) what a place counts where some masks were tokens of the text; None: none was.
-    """
-
-    roots: Tensor
-    states: list[Tensor]
-    counts: Tensor | None = None
-
-
 class _Context(NamedTuple):
     """The fused features of a batch, texts concatenated.
 
@@ -220,31 +206,28 @@ class BlockDrafter(TokenBiasDrafter):
         supervised = torch.stack(
             [supervised_anchors(mask, depth).flatten()[chosen] for depth in range(1, self.depth + 1)], 1
         )  # (A, K)
-        passes = [_Pass(roots, self._blocks(batch, target, roots, chosen))]
+        rooted, states = self._blocks(batch, target, roots, chosen)
+        passes: list[tuple[Sequence[Tensor], Tensor | None]] = [(states, None)]
         if self.training and self.steps > 1:
             filled, counts = (t.to(device) for t in filled_places(supervised, batch.seed))
-            states = self._blocks(batch, target, chosen, chosen, filled)
-            passes.append(_Pass(chosen, states, counts[:, None] * ~filled))
+            _, states = self._blocks(batch, target, chosen, chosen, filled)
+            passes.append((states, counts[:, None] * ~filled))
+        if self.root_first:  # alike in all passes, and known of every place of the text
+            yield DraftStep(rooted, roots.to(device), 1, self.output_head(target.head), {})
         teaching, head = [TeacherForcedBias(self.info, batch.tokens) for _ in passes], self.head(target)
+        weight = len(candidates) / len(chosen) / len(passes)  # sampled anchors stand for all
         for depth in range(1, self.depth + 1):
-            of_root = depth == 1 and self.root_predicts
-            alike = of_root and self.root_first  # in all passes, and of every place of the text
-            for bias, one in zip(teaching, passes, strict=True):
-                anchors, alive = one.roots, torch.ones(len(one.roots), dtype=torch.bool)
-                if not of_root:
-                    anchors, alive = chosen, supervised[:, depth - 1]
-                if not alive.any():
-                    return
-                anchor, alive = anchors[alive].to(device), alive.to(device)
-                states = one.states[depth - 1][alive]
-                hidden = bias.with_bias_input(states, anchor, depth)
-                weight: float | Tensor = len(candidates) / len(chosen) / len(passes)  # some stand for all
-                again = one.counts is not None
-                if alike and not again:
-                    yield DraftStep(states, anchor, depth, self.output_head(target.head), {})
-                elif not alike:
-                    weight = weight if one.counts is None else weight * one.counts[alive, depth - 1]
-                    yield DraftStep(hidden, anchor, depth, head, {}, weight, training_only=again)
+            is_supervised = supervised[:, depth - 1].to(device)
+            if not is_supervised.any():
+                return
+            anchor = chosen.to(device)[is_supervised]
+            for bias, (states, counted) in zip(teaching, passes, strict=True):
+                # At depth 1 also where that is yielded above: a bias with a memory reads all tokens.
+                hidden = bias.with_bias_input(states[depth - 1][is_supervised], anchor, depth)
+                if depth == 1 and self.root_first:
+                    continue
+                rows = weight if counted is None else weight * counted[is_supervised, depth - 1]
+                yield DraftStep(hidden, anchor, depth, head, {}, rows, training_only=counted is not None)
 
     def _blocks(
         self,
@@ -253,8 +236,8 @@ class BlockDrafter(TokenBiasDrafter):
         roots: Tensor,
         chosen: Tensor,
         filled: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Final states that predict, by depth: (R, D) of roots, where they do, and (A, D) of masks.
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Final states: (R, D) of roots that are first, and by depth those that predict, (A, D) each.
 
         Args:
             batch: of texts.
@@ -279,13 +262,16 @@ class BlockDrafter(TokenBiasDrafter):
         slots = torch.searchsorted(places, roots)
         root = target.embed(batch.tokens.flatten()[roots.to(device) + 1]).to(dtype)
         blocks = self.inputs(root, feature[slots.to(device)])  # (R, 1 + masks, D)
+        rooted = blocks[:, 0]
         if self.root_first:
-            rooted = self._run(self.stack[:1], blocks[:, :1], slots, context)
-            blocks = torch.cat([rooted, blocks[:, 1:]], 1)
-        states = [self.norm(blocks[:, 0])]
+            rooted = self._run(self.stack[:1], blocks[:, :1], slots, context)[:, 0]
+            blocks = torch.cat([rooted[:, None], blocks[:, 1:]], 1)
+            rooted = self.norm(rooted)
+        states = [rooted]
         if len(chosen) < len(roots):
             rows = torch.searchsorted(roots, chosen)  # (A,) of the chosen among the roots
-            blocks, slots = blocks[rows.to(device)], slots[rows]
+            slots, rows = slots[rows], rows.to(device)
+            blocks, states = blocks[rows], [rooted[rows]]
         if filled is not None:
             ahead = torch.arange(2, masks + 2, device=device)
             following = chosen.to(device)[:, None] + ahead  # (A, masks) places of what masks stand for
@@ -299,7 +285,7 @@ class BlockDrafter(TokenBiasDrafter):
                 context = context._replace(feature=feature.detach())
             blocks = self._run(self.stack[1:], self.behind_root(blocks), slots, context)
             states += self.norm(blocks[:, 1:]).unbind(1)
-        return [*states][1 + masks - self.depth :]
+        return rooted, states[1 + masks - self.depth :]
 
     def behind_root(self, blocks: Tensor) -> Tensor:
         """(B, 1 + masks, D) with the root's state -> the same with masks that begin as it."""
