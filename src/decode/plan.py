@@ -17,7 +17,7 @@ AUTO_RULES = {
     "hybrid": ("recursive", "recursive"),
 }
 LOSSLESS = ("match", "token", "block", "recursive", "traversal", "select")
-LOSSY = ("typical", "threshold")
+LOSSY = ("typical", "threshold", "lenience")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,9 @@ class Plan:
             of depth, width and nodes. Rank 0 is the most likely child, or the drawn one.
         replacement: draw siblings with replacement.
         lossy: allow rules that change the target's distribution.
-        threshold: probability threshold of the lossy rules.
+        threshold: probability threshold of `typical` and `threshold`.
         alpha: `typical` lowers the threshold to alpha * exp(-entropy).
+        lenience: `lenience` accepts a drawn token with probability min(1, p / (lenience q)).
         adapt: choose the length of each chain, up to `depth`, from past rounds; see `DepthPolicy`.
 
     Raises:
@@ -63,6 +64,7 @@ class Plan:
     lossy: bool = False
     threshold: float = 0.09
     alpha: float = 0.3
+    lenience: float = 0.5
     adapt: DepthPolicy | None = None
 
     def __post_init__(self) -> None:
@@ -135,7 +137,7 @@ class Plan:
             raise UserError(
                 f"decode.rule={self.rule} changes the target's distribution: set decode.lossy=true"
                 if self.rule in LOSSY
-                else f"decode.lossy=true, but rule={self.rule} is lossless: choose {' or '.join(LOSSY)}"
+                else f"decode.lossy=true, but rule={self.rule} is lossless: choose one of {', '.join(LOSSY)}"
             )
 
     def _check_rule(self) -> None:
@@ -151,6 +153,13 @@ class Plan:
                 f"decode.rule={self.rule} verifies a chain drawn from distributions q: a fixed token has no "
                 "q, and min(1, p/q) would not be lossless. Set width=1 proposal=sampled, or rule=match"
             )
+        if self.rule == "lenience" and self.depth and self.proposal not in ("sampled", "hybrid"):
+            raise UserError(
+                "decode.rule=lenience weighs drawn tokens by their q: set decode.proposal=sampled for a "
+                "chain or a static tree, or hybrid for a tree"
+            )
+        if not 0 < self.lenience <= 1:
+            raise UserError(f"decode.lenience={self.lenience}: must be above 0 and at most 1")
         if self.rule == "select" and self.drafts == 1:
             raise UserError(
                 "decode.rule=select keeps the best of several drafts: set decode.drafts=2 or more "
@@ -218,4 +227,6 @@ class Plan:
             text += f" drawn at {self.draft_temperature:g}"
         if self.rule != AUTO_RULES[self.proposal][self.has_siblings]:
             text += f" {self.rule}"
+        if self.rule == "lenience":
+            text += f" {self.lenience:g}"
         return f"{text} LOSSY" if self.lossy else text

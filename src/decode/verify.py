@@ -2,7 +2,8 @@
 
 `match`, `recursive` and `traversal` are lossless: their output, continued by the target, has the
 target's distribution (docs/lossless.md). `token` is `recursive` and `block` is `traversal` on a sampled
-chain; `select` is `match` on the best of several drafts. `lenient` is lossy and needs `Plan.lossy`.
+chain; `select` is `match` on the best of several drafts. `typical`, `threshold` and `lenience` are lossy
+and need `Plan.lossy`.
 
 Every rule loops over depth and over sampled siblings only, for all rows at once, and does not
 synchronise with the device. Random numbers come from a `Coin`.
@@ -114,6 +115,15 @@ def recursive(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResu
     return _descend(draft, target, coin, Purpose.RESIDUAL)
 
 
+def lenience(draft: Draft, target: TargetProbs, coin: Coin, plan: Plan) -> VerificationResult:
+    """DistillSpec's lenience f(p) = p / e (arXiv:2310.08461): `recursive`, where a sampled child is accepted
+    with probability min(1, r(x) / (e q(x))).
+
+    With e = `plan.lenience` = 1 it is `recursive`; below, the output does NOT have the target's distribution.
+    """
+    return _descend(draft, target, coin, Purpose.RESIDUAL, plan.lenience)
+
+
 def select(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
     """Self-selection (SpecDiff-2, arXiv:2511.00606): `match` on the best of several drafts.
 
@@ -142,7 +152,9 @@ def best_path(draft: Draft, p: Tensor) -> Tensor:
     return on_path[row, expected.argmax(-1)]
 
 
-def _descend(draft: Draft, target: TargetProbs, coin: Coin, purpose: Purpose) -> VerificationResult:
+def _descend(
+    draft: Draft, target: TargetProbs, coin: Coin, purpose: Purpose, lenience: float = 1.0
+) -> VerificationResult:
     """Walk from the root to the first slot without an accepted child, one depth at a time.
 
     `match` (purpose TARGET) treats every node as fixed; `recursive` (RESIDUAL) tries sampled nodes first.
@@ -157,7 +169,7 @@ def _descend(draft: Draft, target: TargetProbs, coin: Coin, purpose: Purpose) ->
         p, child = target.at(slot), none  # (B, V); (B,) node to descend to
         children = (draft.parents == slot[:, None] - 1) & (draft.tokens != PAD)  # (B, N)
         if drafted is not None and depth < draft.depth:
-            p, child = _try_sampled(draft, slot, children, p, coin, depth, active)
+            p, child = _try_sampled(draft, slot, children, p, coin, depth, active, lenience)
             children = children & ~drafted.sampled
         undecided = active & (child < 0)
         y = none if _none_true(undecided) else coin.draw(p, Key(purpose, depth), undecided)  # (B,)
@@ -179,7 +191,14 @@ def _descend(draft: Draft, target: TargetProbs, coin: Coin, purpose: Purpose) ->
 
 
 def _try_sampled(
-    draft: Draft, slot: Tensor, children: Tensor, p: Tensor, coin: Coin, depth: int, active: Tensor
+    draft: Draft,
+    slot: Tensor,
+    children: Tensor,
+    p: Tensor,
+    coin: Coin,
+    depth: int,
+    active: Tensor,
+    lenience: float,
 ) -> tuple[Tensor, Tensor]:
     """Examine the sampled children of (B,) `slot` in the order they were drawn.
 
@@ -197,7 +216,7 @@ def _try_sampled(
         trying = active & (node >= 0) & (child < 0)
         token = draft.tokens.gather(1, node.clamp_min(0)[:, None]).clamp_min(0)  # (B, 1)
         p_token, q_token = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
-        accept = coin.flip(p_token, q_token, Key(Purpose.ACCEPT, depth, rank), trying) & trying
+        accept = coin.flip(p_token, q_token * lenience, Key(Purpose.ACCEPT, depth, rank), trying) & trying
         child = torch.where(accept, node, child)
         p = _residual(p, q, trying & ~accept)
         if rank + 1 < drafted.siblings:
@@ -339,16 +358,15 @@ def _ratio(top: Tensor, bottom: Tensor) -> Tensor:
 # -- lossy -------------------------------------------------------------------------------------------------
 
 
-def lenient(
-    draft: Draft, target: TargetProbs, coin: Coin, threshold: float, alpha: float
-) -> VerificationResult:
+def typical(draft: Draft, target: TargetProbs, coin: Coin, plan: Plan) -> VerificationResult:
     """Accept the longest path whose tokens all have p >= min(threshold, alpha exp(-entropy)).
 
-    Medusa's typical acceptance (arXiv:2401.10774, section 3.3.1); with infinite `alpha` a plain
-    threshold. The output does NOT have the target's distribution.
+    Medusa's typical acceptance (arXiv:2401.10774, section 3.3.1); `threshold` leaves the entropy out.
+    The output does NOT have the target's distribution.
     """
     p = target.all(draft)  # (B, S, V)
-    least = torch.special.entr(p).sum(-1).neg().exp().mul(alpha).clamp_max(threshold)  # (B, S)
+    alpha = plan.alpha if plan.rule == "typical" else math.inf
+    least = torch.special.entr(p).sum(-1).neg().exp().mul(alpha).clamp_max(plan.threshold)  # (B, S)
     row = torch.arange(p.shape[0], device=p.device)[:, None]
     token_prob = p[row, draft.parents + 1, draft.tokens.clamp_min(0)]  # (B, N)
     accept = (token_prob >= least.gather(1, draft.parents + 1)) & (draft.tokens != PAD)
@@ -380,8 +398,9 @@ RULES = {
     "recursive": Rule(recursive, "any chain or tree whose sampled nodes carry their q"),
     "traversal": Rule(traversal, "any chain or tree whose sampled nodes carry their q"),
     "select": Rule(select, "any chain or tree", reads_probs=False),
-    "typical": Rule(lenient, "any chain or tree, lossily", reads_probs=False, lossy=True),
-    "threshold": Rule(lenient, "any chain or tree, lossily", reads_probs=False, lossy=True),
+    "typical": Rule(typical, "any chain or tree, lossily", reads_probs=False, lossy=True),
+    "threshold": Rule(typical, "any chain or tree, lossily", reads_probs=False, lossy=True),
+    "lenience": Rule(lenience, "any chain or tree whose sampled nodes carry their q, lossily", lossy=True),
 }
 
 
@@ -410,8 +429,7 @@ def verify(plan: Plan, draft: Draft, target: TargetProbs, coin: Coin) -> Verific
             "on tokens drawn elsewhere in it: use rule=recursive, or a static tree"
         )
     if rule.lossy:
-        alpha = plan.alpha if plan.rule == "typical" else math.inf
-        return rule.run(draft, target, coin, plan.threshold, alpha)
+        return rule.run(draft, target, coin, plan)
     # If all nodes are fixed, all rules give the same distribution, and `match` is keyed like plain decoding.
     return (rule.run if draft.probs is not None else match)(draft, target, coin)
 

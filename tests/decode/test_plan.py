@@ -74,9 +74,17 @@ def test_the_default_plan_suits_lookup_and_rollouts_stay_matched(tiny_target, ma
 
 @pytest.mark.parametrize("rule", LOSSY)
 def test_a_lossy_plan_says_so_wherever_it_is_named(rule):
-    for shape in ({"depth": 2}, {"depth": 2, "width": 2, "nodes": 4}, {"tree": [[0], [1]]}):
+    shapes = [DRAWN, DYNAMIC | {"proposal": "hybrid"}, {"tree": TREE, "proposal": "sampled"}]
+    if rule != "lenience":  # which weighs drawn tokens
+        shapes += [{"depth": 2}, DYNAMIC, {"tree": TREE}]
+    for shape in shapes:
         assert "LOSSY" in Plan(**shape, rule=rule, lossy=True).name
         assert "LOSSY" not in Plan(**shape).name
+
+
+def test_plans_of_another_lenience_have_another_name():
+    names = {Plan(2, proposal="sampled", rule="lenience", lossy=True, lenience=e).name for e in (0.5, 0.9)}
+    assert names == {"chain-2-sampled lenience 0.5 LOSSY", "chain-2-sampled lenience 0.9 LOSSY"}
 
 
 TREE = [[0], [1], [0, 0]]
@@ -116,6 +124,23 @@ REFUSED = {
         {"depth": 2, "rule": "threshold"},
         "changes the target's distribution.*lossy=true",
     ),
+    "lenience without consent": (
+        DRAWN | {"rule": "lenience"},
+        "changes the target's distribution.*lossy=true",
+    ),
+    "lenience to chosen nodes": (
+        {"depth": 2, "rule": "lenience", "lossy": True},
+        "weighs drawn tokens by their q: set decode.proposal=sampled",
+    ),
+    "lenience to a plan that may choose": (
+        DYNAMIC | {"proposal": "auto", "rule": "lenience", "lossy": True},
+        "weighs drawn tokens by their q",
+    ),
+    "no lenience": (
+        DRAWN | {"rule": "lenience", "lossy": True, "lenience": 0.0},
+        "decode.lenience=0.0: must be above 0 and at most 1",
+    ),
+    "lenience above one": (DRAWN | {"lenience": 1.5}, "must be above 0 and at most 1"),
     "consent without need": ({"depth": 2, "lossy": True}, "rule=match is lossless"),
     "drafts that are chosen": ({"depth": 2, "drafts": 2}, "drawn side by side; set decode.proposal=sampled"),
     "drafts of a tree": (NO_CHAIN["a tree"] | {"drafts": 2}, "drawn side by side.*without a tree"),

@@ -56,7 +56,7 @@ CHAINS = ("token", "block")
 def plan_of(rule: str) -> Plan:
     """A plan that allows a rule; its shape means nothing to the rules."""
     several = rule == "select"
-    proposal = "sampled" if several or rule in CHAINS else "fixed"
+    proposal = "sampled" if several or rule in (*CHAINS, "lenience") else "fixed"
     return Plan(depth=1, proposal=proposal, drafts=1 + several, rule=rule, lossy=rule in LOSSY)
 
 
@@ -545,7 +545,7 @@ def test_a_verdict_leaves_the_sequence_as_it_was(rule):
 # -- what is not lossless ------------------------------------------------------------------------
 
 
-def lenient_law(table: Table, nodes: list[Node], threshold: float, alpha: float) -> Law:
+def typical_law(table: Table, nodes: list[Node], threshold: float, alpha: float) -> Law:
     """Medusa's typical acceptance in plain Python: the first of the deepest paths that are typical."""
     best: tuple[int, ...] = ()
     for path in paths_of([n.token for n in nodes], [n.parent for n in nodes]):
@@ -559,8 +559,8 @@ def lenient_law(table: Table, nodes: list[Node], threshold: float, alpha: float)
     return {(*best, y): mass for y, mass in enumerate(table.p(best)) if mass > 0}
 
 
-@pytest.mark.parametrize("rule", LOSSY)
-def test_a_lenient_rule_keeps_the_longest_path_above_its_threshold(rule):
+@pytest.mark.parametrize("rule", ["typical", "threshold"])
+def test_the_longest_path_above_a_threshold_is_kept(rule):
     for seed in range(12):
         table = Table(seed, list(SAMPLERS.values())[seed % len(SAMPLERS)])
         nodes = told(Trees(V, seed, chosen=(1, 2)).story([0]), seed)
@@ -571,7 +571,59 @@ def test_a_lenient_rule_keeps_the_longest_path_above_its_threshold(rule):
             return emitted(draft, verify(plan, draft, table.rows(draft), EnumeratingCoin(tapes)))
 
         alpha = 0.6 if rule == "typical" else math.inf
-        assert_same_law(exact_law(play), lenient_law(table, nodes, 0.5, alpha))
+        assert_same_law(exact_law(play), typical_law(table, nodes, 0.5, alpha))
+
+
+def lenience_law(table: Table, depth: int, lenience: float) -> Law:
+    """As `token_law`, with min(q, p / lenience) of each drawn token accepted and what is left drawn anew."""
+    law = {}
+    for n in range(depth + 1):
+        for path in itertools.product(range(V), repeat=n):
+            laws = [(table.p(path[:j]), table.q(path[:j], 0.3)) for j in range(n + 1)]
+            mass = math.prod(min(q[t], p[t] / lenience) for (p, q), t in zip(laws, path, strict=False))
+            p, q = laws[n]
+            rest = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
+            rejected = 1 - sum(min(b, a / lenience) for a, b in zip(p, q, strict=True))
+            for y in range(V):
+                law[(*path, y)] = mass * (p[y] if n == depth else rejected * rest[y] / (sum(rest) or 1))
+    return law
+
+
+def leniently(lenience: float) -> Plan:
+    return Plan(1, proposal="sampled", rule="lenience", lossy=True, lenience=lenience)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_lenience_has_the_law_of_its_closed_form(sampler, depth):
+    for lenience in (1.0, 0.7, 0.2):
+        table = Table(4, SAMPLERS[sampler])
+        got = table.round(lambda table=table: sampled_chain(table, depth), leniently(lenience))
+        assert_same_law(got, lenience_law(table, depth, lenience))
+
+
+def test_lenience_of_one_is_the_recursive_rule_draw_for_draw():
+    for seed in range(40):
+        table = Table(seed, list(SAMPLERS.values())[seed % len(SAMPLERS)])
+        draft = draft_of([told(Trees(V, seed, drawn=(1, 2), chosen=(0, 1)).story([seed]), seed)], V)
+
+        def run(plan, seed=seed, table=table, draft=draft):
+            return verify(plan, draft, table.rows(draft), KeyedCoin(seed, [seed]))
+
+        for one, other in zip(run(leniently(1.0)), run(plan_of("recursive")), strict=True):
+            assert one.equal(other)
+
+
+def test_more_is_accepted_the_more_lenient():
+    table = Table(0, ONE)
+
+    def kept(lenience: float) -> float:
+        law = table.round(lambda: sampled_chain(table, 2), leniently(lenience))
+        return sum(mass * (len(text) - 1) for text, mass in law.items())
+
+    found = [kept(lenience) for lenience in (1.0, 0.8, 0.5, 0.2, 0.01)]
+    assert found == sorted(found)
+    assert found[-1] > found[0] + 0.1
 
 
 # -- refusals ------------------------------------------------------------------------------------
