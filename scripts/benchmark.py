@@ -19,6 +19,7 @@ BENCHMARKS = {
     "regret": "benchmarks.regret:regrets",
     "rollout": "benchmarks.rollout:rollouts",
     "scaling": "benchmarks.scaling:scaling",
+    "smollm2": "benchmarks.drafter_table.main:drafters",
     "sweep": "benchmarks.drafter_table.main:drafters",
     "train": "benchmarks.train_step.race:training",
 }

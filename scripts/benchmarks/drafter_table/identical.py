@@ -22,7 +22,11 @@ ROOT = TRAIN.parent
 SOURCE = ("src", "conf", "data", "constraints.txt", ":!conf/benchmark_*")
 # What a short run replaces, so that it cannot tell a change there
 ANSWERS = tuple(
-    f"conf/{name}.yaml" for name in ("prompts/bundled", "prompts/jsonl", "rollout/hf", "target/pocket")
+    f"conf/{name}.yaml"
+    for name in (
+        *("prompts/bundled", "prompts/jsonl", "prompts/mix", "rollout/hf", "experiment/smollm2"),
+        *("target/pocket", "target/smollm2", "target/smollm2_gguf"),
+    )
 )
 RECORD = "identical.json"
 SHORT = [  # a run of some seconds, by which commits are compared

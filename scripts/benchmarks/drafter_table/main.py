@@ -28,7 +28,7 @@ def drafters(cfg: DictConfig, folder: Path) -> float:
     alike, bit by bit.
 
     Args:
-        cfg: composed from conf/benchmark_{distillspec,drafters,objectives,sweep}.yaml.
+        cfg: composed from conf/benchmark_{distillspec,drafters,objectives,smollm2,sweep}.yaml.
         folder: unused; runs go below `runs`, results below `results`.
 
     Returns:

@@ -128,7 +128,7 @@ def test_wrong_arms_are_refused(tmp_path, given, only, said):
         main.drafters(config(tmp_path, given, only), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["distillspec", "drafters", "objectives"])
+@pytest.mark.parametrize("name", ["distillspec", "drafters", "objectives", "smollm2"])
 def test_all_arms_of_the_configuration_compose(name):
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         cfg = compose(f"benchmark_{name}")
