@@ -27,7 +27,7 @@ from drafters.base import Batch, DraftStep, constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter, RecurrentState, add_feature_noise
 from drafters.families.state_reuse import Reuse, resized
 from drafters.families.token_bias import ParallelLogits, TeacherForcedBias, TokenBiasDrafter
-from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
+from drafters.layers.decoder_layer import DecoderLayer, LayerShape, Rotary
 from drafters.layers.text_store import TextStore
 from drafters.layers.unroll import FirstLayerInput
 from drafters.vocabulary import Vocabulary
@@ -44,8 +44,8 @@ class LyannaState(RecurrentState):
 
 
 class Lyanna(TokenBiasDrafter, RecurrentDrafter):
-    """s_0 is the feature f_t, s_k = norm(layer(W s_{k-1})) predicts f_{t+k}; the logits of depth k are the
-    target's head on s_k plus a low-rank bias of the previous token.
+    """s_0 is the feature f_t, s_k = layer(W s_{k-1}) predicts f_{t+k}; the logits of depth k are the target's
+    head on s_k plus a low-rank bias of the previous token.
 
     No drafted token enters a state. So the K head products of a draft are one, and in a round with a
     accepted tokens s_{a+2} .. s_K stay valid: they predict tokens after the new root.
@@ -55,7 +55,9 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         layers: number of decoder layers.
         depth: depths unrolled in training.
         root_token: `none`; or `add`: settled tokens enter with the feature before them (not in the
-            paper). Drafted tokens never do.
+            paper), and the bias acts from depth 2 on. Drafted tokens never enter.
+        drafted_states: `shared`: W and layers are those of the settled places (the paper's); or `own`: s_2,
+            s_3, ... have others, and the loss of a depth stops at the state before it.
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
@@ -67,11 +69,17 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         draft_vocab_size: see `Drafter`.
         **sizes: of `LayerShape`.
 
+    Attributes:
+        detach: see `drafted_states`.
+        biased_from: the first depth that the bias acts on.
+        later: W and layers of s_2, s_3, ..., if they have their own.
+
     Raises:
         UserError: an option out of range.
     """
 
     taps = (LAST,)
+    detach = True
 
     def __init__(
         self,
@@ -79,6 +87,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         layers: int,
         depth: int,
         root_token: str,
+        drafted_states: str,
         token_info: str,
         info_rank: int,
         hot_tokens: int,
@@ -95,6 +104,8 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         self.settings["reuse"] = dict(reuse)
         if root_token not in ("none", "add"):
             raise UserError(f"drafter.root_token={root_token}: choose none or add")
+        if drafted_states not in ("shared", "own"):
+            raise UserError(f"drafter.drafted_states={drafted_states}: choose shared or own")
         if layers < 1 or depth < 1:
             raise UserError(f"drafter: layers={layers}, depth={depth}; both must be at least 1")
         if not 0 <= warmup < 1:
@@ -105,11 +116,17 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         add, shape = root_token == "add", LayerShape(**sizes)
         hidden_size = shape.hidden_size
         self.in_proj = Linear(hidden_size * (1 + add), hidden_size, bias=False)
-        self.no_token = nn.Parameter(torch.zeros(hidden_size)) if add else None
+        self.reads_tokens = add
+        # Stands for the token of drafted states, where the map of settled places makes them
+        self.no_token = nn.Parameter(torch.zeros(hidden_size)) if add and drafted_states == "shared" else None
         self.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(layers))
-        self.out_norm = RMSNorm(hidden_size, eps=shape.eps)
         self.add_token_bias(token_info, hidden_size, vocab_size, info_rank, hot_tokens)
+        self.biased_from = 1 + add
+        self.later: Lyanna | None = None
+        if drafted_states == "own":
+            plain = {"root_token": "none", "drafted_states": "shared", "token_info": "none"}
+            self.later = Lyanna(**self.settings | plain | {"draft_vocab_size": None})
 
     @override
     @classmethod
@@ -117,14 +134,18 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
     def for_target(cls, target: Target, **options: Any) -> Self:
         """Initialised to predict the current feature as the next one."""
         sizes: dict[str, Any] = asdict(LayerShape.of(target)) | {"vocab_size": target.vocab_size}
-        drafter = cls(**sizes | options)
-        for layer in drafter.stack:
-            layer.o_proj.weight.zero_()
-            layer.down_proj.weight.zero_()
-        size = target.hidden_size
-        drafter.in_proj.weight.normal_(std=0.32 * size**-0.5)
-        drafter.in_proj.weight[:, -size:] += torch.eye(size)
+        drafter, size = cls(**sizes | options), target.hidden_size
+        for states in (drafter, drafter.module_at(2)):
+            for layer in states.stack:
+                layer.o_proj.weight.zero_()
+                layer.down_proj.weight.zero_()
+            states.in_proj.weight.normal_(std=0.32 * size**-0.5)
+            states.in_proj.weight[:, -size:] += torch.eye(size)
         return drafter
+
+    @override
+    def module_at(self, depth: int) -> Lyanna:
+        return self if depth == 1 or self.later is None else self.later
 
     def depends_on_rounds(self, plan: Plan) -> bool:
         """Whether a draft depends on where the round before began."""
@@ -156,13 +177,13 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
 
     @override
     def pair(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.in_proj(feature if self.no_token is None else torch.cat([embedded, feature], -1))
+        x = self.in_proj(torch.cat([embedded, feature], -1) if self.reads_tokens else feature)
         layer = self.stack[0]
         return x, layer.qkv_proj(layer.input_layernorm(x))
 
     @override
     def token_projection(self, embedded: Tensor) -> Tensor:
-        if self.no_token is None:
+        if not self.reads_tokens:
             return embedded[:, :0]
         return F.linear(embedded, self.in_proj.weight[:, : embedded.shape[-1]])
 
@@ -176,7 +197,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
     def first_input(self, share: Tensor, feature: Tensor) -> FirstLayerInput:
         size = feature.shape[-1]
         x = F.linear(feature, self.in_proj.weight[:, -size:])
-        x = x if self.no_token is None else x + share
+        x = x + share if self.reads_tokens else x
         return FirstLayerInput(x, self.stack[0].input_layernorm(x), None)
 
     @override
@@ -185,8 +206,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
 
     @override
     def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        state = self.out_norm(x)
-        return state, state
+        return x, x.detach() if self.detach and self.later is not None else x
 
     @override
     def head(self, target: Target) -> Head:
@@ -219,12 +239,15 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         divergence, _, base = self._schedule(batch.progress)
         teaching = TeacherForcedBias(self.info, batch.tokens)
         for step in super().unroll(batch, target):
+            # Of every depth: a bias with a memory reads all tokens.
             hidden = teaching.with_bias_input(step.hidden, step.anchor, step.depth)
+            unbiased = step._replace(head=self.output_head(target.head))
+            if step.depth < self.biased_from:
+                yield unbiased._replace(weight=divergence)
+                continue
             yield step._replace(hidden=hidden, weight=divergence)
             if base and self.info is not None:
-                yield step._replace(
-                    head=self.output_head(target.head), aux={}, weight=base, training_only=True
-                )
+                yield unbiased._replace(aux={}, weight=base, training_only=True)
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -273,13 +296,13 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
 
         def levels(raw: Sequence[Tensor], states: Tensor) -> ParallelLogits:
             roots = root.repeat(len(states) // len(root))
-            return ParallelLogits(raw, states, head, self.info, roots, vocabulary)
+            return ParallelLogits(raw, states, head, self.info, roots, vocabulary, self.biased_from)
 
         stale = state.stale if self.reuse.applies_to(plan) else None
         if stale is not None and left is not None:
             stale = resized(stale, plan.depth)
             if mode == "immediate":
-                raw = head.product(stale).unbind(1)
+                raw = self._with_root(head.product(stale).unbind(1), stale, root)
                 if self.reuse.is_sufficient(head.shape(torch.stack(raw, 1)), left):
                     state.drafted = None  # reused only once
                     return self.expand_levels(levels(raw, stale), sampler, coin, plan, left)
@@ -287,7 +310,9 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         if stale is None or left is None or mode == "immediate":
             raw = head.product(states).unbind(1)
             return self.expand_levels(levels(raw, states), sampler, coin, plan)
-        raw = head.product(torch.cat([states, stale])).unbind(1)  # K of (2 B, V)
+        raw = self._with_root(
+            head.product(torch.cat([states, stale])).unbind(1), stale, root
+        )  # K of (2 B, V)
         if mode == "logit_sum":
             return self.expand_levels(levels(self.reuse.summed(raw, left), states), sampler, coin, plan)
         if plan.proposal_temperature(sampler.temperature) is None:  # both trees have fixed nodes
@@ -296,14 +321,25 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         fresh = self.expand_levels(levels(new, states), sampler, coin, plan)
         return self.reuse.merged_with_drawn(fresh, levels(old, stale), left, coin, plan)
 
+    def _with_root(self, raw: Sequence[Tensor], stale: Tensor, root: Tensor) -> list[Tensor]:
+        """Add the root's bias to the first logits of old states, the last rows, where fresh ones have none.
+
+        A fresh state of depth 1 has the root in it then; an old one was drafted before the root was known.
+        """
+        if self.info is None or self.biased_from == 1:
+            return list(raw)
+        fresh, old = raw[0].tensor_split([len(raw[0]) - len(stale)])
+        biased, _ = self.info.add(old[:, None], root[:, None], stale[:, :1], None)
+        return [torch.cat([fresh, biased[:, 0]]), *raw[1:]]
+
     def _states(self, state: LyannaState, depth: int) -> Tensor:
         """(B, K, D) states, computed one after the other; keys and values stay in scratch slots."""
         assert state.newest is not None
         _, newest = self.emit(state.newest)  # (B, 1, D)
-        states, rows = [newest], len(newest)
-        token_input = newest.new_zeros(1) if self.no_token is None else self.no_token
-        token_input = token_input.expand(rows, 1, -1)
+        states, module = [newest], self.module_at(2)
+        token_input = newest.new_zeros(1) if module.no_token is None else module.no_token
+        token_input = token_input.expand(len(newest), 1, -1)
         for k in range(1, depth):
-            x = self.run_layers(state.store, self.pair(token_input, states[-1]), k, k - 1)
+            x = module.run_layers(state.store, module.pair(token_input, states[-1]), k, k - 1)
             states.append(self.emit(x)[1])
         return torch.cat(states, 1)

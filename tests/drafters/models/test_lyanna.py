@@ -22,6 +22,7 @@ from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
 from drafters.families.state_reuse import Reuse
+from drafters.families.token_bias import ParallelLogits
 
 TREE = Plan(K, 3, 8)
 HYBRID = Plan(K, 3, 8, proposal="hybrid")
@@ -156,8 +157,9 @@ def test_immediate_verification_drafts_nothing_when_all_rows_have_enough(tiny_ta
     target, drafter = lyanna(tiny_target, make_drafter, "immediate")
     follower = Follower(drafter, target, random_texts(), (5, 7))
     follower.propose(TREE)
-    calls, before = [], drafter.run_layers
-    drafter.run_layers = lambda *a: calls.append(1) or before(*a)
+    drafting = drafter.module_at(2)
+    calls, before = [], drafting.run_layers
+    drafting.run_layers = lambda *a: calls.append(1) or before(*a)
     follower.advance((1, 2))
     calls.clear()
     draft = follower.propose(TREE)
@@ -325,7 +327,7 @@ DRAWN += [("immediate", name) for name in ("token", "block", "hybrid")]
 def test_what_is_drawn_beside_old_states_is_lossless(tiny_target, make_drafter, in_play, case, sampler):
     mode, plan = case[0], PLANS[case[1]]
     target = tiny_target(vocab=2 if plan.width == 1 else 3)
-    drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "nodes": 2, "weight": 1.0})
+    drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "nodes": 2, "weight": 1.0}, seed=1)
     check_with_old_states(target, drafter, plan, sampler)
     assert any(in_play)
 
@@ -401,7 +403,7 @@ def test_what_reuse_is_worth_is_counted_as_defined(tiny_target, make_drafter):
 
 
 def test_states_alone_are_taught_beside_the_draft_and_ever_less(tiny_target, make_drafter):
-    target, drafter = lyanna(tiny_target, make_drafter)
+    target, drafter = lyanna(tiny_target, make_drafter, base_weight=0.5, root_token="none")
     batch = batch_of(target, random_texts())
     for progress, main, base, feature in [
         (0.05, 0.1, 0.1, 1.0),
@@ -419,8 +421,58 @@ def test_states_alone_are_taught_beside_the_draft_and_ever_less(tiny_target, mak
     assert not any(s.training_only for s in drafter.unroll(batch, target))
 
 
+FORMS = [{"root_token": r, "drafted_states": d} for r in ("none", "add") for d in ("shared", "own")]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
+def test_every_form_keeps_the_contract(tiny_target, make_drafter, form):
+    """Training's distributions are decoding's, and its gradient is its loss's."""
+    for promise in (
+        contract.test_decoding_computes_the_laws_that_training_taught,
+        contract.test_gradients_reach_every_trainable_weight_and_none_of_the_targets,
+        contract.test_the_gradient_of_training_is_the_derivative_of_its_loss,
+    ):
+        promise(lyanna(tiny_target, make_drafter, **form))
+
+
+def test_with_states_of_their_own_a_loss_stops_at_the_state_before(tiny_target, make_drafter):
+    """Later depths train the settled layer's keys and values alone; what makes its output, depth 1."""
+    target, drafter = lyanna(tiny_target, make_drafter)
+    (layer,) = drafter.layers
+    for step in drafter.unroll(batch_of(target, random_texts()), target):
+        step.head(step.hidden).log_softmax(-1)[:, 0].sum().backward(retain_graph=True)
+        for weight in (layer.o_proj.weight, layer.down_proj.weight):
+            assert (weight.grad is not None and bool(weight.grad.any())) == (step.depth == 1)
+        assert layer.qkv_proj.weight.grad.any()
+        drafter.zero_grad()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form.values()))
+def test_the_first_logits_of_old_states_have_the_roots_bias(tiny_target, make_drafter, form):
+    target, drafter = lyanna(tiny_target, make_drafter, "tree_merge", **form)
+    root = torch.tensor([1, 3])
+    fresh, stale = torch.randn(2, 2, K, 16, generator=torch.Generator().manual_seed(0))
+    head = drafter.output_head(target.head)
+    with torch.no_grad():
+        raw = drafter._with_root(head.product(torch.cat([fresh, stale])).unbind(1), stale, root)
+        levels = ParallelLogits(
+            raw, torch.cat([fresh, stale]), head, drafter.info, root.repeat(2), None, drafter.biased_from
+        )
+        low, _ = drafter.info.low_rank_input(root, stale[:, 0], None)
+        want = drafter.biased_head(target.head)(torch.cat([stale[:, 0], low], -1))
+    torch.testing.assert_close(levels.first[2:], want, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
-    "changes", [{"root_token": "all"}, {"layers": 0}, {"warmup": 1.0}, {"token_info": "full"}], ids=str
+    "changes",
+    [
+        {"root_token": "all"},
+        {"drafted_states": "none"},
+        {"layers": 0},
+        {"warmup": 1.0},
+        {"token_info": "full"},
+    ],
+    ids=str,
 )
 def test_an_option_that_is_none_is_refused(tiny_target, make_drafter, changes):
     with pytest.raises(UserError, match=f"drafter.*{next(iter(changes))}="):
