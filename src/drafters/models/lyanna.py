@@ -125,7 +125,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         self.biased_from = 1 + add
         self.later: Lyanna | None = None
         if drafted_states == "own":
-            plain = {"root_token": "none", "drafted_states": "shared", "token_info": "none"}
+            plain: dict[str, Any] = {"root_token": "none", "drafted_states": "shared", "token_info": "none"}
             self.later = Lyanna(**self.settings | plain | {"draft_vocab_size": None})
 
     @override
