@@ -126,7 +126,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         self.later: Lyanna | None = None
         if drafted_states == "own":
             plain: dict[str, Any] = {"root_token": "none", "drafted_states": "shared", "token_info": "none"}
-            self.later = Lyanna(**self.settings | plain | {"draft_vocab_size": None})
+            self.later = Lyanna(**{**self.settings, **plain, "draft_vocab_size": None})
 
     @override
     @classmethod
