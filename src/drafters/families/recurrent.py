@@ -51,11 +51,14 @@ class RecurrentDrafter(Drafter):
     Attributes:
         depth: depths unrolled in training.
         checkpointing: whether the backward pass recomputes activations of MLPs.
+        detach_text: whether modules of later depths are trained on the keys and values of those before them
+            as they are; see `module_at`.
         rotary: positions.
     """
 
     depth: int
     checkpointing = False
+    detach_text = False
     rotary: Rotary
 
     def __init__(self, draft_vocab_size: int | None = None) -> None:
@@ -158,7 +161,7 @@ class RecurrentDrafter(Drafter):
             if depth > 1:
                 if (module := self.module_at(depth)) is not active:
                     active, projections = module, module.token_projection(target.embed(tokens).to(dtype))
-                    layers.switch_layers(active.stack, active.qkv_weights())
+                    layers.switch_layers(active.stack, active.qkv_weights(), self.detach_text)
                 if (surviving := layers.surviving_rows(depth)) is not None:
                     feature = feature.index_select(0, surviving)
                 # Anchor t enters step `depth` with the token at t + depth.

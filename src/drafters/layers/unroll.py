@@ -93,9 +93,12 @@ class LayerUnroll:
         self._keys: list[list[Tensor]] = [[] for _ in stack]
         self._values: list[list[Tensor]] = [[] for _ in stack]
 
-    def switch_layers(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor]) -> None:
-        """Continue with other layers on the keys and values so far."""
+    def switch_layers(self, stack: Sequence[DecoderLayer], weights: Sequence[Tensor], detach: bool) -> None:
+        """Continue with other layers on the keys and values so far; `detach`: whose gradient ends there."""
         self._stack, self._weights = stack, weights
+        if detach:
+            self._keys = [[k.detach() for k in of_layer] for of_layer in self._keys]
+            self._values = [[v.detach() for v in of_layer] for of_layer in self._values]
 
     def slots(self, depth: int) -> Tensor:
         """(M,) rows of the first step that belong to the anchors of a depth."""

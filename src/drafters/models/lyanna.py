@@ -57,7 +57,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         root_token: `none`; or `add`: settled tokens enter with the feature before them (not in the
             paper), and the bias acts from depth 2 on. Drafted tokens never enter.
         drafted_states: `shared`: W and layers are those of the settled places (the paper's); or `own`: s_2,
-            s_3, ... have others, and the loss of a depth stops at the state before it.
+            s_3, ... have others, and their losses stop at the state before and at what settled places wrote.
         token_info: `none`, or a kind of `TokenInfoBias`.
         info_rank: rank of the bias.
         hot_tokens: vocabulary of the bias.
@@ -147,6 +147,11 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
     def module_at(self, depth: int) -> Lyanna:
         return self if depth == 1 or self.later is None else self.later
 
+    @property
+    def detach_text(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether drafted states are trained on settled keys and values as they are."""
+        return self.detach and self.later is not None
+
     def depends_on_rounds(self, plan: Plan) -> bool:
         """Whether a draft depends on where the round before began."""
         return self.reuse.applies_to(plan)
@@ -206,7 +211,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
 
     @override
     def emit(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x.detach() if self.detach and self.later is not None else x
+        return x, x.detach() if self.detach_text else x
 
     @override
     def head(self, target: Target) -> Head:
