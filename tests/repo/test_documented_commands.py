@@ -38,7 +38,6 @@ SLOW = {
     r"rollout=ray ": "starts a Ray cluster",
     r"train\.py trainer=ddp trainer\.devices=2$": "starts ranks",
     r"train\.py experiment=sweep_depth_objective$": "a third sweep; test_multirun composes it",
-    r"drafter=lyanna drafter\.token_info=none": "a third Lyanna",
     r"target=<its target> drafter\.init_from": "as the one of docs/recipes.md, with a target named",
     r"drafter=auto|benchmark\.py auto": "train by the clock; tests/distill/search/test_auto.py does too",
 }
