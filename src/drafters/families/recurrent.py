@@ -50,6 +50,8 @@ class RecurrentDrafter(Drafter):
 
     Attributes:
         depth: depths unrolled in training.
+        anchors: places per text, on average, that are trained at depth 2 and deeper, sampled for each batch;
+            0: all.
         checkpointing: whether the backward pass recomputes activations of MLPs.
         detach_text: whether modules of later depths are trained on the keys and values of those before them
             as they are; see `module_at`.
@@ -57,6 +59,7 @@ class RecurrentDrafter(Drafter):
     """
 
     depth: int
+    anchors = 0
     checkpointing = False
     detach_text = False
     rotary: Rotary
@@ -140,7 +143,7 @@ class RecurrentDrafter(Drafter):
     @override
     def unroll(self, batch: Batch, target: Target) -> Iterator[DraftStep]:
         """Only supervised anchors have queries; other positions give keys and values to the first step."""
-        index = AnchorIndex(batch.loss_mask, self.depth)
+        index = AnchorIndex(batch.loss_mask, self.depth, self.anchors if self.training else 0, batch.seed)
         if not index.anchors:
             return
         places = index.places.to(batch.tokens.device)
@@ -174,9 +177,8 @@ class RecurrentDrafter(Drafter):
                 layers.step(depth, active.first_input(projection, feature), positions)
             )
             anchor = anchors.to(places.device)
-            yield DraftStep(
-                hidden, anchor, depth, head, self.losses(hidden, last.index_select(0, anchor + depth))
-            )
+            losses = self.losses(hidden, last.index_select(0, anchor + depth))
+            yield DraftStep(hidden, anchor, depth, head, losses, 1.0 if depth == 1 else index.share)
 
     # -- decoding ----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafters.base import supervised_anchors
+from drafters.base import sample_anchors, supervised_anchors
 from drafters.layers.decoder_layer import DecoderLayer, Rotary
 from drafters.layers.unroll_attention import Visibility, attend_unrolled, oldest_keys, query_blocks
 
@@ -41,17 +41,28 @@ class AnchorIndex:
     Args:
         loss_mask: (B, T) bool.
         depth: maximum depth.
+        sample: anchors per text, on average, that go on to depth 2 and deeper; 0: all.
+        seed: of the sample.
 
     Attributes:
         anchors: for each depth with any supervised anchor, their flat indices b * T + t, (M,).
+        share: what an anchor of depth 2 and deeper stands for; 1 without a sample.
         places: (N,) flat indices of all positions up to the last anchor of their text.
         text: (N,) index into `places` of the first position of the same text.
         longest: upper bound on positions.
     """
 
-    def __init__(self, loss_mask: Tensor, depth: int) -> None:
+    def __init__(self, loss_mask: Tensor, depth: int, sample: int = 0, seed: int = 0) -> None:
         mask = loss_mask.cpu()
         alive = [supervised_anchors(mask, d) for d in range(1, depth + 1)]
+        self.share = 1.0
+        first = alive[0].flatten().nonzero()[:, 0]
+        if sample and len(first) > sample * len(mask):
+            chosen = sample_anchors(first, sample * len(mask), seed)
+            self.share = len(first) / len(chosen)
+            kept = torch.zeros(mask.numel(), dtype=torch.bool)
+            kept[chosen] = True
+            alive[1:] = [a & kept.view_as(a) for a in alive[1:]]
         self.anchors = [a.flatten().nonzero()[:, 0] for a in alive if a.any()]
         needed = alive[0].flip(1).cumsum(1).flip(1) > 0  # (B, T): an anchor follows, or is here
         self.places = needed.flatten().nonzero()[:, 0]

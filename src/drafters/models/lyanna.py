@@ -54,6 +54,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         vocab_size: V of the target.
         layers: number of decoder layers.
         depth: depths unrolled in training.
+        anchors: places per text, on average, that are trained at depth 2 and deeper; 0: all.
         root_token: `none`; or `add`: settled tokens enter with the feature before them (not in the
             paper), and the bias acts from depth 2 on. Drafted tokens never enter.
         drafted_states: `shared`: W and layers are those of the settled places (the paper's); or `own`: s_2,
@@ -86,6 +87,7 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         vocab_size: int,
         layers: int,
         depth: int,
+        anchors: int,
         root_token: str,
         drafted_states: str,
         token_info: str,
@@ -106,11 +108,13 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
             raise UserError(f"drafter.root_token={root_token}: choose none or add")
         if drafted_states not in ("shared", "own"):
             raise UserError(f"drafter.drafted_states={drafted_states}: choose shared or own")
-        if layers < 1 or depth < 1:
-            raise UserError(f"drafter: layers={layers}, depth={depth}; both must be at least 1")
+        if layers < 1 or depth < 1 or anchors < 0:
+            raise UserError(
+                f"drafter: layers={layers}, depth={depth}, anchors={anchors}; at least 1, 1 and 0"
+            )
         if not 0 <= warmup < 1:
             raise UserError(f"drafter.warmup={warmup}: must be from 0 to less than 1")
-        self.depth, self.feature_noise, self.warmup = depth, feature_noise, warmup
+        self.depth, self.anchors, self.feature_noise, self.warmup = depth, anchors, feature_noise, warmup
         self.feature_weight, self.base_weight = feature_weight, base_weight
         self.reuse = Reuse(**reuse)
         add, shape = root_token == "add", LayerShape(**sizes)
@@ -248,11 +252,11 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
             hidden = teaching.with_bias_input(step.hidden, step.anchor, step.depth)
             unbiased = step._replace(head=self.output_head(target.head))
             if step.depth < self.biased_from:
-                yield unbiased._replace(weight=divergence)
+                yield unbiased._replace(weight=divergence * step.weight)
                 continue
-            yield step._replace(hidden=hidden, weight=divergence)
+            yield step._replace(hidden=hidden, weight=divergence * step.weight)
             if base and self.info is not None:
-                yield unbiased._replace(aux={}, weight=base, training_only=True)
+                yield unbiased._replace(aux={}, weight=base * step.weight, training_only=True)
 
     # -- decoding ----------------------------------------------------------------------------
 
