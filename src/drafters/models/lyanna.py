@@ -319,13 +319,12 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         if stale is None or left is None or mode == "immediate":
             raw = head.product(states).unbind(1)
             return self.expand_levels(levels(raw, states), sampler, coin, plan)
-        raw = self._with_root(
-            head.product(torch.cat([states, stale])).unbind(1), stale, root
-        )  # K of (2 B, V)
+        both = torch.cat([states, stale])  # (2 B, K, D)
+        raw = self._with_root(head.product(both).unbind(1), stale, root)  # K of (2 B, V)
         if mode == "logit_sum":
             return self.expand_levels(levels(self.reuse.summed(raw, left), states), sampler, coin, plan)
         if plan.proposal_temperature(sampler.temperature) is None:  # both trees have fixed nodes
-            return self.reuse.merged(levels(raw, torch.cat([states, stale])), left, coin, plan)
+            return self.reuse.merged(levels(raw, both), left, coin, plan)
         new, old = zip(*(logits.chunk(2) for logits in raw), strict=True)
         fresh = self.expand_levels(levels(new, states), sampler, coin, plan)
         return self.reuse.merged_with_drawn(fresh, levels(old, stale), left, coin, plan)
