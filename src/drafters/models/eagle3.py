@@ -23,6 +23,7 @@ from drafters.layers.unroll import FirstLayerInput
 from drafters.vocabulary import TokenCounts
 
 LEAST_LAYERS = 7  # with fewer, two of the three default taps coincide
+OWN_LOGIT = 12.0  # of attention to one's own place, at first; logits of other tokens are 0 +- 1.5
 
 
 class Eagle3(RecurrentDrafter):
@@ -35,6 +36,7 @@ class Eagle3(RecurrentDrafter):
         taps: layer ids (inputs of decoder layers) or "last".
         layers: number of decoder layers; only the first reads the embedding.
         depth: depths unrolled in training.
+        anchors: places per text, on average, that are trained at depth 2 and deeper; 0: all.
         draft_vocab_size: V', size of the head's vocabulary, in training, too.
         norm_before_residual: whether the first layer's residual is the normalised feature.
         norm_before_fc: whether the concatenated taps are normalised (gpt-oss).
@@ -57,6 +59,7 @@ class Eagle3(RecurrentDrafter):
         norm_before_fc: bool,
         fc_norm: bool,
         norm_output: bool,
+        anchors: int = 0,  # default of older and of imported checkpoints
         **sizes: Any,
     ) -> None:
         super().__init__(draft_vocab_size if draft_vocab_size < vocab_size else None)
@@ -64,6 +67,8 @@ class Eagle3(RecurrentDrafter):
         self.settings["taps"] = list(taps)
         if not taps or layers < 1:
             raise UserError(f"drafter: taps={list(taps)} and layers={layers}; give at least one of each")
+        if anchors < 0:
+            raise UserError(f"drafter.anchors={anchors}: give at least 1, or 0 for all places")
         if not 1 <= draft_vocab_size <= vocab_size:
             raise UserError(
                 f"drafter.draft_vocab_size={draft_vocab_size}: give at least 1, and no more than the "
@@ -71,7 +76,7 @@ class Eagle3(RecurrentDrafter):
             )
         if norm_before_fc and fc_norm:
             raise UserError("drafter: norm_before_fc and fc_norm both normalise the taps; choose one")
-        self.taps, self.depth = tuple(taps), depth
+        self.taps, self.depth, self.anchors = tuple(taps), depth, anchors
         self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
         shape = LayerShape(**sizes)
         hidden_size, eps = shape.hidden_size, shape.eps
@@ -98,15 +103,34 @@ class Eagle3(RecurrentDrafter):
 
     @torch.no_grad()
     def _initialise(self, target: Target) -> None:
-        """Initialise: head rows of the target, `fc` mostly the highest tap, layers the identity."""
+        """Initialise: head rows of the target, `fc` mostly the highest tap, layers the identity, and half
+        of the heads attend to their own place.
+        """
         for layer in self.stack:
             layer.o_proj.weight.zero_()
             layer.down_proj.weight.zero_()
+        self._attend_to_own_token()
         size, highest = len(self.fc.weight), max(range(len(self.taps)), key=lambda i: _height(self.taps[i]))
         self.fc.weight.normal_(std=0.32 * size**-0.5)
         self.fc.weight[:, highest * size : (highest + 1) * size] += torch.eye(size)
         if self.d2t is None:
             self.lm_head.weight.copy_(target.head.weight * target.head.scale)
+
+    def _attend_to_own_token(self) -> None:
+        """Make a place attend to itself in half of the heads: queries and keys are one map of the token.
+
+        The token enters through attention alone, which from independent weights is nearly the mean over
+        the text: what it says of its own place is then the n-th part of what attention passes on. The other
+        heads stay free to find the token elsewhere, which a saturated head hardly learns.
+        """
+        first, size, own = self.stack[0], len(self.fc.weight), max(1, self.stack[0].heads // 2)
+        group = first.heads // first.kv_heads  # query heads that share a key
+        # The embedding is normed, so a place's own logit is |W e|^2 / sqrt(dim) = dim std^2 D / sqrt(dim).
+        std = (OWN_LOGIT / (first.head_dim**0.5 * size)) ** 0.5
+        keys = std * torch.randn(-(-own // group), first.head_dim, size)
+        queries = keys.repeat_interleave(group, 0)[:own]
+        for begin, rows in ((0, queries), (first.queries, keys)):
+            first.qkv_proj.weight[begin : begin + rows.shape[:2].numel(), :size] = rows.flatten(0, 1)
 
     @override
     @torch.no_grad()

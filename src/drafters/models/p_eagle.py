@@ -29,8 +29,8 @@ class PEagle(Eagle3):
     at depth 2 is the same below every token of depth 1: a tree is the product of the depths' top tokens.
 
     `unroll` is EAGLE-3's with masks fed back: a step attends to the first step up to its anchor and to
-    its own anchor's later steps, which is the paper's mask. The paper trains a sample of the anchors,
-    fewer at larger depths; here all anchors train.
+    its own anchor's later steps, which is the paper's mask. With `anchors`, depths from 2 on train a sample
+    of the anchors, as the paper does with fewer at larger depths.
 
     Args:
         depth: depths unrolled in training, and the maximum draft length: a later mask would attend to

@@ -155,6 +155,22 @@ def test_the_other_taps_nudge_as_much_at_any_width(tiny_target, hidden):
     assert 0.75 < found.mean() < 0.95
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 1)])
+def test_a_place_begins_by_attending_to_itself_in_half_of_the_heads(tiny_target, heads, kv_heads):
+    """With independent queries and keys, as in the other half, all places have about the same share."""
+    target = tiny_target(vocab=64, layers=4, hidden=256)
+    drafter = Eagle3.for_target(target, **SETTINGS, heads=heads, kv_heads=kv_heads, head_dim=32)
+    tokens = torch.arange(64)[None]  # each once
+    with torch.no_grad():
+        _, qkv = drafter.pair(target.embed(tokens).float(), torch.randn(1, 64, 256))
+        q, k, _ = drafter.stack[0].split(qkv, drafter.rotary.table(64, qkv)[:64])
+        keys = k.repeat_interleave(heads // kv_heads, -2)
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) / q.shape[-1] ** 0.5
+    share = logits.softmax(-1).diagonal(dim1=-2, dim2=-1)[0].mean(-1)  # (heads,)
+    assert share[: heads // 2].min() > 0.8
+    assert share[heads // 2 :].max() < 0.1
+
+
 # -- its vocabulary ----------------------------------------------------------------------------
 
 
