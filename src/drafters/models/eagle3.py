@@ -16,7 +16,7 @@ from decode.errors import UserError
 from decode.kernels.packed_linear import Linear
 from decode.model.head import Head
 from decode.model.target import LAST, Tap, Target
-from drafters.base import constructor_arguments
+from drafters.base import ParamGroup, constructor_arguments
 from drafters.families.recurrent import RecurrentDrafter
 from drafters.layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from drafters.layers.unroll import FirstLayerInput
@@ -37,6 +37,7 @@ class Eagle3(RecurrentDrafter):
         layers: number of decoder layers; only the first reads the embedding.
         depth: depths unrolled in training.
         anchors: places per text, on average, that are trained at depth 2 and deeper; 0: all.
+        rate: of training, as a share of the optimizer's learning rate.
         draft_vocab_size: V', size of the head's vocabulary, in training, too.
         norm_before_residual: whether the first layer's residual is the normalised feature.
         norm_before_fc: whether the concatenated taps are normalised (gpt-oss).
@@ -59,7 +60,8 @@ class Eagle3(RecurrentDrafter):
         norm_before_fc: bool,
         fc_norm: bool,
         norm_output: bool,
-        anchors: int = 0,  # default of older and of imported checkpoints
+        anchors: int = 0,  # defaults of older and of imported checkpoints
+        rate: float = 1.0,
         **sizes: Any,
     ) -> None:
         super().__init__(draft_vocab_size if draft_vocab_size < vocab_size else None)
@@ -69,6 +71,8 @@ class Eagle3(RecurrentDrafter):
             raise UserError(f"drafter: taps={list(taps)} and layers={layers}; give at least one of each")
         if anchors < 0:
             raise UserError(f"drafter.anchors={anchors}: give at least 1, or 0 for all places")
+        if not 0 < rate <= 1:
+            raise UserError(f"drafter.rate={rate}: give a share of the learning rate, above 0 and up to 1")
         if not 1 <= draft_vocab_size <= vocab_size:
             raise UserError(
                 f"drafter.draft_vocab_size={draft_vocab_size}: give at least 1, and no more than the "
@@ -77,6 +81,7 @@ class Eagle3(RecurrentDrafter):
         if norm_before_fc and fc_norm:
             raise UserError("drafter: norm_before_fc and fc_norm both normalise the taps; choose one")
         self.taps, self.depth, self.anchors = tuple(taps), depth, anchors
+        self.rate = rate
         self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
         shape = LayerShape(**sizes)
         hidden_size, eps = shape.hidden_size, shape.eps
@@ -146,6 +151,10 @@ class Eagle3(RecurrentDrafter):
         super().resize_vocabulary(size)
         weight = self.lm_head.weight
         self.lm_head = Linear(weight.shape[1], size, bias=False).to(weight)
+
+    @override
+    def param_groups(self) -> list[ParamGroup]:
+        return [group._replace(rate=lambda progress: self.rate) for group in super().param_groups()]
 
     @property
     @override

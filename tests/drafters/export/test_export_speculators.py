@@ -240,7 +240,11 @@ def test_what_was_exported_is_read_back_and_has_the_same_tau(made, target, tmp_p
     if CASES[case][1] == "speculators":
         assert target_name(tmp_path) == back.origin.name == NAME
     changed = {k for k, v in drafter.settings.items() if back.settings.get(k) != v}
-    assert changed <= {"anchors", *(["taps"] if drafter.settings["taps"] != sorted(drafter.taps) else [])}
+    assert changed <= {
+        "anchors",
+        "rate",
+        *(["taps"] if drafter.settings["taps"] != sorted(drafter.taps) else []),
+    }
     texts = unmasked(2, 14, seed=9).tolist()
     rollouts = [Rollout(text[:4], text[4:]) for text in texts]
     plans = [Plan(depth=K), Plan(depth=K, proposal="sampled")]

@@ -145,6 +145,14 @@ def test_it_begins_as_the_targets_head_on_the_highest_tap(tiny_target):
     torch.testing.assert_close(step.head(unit), target.head(unit), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("rate", [0.25, 1.0])
+def test_all_of_it_is_trained_at_a_share_of_the_learning_rate(tiny_target, rate):
+    drafter = Eagle3.for_target(tiny_target(vocab=V, layers=4, hidden=16), **SETTINGS | {"rate": rate})
+    (group,) = drafter.param_groups()
+    assert group.rate(0.0) == group.rate(1.0) == rate
+    assert {id(weight) for weight in group.weights} == {id(weight) for weight in drafter.parameters()}
+
+
 @pytest.mark.parametrize("hidden", [32, 512])
 def test_the_other_taps_nudge_as_much_at_any_width(tiny_target, hidden):
     """And the highest is the highest, wherever it stands."""
@@ -234,6 +242,8 @@ def test_fitting_again_gives_the_same(tiny_target):
         ({"layers": 0}, "at least one of each"),
         ({"draft_vocab_size": 0}, "draft_vocab_size=0: give at least 1"),
         ({"norm_before_fc": True, "fc_norm": True}, "choose one"),
+        ({"anchors": -1}, "anchors=-1: give at least 1, or 0"),
+        ({"rate": 0.0}, "rate=0.0: give a share"),
     ],
     ids=str,
 )
