@@ -154,7 +154,11 @@ class Eagle3(RecurrentDrafter):
 
     @override
     def param_groups(self) -> list[ParamGroup]:
-        return [group._replace(rate=lambda progress: self.rate) for group in super().param_groups()]
+        return [group._replace(rate=self._rate) for group in super().param_groups()]
+
+    def _rate(self, progress: float) -> float:
+        del progress
+        return self.rate
 
     @property
     @override
