@@ -52,6 +52,8 @@ class RecurrentDrafter(Drafter):
         depth: depths unrolled in training.
         anchors: places per text, on average, that are trained at depth 2 and deeper, sampled for each batch;
             0: all.
+        depth_weight: weight of a depth's loss beside that of the depth before it; the objective's own weights
+            are multiplied by it.
         checkpointing: whether the backward pass recomputes activations of MLPs.
         detach_text: whether modules of later depths are trained on the keys and values of those before them
             as they are; see `module_at`.
@@ -60,6 +62,7 @@ class RecurrentDrafter(Drafter):
 
     depth: int
     anchors = 0
+    depth_weight = 1.0
     checkpointing = False
     detach_text = False
     rotary: Rotary
@@ -178,7 +181,8 @@ class RecurrentDrafter(Drafter):
             )
             anchor = anchors.to(places.device)
             losses = self.losses(hidden, last.index_select(0, anchor + depth))
-            yield DraftStep(hidden, anchor, depth, head, losses, 1.0 if depth == 1 else index.share)
+            weight = 1.0 if depth == 1 else index.share * self.depth_weight ** (depth - 1)
+            yield DraftStep(hidden, anchor, depth, head, losses, weight)
 
     # -- decoding ----------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class Eagle3(RecurrentDrafter):
         layers: number of decoder layers; only the first reads the embedding.
         depth: depths unrolled in training.
         anchors: places per text, on average, that are trained at depth 2 and deeper; 0: all.
+        depth_weight: see `RecurrentDrafter`.
         rate: of training, as a share of the optimizer's learning rate.
         draft_vocab_size: V', size of the head's vocabulary, in training, too.
         norm_before_residual: whether the first layer's residual is the normalised feature.
@@ -61,6 +62,7 @@ class Eagle3(RecurrentDrafter):
         fc_norm: bool,
         norm_output: bool,
         anchors: int = 0,  # defaults of older and of imported checkpoints
+        depth_weight: float = 1.0,
         rate: float = 1.0,
         **sizes: Any,
     ) -> None:
@@ -71,6 +73,8 @@ class Eagle3(RecurrentDrafter):
             raise UserError(f"drafter: taps={list(taps)} and layers={layers}; give at least one of each")
         if anchors < 0:
             raise UserError(f"drafter.anchors={anchors}: give at least 1, or 0 for all places")
+        if not 0 < depth_weight <= 1:
+            raise UserError(f"drafter.depth_weight={depth_weight}: give a number above 0 and up to 1")
         if not 0 < rate <= 1:
             raise UserError(f"drafter.rate={rate}: give a share of the learning rate, above 0 and up to 1")
         if not 1 <= draft_vocab_size <= vocab_size:
@@ -81,7 +85,7 @@ class Eagle3(RecurrentDrafter):
         if norm_before_fc and fc_norm:
             raise UserError("drafter: norm_before_fc and fc_norm both normalise the taps; choose one")
         self.taps, self.depth, self.anchors = tuple(taps), depth, anchors
-        self.rate = rate
+        self.depth_weight, self.rate = depth_weight, rate
         self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
         shape = LayerShape(**sizes)
         hidden_size, eps = shape.hidden_size, shape.eps

@@ -50,7 +50,7 @@ def same(drafter, back):
     ours, theirs = drafter.state_dict(), back.state_dict()
     assert theirs.keys() == ours.keys()
     assert all(value.equal(ours[name]) for name, value in theirs.items())
-    of_training = {"anchors", "rate", "feature_noise", "feature_weight", "detach"}
+    of_training = {"anchors", "depth_weight", "rate", "feature_noise", "feature_weight", "detach"}
     told = drafter.settings.keys() - of_training - {"info_rank", "hot_tokens"}
     told -= set() if short_name(drafter) == "medusa" else {"depth"}
     assert {k: back.settings.get(k) for k in told} == {k: drafter.settings[k] for k in told}

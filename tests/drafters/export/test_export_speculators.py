@@ -242,6 +242,7 @@ def test_what_was_exported_is_read_back_and_has_the_same_tau(made, target, tmp_p
     changed = {k for k, v in drafter.settings.items() if back.settings.get(k) != v}
     assert changed <= {
         "anchors",
+        "depth_weight",
         "rate",
         *(["taps"] if drafter.settings["taps"] != sorted(drafter.taps) else []),
     }

@@ -243,6 +243,7 @@ def test_fitting_again_gives_the_same(tiny_target):
         ({"draft_vocab_size": 0}, "draft_vocab_size=0: give at least 1"),
         ({"norm_before_fc": True, "fc_norm": True}, "choose one"),
         ({"anchors": -1}, "anchors=-1: give at least 1, or 0"),
+        ({"depth_weight": 0.0}, "depth_weight=0.0: give a number above 0"),
         ({"rate": 0.0}, "rate=0.0: give a share"),
     ],
     ids=str,
