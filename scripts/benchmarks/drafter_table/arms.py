@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
     def words_in(self, folder: Path) -> list[str]:
         """`words` with the folder of the runs filled in."""
-        return [word.format(runs=folder.resolve()) for word in self.words]
+        return [word.replace("{runs}", str(folder.resolve())) for word in self.words]
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ def planned(cfg: DictConfig) -> list[Run]:
     """
     if "of" in cfg:
         return _swept(cfg)
-    arms: Any = OmegaConf.to_container(cfg.arms)
+    arms: Any = OmegaConf.to_container(cfg.arms, resolve=True)
     names = list(cfg.only) or list(arms)
     if unknown := [name for name in names if name not in arms]:
         raise UserError(f"only: no arm {unknown[0]}; there are {', '.join(arms)}")
@@ -105,7 +105,7 @@ def train(run: Run, folder: Path, common: list[str]) -> None:
     options = [f"seed={run.seed}", f"output_dir={folder.resolve()}", f"hydra.run.dir={place}", "logger=csv"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     say(f"{run.name}: train.py {' '.join([*words, *steps])}")
-    command = [sys.executable, str(TRAIN), *words, *steps, *options, *common]
+    command = [sys.executable, str(TRAIN), *common, *words, *steps, *options]
     if subprocess.run(command, env=environment, check=False).returncode:
         raise UserError(f"benchmark drafters: {run.name} has failed; see what it says above")
 

@@ -80,7 +80,7 @@ class Commits:
                 _git("worktree", "remove", "--force", str(tree))
 
     def _short_run(self, run: Run, commit: str, tree: Path, runs: Path) -> str:
-        words = [*run.words_in(self.runs), *self.common, *SHORT, "logger=csv", f"output_dir={runs}"]
+        words = [*self.common, *run.words_in(self.runs), *SHORT, "logger=csv", f"output_dir={runs}"]
         words += [f"trainer.max_steps={STEPS}", f"score.every={STEPS}"] if run.steps else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree / "src")}
         command = [sys.executable, "train.py", *words, f"hydra.run.dir={runs / 'run'}"]

@@ -41,10 +41,11 @@ def drafters(cfg: DictConfig, folder: Path) -> float:
     check_ranges(cfg)
     runs = planned(cfg)
     results, common = Path(cfg.results), list(map(str, cfg.common))
+    trainer = f"trainer={cfg.device}"
     missing = [run for run in runs if not _result(run, results).exists()]
     if missing and (changed := uncommitted()):
         raise UserError(f"{changed}: commit it first; a result names the commit that it came from")
-    failed = _train(missing, runs, Path(cfg.runs), results, common, cfg.hours)
+    failed = _train(missing, runs, Path(cfg.runs), results, [trainer, *common], cfg.hours)
     found, left_out = _comparable(runs, results, Commits(results, Path(cfg.runs), common))
     if found:
         lines = grouped(found)

@@ -32,7 +32,7 @@ def page(title: str, lines: Sequence[Line], left_out: Sequence[str], picture: st
         f"{', '.join(plans)}, match rule, {', '.join(dtypes)}. tau and s_j (T=0): replayed on the target's "
         f"answers to {', '.join(replayed)} held-out prompts; the interval is 95 %, of one seed over prompts, "
         "of several that of their mean (Student's t). Speedup over plain decoding, T=0, batch 1, on a "
-        "machine that may have been busy. CPU minutes: of the training steps.",
+        "machine that may have been busy. CPU minutes: of the training steps; on a GPU, of its host.",
         f"Machines: {'; '.join(machines)}.",
         *left_out,
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -21,6 +22,28 @@ from typing_extensions import override
 
 from distill.data.datamodule import rollout_data
 from distill.training.memory import GIB, MemoryWatch
+
+Shape = Sequence[int]
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    """FLOP of attention: each query head by all keys, and back by all values."""
+    batch, heads, queries, width = query
+    return 2 * batch * heads * queries * key[-2] * (width + value[-1])
+
+
+def _attention_backward(_gradient: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    """FLOP of its gradients: scores once more, and those of scores, values, queries and keys."""
+    batch, heads, queries, width = query
+    return 2 * batch * heads * queries * key[-2] * (3 * width + 2 * value[-1])
+
+
+# Before 2.13 torch's own formulas raise an error where several query heads share a key head.
+ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{suffix}"): formula
+    for kernel in ("flash", "efficient", "cudnn")
+    for suffix, formula in (("", _attention), ("_backward", _attention_backward))
+}
 
 
 class StepTiming(NamedTuple):
@@ -85,7 +108,7 @@ class Throughput(L.Callback):
         self._data_seconds += now - self._now - (_loading(trainer) - self._loading)
         self._now = now
         if self._available and not self.flops_per_token and self._counter is None:
-            self._counter = FlopCounterMode(display=False)
+            self._counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
             self._counter.__enter__()
 
     @override

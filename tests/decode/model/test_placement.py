@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
-from workbench import Bench, fork, ranks, same, spawn, tau, weights
+from workbench import Bench, fork, make_target, ranks, same, spawn, tau, weights
 
 from decode.errors import UserError
 from decode.generation.generate import generate
@@ -248,11 +248,15 @@ def test_devices_are_filled_in_order_and_the_rest_is_read_from_disk(empty):
 
 
 @pytest.mark.gpu
-def test_layers_on_the_host_compute_on_the_gpu(bench):
-    whole = load_target(str(bench.target), device="cuda")
-    room = {0: "130KB", "cpu": "1GB"}
-    spread = load_target(str(bench.target), device="cuda", placement="device_map", max_memory=room)
-    assert [next(layer.parameters()).device.type for layer in spread.layers] == ["cuda", "meta"]
+def test_layers_on_the_host_compute_on_the_gpu(tmp_path):
+    deep = str(make_target(tmp_path / "deep", layers=4))
+    whole = load_target(deep, device="cuda")
+    layer = sum(p.numel() * p.itemsize for p in whole.layers[0].parameters())
+    # Of the room for three layers one is kept for those that come from the host.
+    room = {0: whole.bytes - layer, "cpu": "1GB"}
+    spread = load_target(deep, device="cuda", placement="device_map", max_memory=room)
+    placed = [next(layer.parameters()).device.type for layer in spread.layers]
+    assert placed == ["cuda", "cuda", "meta", "meta"]
     assert torch.equal(spread.read(TEXT.cuda()).last, whole.read(TEXT.cuda()).last)
     assert answers(spread) == answers(whole)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import pytest
+import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -164,6 +166,30 @@ def test_the_count_of_operations_is_that_of_step_cost():
         step()
     needed = products(shape, [1] * 128, False)
     assert 1 <= counter.get_total_flops() / needed < 1.2
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_of_grouped_queries_is_counted(kernel):
+    """As a GPU's kernels are: torch before 2.13 ended the run in its first step."""
+    b, heads, shared, n, width = 2, 4, 2, 6, 16
+    formulas: Any = meter.ATTENTION
+    forward, backward = (formulas[op] for op in _ops(kernel))
+    q, k = (b, heads, n, width), (b, shared, n, width)
+    product = 2 * b * heads * n * n * width
+    assert forward(q, k, k, None, out_shape=q) == 2 * product
+    assert backward(q, q, k, k, out_shape=(q, k, k)) == 5 * product
+
+
+def test_the_counter_calls_those_formulas():
+    q, k = torch.empty(2, 4, 6, 16, device="meta"), torch.empty(2, 2, 6, 16, device="meta")
+    with FlopCounterMode(display=False, custom_mapping=meter.ATTENTION) as counter:
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, k)
+    assert counter.get_total_flops() == 2 * 2 * 2 * 4 * 6 * 6 * 16
+
+
+def _ops(kernel: str) -> list[Any]:
+    name = f"_scaled_dot_product_{kernel}_attention"
+    return [getattr(torch.ops.aten, name + suffix) for suffix in ("", "_backward")]
 
 
 def test_counting_ends_with_a_run_that_fails(bench, tmp_path, monkeypatch):
