@@ -161,6 +161,8 @@ def load_target(
         UserError: see `load_model`, `probe` and `load_sharded`; or `compiled` with another placement.
     """
     config = load_config(name, revision, trust_remote_code)
+    if torch.device(device).type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length of a text
     if decodes:
         Abilities(decode=why_undecodable(config)).check_decode(f"target={name}:")
     if compiled and placement != "replicated":
