@@ -100,6 +100,14 @@ def test_what_another_run_reads_is_made_first(tmp_path, runs):
     assert runs[1]["drafter.first"] == str(tmp_path / "runs" / "eagle-4-1" / "checkpoints" / "best")
 
 
+def test_an_arm_says_otherwise_than_all_arms_and_on_which_device(tmp_path, runs):
+    given = {"words": ["drafter=eagle", "prompts.sources=[{${title}}]", "score.prompts=3"], "steps": {0: 1}}
+    main.drafters(config(tmp_path, {"bigram": PLAIN, "eagle": given}, "device=gpu", "title=a"), tmp_path)
+    assert [w["score.prompts"] for w in runs] == ["12", "3"]
+    assert [w["trainer"] for w in runs] == ["gpu", "gpu"]
+    assert runs[1]["prompts.sources"] == "[{a}]"
+
+
 def test_rows_of_commits_that_train_otherwise_are_left_out(tmp_path, runs, capsys):
     main.drafters(config(tmp_path, {"bigram": PLAIN, "ngram": PLAIN}), tmp_path)
     other = tmp_path / "results" / "ngram-0-0.json"
