@@ -40,7 +40,7 @@ def drafters(cfg: DictConfig, folder: Path) -> float:
     del folder
     check_ranges(cfg)
     runs = planned(cfg)
-    results, common = Path(cfg.results), list(map(str, cfg.common))
+    results, common = Path(cfg.results), list(map(str, [*cfg.also, *cfg.common]))
     trainer = f"trainer={cfg.device}"
     missing = [run for run in runs if not _result(run, results).exists()]
     if missing and (changed := uncommitted()):

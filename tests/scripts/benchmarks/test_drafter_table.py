@@ -136,14 +136,21 @@ def test_wrong_arms_are_refused(tmp_path, given, only, said):
         main.drafters(config(tmp_path, given, only), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["distillspec", "drafters", "objectives", "smollm2"])
-def test_all_arms_of_the_configuration_compose(name):
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        *((name, []) for name in ("distillspec", "drafters", "smollm2")),
+        *(("objectives", [f"setting={setting}"]) for setting in ("pocket", "hf_dllm", "smollm2")),
+    ],
+)
+def test_all_arms_of_the_configuration_compose(name, overrides):
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        cfg = compose(f"benchmark_{name}")
+        cfg = compose(f"benchmark_{name}", overrides=overrides)
         runs = arms.planned(cfg)
         assert {run.after for run in runs} <= {run.name for run in runs} | {""}
         for run in runs:
-            compose("config", overrides=[*run.words_in(Path("runs")), *map(str, cfg.common)])
+            shared = map(str, [*cfg.also, *cfg.common])
+            compose("config", overrides=[*shared, *run.words_in(Path("runs"))])
 
 
 def test_all_options_of_a_sweep_compose():
