@@ -15,7 +15,7 @@ from decode.hardware import hardware
 from decode.model.target import Target
 from distill.config.build import build_target, quiet, read_inputs
 from distill.config.read import read_part
-from distill.config.validate import check_ranges
+from distill.config.validate import check_out, check_ranges
 from distill.options import HeldOutInputs, ScoringOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
@@ -41,6 +41,7 @@ def load_inputs(cfg: DictConfig) -> tuple[Target, Chat, list[Prompt], list[Promp
     """
     quiet()
     check_ranges(cfg)
+    check_out(cfg)
     options = read_part(Inputs, cfg)
     chat, train, held = read_inputs(options.target, options.prompts, options.score)
     return build_target(options.target), chat, train, held

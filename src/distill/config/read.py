@@ -15,7 +15,7 @@ from decode.errors import UserError
 from distill import options as o
 from distill.config.recorded import resolved
 from distill.config.target_size import fill_precision, fill_size_settings
-from distill.config.validate import check_ranges, refused
+from distill.config.validate import check_out, check_ranges, refused
 from distill.utils.paths import bundled
 from drafters.vocabulary import draft_vocab_size
 
@@ -34,6 +34,8 @@ def checked_options(cls: type[Options], cfg: DictConfig, announce: bool = True) 
         UserError: a value out of range, and see `read_options`.
     """
     check_ranges(cfg)
+    if issubclass(cls, o.HeldOutInputs):
+        check_out(cfg)
     fill_size_settings(cfg, announce)
     fill_precision(cfg, announce)
     return read_options(cls, cfg)

@@ -197,6 +197,16 @@ def check_paths(cfg: DictConfig) -> None:
             raise UserError(f"{key.removesuffix('.path')}={value}: no such {advice}")
 
 
+def check_out(cfg: DictConfig) -> None:
+    """Check, before hours of work, that `out` is a file that can be written.
+
+    Raises:
+        UserError: it is a folder.
+    """
+    if cfg.out and Path(cfg.out).is_dir():
+        raise UserError(f"out={cfg.out}: is a folder; name a file in it ({Path(cfg.out) / 'out.json'})")
+
+
 def check_server(cfg: DictConfig) -> None:
     """Check a server's options before anything is written, so that no secret is recorded.
 

@@ -85,6 +85,7 @@ def test_every_temperature_and_batch_size_has_its_advice(bench, tmp_path):
         ([], "give checkpoint="),
         (["drafter=eagle"], "must be trained first"),
         (["drafter=ngram", "temperatures=[]"], "at least one of each"),
+        (["drafter=ngram", "out=."], "out=.: is a folder; name a file in it"),
     ],
 )
 def test_bad_input_is_one_line(bench, tmp_path, more, said):
