@@ -248,6 +248,12 @@ def test_devices_are_filled_in_order_and_the_rest_is_read_from_disk(empty):
 
 
 @pytest.mark.gpu
+def test_attention_does_not_plan_for_every_length(bench):
+    load_target(str(bench.target), device="cuda")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.gpu
 def test_layers_on_the_host_compute_on_the_gpu(tmp_path):
     deep = str(make_target(tmp_path / "deep", layers=4))
     whole = load_target(deep, device="cuda")
