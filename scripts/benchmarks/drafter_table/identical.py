@@ -9,17 +9,22 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from benchmarks.drafter_table.arms import TRAIN, Run
 from decode.errors import UserError
+from decode.hardware import hardware
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import say
 
 ROOT = TRAIN.parent
 # What training and decoding depend on; what is benchmarked is none of it
-SOURCE = ("src", "conf", "data", "constraints.txt", ":!conf/benchmark_*")
+SOURCE = ("src", "conf", "data", "constraints.txt")
+BENCHMARKS = "conf/benchmark_"
 # What a short run replaces, so that it cannot tell a change there
 ANSWERS = tuple(
     f"conf/{name}.yaml"
@@ -37,7 +42,7 @@ STEPS = 3
 
 
 class Commits:
-    """Knows which commits give bit-identical runs of an arm; what was found is kept in a file.
+    """Knows which commits give bit-identical runs of an arm; what short runs gave is kept in a file.
 
     Args:
         results: folder of that file.
@@ -47,9 +52,10 @@ class Commits:
 
     def __init__(self, results: Path, runs: Path, common: Sequence[str]) -> None:
         self.file, self.runs, self.common = results / RECORD, runs, list(common)
-        self.found: dict[str, bool] = {}
+        self.machine = f"{hardware(torch.device('cpu'))}, torch {torch.__version__}"
+        self.digests: dict[str, dict[str, str]] = {}  # machine -> arm and what decides its run -> digest
         with suppress(FileNotFoundError):
-            self.found = json.loads(self.file.read_text())
+            self.digests = json.loads(self.file.read_text())
 
     def alike(self, run: Run, commit: str, other: str) -> bool:
         """Whether both commits train the same weights and accept the same drafts.
@@ -57,20 +63,26 @@ class Commits:
         Raises:
             UserError: a commit is not in this repository.
         """
-        changed = "diff", "--name-only", commit, other, "--"
-        if commit == other or not _git(*changed, *SOURCE).strip():
+        if commit == other:
             return True
-        if _git(*changed, *ANSWERS).strip():
-            return False
-        name = f"{run.arm} {commit} {other}"
-        if name not in self.found:
-            say(f"{run.name}: does {commit} train and decode as {other} does?")
-            self.found[name] = self._digest(run, commit) == self._digest(run, other)
-            write_json(self.file, self.found)
-        return self.found[name]
+        files, others = _source(commit), _source(other)
+        changed = {path for path in files.keys() | others.keys() if files.get(path) != others.get(path)}
+        if not changed:
+            return True
+        return changed.isdisjoint(ANSWERS) and self._digest(run, commit) == self._digest(run, other)
 
     def _digest(self, run: Run, commit: str) -> str:
-        """Hash of the weights and the replayed counts of a short run of a commit."""
+        """Hash of the weights and the replayed counts of a short run of a commit, once on each machine."""
+        decides = [_source(commit), run.words, self.common]
+        name = f"{run.arm} {hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]}"
+        known = self.digests.setdefault(self.machine, {})
+        if name not in known:
+            say(f"{run.name}: a short run of commit {commit}, to compare it")
+            known[name] = self._run_commit(run, commit)
+            write_json(self.file, self.digests)
+        return known[name]
+
+    def _run_commit(self, run: Run, commit: str) -> str:
         with TemporaryDirectory(prefix="commit-") as folder:
             tree = Path(folder) / "tree"
             _git("worktree", "add", "--detach", str(tree), commit)
@@ -93,12 +105,24 @@ class Commits:
             hashed.update(file.read_bytes())
         rows = json.loads((best / "score.json").read_text())["rows"]
         hashed.update(json.dumps([row["replay"] and row["replay"]["counts"] for row in rows]).encode())
-        return hashed.hexdigest()
+        return hashed.hexdigest()[:16]
+
+
+@cache
+def _source(commit: str) -> dict[str, str]:
+    """Files of a commit that training and decoding depend on, and their blobs."""
+    files: dict[str, str] = {}
+    for line in _git("ls-tree", "-r", commit, "--", *SOURCE).splitlines():
+        blob, path = line.split("\t")
+        if not path.startswith(BENCHMARKS):
+            files[path] = blob
+    return files
 
 
 def uncommitted() -> str:
     """The first changed file that results depend on; "" if all are committed."""
-    return next(iter(_git("status", "--porcelain", "--", *SOURCE).splitlines()), "")[3:]
+    lines = _git("status", "--porcelain", "--", *SOURCE, f":!{BENCHMARKS}*").splitlines()
+    return next(iter(lines), "")[3:]
 
 
 def _git(*words: str) -> str:

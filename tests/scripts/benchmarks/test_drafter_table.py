@@ -225,25 +225,36 @@ def test_the_plot_and_the_page_are_the_same_for_the_same_results(tmp_path):
 
 def test_commits_with_the_same_source_are_alike_and_others_are_run(tmp_path, monkeypatch):
     run, ran = arms.Run("bigram", 0, 0, ("drafter=bigram",)), []
-    commits = identical.Commits(tmp_path, tmp_path, [])
-    monkeypatch.setattr(commits, "_digest", lambda run, commit: ran.append(commit) or commit[:1])
-    assert commits.alike(run, "HEAD", "HEAD")
+    given = {"x0": {"src/a": "1"}, "x1": {"src/a": "2"}, "y0": {"src/a": "3"}, "docs": {"src/a": "2"}}
+    given["data"] = {"src/a": "2", identical.ANSWERS[0]: "4"}
+    monkeypatch.setattr(identical, "_source", given.__getitem__)
 
-    def changed(*words: str) -> str:
-        return (
-            "" if words[2] == "docs" or (words[2] != "data" and words[5] == identical.ANSWERS[0]) else "a\n"
-        )
+    def commits() -> identical.Commits:
+        made = identical.Commits(tmp_path, tmp_path, [])
+        monkeypatch.setattr(made, "_run_commit", lambda run, commit: ran.append(commit) or commit[:1])
+        return made
 
-    monkeypatch.setattr(identical, "_git", changed)
-    assert commits.alike(run, "docs", "x1")
-    assert not commits.alike(run, "data", "x1")  # other answers, which a short run would not see
+    first = commits()
+    assert first.alike(run, "HEAD", "HEAD")
+    assert first.alike(run, "docs", "x1")
+    assert not first.alike(run, "data", "x1")  # other answers, which a short run would not see
     assert not ran
-    assert commits.alike(run, "x0", "x1")
-    assert not commits.alike(run, "y0", "x1")
-    assert ran == ["x0", "x1", "y0", "x1"]
-    again = identical.Commits(tmp_path, tmp_path, [])  # what was found is kept
-    monkeypatch.setattr(again, "_digest", None)
-    assert (again.alike(run, "x0", "x1"), again.alike(run, "y0", "x1")) == (True, False)
+    assert first.alike(run, "x0", "x1")
+    assert not first.alike(run, "y0", "x1")
+    assert ran == ["x0", "x1", "y0"], "each source once"
+    again = commits()  # what was found is kept
+    assert (again.alike(run, "x0", "docs"), again.alike(run, "y0", "x1")) == (True, False)
+    assert len(ran) == 3
+    elsewhere = commits()  # other kernels round otherwise
+    elsewhere.machine = "another"
+    assert elsewhere.alike(run, "x0", "x1")
+    assert len(ran) == 5
+
+
+def test_the_source_of_a_commit_is_what_runs_depend_on():
+    files = identical._source("HEAD")
+    assert {"src/distill/train.py", "conf/config.yaml", "data/pocket/model.safetensors"} <= files.keys()
+    assert not any(path.startswith(("conf/benchmark_", "docs/", "tests/")) for path in files)
 
 
 @pytest.mark.proof
@@ -251,6 +262,6 @@ def test_a_commit_is_like_itself(tmp_path):
     """Twice the same short run, in checkouts of their own; another seed gives other weights."""
     commits = identical.Commits(tmp_path, tmp_path, ["decode=chain", "decode.depth=2"])
     run = arms.Run("eagle", 3, 0, ("drafter=eagle",))
-    first = commits._digest(run, "HEAD")
-    assert commits._digest(run, "HEAD") == first
+    first = commits._run_commit(run, "HEAD")
+    assert commits._run_commit(run, "HEAD") == first
     assert commits._digest(run._replace(words=("drafter=eagle", "drafter.depth=1")), "HEAD") != first
