@@ -34,6 +34,7 @@ from distill.prompts.prompt import Prompt
 from distill.report import html as html_report
 from distill.report import terminal as summary
 from distill.rollouts.produce import produce
+from distill.rollouts.store import RolloutStore
 from distill.scoring.scorer import Scorer
 from distill.serving import engine_scores
 from distill.training import trainer_state
@@ -49,6 +50,7 @@ from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 from drafters.registry import short_name
+from drafters.vocabulary import TokenCounts
 
 COMPILED_STEPS = 1200  # of a run, from which the first compilation is paid for (docs/training_speed.md)
 
@@ -117,9 +119,7 @@ def train(
     target.tap(drafter.taps)  # an engine's answers come with their hidden states
     stores = cache(partial(produce, options, target, chat, prompts, drafter, folder))
     store = stores(0)
-    # Counts taken over from another run, such as a draft vocabulary, belong to its weights.
-    if drafter.needs_fit and not has_counts:
-        say(f"drafter={short_name(drafter)}: {drafter.fit(store.texts(), target)}")
+    _fit(drafter, store, target, has_counts)
     if not drafter.trains:
         _keep(trainer, saver, drafter, target)
         return _finish(trainer, options, folder, target)
@@ -255,6 +255,14 @@ def _warm_start(options: TrainOptions, drafter: Drafter, target: Target) -> bool
     )
     buffers = {name for name, _ in drafter.named_buffers()}
     return not any(name.split(" ")[0] in buffers for name in left)
+
+
+def _fit(drafter: Drafter, store: RolloutStore, target: Target, has_counts: bool) -> None:
+    """Fit what takes no gradient; what another run counted, a draft vocabulary, belongs to its weights."""
+    if drafter.needs_fit and not has_counts:
+        say(f"drafter={short_name(drafter)}: {drafter.fit(store.texts(), target)}")
+    elif drafter.d2t is not None:
+        drafter.choose_scored(TokenCounts.of(store.texts(), target))
 
 
 def _finish(trainer: L.Trainer, options: TrainOptions, folder: Path, target: Target) -> float:

@@ -333,9 +333,14 @@ class Drafter(nn.Module, ABC):
             self.resize_vocabulary(size)
             new = f", and about {coverage:.2%} of new ones"
         self.d2t.copy_(counts.most_frequent(len(self.d2t)))
-        scored = counts.scored(len(self.d2t))
-        self.scored = None if scored is None else scored.to(self.d2t.device)
+        self.choose_scored(counts)
         return f"{len(self.d2t)} {counts.share(self.d2t.cpu())}{new}"
+
+    def choose_scored(self, counts: TokenCounts) -> None:
+        """Choose the tokens that training scores: what the answers call for, and the draft vocabulary."""
+        assert self.d2t is not None
+        scored = counts.scored(len(self.d2t))
+        self.scored = None if scored is None else torch.cat([scored.to(self.d2t), self.d2t]).unique()
 
     @property
     def fewest_tokens(self) -> int:
