@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -78,8 +79,8 @@ class ParamGroup(NamedTuple):
 class Text(NamedTuple):
     """One stored rollout."""
 
-    tokens: Sequence[int]
-    loss_mask: Sequence[int]  # 1 where the target wrote token i
+    tokens: Sequence[int] | np.ndarray
+    loss_mask: Sequence[int] | np.ndarray  # 1 where the target wrote token i
 
 
 def constructor_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ CEILING = 32000  # tokens that `auto` chooses at most; EAGLE-3's number
 SPARED = 0.02  # share of new answers that `auto` gives up against its ceiling; docs/drafters.md has a table
 FEWEST = 2048  # tokens, however few the answers have: others may be written later
 STEP = 256  # tokens
+CHUNK = 4096  # texts that are counted together
 FOLDS = 10  # of the answers, for the estimate of that share
 SCORED = 0.999  # share of the answers that the tokens which training scores make
 
@@ -52,13 +55,20 @@ class TokenCounts(NamedTuple):
     first: Sequence[int]
 
     @classmethod
-    def of(cls, texts: Iterable[tuple[Sequence[int], Sequence[int]]], target: Target) -> Self:
+    def of(
+        cls, texts: Iterable[tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]], target: Target
+    ) -> Self:
         """Count the tokens of texts whose mask is 1."""
-        folds = torch.zeros(FOLDS, target.vocab_size, dtype=torch.long)
-        for number, (tokens, mask) in enumerate(texts):
-            written = torch.tensor(tokens)[torch.tensor(mask, dtype=torch.bool)]
-            folds[number % FOLDS] += torch.bincount(written, minlength=target.vocab_size)
-        return cls(folds, stop_tokens(target))
+        size = FOLDS * target.vocab_size
+        counts = np.zeros(size, np.int64)
+        rest = enumerate(texts)
+        while part := list(islice(rest, CHUNK)):
+            places = [
+                np.asarray(tokens)[np.asarray(mask, bool)] + number % FOLDS * target.vocab_size
+                for number, (tokens, mask) in part
+            ]
+            counts += np.bincount(np.concatenate(places), minlength=size)
+        return cls(torch.from_numpy(counts).view(FOLDS, -1), stop_tokens(target))
 
     @property
     def counts(self) -> Tensor:

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import TargetOutput
+from distill.data.rows import list_batches
 from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import TapMemory
 
@@ -189,18 +190,22 @@ class RolloutBatches(Dataset[MicroBatch]):
 
 def _measure(rows: datasets.Dataset, max_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(N,) lengths, anchors (t is one if token t + 2 is supervised) and supervised tokens cut off."""
-    length, anchors, lost = [], [], []
-    for number, mask in enumerate(rows["loss_mask"]):
-        if all(mask):
+    parts, number = [], 0
+    for offsets, mask in list_batches(rows, "loss_mask"):
+        start, stop = offsets[:-1], offsets[1:]
+        end = np.minimum(stop, start + max_tokens)
+        supervised = np.concatenate([[0], np.cumsum(mask != 0)])  # tokens before each place
+        whole = supervised[stop] - supervised[start] == stop - start
+        if whole.any():
             raise UserError(
-                f"rollouts: row {number} says that the target wrote all of it, its first token included; "
-                "check the loss masks"
+                f"rollouts: row {number + int(whole.argmax())} says that the target wrote all of it, its "
+                "first token included; check the loss masks"
             )
-        cut = mask[:max_tokens]
-        length.append(len(cut))
-        anchors.append(sum(cut[2:]))
-        lost.append(sum(mask[max_tokens:]))
-    return np.array(length), np.array(anchors), np.array(lost)
+        anchors = supervised[end] - supervised[np.minimum(start + 2, end)]
+        parts.append((end - start, anchors, supervised[stop] - supervised[end]))
+        number += len(start)
+    length, anchors, lost = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return length, anchors, lost
 
 
 class ResumeSampler(Sampler[int]):

@@ -10,11 +10,12 @@ from functools import cache
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from decode.errors import UserError
-from distill.rollouts.shard import COLUMNS
+from distill.rollouts.shard import COLUMNS, lists
 from distill.rollouts.store import RolloutStore
 from distill.utils.atomic_files import sha256
 from distill.utils.progress import say
@@ -45,6 +46,16 @@ def open_rows(store: RolloutStore) -> datasets.Dataset:
                     say(f"{path}: does not have the sha256 that it was made with; made again from the shards")
                 _write(path, shards)
     return datasets.Dataset.from_file(str(path))
+
+
+def list_batches(rows: datasets.Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Record batches of a column of lists, mapped from the file: see `lists`.
+
+    Args:
+        rows: as a store has them, not a selection.
+        column: `tokens` or `loss_mask`.
+    """
+    return lists(rows.data.column(column))
 
 
 @contextmanager

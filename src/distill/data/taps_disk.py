@@ -5,73 +5,113 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode.errors import UserError
 from decode.model.target import LAST, Target, TargetOutput
+from distill.data.rows import list_batches
 from distill.data.taps_memory import read_rows
-from distill.utils.atomic_files import read_json, sha256, write_json
-from distill.utils.progress import bar, say
+from distill.utils.atomic_files import clean, read_json, write_json
+from distill.utils.progress import bar, rank_and_world, say
 from distill.utils.provenance import digest
-from drafters.checkpoint.atomic import publish, rename_into_place
+from drafters.checkpoint.atomic import publish
 
-FILE_BYTES = 2**28  # size of one file; also the memory needed to write it
-SCHEMA = 1
+FILE_BYTES = 2**28  # of vectors, from which a file is full
+FILE_ROWS = 2048  # of a file at the most: what is lost where reading fails
+FILES = 4096  # about, at the most: each is mapped into memory
+SCHEMA = 2
+LAYOUT = "layout.json"
 
 
-def tap_positions(loss_mask: Sequence[int], max_tokens: int) -> tuple[int, list[int]]:
-    """Positions of a row whose hidden states training uses.
+class TapPositions(NamedTuple):
+    """Positions of each row whose hidden states training uses; (N,) each.
 
-    Returns:
-        num_taps: positions with taps, all up to the last anchor, since drafters also attend to the prompt.
-        teacher: positions that predict a supervised token, whose last hidden state is the teacher.
+    Attributes:
+        taps: number of positions with taps, all up to the last anchor: drafters attend to the prompt too.
+        teacher: number of positions that predict a supervised token; their last hidden state is the teacher.
+        length: tokens of the row, cut.
     """
-    teacher = [i - 1 for i, supervised in enumerate(loss_mask[:max_tokens]) if supervised and i]
-    return (teacher[-1] + 1 if teacher else 0), teacher
+
+    taps: np.ndarray
+    teacher: np.ndarray
+    length: np.ndarray
+
+
+def tap_positions(rows: datasets.Dataset, max_tokens: int) -> TapPositions:
+    """Count the positions of all rows that training uses."""
+    parts = []
+    for offsets, mask in list_batches(rows, "loss_mask"):
+        start = offsets[:-1]
+        end = np.minimum(offsets[1:], start + max_tokens)
+        places = np.flatnonzero(mask)  # of supervised tokens
+        before, upto = np.searchsorted(places, start + 1), np.searchsorted(places, end)
+        last = places[np.maximum(upto, 1) - 1] if places.size else start  # the row's last supervised token
+        parts.append((np.where(upto > before, last - start, 0), upto - before, end - start))
+    return TapPositions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def teacher_positions(loss_mask: Sequence[int], max_tokens: int) -> np.ndarray:
+    """(m,) positions of a row that predict a supervised token."""
+    return np.flatnonzero(loss_mask[1:max_tokens])
 
 
 def tap_cache_gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
     """Size of a `TapCache` in bf16."""
-    num_taps = num_teacher = 0
-    for mask in rows["loss_mask"]:
-        count, teacher = tap_positions(mask, max_tokens)
-        num_taps, num_teacher = num_taps + count, num_teacher + len(teacher)
-    vectors = num_taps if _only_last(target) else num_taps * len(target.taps) + num_teacher
-    return 2 * vectors * target.hidden_size / 2**30
+    return float(_row_bytes(target, tap_positions(rows, max_tokens)).sum()) / 2**30
 
 
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_whole(path: Path, digest: str) -> bool:
-    return path.exists() and sha256(path) == digest
+def _row_bytes(target: Target, positions: TapPositions) -> np.ndarray:
+    vectors = positions.taps
+    if not _only_last(target):
+        vectors = positions.taps * len(target.taps) + positions.teacher
+    return 2 * vectors * target.hidden_size
 
 
 def _only_last(target: Target) -> bool:
     return set(target.taps) == {LAST}
 
 
+def file_starts(row_bytes: np.ndarray) -> np.ndarray:
+    """(F + 1,) number of the first row of each file, and of all rows."""
+    total = np.concatenate([[0], np.cumsum(row_bytes)])
+    most_bytes = max(FILE_BYTES, int(total[-1]) // FILES)
+    most_rows = max(FILE_ROWS, len(row_bytes) // FILES)
+    starts = [0]
+    while starts[-1] < len(row_bytes):
+        full = int(np.searchsorted(total, total[starts[-1]] + most_bytes))  # rows until it is full
+        starts.append(min(max(full, starts[-1] + 1), starts[-1] + most_rows, len(row_bytes)))
+    return np.array(starts)
+
+
+@contextmanager
+def _locked(path: Path, operation: int = fcntl.LOCK_EX) -> Iterator[bool]:
+    """Whether the lock of a file was free; it is held until the end of the block."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 class TapCache:
     """Head inputs and taps of all rows in bf16 safetensors files, written once and memory-mapped.
 
-    The folder gets its final name when it is complete. What a killed writer, or one whose target failed, has
-    written in whole files is kept and gone on from. Processes that need the same cache wait for the one that
-    writes it.
+    Which rows a file has follows from their lengths, so the processes of a run write different files at the
+    same time. A file gets its name when it is complete; one that is there is used, whoever wrote it.
 
     Args:
         target: with its taps set.
@@ -96,37 +136,48 @@ class TapCache:
         limit: float,
         packing: bool = False,
     ) -> None:
-        self._packing = packing
+        self._packing, self._max_tokens = packing, max_tokens
         self.dtype, self._hidden = target.dtype, target.hidden_size
         self._only_last = _only_last(target)
         self._count = 1 if self._only_last else len(target.taps)
-        self._positions = [tap_positions(mask, max_tokens) for mask in rows["loss_mask"]]
-        self._lengths = [min(len(mask), max_tokens) for mask in rows["loss_mask"]]
+        self._positions = tap_positions(rows, max_tokens)
+        self._bytes = _row_bytes(target, self._positions)
+        self._starts = file_starts(self._bytes)  # (F + 1,)
+        self._rows = rows.with_format("numpy")
         key = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
         key += ["packed"] * packing + [target.source] * bool(target.source)  # which change rounding
         self.folder = root / f"taps-{digest(json.dumps(key))[:12]}"
-        root.mkdir(parents=True, exist_ok=True)
-        with (root / "taps.lock").open("w") as lock:
-            while not _locked(lock):
-                target.idle(0.2)  # no blocking flock: a sharded target may need this process
-            if self.folder.exists():
-                say(f"taps: reusing {self.folder}")
-                self._check()
-            else:
-                partial = self.folder.with_suffix(".tmp")
-                for other in set(root.glob("taps-*.tmp")) - {partial}:
-                    shutil.rmtree(other)
-                self._make_room(tap_cache_gigabytes(target, rows, max_tokens), limit, partial, target.source)
-                self._write(target, rows["tokens"], partial)
-        index = self._index(self.folder)
-        self._places: list[tuple[int, int, int]] = [tuple(place) for place in index["rows"]]
-        self._files: list[Any] = [
-            safe_open(self.folder / file["name"], framework="pt").__enter__() for file in index["files"]
-        ]
+        if self._missing():
+            self._prepare(limit, target.source)
+            self._fill(target)
+        else:
+            say(f"taps: reusing {self.folder}")
+        self._files = [self._open(number) for number in range(len(self._starts) - 1)]
+        # (N,) rows of taps and of teachers in the files before each row, over all files.
+        self._taps_before, self._teacher_before = (
+            np.concatenate([[0], np.cumsum(counts)]) for counts in self._positions[:2]
+        )
 
-    def _make_room(self, need: float, limit: float, partial: Path, source: str) -> None:
-        free = shutil.disk_usage(self.folder.parent).free / 2**30
-        free += sum(file.stat().st_size for file in partial.glob("*")) / 2**30
+    def _path(self, number: int) -> Path:
+        return self.folder / f"taps-{number:05d}.safetensors"
+
+    def _missing(self) -> list[int]:
+        names = {path.name for path in self.folder.glob("*.safetensors")}
+        return [i for i in range(len(self._starts) - 1) if self._path(i).name not in names]
+
+    def _prepare(self, limit: float, source: str) -> None:
+        """Make the folder, and room for its files.
+
+        Raises:
+            UserError: there is none.
+        """
+        root = self.folder.parent
+        root.mkdir(parents=True, exist_ok=True)
+        for other in set(root.glob("taps-*")) - {self.folder}:
+            _remove_unfinished(other)
+        need = float(self._bytes.sum()) / 2**30
+        written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors")) / 2**30
+        free = shutil.disk_usage(root).free / 2**30 + written
         layers = "the head's input" if self._only_last else f"{self._count} layers and the head's input"
         say(f"taps: {need:.2f} GB of {layers}, in bf16, go to {self.folder}")
         option = "taps=engine" if source else "taps=cache"
@@ -136,99 +187,121 @@ class TapCache:
         if need > free:
             advice = "make room" if source else "use taps=online"
             raise UserError(f"{option} would write {need:.2f} GB, and {free:.2f} are free; {advice}")
+        self.folder.mkdir(exist_ok=True)
+        write_json(self.folder / LAYOUT, {"files": len(self._starts) - 1})
 
-    def _write(self, target: Target, texts: Sequence[list[int]], partial: Path) -> None:
-        files, places = self._begun(partial)
+    def _fill(self, target: Target) -> None:
+        """Write the missing files, this process's share first; then those of processes that ended."""
+        rank, world = rank_and_world()
+        row_counts = np.diff(self._starts)
+
+        def left(missing: Sequence[int]) -> int:
+            return int(row_counts[list(missing)].sum())
+
+        missing = self._missing()
+        if len(missing) <= len(row_counts) - 1:
+            say(f"taps: {len(self._bytes) - left(missing)} of {len(self._bytes)} rows are there already")
+        with (
+            _locked(self.folder / "folder.lock", fcntl.LOCK_SH),
+            bar(len(self._bytes), "taps", "rows", len(self._bytes) - left(missing)) as progress,
+        ):
+            while missing:
+                made = False
+                for number in sorted(missing, key=lambda number: number % world != rank):
+                    with _locked(self.folder / f"taps-{number:05d}.lock") as free:
+                        if free and not self._path(number).exists():
+                            self._write(target, number)
+                            made = True
+                            progress.update(int(row_counts[number]))
+                if not made:
+                    target.idle(0.2)  # no blocking lock: a sharded target may need this process
+                missing = self._missing()
+                progress.update(len(self._bytes) - left(missing) - progress.n)
+        with _locked(self.folder / "folder.lock") as alone:
+            if alone:  # nobody writes, so temporary files are those of killed writers
+                clean(self.folder)
+                for lock in self.folder.glob("taps-*.lock"):
+                    lock.unlink(missing_ok=True)
+
+    def _write(self, target: Target, number: int) -> None:
+        """One file: vectors of its rows, one row after the other, and a checksum of each row."""
+        first, last = self._starts[number : number + 2].tolist()
+        part = self._rows.select(range(first, last))
+        counts = zip(*(column[first:last].tolist() for column in self._positions), strict=True)
         # A packed row costs what is read of it; one without a tap has no use for its only token.
-        ends = [max(1, num) for num, _ in self._positions] if self._packing else self._lengths
-        cut = [text[:end] for text, end in zip(texts, ends, strict=True)]
-        reads = read_rows(target, cut, self._packing, len(places))
-        with bar(len(cut), "taps", "rows", len(places)) as progress:
-            for number, part in enumerate(self._parts(reads, len(places)), len(files)):
-                name = f"taps-{number:05d}.safetensors"
-                places += [(number, *start) for start in part.pop("starts")]
-                with publish(partial / name) as temporary:
-                    save_file({key: torch.cat(values) for key, values in part.items()}, temporary)
-                files.append({"name": name, "sha256": sha256(partial / name)})
-                write_json(partial / "index.json", {"files": files, "rows": places})
-                progress.update(len(places) - progress.n)
-        rename_into_place(partial, self.folder)
+        ends = [max(1, taps) if self._packing else length for taps, _, length in counts]
+        texts = [row[:end].tolist() for row, end in zip(part["tokens"], ends, strict=True)]
+        taps, teachers, sums = [], [], []
+        for row, (hidden, tapped) in enumerate(read_rows(target, texts, self._packing)):
+            taps.append(tapped[: self._positions.taps[first + row]].to("cpu", torch.bfloat16))  # (n, L, D)
+            teacher = torch.from_numpy(teacher_positions(part[row]["loss_mask"], self._max_tokens))
+            chosen = hidden[:0] if self._only_last else hidden[teacher.to(hidden.device)]
+            teachers.append(chosen.to("cpu", torch.bfloat16))  # (m, D)
+            sums.append(_checksum(taps[-1], teachers[-1]))
+        content = {"taps": torch.cat(taps), "last": torch.cat(teachers), "sums": torch.tensor(sums)}
+        with publish(self._path(number)) as temporary:
+            save_file(content, temporary)
 
-    def _begun(self, partial: Path) -> tuple[list[Any], list[Any]]:
-        """Whole files of a writer before this one, and the places of rows in them; others are removed."""
-        partial.mkdir(exist_ok=True)
+    def _changed(self, number: int) -> UserError:
+        advice = f"delete {self.folder} to have it made again"
+        return UserError(f"{self._path(number)}: changed since it was made; {advice}")
+
+    def _open(self, number: int) -> Any:
         try:
-            index = read_json(partial / "index.json", "", files=list, rows=list) or {"files": [], "rows": []}
-        except UserError:  # damaged
-            index = {"files": [], "rows": []}
-        files = list(takewhile(lambda f: _is_whole(partial / f["name"], f["sha256"]), index["files"]))
-        places = [place for place in index["rows"] if place[0] < len(files)]
-        for path in set(partial.iterdir()) - {partial / file["name"] for file in files}:
-            path.unlink()
-        if places:
-            say(f"taps: going on after {len(places)} of {len(self._lengths)} rows in {partial}")
-        return files, places
-
-    def _parts(self, reads: Iterator[tuple[Tensor, Tensor]], first: int) -> Iterator[dict[str, list[Any]]]:
-        """Contents of each file: vectors of several rows, and the offsets (taps, last) of each row.
-
-        Where reading fails, what was read before comes first.
-        """
-        part, size = self._empty(), [0, 0]
-        try:
-            for (last, taps), (num_taps, teacher) in zip(reads, self._positions[first:], strict=True):
-                part["starts"].append(tuple(size))
-                part["taps"].append(taps[:num_taps].to("cpu", torch.bfloat16))  # (n, L, D)
-                if not self._only_last:
-                    part["last"].append(last[teacher].to("cpu", torch.bfloat16))  # (m, D)
-                size = [size[0] + num_taps, size[1] + len(teacher)]
-                if 2 * self._hidden * (size[0] * self._count + size[1]) >= FILE_BYTES:
-                    yield part
-                    part, size = self._empty(), [0, 0]
-        except UserError:
-            if part["starts"]:
-                yield part
-            raise
-        if part["starts"]:
-            yield part
-
-    def _empty(self) -> dict[str, list[Any]]:
-        return {"starts": [], "taps": []} | ({} if self._only_last else {"last": []})
-
-    def _index(self, folder: Path) -> dict[str, Any]:
-        advice = f"delete {folder} to have it made again"
-        index = read_json(folder / "index.json", advice, files=list, rows=list)
-        if index is None:
-            raise UserError(f"{folder}: has no index.json; {advice}")
-        return index
-
-    def _check(self) -> None:
-        for file in self._index(self.folder)["files"]:
-            path = self.folder / file["name"]
-            if not _is_whole(path, file["sha256"]):
-                raise UserError(
-                    f"{path}: changed since it was made; delete {self.folder} to have it made again"
-                )
+            return safe_open(self._path(number), framework="pt").__enter__()
+        except (SafetensorError, OSError):  # not whole
+            raise self._changed(number) from None
 
     def batch(self, rows: Sequence[int]) -> TargetOutput:
-        """Right-padded (B, T, D) head inputs and (B, T, L, D) taps of rows; 0 where training uses none."""
-        pairs = [self._row(row) for row in rows]
+        """Right-padded (B, T, D) head inputs and (B, T, L, D) taps of rows; 0 where training uses none.
+
+        Raises:
+            UserError: a row whose vectors were changed since they were written.
+        """
+        pairs = [self._row(int(row)) for row in rows]
         last = pad_sequence([pair[0] for pair in pairs], batch_first=True)
         return TargetOutput(last, pad_sequence([pair[1] for pair in pairs], batch_first=True))
 
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
         """(T, D) head inputs and (T, L, D) taps of a row."""
-        file, start, last_start = self._places[row]
-        num_taps, teacher = self._positions[row]
-        taps = torch.zeros(self._lengths[row], self._count, self._hidden, dtype=self.dtype)
-        taps[:num_taps] = self._files[file].get_slice("taps")[start : start + num_taps]
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        first, file = self._starts[number], self._files[number]
+        stored = [
+            file.get_slice(name)[before[row] - before[first] : before[row + 1] - before[first]]
+            for name, before in (("taps", self._taps_before), ("last", self._teacher_before))
+            if name == "taps" or not self._only_last
+        ]
+        if _checksum(*stored) != int(file.get_slice("sums")[row - first]):
+            raise self._changed(number)
+        taps = torch.zeros(self._positions.length[row], self._count, self._hidden, dtype=self.dtype)
+        taps[: len(stored[0])] = stored[0]
         if self._only_last:
             return taps[:, 0], taps
         last = taps.new_zeros(len(taps), self._hidden)
-        vectors = self._files[file].get_slice("last")[last_start : last_start + len(teacher)]
-        last[teacher] = vectors.to(self.dtype)
+        teacher = teacher_positions(self._rows[row]["loss_mask"], self._max_tokens)
+        last[torch.from_numpy(teacher)] = stored[1].to(self.dtype)
         return last, taps
 
     def remove(self) -> None:
         """Delete the files; processes that have them open can still read."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _checksum(*vectors: Tensor) -> int:
+    """CRC-32 of the bytes of contiguous bf16 vectors."""
+    crc = 0
+    for part in vectors:
+        crc = zlib.crc32(part.contiguous().view(torch.int16).numpy().data, crc)
+    return crc
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove a cache that has not all its files, unless a process is writing them; and older layouts."""
+    try:
+        layout = read_json(folder / LAYOUT, "", files=int) or {}
+    except UserError:  # damaged
+        layout = {}
+    if layout.get("files") != len(list(folder.glob("*.safetensors"))):
+        with _locked(folder / "folder.lock") as free:
+            if free:
+                shutil.rmtree(folder, ignore_errors=True)

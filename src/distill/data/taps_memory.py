@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import datasets
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.target import LAST, Target, TargetOutput
+from distill.data.rows import list_batches
 from distill.utils.progress import bar
 
 TOKENS = 4096  # per forward pass of the target
@@ -78,7 +80,7 @@ class GrowingTaps(TapMemory):
 
 
 def read_rows(
-    target: Target, texts: Sequence[list[int]], packing: bool = False, first: int = 0
+    target: Target, texts: Sequence[list[int]], packing: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (n, D) head inputs and (n, L, D) taps of texts, in their order.
 
@@ -86,19 +88,12 @@ def read_rows(
         target: with its taps set.
         texts: token ids.
         packing: they are read without padding.
-        first: those before are left out; the others are read in the same batches as without it, on which
-            rounding depends. An engine's do not depend on ours.
     """
-    if target.source:
-        texts, first = texts[first:], 0
-    only_last, start = set(target.taps) == {LAST}, 0
+    only_last = set(target.taps) == {LAST}
     for batch in _batches(texts, max(TOKENS, target.read_ahead)):
-        begin, start = start, start + len(batch)
-        if start <= first:
-            continue
         tokens = pad_sequence([torch.tensor(t) for t in batch], batch_first=True)  # (B, T)
         read = target.read(tokens.to(target.device), [len(t) for t in batch] if packing else None)
-        for i, row in enumerate(batch[max(0, first - begin) :], max(0, first - begin)):
+        for i, row in enumerate(batch):
             last = read.last[i, : len(row)].clone()
             yield last, last[:, None] if only_last else read.taps[i, : len(row)].clone()
 
@@ -107,24 +102,25 @@ def _cut(rows: datasets.Dataset, max_tokens: int) -> list[list[int]]:
     return [tokens[:max_tokens] for tokens in rows["tokens"]]
 
 
-def _batches(texts: Sequence[list[int]], most: int) -> list[list[list[int]]]:
+def _batches(texts: Sequence[list[int]], most: int) -> Iterator[list[list[int]]]:
     """Consecutive texts in batches of at most `most` padded tokens (a longer one is alone)."""
-    batches: list[list[list[int]]] = []
-    width = 0  # of the newest batch
+    batch: list[list[int]] = []
+    width = 0
     for row in texts:
         width = max(width, len(row))
-        if batches and width * (len(batches[-1]) + 1) <= most:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-            width = len(row)
-    return batches
+        if batch and width * (len(batch) + 1) > most:
+            yield batch
+            batch, width = [], len(row)
+        batch.append(row)
+    if batch:
+        yield batch
 
 
 def tap_memory_gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
     """Size of a `TapMemory` in gigabytes."""
     extra = 0 if set(target.taps) == {LAST} else len(target.taps)
-    tokens = sum(min(len(t), max_tokens) for t in rows["tokens"])
+    lengths = (np.diff(offsets) for offsets, _ in list_batches(rows, "tokens"))
+    tokens = sum(int(np.minimum(batch, max_tokens).sum()) for batch in lengths)
     return tokens * target.hidden_size * target.dtype.itemsize * (1 + extra) / 2**30
 
 

@@ -47,6 +47,7 @@ class Chat:
         if template == "none" and options:
             raise UserError("prompts.template_options: prompts.template=none has no template to take them")
         self.tokenizer, self.template, self.options = tokenizer, template, dict(options or {})
+        self.splits = re.compile("|".join(map(re.escape, _splitting(tokenizer))) or "(?!)")
 
     def fingerprint(self) -> str:
         """Hash of vocabulary, template and options."""
@@ -105,7 +106,7 @@ class TemplateRenderer:
 
     def __init__(self, chat: Chat, tools: Tools = ()) -> None:
         self.chat, self.tools = chat, list(tools) or None
-        self.ids, self.tokenizer = chat._ids, chat.tokenizer
+        self.ids, self.tokenizer, self.splits = chat._ids, chat.tokenizer, chat.splits
 
     def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """The conversation; a `prompt` ends where the assistant's next message begins."""
@@ -138,6 +139,13 @@ class TemplateRenderer:
             **{**self.tokenizer.special_tokens_map, **self.chat.options},
         )
         return [Span(int(start), int(end)) for start, end in blocks[0]]
+
+
+def _splitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Added tokens that are found in a text as it is, whatever stands beside them, longest first."""
+    tokens = tokenizer.added_tokens_decoder.values()
+    plain = [t for t in tokens if not (t.normalized or t.lstrip or t.rstrip or t.single_word)]
+    return sorted((t.content for t in plain if t.content), key=len, reverse=True)
 
 
 def _text_of(message: Message) -> str:

@@ -7,6 +7,7 @@ characters across them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -35,6 +36,7 @@ class Renderer(Protocol):
     """A template with its tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
+    splits: re.Pattern[str]  # tokens that the tokenizer takes out of a text before it splits what is between
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text that contains its special tokens."""
@@ -111,6 +113,7 @@ class Tokens:
         self._render, self._text, self._prompt = render, text, prompt
         self._head = render.ids(text[:prompt])
         self.ids = whole = render.ids(text)
+        self._known = Span(0, 0)  # characters, and ids of them, up to a token that splits the text
         self._prefix_matches = whole[: len(self._head)] == self._head
         if not self._prefix_matches:
             # A token spans the border. The target starts after the prompt, so encode the parts separately.
@@ -123,12 +126,25 @@ class Tokens:
                 )
 
     def count(self, characters: int) -> int | None:
-        """Number of ids of the first `characters` characters; None if an id spans the border."""
-        if self._prefix_matches or characters <= self._prompt:
-            part = self._render.ids(self._text[:characters])
-        else:
+        """Number of ids of the first `characters` characters; None if an id spans the border.
+
+        Calls with growing numbers encode each character about once: ids before a token that splits the
+        text do not depend on what follows it.
+        """
+        if not self._prefix_matches and characters > self._prompt:
             part = self._head + self._render.ids(self._text[self._prompt : characters])
-        return len(part) if self.ids[: len(part)] == part else None
+            return len(part) if self.ids[: len(part)] == part else None
+        if characters < self._known.start:
+            self._known = Span(0, 0)
+        start, count = self._known
+        place = start
+        for match in self._render.splits.finditer(self._text, start, characters):
+            place = match.start()
+        if place > start:
+            count += len(self._render.ids(self._text[start:place]))
+            self._known = Span(place, count)
+        part = self._render.ids(self._text[place:characters])
+        return count + len(part) if self.ids[count : count + len(part)] == part else None
 
 
 def _earlier(

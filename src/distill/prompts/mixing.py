@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from decode.errors import UserError
@@ -33,12 +34,12 @@ def mix(readings: Sequence[Reading], limit: int) -> list[Prompt]:
     amounts = shares(counts, [r.source.weight for r in readings], limit)
     for reading, amount in zip(readings, amounts, strict=True):
         if amount < len(reading.prompts):
-            reading.prompts = sorted(reading.prompts, key=_content_hash)[:amount]
+            reading.prompts = sorted(reading.prompts, key=lambda p: p.content_hash)[:amount]
         if several:
-            reading.prompts = [p._replace(id=f"{reading.source.short}/{p.id}") for p in reading.prompts]
+            reading.prompts = [replace(p, id=f"{reading.source.short}/{p.id}") for p in reading.prompts]
     prompts = [p for r in readings for p in r.prompts]
     # Shuffle by a second hash: prompts sampled from a large source have smaller first hashes.
-    mixed = sorted(prompts, key=lambda p: hash64(_content_hash(p))) if several or limit else prompts
+    mixed = sorted(prompts, key=lambda p: hash64(p.content_hash)) if several or limit else prompts
     return _unique_ids(mixed)
 
 
@@ -77,18 +78,12 @@ def shares(counts: Sequence[int], weights: Sequence[float], limit: int) -> list[
 def _drop_seen(prompts: list[Prompt], seen: set[int]) -> int:
     unique = []
     for prompt in prompts:
-        key = _content_hash(prompt)
-        if key not in seen:
-            seen.add(key)
+        if prompt.content_hash not in seen:
+            seen.add(prompt.content_hash)
             unique.append(prompt)
     dropped = len(prompts) - len(unique)
     prompts[:] = unique
     return dropped
-
-
-def _content_hash(prompt: Prompt) -> int:
-    # Independent of the hash in `split`, or the first prompts of a mixture would all be held out.
-    return hash64([prompt.messages, prompt.tools])
 
 
 def _unique_ids(prompts: list[Prompt]) -> list[Prompt]:
@@ -100,5 +95,6 @@ def _unique_ids(prompts: list[Prompt]) -> list[Prompt]:
             used[prompt.id] += 1
             name = f"{prompt.id}~{used[prompt.id]}"  # samples have #
         used[name] = 1
-        prompts[i] = prompt._replace(id=name)
+        if name != prompt.id:
+            prompts[i] = replace(prompt, id=name)
     return prompts

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-from distill.utils.provenance import digest
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 Message = dict[str, Any]  # role, content, and what chat templates read besides: tool_calls, name, ...
 
 
-class Prompt(NamedTuple):
+@dataclass(slots=True)
+class Prompt:
     """A conversation for the target to continue.
 
     Attributes:
@@ -33,6 +33,22 @@ class Prompt(NamedTuple):
     tools: tuple[dict[str, Any], ...] = ()
     file: str = ""
     line: int = 0
+    _content: int | None = field(default=None, init=False, repr=False, compare=False)
+    _question: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def content_hash(self) -> int:
+        """Hash of messages and tools, independent of `question_hash`."""
+        if self._content is None:
+            self._content = hash64([self.messages, self.tools])
+        return self._content
+
+    @property
+    def question_hash(self) -> int:
+        """Hash of what identifies a question in the held-out split."""
+        if self._question is None:
+            self._question = hash64(question(self))
+        return self._question
 
 
 def turns(messages: Sequence[Message]) -> list[int]:
@@ -71,21 +87,25 @@ def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[P
     Held-out prompts are shuffled by hash, so that the first few are a fair sample even of a file that is
     sorted by category.
     """
-    sides = [(p, hash64(question(p))) for p in prompts]
-    held = sorted((pair for pair in sides if pair[1] < share * 2**64), key=lambda pair: pair[1])
-    return [p for p, side in sides if side >= share * 2**64], [p for p, _ in held]
+    held = sorted((p for p in prompts if p.question_hash < share * 2**64), key=lambda p: p.question_hash)
+    return [p for p in prompts if p.question_hash >= share * 2**64], held
 
 
 def held_out(train: Sequence[Prompt], held: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
     """Drop held-out questions from `train`, and shuffle the held-out prompts as `split` does."""
-    shuffled = sorted(held, key=lambda p: hash64(question(p)))
-    questions = {hash64(question(p)) for p in held}
-    return [p for p in train if hash64(question(p)) not in questions], shuffled
+    shuffled = sorted(held, key=lambda p: p.question_hash)
+    questions = {p.question_hash for p in held}
+    return [p for p in train if p.question_hash not in questions], shuffled
 
 
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Hash of the prompts' content, independent of file and line."""
-    return digest(json.dumps([[p.id, p.messages, p.category, p.weight, p.tools] for p in prompts]))
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Hash of the prompts' content, independent of file and line: of all of it as one JSON list."""
+    digest = hashlib.sha256(b"[")
+    for number, p in enumerate(prompts):
+        text = json.dumps([p.id, p.messages, p.category, p.weight, p.tools])
+        digest.update((", " * bool(number) + text).encode())
+    digest.update(b"]")
+    return digest.hexdigest()[:16]
 
 
 def hash64(value: Any) -> int:

@@ -27,6 +27,7 @@ SYSTEMS = ("system", "system_prompt")
 CONTENT = (*FORMS, *ANSWERS, *SYSTEMS, "input")
 IDS = ("id", "question_id", "task_id", "prompt_id")
 WEIGHTS = ("weight", "reward")
+ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 FIELDS = (*CONTENT, *IDS, *WEIGHTS, "category", "tools")  # all keys that are read
 
 
@@ -257,7 +258,8 @@ def _is_text(value: Any, empty: bool = False) -> bool:
 
 def _check_text(prompt: Prompt) -> None:
     """Check that all fields can be written as UTF-8 JSON; columns can hold dates or bytes."""
+    more = [message for message in prompt.messages if len(message) > 2]  # than a role and a checked text
     try:
-        json.dumps(prompt, ensure_ascii=False, allow_nan=False).encode()
+        ENCODE([prompt.id, prompt.category, prompt.tools, more]).encode()
     except (TypeError, ValueError, RecursionError):
         raise UserError("an id, category or tool is no data that UTF-8 JSON can hold") from None

@@ -124,7 +124,8 @@ class Source:
         prompt = to_prompt(value, str(record.line), self.answers, self.columns)
         if sum(len(m["content"]) for m in prompt.messages) > self.max_bytes:
             raise UserError(f"longer than {self.max_bytes:,} characters (prompts.max_bytes)")
-        return prompt._replace(file=self.label, line=record.line)
+        prompt.file, prompt.line = self.label, record.line
+        return prompt
 
 
 @dataclass(slots=True)

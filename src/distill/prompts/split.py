@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from distill.options import PromptOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, Measured, check_share, set_aside
 from distill.prompts.mixing import mix
-from distill.prompts.prompt import Prompt, hash64, held_out, opening, question, split
+from distill.prompts.prompt import Prompt, held_out, opening, split
 from distill.prompts.sources import Reading, Rejected, Source, to_sources
+from distill.prompts.token_counts import count_tokens
 from distill.utils.atomic_files import read_json, write_json
-from distill.utils.progress import bar, first_rank, say
+from distill.utils.progress import first_rank, say
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
 
@@ -118,20 +119,14 @@ def _rendered(
 ) -> tuple[Measured, list[Rejected]]:
     """Split prompts into those that the chat template renders and those that it rejects."""
     measured, refused = Measured(), []
-    with bar(len(prompts), "prompts", "prompts", leave=False) as shown:
-        for prompt in prompts:
-            shown.update()
-            try:
-                if given:
-                    tokens = chat.encode_answered(prompt.messages, prompt.tools)[1].index(1)
-                else:
-                    tokens = len(chat.encode(opening(prompt.messages), prompt.tools))
-            except UserError as error:
-                refused.append(set_aside(prompt, str(error)))
-                if strict or len(refused) == len(prompts):
-                    raise UserError(str(refused[0])) from None
-            else:
-                measured.add(prompt, tokens, limit)
+    tokens, refusals = count_tokens(prompts, chat, given)
+    for index, reason in refusals.items():
+        refused.append(set_aside(prompts[index], reason))
+        if strict or len(refused) == len(prompts):
+            raise UserError(str(refused[0]))
+    for prompt, count in zip(prompts, tokens.tolist(), strict=True):
+        if count >= 0:
+            measured.add(prompt, count, limit)
     return measured, refused
 
 
@@ -139,8 +134,8 @@ def _openings(held: Sequence[Prompt]) -> list[Prompt]:
     """Held-out prompts up to the first answer, without duplicates."""
     unique: dict[int, Prompt] = {}
     for prompt in held:
-        prompt = prompt._replace(messages=opening(prompt.messages))
-        unique.setdefault(hash64([prompt.messages, prompt.tools]), prompt)
+        prompt = replace(prompt, messages=opening(prompt.messages))
+        unique.setdefault(prompt.content_hash, prompt)
     return list(unique.values())
 
 
@@ -159,7 +154,7 @@ def _counts(reading: Reading) -> dict[str, Any]:
 
 def _hash(prompts: Sequence[Prompt]) -> str:
     """Hash of the questions, independent of order."""
-    return digest(" ".join(sorted(str(hash64(question(p))) for p in prompts)))
+    return digest(" ".join(sorted(str(p.question_hash) for p in prompts)))
 
 
 def keep_record(inputs: Inputs, folder: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from decode.errors import UserError
 from decode.evaluation.replay import Rollout
 from decode.model.load import stop_tokens
@@ -92,5 +94,5 @@ def read_answers(store: RolloutStore) -> list[Rollout]:
                 f"{store.folder}: drawn with {name}={stored[name]}, but {value} is scored; replay on answers "
                 "of another distribution would be wrong: remove the folder"
             )
-    texts = ((list(text.tokens), text.loss_mask.index(1)) for text in store.texts())
+    texts = ((np.asarray(t.tokens).tolist(), int(np.argmax(t.loss_mask))) for t in store.texts())
     return [Rollout(tokens[:start], tokens[start:]) for tokens, start in texts]

@@ -21,7 +21,7 @@ from distill.prompts.prompt import Prompt, prompts_digest
 from distill.rollouts.build import HELPED, Helper, helping_plan, work_of
 from distill.rollouts.estimate import estimate
 from distill.rollouts.shard import count
-from distill.rollouts.store import RolloutPlan, RolloutStore, stored_plan, whole_plan
+from distill.rollouts.store import EVERY, RolloutPlan, RolloutStore, stored_plan, whole_plan
 from distill.rollouts.surprisal import mismatch_warning
 from distill.rollouts.writer import check_plan
 from distill.utils.atomic_files import read_json, sha256, write_json
@@ -203,20 +203,22 @@ def fill(
     counts = store.manifest()["counts"]
     say(f"rollouts: {counts['rows']} rows, {counts['answer_tokens']} supervised tokens in {store.folder}")
     if counts["rows"] and (store.plan.answers == "given" or store.plan.server):
-        rows = [text._asdict() for text in islice(store.texts(), CHECKED_ROWS)]
+        texts = islice(store.texts(), CHECKED_ROWS)
+        rows = [{name: np.asarray(part).tolist() for name, part in text._asdict().items()} for text in texts]
         if warning := mismatch_warning(target, rows, asdict(store.plan)):
             say(warning)
 
 
 def _speed(store: RolloutStore) -> Callable[[], str]:
-    """Tokens per second of new shards, from all workers."""
-    todo, begun, tokens = set(store.missing()), time.monotonic(), 0
+    """Tokens per second of new shards, from all workers; looks for them every `EVERY` seconds."""
+    todo, begun, tokens, looked = set(store.missing()), time.monotonic(), 0, 0.0
 
     def speed() -> str:
-        nonlocal tokens
-        for shard in [shard for shard in todo if store.path(shard).exists()]:
-            todo.remove(shard)
-            tokens += count(store.path(shard))["answer_tokens"]
-        return f"{tokens / (time.monotonic() - begun):,.0f} tokens/s"
+        nonlocal todo, tokens, looked
+        if (now := time.monotonic()) - looked > EVERY:
+            looked, left = now, set(store.missing())
+            tokens += sum(count(store.path(shard))["answer_tokens"] for shard in todo - left)
+            todo = left
+        return f"{tokens / (now - begun):,.0f} tokens/s"
 
     return speed

@@ -54,16 +54,21 @@ class Mirror:
         except FileNotFoundError:
             return set()  # an object store has no empty folders
 
+    def has(self, name: str) -> bool:
+        """Whether a file exists now."""
+        self.fs.invalidate_cache(self.root)
+        return self.fs.exists(self.path(name))
+
     def put(self, file: Path) -> bool:
         """Upload a file; return False if a file of that name already exists, which is left as it is."""
-        if file.name in self.names():
+        if self.has(file.name):
             return False
         if self.objects:
             self.fs.put_file(str(file), self.path(file.name))
             return True
         temporary = self.path(f"{file.name}.{socket.gethostname()}-{os.getpid()}.tmp")
         self.fs.put_file(str(file), temporary)
-        if file.name not in self.names():
+        if not self.has(file.name):
             with suppress(FileNotFoundError):  # removed by `clean`: the store is complete
                 self.fs.mv(temporary, self.path(file.name))
                 return True

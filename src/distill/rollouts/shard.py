@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -42,6 +43,12 @@ def write_shard(path: Path, rows: Sequence[Row], key: str, shard: int) -> None:
         pq.write_table(table.replace_schema_metadata(_mark(table, key, shard)), temporary)
 
 
+def lists(column: pa.ChunkedArray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Chunks of a column of lists, without copies: (n + 1,) offsets into (m,) values."""
+    for chunk in column.chunks:
+        yield chunk.offsets.to_numpy().astype(np.int64), chunk.values.to_numpy()
+
+
 def is_whole(path: Path, key: str, shard: int) -> bool:
     """Whether a file is this shard of this plan, with unchanged rows."""
     try:
@@ -68,8 +75,8 @@ def _mark(table: pa.Table, key: str, shard: int) -> dict[str, str]:
 def count(path: Path) -> dict[str, Any]:
     """Counts and hash of a shard, for the manifest."""
     table = pq.read_table(path, columns=["loss_mask", "finish_reason", "ids"])
-    masks = table["loss_mask"].to_pylist()
-    answer_tokens = sum(map(sum, masks))
+    masks = [mask for _, mask in lists(table["loss_mask"])]
+    answer_tokens = sum(int(mask.sum()) for mask in masks)
     return {
         "file": path.name,
         "rows": table.num_rows,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from distill.rollouts.manifest import (
     versions,
 )
 from distill.rollouts.remote import Mirror
-from distill.rollouts.shard import Row, count, is_whole, plan_key, write_shard
+from distill.rollouts.shard import Row, count, is_whole, lists, plan_key, write_shard
 from distill.utils.atomic_files import read_json, sha256, write_json
 from distill.utils.progress import rank_and_world
 from distill.utils.provenance import digest
@@ -34,6 +35,7 @@ from drafters.base import Text
 
 SCHEMA = 3
 OURS = ("shard-*.tmp", "shard-*.lock", "*.json.*.tmp")  # temporary files of writers
+EVERY = 1.0  # seconds between looks at what other processes have made
 Make = Callable[[int, list[Prompt], int], list[Row]]  # shard, its prompts, self-written ones -> rows
 
 
@@ -165,8 +167,9 @@ class RolloutStore:
         return self.folder / f"shard-{shard:05d}.parquet"
 
     def missing(self) -> list[int]:
-        """Numbers of the shards that do not exist yet."""
-        return [i for i in range(self.shards) if not self.path(i).exists()]
+        """Numbers of the shards that do not exist yet; lists the folder."""
+        there = {path.name for path in self.folder.glob("shard-*.parquet")}
+        return [i for i in range(self.shards) if self.path(i).name not in there]
 
     @property
     def complete(self) -> bool:
@@ -211,12 +214,15 @@ class RolloutStore:
         rank, world = rank_and_world()
         num_made = 0
         while todo := self.missing():
-            before = num_made
+            before, left, listed = num_made, len(todo), time.monotonic()
             # On a shared disk, shards of a dead rank are taken over once their locks are free.
             for shard in sorted(todo, key=lambda i: i % world != rank):
                 if (shard % world == rank or not self.mirror) and self.make(shard, make):
                     num_made += 1
-                    done(len(self.missing()))
+                    left -= 1
+                    if time.monotonic() - listed > EVERY:  # to count what other ranks made
+                        left, listed = len(self.missing()), time.monotonic()
+                    done(left)
             if num_made == before:
                 self.wait(done, pause)
         done(0)
@@ -233,7 +239,7 @@ class RolloutStore:
         with self._lock(f"shard-{shard:05d}") as free:
             if not free or self.path(shard).exists():
                 return False
-            if self.mirror and self.path(shard).name in self.mirror.names():
+            if self.mirror and self.mirror.has(self.path(shard).name):
                 self._fetch(shard)
                 return False
             write_shard(self.path(shard), make(shard, *self._work(shard)), self.plan.key, shard)
@@ -245,9 +251,9 @@ class RolloutStore:
         """Synchronize the shards of the folder and the URL."""
         if not self.mirror:
             return
-        names = self.mirror.names()
+        names, missing = self.mirror.names(), set(self.missing())
         for shard in range(self.shards):
-            if self.path(shard).exists() == (self.path(shard).name in names):
+            if (shard in missing) != (self.path(shard).name in names):
                 continue
             with self._lock(f"shard-{shard:05d}") as free:
                 if free and self.path(shard).exists():  # killed before it was uploaded
@@ -313,10 +319,13 @@ class RolloutStore:
         return digest(" ".join(shard["sha256"] for shard in self.manifest()["shards"]))
 
     def texts(self) -> Iterator[Text]:
-        """All rows, in the order of the prompts."""
+        """All rows, in the order of the prompts; as arrays."""
         for shard in range(self.shards):
             table = pq.read_table(self.path(shard), columns=["tokens", "loss_mask"])
-            yield from (Text(**row) for row in table.to_pylist())
+            chunks = zip(lists(table["tokens"]), lists(table["loss_mask"]), strict=True)
+            for (offsets, tokens), (_, mask) in chunks:
+                for start, end in pairwise(offsets.tolist()):
+                    yield Text(tokens[start:end], mask[start:end])
 
     def check(self) -> None:
         """Compare the shards with the manifest.

@@ -93,10 +93,11 @@ class Suffix(LookupDrafter):
         texts_kept: deque[np.ndarray] = deque()
         size = total = rows = 0
         for text in texts:
-            if 1 not in text.loss_mask:
+            written = np.asarray(text.loss_mask, bool)
+            if not written.any():
                 continue
-            begin = max(0, list(text.loss_mask).index(1) - self.longest)
-            texts_kept.append(np.array([*text.tokens[begin:], PAD], np.int32))
+            begin = max(0, int(written.argmax()) - self.longest)
+            texts_kept.append(np.append(text.tokens[begin:], PAD).astype(np.int32))
             rows, size, total = rows + 1, size + len(texts_kept[-1]), total + len(texts_kept[-1])
             while size > self.settings["max_tokens"]:
                 size -= len(texts_kept.popleft())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from workbench import fork
+from workbench import fork, spawn
 
 from decode.errors import UserError
 from decode.model.target import LAST, Target
@@ -210,27 +210,69 @@ def test_a_cache_that_is_too_large_for_its_limit_or_the_disk_is_refused(
     assert not list(tmp_path.glob("taps-*"))
 
 
-def test_a_changed_or_unfinished_cache_is_not_used(target, tmp_path, monkeypatch):
+def test_a_changed_or_unfinished_cache_is_not_used(target, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tap_cache, "FILE_BYTES", 200)  # several files
     target.tap((LAST,))
     rows = answered()
-    save = tap_cache.save_file
-    monkeypatch.setattr(tap_cache, "save_file", lambda *a: save(*a) or os.kill(os.getpid(), 9))
+    whole = TapCache(target, rows, 11, tmp_path / "whole", "key", 1.0)
+    save, saved = tap_cache.save_file, []
+
+    def killed_in_the_third(*arguments):
+        save(*arguments)
+        saved.append(arguments)
+        if len(saved) == 3:
+            os.kill(os.getpid(), 9)
+
+    monkeypatch.setattr(tap_cache, "save_file", killed_in_the_third)
+    other = tmp_path / "taps-of-other-rows"
+    other.mkdir()
+    (other / tap_cache.LAYOUT).write_text('{"files": 2}')
     assert fork(lambda: TapCache(target, rows, 11, tmp_path, "key", 1.0) and 0) == 9
-    assert list(tmp_path.glob("*.tmp")), "the kill came too early to prove anything"
-    monkeypatch.undo()
-    monkeypatch.setattr(tap_cache, "FILE_BYTES", 200)  # several files
+    assert not other.exists(), "unfinished, and nobody writes it"
+    assert len(list(tmp_path.glob("taps-*/*.safetensors"))) == 2
+    assert list(tmp_path.glob("taps-*/*.tmp")), "the kill came too early to prove anything"
+    monkeypatch.setattr(tap_cache, "save_file", save)
+    capsys.readouterr()
     cache = TapCache(target, rows, 11, tmp_path, "key", 1.0)
-    assert not list(tmp_path.glob("*.tmp"))
+    assert "of 5 rows are there already" in capsys.readouterr().out
+    assert not list(cache.folder.glob("*.tmp")) + list(cache.folder.glob("taps-*.lock"))
+    for path in whole.folder.glob("*.safetensors"):
+        assert (cache.folder / path.name).read_bytes() == path.read_bytes()
     *_, file = sorted(cache.folder.glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match="changed since it was made"):
+    changed = TapCache(target, rows, 11, tmp_path, "key", 1.0)
+    changed.batch([0])
+    with pytest.raises(UserError, match="changed since it was made; delete"):
+        changed.batch([0, 4])
+    file.write_bytes(data[:-1])
+    with pytest.raises(UserError, match="changed since it was made; delete"):
         TapCache(target, rows, 11, tmp_path, "key", 1.0)
 
 
-def test_a_first_token_that_the_target_wrote_has_no_position_before_it():
-    assert tap_cache.tap_positions([1, 0, 1, 0, 1], 4) == (2, [1])
+def test_processes_write_a_cache_together(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(tap_cache, "FILE_BYTES", 200)
+    target.tap((0, 2))
+    rows = answered()
+    alone = TapCache(target, rows, 11, tmp_path / "alone", "key", 1.0)
+    files = len(list(alone.folder.glob("*.safetensors")))
+    write, written = TapCache._write, []
+    monkeypatch.setattr(TapCache, "_write", lambda *a: write(*a) or written.append(a[-1]))
+
+    def work(rank: int) -> int:
+        monkeypatch.setattr(tap_cache, "rank_and_world", lambda: (rank, 3))
+        cache = TapCache(target, rows, 11, tmp_path, "key", 1.0)
+        (tmp_path / f"rank-{rank}").write_text(" ".join(map(str, written)))
+        return int(not torch.equal(cache.batch([0, 3]).taps, alone.batch([0, 3]).taps))
+
+    children = [spawn(lambda rank=rank: work(rank)) for rank in range(3)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    shares = [(tmp_path / f"rank-{rank}").read_text().split() for rank in range(3)]
+    assert sorted(number for share in shares for number in share) == list(map(str, range(files))), "or twice"
+    (folder,) = tmp_path.glob("taps-*")
+    for path in alone.folder.glob("*.safetensors"):
+        assert (folder / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_removed_cache_is_read_on_by_those_who_have_it_open(target, tmp_path):

@@ -13,7 +13,8 @@ from workbench import options_of
 from decode.errors import UserError
 from distill.config.build import read_chat
 from distill.options import GenerateOptions, InspectOptions, ScoreCommandOptions, TrainOptions
-from distill.prompts.chat_template import Chat
+from distill.prompts.chat_template import Chat, TemplateRenderer
+from distill.prompts.loss_mask import Tokens
 
 ALL = [*FAMILIES, "pocket"]
 ENDS = {
@@ -405,3 +406,42 @@ def test_any_conversation_is_supervised_where_the_assistant_wrote(name, turns):
     assert ids[: len(prompt)] == prompt
     whole = chat.tokenizer.apply_chat_template(messages, tokenize=False)
     assert chat.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == whole
+
+
+class WholePrefixes(Tokens):
+    """Counts by encoding everything from the start, as borders are defined."""
+
+    def count(self, characters: int) -> int | None:
+        head = self._head if not self._prefix_matches and characters > self._prompt else []
+        part = head + self._render.ids(self._text[self._prompt * bool(head) : characters])
+        return len(part) if self.ids[: len(part)] == part else None
+
+
+@pytest.mark.parametrize("name", [*ALL, "sentencepiece"])
+@settings(max_examples=60)
+@given(turns=TURNS, places=st.lists(st.integers(0, 400), max_size=6))
+def test_borders_are_counted_from_the_nearest_special_token_as_from_the_start(name, turns, places):
+    tokenizer = tokenizer_of(name if name in ALL else "mistral")
+    if name not in ALL:
+        tokenizer = sentencepiece(str(tokenizer.chat_template), "first")
+    chat = Chat(tokenizer)
+    render = TemplateRenderer(chat)
+    messages = [part for question, answer, _ in turns for part in say(question, answer)]
+    text, prompt = render.text(messages), render.text(messages[:-1], prompt=True)
+    tokens, whole = Tokens(render, text, len(prompt)), WholePrefixes(render, text, len(prompt))
+    ends = [match.start() for match in chat.splits.finditer(text)]
+    for place in [*sorted(places), *ends, *places]:  # growing ones, then any
+        assert tokens.count(min(place, len(text))) == whole.count(min(place, len(text)))
+
+
+def test_each_character_is_encoded_about_once_however_many_turns():
+    chat = Chat(tokenizer_of("pocket"))
+    encoded = []
+    ids = chat._ids
+    chat._ids = lambda text: encoded.append(len(text)) or ids(text)
+    for turns in (4, 32):
+        encoded.clear()
+        messages = say(*["a question", "an answer of some words"] * turns)
+        chat.encode_answered(messages)
+        whole = len(TemplateRenderer(chat).text(messages))
+        assert sum(encoded) <= 5 * whole

@@ -61,10 +61,8 @@ def test_a_record_of_any_form_is_a_prompt(form):
 def test_the_other_fields():
     prompt = to_prompt({"turns": ["q"], "question_id": 81, "category": "writing", "reward": 0.5}, "1")
     assert (prompt.id, prompt.category, prompt.weight) == ("81", "writing", 0.5)
-    assert to_prompt({"prompt": "q", "task_id": "HumanEval/0", "weight": 0}, "1")[0:4:3] == (
-        "HumanEval/0",
-        0.0,
-    )
+    other = to_prompt({"prompt": "q", "task_id": "HumanEval/0", "weight": 0}, "1")
+    assert (other.id, other.weight) == ("HumanEval/0", 0.0)
     assert to_prompt({"prompt": "q", "id": None, "weight": None, "category": None}, "1") == Prompt(
         "1", (user("q"),)
     )

@@ -2,6 +2,7 @@
 
 import json
 import string
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -59,7 +60,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
     plain = numbered(tmp_path / "p.jsonl", 2)
     (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "p.jsonl").read_bytes())
     marked = read_prompts(tmp_path / "marked.jsonl")
-    assert [p._replace(file=plain.path) for p in marked] == plain.read(True).prompts
+    assert [replace(p, file=plain.path) for p in marked] == plain.read(True).prompts
 
 
 @pytest.fixture

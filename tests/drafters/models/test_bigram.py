@@ -136,7 +136,7 @@ def test_a_run_counts_every_training_row_and_scores_checkpoint_0(bench, name, mo
     tokenizer = make_tokenizer()
     prompts = set()
     for text in seen:
-        prompt = text.tokens[: text.loss_mask.index(1)]
+        prompt = text.tokens[: text.loss_mask.argmax()].tolist()
         assert all(text.loss_mask[len(prompt) :])
         prompts.add(int(tokenizer.decode(prompt, skip_special_tokens=True).split()[1]))
     assert prompts == set(range(12)), "100 and on are held out"

@@ -1,0 +1,153 @@
+"""Number of tokens of each prompt: counted once, by several processes, and remembered in the cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from decode.errors import UserError
+from decode.hardware import cache_folder, locked
+from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt, opening
+from distill.utils.progress import Bar, bar
+from distill.utils.provenance import digest
+from drafters.checkpoint.atomic import publish
+
+FEW = 1000  # up to so many prompts are counted without a file of counts
+CHUNK = 500  # prompts that a process counts at a time
+SECONDS = 30.0  # of counting that several processes share, which take seconds to start
+SCHEMA = 1
+COUNTS = np.dtype([("prompt", "<u8"), ("tokens", "<i4")])  # `content_hash`
+_chat: list[Chat] = []  # of a counting process
+
+
+class TokenCounts(NamedTuple):
+    """Numbers of tokens.
+
+    Attributes:
+        tokens: (N,) of each prompt up to where the target's first answer begins; -1 where it is refused.
+        refusals: index -> why the chat template refuses it.
+    """
+
+    tokens: np.ndarray
+    refusals: dict[int, str]
+
+
+def count_tokens(prompts: Sequence[Prompt], chat: Chat, given: bool) -> TokenCounts:
+    """Count tokens, and find prompts that the chat template refuses.
+
+    Processes that need the same counts wait for the one that makes them. What an interrupted process has
+    counted is kept. Refused prompts are not remembered.
+
+    Args:
+        prompts: to be counted.
+        chat: renders them.
+        given: their own answers are rendered as well, and have to have a loss mask.
+    """
+    refusals: dict[int, str] = {}
+    tokens = np.full(len(prompts), -1, np.int32)
+    if len(prompts) <= FEW:
+        _count(prompts, range(len(prompts)), chat, given, tokens, refusals)
+        return TokenCounts(tokens, refusals)
+    key = digest(json.dumps([SCHEMA, chat.fingerprint(), chat.template, given]))
+    path = cache_folder() / "prompts" / f"{key}.npy"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hashes = np.fromiter((p.content_hash for p in prompts), np.uint64, len(prompts))
+    with locked(path.with_suffix(".lock")):
+        known = _remembered(path)
+        places = np.minimum(np.searchsorted(known["prompt"], hashes), max(0, len(known) - 1))
+        found = known["prompt"][places] == hashes if len(known) else np.zeros(len(prompts), bool)
+        tokens[found] = known["tokens"][places[found]]
+        try:
+            _count(prompts, np.flatnonzero(~found).tolist(), chat, given, tokens, refusals)
+        finally:
+            new = np.flatnonzero(~found & (tokens >= 0))
+            if len(new):
+                rows = np.empty(len(new), COUNTS)
+                rows["prompt"], rows["tokens"] = hashes[new], tokens[new]
+                both = np.concatenate([known, rows])
+                with publish(path) as temporary, temporary.open("wb") as file:
+                    np.save(file, both[np.argsort(both["prompt"])])
+    return TokenCounts(tokens, refusals)
+
+
+def _remembered(path: Path) -> np.ndarray:
+    """Counts sorted by hash; none where there is no file, or a damaged one."""
+    try:
+        counts = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return np.empty(0, COUNTS)
+    return counts if counts.dtype == COUNTS and counts.ndim == 1 else np.empty(0, COUNTS)
+
+
+def _count(
+    prompts: Sequence[Prompt],
+    chosen: Sequence[int],
+    chat: Chat,
+    given: bool,
+    tokens: np.ndarray,
+    refusals: dict[int, str],
+) -> None:
+    """Write the counts of the chosen prompts into `tokens`, and refusals into `refusals`."""
+    with bar(len(chosen), "prompts", "prompts", leave=False) as shown:
+        for index, result in zip(chosen, _results(prompts, chosen, chat, given, shown), strict=True):
+            if isinstance(result, str):
+                refusals[index] = result
+            else:
+                tokens[index] = result
+
+
+def _results(
+    prompts: Sequence[Prompt], chosen: Sequence[int], chat: Chat, given: bool, shown: Bar
+) -> Iterator[int | str]:
+    chunks = [chosen[start : start + CHUNK] for start in range(0, len(chosen), CHUNK)]
+    texts = ([prompts[i] for i in chunk] for chunk in chunks)
+    work: Callable[[list[Prompt]], list[int | str]] = partial(_count_chunk, given=given)
+    _begin(chat)
+    begun = time.monotonic()
+    yield from _shown(map(work, islice(texts, 1)), shown)
+    expected = (time.monotonic() - begun) * (len(chunks) - 1)
+    processes = min(len(os.sched_getaffinity(0)), len(chunks) - 1)
+    if expected < SECONDS or processes < 2:
+        yield from _shown(map(work, texts), shown)
+        return
+    # Spawned, since forked copies of a process with threads may hang.
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (chat,)) as pool:
+        try:
+            yield from _shown(pool.map(work, texts), shown)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _shown(parts: Iterator[list[int | str]], shown: Bar) -> Iterator[int | str]:
+    for part in parts:
+        yield from part
+        shown.update(len(part))
+
+
+def _begin(chat: Chat) -> None:
+    _chat[:] = [chat]
+
+
+def _count_chunk(prompts: list[Prompt], given: bool) -> list[int | str]:
+    """Number of tokens of each, or why it is refused."""
+    chat, results = _chat[0], list[int | str]()
+    for prompt in prompts:
+        try:
+            if given:
+                results.append(chat.encode_answered(prompt.messages, prompt.tools)[1].index(1))
+            else:
+                results.append(len(chat.encode(opening(prompt.messages), prompt.tools)))
+        except UserError as error:
+            results.append(str(error))
+    return results
