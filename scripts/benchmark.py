@@ -18,6 +18,7 @@ BENCHMARKS = {
     "objectives": "benchmarks.drafter_table.main:drafters",
     "regret": "benchmarks.regret:regrets",
     "rollout": "benchmarks.rollout:rollouts",
+    "scale": "benchmarks.scale:scale",
     "scaling": "benchmarks.scaling:scaling",
     "smollm2": "benchmarks.drafter_table.main:drafters",
     "sweep": "benchmarks.drafter_table.main:drafters",
