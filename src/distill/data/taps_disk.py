@@ -8,6 +8,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import datasets
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -29,7 +30,7 @@ from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
 
 FILE_BYTES = 2**28  # of vectors, from which a file is full
-FILE_ROWS = 2048  # of a file at the most: what is lost where reading fails
+FILE_ROWS = 2048  # of a file at the most: what a killed process loses
 FILES = 4096  # about, at the most: each is mapped into memory
 SCHEMA = 2
 LAYOUT = "layout.json"
@@ -224,27 +225,52 @@ class TapCache:
                     lock.unlink(missing_ok=True)
 
     def _write(self, target: Target, number: int) -> None:
-        """One file: vectors of its rows, one row after the other, and a checksum of each row."""
+        """One file: vectors of its rows, one row after the other, and a checksum of each row.
+
+        Where an engine fails, the rows that it had read are kept in a file beside it.
+        """
         first, last = self._starts[number : number + 2].tolist()
-        part = self._rows.select(range(first, last))
-        counts = zip(*(column[first:last].tolist() for column in self._positions), strict=True)
+        part = self._path(number).with_suffix(".part")
+        taps, teachers = self._begun(part, first) if target.source else ([], [])
+        done = first + len(taps)
+        rows = self._rows.select(range(done, last))
         # A packed row costs what is read of it; one without a tap has no use for its only token.
-        ends = [max(1, taps) if self._packing else length for taps, _, length in counts]
-        texts = [row[:end].tolist() for row, end in zip(part["tokens"], ends, strict=True)]
-        taps, teachers, sums = [], [], []
-        for row, (hidden, tapped) in enumerate(read_rows(target, texts, self._packing)):
-            taps.append(tapped[: self._positions.taps[first + row]].to("cpu", torch.bfloat16))  # (n, L, D)
-            teacher = torch.from_numpy(teacher_positions(part[row]["loss_mask"], self._max_tokens))
-            chosen = hidden[:0] if self._only_last else hidden[teacher.to(hidden.device)]
-            teachers.append(chosen.to("cpu", torch.bfloat16))  # (m, D)
-            sums.append(_checksum(taps[-1], teachers[-1]))
-        content = {"taps": torch.cat(taps), "last": torch.cat(teachers), "sums": torch.tensor(sums)}
-        with publish(self._path(number)) as temporary:
-            save_file(content, temporary)
+        ends = np.maximum(1, self._positions.taps) if self._packing else self._positions.length
+        texts = [row[:end].tolist() for row, end in zip(rows["tokens"], ends[done:last], strict=True)]
+        try:
+            for row, (hidden, tapped) in enumerate(read_rows(target, texts, self._packing)):
+                taps.append(tapped[: self._positions.taps[done + row]].to("cpu", torch.bfloat16))  # (n, L, D)
+                teacher = torch.from_numpy(teacher_positions(rows[row]["loss_mask"], self._max_tokens))
+                chosen = hidden[:0] if self._only_last else hidden[teacher.to(hidden.device)]
+                teachers.append(chosen.to("cpu", torch.bfloat16))  # (m, D)
+        except UserError:
+            if target.source and taps:
+                _save(part, taps, teachers)
+            raise
+        _save(self._path(number), taps, teachers)
+        part.unlink(missing_ok=True)
+
+    def _begun(self, part: Path, first: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Vectors of the rows from `first` on that an engine had read of a file when it failed."""
+        try:
+            content = load_file(part)
+        except (FileNotFoundError, SafetensorError):
+            return [], []
+        rows = slice(first, first + len(content["sums"]))
+        taps = list(content["taps"].split(self._positions.taps[rows].tolist()))
+        sizes = [0] * len(taps) if self._only_last else self._positions.teacher[rows].tolist()
+        teachers = list(content["last"].split(sizes))
+        whole = list(
+            takewhile(
+                lambda row: _checksum(taps[row], teachers[row]) == content["sums"][row], range(len(taps))
+            )
+        )
+        if whole:
+            say(f"taps: going on after {first + len(whole)} of {len(self._bytes)} rows in {part}")
+        return taps[: len(whole)], teachers[: len(whole)]
 
     def _changed(self, number: int) -> UserError:
-        advice = f"delete {self.folder} to have it made again"
-        return UserError(f"{self._path(number)}: changed since it was made; {advice}")
+        return UserError(f"{self._path(number)}: changed since it was made; delete it to have it made again")
 
     def _open(self, number: int) -> Any:
         try:
@@ -285,6 +311,12 @@ class TapCache:
     def remove(self) -> None:
         """Delete the files; processes that have them open can still read."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _save(path: Path, taps: list[Tensor], teachers: list[Tensor]) -> None:
+    sums = torch.tensor([_checksum(*row) for row in zip(taps, teachers, strict=True)])
+    with publish(path) as temporary:
+        save_file({"taps": torch.cat(taps), "last": torch.cat(teachers), "sums": sums}, temporary)
 
 
 def _checksum(*vectors: Tensor) -> int:

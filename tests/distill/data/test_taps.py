@@ -244,10 +244,10 @@ def test_a_changed_or_unfinished_cache_is_not_used(target, tmp_path, monkeypatch
     file.write_bytes(data)
     changed = TapCache(target, rows, 11, tmp_path, "key", 1.0)
     changed.batch([0])
-    with pytest.raises(UserError, match="changed since it was made; delete"):
+    with pytest.raises(UserError, match="changed since it was made; delete it"):
         changed.batch([0, 4])
     file.write_bytes(data[:-1])
-    with pytest.raises(UserError, match="changed since it was made; delete"):
+    with pytest.raises(UserError, match="changed since it was made; delete it"):
         TapCache(target, rows, 11, tmp_path, "key", 1.0)
 
 

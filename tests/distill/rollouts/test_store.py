@@ -17,6 +17,7 @@ from stores import PLAN, fill, make_writer, rows_of
 from workbench import fork
 
 from decode.errors import UserError
+from distill.rollouts import store as module
 from distill.rollouts.remote import Mirror
 from distill.rollouts.shard import is_whole
 from distill.rollouts.store import RolloutStore, stored_plan
@@ -356,3 +357,21 @@ def test_a_url_that_cannot_be_used_is_one_line(parts, tmp_path, monkeypatch):
         with pytest.raises(UserError, match=rf"^rollout\.store={url}: .*{why}") as caught:
             RolloutStore(tmp_path, PLAN, parts[2], url)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["folder", "url"])
+def test_the_folder_is_not_listed_for_every_shard(tmp_path, monkeypatch, place):
+    """Nor is the url: a million prompts are some 4,000 shards."""
+    monkeypatch.setattr(module, "EVERY", 3600.0)
+    listed, told = [], []
+    missing, names = RolloutStore.missing, Mirror.names
+    monkeypatch.setattr(RolloutStore, "missing", lambda self: listed.append("folder") or missing(self))
+    monkeypatch.setattr(Mirror, "names", lambda self: listed.append("url") or names(self))
+    url = f"file://{tmp_path / 'there'}" if place == "url" else None
+    store = RolloutStore(tmp_path / "here", replace(PLAN, self_prompts=40, shard_size=1), [], url)
+    store.fill(lambda shard, prompts, count: [], told.append)
+    assert told == [*range(39, -1, -1), 0]
+    assert listed.count("folder") <= 4
+    assert listed.count("url") <= 4
+    assert store.complete
+    assert {"prompt_tokens": 0, "answer_tokens": 0}.items() <= store.manifest()["counts"].items()
