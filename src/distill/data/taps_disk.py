@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode.errors import UserError
+from decode.hardware import locked
 from decode.model.target import LAST, Target, TargetOutput
 from distill.data.rows import list_batches
 from distill.data.taps_memory import read_rows
@@ -97,11 +98,11 @@ def file_starts(row_bytes: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def _locked(path: Path, operation: int = fcntl.LOCK_EX) -> Iterator[bool]:
+def _locked(path: Path) -> Iterator[bool]:
     """Whether the lock of a file was free; it is held until the end of the block."""
     with path.open("a") as file:
         try:
-            fcntl.flock(file, operation | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:
@@ -149,8 +150,9 @@ class TapCache:
         key += ["packed"] * packing + [target.source] * bool(target.source)  # which change rounding
         self.folder = root / f"taps-{digest(json.dumps(key))[:12]}"
         if self._missing():
-            self._prepare(limit, target.source)
-            self._fill(target)
+            with self._writing(limit, target.source):
+                self._fill(target)
+            self._clean()
         else:
             say(f"taps: reusing {self.folder}")
         self._files = [self._open(number) for number in range(len(self._starts) - 1)]
@@ -166,14 +168,24 @@ class TapCache:
         names = {path.name for path in self.folder.glob("*.safetensors")}
         return [i for i in range(len(self._starts) - 1) if self._path(i).name not in names]
 
-    def _prepare(self, limit: float, source: str) -> None:
+    @contextmanager
+    def _writing(self, limit: float, source: str) -> Iterator[None]:
+        """Hold a lock that says that the folder is being written."""
+        root = self.folder.parent
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(root / "taps.lock"):  # or another process could find a folder that nobody writes yet
+            self._prepare(root, limit, source)
+            lock = (self.folder / "folder.lock").open("a")
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        with lock:
+            yield
+
+    def _prepare(self, root: Path, limit: float, source: str) -> None:
         """Make the folder, and room for its files.
 
         Raises:
             UserError: there is none.
         """
-        root = self.folder.parent
-        root.mkdir(parents=True, exist_ok=True)
         for other in set(root.glob("taps-*")) - {self.folder}:
             _remove_unfinished(other)
         need = float(self._bytes.sum()) / 2**30
@@ -200,12 +212,9 @@ class TapCache:
             return int(row_counts[list(missing)].sum())
 
         missing = self._missing()
-        if len(missing) <= len(row_counts) - 1:
+        if len(missing) < len(row_counts):
             say(f"taps: {len(self._bytes) - left(missing)} of {len(self._bytes)} rows are there already")
-        with (
-            _locked(self.folder / "folder.lock", fcntl.LOCK_SH),
-            bar(len(self._bytes), "taps", "rows", len(self._bytes) - left(missing)) as progress,
-        ):
+        with bar(len(self._bytes), "taps", "rows", len(self._bytes) - left(missing)) as progress:
             while missing:
                 made = False
                 for number in sorted(missing, key=lambda number: number % world != rank):
@@ -218,8 +227,11 @@ class TapCache:
                     target.idle(0.2)  # no blocking lock: a sharded target may need this process
                 missing = self._missing()
                 progress.update(len(self._bytes) - left(missing) - progress.n)
+
+    def _clean(self) -> None:
+        """Remove temporary files of killed writers, unless a process is writing."""
         with _locked(self.folder / "folder.lock") as alone:
-            if alone:  # nobody writes, so temporary files are those of killed writers
+            if alone:
                 clean(self.folder)
                 for lock in self.folder.glob("taps-*.lock"):
                     lock.unlink(missing_ok=True)
