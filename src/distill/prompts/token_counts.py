@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -16,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decode.errors import UserError
-from decode.hardware import cache_folder, locked
+from decode.hardware import cache_folder
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt, opening
 from distill.utils.progress import Bar, bar
@@ -31,7 +33,7 @@ COUNTS = np.dtype([("prompt", "<u8"), ("tokens", "<i4")])  # `content_hash`
 _chat: list[Chat] = []  # of a counting process
 
 
-class TokenCounts(NamedTuple):
+class PromptTokens(NamedTuple):
     """Numbers of tokens.
 
     Attributes:
@@ -43,7 +45,7 @@ class TokenCounts(NamedTuple):
     refusals: dict[int, str]
 
 
-def count_tokens(prompts: Sequence[Prompt], chat: Chat, given: bool) -> TokenCounts:
+def count_tokens(prompts: Sequence[Prompt], chat: Chat, given: bool) -> PromptTokens:
     """Count tokens, and find prompts that the chat template refuses.
 
     Processes that need the same counts wait for the one that makes them. What an interrupted process has
@@ -58,12 +60,11 @@ def count_tokens(prompts: Sequence[Prompt], chat: Chat, given: bool) -> TokenCou
     tokens = np.full(len(prompts), -1, np.int32)
     if len(prompts) <= FEW:
         _count(prompts, range(len(prompts)), chat, given, tokens, refusals)
-        return TokenCounts(tokens, refusals)
+        return PromptTokens(tokens, refusals)
     key = digest(json.dumps([SCHEMA, chat.fingerprint(), chat.template, given]))
     path = cache_folder() / "prompts" / f"{key}.npy"
-    path.parent.mkdir(parents=True, exist_ok=True)
     hashes = np.fromiter((p.content_hash for p in prompts), np.uint64, len(prompts))
-    with locked(path.with_suffix(".lock")):
+    with _shared(path) as keeps:
         known = _remembered(path)
         places = np.minimum(np.searchsorted(known["prompt"], hashes), max(0, len(known) - 1))
         found = known["prompt"][places] == hashes if len(known) else np.zeros(len(prompts), bool)
@@ -72,13 +73,30 @@ def count_tokens(prompts: Sequence[Prompt], chat: Chat, given: bool) -> TokenCou
             _count(prompts, np.flatnonzero(~found).tolist(), chat, given, tokens, refusals)
         finally:
             new = np.flatnonzero(~found & (tokens >= 0))
-            if len(new):
+            if keeps and len(new):
                 rows = np.empty(len(new), COUNTS)
                 rows["prompt"], rows["tokens"] = hashes[new], tokens[new]
-                both = np.concatenate([known, rows])
-                with publish(path) as temporary, temporary.open("wb") as file:
-                    np.save(file, both[np.argsort(both["prompt"])])
-    return TokenCounts(tokens, refusals)
+                _write(path, np.concatenate([known, rows]))
+    return PromptTokens(tokens, refusals)
+
+
+@contextmanager
+def _shared(path: Path) -> Iterator[bool]:
+    """Hold the lock of the counts; False where the folder cannot be written: then nothing is remembered."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("a")
+    except OSError:
+        yield False
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield True
+
+
+def _write(path: Path, counts: np.ndarray) -> None:
+    with suppress(OSError), publish(path) as temporary, temporary.open("wb") as file:  # a full disk: not kept
+        np.save(file, counts[np.argsort(counts["prompt"])])
 
 
 def _remembered(path: Path) -> np.ndarray:

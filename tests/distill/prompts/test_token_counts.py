@@ -110,3 +110,11 @@ def test_a_damaged_file_is_counted_again(prompts, folder, counted, damage):
 def test_few_prompts_leave_no_file(prompts, folder):
     count_tokens(prompts[:10], Chat(tokenizer_of("chatml")), False)
     assert not folder.exists()
+
+
+def test_a_home_that_cannot_be_written_to_is_done_without(prompts, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    chat = Chat(tokenizer_of("chatml"))
+    tokens, _ = count_tokens(prompts, chat, False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert count_tokens(prompts, chat, False).tokens.tolist() == tokens.tolist()
