@@ -44,8 +44,12 @@ def cache_folder() -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a file's lock, which ends with the process."""
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file, which ends with the process; False: it is not free, and `wait` is not set."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

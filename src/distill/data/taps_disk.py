@@ -97,23 +97,11 @@ def file_starts(row_bytes: np.ndarray) -> np.ndarray:
     return np.array(starts)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Whether the lock of a file was free; it is held until the end of the block."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-
-
 class TapCache:
     """Head inputs and taps of all rows in bf16 safetensors files, written once and memory-mapped.
 
     Which rows a file has follows from their lengths, so the processes of a run write different files at the
-    same time. A file gets its name when it is complete; one that is there is used, whoever wrote it.
+    same time. A file gets its name when it is complete; one that is there is used by all of them.
 
     Args:
         target: with its taps set.
@@ -218,7 +206,7 @@ class TapCache:
             while missing:
                 made = False
                 for number in sorted(missing, key=lambda number: number % world != rank):
-                    with _locked(self.folder / f"taps-{number:05d}.lock") as free:
+                    with locked(self.folder / f"taps-{number:05d}.lock", wait=False) as free:
                         if free and not self._path(number).exists():
                             self._write(target, number)
                             made = True
@@ -230,7 +218,7 @@ class TapCache:
 
     def _clean(self) -> None:
         """Remove temporary files of killed writers, unless a process is writing."""
-        with _locked(self.folder / "folder.lock") as alone:
+        with locked(self.folder / "folder.lock", wait=False) as alone:
             if alone:
                 clean(self.folder)
                 for lock in self.folder.glob("taps-*.lock"):
@@ -346,6 +334,6 @@ def _remove_unfinished(folder: Path) -> None:
     except UserError:  # damaged
         layout = {}
     if layout.get("files") != len(list(folder.glob("*.safetensors"))):
-        with _locked(folder / "folder.lock") as free:
+        with locked(folder / "folder.lock", wait=False) as free:
             if free:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -142,7 +142,7 @@ class TemplateRenderer:
 
 
 def _splitting(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Added tokens that are found in a text as it is, whatever stands beside them, longest first."""
+    """Added tokens that are found in a text as it is, with any text beside them, longest first."""
     tokens = tokenizer.added_tokens_decoder.values()
     plain = [t for t in tokens if not (t.normalized or t.lstrip or t.rstrip or t.single_word)]
     return sorted((t.content for t in plain if t.content), key=len, reverse=True)

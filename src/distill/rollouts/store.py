@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from decode.errors import UserError
+from decode.hardware import locked
 from distill.prompts.prompt import Prompt
 from distill.rollouts.manifest import (
     MANIFEST,
@@ -270,15 +270,8 @@ class RolloutStore:
         total = len(self.prompts) + self.plan.self_prompts
         return prompts, min((shard + 1) * size, total) - shard * size - len(prompts)
 
-    @contextmanager
-    def _lock(self, name: str, wait: bool = False) -> Iterator[bool]:
-        with (self.folder / f"{name}.lock").open("w") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
+    def _lock(self, name: str, wait: bool = False) -> AbstractContextManager[bool]:
+        return locked(self.folder / f"{name}.lock", wait)
 
     def _fetch(self, shard: int) -> None:
         assert self.mirror

@@ -227,8 +227,12 @@ def test_a_changed_or_unfinished_cache_is_not_used(target, tmp_path, monkeypatch
     other = tmp_path / "taps-of-other-rows"
     other.mkdir()
     (other / tap_cache.LAYOUT).write_text('{"files": 2}')
+    older = tmp_path / "taps-of-the-older-layout"
+    older.mkdir()
+    (older / "index.json").write_text("{}")
     assert fork(lambda: TapCache(target, rows, 11, tmp_path, "key", 1.0) and 0) == 9
     assert not other.exists(), "unfinished, and nobody writes it"
+    assert not older.exists()
     assert len(list(tmp_path.glob("taps-*/*.safetensors"))) == 2
     assert list(tmp_path.glob("taps-*/*.tmp")), "the kill came too early to prove anything"
     monkeypatch.setattr(tap_cache, "save_file", save)
