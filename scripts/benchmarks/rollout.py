@@ -1,4 +1,4 @@
-"""How fast rollouts are made: scripts/benchmark.py rollout."""
+"""How fast rollouts are made, and what it is worth that rows join: scripts/benchmark.py rollout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -14,8 +14,10 @@ from omegaconf import DictConfig
 from benchmarks.common import conditions, encode, load_drafter, load_inputs, machine
 from decode.model.load import stop_tokens
 from decode.model.target import Target
+from decode.plan import Plan
 from distill.engines.base import InProcess, Request, SamplingParams
 from distill.report.tables import grid
+from distill.rollouts.build import HELPING
 from distill.utils.atomic_files import write_json
 from distill.utils.progress import bar
 from drafters.registry import short_name
@@ -24,7 +26,8 @@ from drafters.registry import short_name
 def rollouts(cfg: DictConfig, folder: Path) -> float:
     """Race batch sizes of the engine in this process, plain and with a drafter; a table, and `out` as JSON.
 
-    Every setting answers the same prompts once a repeat, the settings taking turns.
+    Every setting answers the same prompts once a repeat, the settings taking turns: rows join as others end,
+    or, for comparison, one batch begins when all of another have ended.
 
     Returns:
         Tokens a second of the largest batch over those of the smallest, without a drafter.
@@ -38,55 +41,66 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
     requests = [Request(p.id, 0, ids) for p, ids in zip(chosen, encode(chat, chosen), strict=True)]
     law = SamplingParams({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))
     engines = _engines(cfg, target)
-    speeds: dict[tuple[str, int], list[float]] = {setting: [] for setting in engines}
+    speeds: dict[Setting, list[float]] = {setting: [] for setting in engines}
     with (
         conditions(cfg, target) as found,
         bar(cfg.score.repeats * len(engines), "rollouts", "settings", leave=False) as shown,
     ):
         for _ in range(cfg.score.repeats):
-            for (name, size), engine in engines.items():
-                speeds[name, size].append(_speed(engine, requests, law))
+            for setting, engine in engines.items():
+                whole = len(requests) if setting.join else setting.batch_size
+                speeds[setting].append(_speed(engine, requests, law, whole))
                 shown.update()
     rows = _rows(speeds)
     card = {"what": "rollout", "rows": rows, **found}
     write_json(Path(cfg.out), card)
-    table = [
-        [r["drafter"], str(r["batch_size"]), f"{r['tokens_per_second']:.0f}", f"{r['ratio']:.2f}x"]
-        for r in rows
-    ]
-    print(grid(["drafter", "batch size", "tokens/s", "over the first"], table))
+    table = [[r["drafter"], str(r["batch_size"]), "yes" if r["join"] else "no", *_speeds(r)] for r in rows]
+    print(grid(["drafter", "batch size", "rows join", "tokens/s", "over the first"], table))
     print(f"T={cfg.temperature:g}, {card['dtype']}, {machine(card)}")
     plain = [row for row in rows if row["drafter"] == "none"]
     return plain[-1]["ratio"]
 
 
-def _engines(cfg: DictConfig, target: Target) -> dict[tuple[str, int], InProcess]:
-    engines = {("none", size): InProcess(target, size, cfg.seed) for size in cfg.batch_sizes}
+class Setting(NamedTuple):
+    """What is raced."""
+
+    drafter: str
+    batch_size: int
+    join: bool
+
+
+def _engines(cfg: DictConfig, target: Target) -> dict[Setting, InProcess]:
+    settings = [(size, join) for size in cfg.batch_sizes for join in ((True, False) if size > 1 else (True,))]
+    engines = {Setting("none", *s): InProcess(target, s[0], cfg.seed) for s in settings}
     if cfg.checkpoint:
-        drafter, plan = load_drafter(cfg.checkpoint, target), instantiate(cfg.decode)
-        name = short_name(drafter)
-        engines |= {
-            (name, size): InProcess(target, size, cfg.seed, drafter, plan) for size in cfg.batch_sizes
-        }
+        drafter = load_drafter(cfg.checkpoint, target)
+        for plan in (instantiate(cfg.decode), HELPING):
+            name = f"{short_name(drafter)}, {plan.name if isinstance(plan, Plan) else 'auto'}"
+            engines |= {Setting(name, *s): InProcess(target, s[0], cfg.seed, drafter, plan) for s in settings}
     return engines
 
 
-def _speed(engine: InProcess, requests: Sequence[Request], law: SamplingParams) -> float:
-    """Answer tokens a second, prompts and all."""
+def _speed(engine: InProcess, requests: Sequence[Request], law: SamplingParams, whole: int) -> float:
+    """Answer tokens a second, prompts and all, with `whole` requests in a call, the shortest first."""
+    requests = sorted(requests, key=lambda request: len(request.tokens))
     start = time.perf_counter()
-    count = sum(len(answer.tokens) for answer in engine(requests, law))
+    calls = [requests[first : first + whole] for first in range(0, len(requests), whole)]
+    count = sum(len(answer.tokens) for part in calls for answer in engine(part, law))
     return count / (time.perf_counter() - start)
 
 
-def _rows(speeds: dict[tuple[str, int], list[float]]) -> list[dict[str, Any]]:
+def _speeds(row: dict[str, Any]) -> tuple[str, str]:
+    return f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}x"
+
+
+def _rows(speeds: dict[Setting, list[float]]) -> list[dict[str, Any]]:
     """Medians, and the medians of what a repeat's settings have over its first."""
     first = next(iter(speeds.values()))
     return [
         {
-            "drafter": name,
-            "batch_size": size,
+            **setting._asdict(),
             "tokens_per_second": median(own),
             "ratio": median(a / b for a, b in zip(own, first, strict=True)),
         }
-        for (name, size), own in speeds.items()
+        for setting, own in speeds.items()
     ]

@@ -155,6 +155,16 @@ class KeyedCoin:
             self._key[index], self._position[index], self._round[index], self._made.without_blocks()
         )
 
+    def append(self, other: KeyedCoin) -> KeyedCoin:
+        """The other coin's rows behind these."""
+        coin = object.__new__(KeyedCoin)
+        return coin._set(
+            np.concatenate([self._key, other._key]),
+            np.concatenate([self._position, other._position]),
+            np.concatenate([self._round, other._round]),
+            self._made.without_blocks(),
+        )
+
     def uniform(self, key: Key) -> np.ndarray:
         """(B,) float64 draws in [0, 1)."""
         return self._uniforms(key, 1, torch.device("cpu"))[:, 0].numpy()

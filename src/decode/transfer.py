@@ -56,6 +56,12 @@ class RowInts(list[int]):
         """These rows, in this order."""
         return RowInts([self[r] for r in rows], self._select_copy(rows))
 
+    def joined(self, other: RowInts) -> RowInts:
+        """These rows, and the other ones behind them."""
+        copies = [self._copy, other._copy]
+        copy = None if None in copies else torch.cat([part for part in copies if part is not None])
+        return RowInts([*self, *other], copy)
+
     def _select_copy(self, rows: Sequence[int]) -> Tensor | None:
         return None if self._copy is None else self._copy[RowInts.of(rows).on(self._copy.device)]
 

@@ -100,6 +100,7 @@ class RolloutOptions:
     shard_size: int  # prompts
     batch_size: int  # answers decoded together
     drafter: str | None  # checkpoint's folder or hub id
+    decode: str  # run | auto
     refresh_every: int  # optimizer steps; 0: never
     seed: int
     store: str | None  # folder or url

@@ -20,7 +20,9 @@ from decode.model.head import Head, HeadRows
 from decode.model.target import Tap, Target
 from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin
+from decode.row_state import append_rows, select_rows
 from decode.sampling import Sampler
+from decode.transfer import RowInts
 from drafters.vocabulary import FEWEST, TokenCounts
 
 
@@ -408,9 +410,14 @@ class Drafter(nn.Module, ABC):
     ) -> None:
         """Update the state with settled tokens; see `decode.generation.types.Proposer.advance`."""
 
-    @abstractmethod
     def select(self, state: Any, rows: Sequence[int]) -> None:
-        """Keep these rows of the state, in this order."""
+        """Keep these rows of the state, in this order; see `select_rows`."""
+        select_rows(state, RowInts.of(rows))
+
+    def append(self, state: Any, target: Target, other: Any) -> None:
+        """Add another state's rows behind these; see `append_rows`. Both have advanced since they drafted."""
+        del target
+        append_rows(state, other)
 
     @abstractmethod
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:

@@ -1,5 +1,6 @@
 """Plans: what is refused because it would not be lossless, and what becomes of decode.proposal=auto."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from decode.sampling import Sampler
 from distill.config.compose import compose
 from distill.config.read import read_options
 from distill.options import RolloutCommandOptions
-from distill.rollouts.build import helping_plan
+from distill.rollouts.build import HELPING, helping_plan
 
 AUTO = Plan(3, 2, 6, proposal="auto")
 FIXED, HYBRID = Plan(3, 2, 6), Plan(3, 2, 6, proposal="hybrid")
@@ -59,13 +60,20 @@ def test_the_loop_resolves_it(tiny_target, make_drafter, temperature, plan):
 def test_the_default_plan_suits_lookup_and_rollouts_stay_matched(tiny_target, make_drafter):
     cfg = compose([], Path(CONF), "rollout_alone")
     cfg.rollout.max_new_tokens, cfg.max_tokens = 8, 64
-    plan = read_options(RolloutCommandOptions, cfg).decode
+    options = read_options(RolloutCommandOptions, cfg)
+    plan = options.decode
     assert plan.proposal == "auto"
     target = tiny_target()
     for name in ("ngram", "eagle"):
         drafter = make_drafter(name, target, depth=4)
         drafter.check(plan)
-        assert helping_plan(plan, drafter).rule == "match"
+        assert helping_plan(options, drafter).rule == "match"
+        measured, unknown = (
+            replace(options, rollout=replace(options.rollout, decode=name)) for name in ("auto", "fast")
+        )
+        assert helping_plan(measured, drafter) is HELPING
+        with pytest.raises(UserError, match=r"rollout\.decode=fast: choose run"):
+            helping_plan(unknown, drafter)
         generate(target, drafter, [[1, 0, 1, 0]], plan=plan, sampler=Sampler(1.0), max_new_tokens=8)
 
 

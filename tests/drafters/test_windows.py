@@ -16,6 +16,7 @@ from contract import (
     test_gradients_reach_every_trainable_weight_and_none_of_the_targets,  # noqa: F401
     test_proposing_changes_nothing_for_later_rounds,  # noqa: F401
     test_proposing_twice_gives_the_same_draft,  # noqa: F401
+    test_rows_that_join_draft_as_they_would_alone,  # noqa: F401
     test_select_keeps_these_rows_in_this_order,  # noqa: F401
 )
 from documented import drafter_options

@@ -274,6 +274,31 @@ def test_select_keeps_these_rows_in_this_order(pair, rows):
         part.advance([(1, 2, 3)[r] for r in rows])
 
 
+@pytest.mark.parametrize("begun", [True, False], ids=["drafting", "read"])
+@pytest.mark.covering
+def test_rows_that_join_draft_as_they_would_alone(pair, begun):
+    target, drafter = pair
+    texts = random_texts(4)
+    apart = [Follower(drafter, target, texts[rows]) for rows in ([0, 1], [2, 3])]
+    both, late = [Follower(drafter, target, texts[rows]) for rows in ([0, 1], [2, 3])]
+    for follower in (apart[0], both):
+        follower.advance((3, 1))
+        if begun:
+            follower.propose(plans_of(drafter)[0])
+            follower.advance((1, 2))
+    for follower in (apart[1], late):
+        follower.advance((6, 2))
+    both.append(late)
+    for _ in range(2):
+        for plan in plans_of(drafter):
+            want, got = [follower.propose(plan) for follower in apart], both.propose(plan)
+            for place in range(4):
+                assert alike(got, place, want[place // 2], place % 2)
+        for follower, counts in zip(apart, [(1, 2), (3, 1)], strict=True):
+            follower.advance(counts)
+        both.advance((1, 2, 3, 1))
+
+
 def test_rows_may_be_dropped_before_anything_was_absorbed(pair):
     """A request may end with the token of its prefill."""
     target, drafter = pair

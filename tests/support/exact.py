@@ -78,7 +78,7 @@ class Script(Tape):
 
 
 class EnumeratingCoin:
-    """Satisfies `decode.rng.Coin`, and `at` and `select` as the loop calls them.
+    """Satisfies `decode.rng.Coin`, and `at`, `select` and `append` as the loop calls them.
 
     Args:
         tapes: one a row.
@@ -98,6 +98,10 @@ class EnumeratingCoin:
     def select(self, rows: Sequence[int]) -> EnumeratingCoin:
         """Keep these rows."""
         return type(self)([self.tapes[r] for r in rows], self.junk)
+
+    def append(self, other: EnumeratingCoin) -> EnumeratingCoin:
+        """The other's rows behind these."""
+        return type(self)([*self.tapes, *other.tapes], self.junk)
 
     def _choose(self, row: int, chances: list[float], key: Key) -> int:
         tape = self.tapes[row]
@@ -209,7 +213,17 @@ PROMPTS = [[1, 2, 0, 1], [2], [0, 0, 2]]
 
 
 def differences(
-    target, drafter, plan, sampler, length=3, stop=(), prompts=PROMPTS, abreast=96, rows=None, tosses=None
+    target,
+    drafter,
+    plan,
+    sampler,
+    length=3,
+    stop=(),
+    prompts=PROMPTS,
+    abreast=96,
+    rows=None,
+    tosses=None,
+    batch_size=None,
 ):
     """Each row in turn branches on all its decisions, its neighbours following scripts; yields its law
     and what it should be.
@@ -232,6 +246,7 @@ def differences(
                 plan=plan,
                 stop=stop,
                 coin=coin,
+                batch_size=batch_size,
             )
             texts = [tuple(o.tokens) for o in run.outputs]
             return [texts[row], *texts[len(prompts) :]]
@@ -374,6 +389,9 @@ class Scripted:
 
     def select(self, state, rows):
         state[:] = [state[row] for row in rows]
+
+    def append(self, state, target, other):
+        state += other
 
     def dice(self, text: Sequence[int]) -> random.Random:
         """Of a context."""

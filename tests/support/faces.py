@@ -133,6 +133,13 @@ class Follower:
         self.texts, self.taps = self.texts[rows], self.taps[rows]
         self.settled = [self.settled[r] for r in rows]
 
+    @torch.no_grad()
+    def append(self, other: Follower) -> None:
+        self.drafter.append(self.state, self.target, other.state)
+        self.texts = torch.cat([self.texts, other.texts])
+        self.taps = torch.cat([self.taps, other.taps])
+        self.settled += other.settled
+
     @property
     def known(self) -> list[list[int]]:
         """The settled tokens and the root of every row."""

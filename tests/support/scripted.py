@@ -45,6 +45,9 @@ class Oracle:
     def select(self, state, rows):
         state[:] = [state[row] for row in rows]
 
+    def append(self, state, target, other):
+        state += other
+
     def propose(self, state, target, sampler, coin, plan):
         drafts = [self.nodes(text, plan.depth) for text in state]
         width = max(len(nodes) for nodes in drafts)

@@ -123,7 +123,8 @@ class _ProbsRecorder:
     def __init__(self, drafter: Proposer, view: Sampler, depth: int) -> None:
         self._drafter, self._view, self._depth = drafter, view, depth
         self._call: tuple[Any, Target, Sampler, KeyedCoin, Plan] | None = None
-        self.new_state, self.advance, self.select = drafter.new_state, drafter.advance, drafter.select
+        self.new_state, self.advance = drafter.new_state, drafter.advance
+        self.select, self.append = drafter.select, drafter.append
 
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         self._call = call = state, target, sampler, coin, plan

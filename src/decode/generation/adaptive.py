@@ -73,6 +73,11 @@ class AdaptiveDepth:
         if state.lengths is not None:
             state.lengths = state.lengths[RowInts.of(rows).on(state.lengths.device)]
 
+    def append(self, state: _State, target: Target, other: _State) -> None:
+        """Add another state's rows behind these; both have advanced since they drafted."""
+        self.drafter.append(state.inner, target, other.inner)
+        state.counts = np.concatenate([state.counts, other.counts], 1)
+
     def propose(self, state: _State, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         """Draft below the root, with the length that the policy chooses."""
         del plan

@@ -34,8 +34,9 @@ def generate(
     coin: Any = None,
     on_round: Callable[[Round], None] | None = None,
     clock: Callable[[], float] | None = None,
+    batch_size: int | None = None,
 ) -> Generation:
-    """Decode all prompts in one batch, with exactly the target's distribution.
+    """Decode prompts in a batch, with exactly the target's distribution.
 
     Args:
         target: the model to decode with.
@@ -53,6 +54,8 @@ def generate(
         on_round: called after the prefill and after every round.
         clock: time source of `Generation.times`, which also waits for the device at every reading. None: wall
             time without waiting; on a GPU only prefill and total are then exact.
+        batch_size: most requests that are decoded at a time: others join, in their order, as requests end.
+            None: all at once.
 
     Raises:
         UserError: an empty prompt, or one that leaves no room in the target's context; a target that can
@@ -70,8 +73,12 @@ def generate(
                 f"target: {name} cannot write answers here: {reason}; take them from a server or a file "
                 "(rollout=openai, rollout=given)"
             )
-        return write_forward(target, prompts, limits, sampler, coin, stop, until, clock)
-    loop = Loop(target, drafter, prompts, limits, sampler, plan or Plan(), coin, stop, until, on_round, clock)
+        size = batch_size or len(prompts)
+        return write_forward(target, prompts, limits, sampler, coin, stop, until, clock, size)
+    loop = Loop(
+        *(target, drafter, prompts, limits, sampler, plan or Plan(), coin, stop, until, on_round, clock),
+        batch_size,
+    )
     for _ in loop.rounds():
         pass
     return Generation(loop.outputs, loop.times)

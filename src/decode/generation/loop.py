@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,28 +19,48 @@ from decode.draft_check import FAULTS, draft_fault
 from decode.errors import UserError
 from decode.generation.adaptive import adapt_depth
 from decode.generation.types import Output, Piece, Proposer, Round, Times, Until, supported_proposals
+from decode.model.cache import KVCache
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
+from decode.row_state import append_rows, select_rows
 from decode.sampling import Sampler
 from decode.transfer import RowInts, Settled, upload
 from decode.verify import RULES, TargetProbs, VerificationResult, match, verify
 
+SHARE = 8  # rows join once this part of the batch is free, since their prompts cost a pass of their own
+
 
 class _Batch:
-    """Bookkeeping on the host for the rows that are still running."""
+    """The rows that are running, all but the target's cache and the drafter's state."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], limit: Sequence[int]) -> None:
-        self.request = list(range(len(prompts)))
-        self.position = np.array([len(p) for p in prompts])  # (B,) of the next token to settle
-        self.rounds = np.zeros(len(prompts), np.int64)  # (B,) verification rounds so far
-        self.remaining = list(limit)  # new tokens allowed
+    root: Tensor  # (B,) last emitted tokens, which the target has not read
+    seen: Tensor | None = None  # (B, V) tokens of each text, for the repetition penalty
 
-    def select(self, rows: list[int]) -> None:
+    def __init__(
+        self, requests: list[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], coin: Any
+    ) -> None:
+        self.request, self.coin = requests, coin
+        self.position = np.array([len(prompts[r]) for r in requests])  # (B,) of the next token to settle
+        self.rounds = np.zeros(len(requests), np.int64)  # (B,) verification rounds so far
+        self.remaining = [limits[r] for r in requests]  # new tokens allowed
+
+    def select(self, rows: RowInts) -> None:
         """Keep these rows, in this order."""
         self.request = [self.request[r] for r in rows]
-        self.position, self.rounds = self.position[rows], self.rounds[rows]
         self.remaining = [self.remaining[r] for r in rows]
+        self.position, self.rounds = select_rows(self.position, rows), select_rows(self.rounds, rows)
+        self.seen, self.root = select_rows(self.seen, rows), select_rows(self.root, rows)
+        self.coin = self.coin.select(rows)
+
+    def append(self, other: _Batch) -> None:
+        """Add another batch's rows behind these."""
+        self.request = [*self.request, *other.request]
+        self.remaining = [*self.remaining, *other.remaining]
+        self.position = append_rows(self.position, other.position)
+        self.rounds = append_rows(self.rounds, other.rounds)
+        self.seen, self.root = append_rows(self.seen, other.seen), append_rows(self.root, other.root)
+        self.coin = self.coin.append(other.coin)
 
 
 class Loop:
@@ -63,29 +84,35 @@ class Loop:
         until: Until | None,
         on_round: Callable[[Round], None] | None = None,
         clock: Callable[[], float] | None = None,
+        batch_size: int | None = None,
     ) -> None:
         target.check_taps(drafter)
         if drafter or target.abilities.own_cache:
             target.abilities.check_decode(f"target: {type(target.model).__name__}")
         plan = plan.resolved(sampler.temperature, supported_proposals(drafter))
-        self.target, self.prompts, self.clock = target, prompts, clock
+        self.target, self.prompts, self.limits, self.clock = target, prompts, limits, clock
         self.drafter = adapt_depth(drafter, plan) if drafter and plan.depth else None
         self.proposer = type(drafter).__name__
         self.sampler, self.plan, self.coin = sampler, plan, coin
         self.stop = frozenset(stop)
         self.stop_tests = [until() for _ in prompts] if until else None
         self.on_round = on_round
-        self.batch = _Batch(prompts, limits)
+        self.size = len(prompts) if batch_size is None else batch_size
+        self.begun, self.waiting = 0, len(prompts)  # requests, in their order
+        self.batch = _Batch([], prompts, limits, coin)
         self.outputs, self.times = [Output([]) for _ in prompts], Times()
+        self.start = self.now()
 
     def rounds(self) -> Iterator[None]:
-        """Decode to the end; yields after the prefill and after every round."""
-        self.prefill()
-        yield
-        while self.batch.request:
-            begin = self.now()
-            self.round()
-            self.times.total += self.now() - begin
+        """Decode to the end; yields after every prefill and after every round."""
+        while self.waiting or self.batch.request:
+            free = self.size - len(self.batch.request)
+            if self.waiting and free >= min(self.waiting, max(1, self.size // SHARE)):
+                self.admit()
+            else:
+                begin = self.now()
+                self.round()
+                self.times.total += self.now() - begin
             yield
 
     def pieces(self) -> Generator[Piece, None, None]:
@@ -103,11 +130,41 @@ class Loop:
         return self.clock()
 
     @torch.inference_mode()  # per step; on a generator it would leak into the caller
-    def prefill(self) -> None:
-        """Run the target on the prompts and draw each request's first token."""
-        begin = self.now()
-        target, batch, prompts = self.target, self.batch, self.prompts
-        device = target.device
+    def admit(self) -> None:
+        """Run the target on the prompts that there is room for, and draw their first tokens.
+
+        Their rows join those that run.
+        """
+        count = min(self.size - len(self.batch.request), self.waiting)
+        begin, drafted = self.now(), self.times.draft
+        requests = list(range(self.begun, self.begun + count))
+        self.begun, self.waiting = self.begun + count, self.waiting - count
+        running = self.batch
+        held = (self.cache, self.state) if running.request else None
+        self.batch = _Batch(requests, self.prompts, self.limits, self.coin.select(requests))
+        self._prefill([self.prompts[request] for request in requests])
+        if held:
+            if self.batch.request:
+                self._join(running, *held)
+            else:
+                self.target.resume(held[0])
+            self.batch, (self.cache, self.state) = running, held
+        now = self.now()
+        self.times.prefill, self.times.draft = self.times.prefill + now - begin, drafted
+        for request in requests:
+            self.outputs[request].ttft = now - self.start
+
+    def _join(self, running: _Batch, cache: KVCache, state: Any) -> None:
+        """Put the current rows behind those that run."""
+        cache.store.append(self.cache.store)
+        self.target.resume(cache)
+        if self.drafter:
+            self.drafter.append(state, self.target, self.state)
+        running.append(self.batch)
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Run the target on the prompts of the current batch, and settle their first tokens."""
+        target, batch, device = self.target, self.batch, self.target.device
         counts = RowInts([len(p) for p in prompts])
         padded = np.zeros((len(prompts), max(counts)), np.int64)  # (B, T) right-padded
         for row, prompt in enumerate(prompts):
@@ -115,31 +172,27 @@ class Loop:
         tokens = upload(padded, device)
         # Cache capacity: prompt, new tokens, and the slots of one draft that are read but not kept.
         slack = 1 + (self.plan.nodes if self.drafter else 0)
-        target.start(len(prompts), max(c + n for c, n in zip(counts, batch.remaining, strict=True)) + slack)
+        longest = max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
+        target.start(len(prompts), longest + slack)
         self.cache = target.cache
         forward = target.extend(tokens)
         target.keep(counts)
         end = counts.on(device) - 1  # (B,) last position of each prompt
         rows = torch.arange(len(prompts), device=device)
-        self.seen = None  # (B, V) tokens of each text, for the repetition penalty
         if self.sampler.needs_history:
             real = torch.arange(tokens.shape[1], device=device) <= end[:, None]
-            self.seen = torch.zeros(len(prompts), target.vocab_size, dtype=torch.bool, device=device)
+            batch.seen = torch.zeros(len(prompts), target.vocab_size, dtype=torch.bool, device=device)
             # Padding writes the row's first token, which is in the text anyway.
-            self.seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), value=True)
+            batch.seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), value=True)
         logits = target.head(forward.last[rows, end])[:, None]  # (B, 1, V)
-        coin = self.coin.at(batch.position, batch.rounds)
+        coin = batch.coin.at(batch.position, batch.rounds)
         draft = Draft.empty(len(prompts), device)
-        result = match(draft, TargetProbs(logits, self.sampler, self.seen), coin)
+        result = match(draft, TargetProbs(logits, self.sampler, batch.seen), coin)
         self.state = self.drafter.new_state(len(prompts)) if self.drafter else None
         running = self._settle(result)
         self._observe(logits, draft, result)
         texts = [[*prompt, *new] for prompt, new in zip(prompts, self._settled, strict=True)]
         self._advance(running, tokens, forward.taps, Settled(counts, end + 1, texts, ()), result)
-        seconds = self.now() - begin
-        self.times.prefill, self.times.draft = seconds, 0.0  # drafter time so far belongs to the prefill
-        for output in self.outputs:
-            output.ttft = seconds
 
     @torch.inference_mode()
     def round(self) -> None:
@@ -147,7 +200,7 @@ class Loop:
         target, batch, times = self.target, self.batch, self.times
         if target.cache is not self.cache:
             raise UserError("stream: the target has started another text; finish one stream before the next")
-        coin = self.coin.at(batch.position, batch.rounds)
+        coin = batch.coin.at(batch.position, batch.rounds)
         begin = self.now()
         if self.drafter is None or self.plan.depth == 0:  # a timer changes the plan between rounds
             draft = Draft.empty(len(batch.request), target.device)
@@ -157,13 +210,13 @@ class Loop:
         # An id out of range would fail in the embedding, before the fault is read.
         draft = replace(draft, tokens=draft.tokens.clamp(PAD, target.vocab_size - 1))
         draft_end = self.now()
-        forward = target.extend(self.root[:, None], draft)  # root and nodes: S slots
+        forward = target.extend(batch.root[:, None], draft)  # root and nodes: S slots
         logits = target.head(forward.last)  # (B, S, V)
         verify_end = self.now()
         times.draft += draft_end - begin
         times.verify += verify_end - draft_end
 
-        result = verify(self.plan, draft, TargetProbs(logits, self.sampler, self.seen), coin)
+        result = verify(self.plan, draft, TargetProbs(logits, self.sampler, batch.seen), coin)
         shape = draft.lengths(), (draft.tokens >= 0).sum(-1), fault  # (B,) each
         running = self._settle(result, shape)
         self._observe(logits, draft, result)
@@ -174,7 +227,7 @@ class Loop:
         counts = Settled([a + 1 for a in self._accepted], result.accepted + 1, self._settled, lengths)
         target.keep(counts, None if draft.is_chain else result.slots)
         path = result.slots  # (B, K + 1)
-        tokens = torch.cat([self.root[:, None], draft.tokens], 1).gather(1, path)  # (B, K + 1)
+        tokens = torch.cat([batch.root[:, None], draft.tokens], 1).gather(1, path)  # (B, K + 1)
         row = torch.arange(path.shape[0], device=path.device)[:, None]
         self._advance(running, tokens, forward.taps[row, path], counts, result)
 
@@ -243,24 +296,20 @@ class Loop:
         self, running: list[int], tokens: Tensor, taps: Tensor, counts: Settled, result: VerificationResult
     ) -> None:
         """Drop finished rows, set the new roots, and advance the drafter by the settled tokens."""
-        root = result.tokens.gather(1, result.accepted[:, None])[:, 0]  # (B,) last emitted token
-        if self.seen is not None:
-            self.seen.scatter_(1, torch.where(result.tokens >= 0, result.tokens, root[:, None]), value=True)
-        if len(running) < len(self.batch.request):
-            self.batch.select(running)
+        batch, root = self.batch, result.tokens.gather(1, result.accepted[:, None])[:, 0]
+        batch.root = root
+        if batch.seen is not None:
+            batch.seen.scatter_(1, torch.where(result.tokens >= 0, result.tokens, root[:, None]), value=True)
+        if len(running) < len(batch.request):
+            rows = RowInts(running)
+            batch.select(rows)
             if not running:
                 return
-            rows = RowInts(running)
-            index = rows.on(root.device)
             self.target.select(rows)
-            self.coin = self.coin.select(rows)
-            tokens, taps, root = tokens[index], taps[index], root[index]
-            counts = counts.select(rows)
-            if self.seen is not None:
-                self.seen = self.seen[index]
+            tokens, taps, counts = (select_rows(part, rows) for part in (tokens, taps, counts))
+            root = batch.root
             if self.drafter:
                 self.drafter.select(self.state, rows)
-        self.root = root
         if self.drafter:
             width = max(counts)
             begin = self.now()

@@ -50,6 +50,10 @@ class Proposer(Protocol):
         """Keep these rows of the state, in this order."""
         ...
 
+    def append(self, state: Any, target: Target, other: Any) -> None:
+        """Add another state's rows behind these. Both have advanced since they drafted."""
+        ...
+
     def propose(self, state: Any, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         """Draft below the root. Two calls in a row give the same draft."""
         ...

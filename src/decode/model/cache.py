@@ -39,6 +39,7 @@ class RowStore:
         self.lengths = RowInts([0] * rows)
         self.width = 0
         self._data: Tensor | None = None
+        self._all: Tensor | None = None  # of which `_data` is the first rows
         self._parts_of: Tensor | None = None  # that `_parts` are of
         self._parts: Sequence[Tensor] = ()
         self._new = self._scratch = 0
@@ -65,9 +66,14 @@ class RowStore:
         if self.width > self.capacity:
             self.capacity = max(self.width, 2 * self.capacity)
             if self._data is not None:
-                old = self._data
-                self._data = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
-                self._data[:, :, :, : old.shape[3]] = old
+                self._make_room(len(self.lengths), self._data)
+
+    def _make_room(self, rows: int, like: Tensor) -> None:
+        """Allocate `capacity` slots for so many rows, of the sizes and the kind of another store's data."""
+        old = self._data
+        self._data = self._all = like.new_zeros(*like.shape[:2], rows, self.capacity, like.shape[4])
+        if old is not None:
+            self._data[:, :, : old.shape[2], : old.shape[3]] = old
 
     def parts(self, size: int, like: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """The whole store, for code that writes and reads it on its own.
@@ -81,7 +87,7 @@ class RowStore:
             indices of the new slots in their (B * capacity, size) views.
         """
         if self._data is None:
-            self._data = like.new_zeros(self.layers, 2, len(self.lengths), self.capacity, size)
+            self._data = self._all = like.new_zeros(self.layers, 2, len(self.lengths), self.capacity, size)
         if self._parts_of is not self._data:
             # A compiler takes tensors of one storage for one another's copies, and would copy all of them.
             parts = self._data.flatten(0, 1).unbind()
@@ -101,7 +107,7 @@ class RowStore:
         if self._data is None:
             shape = (self.layers, 2, rows, self.capacity, heads * dim)
             # Zeros, not empty: masked slots get attention weight 0, but 0 * NaN is NaN.
-            self._data = keys.new_zeros(shape)
+            self._data = self._all = keys.new_zeros(shape)
         if keys.shape != values.shape or self._data.shape[-1] != heads * dim:
             raise UserError("target: layers keep keys and values of different shapes; not supported")
         if not self._all_views:  # views of all layers at once: making one costs as much as the copy below
@@ -167,7 +173,7 @@ class RowStore:
         if self._data is None:
             return
         if any(a >= b for a, b in pairwise(rows)):
-            self._data = self._data[:, :, RowInts.of(rows).on(self._data.device)]
+            self._data = self._all = self._data[:, :, RowInts.of(rows).on(self._data.device)]
             return
         # Order is kept: move later rows up in place, settled slots only.
         used = max(self.lengths, default=0)
@@ -175,6 +181,20 @@ class RowStore:
             if new != old:
                 self._data[:, :, new, :used] = self._data[:, :, old, :used]
         self._data = self._data[:, :, : len(rows)]
+
+    def append(self, other: RowStore) -> None:
+        """Add another store's rows behind these, settled slots alone; rows that have ended left room."""
+        rows, used = len(self.lengths), max(other.lengths, default=0)
+        self.lengths = RowInts.of(self.lengths).joined(RowInts.of(other.lengths))
+        if other._data is None:
+            assert self._data is None, "a store that has read is given rows of one that has not"
+            return
+        if self._all is None or used > self.capacity or self._all.shape[2] < len(self.lengths):
+            self.capacity = max(self.capacity, used)
+            self._make_room(len(self.lengths), other._data)
+        assert self._all is not None
+        self._data = self._all[:, :, : len(self.lengths)]
+        self._data[:, :, rows:, :used] = other._data[:, :, :, :used]
 
 
 class MultiDeviceStore(RowStore):
@@ -218,6 +238,13 @@ class MultiDeviceStore(RowStore):
     def select(self, rows: Sequence[int]) -> None:
         for store in self._stores:
             store.select(rows)
+        self.lengths = self._stores[0].lengths
+
+    @override
+    def append(self, other: RowStore) -> None:
+        assert isinstance(other, MultiDeviceStore)
+        for store, more in zip(self._stores, other._stores, strict=True):
+            store.append(more)
         self.lengths = self._stores[0].lengths
 
 

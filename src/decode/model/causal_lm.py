@@ -217,6 +217,14 @@ class CausalLM:
         """Keep these rows, in this order."""
         self.cache.store.select(rows)
 
+    def append(self, other: CausalLM) -> None:
+        """Add the texts of another cache of this model behind these."""
+        self.cache.store.append(other.cache.store)
+
+    def resume(self, cache: KVCache) -> None:
+        """Go on with the texts of an earlier cache."""
+        self._cache = cache
+
     def _mask(self, block: Tensor | None, tokens: Tensor) -> Tensor | dict[str, Tensor] | None:
         """(B, 1, n, width) additive mask, per layer type if there are several; None: plain causal."""
         store, window, new = self.cache.store, self._window, tokens.shape[1]

@@ -113,7 +113,7 @@ class _Timer:
         coin = KeyedCoin(self.seed, [f"cost-{first + i}" for i in range(self.batch)])
         parts = self.target, self.drafter, part, limits, self.sampler, self.widest, coin, (), None
         self.loop = Loop(*parts, clock=self.clock)
-        self.loop.prefill()
+        self.loop.admit()
         self.turn += 1
 
     def time(self, plans: Sequence[Plan], repeats: int, done: Callable[[], None]) -> list[RoundTiming]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from decode.evaluation.replay import Rollout
 from decode.generation.generate import generate
 from decode.model.target import Target
 from decode.plan import Plan
+from decode.planning.auto import Auto
 from decode.sampling import Sampler
 from distill.prompts.prompt import Message
+from distill.utils.progress import say
 from drafters.base import Drafter
+
+TRIED, TRIED_TOKENS = 8, 64  # answers that plans are compared on, and tokens of each
 
 
 class Request(NamedTuple):
@@ -80,10 +85,10 @@ class InProcess:
 
     Args:
         target: answers.
-        batch_size: requests decoded together; those of similar length share a batch.
+        batch_size: requests decoded together; the next ones join as some end, the shortest first.
         seed: of the sampling.
         drafter: proposes tokens; None: plain decoding.
-        plan: of its drafts.
+        plan: of its drafts; `Auto`: the fastest of its plans, measured before the first answers.
     """
 
     begins = True
@@ -94,36 +99,58 @@ class InProcess:
         batch_size: int,
         seed: int,
         drafter: Drafter | None = None,
-        plan: Plan | None = None,
+        plan: Plan | Auto | None = None,
     ) -> None:
         self.target, self.batch_size, self.seed = target, batch_size, seed
         self.drafter, self.plan = drafter, plan
         self.context = target.max_positions
 
     def __call__(self, requests: Sequence[Request], params: SamplingParams) -> list[Answer]:
-        """Answers in the order of the requests; batches are sorted by length, for little padding."""
-        answers: dict[int, Answer] = {}
+        """Answers in the order of the requests."""
+        # Prompts that begin together are of similar lengths, for little padding.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
+        chosen = [requests[i] for i in order]
         before = self.target.taps
         self.target.tap(self.drafter.taps if self.drafter else ())
         try:
-            for first in range(0, len(order), self.batch_size):
-                indices = order[first : first + self.batch_size]
-                chosen = [requests[i] for i in indices]
-                out = generate(
-                    self.target,
-                    self.drafter,
-                    [request.tokens for request in chosen],
-                    max_new_tokens=params.max_new_tokens,
-                    sampler=Sampler(**params.sampler),
-                    plan=self.plan,
-                    seed=self.seed,
-                    requests=[request.id for request in chosen],
-                    samples=[request.sample for request in chosen],
-                    stop=params.stop,
-                )
-                for i, output in zip(indices, out.outputs, strict=True):
-                    answers[i] = Answer(output.tokens, output.stopped)
+            if isinstance(self.plan, Auto):
+                self.plan = self._choose(self.plan, chosen, params)
+            out = generate(
+                self.target,
+                self.drafter,
+                [request.tokens for request in chosen],
+                max_new_tokens=params.max_new_tokens,
+                sampler=Sampler(**params.sampler),
+                plan=self.plan,
+                seed=self.seed,
+                requests=[request.id for request in chosen],
+                samples=[request.sample for request in chosen],
+                stop=params.stop,
+                batch_size=self.batch_size,
+            )
         finally:
             self.target.tap(before)
-        return [answers[i] for i in range(len(requests))]
+        answers = dict(zip(order, out.outputs, strict=True))
+        return [Answer(answers[i].tokens, answers[i].stopped) for i in range(len(requests))]
+
+    def _choose(self, auto: Auto, requests: Sequence[Request], params: SamplingParams) -> Plan:
+        """The fastest plan on the beginnings of some answers, which are decoded plainly for that."""
+        assert self.drafter
+        size, sampler = min(self.batch_size, len(requests)), Sampler(**params.sampler)
+        say(f"rollouts: measuring drafts at {size} answers at a time")
+        some = requests[:: max(1, len(requests) // TRIED)]
+        prompts, names = [request.tokens for request in some], [request.id for request in some]
+        most = min(params.max_new_tokens, TRIED_TOKENS)
+        limits = {"max_new_tokens": most, "stop": params.stop, "seed": self.seed}
+        answers = generate(
+            self.target, None, prompts, sampler=sampler, requests=names, batch_size=size, **limits
+        )
+        rollouts = [Rollout(p, output.tokens) for p, output in zip(prompts, answers.outputs, strict=True)]
+        plan, found = auto.choose(self.target, self.drafter, rollouts, sampler, size, **limits)
+        if plan.depth:
+            speedup = next(row["speedup"] for row in found if row["decode"] == plan.name)
+            say(f"rollouts: {plan.name}, for {speedup:.2f} times the tokens a second of plain decoding")
+        else:
+            self.drafter = None
+            say("rollouts: no drafts, which would cost more than they save here")
+        return plan

@@ -10,12 +10,13 @@ from pathlib import Path
 from decode.errors import UserError
 from decode.model.target import Target
 from decode.plan import Plan
+from decode.planning.auto import Auto
 from distill.config.build import build_target, read_chat
 from distill.engines.base import Engine, InProcess
 from distill.engines.engine_target import EngineTarget
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
-from distill.options import AnswerOptions, DecodePlan, OpenAIRolloutOptions, RayRolloutOptions
+from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions
 from distill.prompts.chat_template import Chat
 from distill.rollouts.ray_workers import Fleet
 from distill.rollouts.store import RolloutPlan, RolloutStore
@@ -26,6 +27,10 @@ from drafters.checkpoint import io as hub
 
 Work = Callable[[Callable[[int], None]], None]  # its argument is called with the number of missing shards
 HELPED = "rollout.drafter, rollout.refresh_every: the target"  # of refusals
+# Fixed nodes, which `match` verifies: answers do not depend on the choice.
+HELPING = Auto(
+    [{"depth": 1}, {"depth": 2}, {"depth": 3}, {"depth": 5}, {"depth": 3, "width": 2, "nodes": 5}], repeats=5
+)
 Helper = str | Path | None  # a drafter's folder or hub id
 
 
@@ -70,11 +75,11 @@ def in_process(
         return InProcess(target, plan.batch_size, plan.seed)
     target.abilities.check_decode(HELPED)
     drafter = hub.load(hub.fetch(str(helper)), target)
-    return InProcess(target, plan.batch_size, plan.seed, drafter, helping_plan(options.decode, drafter))
+    return InProcess(target, plan.batch_size, plan.seed, drafter, helping_plan(options, drafter))
 
 
-def helping_plan(decode: DecodePlan, drafter: Drafter) -> Plan:
-    """The plan with which a drafter speeds up rollouts.
+def helping_plan(options: AnswerOptions, drafter: Drafter) -> Plan | Auto:
+    """The plan with which a drafter speeds up rollouts, or those to choose from.
 
     Where the proposal is `auto`, nodes are fixed: then `match` verifies them, and the answers are those of
     plain decoding but for rounding, with any drafter.
@@ -82,13 +87,18 @@ def helping_plan(decode: DecodePlan, drafter: Drafter) -> Plan:
     Raises:
         UserError: the plan is lossy, or the drafter does not support it.
     """
+    decode, own = options.decode, options.rollout.decode
+    if own not in ("run", "auto"):
+        raise UserError(f"rollout.decode={own}: choose run, the plan of `decode`, or auto")
+    if type(drafter).verifier is not Drafter.verifier:
+        raise UserError("rollout: a drafter that has tuned its target would change the answers it helps with")
+    if own == "auto" or isinstance(decode, Auto):
+        return HELPING
     if not isinstance(decode, Plan) or decode.lossy:
         raise UserError(
             "rollout: where a drafter helps (rollout.drafter, rollout.refresh_every), answers are drafted by "
-            "one lossless plan; choose decode=chain or dynamic"
+            "one lossless plan; choose decode=chain or dynamic, or rollout.decode=auto"
         )
-    if type(drafter).verifier is not Drafter.verifier:
-        raise UserError("rollout: a drafter that has tuned its target would change the answers it helps with")
     drafter.check(decode)
     return decode.resolved(0.0)
 

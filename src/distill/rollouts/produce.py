@@ -103,7 +103,7 @@ def produce(
     drafts = rollout.engine != "openai" and not isinstance(target, EngineTarget)  # which draft by their means
     if rollout.refresh_every and drafts:
         target.abilities.check_decode(HELPED)
-        helping_plan(options.decode, drafter)
+        helping_plan(options, drafter)
     plan = rollout_plan(options, target, chat, prompts, phase)
     store = open_store(options, Path(options.output_dir) / "rollouts", target, chat, plan, prompts, phase)
     helper: Helper = rollout.drafter

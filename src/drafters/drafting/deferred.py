@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.row_state import select_rows
 from decode.transfer import RowInts, upload
 
 
@@ -40,13 +41,13 @@ class Deferred:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
-        if not self.rounds:
-            return
-        index = RowInts.of(rows).on(self.rounds[0].tokens.device)
-        self.rounds = [
-            Advance(tokens[index], taps[index], counts.select(rows), root[index])
-            for tokens, taps, counts, root in self.rounds
-        ]
+        rows = RowInts.of(rows)
+        self.rounds = [Advance(*(select_rows(part, rows) for part in round_)) for round_ in self.rounds]
+
+    def append(self, other: Deferred) -> None:
+        """Nothing: rows can be appended only where all have read what was settled."""
+        assert not self.rounds
+        assert not other.rounds
 
     def take(self) -> Advance | None:
         """All rounds as one, which leaves none here; None: there was none."""

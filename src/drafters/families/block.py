@@ -367,13 +367,6 @@ class BlockDrafter(TokenBiasDrafter):
         state.root = root
 
     @override
-    def select(self, state: BlockState, rows: Sequence[int]) -> None:
-        state.store.select(rows)
-        if state.newest is not None and state.root is not None:
-            index = RowInts.of(rows).on(state.root.device)
-            state.newest, state.root = state.newest[index], state.root[index]
-
-    @override
     def kv_bytes_per_token(self, state: BlockState) -> int:
         return state.store.bytes_per_token
 

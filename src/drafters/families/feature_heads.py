@@ -70,12 +70,6 @@ class FeatureHeadsDrafter(Drafter):
         state.feature = taps[torch.arange(len(end), device=taps.device), end, 0]
         state.root = root
 
-    @override
-    def select(self, state: FeatureState, rows: Sequence[int]) -> None:
-        if state.feature is not None and state.root is not None:
-            index = RowInts.of(rows).on(state.root.device)
-            state.feature, state.root = state.feature[index], state.root[index]
-
 
 class ChainedHeadsDrafter(FeatureHeadsDrafter):
     """Recurrent heads: the state at depth j is computed from the previous state and x_{t+j}."""

@@ -200,10 +200,6 @@ class TextDrafter(Drafter):
         for history, text in zip(state, texts, strict=True):
             history.extend(text)
 
-    @override
-    def select(self, state: list[IndexedText], rows: Sequence[int]) -> None:
-        state[:] = [state[row] for row in rows]
-
 
 class LookupDrafter(TextDrafter):
     """Proposes continuations of earlier occurrences of the newest tokens.

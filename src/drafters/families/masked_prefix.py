@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from decode.model.causal_lm import CausalLM
+from decode.row_state import append_rows, select_rows
 from decode.transfer import RowInts
 from drafters.families.hf_model import known_tokens, unread_text
 
@@ -135,5 +136,9 @@ class MaskedPrefix:
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         self.lm.select(rows)
-        if self.states is not None:
-            self.states = self.states[RowInts.of(rows).on(self.states.device)]
+        self.states = select_rows(self.states, RowInts.of(rows))
+
+    def append(self, other: MaskedPrefix) -> None:
+        """Add the other's rows behind these."""
+        self.lm.append(other.lm)
+        self.states = append_rows(self.states, other.states)

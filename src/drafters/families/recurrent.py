@@ -216,12 +216,6 @@ class RecurrentDrafter(Drafter):
         state.newest = x.gather(1, end[..., None].expand(-1, -1, x.shape[-1]))
 
     @override
-    def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
-        state.store.select(rows)
-        if state.newest is not None:
-            state.newest = state.newest[RowInts.of(rows).on(state.newest.device)]
-
-    @override
     def kv_bytes_per_token(self, state: RecurrentState) -> int:
         return state.store.bytes_per_token
 

@@ -68,7 +68,7 @@ class TextStore(RowStore):
         index = kept + dropped.on(device)[:, None] * (kept >= self._sinks)  # (B, most)
         # A copy, so that the memory of a long prompt is given back.
         old, rows = self._data, torch.arange(len(self.lengths), device=device)[:, None]
-        self._data = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
+        self._data = self._all = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
         self._data[:, :, :, :most] = old[:, :, rows, index.clamp_max(old.shape[3] - 1)]
         self.lengths = RowInts([min(length, most) for length in self.lengths])
         self.dropped = self.dropped.plus(dropped)
@@ -77,6 +77,12 @@ class TextStore(RowStore):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self.dropped = self.dropped.select(rows)
+
+    @override
+    def append(self, other: RowStore) -> None:
+        assert isinstance(other, TextStore)
+        super().append(other)
+        self.dropped = self.dropped.joined(other.dropped)
 
     def mask(self, block: Tensor | int, offsets: Tensor | int, device: torch.device) -> Tensor | None:
         """(B or 1, 1, n, width) of the new slots, which follow m - n scratch slots of earlier passes.

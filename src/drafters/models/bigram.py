@@ -17,7 +17,6 @@ from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.transfer import RowInts
 from drafters.base import Drafter, Text
 from drafters.drafting.tree import expand
 
@@ -133,11 +132,6 @@ class Bigram(Drafter):
         root: Tensor,
     ) -> None:
         state.root = root
-
-    @override
-    def select(self, state: BigramState, rows: Sequence[int]) -> None:
-        if state.root is not None:
-            state.root = state.root[RowInts.of(rows).on(state.root.device)]
 
     @override
     def propose(

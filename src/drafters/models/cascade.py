@@ -134,10 +134,16 @@ class Cascade(TwoDrafters[LookupDrafter]):
 
     @override
     def select(self, state: CascadeState, rows: Sequence[int]) -> None:
-        self.first.select(state.first, rows)
-        self.second.select(state.second, rows)
-        state.waiting.select(rows)
         state.ahead = None  # selecting keeps settled slots alone
+        super().select(state, rows)
+
+    @override
+    def append(self, state: CascadeState, target: Target, other: CascadeState) -> None:
+        for part in (state, other):
+            self._catch_up(part, target, 0)
+            part.ahead = None
+        self.first.append(state.first, target, other.first)
+        self.second.append(state.second, target, other.second)
 
     @override
     def propose(

@@ -237,13 +237,6 @@ class Dllm(HFModelDrafter, TextDrafter):
             super().advance(state, target, tokens, taps, counts, root)
 
     @override
-    def select(self, state: list[IndexedText] | MaskedPrefix, rows: Sequence[int]) -> None:
-        if isinstance(state, MaskedPrefix):
-            state.select(rows)
-        else:
-            super().select(state, rows)
-
-    @override
     def kv_bytes_per_token(self, state: list[IndexedText] | MaskedPrefix) -> int:
         return state.lm.cache.store.bytes_per_token if isinstance(state, MaskedPrefix) else 0
 

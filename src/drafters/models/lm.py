@@ -345,15 +345,6 @@ class DraftLM(HFModelDrafter):
         return self._head_rows.of(lm.head, self.draft_ids)(last)
 
     @override
-    def select(self, state: LMState, rows: Sequence[int]) -> None:
-        state.lm.select(rows)
-        if state.texts:
-            state.texts = [state.texts[row] for row in rows]
-        if state.last is not None and state.logits is not None:
-            index = RowInts.of(rows).on(state.last.device)
-            state.last, state.logits = state.last[index], state.logits[index]
-
-    @override
     def propose(self, state: LMState, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         assert state.last is not None
         assert state.logits is not None

@@ -286,11 +286,14 @@ class Lyanna(TokenBiasDrafter, RecurrentDrafter):
         state.stale, state.left = drafted.gather(1, index), (depth - num_settled).clamp_min(0)
 
     @override
-    def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
-        super().select(state, rows)
-        for name in ("root", "drafted", "stale", "left"):
-            if (value := getattr(state, name)) is not None:
-                setattr(state, name, value[RowInts.of(rows).on(value.device)])
+    def append(self, state: RecurrentState, target: Target, other: RecurrentState) -> None:
+        assert isinstance(state, LyannaState)
+        assert isinstance(other, LyannaState)
+        for one, beside in ((state, other), (other, state)):
+            if one.stale is None and one.root is not None and beside.stale is not None:
+                one.stale = beside.stale.new_zeros(len(one.root), *beside.stale.shape[1:])
+                one.left = torch.zeros_like(one.root)  # none of them is valid
+        super().append(state, target, other)
 
     @override
     def propose(

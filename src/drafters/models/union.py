@@ -142,10 +142,11 @@ class Union(TwoDrafters[LookupDrafter]):
             self.first.advance(state.first, target, *waiting)
 
     @override
-    def select(self, state: UnionState, rows: Sequence[int]) -> None:
-        self.first.select(state.first, rows)
-        self.second.select(state.second, rows)
-        state.waiting.select(rows)
+    def append(self, state: UnionState, target: Target, other: UnionState) -> None:
+        for part in (state, other):
+            self._catch_up(part, target)
+        self.first.append(state.first, target, other.first)
+        self.second.append(state.second, target, other.second)
 
     @override
     def propose(

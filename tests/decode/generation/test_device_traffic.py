@@ -41,7 +41,7 @@ def rounds_of(target, drafter, plan, temperature, **options) -> list[Counter]:
     coin, limits = KeyedCoin(1, range(len(PROMPTS))), [60] * len(PROMPTS)
     with Traffic() as traffic:
         loop = Loop(target, drafter, PROMPTS, limits, Sampler(temperature), plan, coin, (), None, **options)
-        loop.prefill()
+        loop.admit()
         found = []
         for _ in range(LEARNING + STEADY):
             traffic.take()

@@ -223,8 +223,42 @@ def test_keys_and_values_on_several_devices_are_those_of_one():
             store.keep(counts, slots if step % 2 else None)
             if step == 6:
                 store.select([0, 2])
+            if step == 8:  # two rows more than there ever were: room is made
+                more = RowStore(5, 3, 2) if store is one else MultiDeviceStore(places, 3, 2)
+                fill(more, torch.Generator().manual_seed(1))
+                store.append(more)
         assert one.lengths == split.lengths
         assert one.bytes_per_token == split.bytes_per_token
+    assert len(one.lengths) == 5
+
+
+def fill(store: RowStore, dice: torch.Generator) -> None:
+    """Settle up to five slots in each row."""
+    rows = len(store.lengths)
+    store.begin(5)
+    for layer in range(5):
+        store.write(layer, *torch.randn(2, rows, 2, 5, 3, generator=dice))
+    store.keep([5 - row % 3 for row in range(rows)])
+
+
+def test_rows_are_appended_where_others_have_ended():
+    """Into the memory that was allocated for these, and with what they had settled elsewhere."""
+    dice = torch.Generator().manual_seed(2)
+    store, more = RowStore(5, 4, 16), RowStore(5, 2, 5)
+    for one in (store, more):
+        fill(one, dice)
+    kept, joined = store._data[:, :, [0, 3], :5].clone(), more._data[:, :, :, :5].clone()
+    place = store._data.data_ptr()
+    store.select([0, 3])
+    store.append(more)
+    assert store._data.data_ptr() == place
+    assert store.lengths == [5, 5, 5, 4]
+    assert torch.equal(store._data[:, :, :2, :5], kept)
+    assert torch.equal(store._data[:, :, 2:, :5], joined)
+    store.select([])
+    store.append(more)
+    assert store.lengths == more.lengths
+    assert torch.equal(store._data[:, :, :, :5], joined)
 
 
 @pytest.fixture(scope="module")

@@ -140,5 +140,6 @@ def test_a_drafter_helps_and_changes_no_row(bench, tmp_path):
     assert len(plain) == len({name for name, _ in plain}) == 24
     eagle = bench.untrained_eagle()
     assert rows(f"rollout.drafter={eagle}", "decode=dynamic", "decode.depth=2", "decode.nodes=4") == plain
+    assert rows(f"rollout.drafter={eagle}", "rollout.decode=auto") == plain
     lossy = roll_out(bench, f"rollout.drafter={eagle}", "decode.rule=typical", "decode.lossy=true")
     assert (lossy.code, "one lossless plan" in lossy.err) == (2, True)

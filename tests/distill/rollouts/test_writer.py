@@ -8,6 +8,9 @@ from stores import PLAN, make_writer
 from workbench import TEMPLATE, make_tokenizer
 
 from decode.plan import Plan
+from decode.planning import auto as planning
+from decode.planning.auto import Auto
+from decode.planning.cost_model import PLAIN, MeasuredCosts, RoundTiming
 from distill.engines import base as engines
 from distill.engines.base import Answer, InProcess, Request, SamplingParams
 from distill.losses.divergences import kl
@@ -17,6 +20,7 @@ from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt, turns
 from distill.rollouts.writer import Writer
 from drafters.base import Batch
+from drafters.models.lm import DraftLM
 
 END = 3
 TALK = replace(PLAN, self_prompts=0, max_prompt_tokens=60)
@@ -156,7 +160,7 @@ def test_samples_of_a_prompt_differ_and_the_first_is_what_one_alone_would_be(par
     assert len({tuple(row["tokens"]) for row in rows}) == 9
 
 
-def test_batches_are_of_similar_length_and_change_no_row(parts, monkeypatch):
+def test_prompts_of_similar_length_begin_together_and_change_no_row(parts, monkeypatch):
     target, chat, _ = parts
     prompts = [Prompt(str(n), user("x" * n)) for n in (9, 1, 7, 3, 5)]
     seen = []
@@ -167,7 +171,7 @@ def test_batches_are_of_similar_length_and_change_no_row(parts, monkeypatch):
         lambda t, d, rows, **o: seen.append([len(r) - 2 for r in rows]) or call(t, d, rows, **o),
     )
     rows = {size: make_writer(target, chat, replace(TALK, batch_size=size))(0, prompts, 0) for size in (2, 5)}
-    assert seen == [[1, 3], [5, 7], [9], [1, 3, 5, 7, 9]]
+    assert seen == [[1, 3, 5, 7, 9]] * 2
     assert [row["id"] for row in rows[2]] == ["9", "1", "7", "3", "5"]
     assert rows[2] == rows[5]
 
@@ -183,6 +187,35 @@ def test_a_drafter_that_helps_changes_no_row(temperature, parts, make_drafter):
     helped = InProcess(target, 3, 0, drafter, Plan(3, 2, 5))(requests, params)
     assert helped == plain
     assert target.taps == (), "the drafter's taps were left behind"
+
+
+@pytest.mark.parametrize(("speed", "name"), [(0.0, "chain"), (100.0, "plain")])
+def test_a_plan_is_chosen_once_and_changes_no_row(speed, name, parts, monkeypatch, capfd):
+    """The target drafts for itself, by a clock that says what that costs."""
+    target, chat, prompts = parts
+    drafter = DraftLM(target.model.config.to_dict(), target.model)
+    auto, asked = Auto([{"depth": 1}, {"depth": 3}], repeats=1), []
+
+    def costs(target, drafter, prompts, plans, sampler, sizes, **options):
+        del target, drafter, prompts, sampler, options
+        asked.append(sizes)
+        every = [PLAIN, *plans]
+        return MeasuredCosts(
+            [RoundTiming(p, size, 1 + p.nodes, speed * p.depth, 1.0, 0.0) for p in every for size in (1, 3)]
+        )
+
+    monkeypatch.setattr(planning, "measure", costs)
+    requests = [Request(p.id, 0, chat.encode(p.messages)) for p in prompts[:5]]
+    params = SamplingParams({"temperature": 0.0}, 12, [END])
+    engine = InProcess(target, 3, 0, drafter, auto)
+    want = InProcess(target, 3, seed=0)(requests, params)
+    assert [engine(requests, params), engine(requests, params)] == [want, want]
+    assert asked == [[3]]
+    assert target.taps == ()
+    said = capfd.readouterr().out
+    assert said.count("measuring drafts at 3 answers") == 1
+    assert ("no drafts" in said) == (name == "plain")
+    assert (engine.drafter is None) == (name == "plain")
 
 
 def test_a_rows_weight_scales_its_share_of_the_loss(parts, make_drafter):

@@ -25,6 +25,7 @@ from contract import (
     test_proposing_changes_nothing_for_later_rounds,  # noqa: F401
     test_proposing_twice_gives_the_same_draft,  # noqa: F401
     test_rows_may_be_dropped_before_anything_was_absorbed,  # noqa: F401
+    test_rows_that_join_draft_as_they_would_alone,  # noqa: F401
     test_select_keeps_these_rows_in_this_order,  # noqa: F401
     test_the_laws_depend_on_the_context_and_the_depth,  # noqa: F401
 )

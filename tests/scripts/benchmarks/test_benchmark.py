@@ -187,11 +187,10 @@ def test_rollouts_are_raced_by_batch_size_with_and_without_a_drafter(bench, chec
     done = command(run, argv).succeeded()
     card = json.loads(out.read_text())
     rows = card["rows"]
-    assert [(r["drafter"], r["batch_size"]) for r in rows] == [
-        ("none", 1),
-        ("none", 3),
-        ("eagle", 1),
-        ("eagle", 3),
+    assert [(r["drafter"], r["batch_size"], r["join"]) for r in rows] == [
+        (name, size, join)
+        for name in ("none", "eagle, chain-2", "eagle, auto")
+        for size, join in ((1, True), (3, True), (3, False))
     ]
     assert rows[0]["ratio"] == 1.0
     assert all(row["tokens_per_second"] > 0 for row in rows)

@@ -1,0 +1,171 @@
+"""Requests that join a batch as others end."""
+
+from collections.abc import Sequence
+from copy import copy
+
+import numpy as np
+import pytest
+import torch
+from families import BASE, save
+from scripted import Oracle, Watch
+
+from decode.depth_policy import DepthPolicy
+from decode.generation.generate import generate
+from decode.model.abilities import Abilities
+from decode.model.load import load_target
+from decode.plan import Plan
+from decode.row_state import append_rows, select_rows
+from decode.sampling import Sampler
+from decode.transfer import RowInts
+
+VOCAB = 61
+PROMPTS = [[(7 * row + 3 * place) % VOCAB for place in range(1 + row % 5)] for row in range(11)]
+STOP = range(0, VOCAB, 9)  # answers of unlike lengths
+SAMPLERS = [Sampler(0.0), Sampler(1.0), Sampler(0.8, top_p=0.9), Sampler(1.0, repetition_penalty=1.3)]
+PACE = DepthPolicy(0.5, ((1, (1.0, 1.1, 1.2, 1.3)), (4, (1.0, 1.5, 2.0, 2.5))))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return load_target(str(save(tmp_path_factory.mktemp("llama") / "model", "llama", BASE)), "float64")
+
+
+def run(target, drafter=None, prompts: Sequence[Sequence[int]] = PROMPTS, **options):
+    options = {"max_new_tokens": 24, "sampler": Sampler(1.0), "seed": 4, "stop": STOP} | options
+    return generate(target, drafter, prompts, **options).outputs
+
+
+def oracle(target, sampler, right=0.7, branches=0):
+    texts = [p + o.tokens for p, o in zip(PROMPTS, run(target, sampler=sampler), strict=True)]
+    return Oracle(texts, VOCAB, right=right, branches=branches)
+
+
+def facts(outputs):
+    names = ("tokens", "emitted", "accepted", "draft_lengths", "drafted", "stopped")
+    return [[getattr(output, name) for name in names] for output in outputs]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 16, 50])
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_texts_are_those_of_one_batch(target, sampler, size):
+    want = run(target, sampler=sampler)
+    assert len({len(output.tokens) for output in want}) > 3
+    assert facts(run(target, sampler=sampler, batch_size=size)) == facts(want)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("plan", [Plan(3), Plan(3, 3, 8)], ids=lambda p: p.name)
+def test_drafted_texts_are_those_of_one_batch(target, plan, size):
+    drafter = oracle(target, Sampler(1.0), branches=4 if plan.width > 1 else 0)
+    want = run(target, drafter, plan=plan)
+    got = run(target, drafter, plan=plan, batch_size=size)
+    assert facts(got) == facts(want)
+    assert any(sum(output.accepted) for output in got)
+
+
+def test_a_draft_length_that_follows_the_number_of_rows(target):
+    """Texts are the same; with few rows, drafts are longer."""
+    drafter, watch = oracle(target, Sampler(1.0), right=1.0), Watch(len(PROMPTS))
+    got = run(target, drafter, plan=Plan(3, adapt=PACE), batch_size=4, on_round=watch)
+    assert [output.tokens for output in got] == [output.tokens for output in run(target)]
+    rounds = [step for step in watch.rounds if step.draft.depth]
+    depth = {len(step.requests): step.draft.depth for step in rounds}
+    assert len(depth) > 1
+    assert depth[min(depth)] > depth[max(depth)]
+
+
+def joins(watch: Watch) -> list[int]:
+    """How many requests began in every prefill."""
+    begun, counts = set(), []
+    for step in watch.rounds:
+        if new := set(step.requests) - begun:
+            assert new == set(step.requests), "a prefill runs those that begin alone"
+            counts.append(len(new))
+            begun |= new
+    return counts
+
+
+@pytest.mark.parametrize(("size", "least"), [(4, 1), (24, 3)])
+def test_requests_join_once_an_eighth_of_the_batch_is_free(target, size, least):
+    prompts = [PROMPTS[row % len(PROMPTS)] for row in range(60)]
+    watch, begun, ended = Watch(60), set(), set()
+    outputs = run(target, prompts=prompts, on_round=watch, batch_size=size)
+    left = [len(output.tokens) for output in outputs]
+    for step in watch.rounds:
+        assert len(step.requests) <= size
+        # A round is run only where too few rows would begin instead.
+        if not set(step.requests) - begun:
+            waiting = 60 - len(begun)
+            assert size - len(begun - ended) < min(least, waiting) or not waiting
+        begun |= set(step.requests)
+        for request, tokens in zip(step.requests, step.emitted, strict=True):
+            left[request] -= len(tokens)
+        ended = {request for request in begun if not left[request]}
+    assert joins(watch)[0] == size
+    assert min(joins(watch)[:-1]) >= least
+    assert sum(joins(watch)) == 60
+
+
+def test_answers_that_end_with_their_first_token(target):
+    """Rows that join may have nothing to add to those that run, and all may end at once."""
+    first = [output.tokens[0] for output in run(target, sampler=Sampler(0.0), stop=())]
+    for size in (1, 2, 4):
+        outputs = run(target, sampler=Sampler(0.0), stop=sorted(set(first))[::2], batch_size=size)
+        assert facts(outputs) == facts(run(target, sampler=Sampler(0.0), stop=sorted(set(first))[::2]))
+    assert [o.tokens for o in run(target, max_new_tokens=1, batch_size=3)] == [
+        o.tokens for o in run(target, max_new_tokens=1)
+    ]
+
+
+def test_first_tokens_come_later_in_rows_that_wait(target):
+    ticks = iter(range(10**6))
+    outputs = run(target, batch_size=2, clock=lambda: float(next(ticks)))
+    waits = [output.ttft for output in outputs]
+    assert waits == sorted(waits)
+    assert len(set(waits)) > 4
+    generation = generate(
+        target,
+        None,
+        PROMPTS,
+        max_new_tokens=8,
+        sampler=Sampler(1.0),
+        batch_size=3,
+        clock=lambda: float(next(ticks)),
+    )
+    assert generation.times.prefill > 0
+    assert generation.times.draft == 0 or generation.times.total > generation.times.draft
+
+
+class AfterThree:
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, token):
+        self.seen += 1
+        return self.seen == 3
+
+
+def test_every_request_has_its_own_stop_test(target):
+    assert {len(o.tokens) for o in run(target, stop=(), until=AfterThree, batch_size=3)} == {3}
+
+
+def test_a_cache_that_goes_forward_takes_one_batch_after_the_other(target, monkeypatch):
+    want = run(target)
+    monkeypatch.setattr(target, "abilities", Abilities(decode="it goes forward", own_cache=True))
+    assert facts(run(target, batch_size=4)) == facts(want)
+
+
+def test_rows_of_a_state():
+    class Odd:
+        pass
+
+    rows = RowInts([2, 0])
+    for state in (torch.arange(3), np.arange(3), RowInts([0, 1, 2]), [0, 1, 2]):
+        one, other = select_rows(copy(state), rows), select_rows(copy(state), rows)
+        assert list(append_rows(one, other)) == [2, 0, 2, 0]
+    assert [select_rows(state, rows) for state in (None, True, [])] == [None, True, []]
+    for call in (lambda: select_rows(Odd(), RowInts([0])), lambda: append_rows(Odd(), Odd())):
+        with pytest.raises(TypeError, match="Odd has no rows"):
+            call()
+    with pytest.raises(TypeError, match="no rows for NoneType"):
+        append_rows(None, torch.arange(2))
