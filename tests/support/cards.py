@@ -21,6 +21,7 @@ def replay(tau: float = 2.0, counts: Counts | None = None, **more: Any) -> dict[
         "difference_interval": [-0.1, 0.1],
         "agrees": True,
         "selection_tau": tau,
+        "by_context": [{"low": 0, "high": 128, "tokens": 6.0, "rounds": 4.0, "tau": 1.5}],
         **more,
     }
 

@@ -30,6 +30,7 @@ from decode.sampling import Sampler
 
 CONFIDENCE = 0.99  # of the interval of the difference between replay and decoder
 ROUND_OFF = 1e-12  # relative, of tau in float64
+SHORTEST = 128  # tokens of context of the first `ContextPart`; each one after it is as long as all before it
 
 
 class Counts(NamedTuple):
@@ -138,7 +139,7 @@ def replay(
         for n, plan in enumerate(plans):
             for row, i in enumerate(part):
                 chances[n][i] = keeps[n][row, : len(rollouts[i].answer) - 1]
-                rounds = _Rounds(chances[n][i], plan.depth)
+                rounds = RoundStarts(chances[n][i], plan.depth)
                 num_rounds[n][i] = rounds.count
                 reached[n] += rounds.reached
         if progress:
@@ -237,7 +238,7 @@ def _keep_chances(draft: Draft, ahead: Tensor, p: Tensor) -> np.ndarray:
     return torch.stack(keeps, 1).double().cpu().numpy() if keeps else np.zeros((len(rows), 0))
 
 
-class _Rounds:
+class RoundStarts:
     """Markov chain of round starts on one rollout.
 
     Args:
@@ -245,23 +246,74 @@ class _Rounds:
         depth: K.
 
     Attributes:
+        begins: (starts,) P(a round starts at t).
+        tokens: (starts,) expected tokens of such rounds, cut at the end.
         count: expected number of rounds.
         reached: (2, K + 1) expected rounds not cut by the end: those that accept at least j tokens, and all.
     """
 
     def __init__(self, keep: np.ndarray, depth: int) -> None:
         starts = len(keep)
-        begins = np.zeros(starts + depth + 2)  # P(a round starts at t)
+        begins, self.tokens = np.zeros(starts + depth + 2), np.zeros(starts)
         begins[0] = 1.0
         self.reached = np.zeros((2, depth + 1))
         for t in range(starts):
             through = begins[t] * np.cumprod(np.concatenate([[1.0], keep[t]]))  # (K + 1,) accepts >= j
             ends = through - np.append(through[1:], 0.0)  # accepts exactly j
             begins[t + 1 : t + depth + 2] += ends  # the next round starts j + 1 tokens later
+            self.tokens[t] = ends @ np.minimum(np.arange(1, depth + 2), starts - t)
             whole = ends[: starts - t]  # a round that accepts all remaining tokens is cut
             self.reached[0, : len(whole)] += whole[::-1].cumsum()[::-1]
             self.reached[1] += whole.sum()
-        self.count = float(begins[:starts].sum())
+        self.begins = begins[:starts]
+        self.count = float(self.begins.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPart:
+    """Rounds whose context, the root included, has from `low` up to `high` - 1 tokens.
+
+    Attributes:
+        low: least tokens.
+        high: one more than the most.
+        tokens: that these rounds emitted (expected).
+        rounds: expected number of them.
+    """
+
+    low: int
+    high: int
+    tokens: float
+    rounds: float
+
+    @property
+    def tau(self) -> float:
+        """Tokens a round."""
+        return self.tokens / self.rounds
+
+
+def by_context(rollouts: Sequence[Rollout], keeps: Sequence[np.ndarray], depth: int) -> list[ContextPart]:
+    """Parts of all replayed rounds by context length, the shortest first; those without rounds are left out.
+
+    Args:
+        rollouts: that were replayed.
+        keeps: of each, see `ReplayResult`.
+        depth: of the draft.
+    """
+    places, tokens, rounds = [], [], []
+    for rollout, keep in zip(rollouts, keeps, strict=True):
+        starts = RoundStarts(keep, depth)
+        places.append(len(rollout.prompt) + 1 + np.arange(len(keep)))
+        tokens.append(starts.tokens)
+        rounds.append(starts.begins)
+    place, token, begun = (np.concatenate(part or [np.zeros(0)]) for part in (places, tokens, rounds))
+    part = np.maximum(0, np.ceil(np.log2((place + 1) / SHORTEST))).astype(int)
+    parts = []
+    for number in np.unique(part):
+        here, high = part == number, SHORTEST << int(number)
+        if begun[here].sum():
+            sums = {"tokens": float(token[here].sum()), "rounds": float(begun[here].sum())}
+            parts.append(ContextPart(low=high // 2 if number else 0, high=high, **sums))
+    return parts
 
 
 def agreement(decoder: Counts, replayed: Counts, confidence: float = CONFIDENCE) -> list[float]:

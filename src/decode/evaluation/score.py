@@ -16,7 +16,7 @@ import torch
 from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance, acceptance, round_counts, whole_rounds
 from decode.evaluation.audit import Case, audit, num_batches
-from decode.evaluation.replay import Counts, Rollout, agreement, why_inexact
+from decode.evaluation.replay import ContextPart, Counts, Rollout, agreement, by_context, why_inexact
 from decode.evaluation.scorecard import DECODED, Conditions, Replay, Row, Scorecard, Timing
 from decode.evaluation.timing_ab import DecodeTimings, Prompts, time_interleaved
 from decode.generation.generate import generate
@@ -123,7 +123,9 @@ def score(
     for sampler, rollouts in held_out.rollouts.items():
         members = [s for s in settings if s.sampler == sampler and not s.plan.lossy]
         for setting, result in _accept(target, drafter, rollouts, members, options).items():
-            replays[setting] = _replay(result, decoded[setting][1], len(held_out.prompts), held_out.reserved)
+            shared = len(held_out.prompts), held_out.reserved
+            replayed = _replay(result, decoded[setting][1], *shared)
+            replays[setting] = replace(replayed, by_context=_contexts(setting, rollouts, result))
         advance()
     report = audit(
         target,
@@ -200,7 +202,9 @@ def _score_by_replay(
     for sampler, rollouts in held_out.rollouts.items():
         members = [s for s in settings if s.sampler == sampler]
         for setting, result in _accept(target, drafter, rollouts, members, options).items():
-            rows[setting] = _replayed_row(setting, _replay(result, None, 0, held_out.reserved))
+            replayed = _replay(result, None, 0, held_out.reserved)
+            contexts = _contexts(setting, rollouts, result)
+            rows[setting] = _replayed_row(setting, replace(replayed, by_context=contexts))
         advance()
     return Scorecard(
         rows=[rows[setting] for setting in settings],
@@ -375,6 +379,10 @@ def _replayed_row(setting: Setting, replay: Replay) -> Row:
         replay=replay,
         **unknown,
     )
+
+
+def _contexts(setting: Setting, rollouts: Sequence[Rollout], result: Acceptance) -> list[ContextPart]:
+    return [] if result.keeps is None else by_context(rollouts, result.keeps, setting.plan.depth)
 
 
 def _replay(result: Acceptance, decoded: Counts | None, shared: int, reserved: int) -> Replay:

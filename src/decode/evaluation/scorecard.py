@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
 from decode.evaluation.json_records import build
-from decode.evaluation.replay import Counts
+from decode.evaluation.replay import ContextPart, Counts
 from decode.evaluation.served import Served
 
 BY_ENGINE, NOT_RUN = "decoded by an engine", "not run"  # in place of a speedup, and of an audit's verdict
@@ -31,6 +31,7 @@ DECODED = (
 )
 # Properties that the JSON form has beside the fields, for readers that are no Python.
 DERIVED: dict[type, tuple[str, ...]] = {
+    ContextPart: ("tau",),
     Audit: ("passed", "sampled_tokens", "impossible", "pit_p", "surprisal_p", "surprisal_z"),
 }
 
@@ -68,6 +69,7 @@ class Replay:
         agrees: 0 lies in that interval.
         selection_tau: tau on the answers to prompts that the decoder does not decode, by which the best
             checkpoint is selected; of all answers where there are no others.
+        by_context: rounds by the length of their context; empty where they are not replayed one by one.
     """
 
     method: str
@@ -79,6 +81,7 @@ class Replay:
     difference_interval: list[float] | None
     agrees: bool
     selection_tau: float
+    by_context: list[ContextPart] = field(default_factory=list)
 
     @property
     def exact(self) -> bool:

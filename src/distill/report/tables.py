@@ -55,10 +55,20 @@ def settings_table(card: Scorecard) -> str:
     notes = [
         f"control={control}: no real score" if control != "none" else "",
         describe(card.checkpoint),
+        _contexts(card.headline),
         *served.notes(card),
         _audit(card),
     ]
     return "\n".join([f"all settings:\n{grid(*by_setting(card))}", *filter(None, notes)])
+
+
+def _contexts(row: Row) -> str:
+    """Tau by the length of the context, where rounds have contexts of several parts."""
+    parts = row.replay.by_context if row.replay else []
+    if len(parts) < 2:
+        return ""
+    shown = ", ".join(f"{part.tau:.2f} below {part.high:,} ({part.rounds:,.0f} rounds)" for part in parts)
+    return f"tau by tokens of context, T={row.temperature:g}, {row.decode}: {shown}"
 
 
 def _audit(card: Scorecard) -> str:

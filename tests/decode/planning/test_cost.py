@@ -11,7 +11,7 @@ import pytest
 from exact import Grown
 
 from decode.evaluation.acceptance import Acceptance
-from decode.evaluation.replay import Counts, _Rounds
+from decode.evaluation.replay import Counts, RoundStarts
 from decode.plan import Plan
 from decode.planning import round_timing as timing
 from decode.planning.auto import Auto, forecast
@@ -198,8 +198,8 @@ def test_nothing_that_picks_by_the_past_is_faster_than_the_oracle():
     least = least_seconds(keeps, prices)
     # One draft throughout: what replay says of it, at its price.
     for keep, price in zip(keeps, prices, strict=True):
-        assert least_seconds([keep], [price]) == pytest.approx(price * _Rounds(keep, keep.shape[1]).count)
-        assert least <= price * _Rounds(keep, keep.shape[1]).count
+        assert least_seconds([keep], [price]) == pytest.approx(price * RoundStarts(keep, keep.shape[1]).count)
+        assert least <= price * RoundStarts(keep, keep.shape[1]).count
     # Picked anew in every round, coins tossed.
     total = []
     for _ in range(4000):
@@ -237,7 +237,7 @@ def test_adapting_beats_every_length_where_moods_change(batch):
     found = []
     for plan in plans:
         part = [keep[:, : plan.depth] for keep in keeps]
-        spent = [_Rounds(keep, plan.depth).count for keep in part]
+        spent = [RoundStarts(keep, plan.depth).count for keep in part]
         found.append(Acceptance(Counts([80] * 6, spent), [], "", part))
     tokens = Counts([80] * 6, [80.0] * 6)
     rows = forecast(plans, found, costs, batch, adapt=True, tokens=tokens)

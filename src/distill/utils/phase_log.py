@@ -1,0 +1,68 @@
+"""How long each phase of a run took, and how much it did: phases.json in the run's folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from distill.utils.atomic_files import read_json, write_json
+from distill.utils.progress import first_rank, rank_and_world
+
+FILE = "phases.json"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase that was done to its end by one start of a run.
+
+    Attributes:
+        name: prompts | rollouts | taps | training | checkpoints.
+        seconds: wall time.
+        processes: that shared the work.
+        amounts: what was done: tokens, rows, bytes, steps, ...
+    """
+
+    name: str
+    seconds: float
+    processes: int = 1
+    amounts: dict[str, float] = field(default_factory=dict)
+
+
+class PhaseLog:
+    """Appends phases to a run's file, on rank 0.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, seconds: float, **amounts: float) -> None:
+        """Append a phase."""
+        if first_rank():
+            phase = Phase(name, seconds, rank_and_world()[1], amounts)
+            phases = [*read_phases(self.folder), phase]
+            write_json(self.folder / FILE, {"phases": [asdict(one) for one in phases]})
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[dict[str, float]]:
+        """Append the phase of a block, which fills the amounts; none if these are 0, or if it raises."""
+        amounts: dict[str, float] = {}
+        begun = time.perf_counter()
+        yield amounts
+        if any(amounts.values()):
+            self.add(name, time.perf_counter() - begun, **amounts)
+
+
+def read_phases(folder: Path) -> list[Phase]:
+    """The phases of a run, in the order that they ended in.
+
+    Raises:
+        UserError: a damaged file.
+    """
+    found = read_json(folder / FILE, "remove it; the run goes on without", phases=list)
+    return [Phase(**one) for one in found["phases"]] if found else []

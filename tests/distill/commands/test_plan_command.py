@@ -1,0 +1,135 @@
+"""foredraft plan: what a small run did, made larger."""
+
+import json
+from pathlib import Path
+
+import pytest
+from workbench import Bench, foredraft
+
+from distill.commands.plan import Job, plan
+from distill.utils.phase_log import FILE, PhaseLog, read_phases
+
+PROMPTS, STEPS = 8, 4
+PHASES = ("prompts", "rollouts", "taps", "training", "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    bench = Bench(tmp_path_factory.mktemp("plan"))
+    folder = bench.root / "run"
+    sizes = [f"prompts.limit={PROMPTS}", "rollout.samples=2", f"trainer.max_steps={STEPS}", "score.every=2"]
+    bench.train(*sizes, "prompts.self=0", "taps=memory", f"hydra.run.dir={folder}").succeeded()
+    return folder
+
+
+def changed(small: Path, folder: Path, old: str, new: str) -> Path:
+    """The small run with another word in its configuration."""
+    for name in (".hydra", "checkpoints", FILE):
+        (folder / name).symlink_to(small / name)
+    (folder / ".hydra").unlink()
+    (folder / ".hydra").mkdir()
+    text = (small / ".hydra" / "config.yaml").read_text()
+    assert old in text
+    (folder / ".hydra" / "config.yaml").write_text(text.replace(old, new))
+    return folder
+
+
+def hours(run: Path, **job) -> dict[str, float]:
+    same = {"prompts": PROMPTS, "samples": None, "steps": STEPS, "processes": 1, "faster": 1.0}
+    return {p.name: p.hours for p in plan(run, Job(**(same | {"network": 10.0, "saves": 2} | job))).parts}
+
+
+def measured(run: Path) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for phase in read_phases(run):
+        found[phase.name] = found.get(phase.name, 0.0) + phase.seconds / 3600
+    return found
+
+
+def test_a_run_writes_its_phases(small):
+    phases = {phase.name: phase for phase in read_phases(small)}
+    assert set(phases) == set(PHASES)
+    rollouts, training = phases["rollouts"].amounts, phases["training"].amounts
+    assert rollouts["rows"] == 2 * PROMPTS
+    assert rollouts["made"] == rollouts["answer_tokens"] > 0
+    assert phases["taps"].amounts["tokens"] == rollouts["row_tokens"]
+    assert training["steps"] == STEPS
+    assert all(phase.seconds > 0 for phase in phases.values())
+
+
+def test_the_same_run_again_takes_as_long(small):
+    for name, seconds in hours(small).items():
+        if name not in ("prompts", "gradients"):
+            assert seconds == pytest.approx(measured(small)[name], rel=1e-9)
+
+
+def test_every_phase_grows_with_its_work(small):
+    one = hours(small)
+    more = hours(small, prompts=10 * PROMPTS, steps=3 * STEPS, saves=8)
+    ratios = {name: more[name] / one[name] for name in PHASES}
+    assert ratios == pytest.approx(dict(zip(PHASES, (10, 10, 10, 3, 4), strict=True)))
+    assert hours(small, samples=4)["rollouts"] == pytest.approx(2 * one["rollouts"])
+
+
+def test_processes_and_faster_devices_share_it(small):
+    one, eight = hours(small), hours(small, processes=8, faster=2.0)
+    ratios = {name: one[name] / eight[name] for name in PHASES}
+    assert ratios == pytest.approx(dict(zip(PHASES, (1, 16, 2, 2, 2), strict=True)))
+    assert one["gradients"] == 0 < eight["gradients"]
+    assert hours(small, processes=8, network=20.0)["gradients"] == pytest.approx(eight["gradients"] / 2)
+
+
+def test_steps_are_those_that_a_run_would_choose(small):
+    assert hours(small, steps=None)["training"] == pytest.approx(hours(small, steps=800)["training"])
+
+
+def test_hidden_states_that_do_not_fit_are_read_in_every_step(small, tmp_path):
+    tight = changed(small, tmp_path, "taps_gb: ", "taps_gb: 1.0e-9  # ")
+    one, other = hours(small), hours(tight)
+    assert "taps" not in other
+    assert other["training"] > one["training"]
+
+
+def test_hidden_states_on_disk_are_read_by_all_and_count_as_disk(small, tmp_path):
+    disk = changed(small, tmp_path, "taps: memory", "taps: cache")
+    assert hours(disk, processes=4)["taps"] == pytest.approx(hours(small)["taps"] / 4)
+    job = Job(1000, None, None, 1, 1.0, 10.0, None)
+    held, kept = plan(small, job), plan(disk, job)
+    assert held.memory["taps"] == kept.disk["taps"] > 0
+    assert "taps" not in held.disk
+    assert "taps" not in kept.memory
+
+
+def test_the_command_prints_and_writes_it(small, tmp_path):
+    out = tmp_path / "plan.json"
+    done = foredraft("plan", str(small), "--prompts", "1000000", "--processes", "64", "--out", str(out))
+    done.succeeded()
+    assert "1,000,000 prompts" in done.out
+    assert "bottleneck: " in done.out
+    card = json.loads(out.read_text())
+    assert card["hours"] == pytest.approx(sum(part["hours"] for part in card["parts"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "0"], "are 1 or more"),
+        (["--prompts", "5", "--faster", "0"], "are above 0"),
+        (["--prompts", "5", "--out", "/nowhere/plan.json"], "no file can be there"),
+    ],
+)
+def test_a_bad_number_is_one_line(small, arguments, message):
+    done = foredraft("plan", str(small), *arguments)
+    assert (done.code, message in done.err, done.err.count("\n")) == (2, True, 1)
+
+
+def test_a_run_that_has_not_ended_is_one_line(tmp_path):
+    assert "train a small one first" in foredraft("plan", str(tmp_path), "--prompts", "5").err
+    log = PhaseLog(tmp_path)
+    with pytest.raises(ZeroDivisionError), log.time("rollouts") as part:
+        part["rows"] = 1 / 0
+    with log.time("taps"):
+        pass
+    assert read_phases(tmp_path) == []
+    (tmp_path / FILE).write_text("{")
+    assert "remove it" in foredraft("plan", str(tmp_path), "--prompts", "5").err
