@@ -28,6 +28,18 @@ INSTANCE = "conf/ names the class or function in `_target_`; the field holds wha
 DecodePlan = Annotated[Plan | Auto | Calibrated, INSTANCE]
 
 
+def answers_each(answers: str, samples: int | None, temperature: float, prompts: int) -> int:
+    """Answers to each of so many prompts: `samples`, or up to MOST_SAMPLES that bring them to ANSWERS.
+
+    A new answer teaches a drafter more than another pass over an old one; greedy ones are all alike.
+    """
+    if answers == "given" or not prompts:
+        return 1
+    if samples is not None:
+        return samples
+    return max(1, min(MOST_SAMPLES, ANSWERS // prompts)) if temperature > 0 else 1
+
+
 # -- groups of conf/ ------------------------------------------------------------------------------
 
 
@@ -106,15 +118,8 @@ class RolloutOptions:
     store: str | None  # folder or url
 
     def answers_each(self, prompts: int) -> int:
-        """Answers to each of so many prompts: `samples`, or up to MOST_SAMPLES that bring them to ANSWERS.
-
-        A new answer teaches a drafter more than another pass over an old one; greedy ones are all alike.
-        """
-        if self.answers == "given" or not prompts:
-            return 1
-        if self.samples is not None:
-            return self.samples
-        return max(1, min(MOST_SAMPLES, ANSWERS // prompts)) if self.temperature > 0 else 1
+        """Answers to each of so many prompts."""
+        return answers_each(self.answers, self.samples, self.temperature, prompts)
 
 
 @dataclass(frozen=True, kw_only=True)

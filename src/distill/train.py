@@ -45,6 +45,7 @@ from distill.training.strategies import check_strategy, join_processes
 from distill.training.throughput import Throughput
 from distill.training.time_budget import Budget
 from distill.training.trainer import build_optimizer, build_trainer, fit
+from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import say, switch
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
@@ -83,7 +84,7 @@ def train(
     Returns:
         See `run`, as for what is raised.
     """
-    chat, prompts, held = _inputs(options, folder)
+    chat, prompts, held = _inputs(options, folder, phases := PhaseLog(folder))
     options = with_length(options, len(prompts))
     state = trainer_state.newest(folder)
     begun = int(state.parents[1].name) if state else 0
@@ -108,7 +109,7 @@ def train(
         check_strategy(trainer, drafter, on_policy is not None)
         scorer = _scorer(options, target, chat, held, drafter, folder) if options.score.enabled else None
     stop, watchdog = Stop(), Watchdog(options.timeout_minutes, folder)
-    saver = _saver(options, folder, scorer, stop, budget, watchdog)
+    saver = _saver(options, phases, scorer, stop, budget, watchdog)
     memory = _watch(trainer, options, saver, budget, begun)
     begin(trainer.loggers)
     has_counts = _warm_start(options, drafter, target)
@@ -129,7 +130,7 @@ def train(
         target.join()
     keep = TapStorage(target, options.taps, options.taps_gb, options.packing, shared.held if shared else None)
     again, longest = options.rollout.refresh_every, _longest(options, target)
-    data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed, watchdog)
+    data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed, watchdog, phases)
     data.open(begun, trainer)
     rates = (options.optimizer.warmup, options.optimizer.final_lr)
     module = DistillModule(target, drafter, objective, optimizer, *rates, on_policy, stop, budget)
@@ -140,13 +141,16 @@ def train(
     return _finish(trainer, options, folder, target)
 
 
-def _inputs(options: TrainOptions, folder: Path) -> tuple[Chat, list[Prompt], list[Prompt]]:
+def _inputs(options: TrainOptions, folder: Path, phases: PhaseLog) -> tuple[Chat, list[Prompt], list[Prompt]]:
     """See `read_run_inputs`; what is printed from here on is the run's own."""
     check_engine(options)
     quiet()
     engine_scores.check(options.score, training=True)
     switch["on"] = options.trainer.enable_progress_bar
-    return read_run_inputs(options, folder)
+    with phases.time("prompts") as part:
+        chat, prompts, held = read_run_inputs(options, folder)
+        part["prompts"] = len(prompts)
+    return chat, prompts, held
 
 
 def _sizes(options: TrainOptions) -> Sizes:
@@ -162,21 +166,21 @@ def _load(options: TrainOptions, trainer: L.Trainer, folder: Path) -> Target:
 
 def _saver(
     options: TrainOptions,
-    folder: Path,
+    phases: PhaseLog,
     scorer: Scorer | None,
     stop: Stop,
     budget: Budget | None,
     watchdog: Watchdog,
 ) -> ScoreCheckpoint:
     assert options.score.every  # filled in by `with_length`
-    return ScoreCheckpoint(folder, options.score.every, scorer, options.target.name, stop, budget, watchdog)
+    return ScoreCheckpoint(phases, options.score.every, scorer, options.target.name, stop, budget, watchdog)
 
 
 def _watch(
     trainer: L.Trainer, options: TrainOptions, saver: ScoreCheckpoint, budget: Budget | None, begun: int
 ) -> MemoryWatch:
     """Add the callbacks in order: the budget must run before the checkpoint callback."""
-    meter = Throughput(memory := MemoryWatch(options.try_largest))
+    meter = Throughput(memory := MemoryWatch(options.try_largest), saver.phases)
     callbacks = [memory, meter, *([budget] if budget else []), saver, meter.resume]
     trainer.callbacks += callbacks  # pyright: ignore[reportAttributeAccessIssue]
     if budget:

@@ -92,6 +92,16 @@ def _announce(what: str, values: Mapping[str, Any]) -> None:
     say(f"for {what}: {' '.join(f'{name}={value}' for name, value in values.items())}")
 
 
+def training_steps(prompts: int, samples: int, written: int, rows: int) -> int:
+    """Optimizer steps of `rows` rows that train on each prompt PASSES times; see `with_length`."""
+    return max(STEPS, ceil((prompts * max(PASSES, samples) + written) / rows))
+
+
+def steps_between_saves(steps: int) -> int:
+    """Optimizer steps between two save points of a run."""
+    return max(SAVE_EVERY, ceil(steps / SAVES))
+
+
 def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
     """Options with the number of steps, and of steps between save points, that fit the number of answers.
 
@@ -104,12 +114,12 @@ def with_length(options: TrainOptions, prompts: int) -> TrainOptions:
         prompts: to be answered, beside those that the target writes itself.
     """
     samples, written = options.rollout.answers_each(prompts), options.prompts.self
-    answers, passed = prompts * samples + written, prompts * max(PASSES, samples) + written
+    answers = prompts * samples + written
     trainer, score = options.trainer, options.score
     world = processes(trainer.accelerator, trainer.devices, trainer.num_nodes)
     rows = options.batch_size * trainer.accumulate_grad_batches * world  # of an optimizer step
-    steps = trainer.max_steps or max(STEPS, ceil(passed / rows))
-    every = score.every or max(SAVE_EVERY, ceil(steps / SAVES))
+    steps = trainer.max_steps or training_steps(prompts, samples, written, rows)
+    every = score.every or steps_between_saves(steps)
     chosen = {"trainer.max_steps": steps} if trainer.max_steps is None else {}
     chosen |= {"score.every": every} if score.every is None else {}
     if chosen:

@@ -19,6 +19,7 @@ from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_gigabytes
 from distill.distributed.watchdog import Watchdog
 from distill.rollouts.store import RolloutStore
+from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import say
 
 
@@ -118,6 +119,7 @@ class RolloutData(L.LightningDataModule):
         max_tokens: longer rows are cut.
         seed: of the order.
         watchdog: is told of the work between two phases.
+        phases: of the run, to which reading hidden states belongs.
     """
 
     def __init__(
@@ -129,9 +131,10 @@ class RolloutData(L.LightningDataModule):
         max_tokens: int,
         seed: int,
         watchdog: Watchdog,
+        phases: PhaseLog,
     ) -> None:
         super().__init__()
-        self.watchdog = watchdog
+        self.watchdog, self.phases = watchdog, phases
         self.stores, self.every, self.keep = stores, every, keep
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
         self._open: tuple[int, datasets.Dataset, TapMemory | TapCache | None] | None = None
@@ -152,7 +155,10 @@ class RolloutData(L.LightningDataModule):
         rows = open_rows(store)
         steps = min(self.every, trainer.max_steps) if self.every else trainer.max_steps
         batches = steps * trainer.accumulate_grad_batches * trainer.world_size
-        cache = self.keep(rows, store, self.max_tokens, batches * self.batch_size / len(rows))
+        with self.phases.time("taps") as part:
+            cache = self.keep(rows, store, self.max_tokens, batches * self.batch_size / len(rows))
+            if cache and cache.tokens_read:
+                part |= {"tokens": cache.tokens_read, "bytes": cache.bytes}
         self.keep.target.join()
         self.keep.target.rest()
         self._open = phase, rows, cache

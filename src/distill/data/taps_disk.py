@@ -137,7 +137,11 @@ class TapCache:
         key = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
         key += ["packed"] * packing + [target.source] * bool(target.source)  # which change rounding
         self.folder = root / f"taps-{digest(json.dumps(key))[:12]}"
-        if self._missing():
+        missing = self._missing()
+        # Positions that the target reads now, in all processes
+        parts = [self._positions.taps[self._starts[i] : self._starts[i + 1]] for i in missing]
+        self.tokens_read = sum(int(part.sum()) for part in parts)
+        if missing:
             with self._writing(limit, target.source):
                 self._fill(target)
             self._clean()
@@ -148,6 +152,11 @@ class TapCache:
         self._taps_before, self._teacher_before = (
             np.concatenate([[0], np.cumsum(counts)]) for counts in self._positions[:2]
         )
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return int(self._bytes.sum())
 
     def _path(self, number: int) -> Path:
         return self.folder / f"taps-{number:05d}.safetensors"

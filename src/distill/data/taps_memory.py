@@ -36,9 +36,11 @@ class TapMemory:
         self, target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
     ) -> None:
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tokens_read = 0  # by the target, when this was made
         with bar(len(rows), "taps", "rows") as progress:
             for number, pair in enumerate(read_rows(target, _cut(rows, max_tokens), packing)):
                 self._rows[number] = pair
+                self.tokens_read += len(pair[0])
                 progress.update()
 
     @property
@@ -66,6 +68,7 @@ class GrowingTaps(TapMemory):
         self, target: Target, rows: datasets.Dataset, max_tokens: int, packing: bool = False
     ) -> None:
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tokens_read = 0
         self._read = target, rows, max_tokens, packing
 
     @override

@@ -25,6 +25,7 @@ from distill.rollouts.store import EVERY, RolloutPlan, RolloutStore, stored_plan
 from distill.rollouts.surprisal import mismatch_warning
 from distill.rollouts.writer import check_plan
 from distill.utils.atomic_files import read_json, sha256, write_json
+from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import bar, first_rank, say
 from distill.utils.provenance import digest
 from distill.utils.run_folder import checkpoints
@@ -112,7 +113,10 @@ def produce(
         say(f"rollouts: time {phase + 1}" + (f", drafted by {helper}" if helper else ""))
     else:
         _same_rollouts(folder, store.plan)
-    fill(options, target, chat, store, helper, drafter)
+    missing = store.missing()
+    with PhaseLog(folder).time("rollouts") as part:
+        fill(options, target, chat, store, helper, drafter)
+        part |= store.amounts(missing if rollout.answers == "write" else [])
     target.join()
     return store
 

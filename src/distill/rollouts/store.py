@@ -307,6 +307,18 @@ class RolloutStore:
         """The manifest of a complete store: plan, counts and hashes."""
         return read_manifest(self.folder / MANIFEST)
 
+    def amounts(self, made: Sequence[int]) -> dict[str, float]:
+        """Rows, tokens and bytes of a complete store, and the answers' tokens in the shards made now."""
+        manifest = self.manifest()
+        counts, shards = manifest["counts"], manifest["shards"]
+        return {
+            "rows": counts["rows"],
+            "answer_tokens": counts["answer_tokens"],
+            "row_tokens": counts["prompt_tokens"] + counts["answer_tokens"],
+            "bytes": sum(self.path(shard).stat().st_size for shard in range(self.shards)),
+            "made": sum(shards[shard]["answer_tokens"] for shard in made),
+        }
+
     def content(self) -> str:
         """Hash of the rows; servers and rounding can make them differ under the same plan."""
         return digest(" ".join(shard["sha256"] for shard in self.manifest()["shards"]))

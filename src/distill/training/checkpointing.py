@@ -31,6 +31,7 @@ from distill.training.strategies import gather_weights
 from distill.training.time_budget import Budget
 from distill.training.trainer_state import STATE
 from distill.utils.atomic_files import clean, write_json
+from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import bar, say
 from distill.utils.run_folder import checkpoints
 from drafters.base import Drafter
@@ -49,7 +50,7 @@ class ScoreCheckpoint(L.Callback):
     would load it. Scoring changes no training state.
 
     Args:
-        folder: of the run.
+        phases: of the run, to which saving and scoring belong.
         every: optimizer steps between save points.
         scorer: (checkpoint folder, step) -> scorecard; None: save only.
         target_name: written into the checkpoint.
@@ -61,7 +62,7 @@ class ScoreCheckpoint(L.Callback):
 
     def __init__(
         self,
-        folder: Path,
+        phases: PhaseLog,
         every: int,
         scorer: Scorer | None,
         target_name: str,
@@ -69,6 +70,7 @@ class ScoreCheckpoint(L.Callback):
         budget: Budget | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
+        self.phases, folder = phases, phases.folder
         self.watchdog = watchdog or Watchdog(0, folder)
         self.root = folder / "checkpoints"
         self.every, self.scorer, self.target_name = every, scorer, target_name
@@ -151,7 +153,9 @@ class ScoreCheckpoint(L.Callback):
         """Save and score the checkpoint of `step`."""
         assert isinstance(module, DistillModule)
         self._last_step = step
-        self._publish(trainer, module.drafter, module.target, step)
+        with self.phases.time("checkpoints") as part:
+            self._publish(trainer, module.drafter, module.target, step)
+            part["checkpoints"] = 1
         module.target.join()
         if trainer.is_global_zero:
             say(_summary(step, trainer.max_steps, module.loss, self.root / str(step)))

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from distill.data.datamodule import rollout_data
 from distill.training.memory import GIB, MemoryWatch
+from distill.utils.phase_log import PhaseLog
 
 Shape = Sequence[int]
 
@@ -74,10 +75,13 @@ class Throughput(L.Callback):
 
     Args:
         memory: measures peak memory.
+        phases: is told of all steps, when the last one is done.
     """
 
-    def __init__(self, memory: MemoryWatch) -> None:
-        self.memory = memory
+    def __init__(self, memory: MemoryWatch, phases: PhaseLog) -> None:
+        self.memory, self.phases = memory, phases
+        self._done = {"steps": 0, "tokens": 0, "anchors": 0}  # by this process
+        self._seconds = 0.0
         self.flops_per_token = 0.0  # FLOP of this rank over tokens of all ranks
         self._counter: FlopCounterMode | None = None
         self._data_seconds = self._compute_seconds = 0.0  # of the current step
@@ -125,8 +129,15 @@ class Throughput(L.Callback):
         self._data_seconds = self._compute_seconds = 0.0
         if not counted:  # counting FLOP slows a step down
             self._steps.append(timing)
+            self._seconds += timing.data_seconds + timing.compute_seconds
+            for name, count in (("steps", 1), ("tokens", tokens), ("anchors", batch.anchors)):
+                self._done[name] += count
         if self._steps:
             pl_module.log_dict({f"train/{name}": value for name, value in self._values().items()})
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.phases.add("training", self._seconds, **self._done, peak_bytes=self.memory.peak)
 
     def _values(self) -> dict[str, float]:
         waiting, computing, tokens, anchors = (sum(column) for column in zip(*self._steps, strict=True))

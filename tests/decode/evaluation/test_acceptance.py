@@ -23,6 +23,7 @@ from decode.planning.auto import Auto
 from decode.sampling import Sampler
 from distill.report.tables import settings_table
 from distill.training.checkpointing import ScoreCheckpoint
+from distill.utils.phase_log import PhaseLog
 
 VOCAB, LENGTH, STOP = 6, 12, [5]
 WARM = Sampler(0.8)
@@ -98,7 +99,7 @@ def test_a_disagreement_is_an_error_in_the_log(tmp_path, caplog):
         20: cards.row(0.7, tau=9.0, replay=cards.replay(3.0, selection_tau=2.0)),
     }
     by_step = {step: cards.card_of([one]) for step, one in rows.items()}
-    saver = ScoreCheckpoint(tmp_path, 10, lambda folder, step, early: by_step[step], "")
+    saver = ScoreCheckpoint(PhaseLog(tmp_path), 10, lambda folder, step, early: by_step[step], "")
     trainer = SimpleNamespace(loggers=[], max_steps=30, precision="32-true")
     with caplog.at_level(logging.ERROR):
         for step in (10, 20):
@@ -118,7 +119,7 @@ def test_the_last_and_the_best_checkpoint_are_scored_on_all_prompts(tmp_path):
         calls.append((step, early))
         return cards.card_of([cards.row(0.0, replay=cards.replay(taus[step], selection_tau=taus[step]))])
 
-    saver = ScoreCheckpoint(tmp_path, 10, scorer, "")
+    saver = ScoreCheckpoint(PhaseLog(tmp_path), 10, scorer, "")
     for step in taus:
         saver.trained = float(step)
         (saver.root / str(step)).mkdir(parents=True)

@@ -13,6 +13,7 @@ from distill.data.datamodule import RolloutData
 from distill.data.taps_disk import TapCache
 from distill.distributed.watchdog import Watchdog
 from distill.rollouts.shard import write_shard
+from distill.utils.phase_log import PhaseLog
 from drafters.base import supervised_anchors
 
 
@@ -201,6 +202,8 @@ def test_what_training_makes_no_use_of_is_said():
 class Kept(TapCache):
     """A cache that holds nothing and notes its end."""
 
+    tokens_read = 0
+
     def __init__(self, phase: str, removed: list[str]) -> None:
         self.phase, self.removed = phase, removed
 
@@ -245,6 +248,7 @@ def test_a_loader_goes_on_at_its_step_with_the_rows_of_its_rank(tmp_path):
         max_tokens=9,
         seed=7,
         watchdog=Watchdog(0, tmp_path),
+        phases=PhaseLog(tmp_path),
     )
     data.trainer = resumed()
     loaded = list(data.train_dataloader())
@@ -265,6 +269,7 @@ def test_a_phase_has_its_own_rows_and_leaves_no_cache_behind(tmp_path):
         max_tokens=9,
         seed=7,
         watchdog=Watchdog(0, tmp_path),
+        phases=PhaseLog(tmp_path),
     )
     rows = [data.open(step, resumed())[0]["tokens"][:] for step in (0, 2, 3, 5)]
     assert rows == [[row["tokens"] for row in store(40, phase)] for phase in (0, 0, 1, 1)]
