@@ -362,6 +362,7 @@ class RunOptions(AnswerOptions):
     batch_size: int  # rows of a micro-batch
     taps: str  # auto | online | memory | cache | engine
     taps_gb: float
+    taps_dtype: str  # of vectors on disk: bfloat16 | int8
     engine: EngineOptions
     packing: bool
     gradient_checkpointing: bool

@@ -128,7 +128,8 @@ def train(
     if scorer:
         scorer.prepare()
         target.join()
-    keep = TapStorage(target, options.taps, options.taps_gb, options.packing, shared.held if shared else None)
+    kept = shared.held if shared else None
+    keep = TapStorage(target, options.taps, options.taps_gb, options.packing, options.taps_dtype, kept)
     again, longest = options.rollout.refresh_every, _longest(options, target)
     data = RolloutData(stores, again, keep, options.batch_size, longest, options.seed, watchdog, phases)
     data.open(begun, trainer)

@@ -17,6 +17,7 @@ from distill.data.batches import MicroBatch, ResumeSampler, RolloutBatches
 from distill.data.rows import open_rows
 from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_gigabytes
+from distill.data.vectors import FORMATS
 from distill.distributed.watchdog import Watchdog
 from distill.rollouts.store import RolloutStore
 from distill.utils.phase_log import PhaseLog
@@ -32,6 +33,7 @@ class TapStorage:
         taps: see `keeps_in_memory`.
         limit: gigabytes.
         packing: the target reads rows without padding, here and in every step.
+        stored: name of the vectors' format on disk.
         held: caches shared by runs of this process that train on the same rows; they grow with the rows
             these runs use. None: all rows are read before the first step.
     """
@@ -40,6 +42,7 @@ class TapStorage:
     taps: str
     limit: float
     packing: bool = False
+    stored: str = "bfloat16"
     held: dict[tuple, TapMemory] | None = None
 
     def __call__(
@@ -49,7 +52,7 @@ class TapStorage:
         if self.taps in ("cache", "engine"):
             place = (store.cache, store.content(), self.limit)
             packing = self.packing or self.taps == "engine"  # an engine packs rows by itself
-            return TapCache(self.target, rows, max_tokens, *place, packing)
+            return TapCache(self.target, rows, max_tokens, *place, packing, FORMATS[self.stored])
         need = tap_memory_gigabytes(self.target, rows, max_tokens)
         if keeps_in_memory(self.taps, self.limit, need, epochs):
             if self.held is None:

@@ -25,6 +25,7 @@ from decode.hardware import locked
 from decode.model.target import LAST, Target, TargetOutput
 from distill.data.rows import list_batches
 from distill.data.taps_memory import read_rows
+from distill.data.vectors import FORMATS, VectorFormat
 from distill.utils.atomic_files import clean, read_json, write_json
 from distill.utils.progress import bar, rank_and_world, say
 from distill.utils.provenance import digest
@@ -69,16 +70,18 @@ def teacher_positions(loss_mask: Sequence[int], max_tokens: int) -> np.ndarray:
     return np.flatnonzero(loss_mask[1:max_tokens])
 
 
-def tap_cache_gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
-    """Size of a `TapCache` in bf16."""
-    return float(_row_bytes(target, tap_positions(rows, max_tokens)).sum()) / 2**30
+def tap_cache_gigabytes(
+    target: Target, rows: datasets.Dataset, max_tokens: int, stored: VectorFormat = FORMATS["bfloat16"]
+) -> float:
+    """Size of a `TapCache`."""
+    return float(_row_bytes(target, tap_positions(rows, max_tokens), stored).sum()) / 2**30
 
 
-def _row_bytes(target: Target, positions: TapPositions) -> np.ndarray:
+def _row_bytes(target: Target, positions: TapPositions, stored: VectorFormat) -> np.ndarray:
     vectors = positions.taps
     if not _only_last(target):
         vectors = positions.taps * len(target.taps) + positions.teacher
-    return 2 * vectors * target.hidden_size
+    return stored.size(target.hidden_size) * vectors
 
 
 def _only_last(target: Target) -> bool:
@@ -98,7 +101,7 @@ def file_starts(row_bytes: np.ndarray) -> np.ndarray:
 
 
 class TapCache:
-    """Head inputs and taps of all rows in bf16 safetensors files, written once and memory-mapped.
+    """Head inputs and taps of all rows in safetensors files, written once and memory-mapped.
 
     Which rows a file has follows from their lengths, so the processes of a run write different files at the
     same time. A file gets its name when it is complete; one that is there is used by all of them.
@@ -111,6 +114,7 @@ class TapCache:
         store: hash of the rows.
         limit: largest size in gigabytes.
         packing: rows are read without padding, up to their last position that training uses.
+        stored: how vectors are.
 
     Raises:
         UserError: the cache exceeds the limit or the free disk space, or its files were changed.
@@ -125,22 +129,30 @@ class TapCache:
         store: str,
         limit: float,
         packing: bool = False,
+        stored: VectorFormat = FORMATS["bfloat16"],
     ) -> None:
-        self._packing, self._max_tokens = packing, max_tokens
+        self._packing, self._max_tokens, self._stored = packing, max_tokens, stored
         self.dtype, self._hidden = target.dtype, target.hidden_size
         self._only_last = _only_last(target)
         self._count = 1 if self._only_last else len(target.taps)
         self._positions = tap_positions(rows, max_tokens)
-        self._bytes = _row_bytes(target, self._positions)
+        self._bytes = _row_bytes(target, self._positions, stored)
         self._starts = file_starts(self._bytes)  # (F + 1,)
         self._rows = rows.with_format("numpy")
         key = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
         key += ["packed"] * packing + [target.source] * bool(target.source)  # which change rounding
+        key += [stored.name] * (stored is not FORMATS["bfloat16"])
         self.folder = root / f"taps-{digest(json.dumps(key))[:12]}"
         missing = self._missing()
         # Positions that the target reads now, in all processes
         parts = [self._positions.taps[self._starts[i] : self._starts[i + 1]] for i in missing]
         self.tokens_read = sum(int(part.sum()) for part in parts)
+        # (N + 1,) rows of each stored tensor before a row, over all files
+        self._before = {
+            name + suffix: np.concatenate([[0], np.cumsum(counts)])
+            for name, counts in zip(("taps", "last")[: 2 - self._only_last], self._positions, strict=False)
+            for suffix in stored.suffixes
+        }
         if missing:
             with self._writing(limit, target.source):
                 self._fill(target)
@@ -148,10 +160,6 @@ class TapCache:
         else:
             say(f"taps: reusing {self.folder}")
         self._files = [self._open(number) for number in range(len(self._starts) - 1)]
-        # (N,) rows of taps and of teachers in the files before each row, over all files.
-        self._taps_before, self._teacher_before = (
-            np.concatenate([[0], np.cumsum(counts)]) for counts in self._positions[:2]
-        )
 
     @property
     def bytes(self) -> int:
@@ -189,7 +197,7 @@ class TapCache:
         written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors")) / 2**30
         free = shutil.disk_usage(root).free / 2**30 + written
         layers = "the head's input" if self._only_last else f"{self._count} layers and the head's input"
-        say(f"taps: {need:.2f} GB of {layers}, in bf16, go to {self.folder}")
+        say(f"taps: {need:.2f} GB of {layers}, in {self._stored.name}, go to {self.folder}")
         option = "taps=engine" if source else "taps=cache"
         if need > limit:
             advice = "" if source else ", or use taps=online"
@@ -240,43 +248,48 @@ class TapCache:
         """
         first, last = self._starts[number : number + 2].tolist()
         part = self._path(number).with_suffix(".part")
-        taps, teachers = self._begun(part, first) if target.source else ([], [])
-        done = first + len(taps)
+        kept = self._begun(part, first) if target.source else []
+        done = first + len(kept)
         rows = self._rows.select(range(done, last))
         # A packed row costs what is read of it; one without a tap has no use for its only token.
         ends = np.maximum(1, self._positions.taps) if self._packing else self._positions.length
         texts = [row[:end].tolist() for row, end in zip(rows["tokens"], ends[done:last], strict=True)]
         try:
             for row, (hidden, tapped) in enumerate(read_rows(target, texts, self._packing)):
-                taps.append(tapped[: self._positions.taps[done + row]].to("cpu", torch.bfloat16))  # (n, L, D)
-                teacher = torch.from_numpy(teacher_positions(rows[row]["loss_mask"], self._max_tokens))
-                chosen = hidden[:0] if self._only_last else hidden[teacher.to(hidden.device)]
-                teachers.append(chosen.to("cpu", torch.bfloat16))  # (m, D)
+                parts = self._stored.encode(tapped[: self._positions.taps[done + row]])  # of (n, L, D)
+                if not self._only_last:
+                    teacher = torch.from_numpy(teacher_positions(rows[row]["loss_mask"], self._max_tokens))
+                    parts += self._stored.encode(hidden[teacher.to(hidden.device)])  # of (m, D)
+                kept.append(parts)
         except UserError:
-            if target.source and taps:
-                _save(part, taps, teachers)
+            if target.source and kept:
+                self._save(part, kept)
             raise
-        _save(self._path(number), taps, teachers)
+        self._save(self._path(number), kept)
         part.unlink(missing_ok=True)
 
-    def _begun(self, part: Path, first: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _save(self, path: Path, rows: Sequence[tuple[Tensor, ...]]) -> None:
+        columns = zip(self._before, zip(*rows, strict=True), strict=True)
+        content = {name: torch.cat(column) for name, column in columns}
+        with publish(path) as temporary:
+            save_file(content | {"sums": torch.tensor([_checksum(*row) for row in rows])}, temporary)
+
+    def _begun(self, part: Path, first: int) -> list[tuple[Tensor, ...]]:
         """Vectors of the rows from `first` on that an engine had read of a file when it failed."""
         try:
             content = load_file(part)
         except (FileNotFoundError, SafetensorError):
-            return [], []
-        rows = slice(first, first + len(content["sums"]))
-        taps = list(content["taps"].split(self._positions.taps[rows].tolist()))
-        sizes = [0] * len(taps) if self._only_last else self._positions.teacher[rows].tolist()
-        teachers = list(content["last"].split(sizes))
-        whole = list(
-            takewhile(
-                lambda row: _checksum(taps[row], teachers[row]) == content["sums"][row], range(len(taps))
-            )
-        )
+            return []
+        sums = content["sums"].tolist()
+        columns = [
+            content[name].split(np.diff(before[first : first + len(sums) + 1]).tolist())
+            for name, before in self._before.items()
+        ]
+        rows = list(zip(*columns, strict=True))
+        whole = list(takewhile(lambda row: _checksum(*rows[row]) == sums[row], range(len(rows))))
         if whole:
             say(f"taps: going on after {first + len(whole)} of {len(self._bytes)} rows in {part}")
-        return taps[: len(whole)], teachers[: len(whole)]
+        return rows[: len(whole)]
 
     def _changed(self, number: int) -> UserError:
         return UserError(f"{self._path(number)}: changed since it was made; delete it to have it made again")
@@ -303,18 +316,18 @@ class TapCache:
         first, file = self._starts[number], self._files[number]
         stored = [
             file.get_slice(name)[before[row] - before[first] : before[row + 1] - before[first]]
-            for name, before in (("taps", self._taps_before), ("last", self._teacher_before))
-            if name == "taps" or not self._only_last
+            for name, before in self._before.items()
         ]
         if _checksum(*stored) != int(file.get_slice("sums")[row - first]):
             raise self._changed(number)
         taps = torch.zeros(self._positions.length[row], self._count, self._hidden, dtype=self.dtype)
-        taps[: len(stored[0])] = stored[0]
+        count = len(self._stored.suffixes)
+        taps[: len(stored[0])] = self._stored.decode(stored[:count], self.dtype)
         if self._only_last:
             return taps[:, 0], taps
         last = taps.new_zeros(len(taps), self._hidden)
         teacher = teacher_positions(self._rows[row]["loss_mask"], self._max_tokens)
-        last[torch.from_numpy(teacher)] = stored[1].to(self.dtype)
+        last[torch.from_numpy(teacher)] = self._stored.decode(stored[count:], self.dtype)
         return last, taps
 
     def remove(self) -> None:
@@ -322,17 +335,12 @@ class TapCache:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _save(path: Path, taps: list[Tensor], teachers: list[Tensor]) -> None:
-    sums = torch.tensor([_checksum(*row) for row in zip(taps, teachers, strict=True)])
-    with publish(path) as temporary:
-        save_file({"taps": torch.cat(taps), "last": torch.cat(teachers), "sums": sums}, temporary)
-
-
 def _checksum(*vectors: Tensor) -> int:
-    """CRC-32 of the bytes of contiguous bf16 vectors."""
+    """CRC-32 of the bytes of tensors."""
     crc = 0
     for part in vectors:
-        crc = zlib.crc32(part.contiguous().view(torch.int16).numpy().data, crc)
+        integers = torch.int16 if part.dtype == torch.bfloat16 else part.dtype  # numpy has no bf16
+        crc = zlib.crc32(part.contiguous().view(integers).numpy().data, crc)
     return crc
 
 

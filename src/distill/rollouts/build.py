@@ -87,12 +87,10 @@ def helping_plan(options: AnswerOptions, drafter: Drafter) -> Plan | Auto:
     Raises:
         UserError: the plan is lossy, or the drafter does not support it.
     """
-    decode, own = options.decode, options.rollout.decode
-    if own not in ("run", "auto"):
-        raise UserError(f"rollout.decode={own}: choose run, the plan of `decode`, or auto")
+    decode = options.decode
     if type(drafter).verifier is not Drafter.verifier:
         raise UserError("rollout: a drafter that has tuned its target would change the answers it helps with")
-    if own == "auto" or isinstance(decode, Auto):
+    if options.rollout.decode == "auto" or isinstance(decode, Auto):
         return HELPING
     if not isinstance(decode, Plan) or decode.lossy:
         raise UserError(

@@ -20,6 +20,7 @@ from distill.data.batches import RolloutBatches
 from distill.data.datamodule import TapStorage
 from distill.data.taps_disk import TapCache, tap_cache_gigabytes
 from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_gigabytes
+from distill.data.vectors import FORMATS
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective
 from distill.losses.weights import constant
@@ -88,7 +89,7 @@ def test_the_estimate_is_what_memory_holds(target, rows):
 def test_runs_share_no_taps_of_other_rows_lengths_or_reads(target, rows, change):
     held = {}
     for other in (False, True):
-        keep = TapStorage(target, "memory", 1.0, other and change == "packing", held)
+        keep = TapStorage(target, "memory", 1.0, other and change == "packing", held=held)
         store = SimpleNamespace(content=lambda other=other: str(other and change == "rows"))
         keep(rows, store, 9 if other and change == "length" else 10, 9.0)
     assert len(held) == 2
@@ -167,6 +168,41 @@ def test_a_cache_gives_what_training_looks_at_rounded_to_bf16(target, tmp_path, 
             assert torch.equal(read.taps[place, :reach], want.taps[0, :reach].bfloat16().double())
             assert torch.equal(read.last[place, teach], want.last[0, teach].bfloat16().double())
             assert not read.taps[place, reach:].any()
+
+
+@pytest.mark.parametrize("taps", [(LAST,), (0, 2)])
+def test_a_cache_in_int8_is_half_as_large_and_off_by_half_a_step(target, tmp_path, taps):
+    target.tap(taps)
+    rows = answered()
+    plain = TapCache(target, rows, 11, tmp_path, "key", 1.0)
+    small = TapCache(target, rows, 11, tmp_path, "key", 1.0, stored=FORMATS["int8"])
+    assert small.folder != plain.folder
+    assert small.bytes * 16 == plain.bytes * 9  # of 16 numbers: 16 bytes and a scale, for 32
+    for row in range(len(rows)):
+        read, want = small.batch([row]), target.read(torch.tensor([rows[row]["tokens"][:11]]))
+        for got, exact in ((read.taps, want.taps), (read.last, want.last)):
+            used = got.any(-1)
+            bound = exact.abs().amax(-1, keepdim=True) * (1 / 254 + 2**-9)
+            assert ((got - exact).abs() <= bound)[used].all()
+        assert used.any() or not any(rows[row]["loss_mask"][1:11])
+
+
+@pytest.mark.parametrize("hidden", [32, 64, 48, 7])
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4])
+def test_int8_keeps_what_a_large_number_leaves_its_neighbours(hidden, scale):
+    """An error is at most half a step of a number's own group; zeros stay zeros."""
+    dice = torch.Generator().manual_seed(0)
+    vectors = scale * torch.randn(5, 3, hidden, generator=dice)
+    vectors[0, :, 0] *= 1e3
+    vectors[1] = 0
+    stored = FORMATS["int8"].encode(vectors)
+    again = FORMATS["int8"].decode(stored, torch.float32)
+    assert sum(part.nbytes for part in stored) == 15 * FORMATS["int8"].size(hidden)
+    group = stored[0].shape[-1] // stored[1].shape[-1]
+    largest = vectors.abs().unflatten(-1, (-1, group)).amax(-1, keepdim=True)
+    error = (again - vectors).abs().unflatten(-1, (-1, group))
+    assert (error <= largest * (1 / 254 + 2**-9)).all()
+    assert not again[1].any()
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "lyanna"])

@@ -41,14 +41,18 @@ def two(bench: Bench, trainer: str, *more: str, before=lambda rank: None) -> Pat
 
 
 def _two(bench: Bench, trainer: str, *more: str, before) -> list[Outcome]:
-    launch = [f"trainer={trainer}", "trainer.devices=2", *ALL_PARTS.get(trainer, [])]
+    return _ranks(2, bench, trainer, *more, before=before)
+
+
+def _ranks(count: int, bench: Bench, trainer: str, *more: str, before=lambda rank: None) -> list[Outcome]:
+    launch = [f"trainer={trainer}", f"trainer.devices={count}", *ALL_PARTS.get(trainer, [])]
     own = [o for o in bench.command if "drafter=lm" not in more or not o.startswith("drafter.")]
-    return ranks(2, [*own, *SCORELESS, *launch, *more], before=before)
+    return ranks(count, [*own, *SCORELESS, *launch, *more], before=before)
 
 
-def alone(bench: Bench, *more: str) -> Path:
-    """The same rows in one process: the second rank's are a micro-batch more."""
-    accumulate = 2 * next((int(m.rpartition("=")[2]) for m in more if "accumulate" in m), 1)
+def alone(bench: Bench, *more: str, count: int = 2) -> Path:
+    """The same rows in one process: those of other ranks are micro-batches more."""
+    accumulate = count * next((int(m.rpartition("=")[2]) for m in more if "accumulate" in m), 1)
     done = bench.train(*SCORELESS, *more, f"trainer.accumulate_grad_batches={accumulate}").succeeded()
     return done.folder
 
@@ -99,6 +103,15 @@ def test_a_run_of_two_is_that_of_one(trainer, precision, exact, single):
     assert_close(folder, single(precision), 6, CLOSE[precision])
     state = folder / "checkpoints" / "6" / "trainer"
     assert (state / "state.ckpt").is_dir() == trainer.startswith("deepspeed")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("trainer", ["ddp", *CUT])
+def test_a_run_of_four_is_that_of_one(trainer, bench):
+    more = ["trainer.precision=32-true", "batch_size=1", "seed=0"]
+    done = _ranks(4, bench, trainer, *more)
+    assert [outcome.code for outcome in done] == [0] * 4, [outcome.err for outcome in done]
+    assert_close(done[0].folder, alone(bench, *more, count=4), 6, CLOSE["32-true"])
 
 
 @pytest.mark.proof
