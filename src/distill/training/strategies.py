@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     ModelParallelStrategy,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.serialization import safe_globals
 from typing_extensions import override
@@ -31,10 +31,25 @@ from drafters.base import Drafter
 
 
 class DDP(DDPStrategy):
-    """DDP with a timeout long enough for rank 0 to score while the others wait."""
+    """DDP with a timeout long enough for rank 0 to score while the others wait.
+
+    After its first step DDP would lay out gradients anew, in the order in which they came, and with more than
+    two processes the place of a gradient decides the order in which it is added up. So a resumed run would
+    differ in its last bits. With `find_unused_parameters` the layout stays.
+    """
 
     def __init__(self, **options: Any) -> None:
+        options.setdefault("find_unused_parameters", True)
         super().__init__(timeout=GROUP_TIMEOUT, **options)
+
+    @override
+    def configure_ddp(self) -> None:
+        # DDP would warn of all runs that use all weights. It gets one that none uses, and no one else sees.
+        module = self.lightning_module
+        assert module is not None
+        module.register_parameter("unused", nn.Parameter(torch.zeros(1, device=self.root_device)))
+        super().configure_ddp()
+        delattr(module, "unused")
 
 
 class FSDP(ModelParallelStrategy):

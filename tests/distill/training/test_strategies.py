@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -144,6 +145,33 @@ def test_a_killed_run_resumes_to_the_last_bit(trainer, bench, exact):
     assert again != straight
     assert [c.name for c in checkpoints(again)] == ["2", "4", "6"]
     assert same(weights(again / "checkpoints" / "6"), weights(straight / "checkpoints" / "6"))
+
+
+@pytest.mark.parametrize("trainer", ["ddp", *CUT])
+@pytest.mark.ci("ddp")
+def test_a_stopped_run_of_four_resumes_to_the_last_bit(trainer, bench):
+    """With more than two processes the order in which gradients are added up decides the last bits."""
+    options = ["trainer.precision=32-true", "batch_size=1", "seed=1"]
+
+    def ask(rank: int) -> None:
+        step = callbacks.TrainingBar.on_train_batch_end
+
+        def stop(self, trainer, *rest):
+            if rank == 0 and trainer.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            step(self, trainer, *rest)
+
+        callbacks.TrainingBar.on_train_batch_end = stop
+
+    straight = _ranks(4, bench, trainer, *options, f"output_dir={bench.root / f'straight-{trainer}'}")[
+        0
+    ].folder
+    stopped = _ranks(4, bench, trainer, *options, before=ask)
+    assert [outcome.code for outcome in stopped] == [143] * 4, [outcome.err for outcome in stopped]
+    again = _ranks(4, bench, trainer, *options)
+    assert [outcome.code for outcome in again] == [0] * 4, [outcome.err for outcome in again]
+    assert "resuming from step 4" in again[0].out
+    assert same(weights(again[0].folder / "checkpoints" / "6"), weights(straight / "checkpoints" / "6"))
 
 
 @pytest.mark.parametrize("trainer", ["ddp", *CUT])
