@@ -13,7 +13,7 @@ from workbench import Bench, Ranks, leftovers, ranks, same, weights
 
 from distill.utils.run_folder import checkpoints
 
-pytestmark = pytest.mark.proof
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(1800)]  # eight processes on a few cores
 STEPS, KILLS = 12, 20
 
 
