@@ -96,6 +96,17 @@ def shuffled(nodes: list[tuple[int, int]], dice: random.Random) -> list[tuple[in
     return [(nodes[i][0], place[nodes[i][1]]) for i in order]
 
 
+class AfterThree:
+    """A stop test that ends a request at its third token."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, token):
+        self.seen += 1
+        return self.seen == 3
+
+
 class Watch:
     """Collects, for every emitted token, the row it was drawn from."""
 

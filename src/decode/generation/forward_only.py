@@ -22,38 +22,8 @@ from decode.sampling import Sampler
 from decode.verify import TargetProbs, match
 
 
-def write_forward(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    sampler: Sampler,
-    coin: KeyedCoin,
-    stop: Sequence[int],
-    until: Until | None,
-    clock: Callable[[], float] | None,
-    batch_size: int,
-) -> Generation:
-    """Decode plainly, one batch after the other, since all rows of one begin together; see `generate`."""
-    outputs, times = [], Times()
-    for first in range(0, len(prompts), batch_size):
-        rows = range(first, min(first + batch_size, len(prompts)))
-        part = _write_batch(
-            target,
-            [prompts[r] for r in rows],
-            [limits[r] for r in rows],
-            sampler,
-            coin.select(rows),
-            stop,
-            until,
-            clock,
-        )
-        outputs += part.outputs
-        times.prefill, times.total = times.prefill + part.times.prefill, times.total + part.times.total
-    return Generation(outputs, times)
-
-
 @torch.inference_mode()
-def _write_batch(
+def write_forward(
     target: Target,
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],

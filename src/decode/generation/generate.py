@@ -73,8 +73,13 @@ def generate(
                 f"target: {name} cannot write answers here: {reason}; take them from a server or a file "
                 "(rollout=openai, rollout=given)"
             )
-        size = batch_size or len(prompts)
-        return write_forward(target, prompts, limits, sampler, coin, stop, until, clock, size)
+        # All rows of such a batch begin together, so one batch follows the other.
+        whole, size = Generation([], Times()), batch_size or len(prompts)
+        for first in range(0, len(prompts), size):
+            part, rows = slice(first, first + size), range(first, min(first + size, len(prompts)))
+            texts, here = (prompts[part], limits[part]), coin.select(rows)
+            whole = whole.followed_by(write_forward(target, *texts, sampler, here, stop, until, clock))
+        return whole
     loop = Loop(
         *(target, drafter, prompts, limits, sampler, plan or Plan(), coin, stop, until, on_round, clock),
         batch_size,

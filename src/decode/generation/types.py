@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -137,6 +137,12 @@ class Generation:
 
     outputs: list[Output]
     times: Times
+
+    def followed_by(self, other: Generation) -> Generation:
+        """This batch, and another one decoded after it."""
+        names = [one.name for one in fields(Times)]
+        sums = Times(*(getattr(self.times, name) + getattr(other.times, name) for name in names))
+        return Generation([*self.outputs, *other.outputs], sums)
 
 
 class Piece(NamedTuple):

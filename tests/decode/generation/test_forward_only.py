@@ -2,6 +2,7 @@
 
 import pytest
 from families import BASE, PROMPTS, save
+from scripted import AfterThree
 
 from decode.generation.generate import generate
 from decode.model.abilities import Abilities
@@ -12,17 +13,6 @@ from decode.sampling import Sampler
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     return load_target(str(save(tmp_path_factory.mktemp("llama") / "model", "llama", BASE)), "float64")
-
-
-class AfterThree:
-    """A stop test that ends a request at its third token."""
-
-    def __init__(self):
-        self.seen = 0
-
-    def __call__(self, token):
-        self.seen += 1
-        return self.seen == 3
 
 
 SAMPLERS = [Sampler(0.0), Sampler(1.0), Sampler(0.8, top_p=0.9), Sampler(0.0, repetition_penalty=1.3)]

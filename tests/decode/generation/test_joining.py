@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from families import BASE, save
-from scripted import Oracle, Watch
+from scripted import AfterThree, Oracle, Watch
 
 from decode.depth_policy import DepthPolicy
 from decode.generation.generate import generate
@@ -134,15 +134,6 @@ def test_first_tokens_come_later_in_rows_that_wait(target):
     )
     assert generation.times.prefill > 0
     assert generation.times.draft == 0 or generation.times.total > generation.times.draft
-
-
-class AfterThree:
-    def __init__(self):
-        self.seen = 0
-
-    def __call__(self, token):
-        self.seen += 1
-        return self.seen == 3
 
 
 def test_every_request_has_its_own_stop_test(target):
