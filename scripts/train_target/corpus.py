@@ -161,17 +161,17 @@ def _contents(documents: Iterable[Document]) -> Iterator[str]:
         yield from [message["content"] for message in document.messages] or [document.text]
 
 
-def given_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of another model, to share its vocabulary.
+def given_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of another model, to share its vocabulary; `option` named its folder.
 
     Raises:
         UserError: no tokenizer there, or it has no end token or chat template.
     """
     if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"tokenizer={folder}: no tokenizer.json in it; give a model's folder")
+        raise UserError(f"{option}={folder}: no tokenizer.json in it; give a model's folder")
     tokenizer = load_tokenizer(str(folder))
     if tokenizer.eos_token_id is None or not tokenizer.chat_template:
-        raise UserError(f"tokenizer={folder}: it needs an end token and a chat template")
+        raise UserError(f"{option}={folder}: it needs an end token and a chat template")
     return tokenizer
 
 

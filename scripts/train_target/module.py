@@ -112,11 +112,12 @@ class PretrainModule(L.LightningModule):
     Args:
         model: what is trained.
         text: hash of documents and tokenizer; a checkpoint goes on with the same alone.
+        rate: factor of the learning rates.
     """
 
-    def __init__(self, model: LlamaForCausalLM, text: str) -> None:
+    def __init__(self, model: LlamaForCausalLM, text: str, rate: float = 1.0) -> None:
         super().__init__()
-        self.model, self.text = model, text
+        self.model, self.text, self.rate = model, text, rate
         self.loss = math.nan  # of the newest micro-batch
 
     @override
@@ -158,7 +159,8 @@ class PretrainModule(L.LightningModule):
         hidden = {id(p) for p in self.model.model.layers.parameters() if p.ndim == 2}
         matrices = [p for p in self.parameters() if id(p) in hidden]
         others = [p for p in self.parameters() if id(p) not in hidden]
-        return CombinedOptimizer([torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)])
+        muon, adamw = ({**settings, "lr": self.rate * settings["lr"]} for settings in (MUON, ADAMW))
+        return CombinedOptimizer([torch.optim.Muon(matrices, **muon), torch.optim.AdamW(others, **adamw)])
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

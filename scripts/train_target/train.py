@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from decode.model.load import TOKENIZER_FILES
+from decode.model.load import TOKENIZER_FILES, load_model
 from distill.config.build import quiet
 from distill.config.read import read_options
 from distill.config.recorded import resolved
@@ -56,9 +56,10 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
     out = _check(cfg)
     documents = read_corpus(Path(cfg.data))
     train, held = hold_out(documents, cfg.val_share)
-    tokenizer_folder = Path(bundled(cfg.tokenizer)) if cfg.tokenizer else None
+    option = "init_from" if cfg.init_from else "tokenizer"
+    tokenizer_folder = Path(bundled(cfg[option])) if cfg[option] else None
     if tokenizer_folder:
-        tokenizer = given_tokenizer(tokenizer_folder)
+        tokenizer = given_tokenizer(tokenizer_folder, option)
     else:
         tokenizer = train_tokenizer(train, cfg.vocab_size, cfg.model.context)
     L.seed_everything(cfg.seed, verbose=False)
@@ -66,10 +67,8 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
     state = next((c / STATE for c in checkpoints(folder)[-1:]), None)
     timer = Timer()  # its state is in checkpoints
     with refused():
-        module = PretrainModule(
-            build_model(cfg.model, tokenizer),
-            digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items()))),
-        )
+        text = digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items())))
+        module = PretrainModule(_model(cfg, tokenizer), text, cfg.rate)
     stop = Stop()
     first_step = int(state.parents[1].name) if state else 0
     logger = read_options(LoggerOptions, cfg.logger)
@@ -111,12 +110,7 @@ def _check(cfg: DictConfig) -> Path:
     for key in ("data", "out"):
         if not cfg[key]:
             raise UserError(f"{key}: not given; write data=/folder/of/text out=/folder/for/model")
-    for key in ("seq_length", "batch_size", "every", "trainer.max_steps", "trainer.accumulate_grad_batches"):
-        least = 2 if key == "seq_length" else 1
-        if OmegaConf.select(cfg, key) < least:
-            raise UserError(f"{key}={OmegaConf.select(cfg, key)}: must be at least {least}")
-    if cfg.seq_length > cfg.model.context:
-        raise UserError(f"seq_length={cfg.seq_length}: longer than model.context={cfg.model.context}")
+    _check_numbers(cfg)
     out = Path(cfg.out)
     if out.exists():
         raise UserError(f"out={out}: exists already; give a new folder, or remove it")
@@ -127,6 +121,33 @@ def _check(cfg: DictConfig) -> Path:
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"out={out}: {out.parent} cannot be written to")
     return out
+
+
+def _check_numbers(cfg: DictConfig) -> None:
+    for key in ("seq_length", "batch_size", "every", "trainer.max_steps", "trainer.accumulate_grad_batches"):
+        least = 2 if key == "seq_length" else 1
+        if OmegaConf.select(cfg, key) < least:
+            raise UserError(f"{key}={OmegaConf.select(cfg, key)}: must be at least {least}")
+    if cfg.seq_length > cfg.model.context:
+        raise UserError(f"seq_length={cfg.seq_length}: longer than model.context={cfg.model.context}")
+    if not cfg.rate > 0:
+        raise UserError(f"rate={cfg.rate}: must be above 0")
+    if cfg.init_from and cfg.tokenizer:
+        raise UserError("tokenizer: init_from has its own; give one of the two")
+
+
+def _model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """What is trained: fresh weights, or those of `init_from`.
+
+    Raises:
+        UserError: no model there, one of another architecture, or sizes that `build_model` refuses.
+    """
+    if not cfg.init_from:
+        return build_model(cfg.model, tokenizer)
+    model = load_model(str(bundled(cfg.init_from)), "float32", what="init_from")
+    if not isinstance(model, LlamaForCausalLM):
+        raise UserError(f"init_from={cfg.init_from}: {type(model).__name__}; only Llama models go on")
+    return model
 
 
 def build_model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:

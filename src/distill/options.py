@@ -205,6 +205,7 @@ class ScoringOptions(TimedOptions):
     plans: tuple[Mapping[str, Any], ...]  # keyword arguments of `Plan`, for more rows
     alternatives: tuple[Mapping[str, Any], ...]  # likewise, of which the fastest is named
     early_prompts: int  # decoded at save points that are neither the best nor the last
+    start: bool  # step 0 is a save point of training
     audit_prompts: int
     repeats: int  # timed runs
     quantize: str  # none | int8: weights that the drafter is scored with

@@ -174,7 +174,10 @@ def _saver(
     watchdog: Watchdog,
 ) -> ScoreCheckpoint:
     assert options.score.every  # filled in by `with_length`
-    return ScoreCheckpoint(phases, options.score.every, scorer, options.target.name, stop, budget, watchdog)
+    every, start = options.score.every, options.score.start
+    return ScoreCheckpoint(
+        phases, every, scorer, options.target.name, start, stop=stop, budget=budget, watchdog=watchdog
+    )
 
 
 def _watch(

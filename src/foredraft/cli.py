@@ -49,6 +49,7 @@ COMMANDS = {
     ),
     "compare": Command("compare runs in a table and a page", "commands.compare:main"),
     "report": Command("write a run's report.html anew", "commands.report:main"),
+    "follow": Command("train on as the target is trained", "commands.follow:main"),
     "plan": Command("estimate a large run from a small one", "commands.plan:main"),
     "advise": Command(
         "find how much to draft on this machine", "commands.advise:advise", "advise", "AdviseOptions"

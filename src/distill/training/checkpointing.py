@@ -54,6 +54,7 @@ class ScoreCheckpoint(L.Callback):
         every: optimizer steps between save points.
         scorer: (checkpoint folder, step) -> scorecard; None: save only.
         target_name: written into the checkpoint.
+        start: step 0 is a save point, too.
         stop: graceful shutdown. A step saved because of it, and not due, is not scored and is removed
             once two other checkpoints have a trainer state, or the last step is saved.
         budget: time budget, which asks for such early saves too.
@@ -66,6 +67,7 @@ class ScoreCheckpoint(L.Callback):
         every: int,
         scorer: Scorer | None,
         target_name: str,
+        start: bool = False,
         stop: Stop | None = None,
         budget: Budget | None = None,
         watchdog: Watchdog | None = None,
@@ -73,7 +75,7 @@ class ScoreCheckpoint(L.Callback):
         self.phases, folder = phases, phases.folder
         self.watchdog = watchdog or Watchdog(0, folder)
         self.root = folder / "checkpoints"
-        self.every, self.scorer, self.target_name = every, scorer, target_name
+        self.every, self.scorer, self.target_name, self.start = every, scorer, target_name, start
         self.stop, self.budget = stop or Stop(), budget
         self.trained = self.trained_cpu = 0.0  # seconds in training steps, whatever was scored between them
         self._reported = time.monotonic()  # time of the last report
@@ -99,6 +101,10 @@ class ScoreCheckpoint(L.Callback):
             )
         if trainer.is_global_zero:
             trainer_state.drop_newer(checkpoints(self.root.parent), trainer.global_step)
+        first = self.start and trainer.global_step == 0
+        if first and trainer.strategy.broadcast(not (self.root / "0").exists()):  # as rank 0 sees its disk
+            with self.watchdog.working():
+                self.save(trainer, pl_module, 0)
 
     @override
     def on_train_batch_start(
@@ -289,7 +295,7 @@ def _remove_damaged_score(checkpoint: Path) -> None:
 
 
 def _summary(step: int, steps: int, loss: float, checkpoint: Path) -> str:
-    text = f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.3f}"
+    text = f"step {step:>{len(str(steps))}}/{steps}" + ("" if math.isnan(loss) else f"  loss {loss:.3f}")
     if not (checkpoint / "score.json").exists():
         return text
     card = read_scorecard(checkpoint / "score.json")

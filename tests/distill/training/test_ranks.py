@@ -77,6 +77,15 @@ DEATHS = {
 IN_CI = list(DEATHS)[:2]
 
 
+def test_the_score_of_step_0_changes_nothing_behind_it(bench, straight):
+    done = train(bench, "score.start=true")
+    assert [d.code for d in done] == [0, 0], done
+    folder = done[0].folder
+    assert [path.name for path in checkpoints(folder)] == ["0", "2", "4", "6"]
+    assert (folder / "checkpoints" / "0" / "score.json").exists()
+    assert same(final(folder), final(straight))
+
+
 @pytest.mark.parametrize(
     "death", [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.proof) for name in DEATHS]
 )

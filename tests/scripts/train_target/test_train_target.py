@@ -385,3 +385,30 @@ def test_the_command_ends_with_exit_code_2(tmp_path, monkeypatch, capsys):
         "error: data=/nowhere: no such folder; give one with *.txt or *.jsonl files\n"
     )
     assert not list((tmp_path / "runs").rglob("run.json"))
+
+
+def test_a_model_goes_on_from_its_weights(root, model):
+    steps = ["trainer.max_steps=2", "every=2"]
+    before = load_file(model / "model.safetensors")
+    moved = {}
+    for rate in (1e-6, 0.1):
+        folder = train(root, f"goes-on-{rate}", f"init_from={model}", f"rate={rate}", *steps)
+        weights = load_file(folder / "model.safetensors")
+        assert weights.keys() == before.keys()
+        moved[rate] = sum(float((weights[name] - old).float().abs().sum()) for name, old in before.items())
+        assert stop_tokens(load_target(str(folder))) == [3]
+        assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert moved[1e-6] < 1e-3 * moved[0.1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["tokenizer=data/pocket"], "tokenizer: init_from has its own"),
+        (["rate=0"], "rate=0: must be above 0"),
+        (["init_from=/no/model"], "init_from=/no/model: no tokenizer.json in it"),
+    ],
+)
+def test_what_a_model_cannot_go_on_from_is_refused(root, model, overrides, said):
+    with pytest.raises(UserError, match=said):
+        train(root, "refused", f"init_from={model}", *overrides)
