@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # private API: torch has no public name
-from typing_extensions import override
 
 from benchmarks.common import conditions, encode, load_drafter, load_inputs
 from decode.errors import UserError
@@ -21,6 +19,7 @@ from decode.evaluation.replay import Counts, Rollout, agreement
 from decode.evaluation.stateful_replay import NO_COIN, Step, matched, walk
 from decode.generation.generate import generate
 from decode.generation.types import Proposer
+from decode.model.head import Head
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
@@ -33,7 +32,6 @@ from drafters.base import Drafter
 from drafters.models.lyanna import Lyanna
 
 HEAD_TOKENS = 16  # decoded to count head products
-PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.linear}
 
 
 class Difference(NamedTuple):
@@ -246,30 +244,23 @@ class _ReusedStates:
                 self.num_reused += depth - accepted - 1
 
 
-class _ProductCounter(TorchDispatchMode):
-    """Counts matrix products with a weight of an output head."""
-
-    def __init__(self, heads: list[Tensor]) -> None:
-        super().__init__()
-        self._heads, self.count = {head.data_ptr() for head in heads}, 0
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in PRODUCTS:
-            self.count += any(isinstance(a, Tensor) and a.data_ptr() in self._heads for a in args)
-        return func(*args, **(kwargs or {}))
-
-
 class _CountedDrafter:
     """Counts drafts of a drafter and the head products in them."""
 
-    def __init__(self, drafter: Drafter, products: _ProductCounter) -> None:
-        self._drafter, self._products, self.drafts = drafter, products, 0
+    def __init__(self, drafter: Drafter, heads: list[Tensor]) -> None:
+        self._drafter, self._heads = drafter, {head.data_ptr() for head in heads}
+        self.drafts = self.products = 0
         self.new_state, self.advance, self.select = drafter.new_state, drafter.advance, drafter.select
 
     def propose(self, *args: Any) -> Any:
+        product = Head.product
+
+        def counted(head: Head, states: Tensor) -> Tensor:
+            self.products += head.weight.data_ptr() in self._heads
+            return product(head, states)
+
         self.drafts += 1
-        with self._products:
+        with mock.patch.object(Head, "product", counted):
             return self._drafter.propose(*args)
 
 
@@ -285,7 +276,7 @@ def head_products(target: Target, drafter: Drafter, prompt: list[int], plan: Pla
         for name, weight in drafter.named_parameters()
         if weight.dim() == 2 and weight.shape[0] in sizes and not name.startswith("info.")
     ]
-    counted = _CountedDrafter(drafter, products := _ProductCounter(heads))
+    counted = _CountedDrafter(drafter, heads)
     proposer = cast("Proposer", counted)
     generate(target, proposer, [prompt], sampler=Sampler(0.0), plan=plan, max_new_tokens=HEAD_TOKENS)
-    return products.count / max(counted.drafts, 1)
+    return counted.products / max(counted.drafts, 1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
+from unittest import mock
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -27,7 +28,8 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
     """Race batch sizes of the engine in this process, plain and with a drafter; a table, and `out` as JSON.
 
     Every setting answers the same prompts once a repeat, the settings taking turns: rows join as others end,
-    or, for comparison, one batch begins when all of another have ended.
+    or, for comparison, one batch begins when all of another have ended. Beside the speed stand the target's
+    passes, those over prompts included, and the share of answers that are those of the first setting.
 
     Returns:
         Tokens a second of the largest batch over those of the smallest, without a drafter.
@@ -41,7 +43,7 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
     requests = [Request(p.id, 0, ids) for p, ids in zip(chosen, encode(chat, chosen), strict=True)]
     law = SamplingParams({"temperature": cfg.temperature}, cfg.score.max_new_tokens, stop_tokens(target))
     engines = _engines(cfg, target)
-    speeds: dict[Setting, list[float]] = {setting: [] for setting in engines}
+    turns: dict[Setting, list[Turn]] = {setting: [] for setting in engines}
     with (
         conditions(cfg, target) as found,
         bar(cfg.score.repeats * len(engines), "rollouts", "settings", leave=False) as shown,
@@ -49,13 +51,14 @@ def rollouts(cfg: DictConfig, folder: Path) -> float:
         for _ in range(cfg.score.repeats):
             for setting, engine in engines.items():
                 whole = len(requests) if setting.join else setting.batch_size
-                speeds[setting].append(_speed(engine, requests, law, whole))
+                turns[setting].append(_turn(engine, requests, law, whole))
                 shown.update()
-    rows = _rows(speeds)
+    rows = _rows(turns)
     card = {"what": "rollout", "rows": rows, **found}
     write_json(Path(cfg.out), card)
-    table = [[r["drafter"], str(r["batch_size"]), "yes" if r["join"] else "no", *_speeds(r)] for r in rows]
-    print(grid(["drafter", "batch size", "rows join", "tokens/s", "over the first"], table))
+    table = [[r["drafter"], str(r["batch_size"]), "yes" if r["join"] else "no", *_cells(r)] for r in rows]
+    head = ["tokens/s", "over the first", "passes", "same answers"]
+    print(grid(["drafter", "batch size", "rows join", *head], table))
     print(f"T={cfg.temperature:g}, {card['dtype']}, {machine(card)}")
     plain = [row for row in rows if row["drafter"] == "none"]
     return plain[-1]["ratio"]
@@ -69,6 +72,14 @@ class Setting(NamedTuple):
     join: bool
 
 
+class Turn(NamedTuple):
+    """What a setting did in a repeat."""
+
+    speed: float  # answer tokens a second, prompts and all
+    passes: int  # of the target
+    answers: list[list[int]]
+
+
 def _engines(cfg: DictConfig, target: Target) -> dict[Setting, InProcess]:
     settings = [(size, join) for size in cfg.batch_sizes for join in ((True, False) if size > 1 else (True,))]
     engines = {Setting("none", *s): InProcess(target, s[0], cfg.seed) for s in settings}
@@ -80,27 +91,32 @@ def _engines(cfg: DictConfig, target: Target) -> dict[Setting, InProcess]:
     return engines
 
 
-def _speed(engine: InProcess, requests: Sequence[Request], law: SamplingParams, whole: int) -> float:
-    """Answer tokens a second, prompts and all, with `whole` requests in a call, the shortest first."""
+def _turn(engine: InProcess, requests: Sequence[Request], law: SamplingParams, whole: int) -> Turn:
+    """Answer all requests, `whole` of them in a call, the shortest first."""
     requests = sorted(requests, key=lambda request: len(request.tokens))
-    start = time.perf_counter()
     calls = [requests[first : first + whole] for first in range(0, len(requests), whole)]
-    count = sum(len(answer.tokens) for part in calls for answer in engine(part, law))
-    return count / (time.perf_counter() - start)
+    with mock.patch.object(engine.target, "extend", wraps=engine.target.extend) as extend:
+        start = time.perf_counter()
+        answers = [answer.tokens for part in calls for answer in engine(part, law)]
+        seconds = time.perf_counter() - start
+    return Turn(sum(map(len, answers)) / seconds, extend.call_count, answers)
 
 
-def _speeds(row: dict[str, Any]) -> tuple[str, str]:
-    return f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}x"
+def _cells(row: dict[str, Any]) -> list[str]:
+    speed, ratio = f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}x"
+    return [speed, ratio, str(row["passes"]), f"{row['same']:.0%}"]
 
 
-def _rows(speeds: dict[Setting, list[float]]) -> list[dict[str, Any]]:
+def _rows(turns: dict[Setting, list[Turn]]) -> list[dict[str, Any]]:
     """Medians, and the medians of what a repeat's settings have over its first."""
-    first = next(iter(speeds.values()))
+    first = next(iter(turns.values()))
     return [
         {
             **setting._asdict(),
-            "tokens_per_second": median(own),
-            "ratio": median(a / b for a, b in zip(own, first, strict=True)),
+            "tokens_per_second": median(turn.speed for turn in own),
+            "ratio": median(a.speed / b.speed for a, b in zip(own, first, strict=True)),
+            "passes": own[-1].passes,  # after the choice of a plan
+            "same": fmean(a == b for a, b in zip(own[-1].answers, first[-1].answers, strict=True)),
         }
-        for setting, own in speeds.items()
+        for setting, own in turns.items()
     ]

@@ -194,4 +194,8 @@ def test_rollouts_are_raced_by_batch_size_with_and_without_a_drafter(bench, chec
     ]
     assert rows[0]["ratio"] == 1.0
     assert all(row["tokens_per_second"] > 0 for row in rows)
+    # Two answers of six tokens: each a pass over the prompt and five more, together where they share a batch.
+    assert [row["passes"] for row in rows[:3]] == [12, 6, 6]
+    assert rows[3]["passes"] <= 12
+    assert {row["same"] for row in rows} == {1.0}
     assert f"{rows[-1]['ratio']:.2f}x" in done.out

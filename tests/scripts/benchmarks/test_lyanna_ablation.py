@@ -8,6 +8,8 @@ import pytest
 from scripts.benchmark import run
 from workbench import command
 
+from decode.kernels import packed_linear
+
 
 @pytest.fixture(scope="module")
 def checkpoint(bench):
@@ -34,6 +36,12 @@ def test_differences_shares_and_head_products_are_written(bench, checkpoint):
     assert {"hardware", "threads", "commit", "load_average", "dtype"} <= card.keys()
     assert "equal nodes" in done.out
     assert "1 head products a draft" in done.out
+
+
+def test_head_products_with_packed_weights_count_too(bench, checkpoint, monkeypatch):
+    monkeypatch.setattr(packed_linear, "packing_gain", lambda *shape: 9.0)
+    words = ["target.dtype=bfloat16", "temperature=1.0", "decode.proposal=fixed"]
+    assert "\n1 head products a draft" in ablate(bench, f"checkpoint={checkpoint}", *words).succeeded().out
 
 
 def test_where_tokens_are_drawn_the_decoder_counts(bench, checkpoint):
