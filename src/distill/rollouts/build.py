@@ -74,7 +74,8 @@ def in_process(
     if not helper:
         return InProcess(target, plan.batch_size, plan.seed)
     target.abilities.check_decode(HELPED)
-    drafter = hub.load(hub.fetch(str(helper)), target)
+    # The target may have been trained on since (`foredraft follow`).
+    drafter = hub.load(hub.fetch(str(helper)), target, same_weights=False)
     return InProcess(target, plan.batch_size, plan.seed, drafter, helping_plan(options, drafter))
 
 

@@ -94,10 +94,16 @@ def save(
     (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
-def load(folder: str | Path, target: Target) -> Drafter:
+def load(folder: str | Path, target: Target, same_weights: bool = True) -> Drafter:
     """Load a drafter saved by `save`, or in another format of `export.formats`.
 
     It is frozen, in the target's dtype and on its device.
+
+    Args:
+        folder: of the checkpoint.
+        target: that it drafts for.
+        same_weights: refuse a drafter of a target with other weights. Its drafts are verified as any, so that
+            the output is right, but few are accepted.
 
     Raises:
         UserError: no checkpoint there, a damaged one, or one for another target; the base model of
@@ -106,7 +112,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
     folder = Path(folder)
     config = read_config(folder)
     origin = config_origin(config)
-    if is_native(config) and origin.fingerprint not in target.fingerprints():
+    if same_weights and is_native(config) and origin.fingerprint not in target.fingerprints():
         raise UserError(
             f"{folder}: this drafter was made for target {origin.name or '(unnamed)'!r} "
             "with other weights or another vocabulary; give that one as target="

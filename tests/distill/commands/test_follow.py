@@ -63,7 +63,7 @@ def test_the_drafter_goes_on_with_every_newer_model(bench, tmp_path):
     models, folder = tmp_path / "models", tmp_path / "out"
     shutil.copytree(bench.root / "ckpt" / "step_100", models / "step_100")
     command = words(bench, f"{models}/step_*", folder, "--patience", "0", "--then", "trainer.max_steps=2")
-    command += ["--then", "score.every=2"]
+    command += ["--then", "score.every=2", "--then", f"rollout.drafter={folder}/latest"]
     done = foredraft("follow", *command).succeeded()
     assert "no newer model" in done.out + done.err
     (first,) = updates(folder)
@@ -87,7 +87,10 @@ def test_the_drafter_goes_on_with_every_newer_model(bench, tmp_path):
     # Whoever decodes reads one link; answers of models that are no more the newest are gone.
     assert (folder / "latest").resolve() == best(run)
     assert not (folder / first["run"] / "rollouts").exists()
-    assert (run / "rollouts").is_dir()
+    (plan,) = (run / "rollouts").glob("*/plan.json")
+    assert json.loads(plan.read_text())["plan"][
+        "drafter"
+    ]  # of the model before, which drafted the new one's answers
     assert f"{second['tau']:.2f}" in printed
 
 

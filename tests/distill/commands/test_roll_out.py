@@ -141,5 +141,9 @@ def test_a_drafter_helps_and_changes_no_row(bench, tmp_path):
     eagle = bench.untrained_eagle()
     assert rows(f"rollout.drafter={eagle}", "decode=dynamic", "decode.depth=2", "decode.nodes=4") == plain
     assert rows(f"rollout.drafter={eagle}", "rollout.decode=auto") == plain
+    older = json.loads((eagle / "config.json").read_text())
+    older["target"]["fingerprint"] = "of the target before"
+    (eagle / "config.json").write_text(json.dumps(older))
+    assert rows(f"rollout.drafter={eagle}", "decode=chain", "decode.depth=2") == plain
     lossy = roll_out(bench, f"rollout.drafter={eagle}", "decode.rule=typical", "decode.lossy=true")
     assert (lossy.code, "one lossless plan" in lossy.err) == (2, True)
