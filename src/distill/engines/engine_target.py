@@ -14,19 +14,18 @@ from typing_extensions import override
 
 from decode.errors import UserError
 from decode.model.head_target import HeadTarget
-from decode.model.load import source_of
 from decode.model.target import Tap, TargetOutput
 from distill.engines import inside
 from distill.engines.hidden_states import HiddenStates, check_rows
 from distill.engines.http import Server
-from distill.engines.launch import VLLM_VARIABLES, interpreter, serve
+from distill.engines.launch import interpreter
 from distill.engines.openai import OpenAIEngine
+from distill.engines.vllm import PACKAGE, SERVER, VLLM
 from distill.options import EngineOptions, TargetOptions
 from distill.prompts.chat_template import Chat
 from distill.utils.paths import bundled
 from distill.utils.progress import say
 
-MODULE = "vllm.entrypoints.openai.api_server"
 CONNECTOR = "foredraft_hidden_states"  # module and class of `inside`
 PROBE = 4, 16  # texts, and tokens of each, that the engine reads first
 # Largest median difference of log-probabilities, in nats: both sides round logits of up to 32 to bf16, by
@@ -159,30 +158,18 @@ class EngineTarget(HeadTarget):
 
     def _start(self, layers: Sequence[int]) -> str:
         """Start the engine; returns its url."""
-        options, target = self._engine, self._options
-        python = interpreter(options.python or "", "vllm", "engine.python")
-        source, revision = source_of(str(bundled(target.name)), target.revision)
-        (self._folder / "states").mkdir(parents=True, exist_ok=True)
-        arguments = [
-            "--model",
-            str(source),
-            "--served-model-name",
-            options.model or str(bundled(target.name)),
-        ]
-        arguments += ["--dtype", target.dtype, "--no-enable-prefix-caching"]
-        arguments += ["--revision", revision] if revision and not isinstance(source, Path) else []
-        arguments += ["--trust-remote-code"] * target.trust_remote_code
-        arguments += states_arguments(layers, str((self._folder / "states").absolute()))
-        variables = VLLM_VARIABLES | {"PYTHONPATH": str(Path(inside.__path__[0]).absolute())}
-        arguments += map(str, options.arguments)
-        say(f"taps=engine: starting {MODULE}; its output is in {self._folder / 'engine.log'}")
-        begun = serve(
-            python,
-            MODULE,
-            arguments,
-            self._folder / "engine.log",
-            patience=options.patience,
-            variables=variables,
+        options, states = self._engine, self._folder / "states"
+        engine = VLLM(options.python or "", options.arguments, options.patience, "engine.python")
+        states.mkdir(parents=True, exist_ok=True)
+        log = self._folder / "engine.log"
+        say(f"taps=engine: starting {SERVER}; its output is in {log}")
+        begun = engine.serve_target(
+            self._options,
+            options.model or str(bundled(self._options.name)),
+            log,
+            "--no-enable-prefix-caching",
+            *states_arguments(layers, str(states.absolute())),
+            variables={"PYTHONPATH": str(Path(inside.__path__[0]).absolute())},
         )
         return f"{self._stack.enter_context(begun)}/v1"
 
@@ -196,7 +183,7 @@ def load_engine_target(
         UserError: see `HeadTarget.load`; no interpreter with vLLM.
     """
     if engine.python:
-        interpreter(engine.python, "vllm", "engine.python")
+        interpreter(engine.python, PACKAGE, "engine.python")
     where = str(bundled(target.name)), target.dtype, device, target.revision, target.trust_remote_code
     result = EngineTarget.load(*where)
     result.serve_with(engine, target, folder, gigabytes)

@@ -22,6 +22,7 @@ from decode.sampling import Sampler
 from distill.engines.base import Request, SamplingParams
 from distill.engines.http import Server, openai
 from distill.engines.openai import OpenAIEngine
+from distill.engines.vllm import VLLM
 from distill.options import ScoringOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.prompt import Prompt
@@ -33,7 +34,6 @@ from distill.serving.endpoint import Endpoint
 from distill.serving.metrics import parser, served_acceptance
 from distill.serving.served_texts import compare_texts
 from distill.serving.traffic import Traffic, send
-from distill.serving.vllm import VLLM
 from distill.utils.progress import say
 from drafters.base import Drafter
 from drafters.checkpoint.folder import read_config

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from decode.model.load import source_of
 from distill.engines.launch import VLLM_VARIABLES, interpreter, serve
+from distill.options import TargetOptions
+from distill.utils.paths import bundled
 
 PACKAGE, SERVER = "vllm", "vllm.entrypoints.openai.api_server"  # what `vllm serve` runs
 
@@ -33,7 +36,7 @@ class VLLM:
         option: str = "score.engine_python",
     ) -> None:
         self.python = interpreter(python, PACKAGE, option)
-        self.arguments, self.patience = list(arguments), patience
+        self.arguments, self.patience = list(map(str, arguments)), patience
 
     def serve(self, command: str, log: Path, *arguments: str) -> AbstractContextManager[str]:
         """The url of a running server; see `launch.serve`.
@@ -45,5 +48,27 @@ class VLLM:
         """
         program, verb, model, *rest = shlex.split(command)
         assert (program, verb) == ("vllm", "serve"), command
-        words = ["--model", model, *rest, *arguments, *self.arguments]
-        return serve(self.python, SERVER, words, log, patience=self.patience, variables=VLLM_VARIABLES)
+        return self._serve(["--model", model, *rest, *arguments], log)
+
+    def serve_target(
+        self,
+        target: TargetOptions,
+        name: str,
+        log: Path,
+        *arguments: str,
+        variables: Mapping[str, str] | None = None,
+    ) -> AbstractContextManager[str]:
+        """The url of a server with a target alone, which it calls `name`; the rest as in `serve`."""
+        source, revision = source_of(str(bundled(target.name)), target.revision)
+        words = ["--model", str(source), "--served-model-name", name, "--dtype", target.dtype]
+        words += ["--revision", revision] if revision and not isinstance(source, Path) else []
+        words += ["--trust-remote-code"] * target.trust_remote_code
+        return self._serve([*words, *arguments], log, variables)
+
+    def _serve(
+        self, words: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
+    ) -> AbstractContextManager[str]:
+        every = VLLM_VARIABLES | dict(variables or {})
+        return serve(
+            self.python, SERVER, [*words, *self.arguments], log, patience=self.patience, variables=every
+        )
