@@ -173,6 +173,10 @@ class OpenAIRolloutOptions(RolloutOptions, ServerOptions):
 class RayRolloutOptions(RolloutOptions, FleetOptions):
     """conf/rollout/ray.yaml."""
 
+    engine_python: str | None  # interpreter that has vLLM; None: workers load the target themselves
+    engine_arguments: tuple[str, ...]  # more of its server
+    engine_patience: float  # seconds until it is ready
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutOptions:

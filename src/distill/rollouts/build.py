@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 
 from decode.errors import UserError
+from decode.model.head_target import HeadTarget
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.planning.auto import Auto
@@ -16,10 +19,12 @@ from distill.engines.base import Engine, InProcess
 from distill.engines.engine_target import EngineTarget
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
+from distill.engines.vllm import VLLM
 from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions
 from distill.prompts.chat_template import Chat
+from distill.prompts.prompt import Prompt
 from distill.rollouts.ray_workers import Fleet
-from distill.rollouts.store import RolloutPlan, RolloutStore
+from distill.rollouts.store import Make, RolloutPlan, RolloutStore, Row
 from distill.rollouts.writer import Writer
 from distill.utils.paths import bundled
 from drafters.base import Drafter
@@ -31,6 +36,9 @@ HELPED = "rollout.drafter, rollout.refresh_every: the target"  # of refusals
 HELPING = Auto(
     [{"depth": 1}, {"depth": 2}, {"depth": 3}, {"depth": 5}, {"depth": 3, "width": 2, "nodes": 5}], repeats=5
 )
+# Of an engine that a worker has started: seconds for one answer, tries of a request, and seconds without an
+# answer after which it has ended; it asks for no key
+TIMEOUT, RETRIES, GONE, NO_KEY = 600.0, 10, 15.0, "FOREDRAFT_NO_KEY"
 Helper = str | Path | None  # a drafter's folder or hub id
 
 
@@ -55,7 +63,12 @@ def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutSt
             )
         if not isinstance(rollout, RayRolloutOptions):
             raise UserError("rollout.engine=ray: choose it with rollout=ray, which has its settings")
-        load = partial(load_writer, portable(options), store.plan, helper and str(_absolute(helper)))
+        away: tuple[AnswerOptions, RolloutPlan] = (portable(options), store.plan)
+        if rollout.engine_python:
+            _check_served(options, store.plan)
+            load: Callable[[], Make] = partial(EngineWriter, *away)
+        else:
+            load = partial(load_writer, *away, helper and str(_absolute(helper)))
         return partial(Fleet(rollout, load).fill, store)
     engine = from_server if rollout.engine == "openai" or isinstance(target, EngineTarget) else in_process
     make = Writer(engine(options, target, chat, store.plan, helper), chat, store.plan)
@@ -112,13 +125,7 @@ def from_server(
     """
     del helper
     rollout = options.rollout
-    if rollout.drafter:
-        raise UserError("rollout.drafter: a server drafts by its own means; set it with rollout=hf alone")
-    if plan.until != "answer" or not plan.stop:
-        raise UserError(
-            "rollout=openai, taps=engine: a server ends its answers; needs rollout.until=answer and a target "
-            "with end tokens"
-        )
+    _check_served(options, plan)
     if isinstance(target, EngineTarget) and rollout.engine != "openai":
         return target.answers(chat, plan.seed)
     assert isinstance(rollout, OpenAIRolloutOptions)  # `check_server` has refused others
@@ -134,6 +141,21 @@ def from_server(
     return OpenAIEngine(server, chat, plan.seed, target.max_positions)
 
 
+def _check_served(options: AnswerOptions, plan: RolloutPlan) -> None:
+    """Refuse what a server cannot do.
+
+    Raises:
+        UserError: the first option of that kind.
+    """
+    if options.rollout.drafter:
+        raise UserError("rollout.drafter: a server drafts by its own means; set it with rollout=hf alone")
+    if plan.until != "answer" or not plan.stop:
+        raise UserError(
+            "rollout=openai, rollout.engine_python, taps=engine: a server ends its answers; needs "
+            "rollout.until=answer and a target with end tokens"
+        )
+
+
 def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None) -> Writer:
     """Load target and tokenizer in a worker process, and return its shard writer.
 
@@ -142,9 +164,54 @@ def load_writer(options: AnswerOptions, plan: RolloutPlan, helper: Helper = None
     """
     prompts, target = options.prompts, build_target(options.target, decodes=False)
     chat = read_chat(options.target, prompts.template, prompts.template_options)
+    _check_same(options, target, chat, plan)
+    return Writer(in_process(options, target, chat, plan, helper), chat, plan)
+
+
+class EngineWriter:
+    """Shard writer of a worker process whose target is in vLLM, which it starts and which ends with it.
+
+    Args:
+        options: of a worker, `portable`.
+        plan: of the rows.
+
+    Raises:
+        UserError: no such interpreter, a server that does not start, or another target or tokenizer.
+    """
+
+    def __init__(self, options: AnswerOptions, plan: RolloutPlan) -> None:
+        rollout, prompts, name = options.rollout, options.prompts, options.target.name
+        assert isinstance(rollout, RayRolloutOptions)
+        assert rollout.engine_python
+        head = HeadTarget.load(
+            str(bundled(name)),
+            options.target.dtype,
+            "cpu",
+            options.target.revision,
+            options.target.trust_remote_code,
+        )
+        chat = read_chat(options.target, prompts.template, prompts.template_options)
+        _check_same(options, head, chat, plan)
+        option = "rollout.engine_python"
+        engine = VLLM(rollout.engine_python, rollout.engine_arguments, rollout.engine_patience, option)
+        log = Path(mkdtemp(prefix="foredraft-engine-")) / "engine.log"
+        with ExitStack() as running:  # an error of this block is told with the engine's own
+            url = running.enter_context(engine.serve_target(options.target, plan.server, log))
+            server = Server(f"{url}/v1", plan.server, plan.batch_size, TIMEOUT, RETRIES, GONE, NO_KEY)
+            self.writer = Writer(OpenAIEngine(server, chat, plan.seed, head.max_positions), chat, plan)
+            self._running = running.pop_all()
+
+    def __call__(self, shard: int, prompts: list[Prompt], self_written: int) -> list[Row]:
+        """See `Writer`."""
+        with self._running.pop_all() as running:
+            rows = self.writer(shard, prompts, self_written)
+            self._running = running.pop_all()
+        return rows
+
+
+def _check_same(options: AnswerOptions, target: Target, chat: Chat, plan: RolloutPlan) -> None:
     if plan.target not in target.fingerprints() or chat.fingerprint() != plan.tokenizer:
         raise UserError(f"target={options.target.path}: a worker has another model there than this machine")
-    return Writer(in_process(options, target, chat, plan, helper), chat, plan)
 
 
 def portable(options: AnswerOptions) -> AnswerOptions:

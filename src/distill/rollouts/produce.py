@@ -14,7 +14,7 @@ from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from distill.engines.engine_target import EngineTarget
-from distill.options import AnswerOptions, OpenAIRolloutOptions, RunOptions
+from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions, RunOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import strictest
 from distill.prompts.prompt import Prompt, prompts_digest
@@ -41,7 +41,7 @@ def rollout_plan(
     """All settings that determine the rows."""
     rollout = options.rollout
     model = rollout.model if isinstance(rollout, OpenAIRolloutOptions) else None
-    served = rollout.engine == "openai" or (isinstance(target, EngineTarget) and rollout.answers == "write")
+    served = _served(options, target) and rollout.answers == "write"
     # Later phases are drafted by the drafter in training. That changes rows only by rounding, and a resumed
     # run must find its store again.
     drafter = "current" if phase else _fingerprint(hub.fetch(rollout.drafter)) if rollout.drafter else ""
@@ -67,6 +67,13 @@ def rollout_plan(
         batch_size=rollout.batch_size,
         seed=seed,
     )
+
+
+def _served(options: AnswerOptions, target: Target) -> bool:
+    """Whether answers come from a server, which drafts by its own means."""
+    rollout = options.rollout
+    started = isinstance(rollout, RayRolloutOptions) and rollout.engine_python is not None
+    return rollout.engine == "openai" or started or isinstance(target, EngineTarget)
 
 
 def _fingerprint(drafter: Path) -> str:
@@ -101,7 +108,7 @@ def produce(
     rollout = options.rollout
     if rollout.refresh_every and rollout.answers == "given":
         raise UserError("rollout.refresh_every: given answers are not refreshed; set it to 0")
-    drafts = rollout.engine != "openai" and not isinstance(target, EngineTarget)  # which draft by their means
+    drafts = not _served(options, target)
     if rollout.refresh_every and drafts:
         target.abilities.check_decode(HELPED)
         helping_plan(options, drafter)

@@ -1,0 +1,121 @@
+"""`rollout=ray rollout.engine_python=...`: vLLM inside two Ray workers, one of which is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stores import rows_of
+from workbench import ROOT, options_of
+
+from decode.errors import UserError
+from distill.config.build import build_target, read_chat
+from distill.options import FleetOptions
+from distill.prompts.sources import read_prompts
+from distill.rollouts.build import EngineWriter, portable
+from distill.rollouts.produce import rollout_plan
+from distill.rollouts.ray_workers import Fleet
+from distill.rollouts.store import RolloutStore
+
+pytest.importorskip("ray.data")
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def options(bench, vllm_python: Path, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    arguments = ["--enforce-eager", "--max-model-len=256", "--max-num-seqs=8"]
+    given = ["rollout=ray", f"rollout.engine_python={vllm_python}", "rollout.temperature=0.0"]
+    return options_of(
+        *bench.command,
+        f"target={ROOT / 'data' / 'pocket'}",
+        *given,
+        "target.dtype=float32",
+        "rollout.shard_size=3",
+        rollout__engine_arguments=arguments,
+    )
+
+
+def children(name: str) -> set[int]:
+    """Processes of this machine whose command line has a word."""
+    found = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False).stdout
+    return {int(pid) for pid in found.split()}
+
+
+def gone(before: set[int], seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while (more := children("vllm.entrypoints") - before) and time.monotonic() < end:
+        time.sleep(0.2)
+    return not more
+
+
+@pytest.fixture
+def fleet(options) -> Iterator:
+    crew = FleetOptions(workers=2, address=None, cpus_per_worker=1, gpus_per_worker=0)
+    with Fleet(crew, lambda: lambda *work: []).connected():
+        yield lambda load: Fleet(crew, load)
+
+
+def test_a_killed_worker_costs_no_row_and_its_engine_ends_with_it(bench, options, fleet, tmp_path):
+    target, chat = build_target(options.target), read_chat(options.target, options.prompts.template)
+    prompts = read_prompts(bench.prompts)
+    plan = rollout_plan(options, target, chat, prompts)
+    assert plan.server == options.target.name  # rows of their own: another program's sampler draws them
+    before, away, log = children("vllm.entrypoints"), portable(options), tmp_path / "log"
+
+    one = RolloutStore(tmp_path / "one", plan, prompts)
+    one.open()
+    alone = EngineWriter(away, plan)
+    one.fill(alone, lambda missing: None)
+    del alone
+    assert gone(before)
+
+    def load():
+        writer = EngineWriter(away, plan)
+
+        def make(shard, *work):
+            with log.open("a") as lines:
+                lines.write(f"{os.getpid()} {shard}\n")
+            time.sleep(1.5)
+            return writer(shard, *work)
+
+        return make
+
+    killed = []
+
+    def kill():
+        while not killed:
+            time.sleep(0.05)
+            lines = log.read_text().split() if log.exists() else []
+            if len(lines) > 4:  # the third shard, in the middle
+                time.sleep(0.5)
+                with suppress(ProcessLookupError):
+                    os.kill(int(lines[4]), signal.SIGKILL)
+                killed.append(lines[5])
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    many = RolloutStore(tmp_path / "many", plan, prompts)
+    many.open()
+    fleet(load).fill(many, lambda missing: None)
+    killer.join()
+    assert many.complete
+    assert rows_of(many) == rows_of(one)
+    made = log.read_text().split()[1::2]
+    assert sorted(made) == sorted(["0", "1", "2", "3", *killed])
+
+
+def test_an_engine_that_cannot_start_says_why(bench, options, fleet, tmp_path):
+    wrong = replace(options, rollout=replace(options.rollout, engine_arguments=("--no-such-option",)))
+    target, chat = build_target(options.target), read_chat(options.target, options.prompts.template)
+    plan = rollout_plan(options, target, chat, read_prompts(bench.prompts))
+    with pytest.raises(UserError, match=r"ended with code 2 before it was ready: .*no-such-option"):
+        EngineWriter(portable(wrong), plan)
