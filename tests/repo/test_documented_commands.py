@@ -51,6 +51,7 @@ UNRUN = {
     r"^vllm ": "no engine is installed",
     r"taps=engine": "an environment with vLLM; tests/engines/test_taps_engine.py has one",
     r"^torchrun |^srun |^scontrol ": "other machines, GPUs or a SLURM cluster",
+    r"rollout\.engine_python=": "an environment with vLLM; tests/engines",
     r"hydra/launcher=submitit_slurm": "a SLURM cluster",
     r"trainer=gpu|trainer\.accelerator=gpu|trainer\.devices=8": "GPUs",
     r"smollm2": "a model of the Hub, or of a package of 98 MB",

@@ -218,6 +218,7 @@ class Places:
             (r"drafter=<\.\.\.>", lambda: "drafter=eagle"),
             (r"objective=<\.\.\.>", lambda: "objective=ce"),
             (r"<its environment>", lambda: "spec"),
+            (r"/ckpt/step_\*", lambda: str(self.target)),
             (r"\$depth", lambda: "2"),
             (r"row=gsm8k-17", lambda: "row=p1"),
             (r"http://host:8000", lambda: self.server or "http://127.0.0.1:8000"),
@@ -307,7 +308,7 @@ def sized(text: str, places: Places) -> list[str]:
     name, given = configuration(argv)
     head, given = argv[: len(argv) - len(given)], few(given)
     if not name or any(g.startswith("--") for g in given if g != "--multirun"):
-        return argv
+        return [*argv, *(_tiny_run(places) if argv[1] == "follow" else ())]
     said = dict(g.partition("=")[::2] for g in given)
     more = [f"{key}={value}" for key, value in SIZES.items() if has(name, key)]
     if said.get("decode") == "auto":
@@ -329,6 +330,12 @@ def sized(text: str, places: Places) -> list[str]:
     if "drafter=hf_dllm" in given or "drafter=lm_given" in given or name == "benchmark_decode":
         more += [f"drafter.path={places.masked}"] if "drafter.path" not in said else []
     return [*head, *given, *more]
+
+
+def _tiny_run(places: Places) -> list[str]:
+    """Sizes of the runs of `foredraft follow`, and its end."""
+    sizes = [f"{key}={value}" for key, value in (SIZES | CHOICES).items() if has("config", key)]
+    return [*sizes, f"prompts.heldout={places.heldout}", "--updates", "1"]
 
 
 def few(given: list[str]) -> list[str]:
