@@ -247,16 +247,15 @@ class _ReusedStates:
 class _CountedDrafter:
     """Counts drafts of a drafter and the head products in them."""
 
-    def __init__(self, drafter: Drafter, heads: list[Tensor]) -> None:
-        self._drafter, self._heads = drafter, {head.data_ptr() for head in heads}
-        self.drafts = self.products = 0
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self.drafts, self.products = drafter, 0, 0
         self.new_state, self.advance, self.select = drafter.new_state, drafter.advance, drafter.select
 
     def propose(self, *args: Any) -> Any:
         product = Head.product
 
         def counted(head: Head, states: Tensor) -> Tensor:
-            self.products += head.weight.data_ptr() in self._heads
+            self.products += 1
             return product(head, states)
 
         self.drafts += 1
@@ -265,18 +264,8 @@ class _CountedDrafter:
 
 
 def head_products(target: Target, drafter: Drafter, prompt: list[int], plan: Plan) -> float:
-    """Matrix products with an output head in a draft, decoding greedily: 1 for Lyanna, K for Medusa.
-
-    Heads are that of the target, and matrices of the drafter with one row per token that it can draft,
-    except the low-rank token-info bias.
-    """
-    sizes = {target.vocab_size, drafter.settings.get("draft_vocab_size")}
-    heads = [target.head.weight] + [
-        weight
-        for name, weight in drafter.named_parameters()
-        if weight.dim() == 2 and weight.shape[0] in sizes and not name.startswith("info.")
-    ]
-    counted = _CountedDrafter(drafter, heads)
+    """Matrix products with an output head in a draft, decoding greedily: 1 for Lyanna, K for Medusa."""
+    counted = _CountedDrafter(drafter)
     proposer = cast("Proposer", counted)
     generate(target, proposer, [prompt], sampler=Sampler(0.0), plan=plan, max_new_tokens=HEAD_TOKENS)
     return counted.products / max(counted.drafts, 1)

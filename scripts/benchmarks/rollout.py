@@ -115,7 +115,7 @@ def _rows(turns: dict[Setting, list[Turn]]) -> list[dict[str, Any]]:
             **setting._asdict(),
             "tokens_per_second": median(turn.speed for turn in own),
             "ratio": median(a.speed / b.speed for a, b in zip(own, first, strict=True)),
-            "passes": own[-1].passes,  # after the choice of a plan
+            "passes": own[-1].passes,  # with one repeat, those of choosing a plan included
             "same": fmean(a == b for a, b in zip(own[-1].answers, first[-1].answers, strict=True)),
         }
         for setting, own in turns.items()

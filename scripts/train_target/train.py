@@ -69,6 +69,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
     with refused():
         text = digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items())))
         module = PretrainModule(_model(cfg, tokenizer), text, cfg.rate)
+        _check_length(cfg, module.model)
     stop = Stop()
     first_step = int(state.parents[1].name) if state else 0
     logger = read_options(LoggerOptions, cfg.logger)
@@ -98,7 +99,7 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
             "tokens": sequences * cfg.seq_length,
             "minutes": timer.time_elapsed() / 60,
             "commit": commit(),
-        }
+        } | ({"init_from": str(cfg.init_from), "rate": cfg.rate} if cfg.init_from else {})
         write_model(out, module.model, tokenizer_folder or tokenizer, record)
         say(f"{out}: {record['tokens'] / 1e6:.1f} M tokens in {record['minutes']:.1f} minutes")
         for source, nll in record["val_nll"].items():
@@ -128,8 +129,6 @@ def _check_numbers(cfg: DictConfig) -> None:
         least = 2 if key == "seq_length" else 1
         if OmegaConf.select(cfg, key) < least:
             raise UserError(f"{key}={OmegaConf.select(cfg, key)}: must be at least {least}")
-    if cfg.seq_length > cfg.model.context:
-        raise UserError(f"seq_length={cfg.seq_length}: longer than model.context={cfg.model.context}")
     if not cfg.rate > 0:
         raise UserError(f"rate={cfg.rate}: must be above 0")
     if cfg.init_from and cfg.tokenizer:
@@ -148,6 +147,12 @@ def _model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausa
     if not isinstance(model, LlamaForCausalLM):
         raise UserError(f"init_from={cfg.init_from}: {type(model).__name__}; only Llama models go on")
     return model
+
+
+def _check_length(cfg: DictConfig, model: LlamaForCausalLM) -> None:
+    if cfg.seq_length > (context := model.config.max_position_embeddings):
+        of = "that of init_from" if cfg.init_from else f"model.context={context}"
+        raise UserError(f"seq_length={cfg.seq_length}: longer than the model's {context} positions ({of})")
 
 
 def build_model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:

@@ -176,6 +176,8 @@ class RayRolloutOptions(RolloutOptions, FleetOptions):
     engine_python: str | None  # interpreter that has vLLM; None: workers load the target themselves
     engine_arguments: tuple[str, ...]  # more of its server
     engine_patience: float  # seconds until it is ready
+    engine_timeout: float  # seconds for one answer
+    engine_retries: int  # of one request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +39,7 @@ def options(bench, vllm_python: Path, monkeypatch):
         *given,
         "target.dtype=float32",
         "rollout.shard_size=3",
+        "rollout.max_new_tokens=48",
         rollout__engine_arguments=arguments,
     )
 
@@ -55,6 +55,26 @@ def gone(before: set[int], seconds: float = 30.0) -> bool:
     while (more := children("vllm.entrypoints") - before) and time.monotonic() < end:
         time.sleep(0.2)
     return not more
+
+
+def children_of(process: int) -> set[int]:
+    found = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=False).stdout
+    return {int(pid) for pid in found.split()}
+
+
+def ends(processes: set[int], seconds: float = 0.0) -> set[int]:
+    """Those that are alive still after so many seconds."""
+    end = time.monotonic() + seconds
+    while (alive := {p for p in processes if running(p)}) and time.monotonic() < end:
+        time.sleep(0.2)
+    return alive
+
+
+def running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.fixture
@@ -84,21 +104,22 @@ def test_a_killed_worker_costs_no_row_and_its_engine_ends_with_it(bench, options
         def make(shard, *work):
             with log.open("a") as lines:
                 lines.write(f"{os.getpid()} {shard}\n")
-            time.sleep(1.5)
             return writer(shard, *work)
 
         return make
 
-    killed = []
+    killed, engines = [], []
 
     def kill():
         while not killed:
-            time.sleep(0.05)
+            time.sleep(0.02)
             lines = log.read_text().split() if log.exists() else []
-            if len(lines) > 4:  # the third shard, in the middle
-                time.sleep(0.5)
-                with suppress(ProcessLookupError):
-                    os.kill(int(lines[4]), signal.SIGKILL)
+            if len(lines) > 4:  # the third shard, while its answers are written
+                time.sleep(0.2)
+                worker = int(lines[4])
+                engines.append(ends(children_of(worker)))
+                os.kill(worker, signal.SIGKILL)
+                engines.append(ends(engines[0], 30.0))
                 killed.append(lines[5])
 
     killer = threading.Thread(target=kill, daemon=True)
@@ -111,9 +132,13 @@ def test_a_killed_worker_costs_no_row_and_its_engine_ends_with_it(bench, options
     assert rows_of(many) == rows_of(one)
     made = log.read_text().split()[1::2]
     assert sorted(made) == sorted(["0", "1", "2", "3", *killed])
+    alive, left = engines
+    assert alive, "the worker had an engine"
+    assert not left, "which ends with it"
+    assert gone(before), "as do the others at the end"
 
 
-def test_an_engine_that_cannot_start_says_why(bench, options, fleet, tmp_path):
+def test_an_engine_that_cannot_start_says_why(bench, options):
     wrong = replace(options, rollout=replace(options.rollout, engine_arguments=("--no-such-option",)))
     target, chat = build_target(options.target), read_chat(options.target, options.prompts.template)
     plan = rollout_plan(options, target, chat, read_prompts(bench.prompts))

@@ -308,7 +308,7 @@ def sized(text: str, places: Places) -> list[str]:
     name, given = configuration(argv)
     head, given = argv[: len(argv) - len(given)], few(given)
     if not name or any(g.startswith("--") for g in given if g != "--multirun"):
-        return [*argv, *(_tiny_run(places) if argv[1] == "follow" else ())]
+        return [*argv, *(_tiny_run(places) if argv[1:2] == ["follow"] else ())]
     said = dict(g.partition("=")[::2] for g in given)
     more = [f"{key}={value}" for key, value in SIZES.items() if has(name, key)]
     if said.get("decode") == "auto":

@@ -34,10 +34,11 @@ from distill.utils.run_folder import Run, claim, join
 PATH_GROUPS = {"target": ("hf", "path"), "prompts": ("jsonl", "path")}
 DATASET = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.txt)")  # of the Hub
 NESTED = ("drafter.first", "drafter.second")  # settings that are a choice of conf/drafter themselves
-RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "data", "tokenizer", "out", "store", "stores")
+RUN_PATHS = ("output_dir", "answers", "resume", "checkpoint", "out", "store", "stores")
+TARGET_PATHS = ("data", "tokenizer", "init_from")  # of scripts/train_target.py
 PROMPT_PATHS = ("prompts.path", "prompts.dataset", "prompts.heldout")
 DRAFTER_PATHS = ("drafter.path", "drafter.first", "drafter.init_from", "rollout.drafter")
-PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS)
+PATHS = ("target.path", "rollout.store", *DRAFTER_PATHS, *PROMPT_PATHS, *RUN_PATHS, *TARGET_PATHS)
 TEXTS = ("prompt", "row")  # free text; never split by a sweep
 FULL = {errno.ENOSPC, errno.EDQUOT}
 # Disk errors that are no bug: reported in one line, exit code 1.

@@ -1,8 +1,8 @@
 """Train a drafter for a target that is being trained: foredraft follow 'PATTERN' OPTION=VALUE ...
 
 The target's trainer writes a model folder from time to time, such as checkpoints/step_100. Whenever there is
-a newer one, a run of `foredraft train` goes on with the drafter of the run before: it scores that drafter on
-the new model, has the new model answer the prompts, and trains.
+a newer one, a run of `foredraft train` goes on with the drafter of the run before: the new model answers the
+prompts, the drafter is scored on it as it is, and trained.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from safetensors import SafetensorError, safe_open
 
 from decode.errors import UserError
 from decode.evaluation.scorecard import read_scorecard
+from distill.distributed.graceful_shutdown import SIGNALS
 from distill.report.tables import grid
 from distill.utils.atomic_files import read_json, write_json
 from distill.utils.progress import say
-from distill.utils.run_folder import best, occupy
+from distill.utils.provenance import digest
+from distill.utils.run_folder import Run, best, checkpoints, occupy
 
 FILE = "follow.json"  # the updates of a folder, in order
 LATEST = "latest"  # link to the newest update's best checkpoint
-INDEX = "model.safetensors.index.json"
+TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")  # one of them is in a model's folder
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What reading a model raises while it is being written or removed
+UNREADABLE = (OSError, SafetensorError, ValueError, LookupError, AttributeError)
 ANSWERS = ("rollouts", "heldout")  # in a run's folder
 # Options that are not the user's
 OWN = (
-    "target",
-    "target.path",
-    "output_dir",
-    "hydra.run.dir",
-    "rollout.store",
-    "score.start",
-    "score.enabled",
+    *("target", "target.path", "output_dir", "hydra.run.dir", "resume", "rollout.store"),
+    *("score.start", "score.enabled"),
 )
 
 
@@ -53,17 +53,24 @@ class Update:
 
     Attributes:
         target: folder of the model.
+        stamp: see `stamp`; of the weights that the run began with.
         run: name of the run's folder.
         stale: tau of the drafter as it was, on this model, at the first temperature; None: there was none.
         tau: after training; None: not ended.
-        seconds: of the run that ended.
+        seconds: of the last start of the run.
     """
 
     target: str
+    stamp: str
     run: str
     stale: float | None = None
     tau: float | None = None
     seconds: float | None = None
+
+    @property
+    def valid(self) -> bool:
+        """Whether the model is still there, with the same weights."""
+        return whole(Path(self.target)) and stamp(Path(self.target)) == self.stamp
 
 
 class Words(NamedTuple):
@@ -115,61 +122,82 @@ def follow(
         poll: seconds between looks for one.
 
     Raises:
-        UserError: an option that is not the user's to set, a folder of another command, or a run that
-            cannot begin.
+        UserError: an option that is not the user's to set, or a folder of another command.
         SystemExit: a run failed, or was stopped by a signal, with its exit code.
     """
     _check(words, count, patience, poll)
+    folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    lock = occupy(folder, {"pattern": pattern, "words": words}, "follow")
+    another = f"--folder another folder, and drafter.init_from={folder / LATEST} to go on with its drafter"
+    lock = occupy(folder, {"pattern": pattern, "words": words}, "follow", instead=another)
     updates = _read(folder)
-    while count is None or _finished(updates) < count:
-        if updates and updates[-1].tau is None and not whole(Path(updates[-1].target)):
-            say(f"{updates[-1].target}: gone before its run had ended; going on with the newest model")
-            shutil.rmtree(folder / updates.pop().run, ignore_errors=True)
+    _link(folder, updates)
+    while count is None or len(_finished(updates)) < count:
+        if updates and updates[-1].tau is None and not updates[-1].valid:
+            say(f"{updates[-1].target}: gone or changed before its run had ended; taking the newest model")
+            _discard(folder, updates)
         if not updates or updates[-1].tau is not None:
             model = _newer(pattern, updates, patience, poll)
             if model is None:
                 break
-            updates.append(Update(str(model), f"{len(updates):04}"))
-        _write(folder, updates)
-        updates[-1] = _update(updates, words, folder)
-        _write(folder, updates)
-        for name in ANSWERS if len(updates) > 1 else ():  # of a model that is the newest no more
-            shutil.rmtree(folder / updates[-2].run / name, ignore_errors=True)
-        say(_line(updates[-1]))
+            updates.append(Update(str(model), stamp(model), f"{len(updates):04}"))
+            _write(folder, updates)
+        if (code := _update(updates, words, folder, lock)) and code < 128 and not updates[-1].valid:
+            continue  # its model went away while it was read
+        if code:
+            if not _finished(updates) and not checkpoints(folder / updates[-1].run):
+                _discard(folder, updates)  # so that a wrong option can be mended
+                (folder / "run.json").unlink()
+            raise SystemExit(code)
     lock.close()
     print(as_text(folder, updates))
 
 
 def newest(pattern: str) -> Path | None:
     """The model folder with the highest numbers in its path, of those that are completely written."""
-
-    def numbers(path: Path) -> tuple[list[int], str]:
-        return [int(digits) for digits in re.findall(r"\d+", str(path))], str(path)
-
     path = Path(pattern).expanduser().absolute()
     found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
-    return next(filter(whole, sorted(found, key=numbers, reverse=True)), None)
+    named = [folder for folder in found if folder.suffix != ".tmp" and folder.name[:1] != "."]
+    return next(filter(whole, sorted(named, key=_order, reverse=True)), None)
+
+
+def _order(folder: Path) -> tuple[list[int], str]:
+    """What orders models by age: the numbers in their paths."""
+    return [int(digits) for digits in re.findall(r"\d+", str(folder))], str(folder)
 
 
 def whole(folder: Path) -> bool:
-    """Whether a model folder has a configuration and all of its weights, none of them half written."""
-    if not (folder / "config.json").is_file():
+    """Whether a model folder has a configuration, a tokenizer and all of its weights, none half written."""
+    tokenizer = any(any(folder.glob(name)) for name in TOKENIZERS)
+    if not tokenizer or not (folder / "config.json").is_file():
         return False
-    names = {"model.safetensors"}
-    if (folder / INDEX).is_file():
-        try:
-            names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        except (ValueError, LookupError, AttributeError):
-            return False  # it is being written
     try:
-        for name in names:
-            with safe_open(folder / name, "pt"):  # compares the header with the file's size
+        for path in _weights(folder):
+            with safe_open(path, "pt"):  # compares the header with the file's size
                 pass
-    except (OSError, SafetensorError):
+    except UNREADABLE:
         return False
     return True
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Files of a model's weights; raises one of UNREADABLE where the index of several is not whole."""
+    names = {WEIGHTS}
+    if (folder / INDEX).is_file():
+        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+    return [folder / name for name in sorted(names)]
+
+
+def stamp(folder: Path) -> str:
+    """Tells whether a model's weights were written again: a hash of its files' sizes and times.
+
+    Empty where they are not there.
+    """
+    try:
+        facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in _weights(folder)]
+    except UNREADABLE:
+        return ""
+    return digest(json.dumps(facts))
 
 
 def _check(words: Words, count: int | None, patience: float | None, poll: float) -> None:
@@ -184,102 +212,152 @@ def _check(words: Words, count: int | None, patience: float | None, poll: float)
 
 
 def _read(folder: Path) -> list[Update]:
-    stored = read_json(folder / FILE, "give another --folder to begin anew", updates=list)
+    advice = "give another --folder to begin anew"
+    stored = read_json(folder / FILE, advice, updates=list)
     try:
         return [Update(**update) for update in (stored or {"updates": []})["updates"]]
     except TypeError:
-        raise UserError(f"{folder / FILE}: damaged; give another --folder to begin anew") from None
+        raise UserError(f"{folder / FILE}: damaged; {advice}") from None
 
 
 def _write(folder: Path, updates: Sequence[Update]) -> None:
     write_json(folder / FILE, {"updates": [asdict(update) for update in updates]})
 
 
-def _finished(updates: Sequence[Update]) -> int:
-    return sum(update.tau is not None for update in updates)
+def _finished(updates: Sequence[Update]) -> list[Update]:
+    return [update for update in updates if update.tau is not None]
+
+
+def _discard(folder: Path, updates: list[Update]) -> None:
+    """Forget the last update and its run."""
+    shutil.rmtree(folder / updates.pop().run, ignore_errors=True)
+    _write(folder, updates)
 
 
 def _newer(pattern: str, updates: Sequence[Update], patience: float | None, poll: float) -> Path | None:
-    """Wait for a model that no update was made for; None: there was none for so many minutes."""
-    known, begun, told = {update.target for update in updates}, time.monotonic(), False
-    while (model := newest(pattern)) is None or str(model) in known:
+    """Wait for a model behind that of the last update; None: there was none for so many minutes.
+
+    One that was written again under the same name is newer; one of lower numbers, which a trainer leaves
+    that goes back, is not.
+    """
+    begun, told = time.monotonic(), False
+    while True:
+        model = newest(pattern)
+        if model and (not updates or _is_newer(model, updates[-1])):
+            return model
         if patience is not None and time.monotonic() - begun >= 60 * patience:
             say(f"{pattern}: no newer model in {patience:g} minutes")
             return None
         if not told:
-            say(f"{pattern}: waiting for a {'newer ' if known else ''}model")
+            newer = "newer " if updates else ""
+            say(f"{pattern}: waiting for a {newer}model, with config.json, weights and tokenizer")
             told = True
         time.sleep(poll)
-    return model
 
 
-def _update(updates: Sequence[Update], words: Words, folder: Path) -> Update:
-    """Train the drafter for the last update's model.
+def _is_newer(model: Path, last: Update) -> bool:
+    if str(model) == last.target:
+        return stamp(model) != last.stamp
+    return _order(model) > _order(Path(last.target))
 
-    Raises:
-        SystemExit: as `follow`.
-    """
+
+def _update(updates: list[Update], words: Words, folder: Path, lock: Run) -> int:
+    """Train the drafter for the last update's model; returns the exit code."""
     update, earlier = updates[-1], updates[:-1]
     run = folder / update.run
     options = [*words.always, f"target={update.target}"]
     if earlier:  # the later of two values counts
-        options += [*words.then, f"drafter.init_from={best(folder / earlier[-1].run)}"]
+        options += [*words.then, *_init_from(folder / earlier[-1].run)]
     warm = any(word.startswith("drafter.init_from=") for word in options)
     options += [f"score.start={str(warm).lower()}", f"output_dir={run}", f"hydra.run.dir={run}"]
+    run.mkdir(exist_ok=True)
+    if not (run / "run.json").exists():  # identifies the run on W&B
+        write_json(run / "run.json", {"started": time.time(), "job": update.run})
     say(f"{update.run}: foredraft train {' '.join(options)}")
     begun = time.monotonic()
-    if (code := _train(options)) or (made := best(run)) is None:
-        raise SystemExit(code if code >= 0 else 128 - code)
+    if (code := _train(options, lock)) or (made := best(run)) is None:
+        return code or 1
     start = run / "checkpoints" / "0" / "score.json"
     stale = read_scorecard(start).compared.tau if warm and start.exists() else None
-    _link(folder / LATEST, made)
     tau = read_scorecard(made / "score.json").compared.tau
-    return replace(update, stale=stale, tau=tau, seconds=time.monotonic() - begun)
+    updates[-1] = replace(update, stale=stale, tau=tau, seconds=time.monotonic() - begun)
+    _write(folder, updates)
+    _link(folder, updates)
+    for name in ANSWERS if earlier else ():  # of a model that is the newest no more
+        shutil.rmtree(folder / earlier[-1].run / name, ignore_errors=True)
+    say(f"{update.run}: {update.target}: tau {_number(stale)} -> {_number(tau)}")
+    return 0
 
 
-def _train(options: Sequence[str]) -> int:
-    """Exit code of `foredraft train`, in a process of its own."""
-    with _passing_signals_to(
-        subprocess.Popen([sys.executable, "-m", "foredraft", "train", *options])
-    ) as process:
-        return process.wait()
+def _init_from(run: Path) -> list[str]:
+    """The option to go on with a run's drafter; none if it has trained nothing, but looks text up."""
+    trained = any(path.name != "0" for path in checkpoints(run))
+    return [f"drafter.init_from={best(run)}"] if trained else []
+
+
+def _train(options: Sequence[str], lock: Run) -> int:
+    """Exit code of `foredraft train`, in a process of its own that holds the lock, too."""
+    with _passed_on() as pass_to:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "foredraft", "train", *options],
+            pass_fds=lock.descriptors,  # should this process die, no other trains in the folder beside it
+            process_group=0,  # a terminal's Ctrl-C comes from here alone
+        )
+        pass_to(process)
+        code = process.wait()
+    return code if code >= 0 else 128 - code
 
 
 @contextmanager
-def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is told of the signals that end this one, and saves then."""
-
-    def tell(number: int, frame: FrameType | None) -> None:
-        del frame
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
-
-    # A terminal sends SIGINT to both; the child decides how the run ends.
-    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+def _passed_on() -> Iterator[_Receiver]:
+    """Pass signals that end this process to another, which saves then; Ctrl-C as SIGTERM."""
+    receiver = _Receiver()
+    before = {number: signal.signal(number, receiver.tell) for number in (*SIGNALS, signal.SIGINT)}
     try:
-        yield process
+        yield receiver
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _link(link: Path, checkpoint: Path) -> None:
-    temporary = link.with_name(f"{link.name}.tmp")
+class _Receiver:
+    """The process that signals are passed to, once there is one."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.early: list[int] = []
+
+    def __call__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        for number in self.early:
+            process.send_signal(number)
+
+    def tell(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        del frame
+        number = signal.SIGTERM if number == signal.SIGINT else number
+        if self.process is None:
+            self.early.append(number)
+        else:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+
+def _link(folder: Path, updates: Sequence[Update]) -> None:
+    """Point `latest` to the drafter of the last update that has ended."""
+    if not (done := _finished(updates)):
+        return
+    temporary = folder / f"{LATEST}.tmp"
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(checkpoint.absolute())
-    temporary.replace(link)  # whoever opens it finds one or the other
-
-
-def _line(update: Update) -> str:
-    return f"{update.run}: {update.target}: tau {_number(update.stale)} -> {_number(update.tau)}"
+    temporary.symlink_to(best(folder / done[-1].run) or "")
+    temporary.replace(folder / LATEST)  # whoever opens it finds one or the other
 
 
 def as_text(folder: Path, updates: Sequence[Update]) -> str:
-    """A table of all updates."""
+    """A table of all updates that have ended."""
     lines = [
         [u.run, Path(u.target).name, _number(u.stale), _number(u.tau), _number(u.seconds and u.seconds / 60)]
-        for u in updates
-        if u.tau is not None
+        for u in _finished(updates)
     ]
     table = grid(["run", "model", "tau before", "after", "minutes"], lines)
     return f"{table}\n{folder / LATEST}"

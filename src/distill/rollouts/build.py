@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 
+import torch
+
 from decode.errors import UserError
 from decode.model.head_target import HeadTarget
 from decode.model.target import Target
@@ -16,7 +18,7 @@ from decode.plan import Plan
 from decode.planning.auto import Auto
 from distill.config.build import build_target, read_chat
 from distill.engines.base import Engine, InProcess
-from distill.engines.engine_target import EngineTarget
+from distill.engines.engine_target import GONE, EngineTarget
 from distill.engines.http import Server
 from distill.engines.openai import OpenAIEngine
 from distill.engines.vllm import VLLM
@@ -27,6 +29,7 @@ from distill.rollouts.ray_workers import Fleet
 from distill.rollouts.store import Make, RolloutPlan, RolloutStore, Row
 from distill.rollouts.writer import Writer
 from distill.utils.paths import bundled
+from distill.utils.progress import say
 from drafters.base import Drafter
 from drafters.checkpoint import io as hub
 
@@ -36,9 +39,7 @@ HELPED = "rollout.drafter, rollout.refresh_every: the target"  # of refusals
 HELPING = Auto(
     [{"depth": 1}, {"depth": 2}, {"depth": 3}, {"depth": 5}, {"depth": 3, "width": 2, "nodes": 5}], repeats=5
 )
-# Of an engine that a worker has started: seconds for one answer, tries of a request, and seconds without an
-# answer after which it has ended; it asks for no key
-TIMEOUT, RETRIES, GONE, NO_KEY = 600.0, 10, 15.0, "FOREDRAFT_NO_KEY"
+NO_KEY = "FOREDRAFT_NO_KEY"  # an engine that a worker has started asks for none
 Helper = str | Path | None  # a drafter's folder or hub id
 
 
@@ -65,8 +66,12 @@ def work_of(options: AnswerOptions, target: Target, chat: Chat, store: RolloutSt
             raise UserError("rollout.engine=ray: choose it with rollout=ray, which has its settings")
         away: tuple[AnswerOptions, RolloutPlan] = (portable(options), store.plan)
         if rollout.engine_python:
-            _check_served(options, store.plan)
+            _check_started(options, store.plan, rollout)
             load: Callable[[], Make] = partial(EngineWriter, *away)
+        elif rollout.engine_arguments:
+            raise UserError(
+                "rollout.engine_arguments: of an engine in the workers; give rollout.engine_python"
+            )
         else:
             load = partial(load_writer, *away, helper and str(_absolute(helper)))
         return partial(Fleet(rollout, load).fill, store)
@@ -89,6 +94,8 @@ def in_process(
     target.abilities.check_decode(HELPED)
     # The target may have been trained on since (`foredraft follow`).
     drafter = hub.load(hub.fetch(str(helper)), target, same_weights=False)
+    if drafter.origin and drafter.origin.fingerprint not in target.fingerprints():
+        say(f"rollouts: {helper} was trained for other weights; fewer of its drafts may be accepted")
     return InProcess(target, plan.batch_size, plan.seed, drafter, helping_plan(options, drafter))
 
 
@@ -183,21 +190,16 @@ class EngineWriter:
         rollout, prompts, name = options.rollout, options.prompts, options.target.name
         assert isinstance(rollout, RayRolloutOptions)
         assert rollout.engine_python
-        head = HeadTarget.load(
-            str(bundled(name)),
-            options.target.dtype,
-            "cpu",
-            options.target.revision,
-            options.target.trust_remote_code,
-        )
+        head = _head(options)
         chat = read_chat(options.target, prompts.template, prompts.template_options)
         _check_same(options, head, chat, plan)
         option = "rollout.engine_python"
         engine = VLLM(rollout.engine_python, rollout.engine_arguments, rollout.engine_patience, option)
         log = Path(mkdtemp(prefix="foredraft-engine-")) / "engine.log"
         with ExitStack() as running:  # an error of this block is told with the engine's own
-            url = running.enter_context(engine.serve_target(options.target, plan.server, log))
-            server = Server(f"{url}/v1", plan.server, plan.batch_size, TIMEOUT, RETRIES, GONE, NO_KEY)
+            url = running.enter_context(engine.serve_target(options.target, name, log))
+            limits = rollout.engine_timeout, rollout.engine_retries, GONE
+            server = Server(f"{url}/v1", name, plan.batch_size, *limits, NO_KEY, "rollout.engine_")
             self.writer = Writer(OpenAIEngine(server, chat, plan.seed, head.max_positions), chat, plan)
             self._running = running.pop_all()
 
@@ -207,6 +209,32 @@ class EngineWriter:
             rows = self.writer(shard, prompts, self_written)
             self._running = running.pop_all()
         return rows
+
+
+def _head(options: AnswerOptions) -> HeadTarget:
+    """What tells a target from others without its layers, and how long its texts may be."""
+    target = options.target
+    return HeadTarget.load(
+        str(bundled(target.name)), target.dtype, "cpu", target.revision, target.trust_remote_code
+    )
+
+
+def _check_started(options: AnswerOptions, plan: RolloutPlan, rollout: RayRolloutOptions) -> None:
+    """Refuse what engines in workers cannot do.
+
+    Raises:
+        UserError: see `_check_served`; a target that its files do not show, or engines on the same GPU.
+    """
+    _check_served(options, plan)
+    if _head(options).fingerprint() != plan.target:
+        raise UserError(
+            "rollout.engine_python: workers could not tell whether they have this target, whose weights are "
+            "not in its files as they are here (quantised?); start the engines, and use rollout=openai"
+        )
+    if torch.cuda.is_available() and rollout.workers > 1 and not rollout.gpus_per_worker:
+        raise UserError(
+            f"rollout.gpus_per_worker=0: the engines of {rollout.workers} workers would share a GPU; set 1"
+        )
 
 
 def _check_same(options: AnswerOptions, target: Target, chat: Chat, plan: RolloutPlan) -> None:

@@ -14,7 +14,7 @@ from decode.errors import UserError
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from distill.engines.engine_target import EngineTarget
-from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions, RunOptions
+from distill.options import AnswerOptions, OpenAIRolloutOptions, RayRolloutOptions, RolloutOptions, RunOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import strictest
 from distill.prompts.prompt import Prompt, prompts_digest
@@ -53,7 +53,7 @@ def rollout_plan(
         stop=stop_tokens(target),
         template=options.prompts.template,
         answers=rollout.answers,
-        server=model or options.target.name if served else "",
+        server=(model or options.target.name) + _arguments(rollout) if served else "",
         drafter=drafter,
         prompts=prompts_digest(prompts),
         samples=rollout.answers_each(len(prompts)),
@@ -67,6 +67,12 @@ def rollout_plan(
         batch_size=rollout.batch_size,
         seed=seed,
     )
+
+
+def _arguments(rollout: RolloutOptions) -> str:
+    """Arguments of an engine that workers start, which may decide rows: a length, a quantisation."""
+    given = rollout.engine_arguments if isinstance(rollout, RayRolloutOptions) else ()
+    return "".join(f" {argument}" for argument in given)
 
 
 def _served(options: AnswerOptions, target: Target) -> bool:

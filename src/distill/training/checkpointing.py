@@ -101,8 +101,8 @@ class ScoreCheckpoint(L.Callback):
             )
         if trainer.is_global_zero:
             trainer_state.drop_newer(checkpoints(self.root.parent), trainer.global_step)
-        first = self.start and trainer.global_step == 0
-        if first and trainer.strategy.broadcast(not (self.root / "0").exists()):  # as rank 0 sees its disk
+        begins = self.start and trainer.global_step == 0
+        if begins and trainer.strategy.broadcast(not (self.root / "0").exists()):  # as rank 0 sees its disk
             with self.watchdog.working():
                 self.save(trainer, pl_module, 0)
 
@@ -182,7 +182,7 @@ class ScoreCheckpoint(L.Callback):
             raise UserError(f"training: weights are not finite after step {step}; lower optimizer.lr")
         temporary.mkdir(parents=True, exist_ok=True)
         try:
-            if drafter.trains:
+            if drafter.trains and step:  # at step 0 there is nothing to resume
                 (temporary / STATE.parent).mkdir(exist_ok=True)
                 trainer.save_checkpoint(temporary / STATE)  # on every rank: the state may be sharded
                 write_processes(trainer, temporary / STATE.parent)

@@ -89,7 +89,11 @@ class Throughput(L.Callback):
     @property
     def resume(self) -> L.Callback:
         """Callback that restarts the clock after saving and scoring."""
-        return LambdaCallback(on_train_batch_end=lambda trainer, *_: self._start_clock(trainer))
+
+        def restart(trainer: L.Trainer, *_: Any) -> None:
+            self._start_clock(trainer)
+
+        return LambdaCallback(on_train_start=restart, on_train_batch_end=restart)
 
     def _start_clock(self, trainer: L.Trainer) -> None:
         self._loading = _loading(trainer)

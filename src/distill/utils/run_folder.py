@@ -41,6 +41,10 @@ class _Lock:
     def __init__(self, owned: IO[str], shown: IO[str]) -> None:
         self._files = (owned, shown)
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return tuple(file.fileno() for file in self._files)
+
     def close(self) -> None:
         for file in self._files:
             file.close()
@@ -96,6 +100,11 @@ class Run:
         """Mark the run as complete, so that the same command starts a new one."""
         (self.path / DONE).touch()
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the lock, which lasts as long as a process has them."""
+        return self._lock.descriptors
+
     def close(self) -> None:
         """Release the lock."""
         self._lock.close()
@@ -149,7 +158,13 @@ def _announce(root: Path, run: Run | None) -> None:
         write_json(path, run and str(run.path))
 
 
-def occupy(folder: Path, config: dict[str, Any], job: str, recorded: Recorded = _unknown) -> Run:
+def occupy(
+    folder: Path,
+    config: dict[str, Any],
+    job: str,
+    recorded: Recorded = _unknown,
+    instead: str = "hydra.sweep.dir another folder",
+) -> Run:
     """Start or resume a job of a sweep in its folder.
 
     Args:
@@ -157,6 +172,7 @@ def occupy(folder: Path, config: dict[str, Any], job: str, recorded: Recorded = 
         config: resolved.
         job: its name among the others, recorded.
         recorded: see `claim`.
+        instead: what to give where the folder has another job.
 
     Raises:
         UserError: the folder has a job of another configuration, or is in use.
@@ -165,7 +181,7 @@ def occupy(folder: Path, config: dict[str, Any], job: str, recorded: Recorded = 
     resumed = record.exists()
     run = _read(record, recorded)
     if resumed and run.get("config") != key:
-        raise UserError(f"{folder}: has a job of another configuration; give hydra.sweep.dir another folder")
+        raise UserError(f"{folder}: has a job of another configuration; give {instead}")
     lock = _Lock.take(folder)
     if not lock:
         raise UserError(f"{folder}: another process is working there")

@@ -18,7 +18,7 @@ from distill.config.build import build_target, read_chat
 from distill.options import FleetOptions
 from distill.prompts.sources import read_prompts
 from distill.rollouts import ray_workers as ray_engine
-from distill.rollouts.build import load_writer, portable
+from distill.rollouts.build import load_writer, portable, work_of
 from distill.rollouts.produce import rollout_plan
 from distill.rollouts.ray_workers import Fleet, Worker
 from distill.rollouts.store import RolloutStore
@@ -98,6 +98,37 @@ def test_what_cannot_be_had_is_one_line(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.data", None)
     with pytest.raises(UserError, match=r"Ray is not installed; pip install 'foredraft\[ray\]'"):
         Fleet(CREW, nothing)
+
+
+def test_engines_in_workers_are_refused_what_they_cannot_do(bench, monkeypatch):
+    def options(*more):
+        return options_of(*bench.command, "rollout=ray", *more)
+
+    run = options("rollout.engine_python=/opt/vllm/bin/python")
+    target, chat = build_target(run.target), read_chat(run.target, run.prompts.template)
+    prompts = read_prompts(bench.prompts)
+
+    def refused(run, said, **changes):
+        plan = replace(rollout_plan(run, target, chat, prompts), **changes)
+        with pytest.raises(UserError, match=said):
+            work_of(run, target, chat, RolloutStore(bench.root / "none", plan, prompts), None)
+
+    refused(run, "rollout.until=answer", until="length")
+    refused(run, "workers could not tell whether they have this target", target="of other weights")
+    refused(options('rollout.engine_arguments=["--max-model-len=64"]'), "give rollout.engine_python")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refused(run, "rollout.gpus_per_worker=0: the engines of 2 workers would share a GPU")
+
+
+def test_rows_of_engines_are_kept_apart_by_what_decides_them(bench):
+    words = ["rollout=ray", "rollout.engine_python=/opt/vllm/bin/python"]
+    more = ['rollout.engine_arguments=["--max-model-len=64"]']
+    runs = [options_of(*bench.command, *given) for given in (["rollout=ray"], words, [*words, *more])]
+    target, chat = build_target(runs[0].target), read_chat(runs[0].target, runs[0].prompts.template)
+    plans = [rollout_plan(run, target, chat, read_prompts(bench.prompts)) for run in runs]
+    name = str(bench.target)
+    assert [plan.server for plan in plans] == ["", name, f"{name} --max-model-len=64"]
+    assert len({plan.key for plan in plans}) == 3
 
 
 # -- two of them ---------------------------------------------------------------------------------

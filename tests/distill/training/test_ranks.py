@@ -77,6 +77,18 @@ DEATHS = {
 IN_CI = list(DEATHS)[:2]
 
 
+@pytest.mark.proof
+def test_nor_with_sharded_weights(bench, tmp_path):
+    """Lightning's FSDP saves an optimizer without state by making a step."""
+    ended = []
+    for start in ("false", "true"):
+        words = ["trainer=fsdp", f"score.start={start}", f"output_dir={tmp_path / start}"]
+        done = ranks(2, [*bench.command, *OPTIONS, *words])
+        assert [d.code for d in done] == [0, 0], done
+        ended.append(final(done[0].folder))
+    assert same(*ended)
+
+
 def test_the_score_of_step_0_changes_nothing_behind_it(bench, straight):
     done = train(bench, "score.start=true")
     assert [d.code for d in done] == [0, 0], done

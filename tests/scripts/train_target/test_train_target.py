@@ -345,7 +345,7 @@ BAD = {
     "nothing held out": ({"a.txt": "abc"}, ["val_share=0.001"], "none would be held out"),
     "all held out": ({"a.txt": "abc"}, ["val_share=1"], "none would be trained on"),
     "no tokenizer": ({"a.txt": "abc"}, ["tokenizer=/nowhere", "val_share=0"], "no tokenizer.json"),
-    "long sequences": ({"a.txt": "abc"}, ["seq_length=65"], "longer than model.context=64"),
+    "long sequences": ({"a.txt": "abc"}, ["seq_length=65"], "longer than the model's 64 positions"),
     "odd heads": (
         {"a.txt": "abc " * 99},
         ["model.heads=3", "vocab_size=264", "val_share=0"],
