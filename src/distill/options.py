@@ -282,6 +282,7 @@ class AutoOptions:
     minutes: float  # of everything
     families: tuple[str, ...]  # names of conf/drafter
     options: Any  # family -> settings of its yaml, or None
+    priors: Mapping[str, Mapping[str, Any]]  # likewise, which `options` replace
     search: float  # share of the time for training
     cooldown: float  # share of a stretch of training
     plans: tuple[Mapping[str, Any], ...]  # keyword arguments of `Plan`

@@ -22,8 +22,9 @@ def family_jobs(
     Raises:
         UserError: an invalid setting of the search or of a family; a family that tunes the target.
     """
-    selected, settings = family_names(options, context), options.drafter.options or {}
-    overrides = {name: families.family_overrides(context, name, settings.get(name, {})) for name in selected}
+    auto, selected = options.drafter, family_names(options, context)
+    given = {name: {**auto.priors.get(name, {}), **(auto.options or {}).get(name, {})} for name in selected}
+    overrides = {name: families.family_overrides(context, name, given[name]) for name in selected}
     runs = {name: families.family_options(context, words) for name, words in overrides.items()}
     for name, run in runs.items():
         if resolve_name(run.drafter.factory.rpartition(".")[0]).verifier is not Drafter.verifier:

@@ -239,3 +239,15 @@ def test_an_export_that_fails_after_a_search_leaves_the_search_whole(bench, monk
     folder = bench.runs()[-1]
     assert of(folder)["result"]["winner"] == "bigram"
     assert (folder / "report.html").exists()
+
+
+def test_what_is_best_by_the_clock_is_a_familys_setting_unless_it_has_another(tmp_path):
+    context = families.JobContext(CONF, "config", ["drafter=auto"], [], tmp_path)
+    for more, depth in (
+        ([], 1),
+        (["drafter.options={eagle: {window: 8}}"], 1),
+        (["drafter.options={eagle: {depth: 3}}"], 3),
+    ):
+        cfg = compose(["drafter=auto", "drafter.families=[mlp,eagle]", *more], CONF)
+        _, runs = auto_checks.family_jobs(changed(cfg, SearchOptions), context)
+        assert (runs["eagle"].drafter.depth, list(runs)) == (depth, ["mlp", "eagle"])
