@@ -29,6 +29,7 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
         taps=[0] * shape["taps"],
         layers=shape["layers"],
         depth=shape["depth"],
+        window=shape["window"],
         draft_vocab_size=shape["draft_vocab_size"],
         norm_before_residual=False,
         norm_before_fc=False,
