@@ -27,6 +27,7 @@ SHAPE = {
     "kv_heads": 1,
     "head_dim": 8,
     "layers": 1,
+    "window": None,
     "taps": 3,
     "vocab_size": 64,
     "draft_vocab_size": 16,
@@ -43,7 +44,7 @@ for number, line in enumerate(sys.stdin):
         log.write(f"{{sum(case['loss_mask'])}} {{json.loads(line)['steps']}}\\n")
     print(json.dumps({{"cpu_seconds": 2.0}}), flush=True)
 """
-TINY = [f"shape.{k}={v}" for k, v in SHAPE.items()]
+TINY = [f"shape.{k}={'null' if v is None else v}" for k, v in SHAPE.items()]
 QUICK = ["tokens=24", "turn=4", "steps=2", "repeats=3", "gemm=16", "compiled=false"]
 
 
