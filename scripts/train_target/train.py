@@ -69,7 +69,6 @@ def pretrain(cfg: DictConfig, folder: Path) -> float:
     with refused():
         text = digest("".join(d.key for d in documents) + str(sorted(tokenizer.get_vocab().items())))
         module = PretrainModule(_model(cfg, tokenizer), text, cfg.rate)
-        _check_length(cfg, module.model)
     stop = Stop()
     first_step = int(state.parents[1].name) if state else 0
     logger = read_options(LoggerOptions, cfg.logger)
@@ -129,6 +128,8 @@ def _check_numbers(cfg: DictConfig) -> None:
         least = 2 if key == "seq_length" else 1
         if OmegaConf.select(cfg, key) < least:
             raise UserError(f"{key}={OmegaConf.select(cfg, key)}: must be at least {least}")
+    if not cfg.init_from and cfg.seq_length > cfg.model.context:
+        raise UserError(f"seq_length={cfg.seq_length}: longer than model.context={cfg.model.context}")
     if not cfg.rate > 0:
         raise UserError(f"rate={cfg.rate}: must be above 0")
     if cfg.init_from and cfg.tokenizer:
@@ -146,13 +147,9 @@ def _model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausa
     model = load_model(str(bundled(cfg.init_from)), "float32", what="init_from")
     if not isinstance(model, LlamaForCausalLM):
         raise UserError(f"init_from={cfg.init_from}: {type(model).__name__}; only Llama models go on")
-    return model
-
-
-def _check_length(cfg: DictConfig, model: LlamaForCausalLM) -> None:
     if cfg.seq_length > (context := model.config.max_position_embeddings):
-        of = "that of init_from" if cfg.init_from else f"model.context={context}"
-        raise UserError(f"seq_length={cfg.seq_length}: longer than the model's {context} positions ({of})")
+        raise UserError(f"seq_length={cfg.seq_length}: init_from={cfg.init_from} has {context} positions")
+    return model
 
 
 def build_model(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:

@@ -32,7 +32,9 @@ def test_the_prompts_are_answered_anew_with_the_newest_checkpoints_help(bench, t
 
     monkeypatch.setattr(engine, "generate", record)
     monkeypatch.setattr(
-        produce.hub, "load", lambda folder, target: loaded.append(folder) or load(folder, target)
+        produce.hub,
+        "load",
+        lambda folder, *more, **options: loaded.append(folder) or load(folder, *more, **options),
     )
     root = tmp_path / "out"
     said = bench.run(

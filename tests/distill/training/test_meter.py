@@ -150,7 +150,7 @@ def test_mfu_is_the_work_that_a_step_needs_by_the_time_it_took(clock, bench, tmp
 def test_the_count_of_operations_is_that_of_step_cost():
     """EAGLE-3's training step as it is benchmarked: no more is multiplied than it cannot do without."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "heads": 4, "kv_heads": 4, "head_dim": 16}
-    shape |= {"vocab_size": 512, "draft_vocab_size": 128, "taps": 3, "layers": 1, "depth": 3}
+    shape |= {"vocab_size": 512, "draft_vocab_size": 128, "taps": 3, "layers": 1, "depth": 3, "window": None}
     case = {
         "shape": shape,
         "train_head": False,

@@ -345,7 +345,7 @@ BAD = {
     "nothing held out": ({"a.txt": "abc"}, ["val_share=0.001"], "none would be held out"),
     "all held out": ({"a.txt": "abc"}, ["val_share=1"], "none would be trained on"),
     "no tokenizer": ({"a.txt": "abc"}, ["tokenizer=/nowhere", "val_share=0"], "no tokenizer.json"),
-    "long sequences": ({"a.txt": "abc"}, ["seq_length=65"], "longer than the model's 64 positions"),
+    "long sequences": ({"a.txt": "abc"}, ["seq_length=65"], "longer than model.context=64"),
     "odd heads": (
         {"a.txt": "abc " * 99},
         ["model.heads=3", "vocab_size=264", "val_share=0"],
@@ -406,6 +406,7 @@ def test_a_model_goes_on_from_its_weights(root, model):
     [
         (["tokenizer=data/pocket"], "tokenizer: init_from has its own"),
         (["rate=0"], "rate=0: must be above 0"),
+        (["seq_length=65", "model.context=128"], "seq_length=65: init_from=.* has 64 positions"),
         (["init_from=/no/model"], "init_from=/no/model: no tokenizer.json in it"),
     ],
 )
