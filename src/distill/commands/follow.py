@@ -350,7 +350,7 @@ def _link(folder: Path, updates: Sequence[Update]) -> None:
     temporary = folder / f"{LATEST}.tmp"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(best(folder / done[-1].run) or "")
-    temporary.replace(folder / LATEST)  # whoever opens it finds one or the other
+    temporary.replace(folder / LATEST)  # in one step: it is always there
 
 
 def as_text(folder: Path, updates: Sequence[Update]) -> str:
