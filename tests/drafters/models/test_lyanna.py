@@ -326,7 +326,9 @@ DRAWN += [("immediate", name) for name in ("token", "block", "hybrid")]
 @pytest.mark.parametrize("case", DRAWN, ids=", ".join)
 def test_what_is_drawn_beside_old_states_is_lossless(tiny_target, make_drafter, in_play, case, sampler):
     mode, plan = case[0], PLANS[case[1]]
-    target = tiny_target(vocab=2 if plan.width == 1 else 3)
+    # Three levels of three tokens have millions of outcomes.
+    two = plan.width == 1 or (plan.depth == 3 and not sampler.top_k)
+    target = tiny_target(vocab=2 if two else 3)
     drafter = make_drafter("lyanna", target, reuse=REUSE | {"mode": mode, "nodes": 2, "weight": 1.0}, seed=1)
     check_with_old_states(target, drafter, plan, sampler)
     assert any(in_play)
