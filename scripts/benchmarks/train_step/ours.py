@@ -22,8 +22,10 @@ from drafters.models.eagle3 import Eagle3
 def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]]:
     """See `worker`; the sizes are those of conf/benchmark_train.yaml."""
     shape = case["shape"]
+    device = torch.device(case["device"])
     # Only the embedding and the head of the target take part: outputs of its layers are inputs.
-    target = Target(_target(shape))
+    with device:
+        target = Target(_target(shape))
     drafter = Eagle3.for_target(
         target,
         taps=[0] * shape["taps"],
@@ -38,6 +40,7 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
     )
     if drafter.needs_fit:
         drafter.fit([Text(list(range(shape["vocab_size"])), [1] * shape["vocab_size"])], target)
+    drafter.to(device)
     drafter.lm_head.requires_grad_(case["train_head"])
     if case["gradient_checkpointing"]:
         drafter.checkpoint_gradients()
@@ -49,14 +52,15 @@ def build(case: dict[str, Any]) -> Callable[[Sequence[int]], Callable[[], float]
 
     def prepare(loss_mask: Sequence[int]) -> Callable[[], float]:
         size, width = len(loss_mask), shape["hidden_size"]
-        mask = torch.tensor([loss_mask], dtype=torch.bool)
-        tokens = torch.randint(shape["vocab_size"], (1, size))
+        mask = torch.tensor([loss_mask], dtype=torch.bool, device=device)
+        tokens = torch.randint(shape["vocab_size"], (1, size)).to(device)
         taps, last = torch.randn(1, size, shape["taps"], width), torch.randn(1, size, width)
+        taps, last = taps.to(device), last.to(device)
 
         def step() -> float:
             optimizer.zero_grad()  # first, as `DistillModule` frees gradients after use
             batch = Batch(tokens, mask, taps, last)
-            with torch.autocast("cpu", torch.bfloat16, enabled=case["precision"] == "bfloat16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=case["precision"] == "bfloat16"):
                 total, scored = objective(drafter.unroll(batch, target), last, target.head, {})
             loss = total / scored[0].rows
             loss.backward()

@@ -18,6 +18,7 @@ from benchmarks.train_step.flops import products
 from benchmarks.train_step.workers import HERE, Contender, rates, started_workers
 from decode.errors import UserError
 from decode.hardware import hardware
+from distill.config.resolvers import device_of
 from distill.config.target_size import size_settings
 from distill.config.validate import check_ranges
 from distill.report.tables import grid
@@ -51,7 +52,12 @@ def training(cfg: DictConfig, folder: Path) -> float:
     """
     del folder
     check_ranges(cfg)
-    if not Path("/proc/self/clear_refs").exists():
+    if device_of(cfg.trainer.accelerator) == "cuda":
+        if cfg.case != "memory":
+            raise UserError("trainer.accelerator=gpu: for case=memory alone; speeds are of one CPU core")
+        if not torch.cuda.is_available():
+            raise UserError("trainer.accelerator=gpu: torch finds no GPU here; leave trainer.accelerator=cpu")
+    elif not Path("/proc/self/clear_refs").exists():
         raise UserError("benchmark train: memory is read from Linux's /proc, which is not here")
     draft_size, vocab_size = cfg.shape.draft_vocab_size, cfg.shape.vocab_size
     if draft_size > vocab_size:
@@ -73,6 +79,7 @@ def _case(cfg: DictConfig, loss_mask: Sequence[int], precision: str = "float32")
         "gradient_checkpointing": cfg.gradient_checkpointing,
         "compiled": cfg.compiled,
         "precision": precision,
+        "device": device_of(cfg.trainer.accelerator),
         "seed": cfg.seed,
         "peak": True,
     }
@@ -160,10 +167,11 @@ def _memory(cfg: DictConfig) -> float:
         pass
     peak, block = answer["peak_mib"], large.tokens * large.shape.vocab_size * 4 / 2**20
     rows = [{"name": "ours", "peak_mib": peak, "block_mib": block}]
-    write_json(Path(cfg.out), _card(large, "train_memory", rows, load))
+    card = _card(large, "train_memory", rows, load)
+    write_json(Path(cfg.out), card)
     print(
         f"{peak:.0f} MiB above weights, gradients and optimizer; one fp32 block of {large.tokens} tokens x "
-        f"{large.shape.vocab_size} logits has {block:.0f} MiB"
+        f"{large.shape.vocab_size} logits has {block:.0f} MiB\n{card['hardware']}"
     )
     return peak
 
@@ -179,7 +187,7 @@ def _card(cfg: DictConfig, what: str, rows: list[dict[str, Any]], load: list[flo
         "compiled": cfg.compiled,
         "threads": 1,
         "python": sys.version.split()[0],
-        "hardware": hardware(torch.device("cpu")),
+        "hardware": hardware(torch.device(device_of(cfg.trainer.accelerator))),
         "load_average": load,
         "seed": cfg.seed,
         "commit": commit(),

@@ -46,7 +46,8 @@ def main(builder: str) -> None:
     prepare = runpy.run_path(builder)["build"](case)
     step = _checked(prepare(case["loss_mask"]))
     _checked(prepare([1] * WARM_UP))()  # weights, gradients and the optimizer's state exist from here on
-    ready = {"peak_mib": _peak_mib(step) if case["peak"] else None, "torch": torch.__version__}
+    peak = _peak_mib(step, case.get("device", "cpu")) if case["peak"] else None
+    ready = {"peak_mib": peak, "torch": torch.__version__}
     _reply(replies, ready)
     for line in sys.stdin:
         steps = json.loads(line)["steps"]
@@ -70,9 +71,16 @@ def _checked(step: Step) -> Step:
     return run
 
 
-def _peak_mib(step: Step) -> float:
+def _peak_mib(step: Step, device: str) -> float:
     """Memory of one step above what stands before it: weights, gradients, optimizer state, inputs."""
     gc.collect()
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
     ctypes.CDLL(None).malloc_trim(0)  # what the warm-up freed is not there for the step to reuse
     (PROCESS / "clear_refs").write_text("5")  # the highest mark starts again from what is resident now
     before = _resident("VmRSS")

@@ -166,6 +166,7 @@ def test_products_are_those_that_a_step_makes(layers, train_head, turn):
         "gradient_checkpointing": False,
         "compiled": False,
         "precision": "float32",
+        "device": "cpu",
         "optimizer": {"lr": 1e-3},
     }
     step = build(RECIPE | case)(mask)
@@ -178,6 +179,20 @@ def test_products_are_those_that_a_step_makes(layers, train_head, turn):
 def test_half_of_the_positions_are_supervised_in_turns():
     assert turns(8, 2) == [0, 0, 1, 1, 0, 0, 1, 1]
     assert sum(turns(512, 64)) == 256
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", ["null", "512"])
+def test_memory_is_linear_in_the_length_of_a_text(tmp_path, window):
+    """From 4k to 16k tokens: not more than four times as much, but for what rounds up."""
+
+    def peak(tokens):
+        sizes = [f"memory.tokens={tokens}", f"shape.window={window}", "compiled=false"]
+        sizes += ["memory.shape.vocab_size=512", "memory.shape.draft_vocab_size=512", "memory.shape.depth=3"]
+        benchmark(tmp_path, "case=memory", "trainer.accelerator=gpu", *sizes).succeeded()
+        return json.loads((tmp_path / "train.json").read_text())["rows"][0]["peak_mib"]
+
+    assert peak(16384) <= 4.1 * peak(4096)
 
 
 @pytest.mark.proof
@@ -206,6 +221,12 @@ def test_one_step_at_the_sizes_of_memory(tmp_path):
         (["repeats=0"], "repeats=0: must be at least 1"),
         (["shape.depth=0"], "shape.depth=0: must be at least 1"),
         (["shape.draft_vocab_size=65"], "shape.draft_vocab_size=65: the target has shape.vocab_size=64"),
+        (["trainer.accelerator=gpu"], "trainer.accelerator=gpu: for case=memory alone"),
+        pytest.param(
+            ["trainer.accelerator=gpu", "case=memory"],
+            "trainer.accelerator=gpu: torch finds no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (["optimizer=muon"], "both sides step with AdamW; leave optimizer=adamw"),
     ],
 )
