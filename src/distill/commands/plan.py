@@ -161,10 +161,13 @@ class _Extrapolation:
         self.steps = job.steps or training_steps(job.prompts, self.samples, written, batch * job.processes)
         self.saves = ceil(self.steps / steps_between_saves(self.steps)) if job.saves is None else job.saves
         self.on_disk = config["taps"] in ("cache", "engine")
-        taps = phases.get("taps")
-        self.taps_gib = taps.amounts["bytes"] * self.more / GIB if taps else 0.0
-        if self.taps_gib > config["taps_gb"] and not self.on_disk:
-            self.taps_gib = 0.0  # read in every step
+        # Shares of the tokens whose hidden states are kept; those of the others are read in every step.
+        self.share = self.small_share = self.taps_gib = 0.0
+        if taps := phases.get("taps"):
+            self.small_share = taps.amounts.get("share", 1.0)
+            whole = taps.amounts["bytes"] / self.small_share * self.more / GIB
+            self.taps_gib = whole if config["taps"] == "engine" else min(whole, config["taps_gb"])
+            self.share = self.taps_gib / whole
 
     def estimate(self) -> Estimate:
         """All of it."""
@@ -198,7 +201,7 @@ class _Extrapolation:
             return []
         # On disk each process reads its share; in memory each holds, and reads, all rows.
         shared = self.job.processes if self.on_disk else 1
-        return [self._part("taps", self.tokens, "tokens", self._reading(), shared)]
+        return [self._part("taps", self.tokens * self.share, "tokens", self._reading(), shared)]
 
     def _reading(self) -> float:
         """Tokens a second whose hidden states a process reads."""
@@ -208,8 +211,9 @@ class _Extrapolation:
     def _training(self) -> Part:
         phase = self.phases["training"]
         seconds = phase.seconds
-        if "taps" in self.phases and not self.taps_gib:
-            seconds += phase.amounts["tokens"] / phase.processes / self._reading()
+        if "taps" in self.phases:
+            read = phase.amounts["tokens"] * (self.small_share - self.share)
+            seconds += read / phase.processes / self._reading()
         return self._part("training", self.steps, "steps", phase.amounts["steps"] / seconds, 1)
 
     def _gradients(self, sent: float) -> Part:

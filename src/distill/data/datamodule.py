@@ -15,18 +15,30 @@ from typing_extensions import override
 from decode.model.target import Target
 from distill.data.batches import MicroBatch, ResumeSampler, RolloutBatches
 from distill.data.rows import open_rows
+from distill.data.taps_bounded import BoundedTaps
 from distill.data.taps_disk import TapCache
-from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_gigabytes
+from distill.data.taps_memory import (
+    GrowingTaps,
+    TapMemory,
+    announce,
+    keeps_in_memory,
+    rows_that_fit,
+    tap_memory_bytes,
+)
 from distill.data.vectors import FORMATS
 from distill.distributed.watchdog import Watchdog
 from distill.rollouts.store import RolloutStore
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import say
 
+Taps = TapMemory | TapCache | BoundedTaps
+
 
 @dataclass(frozen=True)
 class TapStorage:
     """Decides where hidden states of the target are cached: in memory, on disk or not at all.
+
+    Where they are more than the limit, those of the first rows are kept (`BoundedTaps`).
 
     Args:
         target: with its taps set.
@@ -47,21 +59,40 @@ class TapStorage:
 
     def __call__(
         self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, epochs: float
-    ) -> TapMemory | TapCache | None:
+    ) -> Taps | None:
         """Cache for rows that are used `epochs` times; None: the target reads them in every step."""
         if self.taps in ("cache", "engine"):
             place = (store.cache, store.content(), self.limit)
             packing = self.packing or self.taps == "engine"  # an engine packs rows by itself
-            return TapCache(self.target, rows, max_tokens, *place, packing, FORMATS[self.stored])
-        need = tap_memory_gigabytes(self.target, rows, max_tokens)
-        if keeps_in_memory(self.taps, self.limit, need, epochs):
-            if self.held is None:
-                return TapMemory(self.target, rows, max_tokens, self.packing)
-            key = (store.content(), self.target.taps, max_tokens, self.packing)
-            cache = self.held.setdefault(key, GrowingTaps(self.target, rows, max_tokens, self.packing))
-            self._make_room(key, need)
-            return cache
-        return None
+            cache = TapCache(self.target, rows, max_tokens, *place, packing, FORMATS[self.stored])
+            return self._bounded(cache, cache.count, cache.share, rows, max_tokens)
+        if not keeps_in_memory(self.taps, epochs):
+            return None
+        need = tap_memory_bytes(self.target, rows, max_tokens)
+        count = rows_that_fit(need, self.limit)
+        if self.held is not None:
+            return self._shared(rows, store, max_tokens, need.sum() / 2**30) if count == len(rows) else None
+        if count < len(rows):
+            announce(need, count, self.limit)
+        kept = TapMemory(self.target, rows.select(range(count)), max_tokens, self.packing)
+        share = float(need[:count].sum() / need.sum())
+        return self._bounded(kept, count, share, rows, max_tokens)
+
+    def _bounded(
+        self, kept: TapMemory | TapCache, count: int, share: float, rows: datasets.Dataset, max_tokens: int
+    ) -> Taps | None:
+        if count in (0, len(rows)):
+            return kept if count else None
+        return BoundedTaps(kept, count, share, self.target, rows, max_tokens, self.packing)
+
+    def _shared(self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, need: float) -> TapMemory:
+        """That of all runs of this process on these rows."""
+        held = self.held
+        assert held is not None
+        key = (store.content(), self.target.taps, max_tokens, self.packing)
+        cache = held.setdefault(key, GrowingTaps(self.target, rows, max_tokens, self.packing))
+        self._make_room(key, need)
+        return cache
 
     def _make_room(self, key: tuple, need: float) -> None:
         """Drop the oldest caches until one that may grow to `need` gigabytes fits into the common limit."""
@@ -140,9 +171,9 @@ class RolloutData(L.LightningDataModule):
         self.watchdog, self.phases = watchdog, phases
         self.stores, self.every, self.keep = stores, every, keep
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
-        self._open: tuple[int, datasets.Dataset, TapMemory | TapCache | None] | None = None
+        self._open: tuple[int, datasets.Dataset, Taps | None] | None = None
 
-    def open(self, step: int, trainer: L.Trainer) -> tuple[datasets.Dataset, TapMemory | TapCache | None]:
+    def open(self, step: int, trainer: L.Trainer) -> tuple[datasets.Dataset, Taps | None]:
         """The rows of an optimizer step's phase, and the cache of their hidden states.
 
         Raises:
@@ -151,7 +182,7 @@ class RolloutData(L.LightningDataModule):
         phase = step // self.every if self.every else 0
         if self._open and self._open[0] == phase:
             return self._open[1:]
-        if self._open and isinstance(self._open[2], TapCache):
+        if self._open and self._open[2]:
             self._open[2].remove()  # nobody reads these rows again
         self._open = None
         store = self.stores(phase)
@@ -162,6 +193,8 @@ class RolloutData(L.LightningDataModule):
             cache = self.keep(rows, store, self.max_tokens, batches * self.batch_size / len(rows))
             if cache and cache.tokens_read:
                 part |= {"tokens": cache.tokens_read, "bytes": cache.bytes}
+                if isinstance(cache, BoundedTaps):
+                    part["share"] = cache.share
         self.keep.target.join()
         self.keep.target.rest()
         self._open = phase, rows, cache
@@ -199,7 +232,7 @@ class RolloutData(L.LightningDataModule):
     def memory_bytes(self) -> int:
         """Bytes of hidden states that are cached in memory."""
         cache = self._open[2] if self._open else None
-        return cache.bytes if isinstance(cache, TapMemory) else 0
+        return cache.memory_bytes if cache else 0
 
     def micros(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of an optimizer step."""

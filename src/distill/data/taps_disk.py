@@ -18,23 +18,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from decode.errors import UserError
 from decode.hardware import locked
 from decode.model.target import LAST, Target, TargetOutput
 from distill.data.rows import list_batches
-from distill.data.taps_memory import read_rows
+from distill.data.taps_memory import announce, padded, read_rows
 from distill.data.vectors import FORMATS, VectorFormat
 from distill.utils.atomic_files import clean, read_json, write_json
 from distill.utils.progress import bar, rank_and_world, say
 from distill.utils.provenance import digest
 from drafters.checkpoint.atomic import publish
 
-FILE_BYTES = 2**28  # of vectors, from which a file is full
+FILE_BYTES = 2**25  # of vectors, from which a file is full: what a limit rounds down to
 FILE_ROWS = 2048  # of a file at the most: what a killed process loses
 FILES = 4096  # about, at the most: each is mapped into memory
-SCHEMA = 2
+SCHEMA = 3
 LAYOUT = "layout.json"
 
 
@@ -70,13 +69,6 @@ def teacher_positions(loss_mask: Sequence[int], max_tokens: int) -> np.ndarray:
     return np.flatnonzero(loss_mask[1:max_tokens])
 
 
-def tap_cache_gigabytes(
-    target: Target, rows: datasets.Dataset, max_tokens: int, stored: VectorFormat = FORMATS["bfloat16"]
-) -> float:
-    """Size of a `TapCache`."""
-    return float(_row_bytes(target, tap_positions(rows, max_tokens), stored).sum()) / 2**30
-
-
 def _row_bytes(target: Target, positions: TapPositions, stored: VectorFormat) -> np.ndarray:
     vectors = positions.taps
     if not _only_last(target):
@@ -101,10 +93,11 @@ def file_starts(row_bytes: np.ndarray) -> np.ndarray:
 
 
 class TapCache:
-    """Head inputs and taps of all rows in safetensors files, written once and memory-mapped.
+    """Head inputs and taps of rows in safetensors files, written once and memory-mapped.
 
     Which rows a file has follows from their lengths, so the processes of a run write different files at the
-    same time. A file gets its name when it is complete; one that is there is used by all of them.
+    same time. A file gets its name when it is complete; one that is there is used by all of them. Where the
+    rows exceed the limit, the first files alone are written.
 
     Args:
         target: with its taps set.
@@ -116,8 +109,13 @@ class TapCache:
         packing: rows are read without padding, up to their last position that training uses.
         stored: how vectors are.
 
+    Attributes:
+        count: number of rows that it has, from the first on.
+        share: of the bytes of all rows that these have.
+
     Raises:
-        UserError: the cache exceeds the limit or the free disk space, or its files were changed.
+        UserError: it exceeds the free disk space, or, where an engine reads, the limit; or its files were
+            changed.
     """
 
     def __init__(
@@ -137,7 +135,10 @@ class TapCache:
         self._count = 1 if self._only_last else len(target.taps)
         self._positions = tap_positions(rows, max_tokens)
         self._bytes = _row_bytes(target, self._positions, stored)
-        self._starts = file_starts(self._bytes)  # (F + 1,)
+        self._starts = self._kept(file_starts(self._bytes), limit, bool(target.source))  # (F + 1,)
+        self.count = int(self._starts[-1])
+        self.share = float(self._bytes[: self.count].sum() / self._bytes.sum())
+        self._bytes = self._bytes[: self.count]
         self._rows = rows.with_format("numpy")
         key = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
         key += ["packed"] * packing + [target.source] * bool(target.source)  # which change rounding
@@ -154,17 +155,33 @@ class TapCache:
             for suffix in stored.suffixes
         }
         if missing:
-            with self._writing(limit, target.source):
+            with self._writing(target.source):
                 self._fill(target)
             self._clean()
-        else:
+        elif self.count:
             say(f"taps: reusing {self.folder}")
         self._files = [self._open(number) for number in range(len(self._starts) - 1)]
+
+    def _kept(self, starts: np.ndarray, limit: float, whole: bool) -> np.ndarray:
+        """Those of the files that fit the limit."""
+        ends = np.concatenate([[0], np.cumsum(self._bytes)])[starts]
+        files = int(np.searchsorted(ends, limit * 2**30, side="right"))  # of F + 1 ends, so one at least
+        if files == len(starts):
+            return starts
+        if whole:  # an engine is not there any more when rows are trained on
+            raise UserError(f"taps=engine would write {ends[-1] / 2**30:.2f} GB; raise taps_gb")
+        announce(self._bytes, int(starts[files - 1]), limit)
+        return starts[:files]
 
     @property
     def bytes(self) -> int:
         """Size of all files."""
         return int(self._bytes.sum())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of it that are in memory: files are mapped."""
+        return 0
 
     def _path(self, number: int) -> Path:
         return self.folder / f"taps-{number:05d}.safetensors"
@@ -174,18 +191,18 @@ class TapCache:
         return [i for i in range(len(self._starts) - 1) if self._path(i).name not in names]
 
     @contextmanager
-    def _writing(self, limit: float, source: str) -> Iterator[None]:
+    def _writing(self, source: str) -> Iterator[None]:
         """Hold a lock that says that the folder is being written."""
         root = self.folder.parent
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / "taps.lock"):  # or another process could find a folder that nobody writes yet
-            self._prepare(root, limit, source)
+            self._prepare(root, source)
             lock = (self.folder / "folder.lock").open("a")
             fcntl.flock(lock, fcntl.LOCK_SH)
         with lock:
             yield
 
-    def _prepare(self, root: Path, limit: float, source: str) -> None:
+    def _prepare(self, root: Path, source: str) -> None:
         """Make the folder, and room for its files.
 
         Raises:
@@ -198,15 +215,12 @@ class TapCache:
         free = shutil.disk_usage(root).free / 2**30 + written
         layers = "the head's input" if self._only_last else f"{self._count} layers and the head's input"
         say(f"taps: {need:.2f} GB of {layers}, in {self._stored.name}, go to {self.folder}")
-        option = "taps=engine" if source else "taps=cache"
-        if need > limit:
-            advice = "" if source else ", or use taps=online"
-            raise UserError(f"{option} would write {need:.2f} GB; raise taps_gb{advice}")
         if need > free:
-            advice = "make room" if source else "use taps=online"
+            option = "taps=engine" if source else "taps=cache"
+            advice = "make room" if source else "lower taps_gb"
             raise UserError(f"{option} would write {need:.2f} GB, and {free:.2f} are free; {advice}")
         self.folder.mkdir(exist_ok=True)
-        write_json(self.folder / LAYOUT, {"files": len(self._starts) - 1})
+        write_json(self.folder / LAYOUT, {"schema": SCHEMA, "files": len(self._starts) - 1})
 
     def _fill(self, target: Target) -> None:
         """Write the missing files, this process's share first; then those of processes that ended."""
@@ -306,12 +320,14 @@ class TapCache:
         Raises:
             UserError: a row whose vectors were changed since they were written.
         """
-        pairs = [self._row(int(row)) for row in rows]
-        last = pad_sequence([pair[0] for pair in pairs], batch_first=True)
-        return TargetOutput(last, pad_sequence([pair[1] for pair in pairs], batch_first=True))
+        return padded([self.row(int(row)) for row in rows])
 
-    def _row(self, row: int) -> tuple[Tensor, Tensor]:
-        """(T, D) head inputs and (T, L, D) taps of a row."""
+    def row(self, row: int) -> tuple[Tensor, Tensor]:
+        """(T, D) head inputs and (T, L, D) taps of a row.
+
+        Raises:
+            UserError: see `batch`.
+        """
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         first, file = self._starts[number], self._files[number]
         stored = [
@@ -347,10 +363,11 @@ def _checksum(*vectors: Tensor) -> int:
 def _remove_unfinished(folder: Path) -> None:
     """Remove a cache that has not all its files, unless a process is writing them; and older layouts."""
     try:
-        layout = read_json(folder / LAYOUT, "", files=int) or {}
+        layout = read_json(folder / LAYOUT, "", schema=int, files=int) or {}
     except UserError:  # damaged
         layout = {}
-    if layout.get("files") != len(list(folder.glob("*.safetensors"))):
+    files = len(list(folder.glob("*.safetensors")))
+    if layout.get("schema") != SCHEMA or layout["files"] != files:
         with locked(folder / "folder.lock", wait=False) as free:
             if free:
                 shutil.rmtree(folder, ignore_errors=True)

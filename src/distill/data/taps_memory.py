@@ -14,7 +14,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.target import LAST, Target, TargetOutput
 from distill.data.rows import list_batches
-from distill.utils.progress import bar
+from distill.utils.progress import bar, say
 
 TOKENS = 4096  # per forward pass of the target
 
@@ -38,7 +38,7 @@ class TapMemory:
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.tokens_read = 0  # by the target, when this was made
         with bar(len(rows), "taps", "rows") as progress:
-            for number, pair in enumerate(read_rows(target, _cut(rows, max_tokens), packing)):
+            for number, pair in enumerate(read_rows(target, cut(rows, max_tokens), packing)):
                 self._rows[number] = pair
                 self.tokens_read += len(pair[0])
                 progress.update()
@@ -46,13 +46,24 @@ class TapMemory:
     @property
     def bytes(self) -> int:
         """Size of the cache, on the device of the target; tensors that share storage count once."""
-        pairs = self._rows.values()
-        return sum(t.untyped_storage().nbytes() for t in {id(t): t for p in pairs for t in p}.values())
+        storages = (t.untyped_storage() for pair in self._rows.values() for t in pair)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of it that are in memory."""
+        return self.bytes
+
+    def row(self, number: int) -> tuple[Tensor, Tensor]:
+        """(T, D) head inputs and (T, L, D) taps of a row."""
+        return self._rows[number]
 
     def batch(self, rows: Sequence[int]) -> TargetOutput:
         """Right-padded (B, T, D) head inputs and (B, T, L, D) taps of rows."""
-        last = pad_sequence([self._rows[r][0] for r in rows], batch_first=True)
-        return TargetOutput(last, pad_sequence([self._rows[r][1] for r in rows], batch_first=True))
+        return padded([self.row(int(r)) for r in rows])
+
+    def remove(self) -> None:
+        """Nothing: memory is freed with this."""
 
 
 class GrowingTaps(TapMemory):
@@ -77,9 +88,9 @@ class GrowingTaps(TapMemory):
         new = sorted({int(r) for r in rows} - self._rows.keys())
         if new:
             self._rows |= zip(
-                new, read_rows(target, _cut(source.select(new), max_tokens), packing), strict=True
+                new, read_rows(target, cut(source.select(new), max_tokens), packing), strict=True
             )
-        return super().batch([int(r) for r in rows])
+        return super().batch(rows)
 
 
 def read_rows(
@@ -101,7 +112,14 @@ def read_rows(
             yield last, last[:, None] if only_last else read.taps[i, : len(row)].clone()
 
 
-def _cut(rows: datasets.Dataset, max_tokens: int) -> list[list[int]]:
+def padded(pairs: Sequence[tuple[Tensor, Tensor]]) -> TargetOutput:
+    """Right-padded (B, T, D) head inputs and (B, T, L, D) taps of rows."""
+    last, taps = (pad_sequence(list(tensors), batch_first=True) for tensors in zip(*pairs, strict=True))
+    return TargetOutput(last, taps)
+
+
+def cut(rows: datasets.Dataset, max_tokens: int) -> list[list[int]]:
+    """The texts of rows, of at most `max_tokens` tokens."""
     return [tokens[:max_tokens] for tokens in rows["tokens"]]
 
 
@@ -119,29 +137,38 @@ def _batches(texts: Sequence[list[int]], most: int) -> Iterator[list[list[int]]]
         yield batch
 
 
-def tap_memory_gigabytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> float:
-    """Size of a `TapMemory` in gigabytes."""
+def tap_memory_bytes(target: Target, rows: datasets.Dataset, max_tokens: int) -> np.ndarray:
+    """(N,) bytes of each row in a `TapMemory`."""
     extra = 0 if set(target.taps) == {LAST} else len(target.taps)
-    lengths = (np.diff(offsets) for offsets, _ in list_batches(rows, "tokens"))
-    tokens = sum(int(np.minimum(batch, max_tokens).sum()) for batch in lengths)
-    return tokens * target.hidden_size * target.dtype.itemsize * (1 + extra) / 2**30
+    lengths = [np.minimum(np.diff(offsets), max_tokens) for offsets, _ in list_batches(rows, "tokens")]
+    return np.concatenate(lengths) * target.hidden_size * target.dtype.itemsize * (1 + extra)
 
 
-def keeps_in_memory(taps: str, limit: float, need: float, epochs: float) -> bool:
+def rows_that_fit(row_bytes: np.ndarray, limit: float) -> int:
+    """How many rows, from the first on, fit `limit` gigabytes."""
+    return int(np.searchsorted(np.cumsum(row_bytes), limit * 2**30, side="right"))
+
+
+def announce(row_bytes: np.ndarray, count: int, limit: float) -> None:
+    """Say, in one line, how many rows are kept and what the others cost."""
+    total, kept = float(row_bytes.sum()), float(row_bytes[:count].sum())
+    say(
+        f"taps: hidden states of {count} of {len(row_bytes)} rows fit taps_gb={limit:g}; the target reads "
+        f"{1 - kept / total:.0%} of the tokens anew in every epoch (taps_gb={total / 2**30:.2g} keeps all)"
+    )
+
+
+def keeps_in_memory(taps: str, epochs: float) -> bool:
     """Whether to cache taps in memory.
 
     Args:
         taps: `online` runs the target in every training step, `memory` once before the first,
-            `auto` is `memory` if they fit and are used more than once, `cache` and `engine` are on disk.
-        limit: gigabytes that may be used.
-        need: gigabytes that would be used.
+            `auto` is `memory` if they are used more than once, `cache` and `engine` are on disk.
         epochs: times that each row is trained on.
 
     Raises:
-        UserError: unknown `taps`, or `memory` exceeds the limit.
+        UserError: unknown `taps`.
     """
     if taps not in ("auto", "online", "memory", "cache", "engine"):
         raise UserError(f"taps={taps}: choose auto, online, memory, cache or engine")
-    if taps == "memory" and need > limit:
-        raise UserError(f"taps=memory would hold {need:.1f} GB; raise taps_gb or use taps=online")
-    return taps == "memory" or (taps == "auto" and need <= limit and epochs > 1)
+    return taps == "memory" or (taps == "auto" and epochs > 1)

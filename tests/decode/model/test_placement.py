@@ -153,6 +153,11 @@ def test_a_run_with_a_target_in_parts_is_the_run_with_whole_ones(bench):
     [
         ("trainer=fsdp", "taps=memory"),
         ("trainer=deepspeed_3", "taps=cache"),
+        (
+            "taps_gb=1e-5",
+            "trainer=ddp",
+            "taps=memory",
+        ),  # a process reads rows while another has all of its own
         ("trainer=ddp", "rollout.refresh_every=2", "taps=online"),
         (
             "trainer=ddp",

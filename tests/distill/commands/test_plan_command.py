@@ -1,6 +1,7 @@
 """foredraft plan: what a small run did, made larger."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,24 @@ def test_steps_are_those_that_a_run_would_choose(small):
 
 
 def test_hidden_states_that_do_not_fit_are_read_in_every_step(small, tmp_path):
-    tight = changed(small, tmp_path, "taps_gb: ", "taps_gb: 1.0e-9  # ")
-    one, other = hours(small), hours(tight)
-    assert "taps" not in other
-    assert other["training"] > one["training"]
+    phases = read_phases(small)
+    (taps,) = (phase for phase in phases if phase.name == "taps")
+    tokens = sum(phase.amounts["tokens"] for phase in phases if phase.name == "training")
+    one, reading = hours(small), taps.seconds / taps.amounts["tokens"] / 3600
+    for kept in (0.5, 0.25):
+        limit = kept * taps.amounts["bytes"] / 2**30
+        (tmp_path / str(kept)).mkdir()
+        tight = changed(small, tmp_path / str(kept), "taps_gb: ", f"taps_gb: {limit!r}  # ")
+        other = hours(tight)
+        assert other["taps"] == pytest.approx(kept * one["taps"])
+        assert other["training"] - one["training"] == pytest.approx((1 - kept) * tokens * reading)
+        # A run that kept as much is extrapolated to itself.
+        part = {name: kept * taps.amounts[name] for name in ("tokens", "bytes")} | {"share": kept}
+        own = replace(taps, seconds=kept * taps.seconds, amounts=part)
+        (tight / FILE).unlink()  # a link
+        rows = [asdict(own if phase is taps else phase) for phase in phases]
+        (tight / FILE).write_text(json.dumps({"phases": rows}))
+        assert hours(tight) == pytest.approx(one | {"taps": kept * one["taps"]})
 
 
 def test_hidden_states_on_disk_are_read_by_all_and_count_as_disk(small, tmp_path):

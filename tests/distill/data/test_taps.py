@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -18,8 +19,9 @@ from distill.data import taps_disk as tap_cache
 from distill.data import taps_memory
 from distill.data.batches import RolloutBatches
 from distill.data.datamodule import TapStorage
-from distill.data.taps_disk import TapCache, tap_cache_gigabytes
-from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_gigabytes
+from distill.data.taps_bounded import BoundedTaps
+from distill.data.taps_disk import TapCache
+from distill.data.taps_memory import GrowingTaps, TapMemory, keeps_in_memory, tap_memory_bytes
 from distill.data.vectors import FORMATS
 from distill.losses.divergences import kl
 from distill.losses.objective import Objective
@@ -74,11 +76,13 @@ def test_batches_carry_the_taps_of_their_own_rows(target, rows):
         torch.testing.assert_close(micro.target_states.last[real], want[real], atol=1e-12, rtol=0)
 
 
-def test_the_estimate_is_what_memory_holds(target, rows):
-    target.tap((0, 2))
+@pytest.mark.parametrize("taps", [(LAST,), (0, 2)])
+def test_the_estimate_is_what_memory_holds(target, rows, taps):
+    target.tap(taps)
     memory = TapMemory(target, rows, 10)
-    held = sum(last.nbytes + taps.nbytes for last, taps in memory._rows.values())
-    assert tap_memory_gigabytes(target, rows, 10) * 2**30 == held == memory.bytes
+    pairs = [memory.row(n) for n in range(len(rows))]
+    held = sum(last.nbytes + (0 if taps == (LAST,) else tapped.nbytes) for last, tapped in pairs)
+    assert tap_memory_bytes(target, rows, 10).sum() == held == memory.bytes
     growing = GrowingTaps(target, rows, 10)
     assert not growing.bytes
     growing.batch(range(len(rows)))
@@ -107,7 +111,7 @@ def test_the_target_reads_no_more_tokens_at_once_than_it_may(target, rows, monke
 def test_what_runs_share_fits_into_the_limit_together(target, rows):
     """Three drafters that read as much each, and room for two; the last one begins with nothing yet."""
     target.tap((0,))
-    need, held = tap_memory_gigabytes(target, rows, 10), {}
+    need, held = tap_memory_bytes(target, rows, 10).sum() / 2**30, {}
     keep = TapStorage(target, "memory", 2.5 * need, held=held)
     store = SimpleNamespace(content=lambda: "rows")
     for taps in ((0,), (1,), (0,), (2,)):
@@ -118,19 +122,14 @@ def test_what_runs_share_fits_into_the_limit_together(target, rows):
     assert [key[1] for key in held] == [(1,), (2,)]
 
 
-def test_auto_keeps_taps_only_where_they_fit_and_are_used_again():
-    assert keeps_in_memory("auto", 1.0, 0.5, 2.0)
-    assert not keeps_in_memory("auto", 1.0, 1.5, 2.0)
-    assert not keeps_in_memory("auto", 1.0, 0.5, 0.9)
-    assert not keeps_in_memory("auto", 1.0, 0.5, 1.0), "one read each, either way"
-    assert keeps_in_memory("auto", 1.0, 1.0, 2.0)
-    assert keeps_in_memory("memory", 1.0, 1.0, 2.0)
-    assert keeps_in_memory("memory", 1.0, 0.5, 0.1)
-    assert not keeps_in_memory("online", 1.0, 0.1, 9.0)
-    with pytest.raises(UserError, match="taps_gb"):
-        keeps_in_memory("memory", 1.0, 1.5, 2.0)
+def test_auto_keeps_taps_only_where_they_are_used_again():
+    assert keeps_in_memory("auto", 2.0)
+    assert not keeps_in_memory("auto", 0.9)
+    assert not keeps_in_memory("auto", 1.0), "one read each, either way"
+    assert keeps_in_memory("memory", 0.1)
+    assert not keeps_in_memory("online", 9.0)
     with pytest.raises(UserError, match="auto, online, memory, cache or engine"):
-        keeps_in_memory("disk", 1.0, 0.1, 1.0)
+        keeps_in_memory("disk", 1.0)
 
 
 def answered(lengths=((3, 2), (5, 4), (2, 0), (4, 8), (6, 1))) -> datasets.Dataset:
@@ -227,23 +226,112 @@ def test_training_from_a_cache_is_training_on_what_it_rounds(drafter, make_draft
     assert losses[0] == losses[1]
 
 
-def test_a_cache_that_is_too_large_for_its_limit_or_the_disk_is_refused(
-    target, tmp_path, capsys, monkeypatch
-):
+def test_a_cache_that_is_too_large_for_the_disk_is_refused(target, tmp_path, capsys, monkeypatch):
+    target.tap((0, 2))
+    monkeypatch.setattr(tap_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(UserError, match="are free; lower taps_gb"):
+        TapCache(target, answered(), 11, tmp_path, "key", 1.0)
+    assert "GB of 2 layers" in capsys.readouterr().out, "its size is to be said before it is written"
+    assert not list(tmp_path.glob("taps-*"))
+
+
+def stored_in(folder):
+    return SimpleNamespace(cache=folder, content=lambda: "key")
+
+
+def test_a_cache_has_the_files_that_fit_its_limit(target, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tap_cache, "FILE_BYTES", 1)  # a file a row, but for one that has nothing
     target.tap((0, 2))
     rows = answered()
-    need = tap_cache_gigabytes(target, rows, 11)
-    held = 2 * 16 * (2 * (4 + 8 + 11 - 1 + 6) + (2 + 4 + 7 + 1))
-    assert need * 2**30 == pytest.approx(held)
-    TapCache(target, rows, 11, tmp_path / "fits", "key", need)
+    sizes = [2 * 16 * (2 * taps + teacher) for taps, teacher in ((4, 2), (8, 4), (0, 0), (10, 7), (6, 1))]
+    whole = sum(sizes) / 2**30
+    assert TapCache(target, rows, 11, tmp_path, "key", whole).count == 5
     capsys.readouterr()
-    with pytest.raises(UserError, match="raise taps_gb"):
-        TapCache(target, rows, 11, tmp_path, "key", need * 0.99)
-    assert "GB of 2 layers" in capsys.readouterr().out, "its size is to be said before it is written"
-    monkeypatch.setattr(tap_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    with pytest.raises(UserError, match="are free"):
-        TapCache(target, rows, 11, tmp_path, "key", 1.0)
+    for limit, count, files in (
+        (whole * 0.99, 4, 3),
+        (sum(sizes[:2]) / 2**30, 2, 2),
+        (sizes[0] / 2**31, 0, 0),
+    ):
+        cache = TapCache(target, rows, 11, tmp_path / str(count), "key", limit)
+        assert cache.count == count
+        assert cache.bytes == sum(sizes[:count]) <= limit * 2**30
+        on_disk = [path.stem for path in (tmp_path / str(count)).glob("taps-*/*.safetensors")]
+        assert sorted(on_disk) == [f"taps-{n:05d}" for n in range(files)]
+        lines = capsys.readouterr().out.splitlines()
+        share = 1 - sum(sizes[:count]) / sum(sizes)
+        assert f"hidden states of {count} of 5 rows fit taps_gb" in lines[0]
+        assert f"the target reads {share:.0%} of the tokens anew in every epoch" in lines[0]
+
+
+def test_a_higher_limit_adds_files_and_a_lower_one_leaves_them(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(tap_cache, "FILE_BYTES", 1)
+    target.tap((0, 2))
+    some = TapCache(target, answered(), 11, tmp_path, "key", 1000 / 2**30)
+    whole = TapCache(target, answered(), 11, tmp_path, "key", 1.0)
+    assert (some.folder, some.count, whole.count) == (whole.folder, 2, 5)
+    assert whole.tokens_read == 10 + 6, "what was there is not read again"
+    again = TapCache(target, answered(), 11, tmp_path, "key", 1000 / 2**30)
+    assert (again.count, again.tokens_read) == (2, 0)
+    assert len(list(some.folder.glob("*.safetensors"))) == 4
+
+
+@pytest.mark.parametrize("kind", ["memory", "cache"])
+@pytest.mark.parametrize("taps", [(LAST,), (0, 2)])
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_that_do_not_fit_are_read_when_they_are_used(target, tmp_path, monkeypatch, kind, taps, packing):
+    monkeypatch.setattr(tap_cache, "FILE_BYTES", 1)
+    target = Target(target.model.bfloat16())  # a cache is bf16, so that both are the same
+    target.tap(taps)
+    rows = answered()
+    read = []
+    limit = sum(bytes_of(kind, target, rows)[:3]) / 2**30
+    bounded = TapStorage(target, kind, limit, packing)(rows, stored_in(tmp_path), 11, 2.0)
+    whole = TapStorage(target, kind, 1.0, packing)(rows, stored_in(tmp_path / "whole"), 11, 2.0)
+    assert isinstance(bounded, BoundedTaps)
+    assert bounded.bytes <= limit * 2**30
+    assert 0 < bounded.share < 1
+    assert bounded.memory_bytes == (bounded.bytes if kind == "memory" else 0)
+    plain = target.read
+    monkeypatch.setattr(
+        target, "read", lambda tokens, *more: read.append(len(tokens)) or plain(tokens, *more)
+    )
+    for batch, reads in (([0, 1], 0), ([3, 1, 4], 2), ([4], 1), ([1, 3, 3], 1)):
+        read.clear()
+        got = bounded.batch(np.array(batch))
+        assert sum(read) == reads
+        for place, row in enumerate(batch):
+            length = min(11, len(rows[row]["tokens"]))
+            positions = teacher_places(rows[row])
+            want = whole.batch([row])
+            upto = 0 if not len(positions) else positions[-1] + 1 - (kind == "cache")
+            torch.testing.assert_close(got.taps[place, :upto], want.taps[0, :upto], rtol=0.02, atol=0.02)
+            torch.testing.assert_close(
+                got.last[place, positions], want.last[0, positions], rtol=0.02, atol=0.02
+            )
+            assert not got.taps[place, length:].any()
+    bounded.remove()
     assert not list(tmp_path.glob("taps-*"))
+
+
+def teacher_places(row) -> np.ndarray:
+    return tap_cache.teacher_positions(row["loss_mask"], 11)
+
+
+def bytes_of(kind, target, rows) -> list[int]:
+    if kind == "memory":
+        return tap_memory_bytes(target, rows, 11).tolist()
+    vectors = 1 if set(target.taps) == {LAST} else len(target.taps)
+    places = [teacher_places(row) for row in rows]
+    return [2 * 16 * (vectors * (max(p, default=-1) + 1) + (len(p) if vectors > 1 else 0)) for p in places]
+
+
+def test_nothing_is_kept_where_no_row_fits(target, rows, tmp_path, capsys):
+    target.tap((0, 2))
+    for kind in ("memory", "cache", "auto"):
+        assert TapStorage(target, kind, 1e-9)(rows, stored_in(tmp_path), 10, 2.0) is None
+        assert "states of 0 of 5 rows fit" in capsys.readouterr().out
+    assert TapStorage(target, "auto", 1e-9)(rows, stored_in(tmp_path), 10, 1.0) is None
+    assert not capsys.readouterr().out
 
 
 def test_a_changed_or_unfinished_cache_is_not_used(target, tmp_path, monkeypatch, capsys):
@@ -262,7 +350,7 @@ def test_a_changed_or_unfinished_cache_is_not_used(target, tmp_path, monkeypatch
     monkeypatch.setattr(tap_cache, "save_file", killed_in_the_third)
     other = tmp_path / "taps-of-other-rows"
     other.mkdir()
-    (other / tap_cache.LAYOUT).write_text('{"files": 2}')
+    (other / tap_cache.LAYOUT).write_text(json.dumps({"schema": tap_cache.SCHEMA, "files": 2}))
     older = tmp_path / "taps-of-the-older-layout"
     older.mkdir()
     (older / "index.json").write_text("{}")

@@ -48,6 +48,8 @@ WAYS = {
     "accumulation": ["batch_size=1", "trainer.accumulate_grad_batches=8"],
     "packing": ["packing=true"],
     "gradient checkpointing": ["gradient_checkpointing=true"],
+    "hidden states kept": ["taps=memory"],
+    "hidden states of some rows kept": ["taps=memory", "taps_gb=1e-5"],
 }
 
 
