@@ -166,7 +166,7 @@ class _Extrapolation:
         if taps := phases.get("taps"):
             self.small_share = taps.amounts.get("share", 1.0)
             whole = taps.amounts["bytes"] / self.small_share * self.more / GIB
-            self.taps_gib = whole if config["taps"] == "engine" else min(whole, config["taps_gb"])
+            self.taps_gib = min(whole, config["taps_gb"])
             self.share = self.taps_gib / whole
 
     def estimate(self) -> Estimate:

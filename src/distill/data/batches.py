@@ -167,9 +167,11 @@ class RolloutBatches(Dataset[MicroBatch]):
         """(A * W * B,) row numbers of an optimizer step, over all micro-batches and ranks."""
         size, per_epoch = self._epoch()
         epoch, place = divmod(step, per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._shuffle(epoch, size, per_epoch))
-        return self._order[1][place]
+        order = self._order
+        if order is None or order[0] != epoch:
+            # One assignment: a thread that reads ahead may be in another epoch.
+            order = self._order = (epoch, self._shuffle(epoch, size, per_epoch))
+        return order[1][place]
 
     def _epoch(self) -> tuple[int, int]:
         """Rows per optimizer step, and steps per epoch."""

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from decode.model.target import Target
 from distill.data.batches import MicroBatch, ResumeSampler, RolloutBatches
+from distill.data.read_ahead import ReadAhead
 from distill.data.rows import open_rows
 from distill.data.taps_bounded import BoundedTaps
 from distill.data.taps_disk import TapCache
@@ -31,6 +32,7 @@ from distill.rollouts.store import RolloutStore
 from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import say
 
+AHEAD = 4  # micro-batches that an engine reads before they are needed
 Taps = TapMemory | TapCache | BoundedTaps
 
 
@@ -81,9 +83,12 @@ class TapStorage:
     def _bounded(
         self, kept: TapMemory | TapCache, count: int, share: float, rows: datasets.Dataset, max_tokens: int
     ) -> Taps | None:
-        if count in (0, len(rows)):
-            return kept if count else None
-        return BoundedTaps(kept, count, share, self.target, rows, max_tokens, self.packing)
+        if count == len(rows):
+            return kept
+        if not count and not self.target.source:
+            return None
+        packing = self.packing or self.taps == "engine"
+        return BoundedTaps(kept, count, share, self.target, rows, max_tokens, packing)
 
     def _shared(self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, need: float) -> TapMemory:
         """That of all runs of this process on these rows."""
@@ -125,6 +130,11 @@ class PhasedBatches(Dataset[MicroBatch]):
     @override
     def __getitem__(self, index: int) -> MicroBatch:
         return self.of(index // self.accumulate)[index]
+
+    def phase_end(self, index: int) -> int:
+        """The first micro-batch of the phase after an item's."""
+        size = self.every * self.accumulate or len(self)
+        return (index // size + 1) * size
 
     def of(self, step: int) -> RolloutBatches:
         """The batches of the phase that contains an optimizer step."""
@@ -172,6 +182,7 @@ class RolloutData(L.LightningDataModule):
         self.stores, self.every, self.keep = stores, every, keep
         self.batch_size, self.max_tokens, self.seed = batch_size, max_tokens, seed
         self._open: tuple[int, datasets.Dataset, Taps | None] | None = None
+        self._ahead: ReadAhead[MicroBatch] | None = None
 
     def open(self, step: int, trainer: L.Trainer) -> tuple[datasets.Dataset, Taps | None]:
         """The rows of an optimizer step's phase, and the cache of their hidden states.
@@ -196,7 +207,8 @@ class RolloutData(L.LightningDataModule):
                 if isinstance(cache, BoundedTaps):
                     part["share"] = cache.share
         self.keep.target.join()
-        self.keep.target.rest()
+        if not isinstance(cache, BoundedTaps):
+            self.keep.target.rest()  # nothing more is read
         self._open = phase, rows, cache
         return rows, cache
 
@@ -227,7 +239,16 @@ class RolloutData(L.LightningDataModule):
         self.batches = PhasedBatches(load, self.every, trainer.accumulate_grad_batches, trainer.max_steps)
         # A resumed run continues at its step, which Lightning has already restored.
         start = trainer.global_step * trainer.accumulate_grad_batches
-        return DataLoader(self.batches, batch_size=None, sampler=ResumeSampler(start, len(self.batches)))
+        batches: Dataset[MicroBatch] = self.batches
+        if self.keep.target.source:  # another program reads what is not kept, while this one trains
+            batches = self._ahead = ReadAhead(self.batches, AHEAD, self.batches.phase_end)
+        return DataLoader(batches, batch_size=None, sampler=ResumeSampler(start, len(self.batches)))
+
+    @override
+    def teardown(self, stage: str) -> None:
+        if self._ahead:
+            self._ahead.close()
+        self.keep.target.rest()
 
     def memory_bytes(self) -> int:
         """Bytes of hidden states that are cached in memory."""

@@ -114,8 +114,7 @@ class TapCache:
         share: of the bytes of all rows that these have.
 
     Raises:
-        UserError: it exceeds the free disk space, or, where an engine reads, the limit; or its files were
-            changed.
+        UserError: it exceeds the free disk space, or its files were changed.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class TapCache:
         self._count = 1 if self._only_last else len(target.taps)
         self._positions = tap_positions(rows, max_tokens)
         self._bytes = _row_bytes(target, self._positions, stored)
-        self._starts = self._kept(file_starts(self._bytes), limit, bool(target.source))  # (F + 1,)
+        self._starts = self._kept(file_starts(self._bytes), limit)  # (F + 1,)
         self.count = int(self._starts[-1])
         self.share = float(self._bytes[: self.count].sum() / self._bytes.sum())
         self._bytes = self._bytes[: self.count]
@@ -162,14 +161,12 @@ class TapCache:
             say(f"taps: reusing {self.folder}")
         self._files = [self._open(number) for number in range(len(self._starts) - 1)]
 
-    def _kept(self, starts: np.ndarray, limit: float, whole: bool) -> np.ndarray:
+    def _kept(self, starts: np.ndarray, limit: float) -> np.ndarray:
         """Those of the files that fit the limit."""
         ends = np.concatenate([[0], np.cumsum(self._bytes)])[starts]
         files = int(np.searchsorted(ends, limit * 2**30, side="right"))  # of F + 1 ends, so one at least
         if files == len(starts):
             return starts
-        if whole:  # an engine is not there any more when rows are trained on
-            raise UserError(f"taps=engine would write {ends[-1] / 2**30:.2f} GB; raise taps_gb")
         announce(self._bytes, int(starts[files - 1]), limit)
         return starts[:files]
 
@@ -217,8 +214,7 @@ class TapCache:
         say(f"taps: {need:.2f} GB of {layers}, in {self._stored.name}, go to {self.folder}")
         if need > free:
             option = "taps=engine" if source else "taps=cache"
-            advice = "make room" if source else "lower taps_gb"
-            raise UserError(f"{option} would write {need:.2f} GB, and {free:.2f} are free; {advice}")
+            raise UserError(f"{option} would write {need:.2f} GB, and {free:.2f} are free; lower taps_gb")
         self.folder.mkdir(exist_ok=True)
         write_json(self.folder / LAYOUT, {"schema": SCHEMA, "files": len(self._starts) - 1})
 

@@ -110,7 +110,10 @@ class DistillModule(L.LightningModule):
             batch = self._mix(batch, self.on_policy)
         self._guard.add(batch)
         # Hidden states of the target: last (B, T, D), taps (B, T, L, D).
-        states = batch.target_states or self.target.read(batch.tokens, batch.lengths)
+        states = batch.target_states
+        if states is None:
+            with torch.autocast(self.target.device.type, enabled=False):  # in the precision of decoding
+                states = self.target.read(batch.tokens, batch.lengths)
         self.target.join()
         progress = batch.step / self.trainer.max_steps
         rows = Batch(batch.tokens, batch.loss_mask, states.taps, states.last, batch.seed, progress)

@@ -214,7 +214,7 @@ class Kept(TapCache):
 class Keep:
     """Notes how often rows will be used."""
 
-    packing, target = False, SimpleNamespace(join=lambda: None, rest=lambda: None)
+    packing, target = False, SimpleNamespace(join=lambda: None, rest=lambda: None, source="")
 
     def __init__(self) -> None:
         self.epochs, self.removed = [], []

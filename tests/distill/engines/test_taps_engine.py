@@ -190,8 +190,7 @@ def test_what_was_read_is_hashed_and_damage_is_read_again(engine, server, tmp_pa
 
 def test_a_cache_of_an_engine_is_bounded_and_none_of_the_targets_own(engine, whole, tmp_path):
     data = rows(8, 12)
-    with pytest.raises(UserError, match=r"taps=engine would write .*; raise taps_gb$"):
-        TapCache(engine, data, 12, tmp_path, "store", 1e-9, packing=True)
+    assert TapCache(engine, data, 12, tmp_path, "store", 1e-9, packing=True).count == 0
     whole.tap(engine.taps)
     own = TapCache(whole, data, 12, tmp_path, "store", 1.0, packing=True)
     assert TapCache(engine, data, 12, tmp_path, "store", 1.0, packing=True).folder != own.folder
@@ -223,7 +222,10 @@ def test_a_run_reads_each_answer_as_it_is_written(tmp_path, server):
     assert not server.read, "what is on the disk needs no engine"
 
 
-def test_a_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, monkeypatch):
+@pytest.mark.parametrize("limit", [1.0, 8e-6, 0.0], ids=["all kept", "some", "none"])
+def test_a_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, monkeypatch, limit):
+    """Where not all hidden states may be kept, the engine reads the others while the drafter trains."""
+
     def drawing(*given, **options):
         torch.rand(7)  # as where the speed of its products is measured
         return build_target(*given, **options)
@@ -232,8 +234,12 @@ def test_a_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, mo
     bench = Bench(tmp_path)
     server.target, server.layers = load_target(str(bench.target), "float32"), (2,)
     here = ["taps=cache", "score.enabled=false", "seed=1", "target.dtype=float32", "rollout.until=answer"]
-    runs = [bench.train(*here).succeeded(), train(bench, server, "rollout.until=answer").succeeded()]
+    monkeypatch.setattr(taps_disk, "FILE_BYTES", 4096)
+    here, there = ([*settings, f"taps_gb={limit}"] for settings in (here, ["rollout.until=answer"]))
+    runs = [bench.train(*here).succeeded(), train(bench, server, *there).succeeded()]
     assert "reusing" in runs[1].out
+    assert (f"rows fit taps_gb={limit:g}; the target reads" in runs[1].out) == (limit < 1)
+    assert bool(list(bench.root.glob("outputs/rollouts/*/taps-*/*.safetensors"))) == (limit > 0)
     own, other = (load_file(run.folder / "checkpoints" / "6" / "model.safetensors") for run in runs)
     assert own.keys() == other.keys()
     for name, weight in own.items():

@@ -94,3 +94,11 @@ def test_steps_have_the_same_losses_and_end_with_the_same_weights(trained, draft
     assert found.weights.keys() == want.weights.keys()
     for name, weight in want.weights.items():
         torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=WEIGHTS)
+
+
+def test_the_target_is_read_in_its_own_precision_wherever_that_is(bench):
+    """Beside a drafter under autocast, in the step or before it: the same losses."""
+    precise = ["target.dtype=float32", "trainer.precision=bf16-mixed", "score.enabled=false"]
+    runs = [bench.train(*precise, f"taps={taps}").succeeded() for taps in ("online", "memory")]
+    first, other = (losses(run.folder) for run in runs)
+    assert first == pytest.approx(other, rel=1e-4)

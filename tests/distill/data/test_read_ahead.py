@@ -1,0 +1,93 @@
+"""Items that are made in the background are those of the dataset, in its order, and not too many."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch.utils.data import Dataset
+
+from distill.data.datamodule import PhasedBatches
+from distill.data.read_ahead import ReadAhead
+
+END = 12
+LONG = 20  # seconds that nothing here takes
+
+
+class Items(Dataset):
+    """Says what it makes, and waits where it is told to."""
+
+    def __init__(self) -> None:
+        self.made, self.held, self.news = [], {}, threading.Condition()
+
+    def __len__(self) -> int:
+        return END
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.held:
+            assert self.held[index].wait(LONG)
+        with self.news:
+            self.made.append((index, threading.current_thread() is threading.main_thread()))
+            self.news.notify_all()
+        if index == 7:
+            raise ValueError("seven")
+        return 10 * index
+
+    def wait(self, count: int) -> None:
+        with self.news:
+            assert self.news.wait_for(lambda: len(self.made) >= count, LONG)
+
+
+@pytest.fixture
+def items():
+    return Items()
+
+
+@pytest.fixture
+def ahead(items):
+    made = ReadAhead(items, 3, lambda index: END)
+    yield made
+    made.close()
+
+
+def test_the_next_items_are_made_while_one_is_used(items, ahead):
+    assert ahead[0] == 0
+    items.wait(4)  # nobody has asked for them
+    assert items.made == [(0, True), (1, False), (2, False), (3, False)]
+    assert [ahead[i] for i in range(1, 5)] == [10, 20, 30, 40]
+    items.wait(8)
+    assert [index for index, _ in items.made] == list(range(8))
+    assert len(ahead) == END
+
+
+def test_an_error_is_that_of_the_item_that_has_it(items, ahead):
+    assert [ahead[i] for i in range(4, 7)] == [40, 50, 60]
+    with pytest.raises(ValueError, match="seven"):
+        ahead[7]
+
+
+def test_a_reader_may_begin_anywhere_and_nothing_is_made_behind_the_end(items, ahead):
+    assert [ahead[i] for i in range(9, END)] == [90, 100, 110]
+    assert [index for index, _ in items.made] == [9, 10, 11]
+
+
+def test_no_item_of_the_next_phase_is_made_in_this_one(items):
+    phases = PhasedBatches(lambda step: None, every=2, accumulate=2, steps=END // 2)
+    ends = [phases.phase_end(i) for i in range(9)]
+    assert ends == [4, 4, 4, 4, 8, 8, 8, 8, 12]
+    assert PhasedBatches(lambda step: None, 0, 2, END // 2).phase_end(5) == END
+    ahead = ReadAhead(items, 3, phases.phase_end)
+    assert [ahead[i] for i in range(4)] == [0, 10, 20, 30]
+    assert [index for index, _ in items.made] == [0, 1, 2, 3]
+    ahead.close()
+
+
+def test_what_nobody_needs_any_more_is_not_made(items):
+    ahead = ReadAhead(items, 3, lambda index: END)
+    items.held[1] = threading.Event()
+    assert ahead[0] == 0
+    closing = threading.Thread(target=ahead.close)
+    closing.start()
+    items.held[1].set()
+    closing.join(LONG)
+    assert [index for index, _ in items.made] in ([0], [0, 1])
