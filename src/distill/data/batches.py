@@ -18,9 +18,7 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.model.target import TargetOutput
 from distill.data.rows import list_batches
-from distill.data.taps_bounded import BoundedTaps
-from distill.data.taps_disk import TapCache
-from distill.data.taps_memory import TapMemory
+from distill.data.taps_bounded import Taps
 
 BUCKET = 8  # batches that are sorted by length together; less padding, less randomness
 
@@ -80,7 +78,7 @@ class RolloutBatches(Dataset[MicroBatch]):
         world: int = 1,
         seed: int = 0,
         max_tokens: int = 2048,
-        memory: TapMemory | TapCache | BoundedTaps | None = None,
+        memory: Taps | None = None,
         packing: bool = False,
     ) -> None:
         self.memory, self.packing = memory, packing

@@ -16,7 +16,7 @@ from decode.model.target import Target
 from distill.data.batches import MicroBatch, ResumeSampler, RolloutBatches
 from distill.data.read_ahead import ReadAhead
 from distill.data.rows import open_rows
-from distill.data.taps_bounded import BoundedTaps
+from distill.data.taps_bounded import BoundedTaps, Taps
 from distill.data.taps_disk import TapCache
 from distill.data.taps_memory import (
     GrowingTaps,
@@ -33,7 +33,6 @@ from distill.utils.phase_log import PhaseLog
 from distill.utils.progress import say
 
 AHEAD = 4  # micro-batches that an engine reads before they are needed
-Taps = TapMemory | TapCache | BoundedTaps
 
 
 @dataclass(frozen=True)

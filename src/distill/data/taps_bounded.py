@@ -61,3 +61,6 @@ class BoundedTaps:
     def remove(self) -> None:
         """Delete what is on disk."""
         self._kept.remove()
+
+
+Taps = TapMemory | TapCache | BoundedTaps

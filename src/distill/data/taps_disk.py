@@ -136,7 +136,7 @@ class TapCache:
         self._bytes = _row_bytes(target, self._positions, stored)
         self._starts = self._kept(file_starts(self._bytes), limit)  # (F + 1,)
         self.count = int(self._starts[-1])
-        self.share = float(self._bytes[: self.count].sum() / self._bytes.sum())
+        self.share = float(self._bytes[: self.count].sum() / max(1, self._bytes.sum()))
         self._bytes = self._bytes[: self.count]
         self._rows = rows.with_format("numpy")
         key = [SCHEMA, store, target.fingerprint(), str(target.dtype), list(target.taps), max_tokens]
