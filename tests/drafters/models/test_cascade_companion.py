@@ -100,11 +100,23 @@ def test_the_bundled_draft_model_is_sped_up(setting, monkeypatch, temperature, d
         "suffix, first_depth=2": (Cascade(first, setting.suffix, None, 2), plan),
         "alone, 2 tokens": (first, Plan(2, proposal=plan.proposal)),
     }
-    run = Race(setting, arms, Sampler(temperature), Counted(monkeypatch))
-    run.show()
-    alone = round_counts(run.outputs[ALONE]).tau
-    for name in ("ngram", "suffix"):  # what differs are near ties in bf16
-        assert round_counts(run.outputs[name]).tau == pytest.approx(alone, rel=0.05)
+    Race(setting, arms, Sampler(temperature), Counted(monkeypatch)).show()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_its_rounds_are_those_of_the_draft_model_alone(setting, temperature):
+    """In fp64: where passes of another shape round otherwise, a draw near a boundary falls elsewhere."""
+    target = load_target(str(POCKET), "float64")
+    first, sampler = draft_model(target, COMPANION), Sampler(temperature)
+    plan = Plan(6, proposal="sampled" if temperature else "fixed")
+    for number, (_, prompt) in enumerate(setting.held):
+        rounds = []
+        for drafter in (first, Cascade(first, Ngram(1, 3)), Cascade(first, setting.suffix)):
+            run = generate(
+                target, drafter, [prompt], plan=plan, sampler=sampler, requests=[number], **setting.options
+            )
+            rounds.append((run.outputs[0].tokens, run.outputs[0].accepted, run.outputs[0].draft_lengths))
+        assert rounds[1:] == rounds[:1] * 2
 
 
 def test_a_draft_model_of_twelve_layers_is_sped_up(setting, monkeypatch):
