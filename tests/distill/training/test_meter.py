@@ -157,6 +157,7 @@ def test_the_count_of_operations_is_that_of_step_cost():
         "gradient_checkpointing": False,
         "compiled": False,
         "precision": "fp32",
+        "device": "cpu",
         "decay": 0.8,
         "clip": 1.0,
     }
