@@ -24,14 +24,20 @@ def main(files: list[str], long: bool) -> int:
     command = [sys.executable, "-m", "pytest", "-m", chosen, "-v", "--durations=0", "-p", "no:cacheprovider"]
     command += ["-n", "2", "--dist", "worksteal" if long else "loadfile"]
     command += ["--no-header", "--disable-warnings", *files]  # both would print paths of this machine
-    at, lines = commit(), []
+    at, lines, traced = commit(), [], False  # tracebacks are shown, not kept: they have paths, too
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         for line in run.stdout:
             print(line, end="", flush=True)
-            if not (line.startswith("tests/") and line.endswith(" \n")):  # a test that begins
-                lines.append(line)
+            if line.startswith("====="):  # a part of the report
+                traced = " FAILURES " in line or " ERRORS " in line
+            begins = line.startswith("tests/") and line.endswith(" \n")  # a test
+            if not (traced or begins):
+                # A failed test's message may name a path.
+                lines.append(
+                    line.partition(" - ")[0] + "\n" if line.startswith(("FAILED ", "ERROR ")) else line
+                )
     where = f"at commit {at} on {hardware(torch.device('cpu'))}.\n\n```\n{''.join(lines).strip()}\n```\n"
     before = f"{PAGE.read_text()}\n" if files or long else "# Proofs\n\n"
     called = " ".join(["python scripts/proofs.py", *files])

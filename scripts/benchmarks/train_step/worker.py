@@ -46,7 +46,7 @@ def main(builder: str) -> None:
     prepare = runpy.run_path(builder)["build"](case)
     step = _checked(prepare(case["loss_mask"]))
     _checked(prepare([1] * WARM_UP))()  # weights, gradients and the optimizer's state exist from here on
-    peak = _peak_mib(step, case.get("device", "cpu")) if case["peak"] else None
+    peak = _peak_mib(step, case["device"]) if case["peak"] else None
     ready = {"peak_mib": peak, "torch": torch.__version__}
     _reply(replies, ready)
     for line in sys.stdin:

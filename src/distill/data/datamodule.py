@@ -64,8 +64,7 @@ class TapStorage:
         """Cache for rows that are used `epochs` times; None: the target reads them in every step."""
         if self.taps in ("cache", "engine"):
             place = (store.cache, store.content(), self.limit)
-            packing = self.packing or self.taps == "engine"  # an engine packs rows by itself
-            cache = TapCache(self.target, rows, max_tokens, *place, packing, FORMATS[self.stored])
+            cache = TapCache(self.target, rows, max_tokens, *place, self._packed, FORMATS[self.stored])
             return self._bounded(cache, cache.count, cache.share, rows, max_tokens)
         if not keeps_in_memory(self.taps, epochs):
             return None
@@ -84,10 +83,14 @@ class TapStorage:
     ) -> Taps | None:
         if count == len(rows):
             return kept
-        if not count and not self.target.source:
+        if not count and self.taps != "engine":
             return None
-        packing = self.packing or self.taps == "engine"
-        return BoundedTaps(kept, count, share, self.target, rows, max_tokens, packing)
+        return BoundedTaps(kept, count, share, self.target, rows, max_tokens, self._packed)
+
+    @property
+    def _packed(self) -> bool:
+        """Whether rows are read without padding; an engine does so by itself."""
+        return self.packing or self.taps == "engine"
 
     def _shared(self, rows: datasets.Dataset, store: RolloutStore, max_tokens: int, need: float) -> TapMemory:
         """That of all runs of this process on these rows."""

@@ -15,8 +15,7 @@ from distill.data.taps_memory import TapMemory, cut, padded, read_rows
 class BoundedTaps:
     """The first rows from memory or disk, the others from the target.
 
-    The same rows stay kept. An epoch uses every row once, so a cache that evicted some for others would be
-    found with the right row no more often.
+    The same rows stay kept: an epoch uses every row once, so evicting some for others would save no reads.
 
     Args:
         kept: of the first `count` rows.

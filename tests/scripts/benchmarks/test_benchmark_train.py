@@ -128,7 +128,7 @@ def builder(tmp_path):
     path.write_text(BUILDER)
 
     def contender(before=0, within=1, loss=0.0):
-        case = {"seed": 0, "peak": True, "loss_mask": [1] * 100}
+        case = {"seed": 0, "peak": True, "device": "cpu", "loss_mask": [1] * 100}
         case |= {"before": before, "within": within, "loss": loss}
         return Contender("it", path, case, 1.0)
 
