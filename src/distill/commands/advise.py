@@ -228,22 +228,24 @@ def oracle(profiles: Sequence[DrafterProfile], rollouts: Sequence[Rollout], batc
     cheaper.
     """
     starts = [len(r.answer) - 1 for r in rollouts]
+    rows = -(-max(len(rollouts), batch) // batch) * batch
+    order = [i % len(rollouts) for i in range(rows)]  # same order as in the cost model's batches
+    plain = [_plain_speed(one.costs, np.array(starts, float)[order], batch) for one in profiles]
     keeps, prices, left_out = (
         [[np.zeros((n, 0)) for n in starts]],
         [_share(profiles[0].costs, PLAIN, batch)],
         [],
     )
-    for profile in profiles:
-        # Drafters were timed at different moments; plain decoding corrects for the machine's speed.
-        pace = prices[0] / _share(profile.costs, PLAIN, batch)
+    for profile, plain_speed in zip(profiles, plain, strict=True):
+        # Drafters were timed at different moments. At this pace, plain decoding of these batches takes as
+        # long in every profile, so the bound holds for every speedup that was predicted.
+        pace = plain_speed / plain[0]
         for plan, acceptances in zip(profile.plans, profile.acceptances, strict=True):
             if acceptances.keeps is None:
                 left_out.append(f"{profile.name} {plan.name}")
                 continue
             keeps.append(acceptances.keeps)
             prices.append(pace * _share(profile.costs, plan, batch))
-    rows = -(-max(len(rollouts), batch) // batch) * batch
-    order = [i % len(rollouts) for i in range(rows)]  # same order as in the cost model's batches
     answers = list(zip(*keeps, strict=True))
 
     def least(prices: Sequence[float]) -> list[float]:
@@ -252,11 +254,10 @@ def oracle(profiles: Sequence[DrafterProfile], rollouts: Sequence[Rollout], batc
     seconds, rounds = least(prices), least([1.0] * len(prices))
     total = sum(starts[i] for i in order)
     speed = total / sum(seconds[i] for i in order)
-    plain = _plain_speed(profiles[0].costs, np.array(starts, float)[order], batch)
     return {
         "tau": sum(starts) / sum(rounds),
         "tokens_per_second": speed,
-        "speedup": speed / plain,
+        "speedup": speed / plain[0],
         "drafts": len(prices),
         "left_out": left_out,
     }

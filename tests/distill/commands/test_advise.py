@@ -5,17 +5,21 @@ import re
 import shlex
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hydra.utils import instantiate
 from workbench import CONF, Bench, command, foredraft, write_prompts
 
 from benchmarks.regret import regrets
 from decode.depth_policy import DepthPolicy
+from decode.evaluation.acceptance import Acceptance
+from decode.evaluation.replay import Counts, Rollout
 from decode.plan import Plan
-from decode.planning.auto import Forecast, best_forecast
+from decode.planning.auto import Forecast, best_forecast, forecast, plain_counts
 from decode.planning.cost_model import PLAIN, Throughput
+from decode.planning.oracle import least_seconds
 from distill.cli.main import main
-from distill.commands.advise import candidates, decode_overrides, describe
+from distill.commands.advise import DrafterProfile, candidates, decode_overrides, describe, oracle
 from distill.config.compose import compose
 from distill.serving.engine_settings import best_chain
 
@@ -130,6 +134,24 @@ def test_adapting_has_to_pay_for_deciding():
     plan = PLANS[-1]
     assert best_forecast(rows((PLAIN, 1.0, 1.0), (plan, 1.01, None))).plan == PLAIN
     assert best_forecast(rows((PLAIN, 1.0, 1.0), (plan, 1.05, None))).plan == plan
+
+
+def test_the_oracle_is_a_bound_though_plain_rounds_were_timed_twice():
+    """Of two drafters timed one after the other; the second time, plain rounds of a single row were fast."""
+    plan, accepted = Plan(1), [np.full((6, 1), 0.6)] * 2
+    counts = Counts([6, 6], [least_seconds([keep], [1.0]) for keep in accepted])
+
+    def profile(single, drafted):
+        prices = {PLAIN: (single, 1.2), plan: (drafted, drafted)}
+        costs = SimpleNamespace(round_seconds=lambda plan, batch: prices[plan][batch - 1])
+        return DrafterProfile("", [plan], [Acceptance(counts, [0.6], "", accepted)], costs)
+
+    rollouts = [Rollout([0], [0] * 7)] * 2
+    profiles = [profile(1.2, 2.4), profile(0.5, 1.2)]
+    bound = oracle(profiles, rollouts, 2)["speedup"]
+    for one in profiles:
+        rows = forecast(one.plans, one.acceptances, one.costs, 2, False, plain_counts(rollouts))
+        assert bound >= max(row.throughput.speedup[0] for row in rows) - 1e-9
 
 
 def test_where_plain_wins_it_says_do_not_draft(bench, tmp_path, monkeypatch):
