@@ -314,10 +314,10 @@ def sized(text: str, places: Places) -> list[str]:
     if said.get("decode") == "auto":
         more += ["decode.repeats=1", "decode.prompts=1"]
     if said.get("drafter") == "auto":
-        more += ["drafter.minutes=0.4", "drafter.families=[eagle,bigram]", *AUTO]
+        more += ["drafter.minutes=0.8", "drafter.families=[eagle,bigram]", *AUTO]
     if name == "benchmark_auto":  # whose runs are told the same
         tiny = [f"{k}={v}" for k, v in SIZES.items() if has("config", k)]
-        more += ["minutes=0.4", "families=[eagle,bigram]", f"overrides={json.dumps([*tiny, *AUTO])}"]
+        more += ["minutes=0.8", "families=[eagle,bigram]", f"overrides={json.dumps([*tiny, *AUTO])}"]
     if said.get("drafter") in COMPARED:
         more += ["score.temperatures=[0.0,1.0]"]
     if name == "config":

@@ -71,7 +71,9 @@ class TapStorage:
         need = tap_memory_bytes(self.target, rows, max_tokens)
         count = rows_that_fit(need, self.limit)
         if self.held is not None:
-            return self._shared(rows, store, max_tokens, need.sum() / 2**30) if count == len(rows) else None
+            if count == len(rows):
+                return self._shared(rows, store, max_tokens, need.sum() / 2**30)
+            count = 0  # short runs would each read a part anew
         if count < len(rows):
             announce(need, count, self.limit)
         kept = TapMemory(self.target, rows.select(range(count)), max_tokens, self.packing)

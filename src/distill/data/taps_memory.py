@@ -152,9 +152,10 @@ def rows_that_fit(row_bytes: np.ndarray, limit: float) -> int:
 def announce(row_bytes: np.ndarray, count: int, limit: float) -> None:
     """Say, in one line, how many rows are kept and what the others cost."""
     total, kept = float(row_bytes.sum()), float(row_bytes[:count].sum())
+    read, all_gib = 1 - kept / total, total / 2**30
     say(
-        f"taps: hidden states of {count} of {len(row_bytes)} rows fit taps_gb={limit:g}; the target reads "
-        f"{1 - kept / total:.0%} of the tokens anew in every epoch (taps_gb={total / 2**30:.2g} keeps all)"
+        f"taps: hidden states of {count} of {len(row_bytes)} rows are kept (taps_gb={limit:g}); the target "
+        f"reads {read:.0%} of the tokens anew in every epoch (taps_gb={all_gib:.2g} keeps all)"
     )
 
 

@@ -122,6 +122,16 @@ def test_what_runs_share_fits_into_the_limit_together(target, rows):
     assert [key[1] for key in held] == [(1,), (2,)]
 
 
+def test_short_runs_that_share_keep_all_rows_or_none(target, rows, capsys):
+    """Each of them would read a part anew; a line says so."""
+    target.tap((0,))
+    need, held = tap_memory_bytes(target, rows, 10).sum() / 2**30, {}
+    keep = TapStorage(target, "memory", 0.5 * need, held=held)
+    assert keep(rows, SimpleNamespace(content=lambda: "rows"), 10, 9.0) is None
+    assert not held
+    assert "hidden states of 0 of 5 rows are kept" in capsys.readouterr().out
+
+
 def test_auto_keeps_taps_only_where_they_are_used_again():
     assert keeps_in_memory("auto", 2.0)
     assert not keeps_in_memory("auto", 0.9)
@@ -259,7 +269,7 @@ def test_a_cache_has_the_files_that_fit_its_limit(target, tmp_path, capsys, monk
         assert sorted(on_disk) == [f"taps-{n:05d}" for n in range(files)]
         lines = capsys.readouterr().out.splitlines()
         share = 1 - sum(sizes[:count]) / sum(sizes)
-        assert f"hidden states of {count} of 5 rows fit taps_gb" in lines[0]
+        assert f"hidden states of {count} of 5 rows are kept (taps_gb" in lines[0]
         assert f"the target reads {share:.0%} of the tokens anew in every epoch" in lines[0]
 
 
@@ -329,7 +339,7 @@ def test_nothing_is_kept_where_no_row_fits(target, rows, tmp_path, capsys):
     target.tap((0, 2))
     for kind in ("memory", "cache", "auto"):
         assert TapStorage(target, kind, 1e-9)(rows, stored_in(tmp_path), 10, 2.0) is None
-        assert "states of 0 of 5 rows fit" in capsys.readouterr().out
+        assert "states of 0 of 5 rows are kept" in capsys.readouterr().out
     assert TapStorage(target, "auto", 1e-9)(rows, stored_in(tmp_path), 10, 1.0) is None
     assert not capsys.readouterr().out
 

@@ -238,7 +238,7 @@ def test_a_drafter_is_trained_as_where_the_target_is_loaded(tmp_path, server, mo
     here, there = ([*settings, f"taps_gb={limit}"] for settings in (here, ["rollout.until=answer"]))
     runs = [bench.train(*here).succeeded(), train(bench, server, *there).succeeded()]
     assert "reusing" in runs[1].out
-    assert (f"rows fit taps_gb={limit:g}; the target reads" in runs[1].out) == (limit < 1)
+    assert (f"rows are kept (taps_gb={limit:g}); the target reads" in runs[1].out) == (limit < 1)
     assert bool(list(bench.root.glob("outputs/rollouts/*/taps-*/*.safetensors"))) == (limit > 0)
     own, other = (load_file(run.folder / "checkpoints" / "6" / "model.safetensors") for run in runs)
     assert own.keys() == other.keys()
