@@ -30,6 +30,7 @@ CLASSES = {
     "ngram": "drafters.models.ngram:Ngram",
     "p_eagle": "drafters.models.p_eagle:PEagle",
     "prism": "drafters.models.prism:Prism",
+    "recycle": "drafters.models.recycle:Recycle",
     "suffix": "drafters.models.suffix:Suffix",
     "union": "drafters.models.union:Union",
 }

@@ -14,6 +14,7 @@ from decode.plan import Plan
 from decode.rng import Purpose
 from decode.sampling import Sampler
 from drafters.base import Batch, Text
+from drafters.models.recycle import RECENT, Recycle
 
 K = 3
 V = 40
@@ -56,7 +57,7 @@ def batch_of(target: Target, texts: torch.Tensor, mask=None) -> Batch:
 def unrolled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
     """(row, anchor, depth) -> the training face's law."""
     if not drafter.trains:
-        return plainly(drafter, texts)
+        return plainly(drafter, target, texts)
     laws = {}
     for step in drafter.unroll(batch_of(target, texts), target):
         if not step.depth:  # no draft, but the tuned target's own law
@@ -79,8 +80,10 @@ def named(ids: torch.Tensor | None, law: torch.Tensor, size: int) -> torch.Tenso
     return law if ids is None else law.new_zeros(*law.shape[:-1], size).index_copy_(-1, ids, law)
 
 
-def plainly(drafter, texts) -> dict[tuple[int, int, int], torch.Tensor]:
+def plainly(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
     """(row, anchor, depth) -> the law of token anchor + 1 + depth, from one pass without a cache."""
+    if isinstance(drafter, Recycle):
+        return recycled(drafter, target, texts)
     if hasattr(drafter, "model"):
         rows = drafter.model(input_ids=texts, use_cache=False).logits.softmax(-1)
     else:
@@ -92,6 +95,31 @@ def plainly(drafter, texts) -> dict[tuple[int, int, int], torch.Tensor]:
         for depth in range(1, K + 1)
         if t + depth + 1 < texts.shape[1]
     }
+
+
+def recycled(drafter, target, texts) -> dict[tuple[int, int, int], torch.Tensor]:
+    """`Recycle`, place by place: a token's newest places in the text up to the anchor, and the table."""
+    table = drafter.logits(texts, torch.float32).softmax(-1)  # (B, T, V)
+    expected = target.head(target.read(texts).last).softmax(-1)
+    laws = {}
+    for row, text in enumerate(texts.tolist()):
+        for t in range(len(text) - 2):
+            for depth in range(1, min(K, len(text) - t - 2) + 1):
+                places = [i for i in range(t, -1, -1) if text[i] == text[t + depth]][:RECENT]
+                weights = [drafter.decay**age for age in range(len(places))]
+                own = sum(
+                    w * only_best(expected[row, i], drafter.candidates)
+                    for w, i in zip(weights, places, strict=True)
+                )
+                share = drafter.own_weight if places else 0.0
+                law = (1 - share) * table[row, t + depth] + share * own / max(sum(weights), 1)
+                laws[(row, t, depth)] = law / law.sum()
+    return laws
+
+
+def only_best(law: torch.Tensor, count: int) -> torch.Tensor:
+    """A law without all but its most probable tokens, not renormalised."""
+    return torch.where(law >= law.topk(count).values[-1], law, 0.0)
 
 
 class Dictate:

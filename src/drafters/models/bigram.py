@@ -23,16 +23,11 @@ from drafters.drafting.tree import expand
 CHUNK = 1 << 20  # pairs that are counted at once
 
 
-@dataclass(slots=True)
-class BigramState:
-    """The newest token of every row."""
+class PairTable(Drafter):
+    """Base of drafters that count which tokens follow a token.
 
-    root: Tensor | None = None  # (B,)
-
-
-class Bigram(Drafter):
-    """q(w | v) is proportional to count(v, w) over the most frequent successors of v, plus `prior` times
-    the unigram distribution with add-one smoothing (Dirichlet backoff, MacKay and Peto, Natural Language
+    q(w | v) is proportional to count(v, w) over the most frequent successors of v, plus `prior` times the
+    unigram distribution with add-one smoothing (Dirichlet backoff, MacKay and Peto, Natural Language
     Engineering 1(3), 1995).
 
     Buffers are integers, which casting to the target's dtype leaves exact.
@@ -115,7 +110,16 @@ class Bigram(Drafter):
         mass = (self.prior * unigrams / unigrams.sum()).expand(*token.shape, -1)  # (..., V)
         return mass.scatter_add(-1, self.tokens[token].long(), self.counts[token].to(float_dtype)).log()
 
-    # -- decoding ----------------------------------------------------------------------------
+
+@dataclass(slots=True)
+class BigramState:
+    """The newest token of every row."""
+
+    root: Tensor | None = None  # (B,)
+
+
+class Bigram(PairTable):
+    """Drafts by the table of token pairs alone."""
 
     @override
     def new_state(self, rows: int) -> BigramState:
