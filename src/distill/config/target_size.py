@@ -23,6 +23,7 @@ from distill.utils.progress import say
 # Learning rate of a drafter trained from scratch: measured at the bundled target's hidden size. The power
 # reaches the 1e-4 that EAGLE-3 drafters of 8B targets (4096) are trained with (SpecForge's examples).
 RATE, RATE_SIZE, RATE_POWER = 6e-3, 256, -1.5
+GOES_ON = 1 / 3  # of that rate, for a drafter that is trained already (docs/follow.md)
 # Hidden sizes up to -> tokens of an answer and of a training row
 LENGTHS = {512: (192, 512), 1024: (512, 1024)}
 LONGEST = (1024, 2048)
@@ -30,14 +31,15 @@ STEPS, PASSES = 800, 5  # least optimizer steps; how often each prompt is traine
 SAVES, SAVE_EVERY = 20, 200  # save points of a run; least steps between two
 
 
-def size_settings(hidden_size: int, context: int | None) -> dict[str, Any]:
+def size_settings(hidden_size: int, context: int | None, goes_on: bool = False) -> dict[str, Any]:
     """Values of the settings that follow the target's size, by name.
 
     Args:
         hidden_size: of the target.
         context: its maximum length in tokens; None: unlimited.
+        goes_on: whether the drafter begins with trained weights.
     """
-    rate = RATE * (max(hidden_size, RATE_SIZE) / RATE_SIZE) ** RATE_POWER
+    rate = RATE * (max(hidden_size, RATE_SIZE) / RATE_SIZE) ** RATE_POWER * (GOES_ON if goes_on else 1)
     answer, row = next((tokens for size, tokens in LENGTHS.items() if hidden_size <= size), LONGEST)
     if context:
         answer, row = min(answer, context // 2), min(row, context)
@@ -64,11 +66,13 @@ def fill_size_settings(cfg: DictConfig, announce: bool = True) -> None:
     target = cfg.target
     config = load_config(str(bundled(target.path)), target.revision, target.trust_remote_code)
     config = config.get_text_config()
-    values = size_settings(config.hidden_size, max_positions(config))
+    goes_on = bool(OmegaConf.select(cfg, "drafter.init_from"))
+    values = size_settings(config.hidden_size, max_positions(config), goes_on)
     for name in names:
         OmegaConf.update(cfg, name, values[name])
     if announce:
-        _announce(f"a target of hidden size {config.hidden_size}", {name: values[name] for name in names})
+        what = f"a target of hidden size {config.hidden_size}" + (" and a trained drafter" if goes_on else "")
+        _announce(what, {name: values[name] for name in names})
 
 
 def fill_precision(cfg: DictConfig, announce: bool = True) -> None:

@@ -44,6 +44,11 @@ def test_only_null_is_filled_in_and_one_line_says_so(tmp_path, capsys):
     fill_size_settings(cfg)  # nothing is null
     fill_size_settings(compose(["prompt=x", *target], CONF, "generate"))  # nor here
     assert capsys.readouterr().out == ""
+    fill_size_settings(cfg := compose([*target, "drafter.init_from=trained"], CONF))
+    assert cfg.optimizer.optimizer.lr == 3.1e-5
+    assert "for a target of hidden size 4096 and a trained drafter: optimizer.optimizer.lr=3.1e-05" in (
+        capsys.readouterr().out
+    )
     cfg = compose(target, CONF, "rollout_alone")
     fill_size_settings(cfg)
     assert (cfg.rollout.max_new_tokens, cfg.max_tokens) == (128, 256)
