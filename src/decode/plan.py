@@ -16,7 +16,7 @@ AUTO_RULES = {
     "sampled": ("token", "recursive"),
     "hybrid": ("recursive", "recursive"),
 }
-LOSSLESS = ("match", "token", "block", "recursive", "traversal", "select")
+LOSSLESS = ("match", "token", "block", "recursive", "kseq", "traversal", "select")
 LOSSY = ("typical", "threshold", "lenience")
 
 
@@ -152,6 +152,11 @@ class Plan:
             raise UserError(
                 f"decode.rule={self.rule} verifies a chain drawn from distributions q: a fixed token has no "
                 "q, and min(1, p/q) would not be lossless. Set width=1 proposal=sampled, or rule=match"
+            )
+        if self.rule == "kseq" and self.depth and not (self.replacement or self.drafts > 1):
+            raise UserError(
+                "decode.rule=kseq weighs siblings that were drawn independently: set decode=static "
+                "decode.proposal=sampled decode.replacement=true, or decode=drafts; or rule=recursive"
             )
         if self.rule == "lenience" and self.depth and self.proposal not in ("sampled", "hybrid"):
             raise UserError(

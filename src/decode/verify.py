@@ -1,6 +1,6 @@
 """Acceptance rules of speculative decoding, batched over rows.
 
-`match`, `recursive` and `traversal` are lossless: their output, continued by the target, has the
+`match`, `recursive`, `kseq` and `traversal` are lossless: their output, continued by the target, has the
 target's distribution (docs/lossless.md). `token` is `recursive` and `block` is `traversal` on a sampled
 chain; `select` is `match` on the best of several drafts. `typical`, `threshold` and `lenience` are lossy
 and need `Plan.lossy`.
@@ -14,16 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from decode.draft import PAD, Draft
+from decode.draft import PAD, Draft, DraftProbs
 from decode.errors import UserError
 from decode.plan import Plan
 from decode.rng import Coin, Key, Purpose
 from decode.sampling import Sampler
+
+HALVINGS = 40  # of the interval of a kseq rule's rho, from at most k
 
 
 class VerificationResult(NamedTuple):
@@ -32,6 +35,10 @@ class VerificationResult(NamedTuple):
     tokens: Tensor  # (B, K + 1) accepted tokens and one more, then PAD
     slots: Tensor  # (B, K + 1) slot whose target row each token was drawn from, then 0
     accepted: Tensor  # (B,) number of accepted draft tokens
+
+
+# (draft, (B,) slot, (B, N) its children, (B, V) p, coin, depth, (B,) active) -> (B, V) residual, (B,) child
+Examine = Callable[[Draft, Tensor, Tensor, Tensor, Coin, int, Tensor], tuple[Tensor, Tensor]]
 
 
 class TargetProbs:
@@ -115,13 +122,24 @@ def recursive(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResu
     return _descend(draft, target, coin, Purpose.RESIDUAL)
 
 
+def kseq(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
+    """K-SEQ (SpecTr, arXiv:2310.15141), for siblings drawn independently: accept each of k children x with
+    probability min(1, p(x) / (rho q(x))), whatever became of the others.
+
+    A child is accepted with probability b(rho) = sum min(q, p / rho). rho is the smallest number of at least
+    1 at which no token's accepted mass, min(q, p / rho) (1 - (1 - b)^k) / b, exceeds p. If all children are
+    rejected, the token comes from what that mass leaves of p.
+    """
+    return _descend(draft, target, coin, Purpose.RESIDUAL, examine=_try_independent)
+
+
 def lenience(draft: Draft, target: TargetProbs, coin: Coin, plan: Plan) -> VerificationResult:
     """DistillSpec's lenience f(p) = p / e (arXiv:2310.08461): `recursive`, where a sampled child is accepted
     with probability min(1, r(x) / (e q(x))).
 
     With e = `plan.lenience` = 1 it is `recursive`; below, the output does NOT have the target's distribution.
     """
-    return _descend(draft, target, coin, Purpose.RESIDUAL, plan.lenience)
+    return _descend(draft, target, coin, Purpose.RESIDUAL, partial(_try_sampled, lenience=plan.lenience))
 
 
 def select(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
@@ -153,12 +171,14 @@ def best_path(draft: Draft, p: Tensor) -> Tensor:
 
 
 def _descend(
-    draft: Draft, target: TargetProbs, coin: Coin, purpose: Purpose, lenience: float = 1.0
+    draft: Draft, target: TargetProbs, coin: Coin, purpose: Purpose, examine: Examine | None = None
 ) -> VerificationResult:
     """Walk from the root to the first slot without an accepted child, one depth at a time.
 
-    `match` (purpose TARGET) treats every node as fixed; `recursive` (RESIDUAL) tries sampled nodes first.
+    `match` (purpose TARGET) treats every node as fixed; others (RESIDUAL) try sampled nodes first, by
+    `examine`, `_try_sampled` unless given.
     """
+    examine = examine or _try_sampled
     count, device = draft.tokens.shape[0], draft.tokens.device
     drafted = draft.probs if purpose == Purpose.RESIDUAL else None
     slot = torch.zeros(count, dtype=torch.long, device=device)  # where each row stands
@@ -169,7 +189,7 @@ def _descend(
         p, child = target.at(slot), none  # (B, V); (B,) node to descend to
         children = (draft.parents == slot[:, None] - 1) & (draft.tokens != PAD)  # (B, N)
         if drafted is not None and depth < draft.depth:
-            p, child = _try_sampled(draft, slot, children, p, coin, depth, active, lenience)
+            p, child = examine(draft, slot, children, p, coin, depth, active)
             children = children & ~drafted.sampled
         undecided = active & (child < 0)
         y = none if _none_true(undecided) else coin.draw(p, Key(purpose, depth), undecided)  # (B,)
@@ -198,7 +218,7 @@ def _try_sampled(
     coin: Coin,
     depth: int,
     active: Tensor,
-    lenience: float,
+    lenience: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Examine the sampled children of (B,) `slot` in the order they were drawn.
 
@@ -207,8 +227,7 @@ def _try_sampled(
     """
     drafted = draft.probs
     assert drafted is not None
-    row = torch.arange(slot.shape[0], device=slot.device)
-    q = drafted.q[row, first_true(drafted.owner == slot[:, None]).clamp_min(0)].to(p.dtype)  # (B, V)
+    q = _drawn_from(drafted, slot, p)  # (B, V)
     child = torch.full_like(slot, -1)
     waiting = children & drafted.sampled  # (B, N) not examined yet
     for rank in range(drafted.siblings):
@@ -223,6 +242,61 @@ def _try_sampled(
             waiting = waiting.scatter(1, node.clamp_min(0)[:, None], value=False)
             q = q if drafted.replacement else without_token(q, token)
     return p, child
+
+
+def _try_independent(
+    draft: Draft, slot: Tensor, children: Tensor, p: Tensor, coin: Coin, depth: int, active: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Like `_try_sampled`, by the rule of `kseq`."""
+    drafted = draft.probs
+    assert drafted is not None
+    q = _drawn_from(drafted, slot, p)  # (B, V)
+    waiting = children & drafted.sampled  # (B, N) not examined yet
+    count = waiting.sum(-1)  # (B,) k
+    rho = smallest_rho(p, q, count)  # (B,)
+    child = torch.full_like(slot, -1)
+    for rank in range(drafted.siblings):
+        node = first_true(waiting)
+        trying = active & (node >= 0) & (child < 0)
+        token = draft.tokens.gather(1, node.clamp_min(0)[:, None]).clamp_min(0)  # (B, 1)
+        p_token, q_token = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
+        accept = coin.flip(p_token, q_token * rho, Key(Purpose.ACCEPT, depth, rank), trying) & trying
+        # Of siblings with equal tokens the first has the most below it (all of it, in parallel chains).
+        twin = first_true(children & drafted.sampled & (draft.tokens == token))
+        child = torch.where(accept, twin, child)
+        waiting = waiting.scatter(1, node.clamp_min(0)[:, None], value=False)
+    each = torch.minimum(q, p / rho[:, None])  # (B, V) mass of one child that is accepted
+    chance = each.sum(-1)
+    any_of = _ratio(1 - (1 - chance).clamp_min(0) ** count, chance)  # 1 + (1 - b) + ... + (1 - b)^(k - 1)
+    rest = (p - each * any_of[:, None]).clamp_min(0)
+    mass = rest.sum(-1, keepdim=True)
+    rejected = active & (count > 0) & (child < 0)
+    return torch.where(rejected[:, None] & (mass > 0), rest / mass, p), child
+
+
+def smallest_rho(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
+    """(B,) the smallest rho of at least 1 with 1 - (1 - b)^k <= rho b, b = sum min(q, p / rho), by bisection.
+
+    Any rho for which this holds is lossless, and it holds at k; the result is an upper end.
+
+    Args:
+        p: (B, V) the target's distributions.
+        q: (B, V) the drafter's.
+        count: (B,) k, the number of draws.
+    """
+    low, high = torch.ones_like(p[:, 0]), count.to(p).clamp_min(1)
+    for step in range(HALVINGS):
+        rho = low if not step else (low + high) / 2
+        chance = torch.minimum(q, p / rho[:, None]).sum(-1)
+        enough = 1 - (1 - chance).clamp_min(0) ** count <= rho * chance
+        low, high = torch.where(enough, low, rho), torch.where(enough, rho, high)
+    return high
+
+
+def _drawn_from(drafted: DraftProbs, slot: Tensor, p: Tensor) -> Tensor:
+    """(B, V) distribution that the first sampled child of (B,) `slot` was drawn from, in the dtype of p."""
+    row = torch.arange(slot.shape[0], device=slot.device)
+    return drafted.q[row, first_true(drafted.owner == slot[:, None]).clamp_min(0)].to(p.dtype)
 
 
 def _residual(p: Tensor, q: Tensor, rejected: Tensor) -> Tensor:
@@ -388,6 +462,7 @@ class Rule(NamedTuple):
     needs_chain: bool = False
     needs_probs: bool = False  # every node is sampled from a q that the draft carries
     reads_probs: bool = True  # weighs sampled nodes by q
+    needs_independent: bool = False  # siblings are drawn with replacement
     lossy: bool = False
 
 
@@ -396,6 +471,7 @@ RULES = {
     "token": Rule(recursive, "a chain sampled from distributions q that the draft carries", True, True),
     "block": Rule(traversal, "a chain sampled from distributions q that the draft carries", True, True),
     "recursive": Rule(recursive, "any chain or tree whose sampled nodes carry their q"),
+    "kseq": Rule(kseq, "siblings drawn independently from the q that they carry", needs_independent=True),
     "traversal": Rule(traversal, "any chain or tree whose sampled nodes carry their q"),
     "select": Rule(select, "any chain or tree", reads_probs=False),
     "typical": Rule(typical, "any chain or tree, lossily", reads_probs=False, lossy=True),
@@ -414,7 +490,9 @@ def verify(plan: Plan, draft: Draft, target: TargetProbs, coin: Coin) -> Verific
     drafted = draft.probs
     if not draft.depth and drafted is None:
         return match(draft, target, coin)  # nothing to verify; every rule draws from p
-    if (rule.needs_chain and not draft.is_chain) or (rule.needs_probs and drafted is None):
+    dependent = drafted is not None and drafted.siblings > 1 and not drafted.replacement
+    unfit = rule.needs_independent and dependent
+    if unfit or (rule.needs_chain and not draft.is_chain) or (rule.needs_probs and drafted is None):
         raise UserError(
             f"decode.rule={plan.rule} verifies {rule.accepts}; this draft is not one: use rule=match"
         )

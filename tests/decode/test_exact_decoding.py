@@ -154,11 +154,11 @@ def test_rows_that_end_where_they_are_unsure_are_lossless(tiny_target, temperatu
 
 
 @pytest.mark.parametrize("drafts", [2, 3])
-@pytest.mark.parametrize("rule", ["match", "recursive", "traversal", "select"])
+@pytest.mark.parametrize("rule", ["match", "recursive", "kseq", "traversal", "select"])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 @pytest.mark.ci(
     *["0.0-match-3", "0.5-recursive-3", "1.0-recursive-2", "1.0-traversal-3", "0.5-traversal-2"],
-    *["0.5-select-3", "1.0-select-2"],
+    *["0.5-select-3", "1.0-select-2", "0.5-kseq-3", "1.0-kseq-2"],
 )
 def test_drafts_side_by_side_are_lossless(tiny_target, temperature, rule, drafts):
     """Of two tokens, so that most of them are twins; drawn at one temperature whatever the target's."""
@@ -175,6 +175,13 @@ def test_rows_of_unlike_trees_are_lossless(tiny_target, rule, replacement, seed)
     """Drawn and chosen nodes, holes, laws of nothing, siblings that run out: see `Trees`."""
     drafter = Trees(3, seed, replacement=replacement)
     check_lossless(tiny_target(), drafter, Plan(2, 3, 20, rule=rule), Sampler(0.7), length=4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.covering
+def test_unlike_trees_of_independent_siblings_are_lossless_by_kseq(tiny_target, seed):
+    plan = Plan(2, tree=((0,), (1,), (2,), (0, 0), (0, 1)), proposal="sampled", replacement=True, rule="kseq")
+    check_lossless(tiny_target(), Trees(3, seed, replacement=True), plan, Sampler(0.7), length=4)
 
 
 def test_the_unlike_trees_are_as_unlike_as_they_should_be(tiny_target):

@@ -37,7 +37,7 @@ from decode.errors import UserError
 from decode.plan import LOSSLESS, LOSSY, Plan
 from decode.rng import KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.verify import RULES, TargetProbs, _pass_chances, verify
+from decode.verify import RULES, TargetProbs, _pass_chances, smallest_rho, verify
 from drafters.drafting.tree import expand
 
 V = 3
@@ -55,7 +55,7 @@ CHAINS = ("token", "block")
 
 def plan_of(rule: str) -> Plan:
     """A plan that allows a rule; its shape means nothing to the rules."""
-    several = rule == "select"
+    several = rule in ("select", "kseq")
     proposal = "sampled" if several or rule in (*CHAINS, "lenience") else "fixed"
     return Plan(depth=1, proposal=proposal, drafts=1 + several, rule=rule, lossy=rule in LOSSY)
 
@@ -358,6 +358,55 @@ def test_a_hybrid_node_reaches_the_optimal_transport_bound(width, rule):
     assert max(short) > 0.01
 
 
+def siblings(q: list[float], count: int) -> Story:
+    """Independent draws from one law."""
+    nodes = []
+    for _ in range(count):
+        nodes.append(Node((yield q), -1, q))
+    return nodes
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_kseq_is_between_the_recursive_rule_and_the_optimal_transport_bound(count):
+    """Of independent draws; each rule's law is the target's, and kseq accepts more in the mean."""
+    found = []
+    for seed in range(8):
+        table = Table(seed, Sampler(0.8), vocab=4)
+        q = table.q((1,))
+        laws = {
+            rule: table.round(lambda q=q: siblings(q, count), plan_of(rule), replacement=True)
+            for rule in ("recursive", "kseq")
+        }
+        for law in laws.values():
+            assert_same_law(table.complete(law, 2), table.law(2))
+        drafts = {
+            tokens: math.prod(q[t] for t in tokens) for tokens in itertools.product(range(4), repeat=count)
+        }
+        found.append([accepted(laws["recursive"]), accepted(laws["kseq"]), transport(table.p(()), drafts)])
+        assert found[-1][1] < found[-1][2] + EXACT
+    recursive, kseq, best = torch.tensor(found).mean(0).tolist()
+    if count == 1:
+        assert max(abs(recursive - kseq), abs(best - kseq)) < EXACT
+    else:
+        assert recursive + 0.005 < kseq < best - 0.005
+
+
+def test_the_smallest_rho_is_where_the_accepted_mass_meets_the_target():
+    """p = (1/2, 1/2), q = (1, 0): b = 1 / (2 rho), and 1 - (1 - b)^2 = rho b says 2 - b = rho."""
+    p, q = torch.tensor([[[0.5, 0.5]], [[1.0, 0.0]]], dtype=torch.float64).expand(2, 3, 2)
+    rho = smallest_rho(p, q, torch.tensor([0, 1, 2]))
+    assert rho[:2].tolist() == [1.0, 1.0]
+    assert rho[2].item() == pytest.approx(1 + math.sqrt(0.5), abs=1e-9)
+
+
+def test_kseq_refuses_siblings_that_depend_on_one_another():
+    nodes = [Node(0, -1, [1 / 3] * 3), Node(1, -1, [1 / 3] * 3)]
+    rows = rows_of(*[[1 / 3] * 3] * 3)
+    with pytest.raises(UserError, match=r"decode\.rule=kseq verifies siblings drawn independently"):
+        verify(plan_of("kseq"), draft_of([nodes], V), rows, certain())
+    verify(plan_of("kseq"), draft_of([nodes], V, replacement=True), rows, certain())
+
+
 # -- edges ---------------------------------------------------------------------------------------
 
 
@@ -507,7 +556,7 @@ def test_rows_are_verified_each_by_its_own_draft(rule):
     rows = [told(trees.story([row]), row) for row in range(6)]
 
     def run(order):
-        draft = draft_of([rows[r] for r in order], V)
+        draft = draft_of([rows[r] for r in order], V, replacement=rule == "kseq")
         coin = EnumeratingCoin([Script(r) for r in order])
         return emitted(draft, verify(plan_of(rule), draft, table.rows(draft), coin))
 
@@ -533,7 +582,8 @@ def test_the_best_token_of_a_slot_is_the_one_that_its_law_allows():
 def test_a_verdict_leaves_the_sequence_as_it_was(rule):
     """What is only drafted, or only emitted so far, is no part of it: the loop adds what is settled."""
     table, trees = Table(0, Sampler(0.8, repetition_penalty=1.3), vocab=5), Trees(5, 1, chosen=(1, 2))
-    draft = draft_of([told(trees.story([row]), row) for row in range(4)], 5)
+    texts = [told(trees.story([row]), row) for row in range(4)]
+    draft = draft_of(texts, 5, replacement=rule == "kseq")
     seen = torch.zeros(4, 5, dtype=torch.bool)
     seen[:, 0] = True
     before = seen.clone()
