@@ -294,7 +294,7 @@ def parts(tmp_path_factory) -> tuple[Target, Chat, list[Prompt]]:
     root = tmp_path_factory.mktemp("rollouts")
     folder = str(make_target(root / "target"))
     prompts = read_prompts(write_prompts(root / "p.jsonl", 7))
-    prompts += [Prompt(f"long-{i}", ({"role": "user", "content": "x" * 80},)) for i in range(2)]
+    prompts += [Prompt.of(f"long-{i}", ({"role": "user", "content": "x" * 80},)) for i in range(2)]
     return load_target(folder), Chat(load_tokenizer(folder)), prompts
 
 

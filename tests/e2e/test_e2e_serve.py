@@ -110,7 +110,7 @@ def plan_for(pocket, **changes):
 @pytest.mark.proof
 def test_greedy_text_is_that_of_the_target_in_this_process(served, pocket, chat, prompts):
     plan = plan_for(pocket)
-    two = Prompt("two", (*prompts[0].messages, {"role": "user", "content": "And then?"}))
+    two = Prompt.of("two", (*prompts[0].messages, {"role": "user", "content": "And then?"}))
     asked = [*prompts[:7], two]
     own = Writer(InProcess(pocket, 4, seed=0), chat, plan)(0, asked, 0)
     theirs = Writer(served.engine(chat), chat, plan)(0, asked, 0)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 Message = dict[str, Any]  # role, content, and what chat templates read besides: tool_calls, name, ...
 
@@ -17,24 +17,39 @@ class Prompt:
 
     Attributes:
         id: in stores and reports.
-        messages: for the chat template. The target answers every message of a user or tool that has no
-            answer; answers in between are context.
+        packed: messages and tools as UTF-8 JSON, see `pack`: objects would take several times the memory.
         category: for tables by category.
         weight: of its rows in the loss.
-        tools: schemas of functions that the target may call, for the chat template.
         file: from which it was read; empty if none.
         line: in that file, from 1.
     """
 
     id: str
-    messages: tuple[Message, ...]
+    packed: bytes
     category: str = ""
     weight: float = 1.0
-    tools: tuple[dict[str, Any], ...] = ()
     file: str = ""
     line: int = 0
     _content: int | None = field(default=None, init=False, repr=False, compare=False)
     _question: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, name: str, messages: Sequence[Message], tools: Sequence[dict] = (), **more: Any) -> Self:
+        """A prompt of these messages and tools; `more` are other attributes."""
+        return cls(name, pack(messages, tools), **more)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """For the chat template, parsed whenever they are read.
+
+        The target answers every message of a user or tool that has no answer; answers in between are context.
+        """
+        return tuple(json.loads(self.packed)[0])
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """Schemas of functions that the target may call, parsed whenever they are read."""
+        return tuple(json.loads(self.packed)[1])
 
     @property
     def content_hash(self) -> int:
@@ -49,6 +64,16 @@ class Prompt:
         if self._question is None:
             self._question = hash64(question(self))
         return self._question
+
+
+def pack(messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> bytes:
+    """Messages and tools as UTF-8 JSON.
+
+    Raises:
+        TypeError: a value that JSON does not have.
+        ValueError: a number that is not finite, or text that UTF-8 cannot hold.
+    """
+    return json.dumps([messages, tools], ensure_ascii=False, allow_nan=False).encode()
 
 
 def turns(messages: Sequence[Message]) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode.errors import UserError
-from distill.prompts.prompt import Message, Prompt, turns, unanswered
+from distill.prompts.prompt import Message, Prompt, pack, turns, unanswered
 
 ROLES = ("system", "user", "assistant", "tool")
 # ShareGPT's speakers -> roles.
@@ -27,7 +27,6 @@ SYSTEMS = ("system", "system_prompt")
 CONTENT = (*FORMS, *ANSWERS, *SYSTEMS, "input")
 IDS = ("id", "question_id", "task_id", "prompt_id")
 WEIGHTS = ("weight", "reward")
-ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 FIELDS = (*CONTENT, *IDS, *WEIGHTS, "category", "tools")  # all keys that are read
 
 
@@ -88,15 +87,13 @@ def to_prompt(
         no_user = messages and all(m["role"] == "assistant" for m in messages)
         reason = "only the assistant speaks in it" if no_user else "no user's or tool's message stands last"
         raise UserError(f"{reason}; there is nothing to answer")
-    prompt = Prompt(
-        _string_field(record, IDS) or default_id,
-        messages,
-        _string_field(record, ("category",)),
-        _weight(record),
-        tools,
-    )
-    _check_text(prompt)
-    return prompt
+    name, category = _string_field(record, IDS) or default_id, _string_field(record, ("category",))
+    weight = _weight(record)
+    try:  # columns can hold dates or bytes, and any text lone surrogates
+        (name + category).encode()
+        return Prompt(name, pack(messages, tools), category, weight)
+    except (TypeError, ValueError, RecursionError):
+        raise UserError("an id, category or tool is no data that UTF-8 JSON can hold") from None
 
 
 def _rename_columns(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -254,12 +251,3 @@ def _is_text(value: Any, empty: bool = False) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _check_text(prompt: Prompt) -> None:
-    """Check that all fields can be written as UTF-8 JSON; columns can hold dates or bytes."""
-    more = [message for message in prompt.messages if len(message) > 2]  # than a role and a checked text
-    try:
-        ENCODE([prompt.id, prompt.category, prompt.tools, more]).encode()
-    except (TypeError, ValueError, RecursionError):
-        raise UserError("an id, category or tool is no data that UTF-8 JSON can hold") from None

@@ -13,7 +13,7 @@ from distill.options import PromptOptions
 from distill.prompts.chat_template import Chat
 from distill.prompts.length import Limit, Measured, check_share, set_aside
 from distill.prompts.mixing import mix
-from distill.prompts.prompt import Prompt, held_out, opening, split
+from distill.prompts.prompt import Prompt, held_out, opening, pack, split
 from distill.prompts.sources import Reading, Rejected, Source, to_sources
 from distill.prompts.token_counts import count_tokens
 from distill.utils.atomic_files import read_json, write_json
@@ -134,7 +134,7 @@ def _openings(held: Sequence[Prompt]) -> list[Prompt]:
     """Held-out prompts up to the first answer, without duplicates."""
     unique: dict[int, Prompt] = {}
     for prompt in held:
-        prompt = replace(prompt, messages=opening(prompt.messages))
+        prompt = replace(prompt, packed=pack(opening(prompt.messages), prompt.tools))
         unique.setdefault(prompt.content_hash, prompt)
     return list(unique.values())
 

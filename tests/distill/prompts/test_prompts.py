@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from dataclasses import replace
 
 import pytest
 from workbench import SPECIAL, TEMPLATE, make_tokenizer
@@ -24,7 +23,7 @@ DIALOGUE = [
 
 
 def texts(count: int) -> list[Prompt]:
-    return [Prompt(str(i), ({"role": "user", "content": f"question {i}"},)) for i in range(count)]
+    return [Prompt.of(str(i), ({"role": "user", "content": f"question {i}"},)) for i in range(count)]
 
 
 def masked(chat: Chat, messages) -> str:
@@ -43,14 +42,14 @@ def test_the_split_is_by_text_alone():
     train, held = split(prompts, 0.1)
     assert 20 < len(held) < 60
     assert sorted(train + held, key=by_id) == sorted(prompts, key=by_id)
-    shuffled = [Prompt(f"other-{i}", p.messages) for i, p in enumerate(prompts)]
+    shuffled = [Prompt.of(f"other-{i}", p.messages) for i, p in enumerate(prompts)]
     random.Random(0).shuffle(shuffled)
     again = split(shuffled + texts(50), 0.1)[1]
     assert {p.messages for p in map(_frozen, again)} == {p.messages for p in map(_frozen, held)}
 
 
 def _frozen(prompt: Prompt) -> Prompt:
-    return Prompt(prompt.id, json.dumps(prompt.messages))  # type: ignore[arg-type]
+    return Prompt.of(prompt.id, json.dumps(prompt.messages))  # type: ignore[arg-type]
 
 
 def test_a_larger_share_holds_out_the_smaller_ones_prompts_too():
@@ -62,7 +61,7 @@ def test_a_larger_share_holds_out_the_smaller_ones_prompts_too():
 
 def test_what_is_held_out_is_never_trained_on():
     held = texts(5)
-    train = [*texts(12), Prompt("same text, other id", held[3].messages)]
+    train = [*texts(12), Prompt.of("same text, other id", held[3].messages)]
     kept, mixed = held_out(train, held)
     asked = [p.messages for p in held]
     assert [p.id for p in kept] == [str(i) for i in range(5, 12)]
@@ -103,7 +102,7 @@ def test_an_opening_ends_at_the_first_place_to_be_answered(speakers, places, fir
 
 def test_one_question_falls_on_one_side_however_it_goes_on():
     asked = texts(200)
-    answered = [replace(p, messages=(*p.messages, *speak("aua"))) for p in asked]
+    answered = [Prompt.of(p.id, (*p.messages, *speak("aua"))) for p in asked]
     train, held = split([*asked, *answered], 0.2)
     assert 20 < len(held) < 120
     sides = [{json.dumps(question(p)) for p in part} for part in (train, held)]
@@ -111,9 +110,9 @@ def test_one_question_falls_on_one_side_however_it_goes_on():
     assert not sides[0] & sides[1]
     kept, _ = held_out([*asked, *answered], answered[:50])
     assert len(kept) == 300
-    greeted = Prompt("g", (*speak("a"), *asked[0].messages))
+    greeted = Prompt.of("g", (*speak("a"), *asked[0].messages))
     assert held_out([greeted], asked[:1])[0] == [], "a greeting before it makes no other question"
-    system = Prompt("s", ({"role": "system", "content": "s"}, *asked[0].messages))
+    system = Prompt.of("s", ({"role": "system", "content": "s"}, *asked[0].messages))
     assert held_out([system], asked[:1])[0] == [system], "another system text makes another question"
 
 

@@ -53,7 +53,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_record_of_any_form_is_a_prompt(form):
     record, messages = FORMS[form]
-    assert to_prompt(record, "7") == Prompt("7", tuple(messages))
+    assert to_prompt(record, "7") == Prompt.of("7", tuple(messages))
     dropped = to_prompt(record, "7", answers="drop")
     assert dropped.messages == tuple(m for m in messages if m["role"] != "assistant")
 
@@ -63,7 +63,7 @@ def test_the_other_fields():
     assert (prompt.id, prompt.category, prompt.weight) == ("81", "writing", 0.5)
     other = to_prompt({"prompt": "q", "task_id": "HumanEval/0", "weight": 0}, "1")
     assert (other.id, other.weight) == ("HumanEval/0", 0.0)
-    assert to_prompt({"prompt": "q", "id": None, "weight": None, "category": None}, "1") == Prompt(
+    assert to_prompt({"prompt": "q", "id": None, "weight": None, "category": None}, "1") == Prompt.of(
         "1", (user("q"),)
     )
 
@@ -87,8 +87,8 @@ def test_tool_calls_are_kept_as_templates_read_them():
 def test_columns_rename_and_rule():
     record = {"messages": "no", "query": "q", "gold": "a", "uuid": 5, "reward": 2}
     columns = {"prompt": "query", "answer": "gold", "id": "uuid"}
-    assert to_prompt(record, "1", columns=columns) == Prompt("5", (user("q"), answer("a")), "", 2.0)
-    assert to_prompt({"prompt": "q", "key": "k"}, "1", columns={"id": "key"}) == Prompt("k", (user("q"),))
+    assert to_prompt(record, "1", columns=columns) == Prompt.of("5", (user("q"), answer("a")), weight=2.0)
+    assert to_prompt({"prompt": "q", "key": "k"}, "1", columns={"id": "key"}) == Prompt.of("k", (user("q"),))
     with pytest.raises(UserError, match="no column 'quest'; it has messages, query"):
         to_prompt(record, "1", columns={"prompt": "quest"})
 

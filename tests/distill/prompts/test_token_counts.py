@@ -17,7 +17,7 @@ def prompts() -> list[Prompt]:
     """One in five has a system message, which Gemma's template refuses."""
     texts = [" ".join(["word"] * (1 + i % 7)) + str(i) for i in range(40)]
     return [
-        Prompt(str(i), tuple(say(text, "Yes", **({"system": "Be brief."} if i % 5 == 3 else {}))))
+        Prompt.of(str(i), tuple(say(text, "Yes", **({"system": "Be brief."} if i % 5 == 3 else {}))))
         for i, text in enumerate(texts)
     ]
 

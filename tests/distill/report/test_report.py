@@ -368,7 +368,9 @@ def test_categories_are_those_of_the_replayed_prompts():
 
 
 def test_texts_are_of_several_categories():
-    prompts = [Prompt(str(i), ({"role": "user", "content": "x"},), c) for i, c in enumerate("aaabb")]
+    prompts = [
+        Prompt.of(str(i), ({"role": "user", "content": "x"},), category=c) for i, c in enumerate("aaabb")
+    ]
     assert [p.id for p in varied(prompts, 4)] == ["0", "3", "1", "4"]
 
 

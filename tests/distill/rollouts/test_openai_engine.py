@@ -223,7 +223,7 @@ def test_a_filtered_answer_makes_no_row_and_is_counted(chat, start, capsys):
     fake.message = lambda body: (
         {"content": None, "finish_reason": "content_filter"} if "bad" in str(body["messages"]) else {}
     )
-    prompts = [Prompt(t, ({"role": "user", "content": t},) * 2) for t in ("a", "bad", "c")]
+    prompts = [Prompt.of(t, ({"role": "user", "content": t},) * 2) for t in ("a", "bad", "c")]
     plan = replace(PLAN, self_prompts=0, max_prompt_tokens=60)
     rows = Writer(engine(fake), chat, plan)(0, prompts, 0)
     assert [row["id"] for row in rows] == ["a", "c"]

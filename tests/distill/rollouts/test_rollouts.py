@@ -175,7 +175,7 @@ def test_given_answers_are_taken_as_they_are(parts):
     target, chat, _ = parts
     plan = replace(PLAN, answers="given", self_prompts=0)
     messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"})
-    (row,) = make_writer(target, chat, plan)(0, [Prompt("a", messages, weight=0.5)], 0)
+    (row,) = make_writer(target, chat, plan)(0, [Prompt.of("a", messages, weight=0.5)], 0)
     text = chat.tokenizer.decode(row["tokens"])
     assert text == "{1}hi{2}hello{3}".format(*SPECIAL)
     assert sum(row["loss_mask"]) == len("hello") + 1
@@ -202,7 +202,7 @@ def test_a_prompt_that_fills_the_context_of_what_answers_is_named(parts):
     target, chat, _ = parts
     plan = replace(PLAN, max_prompt_tokens=10_000, self_prompts=0)
     room = target.max_positions - 2  # besides the two tokens of the template
-    prompts = [Prompt(str(n), ({"role": "user", "content": "x" * n},)) for n in (room - 1, room, room + 1)]
+    prompts = [Prompt.of(str(n), ({"role": "user", "content": "x" * n},)) for n in (room - 1, room, room + 1)]
     rows = make_writer(target, chat, plan)(0, prompts[:1], 0)
     assert len(rows[0]["tokens"]) == target.max_positions
     longest = target.max_positions - 1

@@ -81,7 +81,7 @@ def test_the_target_answers_whatever_has_no_answer(roles, places):
 def test_every_turn_is_answered_in_one_row_where_the_template_allows_it():
     chat = Chat(make_tokenizer())
     parrot = Parrot(chat, "one", "two")
-    (row,) = Writer(parrot, chat, TALK)(0, [Prompt("p", user("a", "b"), weight=0.5)], 0)
+    (row,) = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b"), weight=0.5)], 0)
     assert (
         chat.tokenizer.decode(row["tokens"])
         == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
@@ -96,7 +96,7 @@ def test_every_turn_is_answered_in_one_row_where_the_template_allows_it():
 
 def test_where_the_template_rewrites_earlier_answers_a_turn_has_a_row_of_its_own():
     chat = Chat(make_tokenizer(THINKING))
-    one, two = Writer(Parrot(chat, "hm|yes", "no"), chat, TALK)(0, [Prompt("p", user("a", "b"))], 0)
+    one, two = Writer(Parrot(chat, "hm|yes", "no"), chat, TALK)(0, [Prompt.of("p", user("a", "b"))], 0)
     assert (one["id"], two["id"]) == ("p", "p@1")
     assert chat.tokenizer.decode(one["tokens"]) == "<|user|>a<|assistant|>hm|yes<|end|>"
     assert (
@@ -108,14 +108,14 @@ def test_where_the_template_rewrites_earlier_answers_a_turn_has_a_row_of_its_own
 
 def test_an_answer_that_was_cut_is_the_last_one():
     chat = Chat(make_tokenizer())
-    (row,) = Writer(Parrot(chat, "one", cut=True), chat, TALK)(0, [Prompt("p", user("a", "b"))], 0)
+    (row,) = Writer(Parrot(chat, "one", cut=True), chat, TALK)(0, [Prompt.of("p", user("a", "b"))], 0)
     assert (answers(row), row["finish_reason"]) == (["one"], "length")
 
 
 def test_tools_are_in_every_turn_and_encoded_text_is_said_to_be_that():
     chat, tools = Chat(make_tokenizer("{% if tools %}tools{% endif %}" + TEMPLATE)), ({"name": "f"},)
     parrot = Parrot(chat, "one", "two", exact=False)
-    (row,) = Writer(parrot, chat, TALK)(0, [Prompt("p", user("a", "b"), tools=tools)], 0)
+    (row,) = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b"), tools=tools)], 0)
     assert chat.tokenizer.decode(row["tokens"]).startswith("tools<|user|>a<|assistant|>one<|end|><|user|>b")
     assert [request.tools for (request,) in parrot.asked] == [tools, tools]
     assert row["ids"] == "reencoded"
@@ -141,13 +141,13 @@ def test_a_self_written_prompt_has_its_own_sampler_and_room_and_loses_its_end(lo
 def test_a_turn_without_room_is_left_out():
     chat = Chat(make_tokenizer())
     short = replace(TALK, max_prompt_tokens=5, max_new_tokens=4)  # later turns: 14, 23, ...
-    (row,) = Writer(Parrot(chat, "one"), chat, short)(0, [Prompt("p", user("a", "b" * 9))], 0)
+    (row,) = Writer(Parrot(chat, "one"), chat, short)(0, [Prompt.of("p", user("a", "b" * 9))], 0)
     assert answers(row) == ["one<|end|>"]
-    (row,) = Writer(Parrot(chat, "one", "two"), chat, short)(0, [Prompt("p", user("a", "bbb"))], 0)
+    (row,) = Writer(Parrot(chat, "one", "two"), chat, short)(0, [Prompt.of("p", user("a", "bbb"))], 0)
     assert answers(row) == ["one<|end|>", "two<|end|>"]
     parrot = Parrot(chat, "one", "two")
     parrot.context = 8
-    (row,) = Writer(parrot, chat, short)(0, [Prompt("p", user("a", "bbb"))], 0)
+    (row,) = Writer(parrot, chat, short)(0, [Prompt.of("p", user("a", "bbb"))], 0)
     assert answers(row) == ["one<|end|>"]
 
 
@@ -162,7 +162,7 @@ def test_samples_of_a_prompt_differ_and_the_first_is_what_one_alone_would_be(par
 
 def test_prompts_of_similar_length_begin_together_and_change_no_row(parts, monkeypatch):
     target, chat, _ = parts
-    prompts = [Prompt(str(n), user("x" * n)) for n in (9, 1, 7, 3, 5)]
+    prompts = [Prompt.of(str(n), user("x" * n)) for n in (9, 1, 7, 3, 5)]
     seen = []
     call = engines.generate
     monkeypatch.setattr(
@@ -245,7 +245,7 @@ def test_a_given_answer_at_the_end_is_neither_sent_nor_stops_a_turn():
     chat = Chat(make_tokenizer())
     given = ({"role": "assistant", "content": "gold"},)
     parrot = Parrot(chat, "one", "two")
-    (row,) = Writer(parrot, chat, TALK)(0, [Prompt("p", user("a", "b") + given)], 0)
+    (row,) = Writer(parrot, chat, TALK)(0, [Prompt.of("p", user("a", "b") + given)], 0)
     assert answers(row) == ["one<|end|>", "two<|end|>"]
     for (request,) in parrot.asked:
         assert request.messages[-1]["role"] == "user"

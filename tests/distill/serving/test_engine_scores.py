@@ -42,7 +42,7 @@ def scoring(*more: str):
 def measured(target, chat, tmp_path, monkeypatch):
     """What EngineScorer makes of an engine that runs."""
     monkeypatch.setattr(traffic, "READ_INTERVAL", 0.01)
-    prompts = [Prompt(f"p{i}", [{"role": "user", "content": "x" * (i + 1)}]) for i in range(PROMPTS)]
+    prompts = [Prompt.of(f"p{i}", [{"role": "user", "content": "x" * (i + 1)}]) for i in range(PROMPTS)]
 
     def measured(server: Engine, *more: str, rows=None, training=False) -> Scorecard:
         server.pages["/version"] = lambda: (200, '{"version": "1.2"}')
