@@ -21,6 +21,7 @@ CLASSES = {
     "hf_dllm": "drafters.models.hf_dllm:Dllm",
     "hydra": "drafters.models.hydra:Hydra",
     "lm": "drafters.models.lm:DraftLM",
+    "lookahead": "drafters.models.lookahead:Lookahead",
     "lyanna": "drafters.models.lyanna:Lyanna",
     "lstm": "drafters.models.mlp:Lstm",
     "medusa": "drafters.models.medusa:Medusa",

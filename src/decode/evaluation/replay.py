@@ -81,6 +81,8 @@ def why_inexact(plan: Plan, sampler: Sampler, drafter: Proposer | None = None) -
     shared_depth = plan.adapt is not None and not (plan.proposal == "sampled" and plan.rule != "match")
     if stateful and (shared_depth or getattr(drafter, "depends_on_batch", False)):
         return "drafts depend on the rows beside them"
+    if hasattr(drafter, "observe") and plan.depth:
+        return "drafts depend on what the target answers to rejected tokens"
     if plan.lossy:
         return f"rule {plan.rule} does not keep the target's distribution"
     if not plan.depth or plan.proposal_temperature(sampler.temperature) is None:

@@ -48,6 +48,8 @@ class AdaptiveDepth:
 
     def __init__(self, drafter: Proposer, plan: Plan, policy: DepthPolicy) -> None:
         self.drafter, self.policy = drafter, policy
+        if hasattr(drafter, "observe"):
+            self.observe = self._observe
         self.per_row = plan.rule != "match" and plan.proposal != "fixed"
         self.plans = [replace(plan, depth=k, nodes=0, adapt=None) for k in range(plan.depth + 1)]
 
@@ -77,6 +79,9 @@ class AdaptiveDepth:
         """Add another state's rows behind these; both have advanced since they drafted."""
         self.drafter.append(state.inner, target, other.inner)
         state.counts = np.concatenate([state.counts, other.counts], 1)
+
+    def _observe(self, state: _State, answers: Sequence[Sequence[int]]) -> None:
+        self.drafter.observe(state.inner, answers)  # pyright: ignore[reportAttributeAccessIssue]
 
     def propose(self, state: _State, target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan) -> Draft:
         """Draft below the root, with the length that the policy chooses."""

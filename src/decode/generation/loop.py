@@ -28,6 +28,7 @@ from decode.sampling import Sampler
 from decode.transfer import RowInts, Settled, upload
 from decode.verify import RULES, TargetProbs, VerificationResult, match, verify
 
+Observe = Callable[[Any, Sequence[Sequence[int]]], None]  # see `Proposer`
 SHARE = 8  # rows join once this part of the batch is free, since their prompts cost a pass of their own
 
 
@@ -93,6 +94,7 @@ class Loop:
         self.target, self.prompts, self.limits, self.clock = target, prompts, limits, clock
         self.drafter = adapt_depth(drafter, plan) if drafter and plan.depth else None
         self.proposer = type(drafter).__name__
+        self.observe: Observe | None = getattr(self.drafter, "observe", None)
         self.sampler, self.plan, self.coin = sampler, plan, coin
         self.stop = frozenset(stop)
         self.stop_tests = [until() for _ in prompts] if until else None
@@ -218,7 +220,7 @@ class Loop:
 
         result = verify(self.plan, draft, TargetProbs(logits, self.sampler, batch.seen), coin)
         shape = draft.lengths(), (draft.tokens >= 0).sum(-1), fault  # (B,) each
-        running = self._settle(result, shape)
+        running = self._settle(result, shape, logits.argmax(-1) if self.observe else None)
         self._observe(logits, draft, result)
 
         # Keep the root and the accepted nodes in the cache. Emitted token i was drawn at slots[i], so
@@ -237,7 +239,10 @@ class Loop:
             self.on_round(Round(self._requests, logits, draft, result, self._emitted))
 
     def _settle(
-        self, result: VerificationResult, shape: tuple[Tensor, Tensor, Tensor] | None = None
+        self,
+        result: VerificationResult,
+        shape: tuple[Tensor, Tensor, Tensor] | None = None,
+        answers: Tensor | None = None,
     ) -> list[int]:
         """Copy the emitted tokens to the host and append them to the outputs.
 
@@ -246,6 +251,7 @@ class Loop:
         Args:
             result: of the round.
             shape: (B,) draft lengths, (B,) numbers of draft nodes and (B,) faults; None in the prefill.
+            answers: (B, S) the target's most likely token at every slot, for a drafter that observes it.
 
         Returns:
             The rows that are not finished.
@@ -255,13 +261,16 @@ class Loop:
         """
         batch, is_prefill = self.batch, shape is None
         columns = [result.accepted[:, None], result.tokens, *(s[:, None] for s in shape or ())]
-        table = torch.cat(columns, 1).tolist()  # rows of [accepted, *tokens, draft length, nodes, fault]
-        if not is_prefill and (fault := next((line[-1] for line in table if line[-1]), 0)):
+        columns += [] if answers is None else [answers]
+        # Rows of [accepted, *tokens, draft length, nodes, fault, *answers]
+        table, width = torch.cat(columns, 1).tolist(), result.tokens.shape[1]
+        if not is_prefill and (fault := next((line[3 + width] for line in table if line[3 + width]), 0)):
             raise UserError(
                 f"{self.proposer} drafted {FAULTS[fault]}; decode.rule={self.plan.rule} would not be "
                 "lossless: correct its `propose` (docs/adding.md)"
             )
-        width = result.tokens.shape[1]
+        if self.observe and answers is not None:
+            self.observe(self.state, [line[4 + width :] for line in table])
         self._requests, self._accepted = batch.request, []
         self._settled, self._emitted = [], []  # before and after the cut at the end of a request
         running = []

@@ -24,7 +24,9 @@ class Proposer(Protocol):
 
     Optional members: a method `depends_on_rounds(plan) -> bool` if drafts may depend on where earlier
     rounds began and not on the text alone; an attribute `depends_on_batch: bool` if they may depend on
-    the other rows of the batch; an attribute `proposals` if not all of `Plan.proposal` are supported.
+    the other rows of the batch; an attribute `proposals` if not all of `Plan.proposal` are supported; a
+    method `observe(state, answers)`, which after every verification is given the target's most likely
+    tokens, at the root's slot and at every node's, row by row.
     """
 
     def new_state(self, rows: int) -> Any:
