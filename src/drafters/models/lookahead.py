@@ -51,7 +51,7 @@ class Lookahead(Drafter):
     verified alike, window included, so that the text is the target's.
 
     Args:
-        window: columns, W.
+        columns: of guesses, W.
         ngram: N, tokens of an n-gram.
         pool: most n-grams kept of each first token.
         text: put n-grams of the row's own text into the pool, too.
@@ -62,15 +62,15 @@ class Lookahead(Drafter):
 
     proposals = ("fixed",)
 
-    def __init__(self, window: int, ngram: int, pool: int, text: bool) -> None:
+    def __init__(self, columns: int, ngram: int, pool: int, text: bool) -> None:
         super().__init__()
-        if window < 1 or ngram < 2 or pool < 0:
+        if columns < 1 or ngram < 2 or pool < 0:
             raise UserError(
-                f"drafter: window={window} must be at least 1, ngram={ngram} at least 2, pool={pool} at "
+                f"drafter: columns={columns} must be at least 1, ngram={ngram} at least 2, pool={pool} at "
                 "least 0"
             )
-        self.settings = {"window": window, "ngram": ngram, "pool": pool, "text": text}
-        self.window, self.rows, self.pool, self.text = window, ngram - 1, pool, text
+        self.settings = {"columns": columns, "ngram": ngram, "pool": pool, "text": text}
+        self.columns, self.rows, self.pool, self.text = columns, ngram - 1, pool, text
 
     @override
     @classmethod
@@ -116,7 +116,7 @@ class Lookahead(Drafter):
         # Entry (i, j) is for token i + j + 1 after the root: a newer row is for one token later.
         passed = accepted + (not used)
         # Missing guesses are the newest tokens of the text, backwards.
-        filled = [row.text[-1 - column % len(row.text)] for column in range(self.window)]
+        filled = [row.text[-1 - column % len(row.text)] for column in range(self.columns)]
         row.window = [[*guesses[passed:], *filled[len(guesses[passed:]) :]] for guesses in rows]
         row.places, row.answers = [], []
 
@@ -143,11 +143,11 @@ class Lookahead(Drafter):
         trie = _Trie(plan.nodes)
         grams = [gram[: plan.depth] for gram in reversed(row.pool.get(row.text[-1], {}))]
         if plan.width == 1:  # a chain: an n-gram, or the first row of the window
-            grams, columns = grams[:1], 0 if grams else min(self.window, plan.depth)
+            grams, columns = grams[:1], 0 if grams else min(self.columns, plan.depth)
             rows = min(1, columns)
         else:
             rows = self.rows
-            columns = max(0, min(self.window, plan.depth - rows + 1, plan.nodes // rows))
+            columns = max(0, min(self.columns, plan.depth - rows + 1, plan.nodes // rows))
         row.places = [[] for _ in range(rows)] if columns else []
         room = plan.nodes - rows * columns
         for gram in grams:

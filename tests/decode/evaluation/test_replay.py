@@ -127,6 +127,8 @@ def test_replay_and_decoder_agree_for_every_drafter(
 ):
     target = tiny_target(vocab=12)
     drafter = able(make_drafter(drafter_name, target), plan)
+    if hasattr(drafter, "observe"):
+        pytest.skip(why_inexact(plan, Sampler(temperature), drafter))
     sampler, dice = Sampler(temperature), random.Random(5)
     prompts = [[dice.randrange(12) for _ in range(dice.randint(2, 9))] for _ in range(24)]
     names, options = list(range(24)), {"max_new_tokens": 12, "sampler": sampler, "stop": [11], "seed": 3}

@@ -35,7 +35,7 @@ class Watched(Lookahead):
 
 
 def watched(target, plan, temperature=0.0, **options):
-    drafter = Watched(**({"window": 3, "ngram": 3, "pool": 8, "text": False} | options))
+    drafter = Watched(**({"columns": 3, "ngram": 3, "pool": 8, "text": False} | options))
     drafter.windows, drafter.drafts = [], []
     run = generate(target, drafter, [PROMPT], max_new_tokens=40, sampler=Sampler(temperature), plan=plan)
     return drafter, run.outputs[0]
@@ -105,7 +105,7 @@ def test_texts_are_the_target_s_and_a_row_s_does_not_depend_on_others(target, pl
     )
 
 
-@pytest.mark.parametrize(("option", "value"), [("window", 0), ("ngram", 1), ("pool", -1)])
+@pytest.mark.parametrize(("option", "value"), [("columns", 0), ("ngram", 1), ("pool", -1)])
 def test_options_out_of_range_are_refused(option, value):
     with pytest.raises(UserError, match=option):
-        Lookahead(**({"window": 3, "ngram": 3, "pool": 8, "text": True} | {option: value}))
+        Lookahead(**({"columns": 3, "ngram": 3, "pool": 8, "text": True} | {option: value}))
