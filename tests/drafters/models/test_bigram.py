@@ -23,7 +23,7 @@ from distill.rollouts import produce
 from distill.training import checkpointing as callbacks
 from distill.utils.run_folder import checkpoints
 from drafters.base import Text
-from drafters.models import bigram as bigram_module
+from drafters.drafting import pair_table
 from drafters.models.bigram import Bigram
 from drafters.registry import drafter_class
 
@@ -67,7 +67,7 @@ def test_the_table_holds_each_tokens_most_frequent_successors(texts, successors,
     texts = [Text([t for t, _ in row], [m for _, m in row]) for row in texts]
     drafter = Bigram(7, successors, 1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bigram_module, "CHUNK", chunk)  # counts are merged, chunk by chunk
+        patch.setattr(pair_table, "CHUNK", chunk)  # counts are merged, chunk by chunk
         drafter.fit(texts)
     found, want = counted(texts), {}
     for token in range(7):
