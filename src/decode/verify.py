@@ -124,7 +124,7 @@ def recursive(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResu
 
 def kseq(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
     """K-SEQ (SpecTr, arXiv:2310.15141), for siblings drawn independently: accept each of k children x with
-    probability min(1, p(x) / (rho q(x))), whatever became of the others.
+    probability min(1, p(x) / (rho q(x))), in turn and independently.
 
     A child is accepted with probability b(rho) = sum min(q, p / rho). rho is the smallest number of at least
     1 at which no token's accepted mass, min(q, p / rho) (1 - (1 - b)^k) / b, exceeds p. If all children are
@@ -231,15 +231,13 @@ def _try_sampled(
     child = torch.full_like(slot, -1)
     waiting = children & drafted.sampled  # (B, N) not examined yet
     for rank in range(drafted.siblings):
-        node = first_true(waiting)
-        trying = active & (node >= 0) & (child < 0)
-        token = draft.tokens.gather(1, node.clamp_min(0)[:, None]).clamp_min(0)  # (B, 1)
+        node, token, trying = _next_child(draft, waiting, active & (child < 0))
         p_token, q_token = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
         accept = coin.flip(p_token, q_token * lenience, Key(Purpose.ACCEPT, depth, rank), trying) & trying
         child = torch.where(accept, node, child)
         p = _residual(p, q, trying & ~accept)
         if rank + 1 < drafted.siblings:
-            waiting = waiting.scatter(1, node.clamp_min(0)[:, None], value=False)
+            waiting = _without(waiting, node)
             q = q if drafted.replacement else without_token(q, token)
     return p, child
 
@@ -256,15 +254,13 @@ def _try_independent(
     rho = smallest_rho(p, q, count)  # (B,)
     child = torch.full_like(slot, -1)
     for rank in range(drafted.siblings):
-        node = first_true(waiting)
-        trying = active & (node >= 0) & (child < 0)
-        token = draft.tokens.gather(1, node.clamp_min(0)[:, None]).clamp_min(0)  # (B, 1)
+        node, token, trying = _next_child(draft, waiting, active & (child < 0))
         p_token, q_token = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
         accept = coin.flip(p_token, q_token * rho, Key(Purpose.ACCEPT, depth, rank), trying) & trying
         # Of siblings with equal tokens the first has the most below it (all of it, in parallel chains).
         twin = first_true(children & drafted.sampled & (draft.tokens == token))
         child = torch.where(accept, twin, child)
-        waiting = waiting.scatter(1, node.clamp_min(0)[:, None], value=False)
+        waiting = _without(waiting, node)
     each = torch.minimum(q, p / rho[:, None])  # (B, V) mass of one child that is accepted
     chance = each.sum(-1)
     any_of = _ratio(1 - (1 - chance).clamp_min(0) ** count, chance)  # 1 + (1 - b) + ... + (1 - b)^(k - 1)
@@ -291,6 +287,18 @@ def smallest_rho(p: Tensor, q: Tensor, count: Tensor) -> Tensor:
         enough = 1 - (1 - chance).clamp_min(0) ** count <= rho * chance
         low, high = torch.where(enough, low, rho), torch.where(enough, rho, high)
     return high
+
+
+def _next_child(draft: Draft, waiting: Tensor, undecided: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B,) first of the (B, N) waiting nodes, (B, 1) its token, (B,) undecided rows that have such a node."""
+    node = first_true(waiting)
+    token = draft.tokens.gather(1, node.clamp_min(0)[:, None]).clamp_min(0)
+    return node, token, undecided & (node >= 0)
+
+
+def _without(waiting: Tensor, node: Tensor) -> Tensor:
+    """(B, N) nodes without (B,) `node`."""
+    return waiting.scatter(1, node.clamp_min(0)[:, None], value=False)
 
 
 def _drawn_from(drafted: DraftProbs, slot: Tensor, p: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import heapq
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import count, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -174,7 +174,7 @@ def _depth(nodes: Sequence[Node]) -> int:
 
 
 class TextDrafter(Drafter):
-    """A drafter whose state is the text of each row, root included.
+    """A drafter whose state is the text of each row, root included: `tokens`, and `extend` for new ones.
 
     Attributes:
         orders: indexed lengths of n-grams, ascending.
@@ -183,13 +183,13 @@ class TextDrafter(Drafter):
     orders: Sequence[int] = ()
 
     @override
-    def new_state(self, rows: int) -> list[IndexedText]:
+    def new_state(self, rows: int) -> list[Any]:
         return [IndexedText(self.orders) for _ in range(rows)]
 
     @override
     def advance(
         self,
-        state: list[IndexedText],
+        state: list[Any],
         target: Target,
         tokens: Tensor,
         taps: Tensor,
@@ -201,20 +201,14 @@ class TextDrafter(Drafter):
             history.extend(text)
 
 
-class LookupDrafter(TextDrafter):
-    """Proposes continuations of earlier occurrences of the newest tokens.
-
-    Nodes are fixed, since there is no distribution to sample from; a row without a match gets no draft.
-
-    Args:
-        orders: lengths of n-grams to look up, ascending.
-    """
+class FixedNodesDrafter(TextDrafter):
+    """Chooses the nodes of each row on the host; there is no distribution to sample from."""
 
     proposals = ("fixed",)
 
-    def __init__(self, orders: Sequence[int]) -> None:
-        super().__init__()
-        self.orders = orders
+    @abstractmethod
+    def nodes(self, history: Any, plan: Plan) -> list[Node]:
+        """The draft of one row, from its state."""
 
     @override
     def check(self, plan: Plan) -> None:
@@ -225,20 +219,32 @@ class LookupDrafter(TextDrafter):
                 "leave it 0"
             )
 
+    @override
+    def propose(
+        self, state: Sequence[Any], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
+    ) -> Draft:
+        self.check(plan)
+        return pack_drafts([self.nodes(history, plan) for history in state], target.device, coin)
+
+
+class LookupDrafter(FixedNodesDrafter):
+    """Proposes continuations of earlier occurrences of the newest tokens; a row without any gets no draft.
+
+    Args:
+        orders: lengths of n-grams to look up, ascending.
+    """
+
+    def __init__(self, orders: Sequence[int]) -> None:
+        super().__init__()
+        self.orders = orders
+
     @abstractmethod
     def next_tokens(self, history: IndexedText, path: Path, count: int) -> list[tuple[int, float]]:
         """The `count` most probable tokens after the text and a drafted path, with their probabilities."""
 
-    def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
-        """The draft of one row."""
-        return best_tree(lambda path: self.next_tokens(history, path, plan.width), plan)
-
     @override
-    def propose(
-        self, state: list[IndexedText], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
-    ) -> Draft:
-        self.check(plan)
-        return pack_drafts([self.nodes(history, plan) for history in state], target.device, coin)
+    def nodes(self, history: IndexedText, plan: Plan) -> list[Node]:
+        return best_tree(lambda path: self.next_tokens(history, path, plan.width), plan)
 
 
 def as_lookup(second: Drafter) -> LookupDrafter:

@@ -6,18 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from torch import Tensor
 from typing_extensions import override
 
-from decode.draft import Draft
 from decode.errors import UserError
 from decode.model.target import Target
 from decode.plan import Path, Plan
-from decode.rng import KeyedCoin
-from decode.sampling import Sampler
-from decode.transfer import new_tokens
-from drafters.base import Drafter
-from drafters.families.lookup import Node, pack_drafts
+from drafters.families.lookup import FixedNodesDrafter, Node
 
 
 @dataclass(slots=True)
@@ -25,21 +19,64 @@ class Trajectories:
     """Guesses of one row.
 
     Attributes:
-        text: its tokens, root included.
+        columns: of the window, W.
+        rows: of the window, N - 1.
+        limit: most n-grams kept of each first token.
+        remembers_text: whether the text's own n-grams are kept, too.
+        tokens: the text, root included.
         window: (N - 1, W) guesses; entry (i, j) is for the (i + j + 1)-th token after the root.
         pool: n-grams by their first token, the newest last.
         places: nodes of the window's entries in the newest draft, by row; shorter where there was no room.
         answers: the target's most likely token after each node of that draft, the root's first.
     """
 
-    text: list[int] = field(default_factory=list)
+    columns: int
+    rows: int
+    limit: int
+    remembers_text: bool
+    tokens: list[int] = field(default_factory=list)
     window: list[list[int]] = field(default_factory=list)
     pool: dict[int, dict[Path, None]] = field(default_factory=dict)
     places: list[list[int]] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append settled tokens, and take the window one iteration further."""
+        before = len(self.tokens)
+        self.tokens += tokens
+        if self.remembers_text:
+            for end in range(max(before, self.rows), len(self.tokens)):
+                self._remember(self.tokens[end - self.rows : end + 1])
+        self._iterate(len(tokens) - 1)
 
-class Lookahead(Drafter):
+    def _iterate(self, accepted: int) -> None:
+        """The next window: one row newer, and without the columns of accepted tokens."""
+        rows, used = self.window or [[]] * self.rows, len(self.places) if self.answers else 0
+        if used:
+            newest = [self.answers[node + 1] for node in self.places[-1]]  # to the last row that was drafted
+            for column, answer in enumerate(newest):
+                self._remember([*(guesses[column] for guesses in rows[:used]), answer])
+            rows = [*rows[1:used], newest, *rows[used:]]
+        # Entry (i, j) is for token i + j + 1 after the root: a newer row is for one token later.
+        passed = accepted + (not used)
+        # Missing guesses are the newest tokens of the text, backwards.
+        filled = [self.tokens[-1 - column % len(self.tokens)] for column in range(self.columns)]
+        self.window = [[*guesses[passed:], *filled[len(guesses[passed:]) :]] for guesses in rows]
+        self.places, self.answers = [], []
+
+    def _remember(self, gram: Sequence[int]) -> None:
+        """Put an n-gram into the pool as the newest of its first token."""
+        if not self.limit:
+            return
+        kept = self.pool.setdefault(gram[0], {})
+        rest = tuple(gram[1:])
+        kept.pop(rest, None)
+        kept[rest] = None
+        if len(kept) > self.limit:
+            del kept[next(iter(kept))]
+
+
+class Lookahead(FixedNodesDrafter):
     """Guesses later tokens in the pass that verifies, and drafts n-grams that such guesses have formed.
 
     A window of W columns and N - 1 rows of guesses hangs below the root: the first row is a chain, and below
@@ -60,8 +97,6 @@ class Lookahead(Drafter):
         UserError: an option out of range.
     """
 
-    proposals = ("fixed",)
-
     def __init__(self, columns: int, ngram: int, pool: int, text: bool) -> None:
         super().__init__()
         if columns < 1 or ngram < 2 or pool < 0:
@@ -79,7 +114,7 @@ class Lookahead(Drafter):
 
     @override
     def new_state(self, rows: int) -> list[Trajectories]:
-        return [Trajectories() for _ in range(rows)]
+        return [Trajectories(self.columns, self.rows, self.pool, self.text) for _ in range(rows)]
 
     def observe(self, state: list[Trajectories], answers: Sequence[Sequence[int]]) -> None:
         """Take the target's most likely token at every slot of the draft, row by row."""
@@ -87,61 +122,10 @@ class Lookahead(Drafter):
             row.answers = list(line)
 
     @override
-    def advance(
-        self,
-        state: list[Trajectories],
-        target: Target,
-        tokens: Tensor,
-        taps: Tensor,
-        counts: Sequence[int],
-        root: Tensor,
-    ) -> None:
-        texts = new_tokens(tokens, counts, root, first=not state[0].text)
-        for row, text in zip(state, texts, strict=True):
-            before = len(row.text)
-            row.text += text
-            if self.text:
-                for end in range(max(before, self.rows), len(row.text)):
-                    self._remember(row, row.text[end - self.rows : end + 1])
-            self._iterate(row, len(text) - 1)
-
-    def _iterate(self, row: Trajectories, accepted: int) -> None:
-        """The next window: one row newer, and without the columns of accepted tokens."""
-        rows, used = row.window or [[]] * self.rows, len(row.places) if row.answers else 0
-        if used:
-            newest = [row.answers[node + 1] for node in row.places[-1]]  # to the last row that was drafted
-            for column, answer in enumerate(newest):
-                self._remember(row, [*(guesses[column] for guesses in rows[:used]), answer])
-            rows = [*rows[1:used], newest, *rows[used:]]
-        # Entry (i, j) is for token i + j + 1 after the root: a newer row is for one token later.
-        passed = accepted + (not used)
-        # Missing guesses are the newest tokens of the text, backwards.
-        filled = [row.text[-1 - column % len(row.text)] for column in range(self.columns)]
-        row.window = [[*guesses[passed:], *filled[len(guesses[passed:]) :]] for guesses in rows]
-        row.places, row.answers = [], []
-
-    def _remember(self, row: Trajectories, gram: Sequence[int]) -> None:
-        """Put an n-gram into the pool as the newest of its first token."""
-        if not self.pool:
-            return
-        kept = row.pool.setdefault(gram[0], {})
-        rest = tuple(gram[1:])
-        kept.pop(rest, None)
-        kept[rest] = None
-        if len(kept) > self.pool:
-            del kept[next(iter(kept))]
-
-    @override
-    def propose(
-        self, state: list[Trajectories], target: Target, sampler: Sampler, coin: KeyedCoin, plan: Plan
-    ) -> Draft:
-        self.check(plan)
-        return pack_drafts([self._nodes(row, plan) for row in state], target.device, coin)
-
-    def _nodes(self, row: Trajectories, plan: Plan) -> list[Node]:
-        """The draft of one row: n-grams of its pool, and the columns of its window that there is room for."""
-        trie = _Trie(plan.nodes)
-        grams = [gram[: plan.depth] for gram in reversed(row.pool.get(row.text[-1], {}))]
+    def nodes(self, history: Trajectories, plan: Plan) -> list[Node]:
+        """N-grams of the row's pool, and the columns of its window that there is room for."""
+        trie, row = _Trie(), history
+        grams = [gram[: plan.depth] for gram in reversed(row.pool.get(row.tokens[-1], {}))]
         if plan.width == 1:  # a chain: an n-gram, or the first row of the window
             grams, columns = grams[:1], 0 if grams else min(self.columns, plan.depth)
             rows = min(1, columns)
@@ -168,10 +152,9 @@ class Lookahead(Drafter):
 class _Trie:
     """Paths below the root, whose common beginnings are one; parents precede children."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.index: dict[Path, int] = {(): -1}
-        self.most = most
 
     def add(self, path: Path) -> int:
         """Add a path; returns how many nodes are new."""
@@ -180,5 +163,4 @@ class _Trie:
             if path[:end] not in self.index:
                 self.index[path[:end]] = len(self.nodes)
                 self.nodes.append(Node(path[end - 1], self.index[path[: end - 1]]))
-        assert len(self.nodes) <= self.most
         return len(self.nodes) - before

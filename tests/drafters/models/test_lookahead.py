@@ -82,12 +82,12 @@ def test_n_grams_that_begin_with_the_root_are_drafted_the_newest_first():
     drafter.advance(states, None, torch.tensor([text[:-1]]), taps, [len(text) - 1], torch.tensor([1]))
     assert list(state.pool[1]) == [(4, 5), (6, 7)]  # (2, 3) has left
     assert state.window == [[1, 7], [1, 7]]
-    nodes = drafter._nodes(state, TREE)
+    nodes = drafter.nodes(state, TREE)
     paths = {}
     for i, node in enumerate(nodes):
         paths[i] = (*paths.get(node.parent, ()), node.token)
     assert list(paths.values()) == [(6,), (6, 7), (4,), (4, 5), (1,), (1, 1), (1, 7), (1, 7, 7)]
-    assert [node.token for node in drafter._nodes(state, Plan(3))] == [6, 7]
+    assert [node.token for node in drafter.nodes(state, Plan(3))] == [6, 7]
 
 
 @pytest.mark.parametrize("plan", [TREE, Plan(2, 2, 3), Plan(3)], ids=lambda p: p.name)
@@ -103,6 +103,11 @@ def test_texts_are_the_target_s_and_a_row_s_does_not_depend_on_others(target, pl
     assert why_inexact(plan, Sampler(temperature), drafter) == (
         "drafts depend on what the target answers to rejected tokens"
     )
+
+
+def test_a_least_confidence_is_refused_since_there_is_none():
+    with pytest.raises(UserError, match="no probabilities to compare"):
+        Lookahead(3, 3, 8, text=True).check(Plan(3, min_confidence=0.5))
 
 
 @pytest.mark.parametrize(("option", "value"), [("columns", 0), ("ngram", 1), ("pool", -1)])
