@@ -124,28 +124,28 @@ class Lookahead(FixedNodesDrafter):
     @override
     def nodes(self, history: Trajectories, plan: Plan) -> list[Node]:
         """N-grams of the row's pool, and the columns of its window that there is room for."""
-        trie, row = _Trie(), history
-        grams = [gram[: plan.depth] for gram in reversed(row.pool.get(row.tokens[-1], {}))]
+        trie = _Trie()
+        grams = [gram[: plan.depth] for gram in reversed(history.pool.get(history.tokens[-1], {}))]
         if plan.width == 1:  # a chain: an n-gram, or the first row of the window
             grams, columns = grams[:1], 0 if grams else min(self.columns, plan.depth)
             rows = min(1, columns)
         else:
             rows = self.rows
             columns = max(0, min(self.columns, plan.depth - rows + 1, plan.nodes // rows))
-        row.places = [[] for _ in range(rows)] if columns else []
+        history.places = [[] for _ in range(rows)] if columns else []
         room = plan.nodes - rows * columns
         for gram in grams:
             if len(gram) > room:
                 break
             room -= trie.add(gram)
         for column in range(columns):
-            path = tuple(row.window[0][: column + 1])
+            path = tuple(history.window[0][: column + 1])
             trie.add(path)
-            row.places[0].append(trie.index[path])
+            history.places[0].append(trie.index[path])
             for number in range(1, rows):
-                path = (*path, row.window[number][column])
+                path = (*path, history.window[number][column])
                 trie.add(path)
-                row.places[number].append(trie.index[path])
+                history.places[number].append(trie.index[path])
         return trie.nodes
 
 
