@@ -33,7 +33,10 @@ from decode.draft import PAD, Draft
 from decode.errors import UserError
 from decode.plan import LOSSY, Plan
 from decode.sampling import Sampler
-from decode.verify import TargetProbs, VerificationResult, best_path, verify
+from decode.verification.descent import best_path
+from decode.verification.result import VerificationResult
+from decode.verification.rules import verify
+from decode.verification.target_probs import TargetProbs
 
 V, LENGTH = 3, 3
 VISIBLE = 1e-3
@@ -132,7 +135,7 @@ def after_rejection(wrong: Callable[..., Tensor]) -> Callable[..., VerificationR
 
     def judge(plan, draft, rows, coin):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("decode.verify._residual", lambda *a: wrong(rows, *a))
+            patch.setattr("decode.verification.descent._residual", lambda *a: wrong(rows, *a))
             return verify(plan, draft, rows, coin)
 
     return judge

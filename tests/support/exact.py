@@ -25,7 +25,9 @@ from decode.generation.generate import generate
 from decode.plan import Plan
 from decode.rng import Key, KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.verify import TargetProbs, VerificationResult, verify
+from decode.verification.result import VerificationResult
+from decode.verification.rules import verify
+from decode.verification.target_probs import TargetProbs
 from drafters.drafting.tree import expand
 
 Law = dict[tuple[int, ...], float]

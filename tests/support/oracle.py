@@ -1,6 +1,6 @@
 """The rules of theory, one row, one node and one coin at a time, in plain Python.
 
-They follow the papers' pseudocode and share no code with `decode.verify`. `Toss` decides by a
+They follow the papers' pseudocode and share no code with `decode.verification`. `Toss` decides by a
 `Tape`, so that `exact_law` gives their laws as it gives those of the production rules.
 """
 

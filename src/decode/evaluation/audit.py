@@ -28,7 +28,7 @@ from decode.generation.types import Generation, Proposer, Round
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verify import RULES
+from decode.verification.rules import RULES
 
 Case = tuple[Sampler, Plan]
 Prompts = Sequence[Sequence[int]]

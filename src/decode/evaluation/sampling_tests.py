@@ -36,7 +36,7 @@ from torch import Tensor
 from decode.draft import PAD, Draft
 from decode.generation.types import Round
 from decode.sampling import Sampler
-from decode.verify import first_true, without_token
+from decode.verification.result import first_true, without_token
 
 BINS = 20
 EXPECTED = 5  # minimum expected tokens per bin; p-values of 1e-6 are then correct to a factor of 4

@@ -19,7 +19,8 @@ from decode.model.own_cache import OwnCache
 from decode.model.target import Target
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.verify import TargetProbs, match
+from decode.verification.descent import match
+from decode.verification.target_probs import TargetProbs
 
 
 @torch.inference_mode()

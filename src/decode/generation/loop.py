@@ -26,7 +26,10 @@ from decode.rng import KeyedCoin
 from decode.row_state import append_rows, select_rows
 from decode.sampling import Sampler
 from decode.transfer import RowInts, Settled, upload
-from decode.verify import RULES, TargetProbs, VerificationResult, match, verify
+from decode.verification.descent import match
+from decode.verification.result import VerificationResult
+from decode.verification.rules import RULES, verify
+from decode.verification.target_probs import TargetProbs
 
 Observe = Callable[[Any, Sequence[Sequence[int]]], None]  # see `Proposer`
 SHARE = 8  # rows join once this part of the batch is free, since their prompts cost a pass of their own

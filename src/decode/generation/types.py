@@ -13,7 +13,7 @@ from decode.model.target import Target
 from decode.plan import AUTO_RULES, Plan
 from decode.rng import KeyedCoin
 from decode.sampling import Sampler
-from decode.verify import VerificationResult
+from decode.verification.result import VerificationResult
 
 # Factory of a stop test per request. The test gets each emitted token in order; True ends the request.
 Until = Callable[[], Callable[[int], bool]]

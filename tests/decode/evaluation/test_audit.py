@@ -19,7 +19,7 @@ from decode.model.load import load_target, load_tokenizer, stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verify import match
+from decode.verification.descent import match
 
 POCKET = str(ROOT / "data" / "pocket")
 TREE, CHAIN = Plan(depth=4, width=3, nodes=8), Plan(depth=4)

@@ -21,7 +21,8 @@ from decode.generation.types import Round
 from decode.plan import Plan
 from decode.rng import Key, Purpose
 from decode.sampling import Sampler
-from decode.verify import VerificationResult, match
+from decode.verification.descent import match
+from decode.verification.result import VerificationResult
 from drafters.drafting.tree import expand
 
 VOCAB, ONE = 23, Sampler(1.0)

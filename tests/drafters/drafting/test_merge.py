@@ -14,7 +14,7 @@ from exact import EnumeratingCoin, Node, Table, assert_same_law, emitted, error,
 from decode.draft import PAD, Draft, DraftProbs
 from decode.plan import Plan
 from decode.sampling import Sampler
-from decode.verify import verify
+from decode.verification.rules import verify
 from drafters.drafting import merge
 from drafters.drafting.merge import merge_trees
 

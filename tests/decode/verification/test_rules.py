@@ -37,7 +37,10 @@ from decode.errors import UserError
 from decode.plan import LOSSLESS, LOSSY, Plan
 from decode.rng import KeyedCoin, Purpose
 from decode.sampling import Sampler
-from decode.verify import RULES, TargetProbs, _pass_chances, smallest_rho, verify
+from decode.verification.descent import smallest_rho
+from decode.verification.rules import RULES, verify
+from decode.verification.target_probs import TargetProbs
+from decode.verification.traversal import _pass_chances
 from drafters.drafting.tree import expand
 
 V = 3

@@ -1,0 +1,1 @@
+"""Acceptance rules of speculative decoding."""

@@ -1,0 +1,61 @@
+"""What a verification emits, and how a path of the draft becomes that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from decode.draft import PAD, Draft
+
+
+class VerificationResult(NamedTuple):
+    """Tokens that one round emits."""
+
+    tokens: Tensor  # (B, K + 1) accepted tokens and one more, then PAD
+    slots: Tensor  # (B, K + 1) slot whose target row each token was drawn from, then 0
+    accepted: Tensor  # (B,) number of accepted draft tokens
+
+
+def emit_path(draft: Draft, end: Tensor, extra: Tensor) -> VerificationResult:
+    """Emit the path from the root to (B,) slot `end`, then the (B,) `extra` token."""
+    row = torch.arange(end.shape[0], device=end.device)
+    accepted = draft.levels[row, end]  # (B,)
+    on_path = draft.ancestors()[row, end]  # (B, S)
+    slots = torch.zeros(end.shape[0], draft.depth + 2, dtype=torch.long, device=end.device)
+    # Write each slot of the path to the column of its level; the others share a last column, cut below.
+    place = torch.where(on_path, draft.levels, draft.depth + 1)
+    slots = slots.scatter(1, place, torch.arange(place.shape[1], device=end.device).expand_as(place))
+    slots[:, -1] = 0
+    # Column j emits the token of the slot at level j + 1; `extra` goes behind the last accepted one.
+    tokens = nn.functional.pad(draft.tokens, (1, 0), value=PAD).gather(1, slots[:, 1:])
+    tokens = tokens.scatter(1, accepted[:, None], extra[:, None])
+    return VerificationResult(tokens, slots[:, :-1], accepted)
+
+
+def accept_longest(
+    draft: Draft, accept: Tensor, extra: Callable[[Tensor, Tensor], Tensor]
+) -> VerificationResult:
+    """Emit the deepest path of (B, N) accepted nodes only, then extra(row, its last slot)."""
+    row = torch.arange(accept.shape[0], device=accept.device)
+    rejected = draft.ancestors()[:, :, 1:] & ~accept[:, None]  # (B, S, N)
+    end = draft.levels.masked_fill(rejected.any(-1), -1).argmax(-1)
+    return emit_path(draft, end, extra(row, end))
+
+
+def first_true(mask: Tensor) -> Tensor:
+    """(..., N) bool -> (...) index of the first True, -1 if there is none."""
+    return torch.where(mask.any(-1), mask.int().argmax(-1), -1)
+
+
+def without_token(q: Tensor, token: Tensor) -> Tensor:
+    """Set q of `token` to 0 and renormalise, for draws without replacement."""
+    rest = q.scatter(-1, token, 0.0)
+    return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+
+
+def ratio(top: Tensor, bottom: Tensor) -> Tensor:
+    """Return top / bottom, and 0 where bottom is 0: the probability of such a branch is zero."""
+    return torch.where(bottom > 0, top / bottom, 0.0)
