@@ -17,7 +17,8 @@ AUTO_RULES = {
     "hybrid": ("recursive", "recursive"),
 }
 LOSSLESS = ("match", "token", "block", "recursive", "kseq", "traversal", "select")
-LOSSY = ("typical", "threshold", "lenience")
+LOSSY = ("typical", "threshold", "lenience", "topk", "bild", "sprint")
+TAGS = 2  # that begin and end the part of a text in which `topk` accepts more
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class Plan:
         threshold: probability threshold of `typical` and `threshold`.
         alpha: `typical` lowers the threshold to alpha * exp(-entropy).
         lenience: `lenience` accepts a drawn token with probability min(1, p / (lenience q)).
+        accept_top: `topk` accepts one of so many most probable tokens of the target,
+        accept_ratio: whose probability is at least this share of the largest one.
+        within: `topk` accepts these only between two tags, such as <think> and </think>: token ids, or
+            their texts until `generation.text.with_tag_ids`. Empty: everywhere.
+        rollback: `bild` rejects a token whose surprisal -log p is above this, in nats.
         adapt: choose the length of each chain, up to `depth`, from past rounds; see `DepthPolicy`.
 
     Raises:
@@ -65,12 +71,17 @@ class Plan:
     threshold: float = 0.09
     alpha: float = 0.3
     lenience: float = 0.5
+    accept_top: int = 3
+    accept_ratio: float = 0.3
+    within: tuple[int | str, ...] = ()
+    rollback: float = 2.0
     adapt: DepthPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.proposal not in AUTO_RULES:
             raise UserError(f"decode.proposal={self.proposal}: choose one of {', '.join(AUTO_RULES)}")
         object.__setattr__(self, "tree", tuple(self.tree))  # hashable
+        object.__setattr__(self, "within", tuple(self.within))
         if self.tree:
             self._set_tree()
         if self.depth < 0 or self.width < 1:
@@ -92,6 +103,7 @@ class Plan:
             raise UserError("decode.replacement is for sampled trees: decode=static proposal=sampled")
         self._choose_rule()
         self._check_rule()
+        self._check_lossy()
         self._check_pace()
 
     def _check_drafts(self) -> None:
@@ -158,17 +170,35 @@ class Plan:
                 "decode.rule=kseq weighs siblings that were drawn independently: set decode=static "
                 "decode.proposal=sampled decode.replacement=true, or decode=drafts; or rule=recursive"
             )
+        if self.rule == "select" and self.drafts == 1:
+            raise UserError(
+                "decode.rule=select keeps the best of several drafts: set decode.drafts=2 or more "
+                "(decode=drafts), or rule=match"
+            )
+
+    def _check_lossy(self) -> None:
+        """Reject a lossy rule on drafts that it does not fit, and numbers out of range."""
         if self.rule == "lenience" and self.depth and self.proposal not in ("sampled", "hybrid"):
             raise UserError(
                 "decode.rule=lenience weighs drawn tokens by their q: set decode.proposal=sampled for a "
                 "chain or a static tree, or hybrid for a tree"
             )
+        if self.rule == "sprint" and self.depth and not self.min_confidence:
+            raise UserError(
+                "decode.rule=sprint accepts a chain up to where the drafter is not confident: set "
+                "decode.min_confidence, such as 0.5"
+            )
         if not 0 < self.lenience <= 1:
             raise UserError(f"decode.lenience={self.lenience}: must be above 0 and at most 1")
-        if self.rule == "select" and self.drafts == 1:
+        if self.accept_top < 1 or not 0 < self.accept_ratio <= 1 or self.rollback < 0:
             raise UserError(
-                "decode.rule=select keeps the best of several drafts: set decode.drafts=2 or more "
-                "(decode=drafts), or rule=match"
+                f"decode: accept_top={self.accept_top} must be at least 1, accept_ratio={self.accept_ratio} "
+                f"above 0 and at most 1, rollback={self.rollback} at least 0"
+            )
+        if self.within and (self.rule != "topk" or len(set(self.within)) != TAGS):
+            raise UserError(
+                f"decode.within={list(self.within)}: give two different tags, as in [<think>, </think>], and "
+                "decode.rule=topk"
             )
 
     def _check_pace(self) -> None:
@@ -232,6 +262,14 @@ class Plan:
             text += f" drawn at {self.draft_temperature:g}"
         if self.rule != AUTO_RULES[self.proposal][self.has_siblings]:
             text += f" {self.rule}"
-        if self.rule == "lenience":
-            text += f" {self.lenience:g}"
+        numbers = {
+            "typical": [self.alpha, self.threshold],
+            "threshold": [self.threshold],
+            "lenience": [self.lenience],
+            "topk": [self.accept_top, self.accept_ratio],
+            "bild": [self.rollback],
+        }
+        text += "".join(f" {number:g}" for number in numbers.get(self.rule, ()))
+        if self.within:
+            text += f" within {self.within[0]} {self.within[1]}"
         return f"{text} LOSSY" if self.lossy else text

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from decode.generation.generate import generate, stream
-from decode.generation.text import StopStrings
+from decode.generation.text import StopStrings, with_tag_ids
 from decode.generation.types import Generation, Piece
 from decode.model.load import stop_tokens
 from decode.model.target import Target
@@ -88,7 +88,8 @@ class TextGenerator:
         """The plan as it is run: plain without a drafter, and without `auto`."""
         if self.drafter is None:
             return Plan()
-        return self.plan.resolved(self.sampler.temperature, self.drafter.proposals)
+        plan = with_tag_ids(self.plan, self.model.chat.tokenizer)
+        return plan.resolved(self.sampler.temperature, self.drafter.proposals)
 
     def _options(self, target: Target) -> dict[str, Any]:
         return {

@@ -29,7 +29,7 @@ from decode.transfer import RowInts, Settled, upload
 from decode.verification.descent import match
 from decode.verification.result import VerificationResult
 from decode.verification.rules import RULES, verify
-from decode.verification.target_probs import TargetProbs
+from decode.verification.target_probs import Tagged, TargetProbs
 
 Observe = Callable[[Any, Sequence[Sequence[int]]], None]  # see `Proposer`
 SHARE = 8  # rows join once this part of the batch is free, since their prompts cost a pass of their own
@@ -40,6 +40,7 @@ class _Batch:
 
     root: Tensor  # (B,) last emitted tokens, which the target has not read
     seen: Tensor | None = None  # (B, V) tokens of each text, for the repetition penalty
+    inside: Tensor | None = None  # (B,) whether each text is between the tags of a lossy rule
 
     def __init__(
         self, requests: list[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], coin: Any
@@ -55,6 +56,7 @@ class _Batch:
         self.remaining = [self.remaining[r] for r in rows]
         self.position, self.rounds = select_rows(self.position, rows), select_rows(self.rounds, rows)
         self.seen, self.root = select_rows(self.seen, rows), select_rows(self.root, rows)
+        self.inside = select_rows(self.inside, rows)
         self.coin = self.coin.select(rows)
 
     def append(self, other: _Batch) -> None:
@@ -64,6 +66,7 @@ class _Batch:
         self.position = append_rows(self.position, other.position)
         self.rounds = append_rows(self.rounds, other.rounds)
         self.seen, self.root = append_rows(self.seen, other.seen), append_rows(self.root, other.root)
+        self.inside = append_rows(self.inside, other.inside)
         self.coin = self.coin.append(other.coin)
 
 
@@ -184,8 +187,11 @@ class Loop:
         target.keep(counts)
         end = counts.on(device) - 1  # (B,) last position of each prompt
         rows = torch.arange(len(prompts), device=device)
+        real = torch.arange(tokens.shape[1], device=device) <= end[:, None]
+        if self.plan.within:
+            outside = torch.zeros_like(real[:, 0])
+            batch.inside = Tagged(outside, *self._tags).after(tokens.where(real, PAD)).inside
         if self.sampler.needs_history:
-            real = torch.arange(tokens.shape[1], device=device) <= end[:, None]
             batch.seen = torch.zeros(len(prompts), target.vocab_size, dtype=torch.bool, device=device)
             # Padding writes the row's first token, which is in the text anyway.
             batch.seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), value=True)
@@ -221,7 +227,8 @@ class Loop:
         times.draft += draft_end - begin
         times.verify += verify_end - draft_end
 
-        result = verify(self.plan, draft, TargetProbs(logits, self.sampler, batch.seen), coin)
+        tagged = None if batch.inside is None else Tagged(batch.inside, *self._tags)
+        result = verify(self.plan, draft, TargetProbs(logits, self.sampler, batch.seen, tagged), coin)
         shape = draft.lengths(), (draft.tokens >= 0).sum(-1), fault  # (B,) each
         running = self._settle(result, shape, logits.argmax(-1) if self.observe else None)
         self._observe(logits, draft, result)
@@ -301,6 +308,20 @@ class Loop:
         batch.rounds = batch.rounds + (0 if is_prefill else 1)
         return running
 
+    @property
+    def _tags(self) -> tuple[int, int]:
+        """Token ids of the plan's tags.
+
+        Raises:
+            UserError: they are texts.
+        """
+        first, last = self.plan.within
+        if isinstance(first, str) or isinstance(last, str):
+            raise UserError(
+                f"decode.within={[first, last]}: give token ids here, see generation.text.with_tag_ids"
+            )
+        return first, last
+
     def _is_end(self, token: int, request: int) -> bool:
         return token in self.stop or (self.stop_tests is not None and self.stop_tests[request](token))
 
@@ -312,6 +333,8 @@ class Loop:
         batch.root = root
         if batch.seen is not None:
             batch.seen.scatter_(1, torch.where(result.tokens >= 0, result.tokens, root[:, None]), value=True)
+        if batch.inside is not None:
+            batch.inside = Tagged(batch.inside, *self._tags).after(result.tokens).inside
         if len(running) < len(batch.request):
             rows = RowInts(running)
             batch.select(rows)

@@ -17,6 +17,8 @@ HALVINGS = 40  # of the interval of a kseq rule's rho, from at most k
 
 # (draft, (B,) slot, (B, N) its children, (B, V) p, coin, depth, (B,) active) -> (B, V) residual, (B,) child
 Examine = Callable[[Draft, Tensor, Tensor, Tensor, Coin, int, Tensor], tuple[Tensor, Tensor]]
+# (draft, target, (B,) slot, (B, N) its children) -> (B,) child to take though another token was drawn, or -1
+Instead = Callable[[Draft, TargetProbs, Tensor, Tensor], Tensor]
 
 
 def match(draft: Draft, target: TargetProbs, coin: Coin) -> VerificationResult:
@@ -92,12 +94,18 @@ def best_path(draft: Draft, p: Tensor) -> Tensor:
 
 
 def descend(
-    draft: Draft, target: TargetProbs, coin: Coin, purpose: Purpose, examine: Examine | None = None
+    draft: Draft,
+    target: TargetProbs,
+    coin: Coin,
+    purpose: Purpose,
+    examine: Examine | None = None,
+    instead: Instead | None = None,
 ) -> VerificationResult:
     """Walk from the root to the first slot without an accepted child, one depth at a time.
 
     `match` (purpose TARGET) treats every node as fixed; others (RESIDUAL) try sampled nodes first, by
-    `examine`, `try_sampled` unless given.
+    `examine`, `try_sampled` unless given. Where no child has the target's token, a lossy rule may accept
+    another, by `instead`.
     """
     examine = examine or try_sampled
     count, device = draft.tokens.shape[0], draft.tokens.device
@@ -116,6 +124,8 @@ def descend(
         y = none if _none_true(undecided) else coin.draw(p, Key(purpose, depth), undecided)  # (B,)
         if depth < draft.depth:
             child = torch.where(child < 0, first_true(children & (draft.tokens == y[:, None])), child)
+            if instead is not None:
+                child = torch.where(child < 0, instead(draft, target, slot, children), child)
             child_token = draft.tokens.gather(1, child.clamp_min(0)[:, None])[:, 0]
             y = torch.where(child < 0, y, child_token)
         tokens.append(torch.where(active, y, PAD))

@@ -2,8 +2,7 @@
 
 `match`, `recursive`, `kseq` and `traversal` are lossless: their output, continued by the target, has the
 target's distribution (docs/lossless.md). `token` is `recursive` and `block` is `traversal` on a sampled
-chain; `select` is `match` on the best of several drafts. `typical`, `threshold` and `lenience` are lossy
-and need `Plan.lossy`.
+chain; `select` is `match` on the best of several drafts. All others are lossy and need `Plan.lossy`.
 
 Every rule loops over depth and over sampled siblings only, for all rows at once, and does not
 synchronise with the device. Random numbers come from a `Coin`.
@@ -19,7 +18,7 @@ from decode.errors import UserError
 from decode.plan import Plan
 from decode.rng import Coin
 from decode.verification.descent import kseq, match, recursive, select
-from decode.verification.lossy import lenience, typical
+from decode.verification.lossy import lenience, relaxed, typical
 from decode.verification.result import VerificationResult
 from decode.verification.target_probs import TargetProbs
 from decode.verification.traversal import traversal
@@ -47,6 +46,9 @@ RULES = {
     "select": Rule(select, "any chain or tree", reads_probs=False),
     "typical": Rule(typical, "any chain or tree, lossily", reads_probs=False, lossy=True),
     "threshold": Rule(typical, "any chain or tree, lossily", reads_probs=False, lossy=True),
+    "topk": Rule(relaxed, "any chain or tree, lossily", reads_probs=False, lossy=True),
+    "bild": Rule(relaxed, "any chain or tree, lossily", reads_probs=False, lossy=True),
+    "sprint": Rule(relaxed, "any chain or tree, lossily", reads_probs=False, lossy=True),
     "lenience": Rule(lenience, "any chain or tree whose sampled nodes carry their q, lossily", lossy=True),
 }
 

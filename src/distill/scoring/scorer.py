@@ -15,6 +15,7 @@ from decode.evaluation.replay import Rollout
 from decode.evaluation.score import HeldOut, ScoreOptions, Setting, check, check_replayable, score
 from decode.evaluation.scorecard import Checkpoint, PlanChoice, Scorecard, TargetDrift
 from decode.evaluation.served import Served
+from decode.generation.text import with_tag_ids
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan
@@ -85,7 +86,7 @@ class Scorer:
         self.prompts = list(prompts[: options.prompts])
         self.ids = [chat.encode(p.messages, p.tools) for p in self.prompts]
         self.plans: list[Plan | Auto | Calibrated] = [decode]
-        self.plans += [Plan(**plan) for plan in options.plans]
+        self.plans += [with_tag_ids(Plan(**plan), chat.tokenizer) for plan in options.plans]
         self.alternatives = [Plan(**plan) for plan in options.alternatives]
         if not isinstance(self.plans[0], Plan) and not self.replayed:
             raise UserError(
