@@ -495,9 +495,10 @@ def test_a_lossy_rule_is_lossy_where_anything_is_drawn(tiny_target, rule, temper
     shape = {"min_confidence": 0.5} if rule == "sprint" else shape
     plan = Plan(2, **shape, rule=rule, lossy=True)
     drafter = Grown(V) if drawn else FixedTrees(V)
-    (found,) = differences(tiny_target(), drafter, plan, Sampler(temperature), length=4, rows=[0])
-    strict = not temperature and RULES[rule].run is not relaxed
-    assert error(*found) < EXACT if strict else error(*found) > 0.01
+    size = {"length": 4, "rows": [0]} if temperature else {"length": 8}  # at 0 each row is one text
+    laws = differences(tiny_target(), drafter, plan, Sampler(temperature), **size)
+    found = max(error(*law) for law in laws)
+    assert found < EXACT if not temperature and RULES[rule].run is not relaxed else found > 0.01
 
 
 # -- refusals ------------------------------------------------------------------------------------
