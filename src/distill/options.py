@@ -215,6 +215,7 @@ class ScoringOptions(TimedOptions):
     audit_prompts: int
     repeats: int  # timed runs
     quantize: str  # none | int8: weights that the drafter is scored with
+    judge: str | None  # a script that scores answers of lossy plans
     engine: str  # none | vllm
     engine_python: str | None  # interpreter that has it
     engine_url: str | None  # of one that runs

@@ -16,6 +16,7 @@ import torch
 from decode.errors import UserError
 from decode.evaluation.acceptance import Acceptance, acceptance, round_counts, whole_rounds
 from decode.evaluation.audit import Case, audit, num_batches
+from decode.evaluation.quality import Judge, Quality, quality
 from decode.evaluation.replay import ContextPart, Counts, Rollout, agreement, by_context, why_inexact
 from decode.evaluation.scorecard import DECODED, Conditions, Replay, Row, Scorecard, Timing
 from decode.evaluation.timing_ab import DecodeTimings, Prompts, time_interleaved
@@ -67,6 +68,7 @@ class ScoreOptions:
         audit_prompts: prompts that the audit decodes: greedily with the headline's plan, and once at each
             temperature above 0 that is scored, or else at 1.
         full_audit: audit all prompts, with every plan, and several answers to each.
+        judge: scores the answers of lossy plans and of plain decoding; see `Quality`.
     """
 
     max_new_tokens: int
@@ -75,6 +77,7 @@ class ScoreOptions:
     repeats: int = 1
     audit_prompts: int = 16
     full_audit: bool = False
+    judge: Judge | None = None
 
 
 def score(
@@ -111,9 +114,8 @@ def score(
     for setting in settings:
         groups.setdefault((setting.sampler, setting.batch_size), []).append(setting)
     batches = options.repeats * sum(-(-len(held_out.prompts) // size) for _, size in groups)
-    advance = _Progress(
-        batches + num_batches(len(audited), cases, samples) + len(held_out.rollouts), progress
-    )
+    others = len(held_out.rollouts) + sum(setting.plan.lossy for setting in settings)
+    advance = _Progress(batches + num_batches(len(audited), cases, samples) + others, progress)
 
     decoded: dict[Setting, tuple[Row, Counts]] = {}
     for members in groups.values():
@@ -249,8 +251,43 @@ def _decode(
         names,
         advance,
     )
-    pairs = zip(settings, tallies, strict=True)
-    return [(_row(setting, tally, plain), round_counts(tally.outputs)) for setting, tally in pairs]
+    rows = []
+    for setting, tally in zip(settings, tallies, strict=True):
+        row = _row(setting, tally, plain)
+        if setting.plan.lossy:
+            measured = _quality(target, drafter, held_out.prompts, setting, options, names, tally, plain)
+            row = replace(row, quality=measured)
+            advance()
+        rows.append((row, round_counts(tally.outputs)))
+    return rows
+
+
+def _quality(
+    target: Target,
+    drafter: Proposer,
+    prompts: Prompts,
+    setting: Setting,
+    options: ScoreOptions,
+    names: Sequence[int | str],
+    tally: DecodeTimings,
+    plain: DecodeTimings,
+) -> Quality:
+    """What the rule of a lossy setting does to the answers, which are decoded once more."""
+    decode = partial(
+        generate,
+        target,
+        drafter,
+        prompts,
+        plan=setting.plan,
+        sampler=setting.sampler,
+        max_new_tokens=options.max_new_tokens,
+        stop=options.stop,
+        seed=options.seed,
+        requests=names,
+        batch_size=setting.batch_size,
+    )
+    answers, plainly = ([output.tokens for output in one.outputs] for one in (tally, plain))
+    return quality(target, setting.plan, setting.sampler, prompts, answers, plainly, decode, options.judge)
 
 
 def _accept(

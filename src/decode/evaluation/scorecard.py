@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
 from decode.evaluation.json_records import build
+from decode.evaluation.quality import Quality
 from decode.evaluation.replay import ContextPart, Counts
 from decode.evaluation.served import Served
 
@@ -122,6 +123,7 @@ class Row:
         tpot: s per output token of one request.
         timing: times by batch; None in old files.
         replay: None where nothing was replayed.
+        quality: of a lossy rule's answers; None for lossless rules, and in old files.
     """
 
     temperature: float
@@ -149,6 +151,7 @@ class Row:
     tpot: float | None
     timing: Timing | None = None
     replay: Replay | None = None
+    quality: Quality | None = None
 
     @property
     def acceptance(self) -> Replay | Row:

@@ -12,10 +12,10 @@ import torch
 
 from decode.errors import UserError
 from decode.evaluation.bootstrap import interval
-from decode.evaluation.entropy_bound import Entropy, best_trees, bound, entropy, published_bound
 from decode.evaluation.replay import Rollout
-from decode.evaluation.tree_efficiency import RoundStart, first_level_bound, round_starts, tree_acceptance
 from decode.hardware import hardware
+from decode.limits.entropy_bound import Entropy, best_trees, bound, entropy, published_bound
+from decode.limits.tree_efficiency import RoundStart, first_level_bound, round_starts, tree_acceptance
 from decode.model.load import stop_tokens
 from decode.model.target import Target
 from decode.plan import Plan

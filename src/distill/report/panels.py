@@ -17,6 +17,7 @@ from decode.evaluation.scorecard import BY_ENGINE, Row, Scorecard
 from distill.report import page
 from distill.report.history import History
 from distill.report.page import paint
+from distill.report.tables import quality_columns
 from distill.report.training_panels import axes
 from distill.scoring.paired import FEWEST
 from distill.scoring.target_drift import describe
@@ -383,8 +384,8 @@ def settings(card: Scorecard) -> Markup | None:
     if len(card.rows) < 2:
         return None
     head = ["decode", "T", "batch", "tau", "95 % interval", "speedup", "tokens/s", "draft", "verify", "other"]
-    lines = []
-    for row in card.rows:
+    lines, (more, *quality) = [], quality_columns(card)
+    for row, texts in zip(card.rows, quality, strict=True):
         tau, (low, high) = row.acceptance.tau, row.acceptance.tau_interval
         lines.append(
             [
@@ -396,10 +397,16 @@ def settings(card: Scorecard) -> Markup | None:
                 row.text("speedup", "{:.2f}×", BY_ENGINE),
                 row.text("tokens_per_second", "{:.0f}"),
                 *([f"{100 * share:.0f} %" for share in _time_shares(row).values()] or ["-"] * 3),
+                *texts,
             ]
         )
     caption = "The first line is the headline. ~: counted by the decoder, where replay is not exact."
-    return page.section("All settings", page.table(head, lines), caption=caption, wide=True)
+    if more:
+        caption += (
+            " LOSSY rows change the text: log p of a token under the target, KL to its distribution in nats "
+            "a token, share of tokens that are not its most probable ones."
+        )
+    return page.section("All settings", page.table([*head, *more], lines), caption=caption, wide=True)
 
 
 def about(card: Scorecard) -> Markup:

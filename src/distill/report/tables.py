@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from decode.evaluation.quality import QUALITY_HEAD
 from decode.evaluation.scorecard import BY_ENGINE, NOT_RUN, Row, Scorecard
 from distill.report import served
 from distill.report.history import scorecards
@@ -43,10 +44,20 @@ def by_setting(card: Scorecard) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table with every setting of a scorecard."""
     there = served.head([card])
     head = ["decode", "T", "batch", "replay", "tau", *LEVEL_NAMES, "speedup", *there]
-    return [*head, "draft", "verify", "other"], [
-        [row.decode, f"{row.temperature:g}", str(row.batch_size), *_cells(card, row, there)]
-        for row in card.rows
+    quality = quality_columns(card)
+    lines = [
+        [row.decode, f"{row.temperature:g}", str(row.batch_size), *_cells(card, row, there), *more]
+        for row, more in zip(card.rows, quality[1:], strict=True)
     ]
+    return [*head, "draft", "verify", "other", *quality[0]], lines
+
+
+def quality_columns(card: Scorecard) -> list[list[str]]:
+    """Head and a line for each row of what lossy rules do to the text; no columns where there is none."""
+    if not any(row.quality for row in card.rows):
+        return [[] for _ in range(len(card.rows) + 1)]
+    empty = [""] * len(QUALITY_HEAD)
+    return [QUALITY_HEAD, *(row.quality.cells() if row.quality else empty for row in card.rows)]
 
 
 def settings_table(card: Scorecard) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from distill.prompts.prompt import Prompt
 from distill.rollouts.heldout import held_out_answers
 from distill.rollouts.manifest import versions
 from distill.scoring.sample_texts import sample_texts
+from distill.scoring.script_judge import ScriptJudge, judge_record
 from distill.scoring.tap_control import ShuffledTaps
 from distill.scoring.target_drift import target_drift
 from distill.utils.progress import bar, say
@@ -98,6 +99,9 @@ class Scorer:
         self.samplers = options.samplers()
         if target.abilities.decode:
             self._check_replay()
+        self.judge = ScriptJudge(options.judge, "score.judge") if options.judge else None
+        if self.judge and not any(isinstance(plan, Plan) and plan.lossy for plan in self.plans):
+            raise UserError("score.judge compares lossy plans with plain decoding; put one under score.plans")
         self.rollouts: dict[Sampler, list[Rollout]] = {}
         self._remarks = {""}  # printed once
 
@@ -180,12 +184,15 @@ class Scorer:
             ShuffledTaps(target, self.ids, self.seed)
         self.prepare()
         answers = self.rollouts if target is self.target else self._answers(target)
-        with threads(options.threads), bar(1, f"scoring step {step}", "batches", leave=False) as progress_bar:
+        with ExitStack() as stack:
+            stack.enter_context(threads(options.threads))
+            progress_bar = stack.enter_context(bar(1, f"scoring step {step}", "batches", leave=False))
 
             def progress(done: int, total: int) -> None:
                 progress_bar.total = total
                 progress_bar.update(done - progress_bar.n)
 
+            judge = stack.enter_context(self.judge) if self.judge else None
             settings, choices = self._settings(target, drafter, answers)
             settings = list(dict.fromkeys([*settings, *self._alternatives(drafter)]))
             for remark in (drafter.remark(setting.plan) for setting in settings):
@@ -197,7 +204,7 @@ class Scorer:
                 drafter,
                 HeldOut(ids, [p.id for p in prompts], answers, reserved=len(self.ids)),
                 settings,
-                self._options(target),
+                self._options(target, judge),
                 progress,
             )
         conditions = replace(
@@ -237,8 +244,15 @@ class Scorer:
             target_drift=self._drift(target) if tuned else None,
         )
 
-    def _options(self, target: Target) -> ScoreOptions:
+    def _options(self, target: Target, judge: ScriptJudge | None) -> ScoreOptions:
         options = self.options
+
+        def score_answer(index: int, answer: Sequence[int]) -> float:
+            assert judge is not None
+            prompt = self.prompts[index]
+            text = self.chat.tokenizer.decode(list(answer), skip_special_tokens=True)
+            return judge(judge_record(prompt, str(text)))
+
         return ScoreOptions(
             max_new_tokens=options.max_new_tokens,
             stop=stop_tokens(target),
@@ -246,6 +260,7 @@ class Scorer:
             repeats=options.repeats,
             audit_prompts=options.audit_prompts,
             full_audit=self.full_audit,
+            judge=score_answer if judge else None,
         )
 
     @torch.inference_mode()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from decode.errors import UserError
 from decode.evaluation.audit import Audit
+from decode.evaluation.quality import QUALITY_HEAD
 from decode.evaluation.scorecard import BY_ENGINE, NOT_RUN, Row, Scorecard
 from decode.model import gguf
 from drafters.base import Drafter, Origin
@@ -137,6 +138,10 @@ def _score(score: Scorecard | None) -> str:
         ]
     elif not score.pays:
         notes += ["", "**No draft was faster than plain decoding on the machine that scored it.**"]
+    for row in score.rows:
+        if row.quality:
+            said = "; ".join(f"{n} {c}" for n, c in zip(QUALITY_HEAD, row.quality.cells(), strict=True))
+            notes += ["", f"{row.decode} changes the text, T={row.temperature:g}: {said}."]
     if score.conditions.control != "none":
         notes += ["", f"control={_line(score.conditions.control)}: this is a control, no real score."]
     if drift := score.checkpoint.target_drift:

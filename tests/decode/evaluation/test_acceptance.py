@@ -137,7 +137,7 @@ def test_a_lossy_plan_is_labelled_and_never_heads_the_table(target):
     lossy = Plan(3, 2, 6, rule="typical", lossy=True)
     card = scored(target, Grown(VOCAB), [TREE, lossy], [WARM])
     assert [row.lossy for row in card.rows] == [False, True]
-    assert card.rows[1].decode.endswith("typical LOSSY")
+    assert card.rows[1].decode.endswith("typical 0.3 0.09 LOSSY")
     assert card.rows[1].replay is None
     with pytest.raises(UserError, match="cannot be the headline"):
         scored(target, Grown(VOCAB), [lossy, TREE], [WARM])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from decode.draft import PAD, Draft
-from decode.evaluation.entropy_bound import best_trees
-from decode.evaluation.tree_efficiency import (
+from decode.limits.entropy_bound import best_trees
+from decode.limits.tree_efficiency import (
     first_level_bound,
     path_probs,
     round_starts,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from decode.draft import PAD, Draft
-from decode.evaluation.entropy_bound import read_contexts
 from decode.generation.generate import generate
 from decode.generation.types import Proposer, Round
+from decode.limits.entropy_bound import read_contexts
 from decode.model.target import Target
 from decode.plan import Plan
 from decode.rng import KeyedCoin

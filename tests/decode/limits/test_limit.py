@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.evaluation.entropy_bound import best_trees, bound, entropy, published_bound
+from decode.limits.entropy_bound import best_trees, bound, entropy, published_bound
 from decode.sampling import Sampler
 
 ONE = Sampler(1.0)

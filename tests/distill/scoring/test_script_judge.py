@@ -1,0 +1,97 @@
+"""Scripts that score answers: what they are told, and what is said of those that fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from workbench import ROOT
+
+from decode.errors import UserError
+from distill.prompts.prompt import Prompt
+from distill.scoring.script_judge import ScriptJudge, judge_record
+
+QUESTION = {"role": "user", "content": "What is 2 + 3?"}
+ANSWERED = Prompt.of(
+    "sum", [QUESTION, {"role": "assistant", "content": "2 + 3 = 5, so #### 5"}], category="math"
+)
+
+
+def judge(tmp_path, body: str, name: str = "judge.py") -> ScriptJudge:
+    path = tmp_path / name
+    path.write_text(body)
+    return ScriptJudge(str(path), "score.judge")
+
+
+def test_a_script_is_started_once_and_told_everything(tmp_path):
+    body = """
+import json, sys
+for count, line in enumerate(sys.stdin):
+    record = json.loads(line)
+    print(count + len(record["answer"]) / 100, flush=True)
+"""
+    with judge(tmp_path, body) as asked:
+        assert [asked(judge_record(ANSWERED, text)) for text in ("", "12345")] == [0.0, 1.05]
+    with asked:
+        assert asked(judge_record(ANSWERED, "é\n")) == 0.02  # started anew
+
+
+def test_a_record_has_the_prompt_the_answer_and_what_the_file_answers():
+    assert judge_record(ANSWERED, "five") == {
+        "id": "sum",
+        "category": "math",
+        "messages": [QUESTION],
+        "answer": "five",
+        "reference": "2 + 3 = 5, so #### 5",
+    }
+    assert judge_record(Prompt.of("open", [QUESTION]), "")["reference"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise SystemExit(3)", r"the script ended \(exit code 3\); its own message is above"),
+        ("print('well done', flush=True)", "has to write a number on a line, and wrote 'well done'"),
+        ("print('nan', flush=True)", "has to write a number on a line, and wrote 'nan'"),
+    ],
+)
+def test_what_is_no_score_ends_with_one_line(tmp_path, body, message):
+    with judge(tmp_path, body) as asked, pytest.raises(UserError, match=rf"^score\.judge=.*{message}"):
+        asked({"answer": ""})
+
+
+def test_a_file_that_cannot_be_run_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"score\.judge=/nowhere: no such file"):
+        ScriptJudge("/nowhere", "score.judge")
+    with judge(tmp_path, "no program", "judge") as asked, pytest.raises(UserError, match="cannot be run"):
+        asked({"answer": ""})
+
+
+def test_any_program_can_judge(tmp_path):
+    path = tmp_path / "judge"
+    path.write_text('#!/bin/sh\nwhile read -r line; do echo "${#line}"; done\n')
+    path.chmod(0o755)
+    with ScriptJudge(str(path), "score.judge") as asked:
+        assert asked({"a": 1}) == len('{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("so 5", 1.0), ("1,005.0", 0.0), ("5.0 apples", 1.0), ("none", 0.0), ("5, not 6", 0.0)],
+)
+def test_the_judge_of_numbers_compares_the_last(answer, score):
+    with ScriptJudge(str(ROOT / "scripts/judges/exact_number.py"), "score.judge") as asked:
+        assert asked(judge_record(ANSWERED, answer)) == score
+
+
+def test_the_judge_of_numbers_says_so_where_there_is_nothing_to_compare_with():
+    record = '{"id": "p", "answer": "1", "reference": null}\n'
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/judges/exact_number.py"],
+        input=record,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "prompt p has no answer to compare with\n"
