@@ -14,6 +14,7 @@ BENCHMARKS = {
     "context": "benchmarks.batch_context:context_lengths",
     "distillspec": "benchmarks.drafter_table.main:drafters",
     "drafters": "benchmarks.drafter_table.main:drafters",
+    "lossy": "benchmarks.lossy:curves",
     "lyanna": "benchmarks.lyanna_ablation:lyanna",
     "objectives": "benchmarks.drafter_table.main:drafters",
     "regret": "benchmarks.regret:regrets",

@@ -22,6 +22,7 @@ class Prompt:
         weight: of its rows in the loss.
         file: from which it was read; empty if none.
         line: in that file, from 1.
+        reference: of a held-out prompt, the first answer that its record gives, for judges.
     """
 
     id: str
@@ -30,6 +31,7 @@ class Prompt:
     weight: float = 1.0
     file: str = ""
     line: int = 0
+    reference: str = ""
     _content: int | None = field(default=None, init=False, repr=False, compare=False)
     _question: int | None = field(default=None, init=False, repr=False, compare=False)
 

@@ -134,7 +134,10 @@ def _openings(held: Sequence[Prompt]) -> list[Prompt]:
     """Held-out prompts up to the first answer, without duplicates."""
     unique: dict[int, Prompt] = {}
     for prompt in held:
-        prompt = replace(prompt, packed=pack(opening(prompt.messages), prompt.tools))
+        first, given = opening(prompt.messages), ""
+        if rest := prompt.messages[len(first) :]:
+            given = str(rest[0].get("content") or "")
+        prompt = replace(prompt, packed=pack(first, prompt.tools), reference=given)
         unique.setdefault(prompt.content_hash, prompt)
     return list(unique.values())
 

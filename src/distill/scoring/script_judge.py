@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from decode.errors import UserError
-from distill.prompts.prompt import Prompt, unanswered
+from distill.prompts.prompt import Prompt
 from distill.utils.redact import printable
 
 SHOWN = 100  # characters of what a script wrote, in messages
@@ -85,13 +85,11 @@ class ScriptJudge:
 
 
 def judge_record(prompt: Prompt, answer: str) -> dict[str, Any]:
-    """What a judge is told of an answer; `reference` is the prompt's own final answer, or null."""
-    messages = prompt.messages
-    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
+    """What a judge is told of an answer; `reference` is null where the prompt's record has no answer."""
     return {
         "id": prompt.id,
         "category": prompt.category,
-        "messages": list(unanswered(messages)),
+        "messages": list(prompt.messages),
         "answer": answer,
-        "reference": last.get("content"),
+        "reference": prompt.reference or None,
     }

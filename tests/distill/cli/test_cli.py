@@ -394,6 +394,15 @@ def test_held_out_prompts_end_where_the_target_answers_first_and_stand_once(tmp_
     assert all(len(p.messages) == 1 for p in held)
 
 
+def test_held_out_prompts_keep_the_answer_of_their_record_for_judges(tmp_path):
+    records = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(3)] + [{"prompt": "why?"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    train_on = write_prompts(tmp_path / "train.jsonl", 3)
+    held = read_prompts(f"prompts={train_on}", f"prompts.heldout={tmp_path}/p.jsonl").held
+    found = {p.messages[-1]["content"]: p.reference for p in held}
+    assert found == {"0 + 1?": "#### 1", "1 + 1?": "#### 2", "2 + 1?": "#### 3", "why?": ""}
+
+
 def test_a_run_does_not_go_on_with_other_held_out_prompts(bench_target, tmp_path, monkeypatch):
     prompts = f"prompts={write_prompts(tmp_path / 'p.jsonl', 40)}"
     found = read_prompts(prompts)

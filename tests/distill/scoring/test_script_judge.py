@@ -13,9 +13,7 @@ from distill.prompts.prompt import Prompt
 from distill.scoring.script_judge import ScriptJudge, judge_record
 
 QUESTION = {"role": "user", "content": "What is 2 + 3?"}
-ANSWERED = Prompt.of(
-    "sum", [QUESTION, {"role": "assistant", "content": "2 + 3 = 5, so #### 5"}], category="math"
-)
+ANSWERED = Prompt.of("sum", [QUESTION], category="math", reference="2 + 3 = 5, so #### 5")
 
 
 def judge(tmp_path, body: str, name: str = "judge.py") -> ScriptJudge:
