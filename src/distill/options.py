@@ -470,6 +470,15 @@ class LimitOptions(HeldOutInputs, CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class JudgeOptions:
+    """Who decides which steps of a draft model stay."""
+
+    script: str | None  # None: nobody, and decoding is lossless
+    least: float  # score of a step that stays
+    step: str  # string that ends a step
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateOptions(CommandOptions):
     """conf/generate.yaml."""
 
@@ -482,6 +491,7 @@ class GenerateOptions(CommandOptions):
     sampling: Annotated[Sampler, INSTANCE]
     stop: tuple[str, ...]
     plain: bool
+    judge: JudgeOptions
     color: str  # auto | always | never
     threads: int  # of the CPU; 0: as many as there are
 

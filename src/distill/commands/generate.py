@@ -12,6 +12,7 @@ from decode.errors import UserError
 from decode.generation.text import Detokenizer
 from decode.generation.types import Output, Piece, Times
 from decode.plan import Plan
+from distill.commands import judged
 from distill.config.build import build_target, quiet, read_chat
 from distill.options import GenerateOptions
 from distill.scoring.scorer import threads
@@ -27,10 +28,14 @@ WARM_UP = 8  # tokens
 def answer(options: GenerateOptions) -> float:
     """Print the answer to a prompt on stdout, and tau and speed on stderr; returns tau, 0 without a drafter.
 
+    With `judge.script` it is `judged_answer`.
+
     Raises:
         UserError: the prompt is empty, not UTF-8 or too long, or `checkpoint` has no drafter.
     """
     quiet()
+    if options.judge.script:
+        judged.check(options)
     color, prompt = wants_color(options.color), read_prompt(options.prompt)
     chat = read_chat(options.target, options.prompts.template, options.prompts.template_options)
     plan = options.decode if options.checkpoint else Plan()
@@ -47,6 +52,9 @@ def answer(options: GenerateOptions) -> float:
     drafting = TextGenerator(
         model, drafter, plan, options.sampling, options.max_new_tokens, stop, options.seed
     )
+    if options.judge.script:
+        with threads(options.threads):
+            return judged.judged_answer(options, drafting, ids)
     verifier = drafting.tapped_target()
     # With a tuned target, plain decoding uses the tuned target too.
     plain_generator = replace(drafting, model=Model(verifier, chat), drafter=None)

@@ -1,0 +1,145 @@
+"""Reward-guided speculative decoding (RSD, Liao et al., arXiv:2501.19324): a judge of steps decides.
+
+A draft model writes a step of the answer by itself. Where the judge likes it, the step stays; else the
+target writes that step. The output does NOT have the target's distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from decode.generation.generate import generate
+from decode.generation.types import Times, Until
+from decode.model.target import Target
+from decode.sampling import Sampler
+
+DRAFT, TARGET = 0, 1  # samples that key the draws: the target's step must not repeat the draft's draws
+
+
+class Judge(Protocol):
+    """Scores a step of an answer: a process reward model, a checker, anything."""
+
+    def __call__(self, request: int, answer: Sequence[int], step: Sequence[int]) -> float:
+        """The score.
+
+        Args:
+            request: index of the prompt.
+            answer: token ids of the answer before the step.
+            step: token ids of the step.
+        """
+        ...
+
+
+class Step(NamedTuple):
+    """One step of an answer."""
+
+    tokens: int
+    score: float  # of what the draft model wrote
+    drafted: bool  # that was kept; else the target wrote the step
+
+
+@dataclass(slots=True)
+class JudgedOutput:
+    """One answer.
+
+    Attributes:
+        tokens: ids, the end token included.
+        steps: in their order.
+        stopped: ended by an end token, not by length.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    stopped: bool = False
+
+
+class JudgedGeneration(NamedTuple):
+    """Answers to all prompts, and where the time went."""
+
+    outputs: list[JudgedOutput]
+    draft_times: Times
+    target_times: Times
+
+
+def generate_judged(
+    target: Target,
+    draft: Target,
+    prompts: Sequence[Sequence[int]],
+    judge: Judge,
+    least: float,
+    step: Until,
+    *,
+    max_new_tokens: int,
+    sampler: Sampler,
+    stop: Sequence[int] = (),
+    seed: int = 0,
+    requests: Sequence[int | str] | None = None,
+) -> JudgedGeneration:
+    """Answer prompts step by step.
+
+    Both models read the text before a step again, in one pass.
+
+    Args:
+        target: writes steps that the judge does not like.
+        draft: a model of the same vocabulary, which writes every step first.
+        prompts: token ids.
+        judge: of steps.
+        least: score from which on a drafted step is kept: with -inf the draft model answers alone, with inf
+            the target.
+        step: factory of tests that end a step, such as `StopStrings`.
+        max_new_tokens: per prompt.
+        sampler: of both models.
+        stop: end tokens.
+        seed: of all draws.
+        requests: identifiers that key each prompt's draws; default 0, 1, ...
+    """
+    names = list(range(len(prompts))) if requests is None else list(requests)
+    outputs, times = [JudgedOutput() for _ in prompts], (Times(), Times())
+    rows = list(range(len(prompts)))
+
+    def write(writer: int, rows: Sequence[int]) -> list[list[int]]:
+        """Let a model write the next step of each row."""
+        model = (draft, target)[writer]
+        texts = [[*prompts[row], *outputs[row].tokens] for row in rows]
+        found = generate(
+            model,
+            None,
+            texts,
+            max_new_tokens=max(max_new_tokens - len(outputs[row].tokens) for row in rows),
+            sampler=sampler,
+            seed=seed,
+            requests=[names[row] for row in rows],
+            samples=[writer] * len(rows),
+            stop=stop,
+            until=step,
+        )
+        for name in ("prefill", "draft", "verify", "total"):
+            setattr(times[writer], name, getattr(times[writer], name) + getattr(found.times, name))
+        room = [max_new_tokens - len(outputs[row].tokens) for row in rows]
+        return [output.tokens[:most] for output, most in zip(found.outputs, room, strict=True)]
+
+    while rows:
+        drafts = dict(zip(rows, write(DRAFT, rows), strict=True))
+        scores = {row: judge(row, outputs[row].tokens, tokens) for row, tokens in drafts.items()}
+        rejected = [row for row in rows if scores[row] < least]
+        written = dict(zip(rejected, write(TARGET, rejected), strict=True)) if rejected else {}
+        for row in rows:
+            tokens, output = written.get(row, drafts[row]), outputs[row]
+            output.tokens += tokens
+            output.steps.append(Step(len(tokens), scores[row], row not in written))
+            output.stopped = tokens[-1] in stop
+        limits = [_room(target, draft, prompts[row], max_new_tokens) for row in rows]
+        rows = [
+            row
+            for row, limit in zip(rows, limits, strict=True)
+            if not outputs[row].stopped and len(outputs[row].tokens) < limit
+        ]
+    return JudgedGeneration(outputs, *times)
+
+
+def _room(target: Target, draft: Target, prompt: Sequence[int], most: int) -> int:
+    """How many tokens an answer may have in the contexts of both models."""
+    limits = [model.max_positions for model in (target, draft) if model.max_positions is not None]
+    return min([most, *(limit - len(prompt) for limit in limits)])
